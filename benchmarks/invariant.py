@@ -1,4 +1,4 @@
-"""What `fp8.invariant` costs: a training step and a decode step inside, beside the same outside, by turns.
+"""What `fp8.batch_invariant` costs: a training step and a decode step inside and outside of it, by turns.
 
     python benchmarks/invariant.py [--rounds 9] [--json FILE]
 
@@ -65,7 +65,7 @@ def measure(family: str, recipe: str, folder: Path, rounds: int) -> dict[str, fl
 
             return run
 
-        ways = {"plain": inside(nullcontext), "invariant": inside(lambda: fp8.invariant(model))}
+        ways = {"plain": inside(nullcontext), "invariant": inside(lambda: fp8.batch_invariant(model))}
         taken = {way: min(turns.cpu_seconds) for way, turns in take(ways, rounds, warmup=2).items()}
         row |= {f"{name}_{way}_ms": round(1e3 * seconds, 2) for way, seconds in taken.items()}
         row[f"{name}_ratio"] = round(taken["invariant"] / taken["plain"], 2)

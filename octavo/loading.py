@@ -49,6 +49,7 @@ def load(
 
     from octavo import adapters, fp8, models
     from octavo.base import hub
+    from octavo.fp8.weights import frozen_weights
 
     if hub.is_name(str(path)):
         path = hub.model_folder(str(path), None, None, say)
@@ -64,6 +65,6 @@ def load(
         fp8.apply(model, fp8.plan(model, recipe, models.describe(model).components))
     if adapter is not None:
         adapters.load(model, adapter, say)
-    elif next(fp8.frozen_weights(model), None) is not None:
+    elif next(frozen_weights(model), None) is not None:
         models.freeze_all(model)
     return model

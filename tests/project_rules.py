@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import io
 import itertools
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,7 +72,9 @@ LISTED_ONCE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     ),
     "endings of data": (frozenset(suffixes.ROWS) | {".arrow"}, ("octavo.base.suffixes",)),
 }
-# Third-party packages that only some packages may import.
+# What models may import of FP8: names that users have, globs of names, and weights that are FP8 in a folder.
+MODELS_KNOW = ("octavo.fp8", "octavo.fp8.policy", "octavo.fp8.weights")
+# Third-party packages that only some packages may import; a type may be named by all.
 KEPT_IN = {
     "transformers": {"models", "data", "checkpoint", "adapters", "rl", "sealing", "bench", "loading"},
     "peft": {"adapters"},
@@ -177,6 +181,11 @@ class File:
             elif text is not None:
                 self.imports.append((line, text))
         self.top = {name for node in self.parsed.body for name in _binds(node)}
+        #: lines under `if TYPE_CHECKING:`, whose imports name a type and load nothing
+        self.typed: set[int] = set()
+        for node in self.nodes:
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+                self.typed.update(range(node.body[0].lineno, (node.body[-1].end_lineno or 0) + 1))
 
     def _used(self, bound: list[tuple[str, str]]) -> Iterator[tuple[ast.expr, str]]:
         names: dict[str, set[str]] = {}
@@ -226,15 +235,16 @@ def imports_down(tree: Tree) -> list[str]:
         here = package_of(module)
         for line, name in tree.files[module].imports:
             top = name.split(".")[0]
-            if here is not None and top in KEPT_IN and here not in KEPT_IN[top]:
+            only_typed = line in tree.files[module].typed
+            if here is not None and top in KEPT_IN and here not in KEPT_IN[top] and not only_typed:
                 wrong.append(f"{module}:{line} imports {name}, which only {sorted(KEPT_IN[top])} may")
             there = package_of(name) if name in tree.sources else None
             if here is None or there is None or there == here or {here, there} <= {"fp8", "arithmetic"}:
                 continue
             if LEVEL_OF[there] >= LEVEL_OF[here]:
                 wrong.append(f"{module}:{line} imports {name}: {here} may not look up or sideways to {there}")
-            if here == "models" and there == "fp8" and name not in ("octavo.fp8", "octavo.fp8.policy"):
-                wrong.append(f"{module}:{line} imports {name}: models knows of FP8 octavo.fp8 and fp8.policy")
+            if here == "models" and there == "fp8" and name not in MODELS_KNOW:
+                wrong.append(f"{module}:{line} imports {name}: models may import only {', '.join(MODELS_KNOW)}")
     return wrong
 
 
@@ -337,19 +347,24 @@ def _within(what: str, numbers: dict[str, int], limits: dict[str, int]) -> list[
 
 def inits(tree: Tree) -> list[str]:
     """Rule 2: a package inside fp8 has an ``__init__`` of at most 40 lines: a sentence and the names it offers. That of
-    fp8 may be longer, and :data:`LOADERS` import what others name."""
+    fp8 may be longer, and ends in a ``__getattr__`` for old names, which type checkers do not see. :data:`LOADERS`
+    import what others name."""
     wrong = []
     for name in tree.packages - LOADERS:
         if not (name + ".").startswith("octavo.fp8."):
             continue
         lines, said = (tree.sources[name].count("\n"), 5) if name != "octavo.fp8" else (0, 15)
         doc, *body = tree.files[name].parsed.body or [ast.Pass()]
+        if name == "octavo.fp8":
+            body = [node for node in body if ast.unparse(node) != "from typing import TYPE_CHECKING"]
         imports = [n for n in body if isinstance(n, ast.ImportFrom) and f"{n.module}.".startswith(f"{name}.")]
         offered = [a.asname or a.name for n in imports for a in n.names]
         match body[len(imports) :]:
             case []:
                 listed = []
-            case [ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List(elts=elements))]:
+            case [ast.Assign(targets=[ast.Name(id="__all__")], value=ast.List(elts=elements)), *rest] if (
+                not rest or name == "octavo.fp8" and _only_old_names(rest)
+            ):
                 listed = [e.value for e in elements if isinstance(e, ast.Constant)]
             case _:
                 listed = None
@@ -357,6 +372,14 @@ def inits(tree: Tree) -> list[str]:
         if not documented or lines > 40 or listed is None or sorted(listed) != sorted(set(offered)):
             wrong.append(f"{name}: it holds one sentence and the names it offers, listed in __all__, and nothing else")
     return wrong
+
+
+def _only_old_names(nodes: list[ast.stmt]) -> bool:
+    """Whether statements are a ``__getattr__`` at run time and nothing else."""
+    match nodes:
+        case [ast.If(test=test, body=[ast.FunctionDef(name="__getattr__")], orelse=[])]:
+            return ast.unparse(test) == "not TYPE_CHECKING"
+    return False
 
 
 def reach_inside(tree: Tree) -> list[str]:
@@ -510,3 +533,57 @@ def _texts_in(node: ast.AST) -> Iterator[str]:
             return
     for child in ast.iter_child_nodes(node):
         yield from _texts_in(child)
+
+
+#: A Triton kernel of more lines than these says what its arguments are and what its phases do.
+LONG_KERNEL = 40
+PHASE = 15  # lines of a kernel's body, at most, from one comment to the next
+
+
+def kernels_are_explained(tree: Tree) -> list[str]:
+    """Rule 7: a Triton kernel of more than :data:`LONG_KERNEL` lines says once what its arguments are, with shapes, and
+    has a comment at each phase: at least one in :data:`PHASE` lines.
+
+    An argument is explained by a comment on its line or by its name in the docstring. Three kinds need neither: a
+    constant, a size of one capital letter, and a name that shares a word with an explained argument before it
+    (``q_batch``, ``q_row``).
+    """
+    wrong = []
+    for module in tree.files:
+        if ".jit" not in tree.sources[module]:
+            continue
+        tokens = tokenize.generate_tokens(io.StringIO(tree.sources[module]).readline)
+        comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT and "fmt:" not in t.string}
+        for kernel in tree.files[module].nodes:
+            if isinstance(kernel, ast.FunctionDef) and _is_kernel(kernel) and _lines(kernel) > LONG_KERNEL:
+                wrong += [f"{module}.{kernel.name}: {fault}" for fault in _unexplained(kernel, comments)]
+    return wrong
+
+
+def _is_kernel(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+
+
+def _lines(node: ast.FunctionDef | ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def _unexplained(kernel: ast.FunctionDef, comments: dict[int, str]) -> Iterator[str]:
+    doc = ast.get_docstring(kernel) or ""
+    signature = [comments.get(arg.lineno, "") for arg in kernel.args.args]
+    if "[" not in doc + "".join(signature):
+        yield "no argument has a shape"
+    words: set[str] = set()
+    for arg, comment in zip(kernel.args.args, signature, strict=True):
+        constant = arg.annotation is not None and "constexpr" in ast.unparse(arg.annotation)
+        parts = set(arg.arg.split("_"))
+        if comment or re.search(rf"\b{arg.arg}\b", doc) or parts & words:
+            words |= parts
+        elif not constant and not re.fullmatch("[A-Z]", arg.arg):
+            yield f"the argument {arg.arg} has no comment"
+    first, last = kernel.body[0].lineno + (_lines(kernel.body[0]) if doc else 0), kernel.lineno + _lines(kernel)
+    marks = sorted(line for line in comments if first <= line < last)
+    for before, after in itertools.pairwise([first - 1, *marks, last]):
+        if after - before > PHASE + 1:
+            yield f"no comment from line {before + 1} to line {after - 1}"

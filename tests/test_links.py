@@ -11,7 +11,10 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "tests/README.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LINK = re.compile(r"\]\((?!\w+:)([^)\s]+)\)")

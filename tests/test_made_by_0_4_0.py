@@ -26,6 +26,9 @@ from octavo import adapters, checkpoint, fp8, models, train
 from octavo.checkpoint import compat
 from octavo.cli.main import main
 from octavo.config import load_config
+from octavo.fp8.measuring import Machine
+from octavo.fp8.proof import Proof
+from octavo.fp8.weights import frozen_weights
 
 MADE = Path(__file__).parent / "made_by_0_4_0"
 RESULTS = json.loads((MADE / "results.json").read_text(encoding="utf-8"))
@@ -165,7 +168,7 @@ def test_a_plan_with_fused_siblings_loads_and_applies() -> None:
 
 def assert_runs_as_planned(model: nn.Module, plan: fp8.Plan) -> None:
     fp8.apply(model, plan)
-    proof, ids = fp8.Proof(plan), torch.arange(48).reshape(2, 24)
+    proof, ids = Proof(plan), torch.arange(48).reshape(2, 24)
     with fp8.count_gemms() as counts:
         model(input_ids=ids, labels=ids).loss.backward()
     proof.observe(counts, dict.fromkeys(plan.components or {"foundation": ()}, 1))
@@ -180,8 +183,8 @@ def test_a_measured_plan_and_its_measurements_load() -> None:
     assert recipes(plan) == dict.fromkeys(LAYERS, "blockwise") and plan.tokens == {"foundation": 64}
     siblings_run_as(plan, {QKV, GATE_UP})
 
-    machine = fp8.Machine(**json.loads((MADE / "measurements.json").read_text())["machines"][0]["machine"])
-    cases = fp8.Cache(MADE / "measurements.json").load(machine)
+    machine = Machine(**json.loads((MADE / "measurements.json").read_text())["machines"][0]["machine"])
+    cases = fp8.MeasurementCache(MADE / "measurements.json").load(machine)
     found = fp8.Measurements(machine, cases)
     again = fp8.plan(model, "auto", tokens={"foundation": 64}, measurements=found)
     assert recipes(again) == recipes(plan) and all(row.times is not None for row in again.rows if row.fp8)
@@ -213,5 +216,5 @@ def test_an_export_verifies_and_loads() -> None:
     verified = checkpoint.verify(MADE / "export")
     assert verified.ok and verified.fp8 == len(LAYERS), [finding.text for finding in verified.findings]
     model = models.load(MADE / "export", keep_fp8=True)
-    assert {name.removesuffix(".weight") for name, _ in fp8.frozen_weights(model)} == LAYERS
+    assert {name.removesuffix(".weight") for name, _ in frozen_weights(model)} == LAYERS
     assert torch.isfinite(model(input_ids=torch.arange(32)[None]).logits).all()

@@ -85,7 +85,7 @@ def _trained(model_type: str) -> list[str]:
     with quiet():
         model = models.empty(whole(config_classes()[model_type]))
     family = models.describe(model)
-    rows = fp8.topology(model, family.components)
+    rows = fp8.describe_layers(model, family.components)
     inside = {row.component for row in rows if row.kind in ("linear", "experts")}
     parts = [part for part in family.components if part in inside]
     packed = why_not_packed(model)

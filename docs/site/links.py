@@ -18,7 +18,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = "README.md"
-BESIDE = (HOME, "CHANGELOG.md", "examples/README.md")  # pages outside docs/
+BESIDE = (HOME, "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "tests/README.md")  # pages outside docs/
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)(?=[)#])")
 
 

@@ -5,7 +5,7 @@ does not meet in the other. The adapter is the same in both, so that the error i
 and its dequantized codes W'::
 
     relative   |W - W'| / |W|, norms over the whole weight          E4M3 leaves about 2.5 %
-    sqnr       the mean over blocks of 10 log10 (|w|^2 / |w - w'|^2), in dB (:mod:`octavo.fp8.arithmetic.metrics`)
+    sqnr       the mean over blocks of 10 log10 (|w|^2 / |w - w'|^2), in dB (:mod:`octavo.fp8.metrics`)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from octavo import fp8
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.experts import stock_name
+from octavo.fp8 import metrics
 from octavo.fp8.policy import template
-from octavo.fp8.weights import Fp8Weight
+from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_weights
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def base_errors(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]
 
     Raises AdapterError for a model without frozen weights, and for weights that ``stock`` lacks or shapes otherwise.
     """
-    mine = {stock_name(name): weight for name, weight in fp8.frozen_weights(model)}
+    mine = {stock_name(name): weight for name, weight in frozen_weights(model)}
     if not mine:
         raise AdapterError("the model has no FP8 weights: its base is the stock one, so nothing differs.")
     rows: dict[str, Row] = {}
@@ -102,7 +102,7 @@ def _row(name: str, value: Tensor, weight: Tensor) -> Row:
     if value.shape != weight.shape:
         raise AdapterError(f"{name} is {list(value.shape)} in the stock model and {list(weight.shape)} in this one.")
     assert isinstance(weight, Fp8Weight)
-    q = fp8.codes_of_frozen(weight)
+    q = codes_of_frozen(weight)
     block = q.spec.block
     power = noise = 0.0
     decibels: list[float] = []
@@ -113,5 +113,5 @@ def _row(name: str, value: Tensor, weight: Tensor) -> Row:
         stock = stock.to(own.device)
         power += float(stock.double().square().sum())
         noise += float((stock.double() - own.double()).square().sum())
-        decibels.append(fp8.sqnr(stock, own, block))
+        decibels.append(metrics.sqnr(stock, own, block))
     return Row(name, value.numel(), (noise / power) ** 0.5 if power else 0.0, statistics.fmean(decibels))

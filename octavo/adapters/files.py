@@ -109,7 +109,7 @@ def save(
     """
     final = Path(directory)
     values = dict(state) if state is not None else adapter_state(model)
-    if bad := fp8.not_finite(values.items()):
+    if bad := fp8.find_nonfinite(values.items()):
         raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): nothing is written of such adapters.")
     text = json.dumps(_document(model, str(base)), indent=2, sort_keys=True) + "\n"
     if final.exists() and (not final.is_dir() or [f for f in target_folder.contents(final) if f not in _BESIDE]):
@@ -226,7 +226,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     for name, value in state.items():
         if value.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise AdapterError(f"{file}: {name} is {value.dtype}; adapters are fp32, bf16 or fp16.")
-        if fp8.not_finite([(name, value)]):
+        if fp8.find_nonfinite([(name, value)]):
             raise AdapterError(f"{file}: {name} holds NaN or infinity; the adapter is broken.")
     return state
 
@@ -285,7 +285,7 @@ def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: 
     """The targets of a folder in model order, its tensors being exactly those that they take."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    rows = {row.name: row for row in fp8.topology(model)}
+    rows = {row.name: row for row in fp8.describe_layers(model)}
     of_experts = experts.parameters_of(model)
     matched: list[str] = []
     if config.target_modules == "all-linear":

@@ -22,10 +22,9 @@ import torch
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
-from octavo import fp8
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.lowrank import low_rank, low_rank_traced
-from octavo.fp8.weights import Fp8Weight
+from octavo.fp8.weights import Fp8Weight, is_frozen
 
 _ROWS = 1024  # of a weight that are in fp32 at a time
 
@@ -76,7 +75,7 @@ class Linear(PeftLinear):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """PEFT's, for a base in high precision. Raises AdapterError for frozen FP8 codes, which nothing is added to."""
-        if fp8.is_frozen(self.get_base_layer().weight):
+        if is_frozen(self.get_base_layer().weight):
             raise AdapterError(
                 "an adapter cannot be merged into frozen FP8 codes in place: they would have to be made anew, and may "
                 "round the adapter away. `octavo merge` writes a merged model and measures that."

@@ -21,7 +21,7 @@ from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import NAME, attached, is_adapter_parameter
-from octavo.fp8.weights import is_whole
+from octavo.fp8.weights import codes_of_frozen, is_frozen, is_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,8 +58,8 @@ class Fold:
 
     def base(self, slot: int | None = None) -> Tensor:
         """W in fp32, [N, K]: the values of the codes, or of the parameter."""
-        if fp8.is_frozen(self.weight):
-            q = fp8.codes_of_frozen(self.weight)
+        if is_frozen(self.weight):
+            q = codes_of_frozen(self.weight)
             if slot is not None:
                 q = fp8.Quantized(q.data[slot], q.scale[slot], q.spec)
             return fp8.dequantize(q, torch.float32)
@@ -155,8 +155,8 @@ def _values(
             with torch.no_grad():  # not around the yield, where it would reach into whoever takes the value
                 folded = found[stock].whole(dtype)
             yield stock, folded
-        elif fp8.is_frozen(value):
-            yield stock, fp8.codes_of_frozen(value)
+        elif is_frozen(value):
+            yield stock, codes_of_frozen(value)
         else:
             yield stock, value.detach()
 

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from octavo import fp8
 from octavo.adapters.merge import Fold
+from octavo.fp8.weights import is_frozen
 
 KEPT = 0.9
 DROWNED = 1.0
@@ -128,7 +129,7 @@ class MergeErrors:
         else:
             found.fp8 = True
             v = fp8.dequantize(value, torch.float32)
-            frozen = fp8.is_frozen(fold.weight)
+            frozen = is_frozen(fold.weight)
             unchanged = w if frozen else fp8.dequantize(fp8.quantize(w, value.spec), torch.float32)
         w, d, unchanged = w.to(v.device), d.to(v.device), unchanged.to(v.device)
         applied = v - w

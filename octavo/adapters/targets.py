@@ -21,7 +21,7 @@ from torch import nn
 from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
-from octavo.fp8.policy import covers, nearest
+from octavo.fp8.policy import Row, covers, nearest
 from octavo.models import WITHOUT_HEAD
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def targets_of(
     Raises AdapterError for a pattern that matches nothing (with the nearest names), one that names what never gets an
     adapter (with the reason), a malformed glob, and when nothing is left.
     """
-    rows = fp8.topology(model, None if family is None else family.components)
+    rows = fp8.describe_layers(model, None if family is None else family.components)
     usable = [row for row in rows if row.kind in ("linear", "experts")]
     chosen: set[str] = set()
     for pattern in targets:
@@ -70,7 +70,7 @@ def targets_of(
     return tuple(row.name for row in usable if row.name in chosen)
 
 
-def _matching(pattern: str, rows: Sequence[fp8.Row], model: nn.Module, family: Family | None) -> set[str]:
+def _matching(pattern: str, rows: Sequence[Row], model: nn.Module, family: Family | None) -> set[str]:
     if pattern in WITHOUT_HEAD:
         found = {row.name for row in rows if row.component == pattern and row.kind in ("linear", "experts")}
         if not found:
@@ -99,7 +99,7 @@ def _matching(pattern: str, rows: Sequence[fp8.Row], model: nn.Module, family: F
     )
 
 
-def _hits(pattern: str, row: fp8.Row) -> bool:
+def _hits(pattern: str, row: Row) -> bool:
     return _covers(pattern, row.name) or (row.kind == "experts" and _covers(pattern, row.module))
 
 
@@ -110,7 +110,7 @@ def _covers(pattern: str, name: str) -> bool:
         raise AdapterError(f"lora: {error}") from error
 
 
-def _close(pattern: str, rows: Sequence[fp8.Row]) -> str:
+def _close(pattern: str, rows: Sequence[Row]) -> str:
     close = nearest(pattern, [*WITHOUT_HEAD, *(row.name for row in rows)])
     return f" The nearest names: {', '.join(close)}." if close else ""
 

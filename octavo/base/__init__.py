@@ -1,2 +1,2 @@
-"""What every other package stands on: devices, files read and written safely, the hub's folders, encryption. No torch
-until a device is asked for."""
+"""The lowest package: devices, safe reading and writing of files, folders of the Hugging Face hub, encryption. It
+imports torch only when a device is used."""

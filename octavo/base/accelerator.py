@@ -1,18 +1,18 @@
-"""What a process computes on: every question to a device, asked here and answered by torch.
+"""The device that a process computes on: all queries of its properties and abilities, answered by torch.
 
-Elsewhere nobody says the name of a vendor. A device is a ``torch.device``; what it is and what it can do is asked::
+No other file names a vendor. A device is a ``torch.device``; its properties and abilities are queried here::
 
     accelerator.here()                       # the accelerator that torch found, or the CPU
-    accelerator.beside_host(device)          # whether it has memory and a clock of its own
+    accelerator.has_own_memory(device)       # whether it has its own memory and clock
     accelerator.holds(device, torch.float8_e4m3fn)
-    accelerator.why_no_streams(device)       # None, or the sentence that an error carries
+    accelerator.why_no_streams(device)       # None, or the reason as an error message quotes it
 
-A question is answered by a small try, once for each type of device, as a list of vendors would be wrong about the next
-one. What a device lacks is either gone without, where no result depends on it (pinned memory, figures of memory: None,
-which is not 0), or the reason of an error of who stands on it (offloading, graphs, several processes).
+An ability is probed by a small attempt, once for each type of device, because a list of vendors would be wrong about
+the next one. A missing ability is skipped where no result depends on it (pinned memory; memory figures, which are then
+None and not 0), and raises an error in the features that need it (offloading, graphs, several processes).
 
-Kernels, their clock and graphs are written for one vendor's devices and ask torch themselves; the rule that keeps the
-others from it is ``names_no_device`` in ``tests/project_rules.py``.
+Kernels, their clock and graphs are written for one vendor's devices and call torch directly; ``names_no_device`` in
+``tests/project_rules.py`` keeps all other files from doing so.
 """
 
 from __future__ import annotations
@@ -27,49 +27,50 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-VARIABLE = "OCTAVO_DEVICE"  # a type of device: takes the place of torch's accelerator, such as cpu beside a GPU
+VARIABLE = "OCTAVO_DEVICE"  # a device type that replaces torch's accelerator, such as cpu on a machine with a GPU
 CPU = torch.device("cpu")
-CARD = "cuda"  # the type of device of a plan for a card that is not here
+CARD = "cuda"  # device type of a plan for a card that this machine does not have
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 M = TypeVar("M", bound=torch.nn.Module)
+T = TypeVar("T")
 
 
 class DeviceError(ValueError):
-    """A device that was asked for is not here, or lacks what was asked of it."""
+    """The requested device is not available, or lacks a requested ability."""
 
 
 # --- which ------------------------------------------------------------------------------------------------------------
 
 
 def here() -> torch.device:
-    """What this process computes on, without an index: torch's accelerator where it is available and holds FP8 dtypes,
-    else the CPU; :data:`VARIABLE` names another type. Raises DeviceError for one that is not here."""
-    accelerator = found()
-    if asked := os.environ.get(VARIABLE):
-        if asked == CPU.type:
+    """The device type that this process computes on, without an index: torch's accelerator if it is available and
+    supports FP8 dtypes, else the CPU. :data:`VARIABLE` overrides it. Raises DeviceError if that device is missing."""
+    accelerator = detect()
+    if requested_type := os.environ.get(VARIABLE):
+        if requested_type == CPU.type:
             return CPU
-        if accelerator is None or accelerator.type != asked:
+        if accelerator is None or accelerator.type != requested_type:
             seen, others = (accelerator, f"cpu or {accelerator.type}") if accelerator else ("no accelerator", "cpu")
-            raise DeviceError(f"{VARIABLE}={asked}, and torch sees {seen} here; unset it, or name {others}")
+            raise DeviceError(f"{VARIABLE}={requested_type}, and torch sees {seen} here; unset it, or name {others}")
         return accelerator
-    return CPU if accelerator is None or left_out(accelerator) else accelerator
+    return CPU if accelerator is None or why_unused(accelerator) else accelerator
 
 
-def found() -> torch.device | None:
+def detect() -> torch.device | None:
     """torch's accelerator, without an index, whether or not it is used; None where there is none."""
     return torch.accelerator.current_accelerator(check_available=True)
 
 
-def left_out(device: torch.device) -> str | None:
-    """Why an accelerator is used by those alone who name it in :data:`VARIABLE`; None: it is used."""
-    lacks = no_fp8(device)
-    return lacks and f"{lacks}; {VARIABLE}={device.type} uses it in high precision alone"
+def why_unused(device: torch.device) -> str | None:
+    """Why an accelerator is used only if :data:`VARIABLE` names it; None: it is used by default."""
+    lacks = missing_fp8(device)
+    return lacks and f"{lacks}; {VARIABLE}={device.type} uses it in high precision only"
 
 
-def no_fp8(device: torch.device) -> str | None:
-    """Which FP8 dtypes tensors there cannot have; None: none."""
+def missing_fp8(device: torch.device) -> str | None:
+    """The FP8 dtypes that tensors on this device cannot have, as a clause; None: it has them all."""
     lacks = [_short(dtype) for dtype in FP8 if not holds(device, dtype)]
     return f"{device.type} holds no {' and no '.join(lacks)}" if lacks else None
 
@@ -79,17 +80,17 @@ def count() -> int:
     return 0 if here() == CPU else torch.accelerator.device_count()
 
 
-def take(index: int | None = None) -> torch.device:
-    """What this process computes on from now on, with its index: this one, or the one that is current."""
+def select(index: int | None = None) -> torch.device:
+    """Make the accelerator with this index current, and return it with its index. None: the one that is current."""
     device = here()
     if device == CPU:
         return device
     device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
-    use(device)
+    set_current(device)
     return device
 
 
-def use(device: torch.device) -> None:
+def set_current(device: torch.device) -> None:
     """Make this accelerator the current one of this thread."""
     torch.accelerator.set_device_index(device)
 
@@ -97,19 +98,19 @@ def use(device: torch.device) -> None:
 # --- what it is -------------------------------------------------------------------------------------------------------
 
 
-def beside_host(device: torch.device) -> bool:
-    """Whether it computes beside the program, in memory of its own: all but the CPU and the device without values."""
+def has_own_memory(device: torch.device) -> bool:
+    """Whether it runs asynchronously, in its own memory: every device except ``cpu`` and ``meta``."""
     return device.type not in ("cpu", "meta")
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether torch calls it ``cuda``: a GPU of NVIDIA's, or of AMD's where torch is built for those (:func:`rocm`).
-    For kernels and libraries that are made for these alone."""
+    """Whether torch calls it ``cuda``: an NVIDIA GPU, or an AMD GPU where torch is built for ROCm (:func:`rocm`).
+    For kernels and libraries that support only these."""
     return device.type == "cuda"
 
 
 def rocm() -> str | None:
-    """The version of ROCm that this torch is built with, which calls AMD's GPUs ``cuda``; None: it is for others."""
+    """The version of ROCm that this torch is built with, which calls AMD GPUs ``cuda``; None: it has none."""
     return torch.version.hip
 
 
@@ -119,46 +120,52 @@ def toolkit() -> str | None:
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """NVIDIA's compute capability; None for every other device, AMD's GPUs among them, whose numbers mean others."""
+    """NVIDIA's compute capability; None for every other device, also for AMD GPUs, whose numbers mean other things."""
     if not is_gpu(device) or rocm():
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def properties(device: torch.device) -> dict[str, Any]:
-    """name, and what else its module tells: memory_bytes, multiprocessors, capability (NVIDIA), architecture (AMD)."""
-    reader = getattr(module(device), "get_device_properties", None)
-    told = None if reader is None else reader(device)
+    """The name, and what torch's module reports besides: memory_bytes, multiprocessors, capability (NVIDIA),
+    architecture (AMD)."""
+    reported = _reported(device)
     sm = capability(device)
-    found = {
-        "name": getattr(told, "name", None) or device.type,
+    values = {
+        "name": getattr(reported, "name", None) or device.type,
         "capability": None if sm is None else f"{sm[0]}.{sm[1]}",
-        "memory_bytes": getattr(told, "total_memory", None),
-        "multiprocessors": getattr(told, "multi_processor_count", None),
-        "architecture": getattr(told, "gcnArchName", None) if rocm() else None,
+        "memory_bytes": getattr(reported, "total_memory", None),
+        "multiprocessors": getattr(reported, "multi_processor_count", None),
+        "architecture": getattr(reported, "gcnArchName", None) if rocm() else None,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in values.items() if value is not None}
 
 
-def marks(device: torch.device) -> list[str]:
-    """What tells it from all others of its kind, as far as its driver says: name, UUID, place on the PCI bus."""
-    reader = getattr(module(device), "get_device_properties", None)
-    told = None if reader is None else reader(device)
-    uuid, bus = getattr(told, "uuid", None), getattr(told, "pci_bus_id", None)
-    found = [str(getattr(told, "name", None) or device.type)]
-    found += [f"UUID {uuid}"] * (uuid is not None)
+def identifiers(device: torch.device) -> list[str]:
+    """What distinguishes it from other devices of its kind, as far as the driver reports it: name, UUID, PCI bus."""
+    reported = _reported(device)
+    uuid, bus = getattr(reported, "uuid", None), getattr(reported, "pci_bus_id", None)
+    words = [str(getattr(reported, "name", None) or device.type)]
+    words += [f"UUID {uuid}"] * (uuid is not None)
     if bus is not None:
-        found.append(f"PCI {getattr(told, 'pci_domain_id', 0):04x}:{bus:02x}:{told.pci_device_id:02x}")
-    return found
+        domain, number = getattr(reported, "pci_domain_id", 0), getattr(reported, "pci_device_id", 0)
+        words.append(f"PCI {domain:04x}:{bus:02x}:{number:02x}")
+    return words
 
 
-def each(device: torch.device) -> list[dict[str, Any]]:
+def _reported(device: torch.device) -> object:
+    """What torch's module reports of the device, in a class of each vendor; None where it reports nothing."""
+    reader = getattr(module(device), "get_device_properties", None)
+    return None if reader is None else reader(device)
+
+
+def all_properties(device: torch.device) -> list[dict[str, Any]]:
     """:func:`properties` of every device of this type."""
     return [properties(torch.device(device.type, index)) for index in range(torch.accelerator.device_count())]
 
 
 def module(device: torch.device) -> Any:
-    """torch's module of this type of device, such as ``torch.xpu``; None where it has none."""
+    """torch's module for this type of device, such as ``torch.xpu``; None where it has none."""
     try:
         return torch.get_device_module(device)
     except RuntimeError:
@@ -169,49 +176,49 @@ def module(device: torch.device) -> Any:
 
 
 def holds(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can be there, be made from fp32 and be read as bytes."""
-    # Not tried where torch has FP8 in every version: a try would start CUDA, and this process may fork yet.
-    return not beside_host(device) or is_gpu(device) or _holds(device.type, dtype)
+    """Whether tensors of this dtype can be allocated there, cast from fp32 and read as bytes."""
+    # Not tried where torch always has FP8: the attempt would initialize CUDA, and this process may still fork.
+    return not has_own_memory(device) or is_gpu(device) or _holds(device.type, dtype)
 
 
 @lru_cache(maxsize=64)
 def _holds(kind: str, dtype: torch.dtype) -> bool:
     def attempt() -> None:
-        there = torch.ones(2, device=kind).to(dtype)
-        there.view(torch.uint8 if dtype.itemsize == 1 else dtype).cpu()
+        cast = torch.ones(2, device=kind).to(dtype)
+        cast.view(torch.uint8 if dtype.itemsize == 1 else dtype).cpu()
 
     return _fails(attempt) is None
 
 
 def low_precision(device: torch.device) -> torch.dtype | None:
-    """BF16 where high precision is computed in it by autocast; None, for fp32, where torch has no autocast for the
-    device, and on the CPU, which is not faster for it."""
-    if not beside_host(device):
+    """The dtype that high precision runs in: BF16 by autocast, or None for fp32 where torch has no autocast for the
+    device, and on the CPU, which is not faster in BF16."""
+    if not has_own_memory(device):
         return None
     return torch.bfloat16 if is_gpu(device) or _casts(device.type) else None
 
 
 @lru_cache(maxsize=8)
 def _casts(kind: str) -> bool:
-    """Whether autocast makes a product BF16 there: a device may be known to it and have no rules."""
+    """Whether a matrix product under autocast is BF16 there: autocast accepts device types that it has no rules for."""
 
     def attempt() -> None:
         with torch.autocast(kind, dtype=torch.bfloat16):
-            made = torch.ones(2, 2, device=kind) @ torch.ones(2, 2, device=kind)
-        if made.dtype != torch.bfloat16:
-            raise NotImplementedError(f"a product under autocast is {made.dtype}")
+            product = torch.ones(2, 2, device=kind) @ torch.ones(2, 2, device=kind)
+        if product.dtype != torch.bfloat16:
+            raise NotImplementedError(f"a product under autocast is {product.dtype}")
 
     return torch.amp.is_autocast_available(kind) and _fails(attempt) is None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Autocast to this dtype; None: as it is."""
+    """Autocast to this dtype; None: no autocast."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 def multiplies_wide(device: torch.device) -> bool:
-    """Whether a product of BF16 matrices can be had in fp32 (``torch.mm(..., out_dtype=)``)."""
-    return is_gpu(device) or (beside_host(device) and _multiplies_wide(device.type))
+    """Whether BF16 matrices can be multiplied with an fp32 result (``torch.mm(..., out_dtype=)``)."""
+    return is_gpu(device) or (has_own_memory(device) and _multiplies_wide(device.type))
 
 
 @lru_cache(maxsize=8)
@@ -220,21 +227,21 @@ def _multiplies_wide(kind: str) -> bool:
     return _fails(lambda: torch.mm(one, one, out_dtype=torch.float32)) is None
 
 
-def takes_place(device: torch.device) -> bool:
-    """Whether ``parameter.data`` of the CPU can become a tensor there, as torch has it for the devices it knows."""
-    return not beside_host(device) or is_gpu(device) or _takes_place(device.type)
+def accepts_parameter_data(device: torch.device) -> bool:
+    """Whether ``parameter.data`` on the CPU can be set to a tensor there, as for the devices that torch knows."""
+    return not has_own_memory(device) or is_gpu(device) or _accepts_parameter_data(device.type)
 
 
 @lru_cache(maxsize=8)
-def _takes_place(kind: str) -> bool:
+def _accepts_parameter_data(kind: str) -> bool:
     return torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=kind))
 
 
 def move(model: M, device: torch.device) -> M:
-    """``model.to(device)``, in place: parameters stay the objects that modules share. By itself ``to`` makes new ones
-    where a tensor of the CPU cannot become one of the device (PrivateUse1), and tied weights come apart."""
+    """``model.to(device)``, in place: parameters stay the objects that modules share. By default ``to`` creates new
+    parameters where a CPU tensor cannot become one of the device (PrivateUse1), which would untie tied weights."""
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or not takes_place(device))
+    torch.__future__.set_swap_module_params_on_conversion(before or not accepts_parameter_data(device))
     try:
         return model.to(device)
     finally:
@@ -245,14 +252,14 @@ def move(model: M, device: torch.device) -> M:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until all that was asked of the device has happened; at once on the CPU."""
-    if beside_host(device):
+    """Wait until the device has finished all queued work; returns at once on the CPU."""
+    if has_own_memory(device):
         torch.accelerator.synchronize(device)
 
 
 def why_no_streams(device: torch.device) -> str | None:
-    """Why copies cannot go on beside the arithmetic there; None: streams and events are there."""
-    if not beside_host(device):
+    """Why copies cannot overlap computation there; None: it has streams and events."""
+    if not has_own_memory(device):
         return f"{device.type} has no memory of its own"
     return None if is_gpu(device) else _why_no_streams(device.type)
 
@@ -261,10 +268,10 @@ def why_no_streams(device: torch.device) -> str | None:
 def _why_no_streams(kind: str) -> str | None:
     def attempt() -> None:
         device = torch.device(kind, torch.accelerator.current_device_index())
-        with stream(device) as beside:
-            event(device).record(beside)
-        beside.wait_stream(current_stream(device))
-        beside.synchronize()
+        with stream(device) as second:
+            event(device).record(second)
+        second.wait_stream(current_stream(device))
+        second.synchronize()
 
     why = _fails(attempt)
     return None if why is None else f"{kind} has no streams and events besides its default one ({why})"
@@ -276,25 +283,25 @@ def stream(device: torch.device) -> torch.Stream:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that work goes to now."""
+    """The stream that work is queued on now."""
     return torch.accelerator.current_stream(device)
 
 
 def module_has_streams() -> bool:
-    """Whether the module of torch's accelerator, used or not, knows its current stream: libraries that copy ahead of
-    what they write (DCP) ask it for that."""
-    device = found()
+    """Whether the module of torch's accelerator, used or not, has ``current_stream``: libraries that copy tensors
+    before they write them (DCP) call it."""
+    device = detect()
     return device is None or hasattr(module(device), "current_stream")
 
 
-def go_on_in(beside: torch.Stream) -> None:
-    """Let what this thread asks of the device from now on go to this stream."""
-    torch.accelerator.set_stream(beside)
+def set_stream(new: torch.Stream) -> None:
+    """Make this the current stream of this thread."""
+    torch.accelerator.set_stream(new)
 
 
 def stream_number(device: torch.device) -> int:
-    """What tells the current stream from others of the device; 0 on the CPU."""
-    return current_stream(device).stream_id if beside_host(device) else 0
+    """The id of the current stream among the streams of the device; 0 on the CPU."""
+    return current_stream(device).stream_id if has_own_memory(device) else 0
 
 
 def event(device: torch.device, timing: bool = False) -> torch.Event:
@@ -306,52 +313,53 @@ def event(device: torch.device, timing: bool = False) -> torch.Event:
 
 
 def allocated(device: torch.device) -> int | None:
-    """Bytes that tensors hold there; None where the device does not count them."""
+    """Bytes that tensors occupy there; None where the device does not count them."""
     return _figure(device, torch.accelerator.memory_allocated)
 
 
 def peak(device: torch.device) -> int | None:
-    """The most bytes that tensors held there since :func:`forget_peak`; None where the device does not count them."""
+    """The peak number of bytes that tensors occupied there since :func:`reset_peak`; None where the device does not
+    count them."""
     return _figure(device, torch.accelerator.max_memory_allocated)
 
 
-def forget_peak(device: torch.device) -> None:
-    """Let :func:`peak` begin anew, and give back what torch keeps of the device and nobody uses."""
+def empty_cache_and_reset_peak(device: torch.device) -> None:
+    """Return cached, unused memory to the device, and restart :func:`peak`."""
     empty_cache(device)
     _figure(device, torch.accelerator.reset_peak_memory_stats)
 
 
-def restart_peak(device: torch.device) -> None:
-    """Let :func:`peak` begin anew."""
+def reset_peak(device: torch.device) -> None:
+    """Restart :func:`peak`."""
     _figure(device, torch.accelerator.reset_peak_memory_stats)
 
 
 def requested(device: torch.device) -> int | None:
-    """Bytes that tensors asked for, without what the allocator rounds up; None where the device does not count them."""
-    told = _figure(device, getattr(module(device), "memory_stats", lambda device: None))
-    return None if told is None else told.get("requested_bytes.all.current")
+    """Bytes that tensors requested, without the allocator's rounding; None where the device does not count them."""
+    stats = _figure(device, getattr(module(device), "memory_stats", lambda device: None))
+    return None if stats is None else stats.get("requested_bytes.all.current")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors could still take there, those that torch holds and nobody uses among them; None where the
-    device does not tell."""
-    told = _figure(device, torch.accelerator.get_memory_info)
+    """Bytes that tensors can still be allocated in there, including memory that torch caches unused; None where the
+    device does not report it."""
+    info = _figure(device, torch.accelerator.get_memory_info)
     reserved, used = _figure(device, torch.accelerator.memory_reserved), allocated(device)
-    return None if told is None or reserved is None or used is None else told[0] + reserved - used
+    return None if info is None or reserved is None or used is None else info[0] + reserved - used
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give back what torch keeps of the device's memory and nobody uses."""
+    """Return cached, unused memory to the device."""
     if _counts(device):
         torch.accelerator.empty_cache()
 
 
-def _figure(device: torch.device, reader: Callable[[torch.device], Any]) -> Any:
+def _figure(device: torch.device, reader: Callable[[torch.device], T]) -> T | None:
     return reader(device) if _counts(device) else None
 
 
 def _counts(device: torch.device) -> bool:
-    return beside_host(device) and (is_gpu(device) or _has_figures(device.type))
+    return has_own_memory(device) and (is_gpu(device) or _has_figures(device.type))
 
 
 @lru_cache(maxsize=8)
@@ -360,13 +368,13 @@ def _has_figures(kind: str) -> bool:
 
 
 def pinned(size: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Empty host memory, pinned where that lets ``device`` copy beside the program."""
+    """Empty host memory, pinned where that lets ``device`` copy asynchronously."""
     return torch.empty(size, dtype=dtype, device=CPU, pin_memory=pins(device))
 
 
 def pins(device: torch.device) -> bool:
     """Whether host memory can be pinned for it."""
-    return beside_host(device) and (is_gpu(device) or _pins(device.type))
+    return has_own_memory(device) and (is_gpu(device) or _pins(device.type))
 
 
 @lru_cache(maxsize=8)
@@ -375,21 +383,21 @@ def _pins(kind: str) -> bool:
 
 
 def pin_in_place(memory: Tensor, device: torch.device) -> bool | None:
-    """Pin host memory as it is, until :func:`unpin`: True, False where there is no room for that, None where the device
-    has no such call, and copies to it are slower."""
+    """Pin existing host memory until :func:`unpin`: True, False where the limit of pinned memory is reached, None where
+    the device has no such call; then copies to it are slower."""
     if not is_gpu(device):
         return None
     return not int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 1))
 
 
 def unpin(memory: Tensor) -> None:
-    """Take back :func:`pin_in_place`."""
+    """Undo :func:`pin_in_place`."""
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def allocator() -> str | None:
-    """What hands out a GPU's memory: native, cudaMallocAsync or a library's; None where there is no GPU."""
-    device = found()
+    """The allocator of GPU memory: native, cudaMallocAsync or a library's; None where there is no GPU."""
+    device = detect()
     return torch.cuda.get_allocator_backend() if device is not None and is_gpu(device) else None
 
 
@@ -397,30 +405,30 @@ def allocator() -> str | None:
 
 
 def rng_state(device: torch.device) -> Tensor | None:
-    """The state of the device's own generator, uint8 on the host; None on the CPU, and where there is none."""
-    reader = getattr(module(device), "get_rng_state", None) if beside_host(device) else None
+    """The state of the device's random number generator, uint8 on the host; None on the CPU, and where it has none."""
+    reader = getattr(module(device), "get_rng_state", None) if has_own_memory(device) else None
     return None if reader is None else reader(device)
 
 
 def set_rng_state(state: Tensor, device: torch.device) -> None:
-    """Set what :func:`rng_state` gave."""
+    """Set a state that :func:`rng_state` returned."""
     module(device).set_rng_state(state, device)
 
 
-def wire(device: torch.device) -> str:
-    """What carries collectives of tensors there, by torch's own table: nccl, xccl, hccl, gloo. Raises DeviceError where
-    nothing is registered for it."""
+def collective_backend(device: torch.device) -> str:
+    """The backend of collectives of tensors there, from torch's table: nccl, xccl, hccl, gloo. Raises DeviceError where
+    no backend is registered for the device."""
     try:
         return torch.distributed.get_default_backend_for_device(device)
     except ValueError as error:
         raise DeviceError(
-            f"nothing carries collectives between devices of type {device.type} in this torch ({error}). Start one "
+            f"this torch has no backend for collectives between devices of type {device.type} ({error}). Start one "
             f"process, register a backend for it (torch.distributed.Backend.register_backend), or set {VARIABLE}=cpu"
         ) from error
 
 
 def nccl_version(device: torch.device) -> str | None:
-    """The version of NCCL (of RCCL, on AMD's GPUs); None where collectives are another's."""
+    """The version of NCCL (RCCL on AMD GPUs); None where another backend runs the collectives."""
     if not is_gpu(device) or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
@@ -432,15 +440,15 @@ def traces_collectives(device: torch.device) -> bool:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether steps can be captured and replayed: graphs are written for CUDA alone."""
+    """Whether steps can be captured and replayed: graphs are written for CUDA only."""
     return is_gpu(device)
 
 
-# --- tries ------------------------------------------------------------------------------------------------------------
+# --- attempts ---------------------------------------------------------------------------------------------------------
 
 
 def abilities(device: torch.device) -> dict[str, bool]:
-    """Every answer about a device, by name: what ``octavo doctor`` shows and docs/devices.md lists."""
+    """All abilities of a device by name, as ``octavo doctor`` prints and docs/devices.md lists them."""
     return {
         "FP8 dtypes": all(holds(device, dtype) for dtype in FP8),
         "float64": holds(device, torch.float64),
@@ -449,16 +457,16 @@ def abilities(device: torch.device) -> dict[str, bool]:
         "pinned host memory": pins(device),
         "memory figures": _counts(device),
         "generator of its own": rng_state(device) is not None,
-        "collectives": _fails(lambda: wire(device)) is None,
+        "collectives": _fails(lambda: collective_backend(device)) is None,
         "graphs": has_graphs(device),
     }
 
 
-def _fails(attempt: Callable[[], Any]) -> str | None:
-    """What a try raised, in a line; None: it worked. Backends raise whatever they like for what they have not."""
+def _fails(attempt: Callable[[], object]) -> str | None:
+    """The message of an attempt's exception, in one line; None: it worked."""
     try:
         attempt()
-    except Exception as error:
+    except Exception as error:  # backends raise exceptions of any class for a missing ability
         return re.sub(r"\s+", " ", str(error)).strip()[:160] or type(error).__name__
     return None
 

@@ -1,6 +1,6 @@
-"""Switches that stand in no configuration file: environment variables, and settings of torch and Python, that change
-what is computed, how fast, or when a run gives up. ``environment.json`` records those below, and no others: the
-environment of a process holds keys and passwords. What each does, and when to touch it: ``docs/switches.md``.
+"""Switches outside the configuration file: environment variables, and settings of torch and Python, that change
+results, speed, or when a run gives up. ``environment.json`` records only those listed below, because the environment of
+a process also contains keys and passwords. ``docs/switches.md`` describes each, and when to change it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Those of :data:`VARIABLES` that are set."""
+    """The variables of :data:`VARIABLES` that are set, with their values."""
     return {name: environ[name] for names in VARIABLES.values() for name in names if name in environ}
 
 
@@ -49,10 +49,10 @@ def _affinity() -> list[int] | None:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def _of_torch(read: Callable[[Any], Any]) -> Callable[[], Any]:
-    """A setting of torch, which is imported when somebody asks."""
+def _of_torch(read: Callable[[Any], object]) -> Callable[[], object]:
+    """A reader of a setting of torch, which imports torch only when it is called."""
 
-    def setting() -> Any:
+    def setting() -> object:
         import torch
 
         return read(torch)
@@ -61,13 +61,13 @@ def _of_torch(read: Callable[[Any], Any]) -> Callable[[], Any]:
 
 
 def _allocator() -> str | None:
-    from octavo.base import accelerator  # which imports torch
+    from octavo.base import accelerator  # it imports torch
 
     return accelerator.allocator()
 
 
-#: setting -> what it is in this process, recorded as it is when a run is assembled
-SETTINGS: dict[str, Callable[[], Any]] = {
+#: setting -> reader of its value in this process; recorded when a run is assembled
+SETTINGS: dict[str, Callable[[], object]] = {
     "gc.threshold": lambda: list(gc.get_threshold()),
     "gc.enabled": gc.isenabled,
     "gc.frozen": gc.get_freeze_count,

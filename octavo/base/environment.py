@@ -1,7 +1,7 @@
-"""What this machine and these versions are: recorded in every run, so that a figure can be read years later.
+"""Description of the machine and the installed versions, recorded in every run to document its measurements.
 
-:func:`describe` never fails and imports nothing heavy but torch, and that only when asked to: what cannot be read is
-left out and its cause stands under ``unread``. :func:`package_problems` holds the versions against what Octavo needs.
+:func:`describe` never fails, and of the heavy packages imports only torch: a value that cannot be read is left out, and
+its cause is listed under ``unread``. :func:`package_problems` compares the versions with the required ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import octavo
 from octavo.base import env_vars
 
-#: what must be there, with the versions Octavo is written for (as in pyproject.toml; a test keeps the two equal)
+if TYPE_CHECKING:
+    import torch
+
+#: required packages with the versions Octavo is written for (as in pyproject.toml; a test keeps the two equal)
 REQUIRED: dict[str, str] = {
     "torch": ">=2.11",
     "transformers": ">=5.17,<5.25",
@@ -44,7 +47,7 @@ REQUIRED: dict[str, str] = {
     "peft": ">=0.19",
 }
 
-#: found and recorded, never needed
+#: recorded where they are installed, never required
 OPTIONAL: tuple[str, ...] = (
     "triton", "deep_gemm", "flash-attn", "torchao", "trl", "accelerate", "vllm", "torchvision", "num2words",
     "soundfile", "soxr", "av", "cryptography",
@@ -55,7 +58,7 @@ _SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Problem:
-    """A package that is missing or of a version that Octavo is not written for."""
+    """A package that is missing, or has a version that Octavo is not written for."""
 
     package: str
     found: str
@@ -64,18 +67,18 @@ class Problem:
 
 
 def describe() -> dict[str, Any]:
-    """The record of this machine, JSON-able: octavo, python, os, cpu, memory, torch, gpus, packages; the variables and
-    settings of :mod:`octavo.base.env_vars`.
+    """The record of this machine, which JSON can hold: octavo, python, os, cpu, memory, torch, gpus, packages; the
+    variables and settings of :mod:`octavo.base.env_vars`.
 
-    Memory is in bytes. Reads in a fraction of a second once torch is imported. Never raises; ``unread`` maps what could
-    not be read to its cause.
+    Memory is in bytes. Takes a fraction of a second once torch is imported. Never raises; ``unread`` maps values that
+    could not be read to the cause.
     """
     unread: dict[str, str] = {}
 
     def read(name: str, reader: Callable[[], Any]) -> Any:
         try:
             return reader()
-        except Exception as error:  # the cause is kept: a record must not stop a run
+        except Exception as error:  # recorded, not raised: a record must not stop a run
             unread[name] = f"{type(error).__name__}: {error}"
             return None
 
@@ -100,18 +103,18 @@ def describe() -> dict[str, Any]:
 
 @functools.cache
 def _once(reader: Callable[[], Any]) -> Any:
-    """What a process cannot change once it has begun: the code that it imports, and the packages beside it."""
+    """The result of a reader, cached for values that do not change while a process runs: its code and packages."""
     return reader()
 
 
 def versions() -> dict[str, str]:
     """The installed version of every package that Octavo needs or can use. Nothing is imported."""
-    found = {name: version(name) for name in (*REQUIRED, *OPTIONAL)}
-    return {name: number for name, number in found.items() if number is not None}
+    numbers = {name: version(name) for name in (*REQUIRED, *OPTIONAL)}
+    return {name: number for name, number in numbers.items() if number is not None}
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, by its metadata; None where it is not installed."""
+    """The installed version of a package, from its metadata; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -119,13 +122,13 @@ def version(package: str) -> str | None:
 
 
 def package_problems() -> list[Problem]:
-    """Required packages that are missing or out of range, each with the command that mends it."""
+    """Required packages that are missing or out of range, each with the command that fixes it."""
     problems = []
     for package, needed in REQUIRED.items():
-        found = version(package)
-        if found is None or not satisfies(found, needed):
+        installed = version(package)
+        if installed is None or not satisfies(installed, needed):
             fix = f"pip install '{package}{needed}'"
-            problems.append(Problem(package, found or "not installed", needed, fix))
+            problems.append(Problem(package, installed or "not installed", needed, fix))
     return problems
 
 
@@ -140,9 +143,9 @@ def missing_trackers(names: Sequence[str]) -> str | None:
     )
 
 
-def satisfies(found: str, needed: str) -> bool:
-    """Whether a version lies in a range such as ``>=2.11,<2.14``; suffixes (``+cpu``, ``a0``) are ignored."""
-    number = _release(found)
+def satisfies(installed: str, needed: str) -> bool:
+    """Whether a version is in a range such as ``>=2.11,<2.14``; suffixes (``+cpu``, ``a0``) are ignored."""
+    number = _release(installed)
     for clause in needed.split(","):
         match = re.fullmatch(r"\s*(>=|<)\s*([0-9.]+)\s*", clause)
         if match is None:
@@ -160,7 +163,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def git_state() -> dict[str, Any]:
-    """Commit and cleanness of the checkout that octavo is imported from; empty where it is an installed package."""
+    """Commit of the checkout that octavo is imported from, and whether it is dirty; empty for an installed package."""
     package = Path(octavo.__file__).resolve().parent
     if not (package.parent / ".git").exists():
         return {}
@@ -188,7 +191,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _memory() -> int | None:
-    """Bytes this process may use: the machine's memory, or its container's limit where that is smaller."""
+    """Bytes of memory this process may use: the machine's memory, or the limit of its container if that is smaller."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()).isdecimal():
@@ -201,70 +204,72 @@ def _torch() -> dict[str, Any]:
 
     from octavo.base import accelerator
 
-    found = accelerator.found()
+    device = accelerator.detect()
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
         "cuda_build": accelerator.toolkit(),
         "rocm_build": accelerator.rocm(),
-        "cuda_available": found is not None and accelerator.is_gpu(found),
+        "cuda_available": device is not None and accelerator.is_gpu(device),
         "cudnn": torch.backends.cudnn.version() if accelerator.toolkit() else None,
-        "nccl": None if found is None else accelerator.nccl_version(found),
+        "nccl": None if device is None else accelerator.nccl_version(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """What torch calls GPUs, NVIDIA's and AMD's; :func:`_accelerator` has what this process computes on."""
+    """The GPUs of NVIDIA and AMD; :func:`_accelerator` describes the device that this process computes on."""
     from octavo.base import accelerator
 
-    found = accelerator.found()
-    return [] if found is None or not accelerator.is_gpu(found) else accelerator.each(found)
+    device = accelerator.detect()
+    return [] if device is None or not accelerator.is_gpu(device) else accelerator.all_properties(device)
 
 
 def _accelerator() -> dict[str, Any]:
-    """What this process computes on, of whatever vendor, and what it lacks; of a CPU its type alone."""
+    """The device that this process computes on, of any vendor, and the abilities it lacks; for a CPU only its type."""
     from octavo.base import accelerator
 
-    device, found = accelerator.here(), accelerator.found()
+    device, detected = accelerator.here(), accelerator.detect()
     record: dict[str, Any] = {
         "type": device.type,
-        "found": "cpu" if found is None else found.type,
+        "found": "cpu" if detected is None else detected.type,
         "high": "bf16" if accelerator.low_precision(device) else "fp32",
     }
-    if accelerator.beside_host(device):
+    if accelerator.has_own_memory(device):
         lacks = [name for name, has in accelerator.abilities(device).items() if not has]
-        record |= {"devices": accelerator.each(device), "lacks": lacks}
-    elif found is not None:
-        record |= {"left_out": accelerator.left_out(found) or f"{found.type}: {accelerator.VARIABLE}={device.type}"}
+        record |= {"devices": accelerator.all_properties(device), "lacks": lacks}
+    elif detected is not None:
+        record |= {
+            "left_out": accelerator.why_unused(detected) or f"{detected.type}: {accelerator.VARIABLE}={device.type}"
+        }
     return record
 
 
-#: what shows an accelerator to those who cannot ask it: a file of its driver
+#: driver files that show an accelerator which torch may not see
 _FILES = {"ascend": "/dev/davinci_manager", "amd": "/dev/kfd"}
 _INTEL = "0x8086"
 
 
 def _signs() -> list[str]:
-    """Accelerators that this machine shows, whether or not torch sees them: ascend, amd, intel, apple."""
-    found = [name for name, path in _FILES.items() if Path(path).exists()]
-    # An Intel CPU has graphics too, which are no accelerator: XPU means a card with memory of its own.
+    """Accelerators whose drivers this machine has, whether or not torch sees them: ascend, amd, intel, apple."""
+    names = [name for name, path in _FILES.items() if Path(path).exists()]
+    # The graphics of an Intel CPU do not count: XPU means a card with its own memory.
     for card in Path("/sys/class/drm").glob("card[0-9]*/device"):
-        vendor, own = card / "vendor", card / "tile0/physical_vram_size_bytes"
-        if vendor.exists() and vendor.read_text().strip() == _INTEL and (own.exists() or any(card.glob("lmem*"))):
-            found.append("intel")
+        vendor, memory = card / "vendor", card / "tile0/physical_vram_size_bytes"
+        if vendor.exists() and vendor.read_text().strip() == _INTEL and (memory.exists() or any(card.glob("lmem*"))):
+            names.append("intel")
             break
-    return found + ["apple"] * (platform.system() == "Darwin" and platform.machine() == "arm64")
+    return names + ["apple"] * (platform.system() == "Darwin" and platform.machine() == "arm64")
 
 
-def device_words(device: Any) -> str:
-    """A torch device by what tells it from all others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; of a CPU its model.
-    What the driver does not say is left out."""
+def describe_device(device: torch.device) -> str:
+    """A torch device with what distinguishes it from others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; for a CPU its
+    model. Values that the driver does not report are left out."""
     from octavo.base import accelerator
 
-    if not accelerator.beside_host(device):
+    if not accelerator.has_own_memory(device):
         return f"{device.type} ({_cpu()['model']})"
-    return f"{device} ({', '.join(accelerator.marks(device))})"
+    return f"{device} ({', '.join(accelerator.identifiers(device))})"
 
 
 def _driver() -> str | None:

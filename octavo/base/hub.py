@@ -1,8 +1,8 @@
-"""Names of the Hugging Face hub (`org/name`) in place of local folders: what is taken, and why something cannot be.
+"""Names of the Hugging Face hub (`org/name`) in place of local folders: which snapshot is used, and why one cannot be.
 
-A name becomes a folder of the hub's own cache, at the very revision (`~/.cache/huggingface/hub/models--ORG--NAME/
-snapshots/SHA`), and everything else reads that folder as any other. Code of a repository is never fetched. Nothing
-here imports torch: without a network the answer comes at once, and with one that does not answer after `SECONDS`.
+A name is resolved to the folder of one revision in the hub's cache (`~/.cache/huggingface/hub/models--ORG--NAME/
+snapshots/SHA`), which all other code reads as any local folder. Code of a repository is never downloaded. Nothing
+here imports torch: without a network a call returns at once, and if the hub does not answer, after `SECONDS`.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from octavo.base.safe_read import first_line
 
 SECONDS = 10.0  # that the hub may take to answer
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-#: what of a model's repository is fetched: no pickles, no code
+#: files of a model's repository that are downloaded: no pickles, no code
 WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*")
-#: kind of frozen weights -> how twins in it are called
+#: kind of frozen weights -> suffixes of repositories that publish the same model with such weights
 TWINS = {"block": ("-FP8", "-FP8-block"), "row": ("-FP8", "-FP8-dynamic"), "tensor": ("-FP8", "-FP8-tensor")}
 
 Say = Callable[[str], None]
 
 
 class HubError(ValueError):
-    """A repository that cannot be had; says what was asked, why not, and what to do."""
+    """A repository that is not available; the message says which one, why, and what to do."""
 
 
 def is_name(text: str, folder: str | Path | None = None) -> bool:
-    """Whether a path is a repository's name: two words with a slash between, and no file or folder that is there; seen
-    from the `folder` of a configuration, neither in a folder that is there, where it would be a slip of the pen."""
+    """Whether a path is a repository's name: two words with a slash between, and no existing file or folder. With the
+    `folder` of a configuration, a path into an existing folder is not a name either, but probably a misspelled path."""
     if not _NAME.fullmatch(text) or text.lower().endswith(suffixes.NAMED) or ".." in text:
         return False
     return not (Path(text) if folder is None else Path(folder) / text.partition("/")[0]).exists()
 
 
-def resolved(cfg: Any, say: Say) -> Any:
-    """An `octavo.config.Config` whose names are what they stand for: `model.path` a folder, data sets at the revision
-    that is the newest now. One without names is given back as it is.
+def resolve_names(cfg: Any, say: Say) -> Any:
+    """An `octavo.config.Config` with resolved names: `model.path` is a folder, and data sets have the newest revision.
+    A configuration without names is returned unchanged.
 
-    With `model.load_in_fp8` a published twin of the language model's kind is taken in place of what would be quantized
-    here, unless `model.revision` says which revision of which weights is meant. Raises HubError.
+    With `model.load_in_fp8`, a published FP8 twin with weights of the language model's kind replaces quantization on
+    this machine, unless `model.revision` pins the weights. Raises HubError.
     """
     model, data = cfg.model, cfg.data
     if is_name(model.path):
@@ -58,7 +58,7 @@ def resolved(cfg: Any, say: Say) -> Any:
 
 
 def model_folder(name: str, revision: str | None, kind: str | None, say: Say) -> Path:
-    """The folder of a model, or of its twin whose codes are of `kind` (row, block, tensor; None: no twin is asked)."""
+    """The folder of a model, or of its published twin with codes of `kind` (row, block, tensor; None: no twin)."""
     called = NAME_OF_KIND.get(kind or "", kind)
     sha, why = _newest(name, revision, "model")
     for twin in (name + ending for ending in TWINS.get(kind or "", ()) if "fp8" not in name.lower()):
@@ -66,19 +66,19 @@ def model_folder(name: str, revision: str | None, kind: str | None, say: Say) ->
             say(f"model.path {name}: {_at(taken)} is taken, its published FP8 twin ({called}, load_in_fp8)")
             return taken
     if sha is not None:
-        found = _fetched(name, sha)
-    elif (kept := _in_cache(name, revision)) is not None:
-        found = kept
+        folder = _download(name, sha)
+    elif (cached := _in_cache(name, revision)) is not None:
+        folder = cached
         say(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
     else:
         raise HubError(_unreachable(name, revision, "model", why))
-    more = "" if kind is None else f"; no published FP8 twin of the kind {called} was found, so it is quantized here"
-    say(f"model.path {name}: {_at(found)} is taken{more}")
-    return found
+    no_twin = "" if kind is None else f"; no published FP8 twin of the kind {called} was found, so it is quantized here"
+    say(f"model.path {name}: {_at(folder)} is taken{no_twin}")
+    return folder
 
 
 def origin(folder: str | Path) -> dict[str, str] | None:
-    """{"name", "revision"} of a folder of the hub's cache; None for any other."""
+    """{"name", "revision"} of a folder in the hub's cache; None for any other folder."""
     path = Path(folder)
     kind, _, name = path.parent.parent.name.partition("--")
     if path.parent.name != "snapshots" or kind != "models" or not name:
@@ -87,12 +87,12 @@ def origin(folder: str | Path) -> dict[str, str] | None:
 
 
 def _at(folder: Path) -> str:
-    found = origin(folder) or {"name": str(folder), "revision": ""}
-    return f"{found['name']} at {found['revision'][:12]}"
+    source = origin(folder) or {"name": str(folder), "revision": ""}
+    return f"{source['name']} at {source['revision'][:12]}"
 
 
 def _pinned(entry: Any, say: Say) -> Any:
-    """A data set with the revision that it has now."""
+    """A data set with the SHA of its revision."""
     if not is_name(entry.path) or (entry.revision is not None and re.fullmatch("[0-9a-f]{40}", entry.revision)):
         return entry
     sha, why = _newest(entry.path, entry.revision, "dataset")
@@ -103,7 +103,8 @@ def _pinned(entry: Any, say: Say) -> Any:
 
 
 def _newest(name: str, revision: str | None, kind: str) -> tuple[str | None, str]:
-    """The revision's SHA; or None, and why the hub does not say it. Raises HubError where it says there is none."""
+    """(SHA of the revision, ""), or (None, reason) where the hub does not answer. Raises HubError where it does not
+    exist or access is denied."""
     from huggingface_hub import HfApi, errors
 
     at = "" if revision is None else f" at the revision {revision!r}"
@@ -118,12 +119,12 @@ def _newest(name: str, revision: str | None, kind: str) -> tuple[str | None, str
             f"there is no {kind} {name}{at} on the Hugging Face hub (or it is private and `hf auth login` was not done "
             f"here), and no folder {name} here. Check the name; a local path begins with ./ or /"
         ) from cause
-    except Exception as cause:  # whatever a network can do: which classes of error these are differs by version
+    except Exception as cause:  # network errors, whose classes differ between versions of the library
         return None, first_line(cause)[:160]
 
 
-def _fetched(name: str, sha: str) -> Path:
-    """The folder of a model, fetched now where the cache does not hold it."""
+def _download(name: str, sha: str) -> Path:
+    """The folder of a model, downloaded now if it is not in the cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -131,19 +132,19 @@ def _fetched(name: str, sha: str) -> Path:
     except Exception as cause:
         raise HubError(
             f"{name} could not be fetched from the Hugging Face hub ({first_line(cause)[:160]}). "
-            "What has come is kept: start again, or fetch it with `hf download` and name the folder"
+            "The finished files are kept: start again, or fetch it with `hf download` and name the folder"
         ) from cause
 
 
 def _in_cache(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a model in the hub's cache, if it holds weights."""
+    """The folder of a model in the hub's cache, if it contains weights."""
     from huggingface_hub import errors, snapshot_download
 
     try:
-        found = Path(snapshot_download(name, repo_type="model", revision=revision, local_files_only=True))
+        folder = Path(snapshot_download(name, repo_type="model", revision=revision, local_files_only=True))
     except (errors.LocalEntryNotFoundError, OSError):
         return None
-    return found if next(found.glob("*.safetensors"), None) else None
+    return folder if next(folder.glob("*.safetensors"), None) else None
 
 
 def _unreachable(name: str, revision: str | None, kind: str, why: str) -> str:
@@ -162,52 +163,54 @@ def _unreachable(name: str, revision: str | None, kind: str, why: str) -> str:
 
 
 def _twin(name: str, kind: str, reachable: bool, say: Say) -> Path | None:
-    """The folder of a repository whose weights are codes of `kind`; None where there is none. The cache alone is asked
-    where the hub is not `reachable`."""
+    """The folder of a repository whose weights are codes of `kind`; None where there is none. If the hub is not
+    `reachable`, only the cache is searched."""
     from huggingface_hub import errors, hf_hub_download
 
-    kept, sha, why = None if reachable else _in_cache(name), None, ""
+    cached, sha, why = None if reachable else _in_cache(name), None, ""
     try:
         if reachable:
             sha, why = _newest(name, None, "model")
-        if kept is None and sha is not None:
+        if cached is None and sha is not None:
             config = Path(hf_hub_download(name, "config.json", revision=sha))
-    except (HubError, errors.EntryNotFoundError):  # there is no such repository, or it is none of a model
+    except (HubError, errors.EntryNotFoundError):  # no such repository, or one without config.json
         return None
-    except Exception as cause:  # of a network, as in `_newest`
+    except Exception as cause:  # network errors, as in `_newest`
         sha, why = None, first_line(cause)[:160]
-    if kept is None and sha is None:
+    if cached is None and sha is None:
         if why:
             say(f"note: whether there is {name} cannot be asked now ({why}); it is not taken")
         return None
-    held = kind_of(config if kept is None else kept / "config.json")
+    held = kind_of(config if cached is None else cached / "config.json")
     if held != kind:
         say(
             f"note: {name} is not taken: its codes are "
             f"{'of no kind known here' if held is None else NAME_OF_KIND[held]}"
         )
         return None
-    return kept or _fetched(name, str(sha))
+    return cached or _download(name, str(sha))
 
 
 def kind_of(config: Path) -> str | None:
-    """The kind of codes (row, block, tensor) that a model's config.json announces; None for another or none. Loading
-    judges it again, in full."""
+    """The kind of codes (row, block, tensor) that a model's config.json declares; None for another or none. Loading the
+    model checks it in full."""
     try:
-        said = json.loads(config.read_text())
-        said = said.get("quantization_config") or (said.get("text_config") or {}).get("quantization_config")
-        kinds = {*_kinds(said)} if said else set()
+        values = json.loads(config.read_text())
+        section = values.get("quantization_config") or (values.get("text_config") or {}).get("quantization_config")
+        kinds = {*_kinds(section)} if section else set()
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _kinds(said: dict[str, Any]) -> Iterator[str | None]:
-    if said.get("quant_method") == "fp8":  # DeepSeek's
-        usual = said.get("weight_block_size") == [128, 128] and said.get("activation_scheme", "dynamic") == "dynamic"
+def _kinds(section: dict[str, Any]) -> Iterator[str | None]:
+    if section.get("quant_method") == "fp8":  # DeepSeek's format
+        usual = (
+            section.get("weight_block_size") == [128, 128] and section.get("activation_scheme", "dynamic") == "dynamic"
+        )
         yield "block" if usual else None
         return
-    for group in (said.get("config_groups") or {}).values():  # compressed-tensors
+    for group in (section.get("config_groups") or {}).values():  # compressed-tensors
         weights = group["weights"]
         fp8 = weights.get("num_bits") == 8 and weights.get("type") == "float"
         blocks = weights.get("block_structure") == [128, 128]

@@ -1,15 +1,16 @@
-"""What Octavo must know of a family of models beyond its structure: one record a family, without torch.
+"""What Octavo must know about a family of models beyond its structure: one record a family, without torch.
 
-A description (:mod:`octavo.models.structure.describe`) is found in the model itself and suffices to plan and to measure
-it. To train a family, the data side must make what its forward takes: its image processor wrapped, its inputs joined to
-batches, its masks and positions known to the collation. A family that transformers ships is added in three files:
+A description (:mod:`octavo.models.structure.describe`) is read from the model itself and is enough to plan and to
+measure it. To train a family, the data package must produce the inputs of its forward: it wraps the image processor,
+joins the inputs into batches and collates masks and positions. A family that transformers ships takes three files:
 
     1. here                                :data:`RECORDS` gets its record
-    2. octavo/models/processors/stock.py   the thin subclass of its stock processor, where no other family's will do
+    2. octavo/models/processors/stock.py   a thin subclass of its stock processor, if no other family's subclass fits
     3. octavo/models/tiny/vision.py        its small checkpoint: dimensions, special tokens, processor files
 
-Everything else follows from the record: what `octavo train` takes, how large images may be, packing, `octavo tiny`, the
-tables of docs/families.md, what `octavo import` says of videos, and most tests, which run over all records.
+Everything else follows from the record: the models that `octavo train` accepts, limits of image sizes, packing,
+`octavo tiny`, the tables of docs/families.md, how `octavo import` translates videos, and most tests, which run over all
+records.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ ImageCut = Literal[
 
 @dataclass(frozen=True)
 class VideoRecord:
-    """What a family does with videos where neither a run nor the folder says it; not the values of the installed
-    transformers, so that another version of it changes no run.
+    """How a family samples videos if neither the run nor the model folder sets it. The values do not come from the
+    installed transformers, so that another version of it changes no run.
 
-    budget      what `min_pixels` to `max_pixels` bound: all frames of a video together ("video"), each by itself
-                ("frame"), or nothing, since each frame is one tile of the tower's size ("tile")
-    hub_name    a regular expression of what released models are called; only importers ask for it, where a model is
-                not on this machine
-    fps         frames of a second that are taken, as many as `min_frames` to `max_frames`
-    max_video_tokens   with `cap_pixels_per_frame`: the bound from which each frame's share of pixels is taken
+    budget      what `min_pixels` and `max_pixels` limit: all frames of a video together ("video"), each frame
+                ("frame"), or nothing, because each frame is one tile of the tower's size ("tile")
+    hub_name    a regular expression for the names of released models; only importers use it, for a model that is not on
+                this machine
+    fps         sampled frames per second, from `min_frames` to `max_frames` in all
+    max_video_tokens   with `cap_pixels_per_frame`: the limit from which each frame's share of pixels is computed
     mean, std   of the pixels, by channel
     """
 
@@ -52,31 +53,31 @@ class VideoRecord:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values from `fps` on, by their names."""
+        """The values from `fps` on, by name."""
         return {name: value for name, value in asdict(self).items() if name not in ("budget", "hub_name")}
 
 
 @dataclass(frozen=True)
 class FamilyRecord:
-    """One family.
+    """The record of one family.
 
-    model_type   of config.json
-    processor    the class that makes its inputs, a name of `stock.PROCESSORS`; "" for text and sound
-    image_cut    how images come to its tower (`octavo.models.structure.vision_shapes`) and which limits they can have:
-                 patches            of whole images; the area is bounded
-                 paired_patches     of an image that is two equal frames; the area of both is bounded
-                 whole              whole images, padded to the largest; the longest edge is bounded
-                 shuffled_tiles     tiles of one size (pixel shuffle); their number is bounded
-                 stacked_tiles      tiles of one size, each like an image of its own; the longest edge is bounded
-                 anyres_tiles       tiles of the best of several grids; not bounded
-                 one_tile           the whole image as one tile; not bounded
-                 scaled_tiles       tiles of several scales; their number is bounded
-    media        what it takes besides text
-    why_not      why it does not train here, as the end of a sentence, where the inputs of its forward do not say it
-    images_attend_both_ways   tokens of an image see those behind them: no packs, and no generation by the engine
-    video        how its videos train; None: they do not
+    model_type   as in config.json
+    processor    the class that produces its inputs, a name in `stock.PROCESSORS`; "" for text and sound
+    image_cut    how images are cut for the vision tower (`octavo.models.structure.vision_shapes`), and what is limited:
+                 patches            patches of whole images; the area is limited
+                 paired_patches     patches of an image as two equal frames; the area of both is limited
+                 whole              whole images, padded to the largest; the longest edge is limited
+                 shuffled_tiles     tiles of one size (pixel shuffle); their number is limited
+                 stacked_tiles      tiles of one size, each a separate image; the longest edge is limited
+                 anyres_tiles       tiles of the best of several grids; no limit
+                 one_tile           the whole image as one tile; no limit
+                 scaled_tiles       tiles of several scales; their number is limited
+    media        its inputs other than text
+    why_not      why it does not train here, as the end of a sentence, if the inputs of its forward do not show it
+    images_attend_both_ways   tokens of an image attend to later ones: no packs, and no generation by the engine
+    video        how it samples videos in training; None: it does not train on videos
     tiny         whether `octavo tiny` writes one (a function of this name among the small checkpoints)
-    unsourced    what no primary source says of it, for docs/families.md
+    unsourced    facts without a primary source, for docs/families.md
     """
 
     model_type: str
@@ -95,10 +96,10 @@ class FamilyRecord:
 
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-# A token is 32 x 32 pixels of Qwen3-VL, 28 x 28 of Qwen2.5-VL.
+# A token covers 32 x 32 pixels in Qwen3-VL, 28 x 28 in Qwen2.5-VL.
 _QWEN3_VIDEO = VideoRecord("video", r"qwen-?3[-_]?vl", min_pixels=128 * 32 * 32, max_pixels=768 * 32 * 32)
-# The stock classes of the next two take every frame unless they are told a rate (`do_sample_frames`); a rate is taken
-# here. InternVL's has no limits of its own.
+# The stock classes of the next two take every frame unless they get a rate (`do_sample_frames`), so a rate is set here.
+# InternVL's class has no limits.
 _QWEN2_5_VIDEO = VideoRecord(
     "frame",
     r"qwen-?2\.?5[-_]?vl",
@@ -145,7 +146,7 @@ RECORDS: dict[str, FamilyRecord] = _table(
             "nvila",
             "NvilaProcessor",
             "scaled_tiles",
-            unsourced=f"{_LAYOUT}; whether VILA 1.5 wants a line break behind each image",
+            unsourced=f"{_LAYOUT}; whether VILA 1.5 expects a line break after each image",
         ),
         FamilyRecord("nvila_lite", "NvilaProcessor", "scaled_tiles", unsourced=_LAYOUT),
         FamilyRecord("qwen2_vl", "Qwen2VLImageTextProcessor", "patches"),
@@ -157,34 +158,34 @@ RECORDS: dict[str, FamilyRecord] = _table(
         FamilyRecord(
             "paligemma",
             tiny=False,
-            why_not="its prompt attends both ways, images and words, and no family that trains here asks for that",
+            why_not="its prompt attends both ways, images and words, and no family that trains here has such a prompt",
         ),
     )
 )
-"""`model_type` -> its record. A text-only decoder needs none, unless `octavo tiny` writes it."""
+"""`model_type` -> record. A text-only decoder needs none, unless `octavo tiny` writes it."""
 
 
 def trained_families(media: Media) -> tuple[str, ...]:
-    """`model_type` of the families of these media that train here, in the order of the table."""
+    """`model_type` of the families with these media that train here, in the order of the table."""
     return tuple(one.model_type for one in RECORDS.values() if one.media == media and one.trains)
 
 
 def tiny_families() -> tuple[str, ...]:
-    """`model_type` of the families of which `octavo tiny` writes a small checkpoint."""
+    """`model_type` of the families for which `octavo tiny` writes a small checkpoint."""
     return tuple(one.model_type for one in RECORDS.values() if one.tiny)
 
 
 def video_families() -> dict[str, VideoRecord]:
-    """`model_type` -> how its videos train, of the families whose videos do."""
+    """`model_type` -> video record, of the families that train on videos."""
     return {one.model_type: one.video for one in RECORDS.values() if one.video is not None and one.trains}
 
 
 def trains_on(model_type: object, *media: Media) -> bool:
-    """Whether models of a `model_type` of config.json train on one of these media."""
+    """Whether models with this `model_type` in config.json train on one of these media."""
     record = RECORDS.get(model_type) if isinstance(model_type, str) else None
     return record is not None and record.trains and record.media in media
 
 
 def attends_both_ways(model_type: str) -> bool:
-    """Whether tokens of an image see those behind them in models of this `model_type`."""
+    """Whether tokens of an image attend to later ones in models of this `model_type`."""
     return model_type in RECORDS and RECORDS[model_type].images_attend_both_ways

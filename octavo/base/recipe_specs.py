@@ -1,4 +1,4 @@
-"""The recipes: one table, from which every list of recipe names is derived.
+"""The table of recipes, from which every list of recipe names is derived.
 
 With x (M tokens x K), w (N x K), dy (M x N), a training step of a linear layer has three GEMMs::
 
@@ -6,13 +6,13 @@ With x (M tokens x K), w (N x K), dy (M x N), a training step of a linear layer 
     dgrad  dx = dy @ w       contracts N
     wgrad  dw = dy.T @ x     contracts M
 
-A recipe says for each of their six operands which elements share one scale, and how scales are stored. The rest follows
-from that: which recipes cast a weight in two layouts, which have a scale that spans tokens, which multiply by the codes
-of a frozen weight. To add a recipe, add a line to :data:`SPECS`; choices of the configuration, candidates of ``auto``,
-ladders, notes of a plan, memory figures and benchmarks read it there.
+A recipe defines for each of their six operands which elements share a scale, and how scales are stored. The rest
+follows from that: which recipes cast a weight in two layouts, which have a scale that spans tokens, which multiply by
+the codes of a frozen weight. To add a recipe, add a line to ``_TABLE``; choices of the configuration, candidates of
+``auto``, ladders, notes of a plan, memory figures and benchmarks are derived from it.
 
-This file needs neither torch nor pydantic: ``octavo.fp8`` and ``octavo.config`` both read it.
-:mod:`octavo.fp8.arithmetic.recipe` makes the casts.
+This file needs neither torch nor pydantic: ``octavo.fp8`` and ``octavo.config`` both import it.
+:mod:`octavo.fp8.arithmetic.recipe` builds the casts.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from types import MappingProxyType
 Block = tuple[int, int]  # rows x columns of a tensor as stored that share one scale; -1 is the whole dimension
 
 FORMATS = ("e4m3", "hybrid")
-"""e4m3 throughout, or E5M2 for dy (more range, fewer digits)."""
+"""e4m3: E4M3 for all operands. hybrid: E5M2 for dy (more range, fewer digits)."""
 
 TENSOR, ROW, COLUMN = (-1, -1), (1, -1), (-1, 1)
 
 
 @dataclass(frozen=True)
 class RecipeSpec:
-    """A line of the table.
+    """One recipe.
 
     Args:
-        name: as configurations, plans and ``octavo.fp8.recipe`` know it.
+        name: as in configurations, plans and ``octavo.fp8.recipe``.
         blocks: of the operands x, w of fwd, dy, w of dgrad, and dy, x of wgrad.
         scale: how scales are stored: "fp32", "pow2" (fp32, rounded up to a power of two) or "e8m0" (one byte).
-        formats: those of :data:`FORMATS` that it can have, its default first.
-        rank: the order among recipes of equal speed; the lowest is taken, which is the one with the finest scales.
-        delayed: x and dy take their scales from amax histories. Those belong to a whole layer, so no single GEMM of
-            another recipe can have its casts, and ``auto`` does not choose it.
-        native: the least compute capability whose tensor cores multiply by such scales. Before it they are emulated.
-        fastest_on: major compute capabilities of which it is the documented choice where nothing was measured.
-        elsewhere: (library, its name for these casts), more than once where a library has several.
+        formats: the supported :data:`FORMATS`, the default first.
+        rank: the order among recipes of equal speed; the lowest is chosen, which is the one with the finest scales.
+        delayed: x and dy get their scales from amax histories. A history belongs to a whole layer, so no single GEMM of
+            another recipe can use these casts, and ``auto`` does not choose it.
+        native: the lowest compute capability whose tensor cores multiply by such scales. Below it they are emulated.
+        fastest_on: major compute capabilities for which it is the documented choice if nothing was measured.
+        elsewhere: (library, its name for these casts), repeated if a library has several names.
     """
 
     name: str
@@ -58,12 +58,12 @@ class RecipeSpec:
 
     @property
     def layouts(self) -> int:
-        """In how many ways a weight is cast: one byte a parameter for each. 1 where fwd and dgrad share codes."""
+        """Number of casts of a weight, each one byte a parameter. 1 where fwd and dgrad share codes."""
         return len({self.blocks[1], self.blocks[3]})
 
     @property
     def by_tensor(self) -> bool:
-        """Whether x and dy have one scale each, which differs from rank to rank."""
+        """Whether x or dy has one scale for the whole tensor, which differs between ranks."""
         return TENSOR in (self.blocks[0], self.blocks[2])
 
     @property
@@ -73,7 +73,7 @@ class RecipeSpec:
 
     @property
     def everywhere(self) -> bool:
-        """Whether every GPU with FP8 in hardware multiplies by its scales."""
+        """Whether every GPU with FP8 hardware multiplies by its scales."""
         return self.native <= (8, 9)
 
 
@@ -81,53 +81,53 @@ _ALONG = (1, 128), (128, 128), (1, 128), (128, 128), (128, 1), (128, 1)
 _MX = (1, 32), (1, 32), (1, 32), (32, 1), (32, 1), (32, 1)
 _E4M3, _WITH_HYBRID, _HYBRID = ("e4m3",), ("e4m3", "hybrid"), ("hybrid", "e4m3")
 
-# From few scales, which are fast, to many; then those that do not scale by the current amax. dy never has blocks of two
-# dimensions: those diverged in large trainings.
+# From few scales, which are fast, to many; then recipes that do not scale by the current amax. dy never has
+# two-dimensional blocks: they diverged in large training runs.
 _TABLE = (
     # The fewest scales, and the fastest GEMMs.
     RecipeSpec(
         "tensorwise", (TENSOR,) * 6, "fp32", _HYBRID, rank=3,
         elsewhere=(("torchao", "tensorwise"), ("Megatron", "tensorwise")),
     ),
-    # An outlier spoils its row alone.
+    # An outlier affects only its own row.
     RecipeSpec(
         "rowwise", (ROW, ROW, ROW, COLUMN, COLUMN, COLUMN), "pow2", _WITH_HYBRID, rank=2, fastest_on=(8, 12),
         elsewhere=(("torchao", "rowwise"), ("torchao", "rowwise_with_gw_hp")),
     ),
-    # DeepSeek-V3's, and the default.
+    # DeepSeek-V3's recipe, and the default.
     RecipeSpec(
         "blockwise", _ALONG, "pow2", _WITH_HYBRID, rank=0, fastest_on=(9,), elsewhere=(("Megatron", "blockwise"),)
     ),
-    # OCP MX: blocks along each contraction. A block of 32 has no use for the range of E5M2.
+    # OCP MX: blocks along each contraction. A block of 32 does not need the range of E5M2.
     RecipeSpec(
         "mxfp8", _MX, "e8m0", _E4M3, rank=1, native=(10, 0), fastest_on=(10, 11), elsewhere=(("Megatron", "mxfp8"),)
     ),
-    # No cast waits for an amax.
+    # No cast has to wait for an amax.
     RecipeSpec("delayed", (TENSOR,) * 6, "fp32", _HYBRID, rank=4, delayed=True, elsewhere=(("Megatron", "delayed"),)),
 )  # fmt: skip
 
 SPECS: Mapping[str, RecipeSpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
-"""Name -> line, in the order of the table."""
+"""Name -> spec, in the order of the table."""
 
 USUAL = "blockwise"
-"""The recipe of what runs in FP8 without saying in which."""
+"""The recipe for FP8 where none is named."""
 
 NAMES = tuple(SPECS)
 CURRENT = tuple(name for name, spec in SPECS.items() if not spec.delayed)
-"""Those that scale by the current amax, whose casts a GEMM of another recipe may have."""
+"""Recipes that scale by the current amax; a GEMM of another recipe may use their casts."""
 
 RANKED = tuple(sorted(NAMES, key=lambda name: SPECS[name].rank))
 CANDIDATES = tuple(name for name in RANKED if name in CURRENT)
-"""What ``auto`` chooses among; of those that tie, the first."""
+"""The recipes that ``auto`` chooses among; on a tie, the first."""
 
 BY_ROW = tuple(name for name in CURRENT if not SPECS[name].spans_rows)
-"""Those in which an outlier spoils its token at most, the fastest first."""
+"""Recipes in which an outlier affects at most its own token, the fastest first."""
 
 LADDER = tuple(name for name in reversed(CANDIDATES) if SPECS[name].everywhere)
-"""From coarse to fine: where a GEMM goes that needs smaller blocks."""
+"""From coarse to fine: a GEMM that needs smaller blocks gets the next one."""
 
 FROZEN_BLOCKS: Mapping[str, Block] = MappingProxyType({"row": ROW, "block": (128, 128), "tensor": TENSOR})
-"""Kind of frozen FP8 weights -> the block of their codes, which are E4M3 with scales in fp32."""
+"""Kind of frozen FP8 weights -> block of their codes, which are E4M3 with scales in fp32."""
 
 FITTING: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -135,33 +135,33 @@ FITTING: Mapping[str, tuple[str, ...]] = MappingProxyType(
         for kind, block in FROZEN_BLOCKS.items()
     }
 )
-"""Kind of frozen FP8 weights -> the recipes that multiply by such codes; the first names the kind."""
+"""Kind of frozen FP8 weights -> recipes that multiply by such codes; the kind is named after the first."""
 
 NAME_OF_KIND: Mapping[str, str] = MappingProxyType({kind: names[0] for kind, names in FITTING.items()})
-"""Kind of frozen FP8 weights -> the recipe to set for it."""
+"""Kind of frozen FP8 weights -> recipe to set for it."""
 
 
 def with_format(form: str) -> tuple[str, ...]:
-    """The recipes whose default format it is."""
+    """The recipes with this default format."""
     return tuple(name for name, spec in SPECS.items() if spec.formats[0] == form)
 
 
 def kind_of_word(word: str) -> str:
-    """The kind that a recipe's name or a kind's own says; another word as it is."""
+    """The kind of frozen weights for a recipe's name or the kind itself; any other word unchanged."""
     return next((kind for kind, name in NAME_OF_KIND.items() if name == word), word)
 
 
 def fastest_on(major: int) -> str:
-    """The documented choice for GPUs of a major compute capability; those newer than the table are as its newest."""
+    """The documented choice for GPUs of a major compute capability; newer ones than the table get its newest entry."""
     by_major = {number: name for name, spec in SPECS.items() for number in spec.fastest_on}
     return by_major.get(major, by_major[max(by_major)])
 
 
 def named_in(library: str) -> dict[str, str]:
-    """A library's names of recipes -> ours."""
+    """A library's names of recipes -> Octavo's names."""
     return {theirs: name for name, spec in SPECS.items() for of, theirs in spec.elsewhere if of == library}
 
 
 def listed(names: tuple[str, ...], last: str = "and") -> str:
-    """Names in a sentence: "a, b and c"."""
+    """Names as a phrase: "a, b and c"."""
     return f" {last} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

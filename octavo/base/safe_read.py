@@ -1,11 +1,12 @@
-"""Files that somebody else wrote, read safely: a regular file, up to a bound, as bytes, text or JSON; or one sentence.
+"""Safe reading of untrusted files: only a regular file, up to a size limit, as bytes, text or JSON; or a clear error.
 
-A path may lead to a pipe (which never answers), a device (which never ends), a socket or a folder; a file may be empty,
-huge, no text, or JSON that breaks whoever walks through it: brackets without end, numbers of thousands of digits, half
-characters. Each is refused here, in the error of the caller's choice, with the file's name and what to do. All readers
-of configurations, rows, model folders, adapters, checkpoints and run directories open their files by this one.
+A path may lead to a pipe (reading never returns), a device (which never ends), a socket or a folder; a file may be
+empty, huge, binary, or JSON that crashes code which walks through it: brackets nested without end, numbers with
+thousands of digits, lone surrogates. Each is refused here with an error class of the caller's choice, which names the
+file and what to do. Configurations, rows, model folders, adapters, checkpoints and run directories are all opened with
+this module.
 
-An encrypted file (:mod:`octavo.base.encryption`) is told by its first bytes and read as what it holds.
+An encrypted file (:mod:`octavo.base.encryption`) is recognized by its first bytes and read as its plain text.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from octavo.base import encryption
 
-#: bytes of a file that is read whole; the largest tokenizers and indices that are published have about 40 MB
+#: bytes of a file that is read whole; the largest published tokenizers and indices have about 40 MB
 LIMIT = 256 << 20
-#: brackets within brackets; what walks through JSON afterwards (copies, writes) may recurse some ten times deeper
+#: nested brackets; code that copies or writes the JSON later may recurse about ten times deeper
 DEPTH = 64
-#: digits of a whole number: with more, not even a float holds it
+#: digits of a whole number: a longer one does not even fit into a float
 DIGITS = 300
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
 }  # fmt: skip
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes half a character; whole pairs are written so too
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # the JSON escape of a surrogate, lone or in a valid pair
 
 
 class Unreadable(ValueError):
-    """A file that cannot be read as what it should be; the message names it and the fix."""
+    """A file that cannot be read, or has the wrong content; the message names it and the fix."""
 
 
 def printable(text: object) -> str:
-    r"""Text with everything escaped that a terminal would obey or cannot show: "a\x1b[2Jb" -> r"a\x1b[2Jb"."""
+    r"""Text in which control and unprintable characters are escaped for a terminal: "a\x1b[2Jb" -> r"a\x1b[2Jb"."""
     text = str(text)
     if text.isprintable():
         return text
@@ -49,48 +50,47 @@ def printable(text: object) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """``TypeName: first line of the message``; the type alone without a message (``raise EOFError``)."""
+    """``TypeName: first line of the message``; only the type for an error without a message (``raise EOFError``)."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """What stands at a path instead of a regular file ("a named pipe", "a folder", ...), or None; links are followed.
+    """What a path is if not a regular file ("a named pipe", "a folder", ...); None for a file. Links are followed.
 
-    Raises OSError where nothing is there.
+    Raises OSError where the path does not exist.
     """
     mode = os.stat(path).st_mode
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
 def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable, buffering: int = -1) -> BinaryIO:
-    """A regular file, opened for reading bytes; an encrypted one gives what it holds.
+    """A regular file, opened for reading bytes; an encrypted one is decrypted.
 
-    Opening never waits: without O_NONBLOCK the mere opening of a pipe that nobody writes to does not return. What was
-    opened is what is asked, so nothing can be exchanged in between.
-
-    Raises `error` for what is missing, no regular file, not permitted, or no path at all, and for an encrypted file
-    that is damaged or whose key is not given. A chunk found damaged later raises VaultError, which is an OSError.
+    Raises `error` for a path that is missing, not a regular file, not permitted or not valid, and for an encrypted file
+    that is damaged or has no key. A chunk that turns out to be damaged later raises VaultError, which is an OSError.
     """
     try:
+        # Without O_NONBLOCK, opening a pipe without a writer never returns. All checks use the open handle, so that the
+        # file cannot be exchanged between check and use.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except FileNotFoundError as cause:
         what = "a link that leads nowhere" if os.path.islink(path) else "missing"
         raise error(f"{printable(path)} is {what}.") from cause
     except OSError as cause:
-        if cause.errno == errno.ENXIO:  # how a socket answers, and some devices
+        if cause.errno == errno.ENXIO:  # the error of a socket, and of some devices
             raise error(f"{printable(path)} is a socket or a device, not a file. Put the file in its place.") from cause
         raise error(f"{printable(path)} cannot be read: {cause.strerror}.") from cause
-    except ValueError as cause:  # a NUL or half a character
-        raise error(f"{printable(path)} is no path: it holds a character that no file's name has.") from cause
+    except ValueError as cause:  # a NUL or a lone surrogate
+        raise error(f"{printable(path)} is no path: it holds a character that no file name can have.") from cause
     try:
         mode = os.fstat(handle).st_mode
         if not stat.S_ISREG(mode):
             what = _KINDS.get(stat.S_IFMT(mode), "something")
             raise error(f"{printable(path)} is {what}, not a file. Put the file in its place.")
-        if encryption.begins(os.pread(handle, 8, 0)):
+        if encryption.has_magic(os.pread(handle, 8, 0)):
             try:
-                return cast(BinaryIO, encryption.opened(handle, path, buffering, shown=printable(path)))
+                return encryption.open_decrypted(handle, path, buffering, shown=printable(path))
             except encryption.VaultError as cause:
                 raise error(f"{printable(cause)}.") from cause
         try:
@@ -104,7 +104,7 @@ def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable,
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes of an open file, of an encrypted one those that it holds; it stands where it stood."""
+    """Bytes of an open file, of plain text if it is encrypted; its position does not change."""
     at = file.tell()
     size = file.seek(0, os.SEEK_END)
     file.seek(at)
@@ -112,7 +112,7 @@ def size_of(file: BinaryIO) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = LIMIT) -> bytes:
-    """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer one."""
+    """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer file."""
     with open_file(path, error, buffering=0) as file:
         size = size_of(file)
         pieces, left = [], limit + 1
@@ -133,12 +133,12 @@ def read_text(
     limit: int = LIMIT,
     encoding: str = "utf-8",
 ) -> str:
-    """The text of a file (`encoding`: utf-8, or utf-8-sig to drop a mark at its beginning). Raises `error`."""
+    """The text of a file (`encoding`: utf-8, or utf-8-sig to drop a byte order mark). Raises `error`."""
     return decode(read_bytes(path, error, limit), path, error, encoding)
 
 
 def decode(raw: bytes, where: object, error: type[Exception] = Unreadable, encoding: str = "utf-8") -> str:
-    """Bytes as UTF-8; `where` names them in the sentence of `error`."""
+    """Bytes decoded as UTF-8; `where` names them in the message of `error`."""
     try:
         return raw.decode(encoding)
     except UnicodeDecodeError as cause:
@@ -155,20 +155,20 @@ def read_json(
     limit: int = LIMIT,
     wanted: type | None = dict,
 ) -> Any:
-    """The JSON of a file, an object unless `wanted` says otherwise (None: anything). Raises `error`."""
+    """The JSON value of a file, of the type `wanted` (None: any type). Raises `error`."""
     return parse_json(read_text(path, error, limit), path, error, wanted)
 
 
 def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wanted: type | None = dict) -> Any:
-    """JSON that whoever takes it may walk, copy, convert and write again.
+    """A JSON value that is safe to walk through, copy, convert and write again.
 
-    Raises `error`, with `where` and, for a mistake of form, line and column, for text that is no JSON; for brackets
-    nested deeper than DEPTH, whole numbers of more than DIGITS digits and half characters (a surrogate alone, which
-    no file and no tokenizer takes); and for JSON that is not `wanted` (dict, list).
+    Raises `error` with `where`: for text that is not JSON, with line and column; for brackets nested deeper than DEPTH,
+    whole numbers of more than DIGITS digits and lone surrogates (which no file and no tokenizer accepts); and for a
+    value that is not of the type `wanted` (dict, list).
     """
     shown = printable(where)
     try:
-        found = json.loads(text, parse_int=_integer)
+        value = json.loads(text, parse_int=_integer)
     except json.JSONDecodeError as cause:
         at = f"line {cause.lineno}, column {cause.colno}"
         raise error(
@@ -179,19 +179,20 @@ def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wa
         raise error(f"{shown} nests brackets deeper than {DEPTH}; no file of this kind does.") from cause
     except _TooLong as cause:
         raise error(f"{shown} holds a number of {cause} digits; a float holds {DIGITS}.") from cause
-    if (text.count("[") + text.count("{") > DEPTH or _HALF.search(text)) and (why := _unwalkable(found)):
+    # The walk is slow, so it runs only for texts that can have one of the faults it finds.
+    if (text.count("[") + text.count("{") > DEPTH or _HALF.search(text)) and (why := _unwalkable(value)):
         raise error(f"{shown} {why}.")
-    if wanted is not None and not isinstance(found, wanted):
-        word = {dict: "an object", list: "a list"}.get(wanted, wanted.__name__)
-        raise error(f"{shown} holds a {type(found).__name__} where {word} belongs. Download or write it again.")
-    return found
+    if wanted is not None and not isinstance(value, wanted):
+        word = "an object" if wanted is dict else "a list" if wanted is list else wanted.__name__
+        raise error(f"{shown} holds a {type(value).__name__} where {word} belongs. Download or write it again.")
+    return value
 
 
 def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable) -> Iterator[tuple[int, Any]]:
-    """(number from 1, object) of each line that is not blank in a file of JSON lines that a program appends to.
+    """(number from 1, object) of each line that is not blank, in a file of JSON lines that a program appends to.
 
-    Half a line at its end is what a kill leaves, and is left out. Raises `error`, with the line, for any other line
-    that is no object.
+    An incomplete last line, as a kill leaves it, is left out. Raises `error`, with the number, for any other line that
+    is not an object.
     """
     lines = read_text(path, error, 4 * LIMIT).split("\n")
     for number, line in enumerate(lines, 1):
@@ -205,7 +206,7 @@ def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable
 
 
 def finite(value: Any) -> Any:
-    """The same JSON value with None for what is not finite: a number that JSON lacks."""
+    """The same value with None for NaN and infinities, which JSON cannot write."""
     if isinstance(value, Mapping):
         return {key: finite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -216,7 +217,7 @@ def finite(value: Any) -> Any:
 
 
 class _TooLong(Exception):
-    """A number's digits, counted."""
+    """A whole number with too many digits; its argument is their number."""
 
 
 def _integer(digits: str) -> int:
@@ -225,11 +226,11 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-def _unwalkable(found: Any) -> str | None:
-    """Why JSON would break who walks through it, level by level (never by recursion); None if it would not."""
-    level, depth = [found], 0
+def _unwalkable(root: object) -> str | None:
+    """Why JSON would crash code that walks through it; None if it would not. Walks by level, not by recursion."""
+    level, depth = [root], 0
     while level:
-        below: list[Any] = []
+        below: list[object] = []
         for value in level:
             if isinstance(value, dict):
                 below += value
@@ -240,7 +241,7 @@ def _unwalkable(found: Any) -> str | None:
                 try:
                     value.encode()
                 except UnicodeEncodeError as half:
-                    return f"holds half a character (\\u{ord(value[half.start]):04x} alone), which is no text"
+                    return f"holds half a character (a lone \\u{ord(value[half.start]):04x}), which is no text"
         depth += any(isinstance(value, dict | list) for value in level)
         if depth > DEPTH:
             return f"nests brackets deeper than {DEPTH}; no file of this kind does"
@@ -249,7 +250,7 @@ def _unwalkable(found: Any) -> str | None:
 
 
 class Is(NamedTuple):
-    """What a single value must be: a test, and the words for it."""
+    """What a single value must be: a predicate, and its description."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -263,10 +264,11 @@ FINITE = Is(lambda value: type(value) in (int, float) and math.isfinite(value), 
 
 
 def check_form(value: Any, form: Any, where: object, error: type[Exception] = Unreadable, at: str = "") -> None:
-    """That JSON's values have a form, so that whoever takes them need not ask. Raises `error` with the place.
+    """Check that a JSON value has a form, so that its readers need no checks. Raises `error` with the place.
 
-    A form is an `Is`; a list of one form, which every entry has; a dict of key -> form, where "key!" must be there and
-    ... stands for all other keys (without it they may hold anything). None, where a key may be absent, fits all.
+    A form is an `Is`; a list with one form for all entries; or a dict of key -> form, in which a key "name!" is
+    required and the key ... applies to all other keys (without it they are not checked). A form of None accepts any
+    value. A key that is not required may be null.
     """
     if isinstance(form, Is):
         good, words, inner = form.fits(value), form.words, []
@@ -289,10 +291,10 @@ def check_form(value: Any, form: Any, where: object, error: type[Exception] = Un
 
 
 def outside(path: Path, folder: Path) -> Path | None:
-    """Where a path in a folder leads, if a link takes it out of the folder; None where it stays inside.
+    """The target of a path in a folder, if links lead out of the folder; None if it stays inside.
 
-    A snapshot of the Hugging Face hub's cache is all links into the blobs of the same repository
-    (`REPO/snapshots/REVISION/config.json -> REPO/blobs/HASH`), which are as good as inside.
+    A snapshot in the Hugging Face hub's cache consists of links into the blobs of the same repository
+    (`REPO/snapshots/REVISION/config.json -> REPO/blobs/HASH`), which count as inside.
     """
     target, home = path.resolve(), folder.resolve()
     homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]

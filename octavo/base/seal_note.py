@@ -1,12 +1,12 @@
-"""The note in a sealed folder, a model's or a data set's: of which key it is, by that key's fingerprint.
+"""The note in a sealed folder of a model, data set or adapter: the fingerprint of the key that sealed it.
 
     sealed.json    {"octavo_sealed": 1, "of": "model", "data" or "adapter", "key": 32 hexadecimal digits, ...}
 
-It holds no key, no word and no number from which an order could be found. Whoever trains compares two of them:
-:mod:`octavo.sealing` makes and reads what they stand in.
+It holds no key, and no word or number from which the permutation could be computed. Training compares two notes;
+:mod:`octavo.sealing` writes and reads the sealed folders.
 
-    print          the first 16 bytes of HMAC-SHA256(key, "octavo seal 1 fingerprint"), in hexadecimal: what a twin may
-                   say of its key, by which another key is told
+    fingerprint    the first 16 bytes of HMAC-SHA256(key, "octavo seal 1 fingerprint"), in hexadecimal: it may be
+                   published, and distinguishes keys
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import hmac
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from octavo.base import safe_read
 from octavo.base.safe_read import Is
@@ -31,53 +31,52 @@ ONE_PURPOSE = (
     "A key has one purpose: who gets this one to read files undoes the permutation, too. Make one for files (octavo "
     "encrypt --new-key NEW); octavo encrypt SRC DST --old-key OLD --key-file NEW takes to it what is encrypted already"
 )
-"""What is said where one key would seal and encrypt."""
+"""The error text if one key would both seal and encrypt."""
 
 
 @dataclass(frozen=True)
 class Note:
-    """``of``: "model", "data" or "adapter"; ``key``: the fingerprint; ``more``: what else the note says."""
+    """``of``: "model", "data" or "adapter"; ``key``: the fingerprint; ``more``: the other entries of the note."""
 
     of: str
     key: str
-    more: dict[str, Any] = field(default_factory=dict)
+    more: Mapping[str, object] = field(default_factory=dict)
 
 
 def fingerprint(secret: bytes) -> str:
-    """32 hexadecimal digits that tell keys apart and do not give one away."""
+    """32 hexadecimal digits that identify a key and do not reveal it."""
     return hmac.digest(secret, LABEL + b"fingerprint", "sha256")[:16].hex()
 
 
 def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note | None:
-    """The note of a folder, None where it has none. Raises `error` for one that cannot be read."""
+    """The note of a folder; None where it has none. Raises `error` for a note that cannot be read."""
     file = Path(folder) / NOTE
     if not os.path.lexists(file):
         return None
     raw = safe_read.read_json(file, error)
-    if raw.get("octavo_sealed") != FORMAT:
-        found = raw.get("octavo_sealed")
-        raise error(f"{file} is of format {found!r:.20}, and this version reads {FORMAT}: seal it again")
+    if (version := raw.get("octavo_sealed")) != FORMAT:
+        raise error(f"{file} is of format {version!r:.20}, and this version reads {FORMAT}: seal it again")
     safe_read.check_form(raw, {"of": _OF, "key": _DIGITS}, file, error)
     return Note(raw["of"], raw["key"], {k: v for k, v in raw.items() if k not in ("octavo_sealed", "of", "key")})
 
 
 def check_adapter(adapter: str | Path, base: str | Path, error: type[Exception], key: str = "") -> None:
-    """That an adapter and the model that it is to stand beside are of one world: both plain, or both sealed with one
-    key. Raises `error`, after the `key` of the configuration that names the adapter."""
-    own, there = (read_note(folder, error) for folder in (adapter, base))
-    if (own and own.key) != (there and there.key):
-        first, second = (f"sealed with the key {note.key}" if note else "not sealed" for note in (own, there))
+    """Check that an adapter and its base model are both plain, or both sealed with one key. Raises `error`; its message
+    begins with `key`, the configuration key that names the adapter."""
+    notes = read_note(adapter, error), read_note(base, error)
+    if len({note and note.key for note in notes}) > 1:
+        first, second = (f"sealed with the key {note.key}" if note else "not sealed" for note in notes)
         raise error(f"{key}{adapter} is {first}, and {base} is {second}: to each other they are noise. `octavo seal "
                     "adapter` and `octavo unseal adapter` lead from one to the other")  # fmt: skip
 
 
 def write_note(folder: Path, note: Note) -> None:
-    """Write the note of a folder that is being made."""
+    """Write the note of a folder."""
     (folder / NOTE).write_bytes(note_bytes(note))
 
 
 def note_bytes(note: Note) -> bytes:
-    """What the file of a note holds."""
+    """The bytes of a note's file."""
     return (
         json.dumps({"octavo_sealed": FORMAT, "of": note.of, "key": note.key, **note.more}, indent=1) + "\n"
     ).encode()

@@ -1,5 +1,5 @@
-"""How the names of files end, and so what they are taken for before they are opened. Who asks for several endings of
-data asks here; how each kind of rows is read is the table of `octavo.data.formats.registry`."""
+"""Suffixes of file names, which decide how a file is opened. Every list of several data suffixes is defined here; the
+reader of each format of rows is in the table of `octavo.data.formats.registry`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 JSON = (".json",)
 CSV = (".csv", ".tsv")
 TAR = (".tar",)
-ARROW = (".arrow",)  # of a folder that `datasets` saved
+ARROW = (".arrow",)  # in a folder that `datasets` saved
 ROWS = (*PARQUET, *JSON_LINES, *JSON, *CSV, *TAR)
-#: of all that a configuration names, none of which is a repository
+#: of all files that a configuration may name: a path with such a suffix is not a repository's name
 NAMED = (*ROWS, *ARROW, ".safetensors", ".yaml", ".yml")

@@ -1,9 +1,9 @@
-"""The folder that a command writes: whether its name can be used, whether it is free, and one that cannot be renamed.
+"""Checks of the folder that a command writes, and the replacement of a folder that cannot be renamed.
 
-A target is usually written aside and renamed into place (:mod:`octavo.base.atomic_write`). The root of a mounted file
-system (a container's volume at /out) cannot be renamed: rename(2) fails with EBUSY. Then the files are written in
-`TARGET/.octavo.part` and moved up, each by a rename of its own, files of JSON last: a folder without config.json or
-octavo_export.json is none that a reader takes for a model or an export.
+A target is usually written under a temporary name and renamed into place (:mod:`octavo.base.atomic_write`). The root of
+a mounted file system (a container's volume at /out) cannot be renamed: rename(2) fails with EBUSY. Then the files are
+written in `TARGET/.octavo.part` and moved up one by one, JSON files last: without config.json or octavo_export.json no
+reader takes the folder for a model or an export.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 from octavo.base.safe_read import printable
 
 STAGE = ".octavo.part"
-#: what an empty file system has: a folder that ext4 makes, and what a killed command left
+#: entries that do not count as content: a folder that ext4 creates, and the leftover of a killed command
 _NOT_COUNTED = (STAGE, "lost+found")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def check_target(target: str | os.PathLike[str], refused: type[Exception]) -> None:
-    """Refuse what cannot become a file or a folder, before any work is done.
+    """Refuse a path that cannot become a file or a folder, before any work is done.
 
-    Raises `refused` for a name that is not UTF-8 or holds control characters (reports, indices and tables would have to
-    write it), for links that lead in a circle, and for a path below a file.
+    Raises `refused` for a name that is not UTF-8 or has control characters (it would be written into reports, indices
+    and tables), for links that lead in a circle, and for a path below a file.
     """
     path, shown = Path(target), printable(os.fspath(target))
     if not os.fspath(path).isprintable():
@@ -45,33 +45,33 @@ def check_target(target: str | os.PathLike[str], refused: type[Exception]) -> No
 
 
 def contents(target: Path) -> list[str]:
-    """The names in a folder, without what an empty file system and a killed command leave; of no folder none."""
+    """The names in a folder, except leftovers of a file system or a killed command; [] if not a folder."""
     return sorted(name for name in os.listdir(target) if name not in _NOT_COUNTED) if target.is_dir() else []
 
 
 def is_free(target: Path) -> bool:
-    """Whether nothing is there, or an empty folder."""
+    """Whether the path does not exist, or is an empty folder."""
     return not target.exists() or (target.is_dir() and not contents(target))
 
 
 def is_fixed(target: Path) -> bool:
-    """Whether a folder is there that no rename can replace: a mount point, or one in a folder that is not ours."""
+    """Whether it is a folder that a rename cannot replace: a mount point, or one in a folder without write access."""
     if not target.is_dir():
         return False
     return os.path.ismount(target) or str(target) in _mounts() or not os.access(target.parent, os.W_OK)
 
 
-def move_in(made: Path, target: Path) -> None:
-    """Put the entries of `made` in place of those of the folder `target`.
+def move_in(new_folder: Path, target: Path) -> None:
+    """Replace the entries of the folder `target` by the entries of `new_folder`.
 
-    What is there goes to `.octavo.part/leaving`, which is called `old` as soon as all of it is in there: so `recover`
-    knows how far a killed process came. A rename that fails undoes those before it.
+    The present entries are moved to `.octavo.part/leaving`, which is renamed to `old` when all of them are in it: from
+    that `recover` knows how far a killed process came. A rename that fails undoes the earlier ones.
     """
     stage = target / STAGE
     new, leaving, old = stage / "new", stage / "leaving", stage / "old"
-    if made != new:  # the rename beside the target failed, where nothing announced a mount point
+    if new_folder != new:  # it was written next to the target, and renaming failed at an undetected mount point
         stage.mkdir(exist_ok=True)
-        shutil.move(made, new)  # copies, where a rename cannot cross the border of a mount
+        shutil.move(new_folder, new)  # copies if a rename would cross file systems
     entered: list[str] = []
     try:
         leaving.mkdir()
@@ -91,7 +91,7 @@ def move_in(made: Path, target: Path) -> None:
 
 
 def recover(target: Path) -> None:
-    """End what a kill cut short in `move_in`: back where not all had left, on where it had; then nothing is aside."""
+    """Finish a `move_in` that a kill cut short: undo it if not all old entries had been moved out, else complete it."""
     stage = target / STAGE
     if not target.is_dir() or not stage.is_dir():
         return
@@ -108,16 +108,16 @@ def _move_back(leaving: Path, target: Path) -> None:
         leaving.rmdir()
 
 
-def _json_last(made: Path) -> list[str]:
-    return sorted(os.listdir(made), key=lambda name: (name.endswith(".json"), name))
+def _json_last(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder), key=lambda name: (name.endswith(".json"), name))
 
 
 def _mounts() -> set[str]:
-    """Mount points of this process (Linux). A bind mount of the same file system is one too, which `ismount` denies."""
+    """Mount points of this process (Linux), including bind mounts of the same file system, which `ismount` misses."""
     try:
         lines = _MOUNTS.read_bytes().splitlines()
     except OSError:
         return set()
-    # the fifth field, in which blanks and backslashes are written in octal
+    # The mount point is the fifth field, in which blanks and backslashes are escaped in octal.
     names = [line.split()[4] for line in lines if len(line.split()) > 4]
     return {os.fsdecode(name.decode("unicode_escape").encode("latin-1")) for name in names}

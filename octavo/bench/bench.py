@@ -154,7 +154,7 @@ class Bench:
 
     def _peak(self, call: Call) -> int | None:
         accelerator.synchronize(self.device)
-        accelerator.restart_peak(self.device)
+        accelerator.reset_peak(self.device)
         if accelerator.peak(self.device) is None:
             return None
         call()

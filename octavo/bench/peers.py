@@ -94,14 +94,14 @@ def able(bench: Bench, recipe: str) -> list[str]:
     native, capability = SPECS[recipe].native, accelerator.capability(bench.device)
     if not SPECS[recipe].everywhere and capability is not None and capability < native:
         return []
-    made = fp8.recipe(recipe)
-    found = []
+    built = fp8.recipe(recipe)
+    backends: list[str] = []
     for name in kernels.names():
         backend = kernels.get(name)
-        whys = [backend.supports(op, made, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
-        if not any(whys) and backend.auto_unsupported(bench.device) is None and not (name == "reference" and found):
-            found.append(name)
-    return found
+        whys = [backend.supports(op, built, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
+        if not any(whys) and backend.auto_unsupported(bench.device) is None and not (name == "reference" and backends):
+            backends.append(name)
+    return backends
 
 
 def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable[[], nn.Module]]:

@@ -132,7 +132,7 @@ class Result:
 
 def table(result: Result) -> list[tuple[str, ...]]:
     """Cells under :data:`COLUMNS`."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for r in result.rows:
         ratio, mfu = result.ratio(r), result.mfu(r)
         kinds = "".join(f", {kind} {size / 2**30:.2f}" for kind, size in r.memory.items() if kind != "peak")

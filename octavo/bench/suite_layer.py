@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from octavo import fp8, models
 from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Refusal, Rotation, Work
+from octavo.fp8.memory import ChunkedHead, chunk_head
 from octavo.models.forward.unused_towers import dummy_image_inputs
 
 SHAPE, TOKENS, PATCHES = "qwen3_vl_8b", 8192, 16384
@@ -58,7 +59,7 @@ def head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
 class _HeadAlone(nn.Module):
     """A model that is its head."""
 
-    def __init__(self, head: nn.Linear) -> None:
+    def __init__(self, head: nn.Module) -> None:
         super().__init__()
         self.lm_head = head
 
@@ -72,9 +73,11 @@ class _HeadAlone(nn.Module):
 def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int) -> Call:
     model = _HeadAlone(peers.high(bench, *shape))
     if recipe is not None:
-        fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": {"recipe": recipe}})))
-    head = fp8.chunked_head(model)
-    assert isinstance(head, fp8.ChunkedHead), head
+        fp8.apply(
+            model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": fp8.ComponentPolicy(recipe=recipe)}))
+        )
+    head = chunk_head(model)
+    assert isinstance(head, ChunkedHead), head
     inputs = Rotation(lambda: bench.randn(1, tokens, shape[1], grad=True))
     target = torch.randint(0, shape[0], (1, tokens), device=bench.device)
 
@@ -104,7 +107,9 @@ def small_or_real(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel
 
 def decoder_inputs(model: PreTrainedModel, tokens: int) -> None:
     """One forward over random text."""
-    vocabulary = model.get_input_embeddings().num_embeddings
+    embedding = model.get_input_embeddings()
+    assert isinstance(embedding, nn.Embedding)
+    vocabulary = embedding.num_embeddings
     ids = torch.randint(0, min(vocabulary, 1000), (1, tokens), device=model.device)
     model(input_ids=ids, use_cache=False, logits_to_keep=1)
 

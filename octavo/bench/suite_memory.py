@@ -24,11 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from transformers import PreTrainedConfig
 
 from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.bench.bench import Bench, Call, Work
 from octavo.bench.suite_layer import capture, decoder_inputs, shown, small_or_real
+from octavo.fp8.blocks import grouped_attention
 from octavo.fp8.optim import OffloadedAdamW, UpdateInBackward, clip_factor, gradient_norm
 
 BLOCKS, TOKENS, FEW = 4, 8192, 24
@@ -92,14 +94,17 @@ def _call(
     held = _Held(bench.device)
     stack = _stack(blocks, way)
     if way.activations == "fp8":
-        models.use_attention(model, fp8.grouped_attention)
+        models.use_attention(model, grouped_attention)
     else:
         model.set_attn_implementation("sdpa")
     for block in stack:  # blocks have a copy of the configuration
         _follow(block, model)
     weights = held.now()
     optimizer, (args, kwargs) = _optimizer(stack, way), given
-    updating = UpdateInBackward(optimizer, stack) if way.inside else None  # type: ignore[arg-type]
+    updating = None
+    if way.inside:
+        assert isinstance(optimizer, fp8.AdamW)
+        updating = UpdateInBackward(optimizer, stack)
     dy = torch.randn_like(args[0])
 
     def forward() -> Tensor:
@@ -108,7 +113,7 @@ def _call(
             for block in stack:
                 x = block(x, *args[1:], **kwargs)
                 x = x[0] if isinstance(x, tuple) else x
-        return x  # type: ignore[no-any-return]
+        return x
 
     def backward(out: Tensor) -> None:
         if updating:
@@ -163,7 +168,7 @@ class _Held:
         return (accelerator.requested(self._device) or 0) - self._asked
 
     def reset(self) -> None:
-        accelerator.restart_peak(self._device)
+        accelerator.reset_peak(self._device)
 
     def most(self) -> int:
         """The most bytes held since `reset`."""
@@ -179,7 +184,7 @@ def _stack(blocks: list[nn.Module], way: Way) -> nn.ModuleList:
     if way.recipe is not None:
         settings = {"activations": way.activations, "weight_codes": way.codes, "param": way.param}
         fp8.apply(stack, fp8.plan(stack, fp8.Policy(recipe=way.recipe, **settings)))  # type: ignore[arg-type]
-    fp8.recompute(stack.named_children(), way.recompute)
+    fp8.activation_checkpointing(stack.named_children(), way.recompute)
     if way.offload == "activations":
         fp8.offload_activations(stack.named_children())
     return stack.train()
@@ -189,8 +194,9 @@ def _follow(block: nn.Module, model: Any) -> None:
     """Let a copied block compute attention as its model does."""
     wanted = model.config.get_text_config()._attn_implementation
     for module in block.modules():
-        if hasattr(module, "config"):
-            module.config._attn_implementation = wanted
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = wanted
 
 
 def _optimizer(stack: nn.Module, way: Way) -> torch.optim.Optimizer:

@@ -38,7 +38,8 @@ def _config(small: bool) -> PreTrainedConfig:
         else {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
     )
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32} if small else {}
-    return Qwen3MoeConfig(num_hidden_layers=1, vocab_size=256, intermediate_size=64, **size, **heads)
+    settings = {"num_hidden_layers": 1, "vocab_size": 256, "intermediate_size": 64, **size, **heads}
+    return Qwen3MoeConfig.from_dict(settings)
 
 
 def _able(bench: Bench, recipe: str) -> list[str]:

@@ -45,12 +45,12 @@ def run(bench: Bench) -> None:
 
 
 def _parameters(bench: Bench, sizes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
-    found = []
+    parameters: list[Tensor] = []
     for size in sizes:
         p = torch.nn.Parameter(torch.randn(size, device=bench.device, dtype=dtype))
         p.grad = torch.randn_like(p) * 1e-3
-        found.append(p)
-    return found
+        parameters.append(p)
+    return parameters
 
 
 def _torch(bench: Bench, sizes: list[tuple[int, ...]]) -> Call:

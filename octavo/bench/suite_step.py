@@ -107,7 +107,9 @@ class Step:
                 block.compile(fullgraph=True)
         trained = [p for n, p in model.named_parameters() if not (family.tower and n.startswith(family.tower + "."))]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=True)
-        vocabulary = model.get_input_embeddings().num_embeddings
+        embedding = model.get_input_embeddings()
+        assert isinstance(embedding, nn.Embedding)
+        vocabulary = embedding.num_embeddings
         self.ids = torch.randint(0, min(vocabulary, 1000), (1, tokens + 1), device=bench.device)
         self.loss, self.update = _loss, self.optimizer.step
         self.work = self.captured() if how == "graph" else self.gradients

@@ -116,7 +116,7 @@ class Space:
 
 
 def _rule(name: str, gone: Sequence[str], all_of_them: bool) -> Rule:
-    return Rule(match=name, recipe="off") if all_of_them else Rule(match=name, **dict.fromkeys(gone, "bf16"))
+    return Rule.model_validate({"match": name, **({"recipe": "off"} if all_of_them else dict.fromkeys(gone, "bf16"))})
 
 
 def features_of(cfg: Config, backends: Collection[str]) -> list[Switch]:
@@ -149,8 +149,8 @@ def _by_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:
     else such a file decides."""
     chosen = [row for row in plan["rows"] if row["recipe"]]
     rules = tuple(
-        Rule(match=row["name"], recipe=row["recipe"]["name"], format=row["recipe"]["format"],
-             **{gemm: "bf16" for gemm in GEMMS if row["recipe"][gemm] == "bf16"})
+        Rule.model_validate({"match": row["name"], "recipe": row["recipe"]["name"], "format": row["recipe"]["format"],
+                             **{gemm: "bf16" for gemm in GEMMS if row["recipe"][gemm] == "bf16"}})
         for row in chosen
     )  # fmt: skip
     settings = {name: plan.get(name) or {} for name in ("activations", "param")}

@@ -95,7 +95,7 @@ def bisect(
             f"phase {cfg.train.phase} has no losses to judge by: they say nothing of what is learned there. Search the "
             "same model and fp8 section in phase sft, or by time"
         )
-    total = cfg.train.steps - fork_step(cfg)
+    total = cfg.train.total_steps - fork_step(cfg)
     if total < 1 or (steps is not None and not 1 <= steps <= total):
         raise BisectError(f"steps={steps}: the run has {max(total, 0)} from where it begins (train.steps, --from)")
     same_files(cfg, directory)

@@ -35,7 +35,7 @@ def not_finite(state: Mapping[str, Any], values: Callable[[], Iterable[tuple[str
     """
     if state.get("finite"):
         return None
-    return next((name for name, tensor in values() if fp8.not_finite([(name, tensor)])), None)
+    return next((name for name, tensor in values() if fp8.find_nonfinite([(name, tensor)])), None)
 
 
 def why_not_finished(result: Mapping[str, Any], last: Callable[[], str | None]) -> str | None:

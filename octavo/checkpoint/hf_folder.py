@@ -29,7 +29,7 @@ from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import Planned, Shards, nbytes
 from octavo.checkpoint.run_state.collective_errors import Ranks
 from octavo.checkpoint.stock_model import Stock
-from octavo.fp8.weights import full, master_of
+from octavo.fp8.weights import full, is_frozen, master_of
 from octavo.models.folder.folder import (
     INDEX,
     PARTS,
@@ -85,7 +85,7 @@ def save_hf(
     _check_names(state, stock.model)
     state = {name: master_of(state[name]) for name in stock.weights if name in state}
     # Gathered before any file exists, so that all ranks refuse together.
-    nonfinite = {name for names in world.gather_objects(fp8.not_finite(state.items())) for name in names}
+    nonfinite = {name for names in world.gather_objects(fp8.find_nonfinite(state.items())) for name in names}
     _refuse_nonfinite([name for name in state if name in nonfinite], state)
     parts = plan_parts(stock, {name: t.dtype for name, t in state.items()}, world.size)
     with _temporary_folder(target, world) as folder:
@@ -159,7 +159,7 @@ def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards:
 def _gather(tensor: Tensor) -> Tensor:
     """Return the full tensor in high precision. A collective if it is a DTensor."""
     here: Tensor = full(tensor.detach())
-    return here.dequantize() if fp8.is_frozen(here) else here
+    return here.dequantize() if is_frozen(here) else here
 
 
 @contextmanager

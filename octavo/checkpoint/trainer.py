@@ -13,7 +13,7 @@ resumed Trainer begins with empty histories, uses other scales and trains anothe
 Histories are local to a rank; after each step every rank gets the maximum over ranks, as in
 :mod:`octavo.train.step.step`, so that one checkpoint serves all ranks. A custom loop, for example with Accelerate, does
 the same with :func:`octavo.fp8.scaling_state`, :func:`octavo.fp8.load_scaling_state` and
-:func:`octavo.fp8.reduce_scaling_state`.
+:func:`octavo.fp8.delayed.reduce_scaling_state`.
 
 Layers keep the FP8 codes of their weight from one optimizer step to the next. A callback that writes weights through
 ``.data`` in between (swapping in a moving average for an evaluation, or a merge) leaves stale codes in use. Fp8Callback
@@ -34,6 +34,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from octavo import fp8
+from octavo.fp8.delayed import reduce_scaling_state
+from octavo.fp8.proof import reference_note
+from octavo.fp8.weights import stale_codes, stale_sentence
 
 # Each check reads a sample of every weight, so it runs in the first steps, which find most mistakes, and then rarely.
 FIRST, EVERY = 2, 20
@@ -43,7 +46,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
     """Saves and restores amax histories of delayed scaling in a Trainer's checkpoints, reports a reference model that
     computes in another precision than the policy, and raises RuntimeError for stale FP8 codes, naming the layer.
 
-    trainer  its ``ref_model`` is checked (:func:`octavo.fp8.reference_note`); None: there is no reference model
+    trainer  its ``ref_model`` is checked (:func:`octavo.fp8.proof.reference_note`); None: there is no reference model
     say      called with messages for the user when training begins
     """
 
@@ -67,7 +70,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         """
         model = self._model = kwargs["model"]
         reference = getattr(self._trainer, "ref_model", None)
-        note = None if reference is None else fp8.reference_note(model, reference)
+        note = None if reference is None else reference_note(model, reference)
         if note is not None:
             self._say(note)
         saved = _saved_callbacks(state).get(type(self).__name__, {}).get("attributes", {}).get("histories")
@@ -105,14 +108,14 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self._checks, self._exchanged = self._checks + 1, False
         reference = getattr(self._trainer, "ref_model", None)
         for prefix, checked in (("", model), ("reference model: ", reference)):
-            stale = fp8.stale_codes(checked, draw=state.global_step) if isinstance(checked, nn.Module) else []
+            stale = stale_codes(checked, draw=state.global_step) if isinstance(checked, nn.Module) else []
             if stale:
-                raise RuntimeError(f"step {state.global_step}: {prefix}{fp8.stale_sentence(stale)}")
+                raise RuntimeError(f"step {state.global_step}: {prefix}{stale_sentence(stale)}")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Give every rank the largest amax histories, so that the checkpoint of one rank serves all."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            fp8.reduce_scaling_state(kwargs["model"])
+            reduce_scaling_state(kwargs["model"])
 
 
 def _saved_callbacks(state: TrainerState) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     encryption.find()
     work = _Decryption()
     encrypt_decrypt.convert(args.source, args.target, work, "decrypting")
-    print(f"{printable(args.target)}: {encrypt_decrypt.counted(work.counts)}")
+    print(f"{printable(args.target)}: {encrypt_decrypt.count_summary(work.counts)}")
     if work.plain:
         terminal.note(f"not encrypted, and copied as they are: {work.plain[0]}{_others(work.plain)}")
     return 0
@@ -84,7 +84,7 @@ class _Decryption:
             return
         if not encrypted:
             self.plain.append(printable(file))
-        plain = encryption.opened(os.dup(opened.fileno()), file) if encrypted else opened
+        plain = encryption.open_decrypted(os.dup(opened.fileno()), file) if encrypted else opened
         for piece in encrypt_decrypt.pieces(plain):
             out.write(piece)
             yield len(piece)

@@ -25,9 +25,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.cli import arguments, terminal
+
+if TYPE_CHECKING:  # a command imports torch only once it needs it
+    from torch import nn
 from octavo.config import load_config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.yaml.problems import named, nearest
@@ -284,7 +287,7 @@ def shape_of(path: str) -> str | None:
 
 def _of_a_file(args: argparse.Namespace) -> Any:
     """The configuration; data that are not there are a note, for a plan needs none unless tokens are counted."""
-    cfg, lost = arguments.found(arguments.config(args), args.file)
+    cfg, lost = arguments.resolve_files(arguments.config(args), args.file)
     shape = None if Path(cfg.model.path).is_dir() else shape_of(cfg.model.path)
     if shape is not None:
         words = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])
@@ -303,6 +306,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
     from octavo.train.setup import token_counts as tokens
     from octavo.train.setup.resolve_config import data_settings, processor_of
 
+    model: nn.Module
     if args.shape is not None:
         model, family = shapes.shape_model(args.shape)
         frozen_base.prepare(model, family, cfg)

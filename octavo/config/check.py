@@ -46,10 +46,10 @@ def to_config(tree: Tree) -> Config:
     if config is not None:
         lost = any(problem.key == "extends" for problem in problems)
         for finding in general.check(config):
-            if lost and finding.found == general.ABSENT:  # what is extended would have brought it
+            if lost and finding.reason == general.ABSENT:  # what is extended would have brought it
                 continue
             if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
-                problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.found, finding.fix))
+                problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.reason, finding.fix))
     if problems or config is None:
         raise ConfigError(sorted(dict.fromkeys(problems), key=lambda problem: order(problem.place)), untold)
     return config
@@ -58,14 +58,14 @@ def to_config(tree: Tree) -> Config:
 def _once(details: list[ErrorDetails]) -> list[ErrorDetails]:
     """Of a key that takes a word or a whole number, pydantic says why a value is neither: the number's reason is kept,
     under the key's own name."""
-    found: list[ErrorDetails] = []
+    kept_details: list[ErrorDetails] = []
     for detail in details:
         last = str(detail["loc"][-1]) if detail["loc"] else ""
         if last == "constrained-int":
             detail = {**detail, "loc": detail["loc"][:-1]}
         if not last.startswith("literal["):
-            found.append(detail)
-    return found
+            kept_details.append(detail)
+    return kept_details
 
 
 def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[ErrorDetails]:
@@ -132,5 +132,5 @@ def _problem(detail: ErrorDetails, tree: Tree) -> Problem:
     path: Path = tuple(detail["loc"])
     if detail["type"] == "missing" and isinstance(path[-1], int):
         path = path[:-1]  # a list of fixed length is named as a whole
-    found, fix = sentence(detail, path)
-    return Problem(tree.place(path), dotted(path), found, fix)
+    reason, fix = sentence(detail, path)
+    return Problem(tree.place(path), dotted(path), reason, fix)

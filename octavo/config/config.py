@@ -26,7 +26,7 @@ class Config(Sections):
     def _obeys_the_rules(self, info: ValidationInfo) -> Config:
         # the loader checks the rules itself, to name the lines; whoever builds a Config in Python sees them here
         if not (info.context and info.context.get("rules") == "later"):
-            findings = [f"{'.'.join(map(str, f.path))}: {f.found}; {f.fix}" for f in check(self)]
+            findings = [f"{'.'.join(map(str, f.path))}: {f.reason}; {f.fix}" for f in check(self)]
             if findings:
                 raise ValueError("\n".join(findings))
         return self

@@ -35,8 +35,8 @@ class Tree:
     overrides: list[str] = field(default_factory=list)
     files: int = 0
 
-    def problem(self, place: Place, key: str, found: str, fix: str = "") -> None:
-        self.problems.append(Problem(place, key, found, fix))
+    def problem(self, place: Place, key: str, reason: str, fix: str = "") -> None:
+        self.problems.append(Problem(place, key, reason, fix))
 
     def place(self, path: Path) -> Place:
         """Where ``path`` was written, or else the nearest thing around it that was."""
@@ -53,16 +53,16 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
     if tree.files > MOST_FILES:
         why = f"is one file more than the {MOST_FILES} that are joined"
     if why is not None:
-        found = f"{named(str(path))} {why}"
-        tree.problem(origin or Place(str(path)), "extends" if origin else "", found, "name a YAML file")
+        reason = f"{named(str(path))} {why}"
+        tree.problem(origin or Place(str(path)), "extends" if origin else "", reason, "name a YAML file")
         tree.broken = True
         return
     shown = _shown(path)
     real = FilePath(os.path.realpath(path))  # Path.resolve raises where links lead in a circle
     if real in chain:
         names = " -> ".join(_shown(p) for p in (*chain[chain.index(real) :], real))
-        found = f"the files extend each other ({names})"
-        tree.problem(origin or Place(shown), "extends", found, "remove one of the `extends`")
+        reason = f"the files extend each other ({names})"
+        tree.problem(origin or Place(shown), "extends", reason, "remove one of the `extends`")
         tree.broken = True
         return
     text = _text(tree, path, shown, origin)
@@ -94,7 +94,7 @@ def apply_override(tree: Tree, text: str) -> None:
         tree.problem(place, "extends", "files are not joined by an override", "write it in the file")
         return
     value, problems = read_value(right, place.source)
-    tree.problems += [Problem(p.place, name.strip(), p.found, p.fix) for p in problems]
+    tree.problems += [Problem(p.place, name.strip(), p.reason, p.fix) for p in problems]
     if not problems:
         _set(tree, parts, value, place)
 
@@ -115,8 +115,8 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
         for further in reversed(parts[depth + 1 :]):  # the sections on the way that nobody has written yet
             if further.isdecimal():
                 where = dotted(parts[: parts.index(further)])
-                found = f"there is no list here, so no entry {further}"
-                tree.problem(place, where, found, f"set the whole list: {where}=[...]")
+                reason = f"there is no list here, so no entry {further}"
+                tree.problem(place, where, reason, f"set the whole list: {where}=[...]")
                 return
             value = {further: value}
         value = _absolute(value, path, FilePath.cwd())
@@ -158,8 +158,8 @@ def _merge_document(tree: Tree, document: Document, folder: FilePath, chain: tup
         extends = [extends]
     names = isinstance(extends, list) and bool(extends) and all(isinstance(e, str) and e for e in extends)
     if extends is not None and not names:
-        found = f"expected a file name or a list of them, found {named(extends)}"
-        tree.problem(place, "extends", found, "write `extends: base.yaml`")
+        reason = f"expected a file name or a list of them, found {named(extends)}"
+        tree.problem(place, "extends", reason, "write `extends: base.yaml`")
         extends = None
     for target in extends or ():
         read_file(tree, FilePath(os.path.expanduser(os.path.join(folder, target))), chain, place)
@@ -215,10 +215,10 @@ def _text(tree: Tree, path: FilePath, shown: str, origin: Place | None) -> str |
     try:
         return decode(read_bytes(path, limit=4 * MOST_CHARACTERS), shown, encoding="utf-8-sig")
     except Unreadable as error:
-        found, fix = str(error).removesuffix("."), ""
+        reason, fix = str(error).removesuffix("."), ""
         if isinstance(error.__cause__, FileNotFoundError):
-            found, fix = f"there is no file {shown}", _neighbour(path)
-    tree.problem(place, key, found, fix)
+            reason, fix = f"there is no file {shown}", _neighbour(path)
+    tree.problem(place, key, reason, fix)
     tree.broken = True
     return None
 

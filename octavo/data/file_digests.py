@@ -58,7 +58,7 @@ def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -
 
     Raises `DataError` where a file cannot be read, or changes while it is.
     """
-    noted = [_noted(file, folder, "sha256") for file in files]
+    noted = [_find_note(file, folder, "sha256") for file in files]
     new = [n for n, note in enumerate(noted) if note is None]
     result = [Content(n["stat"][0], n["sha256"], n["head"]) if n else None for n in noted]
     size = sum(files[n].stat().st_size for n in new)
@@ -67,16 +67,16 @@ def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -
             "of what they hold, once")  # fmt: skip
     with ThreadPoolExecutor(AT_ONCE) if len(new) > 1 else contextlib.nullcontext() as pool:
         run = map if pool is None else pool.map
-        for number, content in zip(new, run(lambda n: _taken(files[n], folder), new), strict=True):
+        for number, content in zip(new, run(lambda n: _digest(files[n], folder), new), strict=True):
             result[number] = content
     return [content for content in result if content is not None]
 
 
-def once(file: Path, folder: Path, check: Callable[[], None], used: bool = False) -> None:
+def check_once(file: Path, folder: Path, check: Callable[[], None], used: bool = False) -> None:
     """Do `check`, which raises where the file is damaged, unless it was done for this very file before. `used`: its
     time of access is set when it is used, which sets its ctime too, so that this says nothing."""
     before = stat_of(file.stat())
-    if _noted(file, folder, "valid", used) is None:
+    if _find_note(file, folder, "valid", used) is None:
         check()
         note_valid(file, folder, before)
 
@@ -93,7 +93,7 @@ def content_of(file: Path) -> Content:
     return _read(file)[0]
 
 
-def _taken(file: Path, folder: Path) -> Content:
+def _digest(file: Path, folder: Path) -> Content:
     content, stat = _read(file)
     if time.time_ns() - max(stat[1:3]) > RECENT:
         _note(file, folder, stat, {"sha256": content.sha256, "head": content.head})
@@ -132,7 +132,7 @@ def _home(file: Path, folder: Path) -> tuple[Path, str]:
     return folder / "contents" / f"{named}.jsonl", os.fsencode(path.name).decode("utf-8", "backslashreplace")
 
 
-def _noted(file: Path, folder: Path, what: str, used: bool = False) -> dict[str, Any] | None:
+def _find_note(file: Path, folder: Path, what: str, used: bool = False) -> dict[str, Any] | None:
     """The newest note of a file that says `what`, if it is still the same file."""
     home, name = _home(file, folder)
     now = stat_of(file.stat())
@@ -184,12 +184,12 @@ def _note(file: Path, folder: Path, stat: Stat, what: dict[str, Any]) -> None:
         home.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(home, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            os.write(handle, b"\n" + line if _torn(home) else line)
+            os.write(handle, b"\n" + line if _lacks_line_end(home) else line)
         finally:
             os.close(handle)
 
 
-def _torn(home: Path) -> bool:
+def _lacks_line_end(home: Path) -> bool:
     """Whether the last line has no end, as a full disk leaves it."""
     with open(home, "rb") as file:
         if file.seek(0, os.SEEK_END) == 0:

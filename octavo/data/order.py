@@ -27,7 +27,7 @@ BLOCK = 1 << 16  # about as many rows of a round are dealt out at a time, where 
 PIECE = 1 << 10  # rows that stand together in a set without shards
 
 
-def shuffled(size: int, *key: int) -> np.ndarray:
+def permutation(size: int, *key: int) -> np.ndarray:
     """The numbers below `size` in an order that `key` alone decides, on any machine."""
     words = np.random.PCG64(np.random.SeedSequence([abs(k) for k in key])).random_raw(size)
     return np.argsort(words, kind="stable")
@@ -45,7 +45,7 @@ class Whole:
         return int(self._order(epoch)[position])
 
     def _make(self, epoch: int) -> np.ndarray:
-        return shuffled(self.size, self.seed, 2, self.source, epoch)
+        return permutation(self.size, self.seed, 2, self.source, epoch)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.size, self.seed, self.source)
@@ -84,13 +84,13 @@ class Windows:
 
     def _make_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(shards in the epoch's order, the position at which each begins)."""
-        order = shuffled(len(self.sizes), self.seed, 2, self.source, epoch)
+        order = permutation(len(self.sizes), self.seed, 2, self.source, epoch)
         sizes = self.sizes[order]
         return order, np.cumsum(sizes) - sizes
 
     def _make_rows(self, epoch: int, window: int) -> np.ndarray:
         size = min(self.window, self.size - window * self.window)
-        return shuffled(size, self.seed, 4, self.source, epoch, window)
+        return permutation(size, self.seed, 4, self.source, epoch, window)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.sizes, self.window, self.seed, self.source)
@@ -200,7 +200,7 @@ class Mixture:
         counts = np.subtract(ends, begins)
         which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         key = (turn,) if self._blocks == 1 else (turn, block)
-        which = which[shuffled(len(which), self.seed, 1, *key)]
+        which = which[permutation(len(which), self.seed, 1, *key)]
         nth = np.empty(len(which), dtype=np.int64)
         for source, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             nth[which == source] = np.arange(begin, end)

@@ -23,7 +23,7 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
 
     if devices is None:
         here = accelerator.here()
-        devices = ("cpu", f"{here.type}:0") if accelerator.beside_host(here) else ("cpu",)
+        devices = ("cpu", f"{here.type}:0") if accelerator.has_own_memory(here) else ("cpu",)
     return [check for d in devices for name in kernels.names() for check in _backend(name, d)]
 
 
@@ -58,11 +58,12 @@ def _check_kernels(device: str) -> int:
 
     from octavo import fp8
     from octavo.fp8 import kernels, planning
+    from octavo.fp8.kernels import select
 
     on = torch.device(device)
     layers = torch.nn.ModuleList([torch.nn.Linear(INPUTS, INPUTS, device=on)])
     checks = planning.kernels_of([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
-    chosen = fp8.select("adamw", recipe_or_spec=fp8.CastSpec(), device=on).backend.name
+    chosen = select("adamw", recipe_or_spec=fp8.CastSpec(), device=on).backend.name
     checks |= kernels.adamw_checks(chosen, on)
     kernels.ensure(checks, on, limit=float("inf"))
     return len(checks)
@@ -114,7 +115,7 @@ def _more(backend: str, device: str) -> str:
 
 
 def _try(backend: str, recipe_name: str, device: str) -> Check:
-    from octavo.fp8.arithmetic import SOUND
+    from octavo.fp8.metrics import SOUND
 
     name = f"{backend} {recipe_name} on {device}"
     means = f"fp8.recipe: {recipe_name} cannot be trusted here"
@@ -135,6 +136,7 @@ def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
 
     from octavo import fp8
     from octavo.base import accelerator
+    from octavo.fp8.metrics import calc_diff
 
     dtype = accelerator.low_precision(torch.device(device)) or torch.float32
     generator = torch.Generator().manual_seed(0)
@@ -148,7 +150,7 @@ def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
     missing = {"fwd", "dgrad", "wgrad"} - ran
     if missing:
         raise RuntimeError(f"{', '.join(sorted(missing))} did not run in FP8")
-    return {what: fp8.calc_diff(a, b) for what, a, b in zip(("y", "dx", "dw"), ours, plain, strict=True)}
+    return {what: calc_diff(a, b) for what, a, b in zip(("y", "dx", "dw"), ours, plain, strict=True)}
 
 
 def _forward_backward(model, x, dy):  # type: ignore[no-untyped-def]

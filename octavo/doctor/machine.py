@@ -106,9 +106,9 @@ def process_groups() -> list[Check]:
         return [Check("distributed", "torch.distributed", WARN, "not built in", means, "install a stock torch build")]
     checks = [_group_of_one("gloo", means)]
     here = accelerator.here()
-    if accelerator.beside_host(here):
+    if accelerator.has_own_memory(here):
         try:
-            backend = accelerator.wire(here)
+            backend = accelerator.collective_backend(here)
         except accelerator.DeviceError as error:
             return [*checks, Check("distributed", here.type, WARN, str(error), means, "train on one process")]
         if dist.is_backend_available(backend):

@@ -49,7 +49,9 @@ def markdown(made: Translation) -> str:
     ]
     if made.refused:
         lines += ["## Octavo refuses this as it stands", ""]
-        lines += [f"- `{problem.key}`: {_cell(problem.found)}; {_cell(problem.fix)}" for problem in made.refused] + [""]
+        lines += [f"- `{problem.key}`: {_cell(problem.reason)}; {_cell(problem.fix)}" for problem in made.refused] + [
+            ""
+        ]
     if made.lost_keys:
         lines += [f"## {lost_line(made)}", ""]
         lines += [
@@ -98,7 +100,7 @@ def plain(made: Translation) -> dict[str, Any]:
         "report": str(made.report),
         "valid": not made.refused,
         "counts": made.counts,
-        "refused": [{"key": p.key, "found": p.found, "fix": p.fix} for p in made.refused],
+        "refused": [{"key": p.key, "found": p.reason, "fix": p.fix} for p in made.refused],
         "lost": list(made.lost_keys),
         "lost_line": lost_line(made),
         "notes": list(made.notes),

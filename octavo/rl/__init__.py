@@ -1,4 +1,4 @@
-"""Reinforcement learning and preferences: objectives as papers write them, rewards, roles and the phases of a run."""
+"""Reinforcement learning and preferences: objectives, rewards, rollouts, and the phases of a run."""
 
 from octavo.rl.phases.answer_prompts import evaluate_target
 from octavo.rl.phases.summary import reference_of, sentences

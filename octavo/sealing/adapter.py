@@ -57,25 +57,25 @@ def _written(source: Path, target: Path, base: Path, key: Key, move: Move, note:
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     config, state = read_config(source), read_state(source)
     stock = models.empty(base)
-    found = structure(stock)
-    orders = found.draw(key)
-    by = _Moving(stock, found, orders, config, move)
+    axes = structure(stock)
+    orders = axes.draw(key)
+    by = _Moving(stock, axes, orders, config, move)
     moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
     raw = safe_read.read_json(source / CONFIG, SealError) | {"base_model_name_or_path": str(base)}
-    with atomic_write.folder(target, SealError) as made:
-        save_file(moved, made / WEIGHTS, metadata={"format": "pt"})
-        (made / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with atomic_write.folder(target, SealError) as folder:
+        save_file(moved, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if note is not None:
-            write_note(made, note)
-        atomic_write.sync_tree(made)
+            write_note(folder, note)
+        atomic_write.sync_tree(folder)
     return target
 
 
 class _Moving:
     """The tensors of one adapter, by name."""
 
-    def __init__(self, model: Any, found: Structure, orders: Orders, config: Any, move: Move) -> None:
-        self.modules, self.layouts = dict(model.named_modules()), found.layouts
+    def __init__(self, model: Any, axes: Structure, orders: Orders, config: Any, move: Move) -> None:
+        self.modules, self.layouts = dict(model.named_modules()), axes.layouts
         self.orders, self.config, self.move = orders, config, move
 
     def moved(self, name: str, value: Tensor) -> Tensor:
@@ -104,11 +104,12 @@ class _Moving:
             return into if first else out
 
         each = tuple(((), axis(axes)) for axes in layout.each)
-        own = Layout(layout.axes, each=each)
+        stacked_layout = Layout(layout.axes, each=each)
         if first:
-            return self.move(value.reshape(experts, -1, value.shape[1]), own, self.orders).reshape(value.shape)
+            stacked = value.reshape(experts, -1, value.shape[1])
+            return self.move(stacked, stacked_layout, self.orders).reshape(value.shape)
         stacked = value.reshape(value.shape[0], -1, experts).permute(2, 1, 0)
-        back: Tensor = self.move(stacked, own, self.orders).permute(2, 1, 0).reshape(value.shape)
+        back: Tensor = self.move(stacked, stacked_layout, self.orders).permute(2, 1, 0).reshape(value.shape)
         return back
 
 

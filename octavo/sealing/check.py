@@ -40,27 +40,27 @@ def check(folder: Path, key: Key, largest: int | None = None) -> float | None:
     config = _cut(models.read_config(folder))
     if 4 * models.parameter_count(models.empty(config)) > largest:
         return None
-    found = structure(models.empty(config))
-    orders = found.draw(key)
+    axes = structure(models.empty(config))
+    orders = axes.draw(key)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         plain = models.random_model(config, "cpu", torch.float32).eval()
         for name, tensor in plain.state_dict().items():
-            if name in found.layouts and tensor.is_floating_point():
+            if name in axes.layouts and tensor.is_floating_point():
                 tensor += (0.1 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5) * torch.randn(tensor.shape)
         twin = models.random_model(sealed_config(config, orders["vocab"]), "cpu", torch.float32).eval()
         state = plain.state_dict()
         for name, tensor in twin.state_dict().items():
-            if name in found.layouts:
-                tensor.copy_(permute.sealed(state[name], found.layouts[name], orders))
-        given = _inputs(folder, config, len(orders["vocab"]))
-        asked = inputs.batch(given, orders, patch_of(config))
-        here, there = (
+            if name in axes.layouts:
+                tensor.copy_(permute.sealed(state[name], axes.layouts[name], orders))
+        plain_inputs = _inputs(folder, config, len(orders["vocab"]))
+        sealed_inputs = inputs.batch(plain_inputs, orders, patch_of(config))
+        expected, actual = (
             model(**{name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in batch.items()}).logits
-            for model, batch in ((plain, given), (twin, asked))
+            for model, batch in ((plain, plain_inputs), (twin, sealed_inputs))
         )
-    here = here[..., torch.from_numpy(orders["vocab"])]
-    difference = float((here - there).abs().max() / here.abs().max())
+    expected = expected[..., torch.from_numpy(orders["vocab"])]
+    difference = float((expected - actual).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:  # NaN too
         raise SealError(
             f"a sealed {config.model_type} of random weights does not answer as the plain one (logits differ by "
@@ -110,6 +110,6 @@ def _inputs(folder: Path, config: Any, rows: int) -> dict[str, np.ndarray]:
     text = processor.apply_chat_template(turns, tokenize=False)
     noise = Image.fromarray(generator.integers(0, 256, (64, 96, 3), dtype=np.uint8))
     media = {"images": [noise]} if see else {"audio": [generator.standard_normal(4000).astype(np.float32)]}
-    made = processor(text=[text], return_tensors="np", add_special_tokens=False, **media)
+    outputs = processor(text=[text], return_tensors="np", add_special_tokens=False, **media)
     known = _FORWARD | set(getattr(processor, "inputs", {}))
-    return {name: np.asarray(values) for name, values in made.items() if name in known}
+    return {name: np.asarray(values) for name, values in outputs.items() if name in known}

@@ -65,15 +65,15 @@ class Coded:
         whole = fp8.Quantized(data, scale, fp8.CastSpec(value.spec.format, (1, width), "fp32"))
         for m in self.matrices[name]:
             _, codes = part(whole, m.slot, m.rows, False)
-            found = regrid(codes, self.quantization.spec)
-            if found is None:
+            regridded = regrid(codes, self.quantization.spec)
+            if regridded is None:
                 raise SealError(f"{m.name} would be moved out of the blocks of its scales. {_AGAIN}")
             dtype, shape = self.scales[_scale(m, self.quantization)]
-            yield m.name, found.data
-            yield _scale(m, self.quantization), found.scale.to(dtype).reshape(shape)
+            yield m.name, regridded.data
+            yield _scale(m, self.quantization), regridded.scale.to(dtype).reshape(shape)
 
 
-def coded(folder: Path, stock: Matrices, found: Structure) -> Coded:
+def coded(folder: Path, stock: Matrices, axes: Structure) -> Coded:
     """What of a folder is in FP8, from headers alone. Raises SealError for codes that cannot be moved with their
     scales, naming the tensor."""
     quantization = read_quantization(folder)
@@ -86,7 +86,7 @@ def coded(folder: Path, stock: Matrices, found: Structure) -> Coded:
         stored = dict(shards.stored)
     names = {name for name, one in stored.items() if one.is_codes}
     matrices: dict[str, tuple[Matrix, ...]] = {}
-    for row in fp8.topology(stock.model, models.describe(stock.model).components):
+    for row in fp8.describe_layers(stock.model, models.describe(stock.model).components):
         pieces = () if f"{row.name}.weight" in stock.tied else stock.matrices(row)[1]
         if pieces and {m.name for m in pieces} <= names:
             matrices[pieces[0].parameter] = pieces
@@ -96,7 +96,7 @@ def coded(folder: Path, stock: Matrices, found: Structure) -> Coded:
     if absent := next((name for name in scales if name not in stored), None):
         raise SealError(f"{folder} lacks {absent}, the scales of codes; octavo verify {folder} says what else is wrong")
     for parameter, pieces in matrices.items():
-        if quantization.block is not None and {s.name for a in found.layouts[parameter].axes for s in a} & set(FREE):
+        if quantization.block is not None and {s.name for a in axes.layouts[parameter].axes for s in a} & set(FREE):
             raise SealError(f"{pieces[0].name} is in FP8: tokens change places freely, across its blocks. {_AGAIN}")
     return Coded(matrices, {name: (stored[name].dtype, stored[name].shape) for name in scales}, quantization)
 

@@ -46,13 +46,13 @@ def free(key: Key, label: str, size: int) -> np.ndarray:
 
 def within(key: Key, label: str, size: int, uses: Iterable[Use], blocks: Sequence[int] = BLOCKS) -> np.ndarray:
     """An order of `size` items under which the blocks of all uses stay together."""
-    found, words = sorted(set(uses)), key.words(label)
-    runs = {block // gcd(block, unit) for block in blocks for unit, _ in found} | {1}
+    distinct, words = sorted(set(uses)), key.words(label)
+    runs = {block // gcd(block, unit) for block in blocks for unit, _ in distinct} | {1}
     order = np.arange(size, dtype=np.int64)
     for run in sorted(runs, reverse=True):
         alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for number in range(size // run):
-            alike[_kind(number, run, found, blocks)].append(number)
+            alike[_kind(number, run, distinct, blocks)].append(number)
         moved = np.arange(size, dtype=np.int64)
         for numbers in alike.values():
             for place, number in zip(numbers, shuffle(numbers, words), strict=True):
@@ -82,11 +82,11 @@ def heads(
     of_groups  uses of the groups, (head_dim, offset)
     of_heads   uses of the heads, (head_dim, offset)
     """
-    asked = list(of_heads)
-    outer = within(key, f"{label} groups", groups, [*of_groups, *((each * unit, at) for unit, at in asked)])
+    uses = list(of_heads)
+    outer = within(key, f"{label} groups", groups, [*of_groups, *((each * unit, at) for unit, at in uses)])
     inner = [
         group * each
-        + within(key, f"{label} heads {group}", each, [(unit, at + group * each * unit) for unit, at in asked])
+        + within(key, f"{label} heads {group}", each, [(unit, at + group * each * unit) for unit, at in uses])
         for group in range(groups)
     ]
     return outer, np.concatenate([inner[group] for group in outer])

@@ -76,22 +76,22 @@ def seal_model(
     if read_note(source, SealError) is not None:
         raise SealError(f"{source} is sealed already ({NOTE}). Name the plain folder")
     stock = Matrices(models.empty(source))
-    found = structure(stock.model)
-    orders = found.draw(key)
+    axes = structure(stock.model)
+    orders = axes.draw(key)
     difference = check(source, key, largest)
-    with atomic_write.folder(target, SealError) as made:
-        tensors, size = _weights(source, made, stock, found, orders, permute.sealed, progress)
-        _write_configs(source, made, orders, back=False)
-        write_tokenizer(source, made, orders["vocab"])
+    with atomic_write.folder(target, SealError) as folder:
+        tensors, size = _weights(source, folder, stock, axes, orders, permute.sealed, progress)
+        _write_configs(source, folder, orders, back=False)
+        write_tokenizer(source, folder, orders["vocab"])
         for file in companions(source):
             if not file.name.startswith(_WORDS) and file.name not in (*_CONFIGS, NOTE):
-                _write_settings(file, made / file.name)
-        _name_processor(source, made)
-        note = {"family": stock.model.config.model_type, "stays": found.stays, "difference": difference}
-        write_note(made, Note("model", key.fingerprint, note))
-        models.load_processor(made)  # what training would refuse
-        atomic_write.sync_tree(made)
-    return Written(target, tensors, size, difference, tuple(found.stays))
+                _write_settings(file, folder / file.name)
+        _name_processor(source, folder)
+        note = {"family": stock.model.config.model_type, "stays": axes.stays, "difference": difference}
+        write_note(folder, Note("model", key.fingerprint, note))
+        models.load_processor(folder)  # what training would refuse
+        atomic_write.sync_tree(folder)
+    return Written(target, tensors, size, difference, tuple(axes.stays))
 
 
 def unseal_model(
@@ -115,23 +115,23 @@ def unseal_model(
     if like is not None and read_note(like, SealError) is not None:
         raise SealError(f"--model {like} is sealed itself. Name the plain folder that the tokenizer is to come from")
     stock = Matrices(models.empty(source))
-    found = structure(stock.model)
-    orders = found.draw(key)
-    with atomic_write.folder(target, SealError) as made:
-        tensors, size = _weights(source, made, stock, found, orders, permute.plain, progress)
+    axes = structure(stock.model)
+    orders = axes.draw(key)
+    with atomic_write.folder(target, SealError) as folder:
+        tensors, size = _weights(source, folder, stock, axes, orders, permute.plain, progress)
         if like is not None:
-            copy_companions(Path(like), made)
-        _write_configs(source, made, orders, back=True)
-        atomic_write.sync_tree(made)
-    return Written(target, tensors, size, None, tuple(found.stays))
+            copy_companions(Path(like), folder)
+        _write_configs(source, folder, orders, back=True)
+        atomic_write.sync_tree(folder)
+    return Written(target, tensors, size, None, tuple(axes.stays))
 
 
 def sealed_by(folder: str | Path, key: Key) -> Note:
     """The note of a sealed folder. Raises SealError for one that is not sealed, or with another key."""
     note = read_note(folder, SealError)
     if note is None:
-        found = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is no folder; name one that is there"
-        raise SealError(f"{folder} {found}")
+        state = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is no folder; name one that is there"
+        raise SealError(f"{folder} {state}")
     if note.key != key.fingerprint:
         raise SealError(f"{folder} was sealed with the key {note.key}, and this one is {key.fingerprint}")
     return note
@@ -141,16 +141,16 @@ def _ready(source: Path, target: Path) -> None:
     one_folder(source, "octavo seal")
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
-    here, there = target.absolute(), source.resolve()
-    if there == here or there in here.parents:
+    destination, origin = target.absolute(), source.resolve()
+    if origin == destination or origin in destination.parents:
         raise SealError(f"{target} lies in {source}, which is only read. Name a folder elsewhere")
 
 
 def _weights(
-    source: Path, made: Path, stock: Matrices, found: Structure, orders: Orders, move: Move, progress: Progress,
+    source: Path, folder: Path, stock: Matrices, axes: Structure, orders: Orders, move: Move, progress: Progress,
 ) -> tuple[int, int]:  # fmt: skip
     """Write every tensor, moved; (how many, bytes)."""
-    codes = coded(source, stock, found)
+    codes = coded(source, stock, axes)
     parts = [p for p in plan_parts(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
     with open_weights(source, bool(codes.matrices))[0] as opened:
         shapes = {name: one.shape for name, one in opened.stored.items()}
@@ -162,13 +162,13 @@ def _weights(
     group_of = {name: part.parameters for part in parts for name in part.parameters}
     waiting: dict[str, Tensor] = {}
     done = 0
-    with Shards(made, tensors, LARGEST) as shards:
+    with Shards(folder, tensors, LARGEST) as shards:
         for name, value in models.stream(source):
             pieces: Iterable[tuple[str, Tensor]] = ()
             if not isinstance(value, Tensor):
-                pieces = codes.moved(name, value, found.layouts[name], orders, move, stock.transposed(name))
+                pieces = codes.moved(name, value, axes.layouts[name], orders, move, stock.transposed(name))
             elif name in group_of:  # else transformers makes it anew and does not save it
-                waiting[name] = move(value, found.layouts[name], orders)
+                waiting[name] = move(value, axes.layouts[name], orders)
                 if all(one in waiting for one in group_of[name]):
                     pieces = stock.revert({one: waiting.pop(one) for one in group_of[name]}).items()
             for disk, tensor in pieces:
@@ -189,12 +189,12 @@ def _as_stored(shape: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[
 # Beside the weights --------------------------------------------------------------------------------------------------
 
 
-def _write_configs(source: Path, made: Path, orders: Orders, back: bool) -> None:
+def _write_configs(source: Path, folder: Path, orders: Orders, back: bool) -> None:
     for name in _CONFIGS:
         if (source / name).exists():
             raw = read_json(source / name)
             raw.pop("auto_map", None)
-            _dump(made / name, with_ids(raw, orders["vocab"], back))
+            _dump(folder / name, with_ids(raw, orders["vocab"], back))
 
 
 def _write_settings(file: Path, target: Path) -> None:
@@ -206,11 +206,12 @@ def _write_settings(file: Path, target: Path) -> None:
     _dump(target, {name: value for name, value in json.loads(raw).items() if name != "chat_template"})
 
 
-def _name_processor(source: Path, made: Path) -> None:
+def _name_processor(source: Path, folder: Path) -> None:
     """The tokenizer's word for its processor, by which transformers finds that."""
     named: Any = read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").exists() else {}
     if kind := named.get("processor_class"):
-        _dump(made / "tokenizer_config.json", {**read_json(made / "tokenizer_config.json"), "processor_class": kind})
+        file = folder / "tokenizer_config.json"
+        _dump(file, {**read_json(file), "processor_class": kind})
 
 
 def _dump(file: Path, content: Mapping[str, Any]) -> None:

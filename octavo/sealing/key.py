@@ -47,10 +47,10 @@ class Key:
 
     def words(self, label: str) -> Iterator[int]:
         """The endless stream of 32-bit numbers of a label."""
-        own = hmac.digest(self._secret, seal_note.LABEL + label.encode(), "sha256")
+        label_key = hmac.digest(self._secret, seal_note.LABEL + label.encode(), "sha256")
         counter = 0
         while True:
-            yield from unpack(">8I", hmac.digest(own, counter.to_bytes(8, "big"), "sha256"))
+            yield from unpack(">8I", hmac.digest(label_key, counter.to_bytes(8, "big"), "sha256"))
             counter += 1
 
 
@@ -61,4 +61,4 @@ def read_key(file: str | Path) -> Key:
 
 def find_key() -> Key:
     """The key of this process, given as that of encrypted files is. Raises NoKey where there is none."""
-    return Key(encryption.given())
+    return Key(encryption.process_secret())

@@ -53,12 +53,12 @@ def places(axis: Axis, orders: Orders) -> np.ndarray | None:
     """The place in the plain axis that each place of the sealed one is taken from; None where all stay."""
     if not axis:
         return None
-    found, start = [], 0
+    stretches, start = [], 0
     for name, unit in axis:
         order = orders[name]
-        found.append((start + order[:, None] * unit + np.arange(unit)).reshape(-1))
+        stretches.append((start + order[:, None] * unit + np.arange(unit)).reshape(-1))
         start += len(order) * unit
-    return np.concatenate(found)
+    return np.concatenate(stretches)
 
 
 def size(axis: Axis, sizes: Mapping[str, int]) -> int:
@@ -102,7 +102,7 @@ def _by(tensor: Tensor, axes: tuple[Axis, ...], orders: Orders, back: bool, widt
 
 def _of_blocks(order: np.ndarray, width: int) -> np.ndarray:
     """The order of blocks of `width` places. Raises SealError where one does not stay together."""
-    found: np.ndarray = order[::width] // width
-    if (order // width != found.repeat(width)[: len(order)]).any():
+    blocks: np.ndarray = order[::width] // width
+    if (order // width != blocks.repeat(width)[: len(order)]).any():
         raise SealError(f"an axis of {len(order)} has scales for {width} places each, which would be torn apart")
-    return found
+    return blocks

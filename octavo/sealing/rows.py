@@ -21,9 +21,9 @@ from octavo.base.seal_note import Note, read_note, write_note
 from octavo.config import Config, load_config
 from octavo.data.encoding.sample import Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
-from octavo.data.loaders.rows_from_config import compared, learned
+from octavo.data.loaders.rows_from_config import preference_rows, training_rows
 from octavo.data.tasks.pairs import Pair
-from octavo.data.tasks.sealed import ROWS, SCHEMA, left_row, samples_of, to_row
+from octavo.data.tasks.sealed import ROWS, SCHEMA, dropped_row, samples_of, to_row
 from octavo.sealing import inputs
 from octavo.sealing.check import patch_of
 from octavo.sealing.errors import SealError
@@ -75,29 +75,29 @@ def seal_data(
     empty = models.empty(model)
     orders, patch = structure(empty).draw(key), patch_of(empty.config)
     pairs = cfg.train.phase == "preference"
-    encoder, (rows,) = compared(cfg, processor, cfg.data.train) if pairs else learned(cfg, processor)
+    encoder, (rows,) = preference_rows(cfg, processor, cfg.data.train) if pairs else training_rows(cfg, processor)
     left = 0
-    with atomic_write.folder(target, SealError) as made:
-        with pa.OSFile(str(made / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:
+    with atomic_write.folder(target, SealError) as folder:
+        with pa.OSFile(str(folder / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:
             done = 0
             for samples in _made(rows, encoder, cfg.data.on_bad_sample):
-                lines = [left_row(one) if isinstance(one, str) else to_row(_sealed(one, orders, patch))
+                lines = [dropped_row(one) if isinstance(one, str) else to_row(_sealed(one, orders, patch))
                          for row in samples for one in _parts(row, pairs)]  # fmt: skip
                 out.write_batch(pa.RecordBatch.from_pylist(lines, SCHEMA))
                 done, left = done + len(samples), left + sum(isinstance(one, str) for one in samples)
                 progress(done, len(rows))
         if left == len(rows):
             raise SealError(f"{source}: every one of its {left} rows would be left out; nothing was written")
-        more = {"rows": len(rows), "left_out": left, "seq_length": cfg.train.seq_length, "phase": cfg.train.phase}
-        write_note(made, Note("data", key.fingerprint, more))
-        atomic_write.sync_tree(made)
+        about = {"rows": len(rows), "left_out": left, "seq_length": cfg.train.seq_length, "phase": cfg.train.phase}
+        write_note(folder, Note("data", key.fingerprint, about))
+        atomic_write.sync_tree(folder)
     return Rows(target, len(rows), left)
 
 
 def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> Config:
     """A configuration of a run on the data, of which the section data is what matters."""
-    given = [f"model.path={model}", "train.steps=1", "run.dir=unused", *settings]
-    cfg = load_config(None, [*given, f"data.train=[{{path: {str(source)!r}}}]"])
+    pairs = [f"model.path={model}", "train.steps=1", "run.dir=unused", *settings]
+    cfg = load_config(None, [*pairs, f"data.train=[{{path: {str(source)!r}}}]"])
     if cfg.train.phase not in ("sft", "pretrain", "preference"):
         raise SealError(
             f"train.phase={cfg.train.phase}: rows of sft, pretrain and preference are sealed, and no others"
@@ -114,16 +114,16 @@ def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> 
 def _made(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | Pair | str]]:
     """The samples of all rows in order, some at a time; of a row that is left out the word for it."""
     for first in range(0, len(rows), AT_ONCE):
-        found: list[Any] = []
+        read: list[Any] = []
         for number in range(first, min(first + AT_ONCE, len(rows))):
             try:
-                found.append(rows[number])
+                read.append(rows[number])
             except BadSample as bad:
-                found.append(bad)
-        good = [one for one in found if not isinstance(one, DataError)]
+                read.append(bad)
+        good = [one for one in read if not isinstance(one, DataError)]
         encoded = iter(encoder.encode_all(good))
-        made = [one if isinstance(one, DataError) else next(encoded) for one in found]
-        yield [_word(one, on_bad) if isinstance(one, DataError) else one for one in made]
+        outcomes = [one if isinstance(one, DataError) else next(encoded) for one in read]
+        yield [_word(one, on_bad) if isinstance(one, DataError) else one for one in outcomes]
 
 
 def _word(bad: DataError, on_bad: str) -> str:
@@ -140,19 +140,19 @@ def _parts(row: Sample | Pair | str, pairs: bool) -> Sequence[Sample | str]:
 
 def _sealed(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
     pixels = sample.pixel_values
-    for name, one in sample.more.items():  # numbers of whatever a row shows: none is written as it is
+    for name, one in sample.extra.items():  # numbers of whatever a row shows: none is written as it is
         if name != _SOUND and np.issubdtype(np.asarray(one.values).dtype, np.floating):
             what = "videos" if "video" in name else name
             where = f"{sample.file}, row {sample.row}"
             raise SealError(f"{where}: holds {what}, which no key puts into another order; leave such rows out")
-    more = {
+    extra = {
         name: Input(one.per, inputs.spectrum(one.values, orders["bins"])) if name == _SOUND else one
-        for name, one in sample.more.items()
+        for name, one in sample.extra.items()
     }
     return replace(
         sample,
         input_ids=inputs.tokens(sample.input_ids, orders["vocab"]),
         labels=inputs.tokens(sample.labels, orders["vocab"]),
         pixel_values=None if pixels is None else inputs.pixels(pixels, orders["patch"], patch),
-        more=more,
+        extra=extra,
     )

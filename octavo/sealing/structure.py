@@ -168,11 +168,11 @@ class _Reading:
     def _fitting(self, axis: tuple[tuple[str, int], ...], places: int, name: str, parts: int = 1) -> Axis:
         for label, _ in axis:
             self._size(label, places // parts, name)
-        made = tuple(Stretch(*one) for one in axis)
-        if size(made, self.found.sizes) != places:
+        stretches = tuple(Stretch(*one) for one in axis)
+        if size(stretches, self.found.sizes) != places:
             expected = " + ".join(f"{self.found.sizes[label]} x {unit} of {label}" for label, unit in axis)
             raise SealError(f"{name} has an axis of {places}, and {expected} were expected: this cannot be sealed")
-        return made
+        return stretches
 
     def _size(self, label: str, places: int, name: str) -> int:
         """How many items a permutation has; of a new one as many as there are places."""
@@ -239,7 +239,7 @@ class _Reading:
 
 
 def _first(config: Any, *names: str) -> int:
-    found = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    if found is None:
+    count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if count is None:
         raise SealError(f"the configuration of a {type(config).__name__} does not say how many heads attention has")
-    return int(found)
+    return int(count)

@@ -48,14 +48,14 @@ def named(tokenizer: Any, model: str | Path) -> dict[int, str]:
     return {number: name for number, name in {**also, **control}.items() if name}
 
 
-def write_tokenizer(source: Path, made: Path, vocab: np.ndarray) -> None:
+def write_tokenizer(source: Path, folder: Path, vocab: np.ndarray) -> None:
     """Write the tokenizer of a twin: as many words as the table of embeddings has rows, and the control tokens of the
     plain one where the key puts them."""
     plain: Any = models.load_tokenizer(source)
-    kept = {int(tokens(np.asarray([n]), vocab)[0]): name for n, name in named(plain, source).items()}
-    behind = [number for number in kept if number >= len(vocab)]
-    words = {kept.get(number, word(number)): number for number in [*range(len(vocab)), *behind]}
-    numbered_tokenizer(words, {name: number for number, name in kept.items()}, plain).save_pretrained(made)
+    names = {int(tokens(np.asarray([n]), vocab)[0]): name for n, name in named(plain, source).items()}
+    behind = [number for number in names if number >= len(vocab)]
+    words = {names.get(number, word(number)): number for number in [*range(len(vocab)), *behind]}
+    numbered_tokenizer(words, {name: number for number, name in names.items()}, plain).save_pretrained(folder)
 
 
 def numbered_tokenizer(
@@ -94,7 +94,7 @@ def seal_text(text: str, model: str | Path, key: Key) -> str:
     ids = np.asarray(processor.tokenizer(written, add_special_tokens=False)["input_ids"])
     names = named(processor.tokenizer, model)
     moved = tokens(ids, _vocab(model, key))
-    return " ".join(names.get(int(plain), word(int(own))) for plain, own in zip(ids, moved, strict=True))
+    return " ".join(names.get(int(plain), word(int(number))) for plain, number in zip(ids, moved, strict=True))
 
 
 def unseal_text(words: str, model: str | Path, key: Key) -> str:
@@ -108,8 +108,8 @@ def unseal_text(words: str, model: str | Path, key: Key) -> str:
             ids.append(numbers[one])
         elif one == "\n":
             continue  # between words
-        elif (found := _WORD.fullmatch(one)) and int(found[1]) < len(vocab):
-            ids.append(int(vocab[int(found[1])]))
+        elif (match := _WORD.fullmatch(one)) and int(match[1]) < len(vocab):
+            ids.append(int(vocab[int(match[1])]))
         else:
             raise SealError(f"{one!r:.60} is no word of a sealed model: they are t0 to t{len(vocab) - 1}")
     return str(tokenizer.decode(ids))

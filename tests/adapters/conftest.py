@@ -27,7 +27,7 @@ def components(family: models.Family) -> tuple[str, ...]:
 
 def quantized(model: nn.Module, kind: str = "block", recipe: str | None = None) -> nn.Module:
     """Freeze every linear layer and the experts as codes; with a recipe they multiply by them."""
-    for row in fp8.topology(model):
+    for row in fp8.describe_layers(model):
         module = model.get_submodule(row.module)
         name = row.name.rpartition(".")[2] if row.kind == "experts" else "weight"
         if row.kind == "linear" or row.kind == "experts":

@@ -11,6 +11,7 @@ import torch
 
 from octavo import adapters, fp8, models
 from octavo.adapters import AdapterError
+from octavo.fp8.weights import frozen_weights
 from tests.adapters.conftest import inputs, logits, lora, quantized
 
 
@@ -159,10 +160,10 @@ def test_the_base_error_wants_the_right_stock_model(folder) -> None:
     with pytest.raises(AdapterError, match="not among the stock ones"):
         adapters.base_errors(model, [])
     stock = dict(load(folder)[0].named_parameters())
-    name = next(n for n, _ in fp8.frozen_weights(model))
+    name = next(n for n, _ in frozen_weights(model))
     with pytest.raises(AdapterError, match="in the stock model"):
         adapters.base_errors(model, {**stock, name: stock[name][:, :8]}.items())
-    exact = adapters.base_errors(model, fp8.thaw(quantized(load(folder)[0])))
+    exact = adapters.base_errors(model, fp8.dequantize_weights(quantized(load(folder)[0])))
     assert exact.relative == 0 and exact.sqnr == float("inf") and exact.worst.relative == 0
 
 

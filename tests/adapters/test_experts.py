@@ -14,6 +14,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
+from octavo.fp8.metrics import cosine
+from octavo.fp8.moe import Experts
 from tests.fp8.moe.expert_modules import FAMILIES, E, H, I, made, routed
 
 R = 4
@@ -120,7 +122,7 @@ def test_the_layout_of_older_peft_is_read():
 def test_over_frozen_codes_it_is_the_dequantized_base_with_the_adapter(family, recipe, kind):
     """Grouped and one by one. The base alone in FP8 differs from its dequantized self by as much."""
     ours = adapted(quantized(Block(FAMILIES[family]()), recipe, kind))
-    assert isinstance(ours.experts.get_base_layer(), fp8.Experts)
+    assert isinstance(ours.experts.get_base_layer(), Experts)
     codes = fp8.fingerprint(ours)
     high = Block(FAMILIES[family]())
     for name in BOTH:
@@ -131,9 +133,9 @@ def test_over_frozen_codes_it_is_the_dequantized_base_with_the_adapter(family, r
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
     y.backward(dy)
     z.backward(dy)
-    assert fp8.cosine(y, z) > 0.995 and fp8.cosine(y, plain(*b)) < 0.98
+    assert cosine(y, z) > 0.995 and cosine(y, plain(*b)) < 0.98
     for (name, p), q in zip(lora(ours).items(), lora(high).values(), strict=True):
-        assert fp8.cosine(p.grad, q.grad) > 0.98, name
+        assert cosine(p.grad, q.grad) > 0.98, name
     assert fp8.fingerprint(ours) == codes
     assert all(p.grad is None for n, p in ours.named_parameters() if "lora_" not in n)
 
@@ -217,8 +219,8 @@ def test_activations_in_fp8_serve_the_adapter_too():
         out.square().sum().backward()
         made.append((bytes_, out, [p.grad for p in lora(block).values()]))
     assert made[0][0] < made[1][0]
-    assert fp8.cosine(made[0][1], made[1][1]) > 0.995
-    assert all(fp8.cosine(a, b) > 0.98 for a, b in zip(made[0][2], made[1][2], strict=True))
+    assert cosine(made[0][1], made[1][1]) > 0.995
+    assert all(cosine(a, b) > 0.98 for a, b in zip(made[0][2], made[1][2], strict=True))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -231,7 +233,7 @@ def test_mixed_precision(frozen):
     y.sum().backward()
     assert all(p.grad.dtype is torch.float32 and p.grad.any() for p in lora(block).values())
     high = adapted(Block(FAMILIES["qwen3_moe"]()))(*routed())
-    assert fp8.cosine(y, high) > 0.99
+    assert cosine(y, high) > 0.99
 
 
 def test_switched_off_and_merged_adapters_add_nothing():

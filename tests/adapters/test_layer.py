@@ -202,7 +202,7 @@ def test_recomputed_blocks_give_the_same_gradients(how: str, folder) -> None:
         family = models.describe(model)
         quantized(model, "block", "blockwise")
         adapters.attach(model, family, lora(targets=("foundation",), dropout=0.25))
-        fp8.recompute(family.layers(model), recompute)
+        fp8.activation_checkpointing(family.layers(model), recompute)
         batch = inputs(model, family)
         torch.manual_seed(7)
         loss = model(**batch, labels=batch["input_ids"], use_cache=False).loss

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from octavo import adapters, fp8, models
 from octavo.adapters.merge import Fold, folds, merged
 from octavo.adapters.merge_error import KEPT, MergeErrors
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_from_codes, frozen_weights
 from tests.adapters.conftest import components, inputs, logits, lora, quantized
 
 USUAL = [("qwen3_vl", "block"), ("qwen3", None), ("qwen3_moe", "row"), ("qwen3_vl_moe", "block")]
@@ -51,7 +52,7 @@ def rebuilt(path: Path, values, dtype: torch.dtype = torch.float32) -> nn.Module
         assert name not in seen and name not in tied
         seen.add(name)
         if isinstance(value, fp8.Quantized):
-            value = fp8.frozen(value.data, value.scale, value.spec, torch.float32).dequantize()
+            value = frozen_from_codes(value.data, value.scale, value.spec, torch.float32).dequantize()
         state[name].data.copy_(value)
     assert seen == set(model.state_dict()) - tied
     return model
@@ -96,13 +97,13 @@ def test_it_is_what_peft_folds(name: str, settings: dict, folder: Folder, tmp_pa
 def test_what_has_no_adapter_comes_as_it_is(folder: Folder) -> None:
     path = folder("qwen3_moe")
     model = adapted(path, "block", targets=("q_proj", "**.layers.0.mlp.experts.down_proj"))
-    before = {n.replace(".base_layer", ""): w for n, w in fp8.frozen_weights(model)}
+    before = {n.replace(".base_layer", ""): w for n, w in frozen_weights(model)}
     changed = folds(model)
     assert any(n.endswith("experts.down_proj") for n in changed)
     codes = 0
     for name, value in merged(model):
         if isinstance(value, fp8.Quantized):
-            own = fp8.codes_of_frozen(before[name])
+            own = codes_of_frozen(before[name])
             assert value.data.data_ptr() == own.data.data_ptr() and value.scale.data_ptr() == own.scale.data_ptr()
             codes += 1
         assert (name in changed) == (name in before and not isinstance(value, fp8.Quantized))
@@ -163,7 +164,7 @@ def fold(w: Tensor, scale: float, kind: str | None, rank: int = 4) -> tuple[Fold
 
 def survived(made: Fold, kind: str) -> MergeErrors:
     found = MergeErrors({made.name: made})
-    found.written(made.name, None, (0, made.shape[0]), fp8.quantize(made.folded(), fp8.FROZEN[kind]))
+    found.written(made.name, None, (0, made.shape[0]), fp8.quantize(made.folded(), FROZEN[kind]))
     return found
 
 
@@ -193,7 +194,7 @@ def test_between_codes_it_survives_until_it_is_drowned() -> None:
     # louder along its own directions than its norm says, as `drowned` has it
     made, _ = fold(w, 1e-2, None)
     d = made.folded() - made.base()
-    noise = fp8.dequantize(fp8.quantize(made.folded(), fp8.FROZEN["block"])) - made.folded()
+    noise = fp8.dequantize(fp8.quantize(made.folded(), FROZEN["block"])) - made.folded()
     along = torch.linalg.svd(d).Vh[:4]
     loud = float((noise @ along.T).norm() / (d @ along.T).norm())
     assert 0.8 < loud / own[1e-2].drowned < 1.2
@@ -202,7 +203,7 @@ def test_between_codes_it_survives_until_it_is_drowned() -> None:
 def test_figures_are_those_of_their_definitions() -> None:
     w = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
     made, base = fold(w, 0.2, "row")
-    q = fp8.quantize(made.folded(), fp8.FROZEN["row"])
+    q = fp8.quantize(made.folded(), FROZEN["row"])
     found = MergeErrors({made.name: made})
     for rows in ((0, 16), (16, 64)):  # in pieces
         found.written(made.name, None, rows, fp8.Quantized(q.data[slice(*rows)], q.scale[slice(*rows)], q.spec))

@@ -19,6 +19,7 @@ from octavo.checkpoint.export.values import values_of
 from octavo.cli.main import main
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
+from octavo.fp8.weights import codes_of_frozen, is_frozen
 from octavo.train.artifacts import merge_model
 from octavo.train.errors import TrainError
 from octavo.train.loop import loop
@@ -51,7 +52,7 @@ def written(base: Path, to: Path, std: float = 0.05, **settings) -> Path:
 
 def held(directory: Path) -> dict[str, torch.Tensor]:
     """Stock name -> values, as a folder holds them."""
-    return {name: p.detach() for name, p in fp8.thaw(models.load(directory)).named_parameters()}
+    return {name: p.detach() for name, p in fp8.dequantize_weights(models.load(directory)).named_parameters()}
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -110,7 +111,7 @@ def test_what_is_said_to_survive_is_what_the_file_holds(
 def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str, coded: Folder, tmp_path: Path) -> None:
     base = coded(family)
     small = written(base, tmp_path / "small", std=1e-4, targets=("q_proj", "**.layers.0.mlp"))
-    before = {name: q for name, q in models.load(base).named_parameters() if fp8.is_frozen(q)}
+    before = {name: q for name, q in models.load(base).named_parameters() if is_frozen(q)}
     with pytest.raises(adapters.AdapterError, match="fp8-dynamic would round the adapter away") as refused:
         merge_model(small, tmp_path / "out", "fp8-dynamic", device="cpu")
     named = [name for name in folds(_over(base, small)) if name in str(refused.value)]
@@ -122,8 +123,8 @@ def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str,
     assert done.base == "fp8" and done.merge_error.lost and done.merge_error.kept < 0.1
     assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in messages)
     for name, weight in models.load(tmp_path / "out").named_parameters():
-        if fp8.is_frozen(weight) and name not in done.merge_error.weights:
-            a, b = fp8.codes_of_frozen(weight), fp8.codes_of_frozen(before[name])
+        if is_frozen(weight) and name not in done.merge_error.weights:
+            a, b = codes_of_frozen(weight), codes_of_frozen(before[name])
             assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)) and torch.equal(a.scale, b.scale)
 
     large = written(base, tmp_path / "large", std=1.0, targets=("q_proj", "**.layers.0.mlp"))

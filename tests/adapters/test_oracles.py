@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from octavo import adapters, fp8, models
+from octavo.fp8.weights import frozen_weights
 from tests.adapters.conftest import FAMILIES, components, inputs, logits, lora, quantized, train
 
 
@@ -56,7 +57,7 @@ def test_over_fp8_without_a_recipe_it_is_the_dequantized_base_plus_adapter(name:
     train(model, batch)
     adapters.save(model, tmp_path / "adapter", path)
 
-    base = fp8.thaw(quantized(models.load(path, dtype=torch.float32), "row"))
+    base = fp8.dequantize_weights(quantized(models.load(path, dtype=torch.float32), "row"))
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     near(logits(model, batch), logits(theirs, batch))
     again = quantized(models.load(path, dtype=torch.float32), "row")
@@ -64,7 +65,7 @@ def test_over_fp8_without_a_recipe_it_is_the_dequantized_base_plus_adapter(name:
     assert torch.equal(logits(again, batch), logits(model, batch))
     stock = models.load(path, dtype=torch.float32)
     found = adapters.base_errors(model, stock)
-    assert len(found.rows) == len(list(fp8.frozen_weights(model))) and 0.01 < found.relative < 0.04
+    assert len(found.rows) == len(list(frozen_weights(model))) and 0.01 < found.relative < 0.04
     assert 28 < found.sqnr < 40 and found.worst.name in str(found)
 
 
@@ -116,7 +117,7 @@ def test_dora_is_that_of_the_dequantized_model(over: str, folder, tmp_path: Path
     adapters.save(model, tmp_path / "adapter", path)
     base = models.load(path, dtype=torch.float32)
     if over == "fp8":
-        base = fp8.thaw(quantized(base, "block"))
+        base = fp8.dequantize_weights(quantized(base, "block"))
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     near(logits(model, batch), logits(theirs, batch))
     state = adapters.adapter_state(model)
@@ -131,7 +132,9 @@ def test_dora_has_stock_pefts_gradients(folder) -> None:
     adapters.attach(base, family, lora(targets=("foundation",), dora=True))
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_dora=True)
     config.target_modules = set(adapters.attached(base))
-    theirs = peft.get_peft_model(fp8.thaw(quantized(models.load(path, dtype=torch.float32), "tensor")), config)
+    theirs = peft.get_peft_model(
+        fp8.dequantize_weights(quantized(models.load(path, dtype=torch.float32), "tensor")), config
+    )
     torch.manual_seed(0)
     state = {n: torch.randn_like(v) * 0.1 + v for n, v in adapters.adapter_state(base).items()}
     adapters.load_adapter_state(base, state)

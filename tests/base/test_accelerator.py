@@ -22,7 +22,7 @@ def test_a_cpu_lacks_plainly():
     assert accelerator.why_no_streams(CPU) == "cpu has no memory of its own" and accelerator.stream_number(CPU) == 0
     assert not accelerator.pinned((3,), torch.uint8, CPU).is_pinned()
     assert accelerator.pin_in_place(torch.empty(3), CPU) is None
-    for does_nothing in (accelerator.synchronize, accelerator.empty_cache, accelerator.forget_peak):
+    for does_nothing in (accelerator.synchronize, accelerator.empty_cache, accelerator.empty_cache_and_reset_peak):
         does_nothing(CPU)
     has = {name for name, found in accelerator.abilities(CPU).items() if found}
     assert has == {"FP8 dtypes", "float64", "collectives"}
@@ -37,7 +37,7 @@ def test_a_cpu_lacks_plainly():
 )  # fmt: skip
 def test_which_device_a_process_takes(found, variable, taken, monkeypatch):
     """torch's accelerator where it holds FP8; the variable names another. There is no MPS here: it holds nothing."""
-    monkeypatch.setattr(accelerator, "found", lambda: None if found is None else torch.device(found))
+    monkeypatch.setattr(accelerator, "detect", lambda: None if found is None else torch.device(found))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     if variable is not None:
         monkeypatch.setenv(accelerator.VARIABLE, variable)
@@ -50,7 +50,7 @@ def test_what_is_not_here_is_refused(monkeypatch):
         accelerator.here()
     with pytest.raises(WorldError, match="OCTAVO_DEVICE=npu"):
         world.setup()
-    assert "holds no float8_e4m3fn and no float8_e5m2; OCTAVO_DEVICE=mps uses it" in accelerator.left_out(
+    assert "holds no float8_e4m3fn and no float8_e5m2; OCTAVO_DEVICE=mps uses it" in accelerator.why_unused(
         torch.device("mps")
     )
 
@@ -58,7 +58,9 @@ def test_what_is_not_here_is_refused(monkeypatch):
 def test_what_carries_collectives_is_torchs_answer():
     assert (world._wire(CPU), world._wire(torch.device("cuda"))) == ("gloo", "cpu:gloo,cuda:nccl")
     assert world._wire(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
-    with pytest.raises(WorldError, match="nothing carries collectives between devices of type privateuseone"):
+    with pytest.raises(
+        WorldError, match="this torch has no backend for collectives between devices of type privateuseone"
+    ):
         world._wire(OTHER)
 
 
@@ -72,7 +74,7 @@ def test_an_amd_gpu_has_no_compute_capability(monkeypatch):
 
 def test_tied_weights_stay_tied_where_tensors_cannot_take_places(monkeypatch):
     """`to` would make a parameter for each module."""
-    monkeypatch.setattr(accelerator, "takes_place", lambda device: False)
+    monkeypatch.setattr(accelerator, "accepts_parameter_data", lambda device: False)
     first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     second.weight = weight = first.weight
     moved = accelerator.move(torch.nn.Sequential(first, second), torch.device("meta"))

@@ -114,9 +114,9 @@ def test_what_is_taken_trains_and_is_written_down(folders, cache, tmp_path, ther
     for name, folder in there.items():
         put(cache, name, folders / folder)
     said: list[str] = []
-    cfg = hub.resolved(config(folders, tmp_path, *over), said.append)
+    cfg = hub.resolve_names(config(folders, tmp_path, *over), said.append)
     assert any(words in line for line in said) and said[-1].startswith(f"model.path an/Original: {took} at {SHA[:12]}")
-    assert Path(cfg.model.path).parent.name == "snapshots" and hub.resolved(cfg, None) is cfg  # type: ignore[arg-type]
+    assert Path(cfg.model.path).parent.name == "snapshots" and hub.resolve_names(cfg, None) is cfg  # type: ignore[arg-type]
     result = train.run(cfg)
     about = json.loads((result.dir / "environment.json").read_text())
     assert about["model"] == {"name": took, "revision": SHA}
@@ -140,14 +140,14 @@ def test_with_a_network_the_newest_revision_is_fetched_without_code(folders, cac
     online({"an/Original": SHA})
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     said: list[str] = []
-    cfg = hub.resolved(config(folders, tmp_path, *BLOCK), said.append)
+    cfg = hub.resolve_names(config(folders, tmp_path, *BLOCK), said.append)
     assert (asked["name"], asked["revision"]) == ("an/Original", SHA)
     assert "*.safetensors" in asked["patterns"] and not any(p in asked["patterns"] for p in ("*", "*.py", "*.bin"))
     assert said == [f"model.path an/Original: an/Original at {SHA[:12]} is taken; no published FP8 twin of the kind "
                     "blockwise was found, so it is quantized here"]  # fmt: skip
     assert hub.origin(cfg.model.path) == {"name": "an/Original", "revision": SHA} and hub.origin(tmp_path) is None
     with pytest.raises(hub.HubError, match="there is no model no/Such at the revision 'v2' on the Hugging Face hub"):
-        hub.resolved(config(folders, tmp_path, "model.revision=v2", path="no/Such"), said.append)
+        hub.resolve_names(config(folders, tmp_path, "model.revision=v2", path="no/Such"), said.append)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_a_data_set_of_the_hub_is_streamed(folders, cache, tmp_path, online, mon
             losses.append(train.run(named).losses())
         assert losses[0] == losses[1]
     assert len({*opened}) == 3 and len(opened) == 3
-    entry = hub.resolved(named, print).data.train[0]
+    entry = hub.resolve_names(named, print).data.train[0]
     for split, message in (("none", "split none, .* cannot be had"), ("text", "streamed: .*x.jsonl is no parquet")):
         with pytest.raises(data.DataError, match=message):
             data.read(entry.model_copy(update={"split": split}))

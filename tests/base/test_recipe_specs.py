@@ -22,6 +22,7 @@ from octavo.base import recipe_specs
 from octavo.base.recipe_specs import SPECS
 from octavo.fp8.blocks import compiled as compiled_blocks
 from octavo.fp8.dense import compiled as compiled_layers
+from octavo.fp8.weights import FROZEN
 from tests.project_rules import ROOT
 
 # Blocks of 1 x 128 on both operands of every GEMM, so that a weight has codes in two layouts.
@@ -47,7 +48,7 @@ def test_lists_of_recipes_are_those_that_were_written_by_hand() -> None:
     }
     on = {major: recipe_specs.fastest_on(major) for major in (8, 9, 10, 11, 12, 13)}
     assert list(on.values()) == ["rowwise", "blockwise", "mxfp8", "mxfp8", "rowwise", "rowwise"]
-    frozen = {kind: (spec.format, spec.block, spec.scale) for kind, spec in fp8.FROZEN.items()}
+    frozen = {kind: (spec.format, spec.block, spec.scale) for kind, spec in FROZEN.items()}
     assert frozen == {
         "row": ("e4m3", (1, -1), "pow2"),
         "block": ("e4m3", (128, 128), "pow2"),
@@ -151,6 +152,7 @@ def _known() -> dict[str, bool]:
     from octavo.bisect import find_culprits
     from octavo.bisect.candidates import Candidate, Space
     from octavo.fp8.adapting import ladder
+    from octavo.fp8.measuring import Machine
     from octavo.fp8.measuring.cases import HIGH
     from octavo.fp8.measuring.timing import Timed
     from octavo.fp8.planning import file
@@ -162,7 +164,7 @@ def _known() -> dict[str, bool]:
 
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     tokens, policy = {"foundation": 64}, fp8.Policy("auto")
-    gpu = fp8.Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"})
+    gpu = Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"})
     measured = fp8.measure(model, policy, None, tokens, timer=timer, machine=gpu)
     by_time = fp8.plan(model, policy, tokens=tokens, measurements=measured)
     plan = fp8.plan(model, "tilewise")
@@ -180,7 +182,7 @@ def _known() -> dict[str, bool]:
     asked = config.load_config_text(text.format(every + "adapt: {every: 20, recipes: [tilewise]}}")).fp8
     return {
         "note of the plan": "tilewise cast weights twice: 2 bytes of codes a parameter" in plan.notes,
-        "memory figure": states.codes(plan, states.backward_reaches(model)) == fp8.code_bytes(trained)
+        "memory figure": states.codes(plan, states.backward_reaches(model)) == fp8.weight_cache_bytes(trained)
         == 3 * (one + scales),  # the first layer has no dgrad
         "measured plan": all(r.recipe is not None and r.recipe.name == "tilewise" for r in by_time.rows)
         and any("tilewise cast weights twice" in note for note in by_time.notes),

@@ -41,8 +41,8 @@ TEXTS = {
     '{"a": ' + "[" * 100_000: f"deeper than {DEPTH}",
     '{"a": ' + "1" * 301 + "}": "301 digits",
     '{"a": -' + "1" * 5000 + "}": "5000 digits",
-    r'{"a": ["\ud800"]}': r"half a character \(\\ud800",
-    r'{"\uDFFFx": 1}': r"half a character \(\\udfff",
+    r'{"a": ["\ud800"]}': r"half a character \(a lone \\ud800",
+    r'{"\uDFFFx": 1}': r"half a character \(a lone \\udfff",
     "{} x": "line 1, column 4",
 }
 

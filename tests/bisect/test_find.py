@@ -179,7 +179,7 @@ def test_recipes_of_a_plan_file_or_a_measurement_become_rules(trainer, undrawn, 
 
 def test_the_command(trainer, undrawn, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("octavo.cli.arguments.need_files", lambda cfg, file: cfg)
+    monkeypatch.setattr("octavo.cli.arguments.require_files", lambda cfg, file: cfg)
     (tmp_path / "run.yaml").write_text(CONFIG)
     trainer(when(f"{UP}.fwd"))
     assert main(["bisect", "run.yaml", "--steps", "40", "--json"]) == 0

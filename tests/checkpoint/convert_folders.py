@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from octavo import fp8
 from octavo.checkpoint import SafeReader
 from octavo.checkpoint.run_state.dcp_safe import TensorsOnly
+from octavo.fp8.weights import FROZEN
 
 NAME = "model.language_model.layers.0.mlp.down_proj.weight"
 
@@ -54,8 +55,8 @@ def write(folder: Path, shards: list[dict[str, torch.Tensor]], config: dict | No
 def quantized(seed: int = 1) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict]:
     """An FP8 folder in DeepSeek's layout, two shards with a weight apart from its scales, and its configuration."""
     weight = torch.randn(200, 130, generator=torch.Generator().manual_seed(seed))
-    q = fp8.quantize(weight, fp8.FROZEN["block"])
-    other = fp8.quantize(weight[:128, :128].contiguous(), fp8.FROZEN["block"])
+    q = fp8.quantize(weight, FROZEN["block"])
+    other = fp8.quantize(weight[:128, :128].contiguous(), FROZEN["block"])
     head = torch.randn(4, 4)
     config = {
         "model_type": "qwen3",

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from octavo import fp8
 from octavo.checkpoint import CheckpointError, convert
 from octavo.checkpoint.convert import folder as convert_folder
+from octavo.fp8.weights import FROZEN
 from octavo.models import ModelError
 from octavo.models.folder.headers import DTYPES
 from tests.checkpoint.convert_folders import (
@@ -115,7 +116,7 @@ def test_to_bf16_multiplies_codes_by_their_scales(tmp_path, when):
     assert set(found) == set(index["weight_map"]) == {NAME, "lm_head.weight", "b.weight"}
     assert index["metadata"]["total_size"] == sum(t.numel() * 2 for t in found.values())
     values = fp8.dequantize(
-        fp8.Quantized(first[NAME], second[f"{NAME}_scale_inv"].float(), fp8.FROZEN["block"]), torch.bfloat16
+        fp8.Quantized(first[NAME], second[f"{NAME}_scale_inv"].float(), FROZEN["block"]), torch.bfloat16
     )
     assert equal(found[NAME], values)
     assert equal(found["lm_head.weight"], first["lm_head.weight"].bfloat16())

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from octavo import checkpoint, fp8, models
+from octavo import checkpoint, models
 from octavo.base import encryption
+from octavo.fp8.weights import is_frozen
 from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
 from tests import ranks
@@ -40,7 +41,7 @@ def test_what_is_saved_comes_back_and_no_byte_of_it_is_plain(tmp_path):
     path = save(tmp_path, 3, model, optimizer, shared=torch.arange(9.0))
     stored = {file.name: file.read_bytes() for file in path.iterdir()}
     assert sorted(stored) == [".metadata", "__0_0.distcp", "state.json"] and all(
-        map(encryption.begins, stored.values())
+        map(encryption.has_magic, stored.values())
     )
     for plain in (
         b"embed",
@@ -188,7 +189,7 @@ def test_an_encrypted_model_folder_is_the_model(tmp_path, recipe):
     left, right = found.state_dict(), wanted.state_dict()
     assert left.keys() == right.keys()
     for name, value in left.items():
-        mine, its = (w.dequantize() if fp8.is_frozen(w) else w for w in (value, right[name]))
+        mine, its = (w.dequantize() if is_frozen(w) else w for w in (value, right[name]))
         assert torch.equal(mine, its), name
     assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
     assert found.config.name_or_path == str(tmp_path / "hf")

@@ -18,6 +18,7 @@ from octavo.checkpoint.export import export
 from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
 from octavo.checkpoint.export.names import fused_group
 from octavo.checkpoint.export.values import values_of
+from octavo.fp8.weights import codes_of_frozen
 from octavo.models.folder.quantization import by_pattern, by_target, exact
 from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch
@@ -309,7 +310,7 @@ def test_values_of_another_model_and_bad_values_are_refused(source, tmp_path):
             broken.view(-1)[5] = bad
             for format in FORMATS:
                 refused({**state, name: broken}, f"{name} holds NaN or an infinity; nothing was written", format)
-    q = fp8.codes_of_frozen(fp8.freeze_weight(state["model.layers.1.mlp.up_proj.weight"], "block"))
+    q = codes_of_frozen(fp8.freeze_weight(state["model.layers.1.mlp.up_proj.weight"], "block"))
     name = "model.layers.1.mlp.up_proj.weight"
     codes = q.data.clone()
     codes.view(torch.uint8)[3, 3] = 0xFF

@@ -19,6 +19,7 @@ from octavo.cli import export as command
 from octavo.cli.main import main
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
 from octavo.train.artifacts import export_model
 from octavo.train.errors import TrainError
 from tests.checkpoint.export_models import stock, write
@@ -137,7 +138,7 @@ def test_a_run_in_other_blocks_is_cast_from_its_parameters(trained, tmp_path):
     model, _, _ = train.load_run(run, recipe="off")
     files = written(tmp_path / "out")
     for name in layout(tmp_path / "out", "fp8-block").matrices:
-        q = fp8.codes_of_frozen(fp8.freeze_weight(model.get_parameter(name), "block"))
+        q = codes_of_frozen(fp8.freeze_weight(model.get_parameter(name), "block"))
         assert torch.equal(files[name].view(torch.uint8), q.data.view(torch.uint8))
         assert torch.equal(files[f"{name}_scale_inv"], q.scale)
 
@@ -183,7 +184,7 @@ def test_an_fp8_folder_in_another_format_is_decoded_and_that_is_reported(tmp_pat
     model = models.load(tmp_path / "row", keep_fp8=False)
     files = written(tmp_path / "block")
     name = "model.layers.1.self_attn.o_proj.weight"
-    q = fp8.codes_of_frozen(fp8.freeze_weight(model.get_parameter(name), "block"))
+    q = codes_of_frozen(fp8.freeze_weight(model.get_parameter(name), "block"))
     assert torch.equal(files[name].view(torch.uint8), q.data.view(torch.uint8))
     # back to BF16: the values of the codes
     done = export_model(tmp_path / "row", tmp_path / "bf16", "bf16", device="cpu")
@@ -200,11 +201,11 @@ def test_octavo_reads_its_own_export_with_the_same_codes(tmp_path):
             out = tmp_path / f"{family}-{format}"
             export(values_of(model), folder, out, format)
             plan = layout(folder, format)
-            loaded = dict(fp8.frozen_weights(models.load(out)))
+            loaded = dict(frozen_weights(models.load(out)))
             assert set(loaded) == set(plan.matrices)
             for name, weight in loaded.items():
-                q = fp8.codes_of_frozen(fp8.freeze_weight(model.get_parameter(name), plan.kind))
-                assert torch.equal(fp8.codes_of_frozen(weight).data.view(torch.uint8), q.data.view(torch.uint8))
+                q = codes_of_frozen(fp8.freeze_weight(model.get_parameter(name), plan.kind))
+                assert torch.equal(codes_of_frozen(weight).data.view(torch.uint8), q.data.view(torch.uint8))
 
 
 def test_an_adapter_is_sent_to_merge(place, tmp_path):
@@ -233,7 +234,7 @@ def test_a_run_or_its_base_is_not_replaced(trained, place, tmp_path):
 
 def test_codes_are_kept_where_every_new_block_has_one_scale():
     w = torch.randn(256, 256).repeat_interleave(1, 0)
-    block = fp8.codes_of_frozen(fp8.freeze_weight(w, "block"))
+    block = codes_of_frozen(fp8.freeze_weight(w, "block"))
     row = fp8.CastSpec("e4m3", (1, -1), "pow2")
     assert regrid(block, block.spec).data is block.data
     even = block._replace(scale=torch.tensor([[0.5, 0.5], [2.0, 2.0]]))
@@ -244,11 +245,11 @@ def test_codes_are_kept_where_every_new_block_has_one_scale():
     assert regrid(even, fp8.CastSpec("e4m3", (-1, -1), "fp32")) is None
     one = regrid(block._replace(scale=torch.full((2, 2), 0.25)), fp8.CastSpec("e4m3", (-1, -1), "fp32"))
     assert one.scale.tolist() == [[0.25]]
-    ragged = fp8.codes_of_frozen(fp8.freeze_weight(torch.randn(192, 320), fp8.CastSpec("e4m3", (64, 160), "pow2")))
+    ragged = codes_of_frozen(fp8.freeze_weight(torch.randn(192, 320), fp8.CastSpec("e4m3", (64, 160), "pow2")))
     same = ragged._replace(scale=torch.ones(3, 2))
-    assert regrid(same, fp8.FROZEN["block"]).scale.shape == (2, 3)
-    assert regrid(ragged._replace(scale=torch.tensor([[1.0, 1], [2, 2], [4, 4]])), fp8.FROZEN["block"]) is None
-    assert regrid(ragged._replace(spec=fp8.CastSpec("e5m2", (64, 160), "pow2")), fp8.FROZEN["block"]) is None
+    assert regrid(same, FROZEN["block"]).scale.shape == (2, 3)
+    assert regrid(ragged._replace(scale=torch.tensor([[1.0, 1], [2, 2], [4, 4]])), FROZEN["block"]) is None
+    assert regrid(ragged._replace(spec=fp8.CastSpec("e5m2", (64, 160), "pow2")), FROZEN["block"]) is None
 
 
 # The command --------------------------------------------------------------------------------------------------------

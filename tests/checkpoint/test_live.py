@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from octavo import checkpoint, fp8, models
+from octavo import checkpoint, models
 from octavo.checkpoint.export.files import Shards
 from octavo.checkpoint.hf_folder import plan_parts
 from octavo.checkpoint.stock_model import Stock
+from octavo.fp8.weights import is_frozen
 from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
 from tests import ranks
@@ -55,7 +56,7 @@ def _same(folder: Path, size: int, families: tuple[str, ...], replicate: int = 1
     assert ranks.run(_write, size, str(folder), families, replicate=replicate) == [alone] * size
     for family in families:
         model = models.load(folder / family, torch.bfloat16, load_in_fp8="row" if family in FEW else None)
-        weights = {n: w.dequantize() if fp8.is_frozen(w) else w for n, w in model.state_dict().items()}
+        weights = {n: w.dequantize() if is_frozen(w) else w for n, w in model.state_dict().items()}
         stock = folder / f"{family}_stock"
         models.empty(folder / family).save_pretrained(stock, state_dict=weights)
         files = [load_file(file) for file in sorted((folder / f"{family}_1").glob("*.safetensors"))]

@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from octavo import fp8
 from octavo.checkpoint.trainer import Fp8Callback
+from octavo.fp8.proof import reference_note
 
 STEPS = 5
 ROWS = [
@@ -105,18 +106,18 @@ def test_references_are_told_by_what_they_compute_in() -> None:
     reloaded, copied, planned = stock, copy.deepcopy(policy), model_of("blockwise")
     wrapped = torch.nn.Module()
     wrapped.module = planned
-    note = fp8.reference_note(policy, reloaded)
+    note = reference_note(policy, reloaded)
     assert "7 of 7 FP8 layers differ (first model.layers.0.self_attn.q_proj.weight: policy FP8 (x[" in note
     assert "reference high precision" in note and not torch.equal(log_probs(policy), log_probs(reloaded))
     for reference in (copied, planned, wrapped):
-        assert "in FP8 as the policy does (7 layers): equal weights give equal" in fp8.reference_note(policy, reference)
+        assert "in FP8 as the policy does (7 layers): equal weights give equal" in reference_note(policy, reference)
     assert torch.equal(log_probs(policy), log_probs(copied)) and torch.equal(log_probs(policy), log_probs(planned))
     rules = (fp8.Rule("**.q_proj", recipe="blockwise"),)
     partly = fp8.apply(stock, fp8.plan(stock, fp8.Policy(recipe="tensorwise", rules=rules)))
-    assert "6 of 7" in fp8.reference_note(policy, partly)
-    assert fp8.reference_note(model_of(None), model_of(None)) is None
+    assert "6 of 7" in reference_note(policy, partly)
+    assert reference_note(model_of(None), model_of(None)) is None
     delayed = model_of("delayed")
-    assert "amax histories of its own in 7 layers" in fp8.reference_note(delayed, copy.deepcopy(delayed))
+    assert "amax histories of its own in 7 layers" in reference_note(delayed, copy.deepcopy(delayed))
 
 
 def test_frozen_codes_are_what_a_reference_may_hold() -> None:
@@ -125,9 +126,9 @@ def test_frozen_codes_are_what_a_reference_may_hold() -> None:
     for module in reference.model.layers.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight = fp8.freeze_weight(module.weight, "row")
-    assert "codes, dequantized (w[" in fp8.reference_note(policy, reference)
+    assert "codes, dequantized (w[" in reference_note(policy, reference)
     fp8.apply(reference, fp8.plan(reference, "rowwise"))
-    assert "equal weights give equal" in fp8.reference_note(policy, reference)
+    assert "equal weights give equal" in reference_note(policy, reference)
     assert torch.equal(log_probs(policy), log_probs(reference))
 
 
@@ -148,7 +149,7 @@ def test_the_callback_looks_at_the_reference_of_its_trainer(tmp_path: Path) -> N
 
 def test_ranks_share_their_histories_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model, shared = model_of(), []
-    monkeypatch.setattr(fp8, "reduce_scaling_state", shared.append)
+    monkeypatch.setattr("octavo.checkpoint.trainer.reduce_scaling_state", shared.append)
     Fp8Callback().on_step_end(None, None, None, model=model)
     assert not shared
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

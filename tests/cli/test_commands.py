@@ -67,7 +67,7 @@ def test_train_then_eval_then_generate(here, trained, capsys):
 
 def test_what_train_prints_before_its_first_step_fits_fifteen_lines(here, capsys):
     """In short by default, layer by layer with --verbose; the end names what was written and the next command."""
-    from octavo.cli.train import teller
+    from octavo.cli.train import plan_printer
     from octavo.config import load_config
     from octavo.train.setup import planning
 
@@ -81,7 +81,7 @@ def test_what_train_prints_before_its_first_step_fits_fifteen_lines(here, capsys
         "next: octavo export told "
     )
     cfg = load_config("run.yaml")
-    found = teller(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
+    found = plan_printer(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
     assert "note: norms in high precision: a reduction whose error every later layer inherits" in found
     assert sum("self_attn.q_proj " in line for line in found) == 1
     assert all(len(line) <= 80 for line in found if not line.startswith(("note: ", "memory, ")))
@@ -217,6 +217,7 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
     """On a machine whose times are known: FP8 wins for wide layers."""
     from octavo import fp8
     from octavo.cli import plan as command
+    from octavo.fp8.measuring import Machine
     from octavo.fp8.measuring.timing import Timed
     from octavo.train.setup import planning
 
@@ -225,10 +226,10 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
         return {n: Timed(1.0 if n == "high precision" else 0.5 if wide else 2.0, 0, 0, 4) for n in calls}
 
     def measured(cfg, model, family, device, tokens, progress, cache):
-        policy, machine = planning.policy_from(cfg), fp8.Machine("cpu2", "9.0")
+        policy, machine = planning.policy_from(cfg), Machine("cpu2", "9.0")
         return fp8.measure(
             model, policy, family.components, tokens.counts,
-            device="cpu", cache=fp8.Cache(cache), progress=progress, timer=timer, machine=machine,
+            device="cpu", cache=fp8.MeasurementCache(cache), progress=progress, timer=timer, machine=machine,
         )  # fmt: skip
 
     monkeypatch.setattr(command, "_need_a_gpu", lambda: None)
@@ -345,7 +346,7 @@ def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in told) == 2
     assert "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with 18 %, 80 % takes 5" in told[5]
-    at = told.index("8 runs, 0 of them trained already:")
+    at = told.index("8 runs, 0 of them already trained:")
     assert told[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(told) == at + 9
     assert main([*asked, "--power", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -62,7 +62,7 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(pr
     program("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
     assert launch_ranks.launch([], 2) == 137
     told = capfd.readouterr().err
-    assert "rank 1 was killed by another hand." in told and "dmesg" in told and "rank 0" not in told
+    assert "rank 1 was killed by SIGKILL from outside." in told and "dmesg" in told and "rank 0" not in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
     file.write_text("model: {path: model}\ndata: {train: [{path: a.json}]}\ntrain: {steps: 1}\n")
     assert main(["train", str(file), "--nproc", "two"]) == 2
     assert "expected a whole number" in capsys.readouterr().err
-    monkeypatch.setattr("octavo.base.accelerator.found", lambda: torch.device("cuda"))
+    monkeypatch.setattr("octavo.base.accelerator.detect", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     assert (launch_ranks.how_many(None), launch_ranks.how_many(3)) == (4, 3)
     assert main(["train", str(file), "--nproc", "8"]) == 2

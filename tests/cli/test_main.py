@@ -77,7 +77,7 @@ def test_every_command_has_help(name, capsys):
         ),
         (["compare", "run.yaml", "--recipes", "off"], "off is the reference of every recipe"),
         (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
-        (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc each over processes; give one"),
+        (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc each run over processes; use one"),
         (
             ["compare", "run.yaml", "--factorial", "foundtion,image_encoder"],
             "did you mean foundation? there are image_e",
@@ -324,7 +324,7 @@ def test_what_a_file_names_and_is_not_there_is_told_at_once(command, tmp_path, m
     assert "from there" in told[0] and ("--shape qwen3_vl_8b" in told[0]) == (command == "plan")
     assert main([command, "configs/run.yaml", "model.path=Qwen3-VL-8B-Instruct", "data.eval=[]"]) == 2
     told = capsys.readouterr().err
-    assert "no model folder: it has no config.json" in told.splitlines()[0]
+    assert "is not a model folder: it has no config.json" in told.splitlines()[0]
     assert "data.train.0.path: there is no file" in told
 
 

@@ -64,7 +64,7 @@ def test_a_proposal_is_what_train_takes_with_the_words_that_were_given(capsys) -
     [micro] = [word for word in line.split() if word.startswith("train.micro_batch=")] or ["train.micro_batch=1"]
     assert 7 % int(micro.partition("=")[2]) == 0
     assert main([*words, "--card", "900GB", "parallel.replicate=2", "parallel.shard=2"]) == 1
-    assert "parallel asks for replicate: 2 and shard: 2, and there are 2 ranks" in capsys.readouterr().err
+    assert "parallel asks for replicate: 2 and shard: 2, but there are 2 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -93,7 +93,7 @@ def test_a_step_of_rl_in_its_two_moments(capsys, monkeypatch) -> None:
     out = capsys.readouterr().out
     assert (
         "a step: 16 prompts x 8 completions of up to 384 tokens, rewarded by math; 1 update by grpo, each of 128 "
-        "completions in 128 micro-batches of 1\nreference: the base without its adapters: a forward more, and no memory"
+        "completions in 128 micro-batches of 1\nreference: the base without its adapters: one more forward, no memory"
     ) in out
     assert "one GPU, rollout  one GPU, update" in out and "384 of them (rl.max_new_tokens) a completion" in out
     assert "57.75 KiB of cache a token (rl.kv: fp8)" in out and "as many of a step's 128 as 4.5GB has room for" in out
@@ -131,7 +131,7 @@ def test_a_step_of_preferences_has_two_rows_a_pair(capsys, monkeypatch) -> None:
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == [
         "a step: 16 pairs in 16 micro-batches of 1, each two rows of a forward; one update by sigmoid",
-        "reference: the base without its adapters: a forward more, and no memory",
+        "reference: the base without its adapters: one more forward, no memory",
     ]
     assert found["memory"]["tokens"]["foundation"] == 512 and found["memory"]["tokens"]["row"] == 256
     assert rl.sentences(load_config(file, ["preference={loss: orpo}"]))[1] == "reference: none: orpo needs none"

@@ -67,9 +67,9 @@ def test_every_number_has_a_largest_and_a_smallest_value():
         ("model.path=~x\0/y", "model.path: holds a NUL character"),
         ("model.path=a\udc80b", "model.path: holds half a character (a lone surrogate"),
         ("data.system=a\ud800b", "data.system: holds half a character"),
-        ("run.dir=" + LONG, "run.dir: is no path: 100,000 bytes, the longest name in it 100,000 (at most 4,095"),
-        ("data.train.0.images=" + "é" * 200, "data.train.0.images: is no path: "),
-        ("run.dir=" + "a/" * 2000, "run.dir: is no path: 2,001 names deep"),  # pathlib makes them by recursion
+        ("run.dir=" + LONG, "run.dir: is not a path: 100,000 bytes, its longest name 100,000 (at most 4,095"),
+        ("data.train.0.images=" + "é" * 200, "data.train.0.images: is not a path: "),
+        ("run.dir=" + "a/" * 2000, "run.dir: is not a path: 2,001 names deep"),  # pathlib makes them by recursion
     ],
 )
 def test_one_value_out_of_all_measure(override, message):
@@ -80,7 +80,7 @@ def test_one_value_out_of_all_measure(override, message):
     "text, message",
     [
         ('run: {dir: "\\U00110000"}\n', "cannot be read as YAML (chr() arg not in range"),
-        ("extends: " + LONG + "\n", "is no path: "),
+        ("extends: " + LONG + "\n", "is not a path: "),
         ('extends: "a\\0b"\n', "holds a NUL character, which no file name has"),
         ("a: " + "[" * 100 + "]" * 100, "nested in more than 32 levels"),
         ("a: [" + "1, " * 150_000 + "]\n", "more than 10,000 values"),

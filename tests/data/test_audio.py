@@ -148,8 +148,8 @@ def test_a_sound_takes_its_place(folder, processor):
     assert [int((sample.input_ids == place).sum()) for sample in alone] == [12, 0, 2 + 25]
     for one, same in zip(alone, together, strict=True):
         assert np.array_equal(one.input_ids, same.input_ids) and np.array_equal(one.labels, same.labels)
-        assert one.more.keys() == same.more.keys() and one.sounds == same.sounds
-        assert all(np.array_equal(one.more[name].values, same.more[name].values) for name in one.more)
+        assert one.extra.keys() == same.extra.keys() and one.sounds == same.sounds
+        assert all(np.array_equal(one.extra[name].values, same.extra[name].values) for name in one.extra)
         said = processor.tokenizer.decode(one.labels[one.labels != -100])
         assert said == "a tone<|im_end|>"
     batch = collate(together, 0)
@@ -208,7 +208,7 @@ def test_sounds_may_stand_in_the_rows(folder, processor):
     encoder = Encoder(processor, 128)
     samples = [encoder.encode(one) for one in (row(folder, "half.wav"), inside, named, part)]
     for one in samples[1:]:
-        assert all(np.array_equal(one.more[k].values, samples[0].more[k].values) for k in samples[0].more)
+        assert all(np.array_equal(one.extra[k].values, samples[0].extra[k].values) for k in samples[0].extra)
     broken = row(folder, {"bytes": b"no", "path": "x.wav"})
     with pytest.raises(BadSample, match=r"sound x\.wav \(\w{12}\) cannot be decoded"):
         encoder.encode(broken)

@@ -131,7 +131,7 @@ ASK, ANSWER = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
         ({"conversations": [ASK, ANSWER], "images": ["a.png"]}, "set format: sharegpt"),
         ({"conversations": [ASK, ANSWER], "image": "a", "images": ["a"]}, "has both 'image' and 'images'"),
         ({"conversations": [ASK, ANSWER], "video": "a.mp4"}, r"0 <video> placeholder\(s\).*1 video"),
-        ({"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}, r"holds half a character \(.ud800 alone\)"),
+        ({"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}, r"holds half a character \(a lone .ud800\)"),
         ({"id": 1}, "a llava row has one of 'conversations'"),
         (["x"], r"is \['x'\]; expected an object with the conversation"),
     ],

@@ -51,7 +51,7 @@ ONE = {
 @pytest.mark.parametrize("name", ONE)
 def test_one_pair_in_all_ways(folder, name):
     row = pairs(folder, [ONE[name]])[0]
-    assert says(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.given == 0
+    assert says(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.context_answers == 0
     assert says(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
 
 
@@ -85,10 +85,16 @@ def test_longer_prompts_and_images(folder):
         {"chosen": [USER, LEFT, USER, LEFT], "rejected": [USER, RIGHT, {"role": "user", "content": "Sure?"}, RIGHT]},
     ]  # fmt: skip
     first, second, third, fourth = (pairs(folder, rows)[n] for n in range(4))
-    assert first.given == 1 and says(first.chosen)[1] == ("user", "Which?", 2) and len(first.rejected.images) == 1
-    assert second.given == 1 and says(second.rejected)[0] == ("user", "", 1) and len(second.rejected.images) == 1
+    assert (
+        first.context_answers == 1
+        and says(first.chosen)[1] == ("user", "Which?", 2)
+        and len(first.rejected.images) == 1
+    )
+    assert (
+        second.context_answers == 1 and says(second.rejected)[0] == ("user", "", 1) and len(second.rejected.images) == 1
+    )
     assert [turn[:2] for turn in says(third.chosen)] == [("system", "c"), ("user", "a\nb"), ("assistant", "d")]
-    assert fourth.given == 0 and len(fourth.rejected.turns) == 4
+    assert fourth.context_answers == 0 and len(fourth.rejected.turns) == 4
 
 
 @pytest.mark.parametrize(
@@ -228,7 +234,7 @@ LABELLED = [
 def test_labelled_rows(folder):
     found = [pairs(folder, LABELLED, "labelled")[n] for n in range(6)]
     assert [row.label for row in found] == [True, False, True, False, True, False]
-    assert [row.given for row in found] == [0, 0, 0, 1, 0, 0]
+    assert [row.context_answers for row in found] == [0, 0, 0, 1, 0, 0]
     assert says(found[5].conversation) == [("user", "Which?", 1), ("assistant", "Left.", 1)]
     assert all(row.conversation.turns[-1].role == "assistant" for row in found)
 

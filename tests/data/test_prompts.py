@@ -244,7 +244,7 @@ def test_the_stream_is_exact(folder, models):
 
 def test_prompts_are_kept_where_nobody_asks_for_workers(folder, models, monkeypatch):
     """On a CPU none read ahead then, and what was encoded stays in memory for the next epoch."""
-    monkeypatch.setattr("octavo.base.accelerator.found", lambda: None)
+    monkeypatch.setattr("octavo.base.accelerator.detect", lambda: None)
     cfg = config(folder, folder.json([{"prompt": f"{n}?", "answer": n} for n in range(4)]), workers=None)
     stream = prompt_loader(cfg, models("qwen3"), prompts=4, max_new_tokens=8)
     assert stream.workers == 0 and stream.at(1) is stream.at(1)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
-from octavo.data.encoding.thinking import parted
-from octavo.data.loaders.token_counts import _print_of, tokens
+from octavo.data.encoding.thinking import split_reasoning
+from octavo.data.loaders.token_counts import _print_of, count_tokens
 from octavo.data.skip_report import CONTROL, LEFT_OUT
 from octavo.data.tasks.splitting import split
 from tests.data.chat_templates import TEMPLATES
@@ -353,7 +353,7 @@ def test_tools_system_and_images_in_rows_that_think(folder, encoder):
         ]  # fmt: skip
         text = made.tokenizer.decode(sample.input_ids)
         assert [f"Picture {n}: <|vision_start|>" in text for n in (1, 2, 3, 4)] == [True] * 3 + [False]
-        assert tokens(made, parsed[:1]) == [len(sample.input_ids)] and sample.images == 3
+        assert count_tokens(made, parsed[:1]) == [len(sample.input_ids)] and sample.images == 3
     made = encoder("qwen3_5")  # the thinking of the first question is left out, so what followed it is context
     sample = made.encode(parsed[0])
     assert learned(made, sample) == [f"Quite.{ENDED}"] and sample.lost == 2
@@ -405,7 +405,7 @@ def test_counts_of_tokens_belong_to_the_arguments(encoder):
 
 def test_reasoning_is_found_in_texts_that_begin_with_it(folder):
     turn = folder.read([row("<think>r\n</think>\n\n a ")])[0].turns[1]
-    assert (parted(turn).reasoning, parted(turn).text) == ("r", " a ")
+    assert (split_reasoning(turn).reasoning, split_reasoning(turn).text) == ("r", " a ")
     turn = folder.read([row("[THINK]r[/THINK]a")], "b.json")[0].turns[1]
-    assert (parted(turn).reasoning, parted(turn).text) == ("r", "a")
-    assert parted(folder.read([row("plain")], "c.json")[0].turns[1]).reasoning is None
+    assert (split_reasoning(turn).reasoning, split_reasoning(turn).text) == ("r", "a")
+    assert split_reasoning(folder.read([row("plain")], "c.json")[0].turns[1]).reasoning is None

@@ -13,7 +13,7 @@ from octavo.base import environment
 from octavo.doctor import fp8_backends, machine, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
 from octavo.fp8 import arithmetic as numbers
-from octavo.fp8.arithmetic import metrics
+from octavo.fp8 import metrics
 from octavo.fp8.kernels import registry
 
 GIB = 2**30

@@ -41,7 +41,7 @@ def test_a_folder_there_and_back_and_under_another_key(folder, tmp_path, monkeyp
     assert main(["encrypt", here["e1"], here["e2"], "--old-key", here["k1"], "--key-file", here["k2"]]) == 0
     assert main(["encrypt", here["e2"], here["copy"], "--key-file", here["k2"]]) == 0
     assert contents(tmp_path / "copy") == contents(tmp_path / "e2")  # what is encrypted is not encrypted twice
-    assert all(map(encryption.begins, contents(tmp_path / "e2").values()))
+    assert all(map(encryption.has_magic, contents(tmp_path / "e2").values()))
     assert main(["decrypt", here["e2"], here["back"], "--key-file", here["k2"]]) == 0
     assert contents(tmp_path / "back") == contents(folder)
     assert main(["decrypt", here["e2"], here["wrong"], "--key-file", here["k1"]]) == 1

@@ -130,7 +130,7 @@ def test_a_flipped_bit_anywhere_is_refused(key):
         broken[byte] ^= 1 << byte % 8
         with pytest.raises(encryption.WrongKey if 12 <= byte < 20 else encryption.Damaged, match="FILE"):
             encryption.decrypted(bytes(broken), "FILE")
-    assert not encryption.begins(b"\x8eOCTAES\x02")  # and a file that does not begin so is none
+    assert not encryption.has_magic(b"\x8eOCTAES\x02")  # and a file that does not begin so is none
 
 
 def test_chunks_that_move_are_refused_by_their_number(key):
@@ -159,7 +159,7 @@ def test_what_is_cut_short_is_refused(key, left):
     if left >= 8:
         refused(stored[:left])
     else:
-        assert not encryption.begins(stored[:left][:7]) or refused(stored[:left].ljust(8, b"\x01"))
+        assert not encryption.has_magic(stored[:left][:7]) or refused(stored[:left].ljust(8, b"\x01"))
 
 
 def test_an_empty_file_is_one(key):
@@ -176,7 +176,7 @@ def test_what_was_broken_off_is_no_file(key, tmp_path):
 
 def test_a_later_version_and_another_key_are_named(key, other, monkeypatch):
     stored = encryption.encrypted(b"words")
-    assert "in version 3 of the form" in refused(stored[:7] + b"\x03" + stored[8:])
+    assert "in version 3 of the format" in refused(stored[:7] + b"\x03" + stored[8:])
     monkeypatch.delenv(encryption.VALUE)
     monkeypatch.setenv(encryption.FILE, str(other))
     with pytest.raises(

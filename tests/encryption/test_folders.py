@@ -271,7 +271,7 @@ def test_a_handle_that_a_refusal_leaves_to_the_caller_is_closed_once(stored):
         (stored / "x").write_bytes(raw)
         handle = os.open(stored / "x", os.O_RDONLY)
         with pytest.raises(encryption.Damaged):
-            encryption.opened(handle, stored / "x")
+            encryption.open_decrypted(handle, stored / "x")
         os.close(handle)
         again = os.open(stored / encryption.LIST, os.O_RDONLY)
         assert again == handle and os.fstat(again)

@@ -85,7 +85,7 @@ def test_a_key_is_shown_nowhere(key):
 
 def test_no_core_file_and_none_through_a_pipe(key):
     """At 0 Linux still pipes one to the program that core_pattern names; 1 is its word for none at all."""
-    encryption.given()
+    encryption.process_secret()
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     assert soft == (0 if hard == 0 else 1)
 
@@ -120,7 +120,7 @@ def key_of(words: list[str], **more) -> subprocess.CompletedProcess[str]:
         "import subprocess, sys; from argparse import Namespace as Given; from octavo.base import encryption as vault;"
         "from octavo.cli import arguments;"
         "arguments.use_key(Given(key_file=sys.argv[1] if len(sys.argv) > 1 else None));"
-        "print(vault.find().id.hex(), vault.Key(vault.given()).id.hex(), subprocess.run([sys.executable, '-c',"
+        "print(vault.find().id.hex(), vault.Key(vault.process_secret()).id.hex(), subprocess.run([sys.executable, '-c',"
         "'from octavo.base import encryption as vault; print(vault.find().id.hex())'], capture_output=True, text=True, "
         "check=True).stdout)"
     )

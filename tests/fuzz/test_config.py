@@ -160,7 +160,7 @@ def _measurements(rng: random.Random, folder: Path) -> None:
     here = {"machine": Machine.here("cpu").to_json(), "cases": [case]}
     mutate.write(folder / "m.json", json.dumps({"octavo_measurements": 1, "machines": [here]}).encode())
     _damaged(rng, folder / "m.json")
-    fp8.Cache(folder / "m.json").load(Machine.here("cpu"))
+    fp8.MeasurementCache(folder / "m.json").load(Machine.here("cpu"))
 
 
 def _damaged(rng: random.Random, file: Path) -> None:

@@ -1,7 +1,7 @@
 """Weights of FP8 layers written in random ways and orders, between forwards, backwards and optimizer steps.
 
-``fp8.stale_codes`` names exactly the layers that would compute with the codes of a former weight: those whose output is
-another one than that of a copy, which has no codes yet and casts anew.
+``fp8.weights.stale_codes`` names exactly the layers that would compute with the codes of a former weight: those whose
+output is another one than that of a copy, which has no codes yet and casts anew.
 
     python -m tests.fuzz.test_stale_codes --cases 2000 --seed 1
 """
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
+from octavo.fp8.weights import stale_codes
 from tests.fuzz.bounded import Finding, command
 
 RECIPES = tuple(name for name in fp8.RECIPES if name != "delayed")  # whose forward leaves no history behind
@@ -81,7 +82,7 @@ def _case(rng: random.Random, told: Counter[str]) -> str | None:
             model(x).float().square().mean().backward()
         history.append(what)
         told[what.split(" ")[0]] += 1
-        named, stale = fp8.stale_codes(model, draw=rng.randrange(9)), _stale(model, sizes, dtype)
+        named, stale = stale_codes(model, draw=rng.randrange(9)), _stale(model, sizes, dtype)
         told["stale"] += len(stale)
         if named != stale:
             return f"{policy.recipe} {policy.weight_codes} {dtype} {sizes}: {history}: {named} named, {stale} are stale"

@@ -138,7 +138,7 @@ def run(seed: int, cases: int) -> list[Finding]:
                 file = rng.choice(_files(folder))
                 mutate.write(file, damaged := mutate.damage(rng, file.read_bytes()))
                 done = [f"{file.relative_to(folder)} of 0.4.0: bytes"]
-                if not encryption.begins(damaged) and not was_encrypted(damaged[:64], encryption.find()):
+                if not encryption.has_magic(damaged) and not was_encrypted(damaged[:64], encryption.find()):
                     continue  # nothing of an encrypted file is left, and nothing says that one was here
             else:
                 done = []

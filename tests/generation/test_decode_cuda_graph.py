@@ -16,6 +16,7 @@ from octavo import adapters, fp8, models
 from octavo.config import LoraSection
 from octavo.fp8.arithmetic import formats
 from octavo.fp8.kernels.triton_kernels.launch import launches
+from octavo.fp8.weights import is_frozen
 from octavo.generation import Context, Engine, Sampling, batch, kv_cache, sampling
 from octavo.generation.decode_cuda_graph import Replayed, why_eager
 from tests.generation.conftest import prompts_of
@@ -39,7 +40,7 @@ def memory(decoding: Replayed):
     vocabulary = model.get_output_embeddings().out_features
     own.append(sampling._indices(decoding.sampling.never, vocabulary, decoding.caller.device))
     for p in model.parameters():
-        own += [t for q in p.frozen.codes for t in (q.data, q.scale)] if fp8.is_frozen(p) else [p]
+        own += [t for q in p.frozen.codes for t in (q.data, q.scale)] if is_frozen(p) else [p]
     own += [*model.buffers(), *codes_of(model)[1], formats._E4M3_SINGLE, formats._E4M3_PAIR]
     return [x for x in own if x is not None]
 

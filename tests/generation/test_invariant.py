@@ -1,5 +1,5 @@
-"""Inside fp8.invariant, log-probabilities of whole padded batches are bit for bit those of a prompt and then one token
-at a time, in whatever company."""
+"""Inside fp8.batch_invariant, log-probabilities of whole padded batches are bit for bit those of a prompt and then one
+token at a time, in whatever company."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from transformers import MptConfig, MptForCausalLM
 
 from octavo import adapters, fp8, models
 from octavo.config import LoraSection
+from octavo.fp8.invariance.attention import attention
 from octavo.fp8.measuring import invariant
+from octavo.fp8.memory import chunk_head
 from octavo.models.tiny import tiny
 from octavo.models.tiny.parts import PATCH
 
@@ -89,7 +91,7 @@ def whole(model, given: list[Sequence], left: bool = False, head: bool = False) 
     target = torch.where(batch["attention_mask"][:, 1:] == 1, ids[:, 1:], -100)
     model.train()
     if head:
-        chunked = fp8.chunked_head(model)
+        chunked = chunk_head(model)
         with chunked.log_probs(target, TEMPERATURE, entropy=True) as asked:
             logs = asked.take(model(**batch, logits_to_keep=keep, use_cache=False).logits)
         entropy = asked.entropy
@@ -126,7 +128,7 @@ class Cache:
             q, at = q.transpose(0, 1)[None], at[None]
         else:
             rows, q, at = self.who, q[:, :, None], at[:, None]
-        out = fp8.invariant_attention(q, keys[rows], values[rows], positions=at, scale=scale)
+        out = attention(q, keys[rows], values[rows], positions=at, scale=scale)
         return out[0].transpose(0, 1) if len(out) == 1 and out.shape[2] > 1 else out[:, :, 0]
 
 
@@ -247,7 +249,7 @@ def test_rollouts_have_the_bits_of_training(folder, case: str, threads: int):
     try:
         with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in case):
             assert differing(model), "the case finds no difference to take away"
-            with fp8.invariant(model):
+            with fp8.batch_invariant(model):
                 assert [differing(model), differing(model, head=True)] == [0, 0]
                 if not models.describe(model).has_vision:
                     assert differing(model, left=True) == 0
@@ -260,8 +262,8 @@ def test_fused_blocks_that_run_again_and_are_watched(folder, saved: str):
     model = models.load(folder("qwen3"), dtype=torch.bfloat16)
     fp8.apply(model, fp8.plan(model, fp8.Policy("blockwise", activations=saved)))
     assert saved == "fp8" or not any(fusion.reason for fusion in fp8.fuse(model))
-    fp8.recompute(models.describe(model).layers(model), "selective")
-    with fp8.invariant(model):
+    fp8.activation_checkpointing(models.describe(model).layers(model), "selective")
+    with fp8.batch_invariant(model):
         assert differing(model) == 0
         with fp8.health():  # who looks inside takes the layers one by one
             given = sequences(model.config)
@@ -293,22 +295,22 @@ def on_a_gpu(model, backend: str) -> None:
 )
 def test_a_model_that_cannot_be_is_refused_by_name(folder, spoil, said: str):
     model = models.load(folder("qwen3"))
-    assert fp8.not_invariant(model) is None
+    assert fp8.why_not_batch_invariant(model) is None
     spoil(model)
-    with pytest.raises(fp8.InvarianceError, match=said), fp8.invariant(model):
+    with pytest.raises(fp8.InvarianceError, match=said), fp8.batch_invariant(model):
         pass
 
 
 def test_a_gpu_serves_where_triton_does(folder, monkeypatch):
     model = models.load(folder("qwen3"))
     on_a_gpu(model, "triton")
-    assert fp8.not_invariant(model) is None
+    assert fp8.why_not_batch_invariant(model) is None
     monkeypatch.setattr(invariant, "why_not_rows", lambda device: "triton is not installed")
     with pytest.raises(fp8.InvarianceError, match="on cuda:0.*triton is not installed.*rl.invariant: false"):
-        fp8.invariant(model)
+        fp8.batch_invariant(model)
 
 
 def test_a_model_that_has_attention_of_its_own_is_refused():
     own = MptForCausalLM(MptConfig(d_model=16, n_heads=2, n_layers=1, vocab_size=32, max_seq_len=16))
     with pytest.raises(fp8.InvarianceError, match="eager"):
-        fp8.invariant(own)
+        fp8.batch_invariant(own)

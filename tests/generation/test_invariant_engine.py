@@ -1,4 +1,4 @@
-"""Inside fp8.invariant the engine's log-probabilities are, bit for bit, those of a whole padded batch that trains."""
+"""Inside fp8.batch_invariant the engine's log-probabilities are bit for bit those of a whole padded training batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trained(model, prompts, completions, temperature: float):
         rows.append(Sample(ids, ids, kinds, p.pixel_values, p.image_grid_thw, p.images))
     batch = data.collate(rows, 0)
     batch = {name: x for name, x in batch.items() if name not in ("labels", "meta")}
-    with fp8.invariant(model):
+    with fp8.batch_invariant(model):
         logits = model(**batch, use_cache=False).logits[:, :-1]
         found = fp8.log_probs(logits, batch["input_ids"][:, 1:], temperature=temperature, entropy=True)
     for row, c in enumerate(completions):

@@ -1,5 +1,5 @@
-"""What a GPU runs inside fp8.invariant, by Triton's interpreter: a rollout has the bits of training, and nothing that
-looks at several rows is left to torch."""
+"""What a GPU runs inside fp8.batch_invariant, by Triton's interpreter: a rollout has the bits of training, and nothing
+that looks at several rows is left to torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_norms_that_make_codes_make_none(made, row_kernels: None) -> None:
     x = x.bfloat16().requires_grad_()
     with launches() as outside:
         norm(x)
-    with fp8.invariant(model), launches() as inside:
+    with fp8.batch_invariant(model), launches() as inside:
         y = norm(x)
         with torch.no_grad():
             assert torch.equal(norm(x[:1]), y[:1])

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from octavo import fp8, models, parallel
+from octavo.fp8.observe import uncounted
+from octavo.fp8.weights import frozen_bytes
 from octavo.generation import Context, Engine, Sampling
 from octavo.models.forward.unused_towers import attach_dummy_image
 from octavo.models.tiny import tiny
@@ -24,7 +26,7 @@ def test_adapters_over_fp8_codes_generate_without_a_copy(made):
     fp8.apply(model, fp8.plan(model, "rowwise"))
     adapters.attach(model, family, LoraSection(rank=4), seed=1)
     prompts, sampling = prompts_of(model, processor, 4), Sampling(6, temperature=1.0)
-    before, codes = fp8.fingerprint(model), fp8.frozen_bytes(model)
+    before, codes = fp8.fingerprint(model), frozen_bytes(model)
     engine = Engine(model, processor.tokenizer, slots=8)
     plain = engine.generate(prompts, sampling, group=2)
     with torch.no_grad():
@@ -33,7 +35,7 @@ def test_adapters_over_fp8_codes_generate_without_a_copy(made):
                 parameter.normal_(generator=torch.Generator().manual_seed(0))
     worn = engine.generate(prompts, sampling, group=2)
     assert max(np.abs(a.logps[0] - b.logps[0]) for a, b in zip(plain, worn, strict=True)) > 0.1  # no old keys are used
-    assert (fp8.fingerprint(model), fp8.frozen_bytes(model)) == (before, codes)
+    assert (fp8.fingerprint(model), frozen_bytes(model)) == (before, codes)
 
 
 def _rank(world, folder: str) -> list:
@@ -44,7 +46,7 @@ def _rank(world, folder: str) -> list:
     family = models.describe(model)
     wanted: list[bool] = []
     parallel.shard(model, family, world)
-    attach_dummy_image(model, family, enabled=lambda: wanted[-1], guard=fp8.uncounted)
+    attach_dummy_image(model, family, enabled=lambda: wanted[-1], guard=uncounted)
     mine = prompts[:2] if world.rank else prompts[2:]  # other counts, so that one rank waits for the other
     engine = Engine(model, processor.tokenizer, Context(world=world, dummy_image=wanted.append), slots=4)
     got = engine.generate(mine, sampling, group=2)

@@ -9,6 +9,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.blocks import gated_mlp, rmsnorm
+from octavo.fp8.metrics import calc_diff
 
 from .blocks import Mlp, Norm
 
@@ -54,7 +55,7 @@ def test_near_the_separate_layers(recipe, lowered):
             y = step(m, given, lowered)
             results.append((y, given.grad, *(p.grad for p in m.parameters())))
         for exact, found in zip(*results, strict=True):
-            assert exact.dtype == found.dtype and fp8.calc_diff(exact, found) < 5e-3
+            assert exact.dtype == found.dtype and calc_diff(exact, found) < 5e-3
 
 
 def test_one_kernel_each():
@@ -116,4 +117,4 @@ def test_a_captured_step():
     graph.replay()
     step(plain, x)
     for (name, a), b in zip(plain.named_parameters(), twin.parameters(), strict=True):
-        assert fp8.calc_diff(a.grad, b.grad) < 5e-3, name
+        assert calc_diff(a.grad, b.grad) < 5e-3, name

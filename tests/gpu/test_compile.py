@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from octavo import fp8
+from octavo.fp8.metrics import calc_diff
 from tests.fp8.blocks import test_compiled as fused_blocks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -82,7 +83,7 @@ def test_inductor_stays_within_rounding(recipe):
     for a, b in zip(exact, step(model, compiled, x, dy), strict=True):
         assert bool(b.isfinite().all())
         # Fused kernels round to bf16 less often, which moves values across FP8 codes now and then.
-        assert fp8.calc_diff(a, b) < 2e-3
+        assert calc_diff(a, b) < 2e-3
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -146,7 +147,7 @@ def test_reduce_overhead_follows_weights():
         torch.compiler.cudagraph_mark_step_begin()
         got = [t.float().clone() for t in step(model, compiled, x, dy)]
         for a, b in zip(step(model, model, x, dy), got, strict=True):
-            assert fp8.calc_diff(a, b) < 2e-3
+            assert calc_diff(a, b) < 2e-3
         with torch.no_grad():
             for p in model.parameters():
                 p.add_(torch.randn_like(p), alpha=0.02)

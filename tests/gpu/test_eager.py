@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
+from octavo.fp8.metrics import calc_diff
 from tests.fp8.remembered import held_bytes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -77,7 +78,7 @@ def test_a_captured_step_sees_the_weights_of_its_day(recipe):
         eager.zero_grad(set_to_none=True)
         step(eager, x)
         for a, p in zip(found, eager.parameters(), strict=True):
-            assert fp8.calc_diff(a, p.grad) < 1e-6
+            assert calc_diff(a, p.grad) < 1e-6
 
 
 def test_codes_are_shared_and_freed():

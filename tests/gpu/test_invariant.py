@@ -18,7 +18,8 @@ pytest.importorskip("triton")
 
 from octavo import fp8, models
 from octavo.fp8.arithmetic.recipe import recipe
-from octavo.fp8.invariance import Rows, attention, row_linear
+from octavo.fp8.invariance import Rows, row_linear
+from octavo.fp8.invariance.attention import attention
 from octavo.fp8.kernels.groups import route
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import rows
@@ -141,7 +142,7 @@ def trained(model, prompts, completions, temperature: float):
         batch["pixel_values"] = pixels.to(DEVICE, next(model.parameters()).dtype)
         batch["image_grid_thw"] = torch.from_numpy(np.concatenate([p.image_grid_thw for p in seen])).to(DEVICE)
     model.train()
-    with fp8.invariant(model):
+    with fp8.batch_invariant(model):
         logits = model(**batch, use_cache=False).logits[:, :-1]
         found = fp8.log_probs(logits, batch["input_ids"][:, 1:], temperature=temperature, entropy=True)
     found[0].sum().backward()

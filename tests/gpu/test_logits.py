@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import fp8
+from octavo.fp8.memory import chunk_head
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy, token_log_probs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -65,7 +66,7 @@ def test_a_head_in_fp8_is_near_its_own_logits(recipe: str, m: int, v: int):
     model.lm_head.weight = nn.Parameter(weight.detach())
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", components={"lm_head": {"recipe": recipe}})))
     full = F.cross_entropy(model(hidden[None]).logits[0].float(), target.cuda(), reduction="none")
-    head = fp8.chunked_head(model)
+    head = chunk_head(model)
     with head.losses(target[None], chunk=64) as given:
         ours = given.take(model(hidden[None]).logits)[0]
     got, low = (torch.autograd.grad(x.sum(), (hidden, model.lm_head.weight)) for x in (ours, full))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
+from octavo.fp8.blocks import grouped_attention
 from octavo.fp8.memory import chunked_loss
 from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.optim.in_backward import UpdateInBackward
@@ -34,7 +35,7 @@ def qwen3(sizes: dict[str, int], layers: int, vocabulary: int, activations: str)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     described = models.describe(model)
     fp8.apply(model, fp8.plan(model, fp8.Policy(activations=activations), described.components))
-    models.use_attention(model, fp8.grouped_attention)
+    models.use_attention(model, grouped_attention)
     return model.train()
 
 
@@ -125,7 +126,7 @@ def test_the_peak_of_a_step_is_the_sum_of_its_kinds() -> None:
     kinds = {
         "weights": 2 * count,
         "optimizer": sum(t.numel() * t.element_size() for s in optimizer.state.values() for t in s.values()),
-        "codes": fp8.code_bytes(model),
+        "codes": fp8.weight_cache_bytes(model),
         "activations": activations,
         "workspace": max(in_loss, in_blocks),
     }

@@ -8,6 +8,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.kernels.groups import real_rows, route, spans
+from octavo.fp8.metrics import calc_diff
 from octavo.fp8.moe import grouped_high
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -68,7 +69,7 @@ def test_experts_on_the_gpu_are_the_references(recipe, tokens, used):
     reference, _ = converted(recipe, "cpu", "reference")
     got, want = step(ours, given(tokens, used)), step(reference, given(tokens, used, "cpu"))
     for name, a, b in zip(("y", "dx", "dshare", "dw gate_up", "dw down"), got, want, strict=True):
-        assert a.isfinite().all() and fp8.calc_diff(a.cpu(), b) < 1e-3, name
+        assert a.isfinite().all() and calc_diff(a.cpu(), b) < 1e-3, name
     assert not ours.gate_up_proj.grad[used:].any() and not ours.down_proj.grad[used:].any()
 
 
@@ -104,8 +105,8 @@ def test_grouped_products_in_bf16_are_the_loop(used):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for expert, span in spans(groups):
-        assert fp8.calc_diff(y[span], x[span].double() @ w[expert].double().t()) < 1e-5
-        assert fp8.calc_diff(dx[span], dy[span].double() @ w[expert].double()) < 1e-5
-        assert fp8.calc_diff(dw[expert], dy[span].double().t() @ x[span].double()) < 1e-5
+        assert calc_diff(y[span], x[span].double() @ w[expert].double().t()) < 1e-5
+        assert calc_diff(dx[span], dy[span].double() @ w[expert].double()) < 1e-5
+        assert calc_diff(dw[expert], dy[span].double().t() @ x[span].double()) < 1e-5
         assert torch.allclose(db[expert], dy[span].float().sum(0), rtol=1e-4, atol=1e-3)
     assert not dw[used:].any() and not db[used:].any()

@@ -10,7 +10,8 @@ from octavo import fp8
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.memory.offload import offload, synchronize_per_layer
-from octavo.fp8.memory.recompute import recompute
+from octavo.fp8.memory.recompute import activation_checkpointing
+from octavo.fp8.metrics import calc_diff
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -52,7 +53,7 @@ def stack(depth=8, how="none", in_fp8=False):
     model = nn.Sequential(*(Block() for _ in range(depth))).to("cuda", torch.bfloat16)
     if in_fp8:
         fp8.apply(model, fp8.plan(model, "blockwise"))
-    recompute(model.named_children(), how)
+    activation_checkpointing(model.named_children(), how)
     return model
 
 
@@ -106,11 +107,11 @@ def test_counted_bytes_are_those_of_the_allocator(in_fp8):
     step(model)
     model.zero_grad()
     x = torch.randn(1, TOKENS, SIZE, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    codes, before = fp8.code_bytes(model), torch.cuda.memory_allocated()
+    codes, before = fp8.weight_cache_bytes(model), torch.cuda.memory_allocated()
     with count_saved(model, model.named_children()) as k:
         y = model(x)
     report = k.report()
-    counted = report.total + report.separate["output"] + fp8.code_bytes(model) - codes
+    counted = report.total + report.separate["output"] + fp8.weight_cache_bytes(model) - codes
     assert counted == pytest.approx(torch.cuda.memory_allocated() - before, rel=0.02)
     del y
 
@@ -148,5 +149,5 @@ def test_grouped_attention_is_that_of_repeated_heads_and_keeps_no_copies(kind):
     expected, theirs, more = run(stock)
     assert torch.equal(out, expected)
     for a, b in zip(grads, theirs, strict=True):
-        assert fp8.calc_diff(a.float(), b.float()) < 1e-4
+        assert calc_diff(a.float(), b.float()) < 1e-4
     assert total <= more - 2 * 2 * (heads - heads // groups) * 128 * size * 2 + 4096

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from octavo import fp8
+from octavo.fp8.kernels import select
 from octavo.fp8.weights import fp8_rows
 from octavo.fp8.weights.fp8_rows import Need, Shards
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
@@ -78,7 +79,7 @@ def test_shards_have_the_codes_of_the_whole(recipe: str, monkeypatch: pytest.Mon
     if chosen.dgrad.b != chosen.fwd.b:
         sites.append(("dgrad", chosen.dgrad.b, 0))
     device = torch.device("cuda")
-    needs = [Need(s, fp8.select(g, recipe_or_spec=chosen, device=device).backend, c) for g, s, c in sites]
+    needs = [Need(s, select(g, recipe_or_spec=chosen, device=device).backend, c) for g, s, c in sites]
     values = (torch.randn(1336, 512, device="cuda") * torch.exp2(torch.randn(1336, 1, device="cuda") * 4)).bfloat16()
     largest: list[Tensor] = []
 

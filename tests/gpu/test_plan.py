@@ -7,6 +7,7 @@ from torch import nn
 from octavo import fp8
 from octavo.fp8.measuring.cases import HIGH
 from octavo.fp8.measuring.timing import time_calls
+from octavo.fp8.proof import predict
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -39,7 +40,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    return fp8.Cache(tmp_path_factory.mktemp("cache") / "m.json")
+    return fp8.MeasurementCache(tmp_path_factory.mktemp("cache") / "m.json")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def found(model, cache):
 def test_no_planned_layer_is_slower_than_bf16(model, found):
     plan = fp8.plan(model, "auto", tokens=TOKENS, measurements=found, micro_steps=4)
     print("\n" + plan.table())
-    prediction = fp8.predict(plan)
+    prediction = predict(plan)
     print("\n".join(prediction.sentences()))
     for row in plan.rows:
         if row.times is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.kernels import registry, self_check
+from octavo.fp8.kernels import registry, select, self_check
 from octavo.fp8.planning import kernels_of
 
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -21,13 +21,13 @@ def test_every_kernel_that_is_chosen_agrees(name: str) -> None:
     recipe = fp8.recipe(name)
     for gemm in ("fwd", "dgrad", "wgrad"):
         if recipe.delayed is None:
-            chosen = fp8.select(f"grouped_{gemm}", recipe_or_spec=recipe, device=device).backend.name
+            chosen = select(f"grouped_{gemm}", recipe_or_spec=recipe, device=device).backend.name
             checks |= self_check.kernel_checks(recipe, gemm, chosen, device, grouped=True)
     for op in ("rmsnorm", "swiglu", "swiglu_backward"):
-        chosen = fp8.select(op, recipe_or_spec=recipe, device=device).backend.name
+        chosen = select(op, recipe_or_spec=recipe, device=device).backend.name
         checks |= self_check.fused_checks(recipe, op, chosen, device)
     checks |= self_check.adamw_checks(
-        fp8.select("adamw", recipe_or_spec=fp8.CastSpec(), device=device).backend.name, device
+        select("adamw", recipe_or_spec=fp8.CastSpec(), device=device).backend.name, device
     )
     with torch.no_grad():
         faults = {what: fault for what, check in checks.items() if (fault := check()) is not None}
@@ -36,7 +36,7 @@ def test_every_kernel_that_is_chosen_agrees(name: str) -> None:
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     device, recipe = torch.device("cuda"), fp8.recipe("rowwise")
-    chosen = fp8.select("dgrad", recipe_or_spec=recipe, device=device).backend
+    chosen = select("dgrad", recipe_or_spec=recipe, device=device).backend
     own = chosen.gemm_dgrad
 
     def errs(*given: torch.Tensor) -> torch.Tensor:

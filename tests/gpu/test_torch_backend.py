@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels import registry
+from octavo.fp8.metrics import calc_diff
 from tests.fp8.kernels.laid_out import laid_out
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -76,7 +76,7 @@ def test_gemms_against_float64(backend: str, name: str, op: str) -> None:
             y = getattr(chosen, f"gemm_{op}")(a_q, b_q, dtype)
             assert y.shape == right.shape and y.dtype is dtype and y.is_contiguous()
             bound = 1e-4 if fast else 1e-5
-            assert fp8.calc_diff(y, right) < bound, (m, n, k, dtype, fp8.calc_diff(y, right))
+            assert calc_diff(y, right) < bound, (m, n, k, dtype, calc_diff(y, right))
 
 
 @pytest.mark.parametrize("backend", ("torch", "deepgemm"))
@@ -88,7 +88,7 @@ def test_hybrid_and_bias(backend: str, name: str) -> None:
             if chosen.supports(op, recipe(name, "hybrid"), torch.device("cuda"), None) is None:
                 a_q, b_q = operands(name, op, 257, 3420, 1280, "hybrid")
                 y = getattr(chosen, f"gemm_{op}")(a_q, b_q, torch.bfloat16)
-                assert fp8.calc_diff(y, exact(op, a_q, b_q)) < 1e-5
+                assert calc_diff(y, exact(op, a_q, b_q)) < 1e-5
     chosen = able(backend, "fwd", name)
     for m, n, k in ((33, 3420, 1280), (300, 1280, 144)):
         x_q, w_q = operands(name, "fwd", m, n, k)
@@ -97,7 +97,7 @@ def test_hybrid_and_bias(backend: str, name: str) -> None:
             right = exact("fwd", x_q, w_q) + bias.double()
             for dtype in (torch.bfloat16, torch.float32):
                 y = chosen.gemm_fwd(x_q, w_q, dtype, bias)
-                assert y.dtype is dtype and fp8.calc_diff(y, right) < 1e-4
+                assert y.dtype is dtype and calc_diff(y, right) < 1e-4
 
 
 @pytest.mark.parametrize("m", (1, 3, 4, 15, 17, 100, 127, 129, 255))
@@ -108,7 +108,7 @@ def test_any_number_of_tokens(m: int) -> None:
             if backend.supports(op, recipe(name), torch.device("cuda"), None) is None:
                 a_q, b_q = operands(name, op, m, 80, 144)
                 y = getattr(backend, f"gemm_{op}")(a_q, b_q, torch.float32)
-                assert fp8.calc_diff(y, exact(op, a_q, b_q)) < 1e-4
+                assert calc_diff(y, exact(op, a_q, b_q)) < 1e-4
 
 
 def test_what_lies_right_is_captured_in_a_cuda_graph_and_waits_for_nothing() -> None:
@@ -138,4 +138,4 @@ def test_a_wrong_scale_is_seen() -> None:
     right = exact("fwd", x_q, w_q)
     scale = x_q.scale.clone()
     scale[int(right.square().sum(1).argmax())] *= 2
-    assert fp8.calc_diff(backend.gemm_fwd(x_q._replace(scale=scale), w_q, torch.float32), right) > 1e-4
+    assert calc_diff(backend.gemm_fwd(x_q._replace(scale=scale), w_q, torch.float32), right) > 1e-4

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, BertConfig, GPT2Config, PreTraine
 
 from octavo import fp8, models
 from octavo.base.model_families import tiny_families, trained_families
-from octavo.fp8.policy.topology import component_namer, topology
+from octavo.fp8.policy.topology import component_namer, describe_layers
 from octavo.models.structure import skeleton, structure
 
 FIRST = ("qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl")  # whose names are in files since 0.4.0
@@ -169,10 +169,10 @@ def test_single_parameters_have_a_component(checkpoint):
         (lambda m: delattr(m.model.language_model, "layers"), "no list of blocks in model.language_model"),
         (lambda m: setattr(m, "get_output_embeddings", lambda: None), "no output projection"),
         (lambda m: setattr(m.config, "is_encoder_decoder", True), "it is an encoder and a decoder"),
-        (lambda m: setattr(m, "get_decoder", lambda: m.model), "its decoder is no module of its own"),
+        (lambda m: setattr(m, "get_decoder", lambda: m.model), "its decoder is no separate module"),
         (
             lambda m: setattr(m, "get_encoder", lambda modality: m.model.language_model.norm),
-            "no module of its own beside the tower model.language_model.norm",
+            "no separate module next to the tower model.language_model.norm",
         ),
     ],
 )
@@ -223,7 +223,7 @@ def test_what_stays_in_high_precision_has_a_reason(checkpoint):
 def test_the_plan_reads_the_components_as_the_family_does(checkpoint, family):
     model = models.empty(checkpoint(family))
     described = models.describe(model)
-    rows = topology(model, described.components)
+    rows = describe_layers(model, described.components)
     bare = {"image_projector"} if family == "gemma3" else set()  # whose projector is a parameter
     assert {row.component for row in rows} == set(described.components) - bare
     assert all(row.component == described.component_of(row.module or row.name) for row in rows)

@@ -14,6 +14,7 @@ from torch import nn
 import octavo
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
 from octavo.models.weights.shards import open_weights
 from octavo.parallel import World
 from tests.models.conftest import MANY, batch
@@ -27,8 +28,8 @@ FORMATS = tuple(CONFIGS)
 def on_disk(model, codes: dict) -> dict[str, list[str]]:
     """parameter -> the names on disk of what it is made of, told by shape and value alone: codes are unique."""
     out: dict[str, list[str]] = {}
-    for name, weight in fp8.frozen_weights(model):
-        data = fp8.codes_of_frozen(weight).data
+    for name, weight in frozen_weights(model):
+        data = codes_of_frozen(weight).data
         matrices = list(data) if data.dim() == 3 else [data]
         for matrix in matrices:
             halves = matrix.chunk(2) if "gate_up" in name else [matrix]
@@ -48,10 +49,10 @@ def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
     made = on_disk(model, codes)
     assert sorted(name for names in made.values() for name in names) == sorted(codes)
     high = models.load(tmp_path / "q", torch.bfloat16, keep_fp8=False)
-    assert not list(fp8.frozen_weights(high)) and {p.dtype for p in high.parameters()} == {torch.bfloat16}
+    assert not list(frozen_weights(high)) and {p.dtype for p in high.parameters()} == {torch.bfloat16}
     values = dict(high.named_parameters())
-    for name, weight in fp8.frozen_weights(model):
-        q = fp8.codes_of_frozen(weight)
+    for name, weight in frozen_weights(model):
+        q = codes_of_frozen(weight)
         assert q.scale.dtype == torch.float32 and not weight.requires_grad
         expected = []
         for part in made[name]:
@@ -70,9 +71,7 @@ def test_experts_whose_gate_ends_inside_a_block_keep_their_codes(checkpoint, tmp
     quantized(checkpoint("qwen3_moe"), tmp_path / "q", "fp8")
     messages: list[str] = []
     model = models.load(tmp_path / "q", say=messages.append)
-    specs = {
-        n.rpartition(".")[2]: fp8.codes_of_frozen(w).spec.block for n, w in fp8.frozen_weights(model) if "exp" in n
-    }
+    specs = {n.rpartition(".")[2]: codes_of_frozen(w).spec.block for n, w in frozen_weights(model) if "exp" in n}
     assert specs == {"gate_up_proj": (64, 128), "down_proj": (128, 128)}  # gate has 64 rows here
     assert "2 stacks of experts have smaller blocks than the format's" in messages[0]
 
@@ -82,11 +81,11 @@ def test_scales_of_every_dtype_become_fp32_exactly(checkpoint, tmp_path, scale_d
     codes, scales = quantized(checkpoint("llama"), tmp_path / "q", "fp8", scale_dtype)
     edit_config(tmp_path / "q", quantization_config={**CONFIGS["fp8"], "scale_fmt": "ue8m0"})
     model = models.load(tmp_path / "q")
-    for name, weight in fp8.frozen_weights(model):
-        q = fp8.codes_of_frozen(weight)
+    for name, weight in frozen_weights(model):
+        q = codes_of_frozen(weight)
         assert same(q.data, codes[name]) and torch.equal(q.scale, scales[name])
         if scale_dtype is torch.float8_e8m0fnu:
-            assert q.spec == fp8.FROZEN["block"]
+            assert q.spec == FROZEN["block"]
     if scale_dtype is torch.float8_e8m0fnu:  # as bytes, which older safetensors wrote
         edit_weights(
             tmp_path / "q",
@@ -99,7 +98,7 @@ def test_scales_of_every_dtype_become_fp32_exactly(checkpoint, tmp_path, scale_d
 def test_fused_experts_in_codes(checkpoint, tmp_path, turned):
     """[E, N, K] or [E, K, N] codes with their grid of scales, as fused checkpoints have them."""
     quantized(checkpoint("qwen3_vl_moe"), tmp_path / "alone", "fp8")
-    expected = dict(fp8.frozen_weights(models.load(tmp_path / "alone")))
+    expected = dict(frozen_weights(models.load(tmp_path / "alone")))
     quantized(checkpoint("qwen3_vl_moe"), tmp_path / "q", "fp8")
 
     def fuse(weights):
@@ -111,7 +110,7 @@ def test_fused_experts_in_codes(checkpoint, tmp_path, turned):
                 ]:
                     if ("down" in name) == (which == "down_proj"):
                         weights.pop(name)
-                q = fp8.codes_of_frozen(expected[stem + which])
+                q = codes_of_frozen(expected[stem + which])
                 data, scale = q.data.view(torch.uint8), q.scale
                 if which == "gate_up_proj":
                     scale = scale[:, :1]  # one block of 128 here, for gate and up
@@ -121,10 +120,10 @@ def test_fused_experts_in_codes(checkpoint, tmp_path, turned):
                 weights[stem + which + "_scale_inv"] = scale.contiguous()
 
     edit_weights(tmp_path / "q", fuse)
-    found = dict(fp8.frozen_weights(models.load(tmp_path / "q")))
+    found = dict(frozen_weights(models.load(tmp_path / "q")))
     assert found.keys() == expected.keys()
     for name, weight in found.items():
-        q, e = fp8.codes_of_frozen(weight), fp8.codes_of_frozen(expected[name])
+        q, e = codes_of_frozen(weight), codes_of_frozen(expected[name])
         assert same(q.data, e.data) and torch.equal(q.scale, e.scale[:, : q.scale.shape[-2]]), name
 
 
@@ -139,8 +138,8 @@ def test_other_block_sizes(checkpoint, tmp_path):
 
     edit_weights(tmp_path / "q", change)
     weights = load_file(tmp_path / "q" / "model.safetensors")
-    for name, weight in fp8.frozen_weights(models.load(tmp_path / "q")):
-        q = fp8.codes_of_frozen(weight)
+    for name, weight in frozen_weights(models.load(tmp_path / "q")):
+        q = codes_of_frozen(weight)
         assert q.spec.block == (32, 64) and same(q.data, weights[name])
         assert torch.equal(q.scale, weights[f"{name}_scale_inv"])
 
@@ -158,7 +157,7 @@ def test_an_fp8_folder_asked_for_again(checkpoint, tmp_path):
     )
     messages: list[str] = []
     anew = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, say=messages.append)
-    assert {fp8.codes_of_frozen(w).spec for _, w in fp8.frozen_weights(anew)} == {fp8.FROZEN["block"]}
+    assert {codes_of_frozen(w).spec for _, w in frozen_weights(anew)} == {FROZEN["block"]}
     assert "quantized anew" in messages[0]
 
 
@@ -198,7 +197,7 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
     assert "took the shards of model.safetensors.index.json" in message and "it alone holds FP8 codes" in message
     edit_config(folder, quantization_config=None)
     messages.clear()
-    assert not list(fp8.frozen_weights(models.load(folder, say=messages.append)))
+    assert not list(frozen_weights(models.load(folder, say=messages.append)))
     assert "took model.safetensors" in messages[0] and "it alone holds no FP8 codes" in messages[0]
     quantized(checkpoint("llama"), tmp_path / "other", "channel")  # and the other way round
     shutil.copy(tmp_path / "other" / "model.safetensors", folder)
@@ -253,11 +252,11 @@ def test_a_tensor_in_two_shards_in_the_same_precision(checkpoint, tmp_path):
 def test_what_will_be_frozen_is_known_before_it_is_read(checkpoint, tmp_path, family, method):
     folder = tmp_path / "q"
     quantized(checkpoint(family), folder, method)
-    loaded = {name: fp8.codes_of_frozen(w).spec for name, w in fp8.frozen_weights(models.load(folder))}
+    loaded = {name: codes_of_frozen(w).spec for name, w in frozen_weights(models.load(folder))}
     assert models.frozen_names(folder, models.empty(folder)) == loaded
     assert models.frozen_names(folder, models.empty(folder), keep_fp8=False) == {}
     plain = models.frozen_names(checkpoint(family), models.empty(folder), "tensor")
-    assert plain == dict.fromkeys(loaded, fp8.FROZEN["tensor"])
+    assert plain == dict.fromkeys(loaded, FROZEN["tensor"])
 
 
 # what is wrong with a folder
@@ -423,7 +422,7 @@ def test_an_fp8_folder_split_in_two_halves(checkpoint, tmp_path):
     quantized(checkpoint("llama"), tmp_path / "q", "fp8")
     model, lows = models.load_split(tmp_path / "q")
     whole = dict(models.load(tmp_path / "q", keep_fp8=False).named_parameters())
-    assert lows and not list(fp8.frozen_weights(model))
+    assert lows and not list(frozen_weights(model))
     from octavo.fp8.arithmetic.master import join
 
     for name, parameter in model.named_parameters():
@@ -435,7 +434,7 @@ def test_octavo_load(checkpoint, tmp_path):
     model = octavo.load(checkpoint("qwen3_vl"), load_in_fp8=True)
     assert next(model.model.visual.parameters()).dtype == torch.bfloat16
     stock = [m for m in model.modules() if isinstance(m, fp8.Linear)]
-    assert not stock and list(fp8.frozen_weights(model))
+    assert not stock and list(frozen_weights(model))
     codes = fp8.fingerprint(model)
     layers = octavo.load(checkpoint("qwen3_vl"), load_in_fp8="row", recipe="rowwise", dtype=torch.float32)
     assert fp8.fingerprint(layers) == codes

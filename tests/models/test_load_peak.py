@@ -21,7 +21,8 @@ LAYERS, HIDDEN, INTERMEDIATE, VOCABULARY = 20, 2048, 6144, 32000
 # so that everything was done once, then the large one, measured.
 MEASURE = """
 import json, os, sys, torch
-from octavo import fp8, models
+from octavo import models
+from octavo.fp8 import weights
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 def measure(kind, folder):
@@ -35,9 +36,10 @@ def measure(kind, folder):
     before = {key: status(key) for key in ("VmHWM", "RssAnon", "VmRSS")}
     model = models.load(folder, torch.bfloat16, load_in_fp8=asked, progress=look)
     peaks["VmHWM"] = status("VmHWM")
-    codes = [fp8.codes_of_frozen(w) for _, w in fp8.frozen_weights(model)]
+    codes = [weights.codes_of_frozen(w) for _, w in weights.frozen_weights(model)]
     size = sum(q.data.nbytes + q.scale.nbytes for q in codes)
-    size += sum(p.nbytes for p in model.parameters() if not fp8.is_frozen(p)) + sum(b.nbytes for b in model.buffers())
+    size += sum(p.nbytes for p in model.parameters() if not weights.is_frozen(p))
+    size += sum(b.nbytes for b in model.buffers())
     quantized = sum(q.data.numel() for q in codes)
     per = sum(q.data.nbytes + q.scale.nbytes for q in codes) / quantized
     count = sum(p.numel() for p in model.parameters())

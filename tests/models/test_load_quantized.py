@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from octavo import fp8, models
 from octavo.base.model_families import tiny_families, trained_families
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
 from octavo.models.structure.skeleton import read_config, skeleton
 from octavo.models.weights import streaming
 from octavo.models.weights.assembly import assemble, prepare
@@ -20,7 +21,7 @@ from octavo.models.weights.shards import open_weights
 from tests.models.conftest import MANY, batch
 from tests.models.fp8_folders import CHANNEL, edit_config, edit_weights, refused, same
 
-KINDS = tuple(fp8.FROZEN)
+KINDS = tuple(FROZEN)
 CASES = [(family, kind) for family in tiny_families() for kind in KINDS if kind == "row" or family in MANY]
 
 
@@ -67,8 +68,8 @@ def test_published_experts_lie_transposed(checkpoint, tmp_path):
 
     edit_weights(folder, turn)
     found = models.load(folder, load_in_fp8="row")
-    for (name, a), (_, b) in zip(fp8.frozen_weights(stock), fp8.frozen_weights(found), strict=True):
-        assert same(fp8.codes_of_frozen(a).data, fp8.codes_of_frozen(b).data), name
+    for (name, a), (_, b) in zip(frozen_weights(stock), frozen_weights(found), strict=True):
+        assert same(codes_of_frozen(a).data, codes_of_frozen(b).data), name
     assert all(
         torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), models.load(folder).parameters(), strict=True)
     )
@@ -89,14 +90,14 @@ def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeyp
         checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), say=pytest.fail
     )
     values = dict(stock.named_parameters())
-    rows = fp8.topology(model, models.describe(model).components)
+    rows = fp8.describe_layers(model, models.describe(model).components)
     wanted = {r.name if r.kind == "experts" else f"{r.name}.weight" for r in rows if r.kind in ("linear", "experts")}
-    frozen = dict(fp8.frozen_weights(model))
+    frozen = dict(frozen_weights(model))
     assert set(frozen) == wanted
     for name, weight in frozen.items():
-        q = fp8.codes_of_frozen(weight)
+        q = codes_of_frozen(weight)
         transposed = bool(getattr(stock.get_submodule(name.rpartition(".")[0]), "is_transposed", False))
-        expected = fp8.codes_of_frozen(fp8.freeze_weight(values[name].detach(), kind, transposed=transposed))
+        expected = codes_of_frozen(fp8.freeze_weight(values[name].detach(), kind, transposed=transposed))
         assert same(q.data, expected.data) and torch.equal(q.scale, expected.scale) and q.spec == expected.spec, name
         assert weight.dtype == torch.bfloat16 and not weight.requires_grad and weight.shape == values[name].shape
     for name, parameter in model.named_parameters():
@@ -109,14 +110,14 @@ def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeyp
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_moe"])
 def test_what_stays_in_high_precision(checkpoint, family):
     model = models.load(checkpoint(family), load_in_fp8="block")
-    frozen = [name for name, _ in fp8.frozen_weights(model)]
+    frozen = [name for name, _ in frozen_weights(model)]
     assert frozen and not [n for n in frozen if re.search("visual|embed|lm_head|norm|mlp.gate.weight|patch", n)]
 
 
 def test_a_quantized_model_computes_and_trains_around_its_weights(checkpoint):
     model = models.load(checkpoint("qwen3_vl"), load_in_fp8={"foundation": "row", "image_projector": None})
     inputs = batch(models.load_processor(checkpoint("qwen3_vl")), image=True)
-    frozen = {name: weight.dequantize() for name, weight in fp8.frozen_weights(model)}
+    frozen = {name: weight.dequantize() for name, weight in frozen_weights(model)}
     thawed = models.load(checkpoint("qwen3_vl"))
     thawed.load_state_dict(frozen, strict=False)
     with torch.no_grad():
@@ -165,8 +166,8 @@ def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatc
     rule = WeightConverter("mlp.fused.weight", ["mlp.gate_proj.weight", "mlp.up_proj.weight"], operations=[Chunk(0)])
     monkeypatch.setattr(name_mapping, "get_model_conversion_mapping", lambda model: [rule])
     found = models.load(folder, load_in_fp8="row")
-    for (name, a), (other, b) in zip(fp8.frozen_weights(stock), fp8.frozen_weights(found), strict=True):
-        assert name == other and same(fp8.codes_of_frozen(a).data, fp8.codes_of_frozen(b).data)
+    for (name, a), (other, b) in zip(frozen_weights(stock), frozen_weights(found), strict=True):
+        assert name == other and same(codes_of_frozen(a).data, codes_of_frozen(b).data)
     plain = models.load(checkpoint("llama"))
     assert all(torch.equal(a, b) for a, b in zip(streamed(folder).parameters(), plain.parameters(), strict=True))
 

@@ -12,9 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from octavo import fp8, models
+from octavo import models
 from octavo.checkpoint import save_hf
 from octavo.fp8.arithmetic.master import join
+from octavo.fp8.weights import is_frozen
 from octavo.models.folder import headers
 from octavo.models.weights import loading
 from octavo.parallel import World
@@ -65,7 +66,7 @@ def test_what_a_family_keeps_from_training_stays_so(checkpoint):
         models.fresh(hears), models.defer(hears, torch.float32, torch.device("cpu")).model,
     ]  # fmt: skip
     for model in ways:
-        still = [name for name, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
+        still = [name for name, p in model.named_parameters() if not p.requires_grad and not is_frozen(p)]
         assert still == ["model.audio_tower.embed_positions.weight"]
 
 

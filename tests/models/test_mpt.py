@@ -19,6 +19,7 @@ from transformers import MptConfig, MptForCausalLM
 from octavo import fp8, models
 from octavo.checkpoint import verify
 from octavo.config import load_config_text
+from octavo.fp8.blocks import grouped_attention
 from octavo.models import ModelError
 from octavo.models.custom import mpt
 from octavo.models.forward import packed
@@ -226,12 +227,12 @@ def test_a_pack_of_alibi_by_attention_that_keeps_less(saved: Path) -> None:
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     wanted = grads()
-    models.use_attention(model, fp8.grouped_attention)
-    fp8.recompute(family.layers(model), "full")
+    models.use_attention(model, grouped_attention)
+    fp8.activation_checkpointing(family.layers(model), "full")
     for name, grad in grads().items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-3, atol=1e-4, msg=name)
     models.use_kernel(model, "flex", "foundation")
-    with pytest.raises(ModelError, match="which flex attention is not told of"):
+    with pytest.raises(ModelError, match="which Octavo does not pass to flex attention"):
         grads()
 
 
@@ -467,7 +468,7 @@ def test_weights_begin_as_init_config_says(tmp_path: Path, init: dict, spreads: 
              {"emb_init_std": -1.0}]
 )  # fmt: skip
 def test_an_init_config_that_gives_no_spread_is_refused(init: dict) -> None:
-    with pytest.raises(ModelError, match="init_config .* gives .* spread .*Mend it"):
+    with pytest.raises(ModelError, match="init_config .* gives .* standard deviation .*Correct it"):
         mpt.MPTForCausalLM(mpt.MPTConfig(**SIZES, init_config=init))
 
 

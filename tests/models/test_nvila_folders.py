@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, SiglipVisionModel
 
 from octavo import checkpoint as checkpoint_
-from octavo import fp8, models
+from octavo import models
 from octavo.checkpoint import convert
 from octavo.checkpoint.export import export
 from octavo.checkpoint.verify import verify
+from octavo.fp8.weights import is_frozen
 from octavo.models.custom.nvila.three_folders import MEDIA
 from octavo.models.folder.folder import PARTS
 from octavo.parallel import World
@@ -137,7 +138,7 @@ def test_fp8_folders_of_own_families_hold_what_was_loaded(checkpoint, tmp_path, 
     folder, every = checkpoint(family), ("image_encoder", "image_projector")
     made = export(models.stream(folder), folder, tmp_path / "fp8", "fp8-dynamic", include=every).directory
     found, original = models.load(made), dict(models.load(folder).named_parameters())
-    codes = {name: p for name, p in found.named_parameters() if fp8.is_frozen(p)}
+    codes = {name: p for name, p in found.named_parameters() if is_frozen(p)}
     assert {models.describe(found).component_of(name) for name in codes} >= {"foundation", *every}
     for name, weight in codes.items():
         error = (weight.dequantize() - original[name]).norm() / original[name].norm()

@@ -20,7 +20,7 @@ SCALES = (8, 16, 24)
 
 def images_of(**limits: int) -> NvilaImages:
     images = NvilaImages(size={"height": 8, "width": 8})
-    images.of(nvila.NvilaConfig(vision_config={"image_size": 8, "patch_size": 2}, s2_scales=SCALES, **limits))
+    images.configure(nvila.NvilaConfig(vision_config={"image_size": 8, "patch_size": 2}, s2_scales=SCALES, **limits))
     return images
 
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache, MptConfig, MptForCausalLM, Qwen3NextConfi
 
 from octavo import fp8, models
 from octavo.base.model_families import tiny_families
-from octavo.data.encoding.sample import joined as stacked
+from octavo.data.encoding.sample import concatenate as stacked
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError
 from octavo.models.attention import segments
@@ -136,7 +136,7 @@ def test_recomputed_blocks_see_the_samples_of_their_own_pack(checkpoint, loaded,
 
     wanted = step(model, both)
     models.use_attention(model, grouped_attention)
-    fp8.recompute(described.layers(model), how)
+    fp8.activation_checkpointing(described.layers(model), how)
     same(step(model, both), wanted, grads=5e-6)
 
 

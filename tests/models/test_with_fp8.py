@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 
 from octavo import fp8, models
 from octavo.checkpoint import save_hf
+from octavo.fp8.metrics import sqnr
+from octavo.fp8.observe import uncounted
 from octavo.models.forward.unused_towers import attach_dummy_image
 from octavo.models.structure.skeleton import auto_class
 from octavo.parallel import World
@@ -35,7 +37,7 @@ def test_a_converted_model_saves_as_a_stock_one(checkpoint, tmp_path, family):
         stock = auto.from_pretrained(out, config=auto_config(out))
         exact, rounded = stock(**inputs).logits, model(**inputs).logits
     assert not torch.equal(exact, rounded)
-    assert fp8.sqnr(exact, rounded) > 15
+    assert sqnr(exact, rounded) > 15
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_vl_moe", "qwen2_5_vl", "internvl"])
@@ -45,7 +47,7 @@ def test_a_dummy_image_is_not_counted(checkpoint, family):
     inputs = batch(models.load_processor(checkpoint(family)), image=False)
 
     def counted(attach: bool) -> tuple[set[str], torch.Tensor]:
-        handle = attach_dummy_image(model, described, lambda: attach, fp8.uncounted)
+        handle = attach_dummy_image(model, described, lambda: attach, uncounted)
         with fp8.count_gemms() as counts:
             loss = model(**inputs, labels=inputs["input_ids"]).loss
             loss.backward()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo import fp8, models
-from octavo.fp8.weights import plain, span
+from octavo.fp8.weights import is_frozen, plain, span
 from octavo.models.tiny import tiny
 from octavo.models.weights import streaming
 from octavo.parallel import World, WorldError, fill, shard
@@ -130,7 +130,7 @@ def _differences(world: World, folder: Path, case: Case) -> list[str]:
     if names == [(name, p.dtype, p.requires_grad) for name, p in mine.named_parameters()]:
         found.remove("the very model")
     for name, values in state.items():
-        value = wanted[name].dequantize() if fp8.is_frozen(wanted[name]) else plain(wanted[name])
+        value = wanted[name].dequantize() if is_frozen(wanted[name]) else plain(wanted[name])
         if value.dtype != values.dtype or not torch.equal(value, values):
             found.append(name)
     return found + ([] if not state or state.keys() == wanted.keys() else ["names"])

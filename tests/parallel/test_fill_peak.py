@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from octavo import fp8, models
+from octavo import models
+from octavo.fp8.weights import frozen_bytes, is_frozen
 from octavo.fp8.weights.shards import local_of
 from octavo.models.tiny import tiny
 from octavo.parallel import World, fill, shard
@@ -36,8 +37,8 @@ def _status(key: str) -> int:
 def _held(model: nn.Module) -> int:
     """Bytes of parameters and buffers on this rank."""
     here = [local_of(p) for p in model.parameters()]
-    size = sum(p.nbytes for p in here if not fp8.is_frozen(p)) + sum(b.nbytes for b in model.buffers())
-    return size + fp8.frozen_bytes(model)
+    size = sum(p.nbytes for p in here if not is_frozen(p)) + sum(b.nbytes for b in model.buffers())
+    return size + frozen_bytes(model)
 
 
 def measure(world: World, small: str, folder: str, how: dict[str, Any]) -> dict[str, int]:

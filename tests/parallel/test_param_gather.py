@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
+from octavo.fp8 import moe
 from octavo.fp8.weights import fp8_rows
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import plain, span
@@ -136,7 +137,7 @@ class Seen:
         self.copies: list[list[int]] = []
         self.shapes = shapes
         for name, module in model.named_modules():
-            if isinstance(module, fp8.Linear | fp8.Experts):
+            if isinstance(module, fp8.Linear | moe.Experts):
                 module.register_forward_hook(lambda m, _, __, name=name: self.look(name, m))
 
     def look(self, name: str, module: nn.Module) -> None:
@@ -223,8 +224,8 @@ def _casts(world: World) -> dict:
         "same": runs[0][0] == runs[1][0] and _equal(runs[0][1], runs[1][1]),
         "kept": local.held.casts,
         "again": _local(recast[0].up_proj.weight).held.casts,
-        "bytes": fp8.code_bytes(recast),
-        "share": fp8.code_bytes(keep) >= held > 0,
+        "bytes": fp8.weight_cache_bytes(recast),
+        "share": fp8.weight_cache_bytes(keep) >= held > 0,
     }
 
 

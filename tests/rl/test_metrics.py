@@ -15,7 +15,7 @@ from octavo.generation import Completion
 from octavo.parallel import World
 from octavo.rl.objectives.metrics import add_up, highest, kind, lowest, whole
 from octavo.rl.rollout.experience import Rollout
-from octavo.rl.rollout.rollout import of_groups
+from octavo.rl.rollout.rollout import group_figures
 
 
 class Alone:
@@ -83,7 +83,7 @@ def test_groups_of_equal_rewards_are_counted_whatever_their_sum_rounds_to() -> N
     rewards = np.array([[0.1] * 3, [0.1, 0.1, 0.2], [1.0] * 3, [0.7] * 3])
     every = [Completion(n // 3, n % 3, *[np.zeros(1)] * 3, "stop") for n in range(12)]
     rollout = Rollout([PromptSample(np.zeros(1), np.zeros(1))] * 4, every, [""] * 12, rewards.flatten())
-    found = of_groups(rollout, World(device=torch.device("cpu")))
+    found = group_figures(rollout, World(device=torch.device("cpu")))
     assert found["frac_reward_zero_std"] == 0.75
     assert found["reward_std"] == pytest.approx(rewards[1].std(ddof=1) / 4)
 

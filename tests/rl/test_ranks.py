@@ -11,7 +11,7 @@ import pytest
 from octavo import rl
 from octavo.config import Config
 from octavo.rl.phases.completions_log import COMPLETIONS
-from octavo.rl.phases.rl_phase import Reinforcing
+from octavo.rl.phases.rl_phase import RlPhase
 from octavo.rl.phases.rl_step import RlStepper
 from tests import ranks
 from tests.rl.forks import both
@@ -150,14 +150,14 @@ def _write(rank: int) -> None:
 
 
 def _perturb(rank: int) -> None:
-    begin = Reinforcing.begin
+    begin = RlPhase.begin
 
     def planted(phase, stepper, *rest):
         begin(phase, stepper, *rest)
         layer = stepper.model.get_submodule(LAYER)
         layer.register_forward_hook(lambda module, given, out: out if module.training else 1.05 * out)
 
-    Reinforcing.begin = planted
+    RlPhase.begin = planted
 
 
 @pytest.mark.usefixtures("unseen")
@@ -175,4 +175,4 @@ def test_a_gap_ends_both_ranks_with_the_layer(reinforcing: Make):
     found = both(reinforcing("rl.max_gap=1e-3", "run.timeout=30"), _perturb)
     assert [code for code, _ in found] == [1, 1]
     for _, said in found:
-        assert f"the layer that differs first is {LAYER}, by 0.05 of" in said
+        assert f"the first layer that differs is {LAYER}, by 0.05 of" in said

@@ -36,7 +36,7 @@ class Asked:
     """Counts micro-batches that the first weights are asked about, and stops a run at one of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count, self.stop, ask = 0, 0, reference_cache._asked
+        self.count, self.stop, ask = 0, 0, reference_cache._entries
         monkeypatch.setattr(reference_cache, "EVERY", 0.0)
 
         def asked(*given):
@@ -45,7 +45,7 @@ class Asked:
                 raise KeyboardInterrupt
             return ask(*given)
 
-        monkeypatch.setattr(reference_cache, "_asked", asked)
+        monkeypatch.setattr(reference_cache, "_entries", asked)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_rows_and_files_that_are_not_what_they_were_are_named(preferring: Make, 
     rl.run(cfg, callbacks=[at(1, signal.SIGTERM)])
     file, again = Path(cfg.run.dir) / reference_cache.FILE, override(cfg, ["run.resume=auto"])
     tables, whole = load_file(file), file.read_bytes()
-    table = reference_cache.Kept(file, [])
+    table = reference_cache.StoredReference(file, [])
     about = json.loads(tables["about"].tobytes())
     table.sums, table.prints = {about["files"][0]: tables["sums.0"]}, {about["files"][0]: tables["prints.0"] + 1}
     table.write(about["key"], about["done"], about["total"], 1)
@@ -155,7 +155,7 @@ def test_rows_and_files_that_are_not_what_they_were_are_named(preferring: Make, 
     ):
         rl.run(again)
     file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(TrainError, match=r"reference\.safetensors is damaged .*; delete it: it is made again"):
+    with pytest.raises(TrainError, match=r"reference\.safetensors is damaged .*; delete it: it is computed again"):
         rl.run(again)
 
 
@@ -177,4 +177,4 @@ def test_where_nothing_can_be_computed_before_it_is_refused(preferring: Make, ov
 
 def test_the_plan_says_that_it_takes_no_memory(preferring: Make):
     cfg = preferring(DISK)
-    assert rl.reference_of(cfg) == "disk" and "kept on disk, and takes no memory" in rl.sentences(cfg)[1]
+    assert rl.reference_of(cfg) == "disk" and "kept on disk, no memory" in rl.sentences(cfg)[1]

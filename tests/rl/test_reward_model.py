@@ -172,7 +172,7 @@ def test_pictures_that_cannot_be_shown_are_named(folder, pictures, tmp_path):
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
         columns = {"messages": [SEES[0]] * 2, "images": [pictures[:1]] * 2, "videos": [["a.mp4"], []]}
         [(row, _, reason)] = rewards.score(["a"] * 2, columns).bad
-    assert row == 0 and reason.startswith("has videos, which reward models are not shown")
+    assert row == 0 and reason.startswith("has videos, which reward models do not support")
 
 
 def test_rows_that_it_cannot_judge(folder):
@@ -180,7 +180,7 @@ def test_rows_that_it_cannot_judge(folder):
     with Rewards(["reward_model"], folder, on_bad="zero") as rewards:
         table = rewards.score(["a", "b", "c", "long " * 5000], columns)
         assert [(row, reason.split(",")[0]) for row, _, reason in table.bad[:2]] == [
-            (0, "has images"), (1, "has no column 'messages' and none named 'prompt'")
+            (0, "has images"), (1, "has neither a column 'messages' nor a column 'prompt'")
         ]  # fmt: skip
         assert [row for row, *_ in table.bad] == [0, 1, 3] and "and the reward model takes" in table.bad[2][2]
         assert table.totals[2] != 0 and (table.totals[[0, 1, 3]] == 0).all()
@@ -194,7 +194,7 @@ def test_folders_that_are_no_reward_models(folder):
         Rewards(["words"], folder)
     with pytest.raises(RewardError, match="two holds Qwen3ForSequenceClassification with num_labels 2, and a reward"):
         Rewards(["two"], folder)
-    with pytest.raises(RewardError, match="has the batch 0; expected a whole number from 1"):
+    with pytest.raises(RewardError, match="has the batch 0; expected a whole number of at least 1"):
         Rewards([{"reward": "reward_model", "batch": 0}], folder)
     with pytest.raises(
         RewardError, match="the argument 'pattern', which it does not take; it takes name, weight, load_in"
@@ -221,5 +221,5 @@ def test_another_training_is_another_reward(folder, tmp_path):
     weights.write_bytes(bytes(raw))
     with Rewards(["reward_model"], tmp_path) as rewards:
         assert changed(before, rewards.digest()) == (
-            "the reward 'reward_model' is another: its file, one that it imports, or its folder has another content"
+            "the reward 'reward_model' has changed: its file, a file that it imports, or its folder has changed"
         )

@@ -165,18 +165,18 @@ def test_rows_that_are_asked_one_by_one_see_the_original_arguments(folder: Path)
     entry = {"reward": "mine.py:pops", "arguments": {"weights": [1.0, 2.0]}}
     shared = ["say it"]
     with Rewards([entry], folder) as rewards:
-        with pytest.raises(RewardError, match="for the batch but for no row of it alone"):
+        with pytest.raises(RewardError, match="for the batch but for none of its rows"):
             rewards.score(["a", "b", "c"], {"prompt": [shared] * 3})
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        pytest.param("floods", "wrote [0-9]+ bytes without an end where its process answers", id="as fast as it can"),
+        pytest.param("floods", "wrote [0-9]+ bytes without an end to the socket of its process", id="at full speed"),
         pytest.param("drips", "gave no answer within 1 s, and was ended|bytes without an end", id="byte by byte"),
         pytest.param("answers_itself", r"wrote '\{\"values\": \[9.0", id="an answer of its own"),
         pytest.param("answers_ahead", 'wrote \'.*"turn": 0', id="answers to other questions"),
-        pytest.param("scribbles", "wrote '.*not JSON' where its process answers the trainer, and was", id="no JSON"),
+        pytest.param("scribbles", "wrote '.*not JSON' to the socket of its process, and was", id="no JSON"),
     ],
 )
 def test_a_function_that_writes_to_the_trainer_is_ended(folder: Path, function: str, message: str):
@@ -192,14 +192,14 @@ def test_a_function_that_writes_to_the_trainer_is_ended(folder: Path, function: 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("mute", r"raised Mute, whose text cannot be read: it raises RuntimeError \(line \d+\)"),
-        ("worse", r"raised Worse, whose text cannot be read: it raises SystemExit \(line \d+\)"),
+        ("mute", r"raised Mute, whose text cannot be read: reading it raises RuntimeError \(line \d+\)"),
+        ("worse", r"raised Worse, whose text cannot be read: reading it raises SystemExit \(line \d+\)"),
         ("nameless", r"raised Nameless: \(line \d+\)"),
         ("text", r"raised Text: half a text \(line \d+\)"),
-        ("sly", r"raised Sly, whose text cannot be read: it raises RuntimeError"),
-        ("no text", r"raised Number, whose text cannot be read: it raises TypeError"),
+        ("sly", r"raised Sly, whose text cannot be read: reading it raises RuntimeError"),
+        ("no text", r"raised Number, whose text cannot be read: reading it raises TypeError"),
         ("locked", r"raised Locked: \(line \d+\)"),
-        ("huge", r"raised ValueError: x{200,300} \(line \d+\)\. Mend"),
+        ("huge", r"raised ValueError: x{200,300} \(line \d+\)\. Fix"),
         ("half", r"raised ValueError: \\ud800 \\x1b\[2J \(line \d+\)"),
         ("odd", r"raised Odd: .*line \(line \d+\)"),
         ("deep", r"raised RecursionError: maximum recursion depth exceeded"),

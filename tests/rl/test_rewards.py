@@ -140,7 +140,9 @@ def test_a_number_too_large_to_compare_with_others_is_none(tmp_path):
             if on_bad == "zero":
                 assert rewards.score(["a", "b"], {}).totals.tolist() == [1e14, 0]
             else:
-                with pytest.raises(RewardError, match=r"Row 1 .*returned -2e\+12.*, and rewards go to 1e\+12\."):
+                with pytest.raises(
+                    RewardError, match=r"Row 1 .*returned -2e\+12.*, and the limit of rewards is 1e\+12\."
+                ):
                     rewards.score(["a", "b"], {})
 
 
@@ -150,17 +152,17 @@ def test_a_number_too_large_to_compare_with_others_is_none(tmp_path):
         ("raises", ["1", "0", "2", "x"],
          r"Row 1 \(train, row 1: '0'\): raised ZeroDivisionError: .*\(line 23\)\. Row 3 .*: raised ValueError", [1, 3]),
         ("together", ["1", "2"], r"Rows 0 to 1 \(train, row 0: '1', \.\.\.\): raised RuntimeError: not of this batch "
-         r"\(line 27\), for the batch but for no row of it alone", [0, 1]),
-        ("mixed", list("abcdefghi"), r"Row 3 .*: returned NoneType None, which is no number\. .*; 3 more reasons",
+         r"\(line 27\), for the batch but for none of its rows", [0, 1]),
+        ("mixed", list("abcdefghi"), r"Row 3 .*: returned NoneType None, which is not a number\. .*; 3 more reasons",
          [3, 4, 5, 6, 7, 8]),
-        ("sulks", ["a", "b"], r"Rows 0 to 1 .*: raised ValueError: all of them \(line \d+\)\. Mend", [0, 1]),
+        ("sulks", ["a", "b"], r"Rows 0 to 1 .*: raised ValueError: all of them \(line \d+\)\. Fix", [0, 1]),
         ("few", ["a", "b", "c"], "Rows 0 to 2 .*: returned 1 values for 3 completions", [0, 1, 2]),
-        ("one", ["a"], "returned float 0.5 where a list of 1 numbers belongs", [0]),
+        ("one", ["a"], "returned float 0.5 instead of a list of 1 numbers", [0]),
         ("needs", ["a"], "takes tests, and the columns of the rows are answer", [0]),
         ("leaves", ["a", "b"], "raised SystemExit: 3", [0, 1]),
         ("dies", ["a", "b"], r"ended its process \(exit code 3\)", [0, 1]),
         ("leaves_a_child", ["a"], r"ended its process \(exit code 3\)", [0]),
-        ("unordered", ["a", "bb"], "returned set {1.0, 2.0} where a list of 2 numbers belongs", [0, 1]),
+        ("unordered", ["a", "bb"], "returned set {1.0, 2.0} instead of a list of 2 numbers", [0, 1]),
         ("killed", ["a"], r"ended its process \(signal 9\)", [0]),
         ("hangs", ["a", "hang"], r"gave no answer within 1\.5 s, and was ended", [0, 1]),
     ],
@@ -178,7 +180,7 @@ def test_faults_are_named_with_their_rows(make, function, completions, reason, r
     table = lenient.score(completions, columns, where)
     assert [row for row, _, _ in table.bad] == rows and np.isnan(table.each["mine"][rows]).all()
     (sentence,), counts = lenient.taken()
-    assert sentence.startswith(str(seen.value).partition(". Mend")[0] + ". They count 0;")
+    assert sentence.startswith(str(seen.value).partition(". Fix")[0] + ". They count 0;")
     assert counts == {"mine": len(rows)} and lenient.taken() == ([], {})
     assert np.isfinite(table.totals).all() and (table.totals[rows] == 2.0).all()
     if function == "mixed":
@@ -203,7 +205,7 @@ def test_what_is_run_is_what_was_read(make, folder):
     rewards.score(["hang"], {})
     for _ in range(2):
         found = rewards.score(["a"], {}).bad
-        assert found == [(0, "hangs", "imports what is not as it was when the run began: helper.py")]
+        assert found == [(0, "hangs", "imports files that changed since the run began: helper.py")]
     assert not (folder / "__pycache__" / "rewards.cpython-311.pyc").exists()
 
 
@@ -215,12 +217,12 @@ def test_what_is_run_is_what_was_read(make, folder):
         ("early.py:f", r"early\.py cannot be used: the file raised ModuleNotFoundError: No module named 'nowhere'"),
         ("none.py:f", r"reward 'none\.py:f': there is no file .*none\.py; paths are relative"),
         ("pipe.py:f", "pipe.py is a named pipe, not a file"),
-        ("rewards.py:a.b", "'a.b' is no name of a function; write FILE.py:FUNCTION"),
+        ("rewards.py:a.b", "'a.b' is not the name of a function; write FILE.py:FUNCTION"),
         ({"reward": "rewards.py:score", "arguments": {"completions": 1}}, "argument 'completions', which is given"),
-        ({"reward": "rewards.py:score", "arguments": {"x": {1, 2}}}, "has arguments that JSON does not hold"),
+        ({"reward": "rewards.py:score", "arguments": {"x": {1, 2}}}, "has arguments that JSON cannot hold"),
         ({"reward": "rewards.py:score", "arguments": [1]}, r"has the arguments \[1\]; expected a mapping of names"),
         ({"reward": "rewards.py:score", "x": 1}, "'x', which it does not take; it takes name, weight, arguments"),
-        ("exactmatch", "there is no reward 'exactmatch': not one of exact_match, number, .* is no model folder"),
+        ("exactmatch", "there is no reward 'exactmatch': not one of exact_match, number, .* is not a model folder"),
         ({"reward": "regex"}, r"reward regex has the pattern None; give it a text: \{reward: regex, pattern: ...\}"),
         ({"reward": "format", "pattern": "("}, r"the pattern '\(' is none \(missing \)"),
         ({"reward": "number", "tolerance": -1}, "has the tolerance -1; expected a number from 0"),
@@ -259,7 +261,7 @@ def test_what_cannot_be_asked_for(folder):
         ([], {}, "rl.rewards is empty; name at least one of exact_match"),
         (["number", "number"], {}, "has two named 'number'; give one of them another: .*name: number_2"),
         (["number"], {"on_bad": "skip"}, "on_bad_reward is 'skip'; it must be error or zero"),
-        (["number"], {"timeout": 0}, "the time limit of rewards is 0; expected seconds over 0"),
+        (["number"], {"timeout": 0}, "the time limit of rewards is 0; expected a number of seconds above 0"),
     ):
         with pytest.raises(RewardError, match=message):
             Rewards(given, folder, **options)
@@ -321,7 +323,7 @@ def test_built_in_rewards():
 def test_references_that_cannot_be_compared(name, good, bad, reason):
     with (
         Rewards([name], ".") as rewards,
-        pytest.raises(RewardError, match=rf"for 1 of 3 completions\. Row 1 \('2'\): {reason}\. Mend"),
+        pytest.raises(RewardError, match=rf"for 1 of 3 completions\. Row 1 \('2'\): {reason}\. Fix"),
     ):
         rewards.score(["1", "2", "A"], {"answer": [good, bad, good]})
 
@@ -400,13 +402,13 @@ def test_the_digest_tells_rewards_apart(make, folder):
     given = ["exact_match", {"reward": "rewards.py:score", "weight": 0.5, "name": "mine"}]
     before = json.loads(json.dumps(make(*given).digest()))
     assert changed(before, make(*given).digest()) is None
-    assert changed(before, make(given[0]).digest()) == "the reward 'mine' is not there any more"
-    assert changed(before, make(*given, "number").digest()) == "the reward 'number' was not there"
+    assert changed(before, make(given[0]).digest()) == "the reward 'mine' was removed"
+    assert changed(before, make(*given, "number").digest()) == "the reward 'number' was added"
     heavier = make(given[0], {**given[1], "weight": 0.25}).digest()
-    assert changed(before, heavier) == "the reward 'mine' is another: its weight is 0.25 and was 0.5"
+    assert changed(before, heavier) == "the reward 'mine' has changed: its weight is 0.25 and was 0.5"
     other = make(given[0], {**given[1], "arguments": {"factor": 2}}).digest()
-    assert changed(before, other) == "the reward 'mine' is another: its arguments is {'factor': 2} and was {}"
-    content = "the reward 'mine' is another: its file, one that it imports, or its folder has another content"
+    assert changed(before, other) == "the reward 'mine' has changed: its arguments is {'factor': 2} and was {}"
+    content = "the reward 'mine' has changed: its file, a file that it imports, or its folder has changed"
     (folder / "unused.py").write_text("")
     (folder / "helper.py").write_text("def length(text):\n    return 2 * len(text)\n")
     helped = make(*given).digest()

@@ -167,7 +167,7 @@ def test_what_is_drawn_in_place_of_equal_groups_is_not_equal_and_length_is_punis
     pairs = [*zip(rewards[::2], rewards[1::2], strict=True)]
     assert row["sampling/draws"] > 1 and pairs and all(a != b for a, b in pairs)
     alike = ("rl.rewards=[{reward: regex, pattern: '.?'}]", "rl.overlong=4", "rl.stop=[a, e, i, o]")
-    with pytest.raises(TrainError, match="take rewards or prompts that tell completions apart"):
+    with pytest.raises(TrainError, match="use rewards or prompts that distinguish completions"):
         rl.run(cfg := reinforcing(*over, *alike, "fp8.recipe=off", dir="alike"))
     (row,) = rows_of(cfg)
     assert row["empty"] and row["sampling/draws"] == 4, "a length tells completions apart, and is no merit"

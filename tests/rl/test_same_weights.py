@@ -14,10 +14,10 @@ from torch import nn
 
 from octavo import fp8, rl
 from octavo.config import Config, override
-from octavo.fp8.weights import CachesWeights
+from octavo.fp8.weights import CachesWeights, codes_of_frozen
 from octavo.models.tiny import tiny
 from octavo.rl.phases import rl_step
-from octavo.rl.phases.rl_phase import Reinforcing
+from octavo.rl.phases.rl_phase import RlPhase
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.first_mismatch import first_difference, rounding
 from octavo.train import TrainError
@@ -47,7 +47,7 @@ def to_codes(layer: nn.Module) -> None:
 
 
 def to_frozen(layer: nn.Module) -> None:
-    codes = fp8.codes_of_frozen(layer.get_submodule("base_layer").weight)
+    codes = codes_of_frozen(layer.get_submodule("base_layer").weight)
     codes.scale[0] *= 2
 
 
@@ -115,7 +115,7 @@ def test_the_proof_says_which_steps_were_held_to_it(reinforcing: Make):
 def test_a_gap_names_the_layer_that_differs_first(reinforcing: Make, over: tuple[str, ...]):
     """Keys and values of the rollout in FP8: attention of the first layer differs, in what it hands to its o_proj."""
     cfg = reinforcing("rl.kv=fp8", "rl.max_gap=1e-5", *over)
-    found = r"differs first is model\.layers\.0\.self_attn \(in what it hands to its o_proj\), by 0\.0"
+    found = r"first layer that differs is model\.layers\.0\.self_attn \(in the input of its o_proj\), by 0\.0"
     with pytest.raises(TrainError, match=r"step 1: .* rl.max_gap is 1e-05: the layer that " + found):
         rl.run(cfg)
     assert not rows_of(cfg)
@@ -126,16 +126,16 @@ def test_a_gap_names_the_layer_that_differs_first(reinforcing: Make, over: tuple
 def test_a_layer_that_computes_otherwise_in_rollouts_is_named(
     reinforcing: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str
 ):
-    begin, layer = Reinforcing.begin, "model.language_model.layers.1.self_attn.v_proj"
+    begin, layer = RlPhase.begin, "model.language_model.layers.1.self_attn.v_proj"
 
     def planted(phase, stepper, *rest):
         begin(phase, stepper, *rest)
         planted_in = stepper.model.get_submodule(layer)
         planted_in.register_forward_hook(lambda module, given, out: out if module.training else 1.05 * out)
 
-    monkeypatch.setattr(Reinforcing, "begin", planted)
+    monkeypatch.setattr(RlPhase, "begin", planted)
     tiny.write(family, tmp_path / "model", size="mini")
-    with pytest.raises(TrainError, match=rf"differs first is {re.escape(layer)}, by 0\.05 of"):
+    with pytest.raises(TrainError, match=rf"first layer that differs is {re.escape(layer)}, by 0\.05 of"):
         rl.run(reinforcing("rl.max_gap=1e-3", f"model.path={tmp_path / 'model'}"))
 
 

@@ -18,7 +18,7 @@ from octavo.parallel import World
 from octavo.rl.phases.completions_log import COMPLETIONS
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.experience import Rollout
-from octavo.rl.rollout.stale_queue import Written, waiting
+from octavo.rl.rollout.stale_queue import Written, restore_pending
 from octavo.train import TrainError
 from tests.rl.test_rl_phase import LORA, rows_of
 from tests.rl.test_same_weights import LAYER, unseen
@@ -125,10 +125,14 @@ def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
     def text(tokens: np.ndarray) -> str:
         return " ".join(map(str, tokens))
 
-    extra = {**written([8, 2, 5]).tensors(0), **written([]).tensors(1), **written([1]).tensors(2)}
-    again = waiting(extra, prompt, text, World(rank=0, size=3))
+    extra = {
+        **written([8, 2, 5]).tensors(0),
+        **written([]).tensors(1),
+        **written([1]).tensors(2),
+    }
+    again = restore_pending(extra, prompt, text, World(rank=0, size=3))
     assert again is not None and [p.number for p in again.rollout.prompts] == [8, 2, 5] and again.weights == 4
-    dealt = [waiting(extra, prompt, text, World(rank=rank, size=2)) for rank in (0, 1)]
+    dealt = [restore_pending(extra, prompt, text, World(rank=rank, size=2)) for rank in (0, 1)]
     assert [[p.number for p in part.rollout.prompts] for part in dealt] == [[1, 2], [5, 8]]
     for number, part, row in ((2, dealt[0], 3), (5, dealt[1], 1), (8, again, 1)):
         rollout = part.rollout
@@ -137,10 +141,10 @@ def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
         )
         assert rollout.completions[row].logps.tolist() == [np.float32(-number / 7)] * 3
         assert rollout.old[row].tolist() == [np.float32(-number / 3)] * 3 and part.figures == {"x": 1.5}
-    assert waiting({}, prompt, text, World()) is None
+    assert restore_pending({}, prompt, text, World()) is None
     extra["pending.0.about"] = extra["pending.0.about"][:-3]
     with pytest.raises(TrainError, match="completions that wait for their step are damaged"):
-        waiting(extra, prompt, text, World(rank=0, size=3))
+        restore_pending(extra, prompt, text, World(rank=0, size=3))
 
 
 def test_beside_invariant_it_is_refused(reinforcing: Make):

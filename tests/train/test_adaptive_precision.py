@@ -19,6 +19,7 @@ from octavo.cli.main import main
 from octavo.config import Config, ConfigError, load_config_text, override, to_yaml
 from octavo.config.sections.fp8_adapt import AdaptSection
 from octavo.fp8.adapting import Limits
+from octavo.fp8.planning import Schedule, Span
 from octavo.models.tiny import tiny
 from octavo.report.evidence import trust_table
 from octavo.report.run import run_page
@@ -255,8 +256,8 @@ def test_the_steps_of_rules_are_counted_from_both_ends(make):
 def test_a_step_keeps_amax_histories_where_a_plan_or_a_move_may_have_some(recipes, adapt, may: bool):
     model = torch.nn.Sequential(torch.nn.Linear(256, 256))
     main, *others = (fp8.plan(model, recipe) for recipe in recipes)
-    spans = tuple(fp8.Span(n + 1, n + 1, plan) for n, plan in enumerate(others))
-    assert Course(fp8.Schedule(main, spans), adapt).may_delay == may
+    spans = tuple(Span(n + 1, n + 1, plan) for n, plan in enumerate(others))
+    assert Course(Schedule(main, spans), adapt).may_delay == may
 
 
 def test_the_defaults_are_the_healthy_column_of_the_trust_table():

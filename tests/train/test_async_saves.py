@@ -43,7 +43,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     copy = Staging.copy
 
-    def counted(self: Staging, moment: checkpoint.Moment) -> checkpoint.Moment:
+    def counted(self: Staging, moment: checkpoint.Snapshot) -> checkpoint.Snapshot:
         found.append(sum(tensor.nbytes for _, tensor in local_tensors(moment.tensors)))
         return copy(self, moment)
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from octavo import fp8, models, train
+from octavo import models, train
 from octavo.checkpoint.run_state.files import read_state
+from octavo.fp8.blocks import grouped_attention
 from octavo.models.attention import attention as registry
 from octavo.parallel import World
 from octavo.train.errors import TrainError
@@ -92,7 +93,7 @@ def test_what_torch_is_asked_for_and_by_whom(place, monkeypatch: pytest.MonkeyPa
 
 
 def _grouped(q, k, v, mask, *, scale, is_causal, dropout):
-    return fp8.grouped_attention(q, k, v, mask, scale=scale, is_causal=is_causal, dropout=dropout)
+    return grouped_attention(q, k, v, mask, scale=scale, is_causal=is_causal, dropout=dropout)
 
 
 def test_a_run_says_its_kernel_and_keeps_it(make, monkeypatch: pytest.MonkeyPatch) -> None:

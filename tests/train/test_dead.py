@@ -123,7 +123,7 @@ def test_a_run_whose_last_steps_were_skipped_has_not_finished(make, monkeypatch:
 def poison(path: Path, cfg: Config, what: str = "model") -> None:
     """Make a checkpoint one of 0.4.0 with a NaN in it: written as then, without a word about its values."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("octavo.checkpoint.run_state.state.fp8.not_finite", lambda named: [], raising=False)
+        patched.setattr("octavo.checkpoint.run_state.state.fp8.find_nonfinite", lambda named: [], raising=False)
         start = run_dir.Start(path.parent / "aside", path, 0, 0, {})
         start.directory.mkdir()
         job = build.build(override(cfg, [f"run.resume={path}"]), World(), start)

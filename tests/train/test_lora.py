@@ -18,6 +18,7 @@ from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.export import export
 from octavo.checkpoint.run_state.dcp_safe import SafeReader
 from octavo.config import Config, load_config, override
+from octavo.fp8.weights import codes_of_frozen, frozen_weights, is_frozen
 from octavo.models.weights import iterate
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import model_setup, planning
@@ -119,7 +120,7 @@ def test_a_base_that_is_written_to_stops_the_run_without_an_adapter(make):
         def end_step(self, run, step) -> None:
             if step.number == 2:
                 weights = dict(run.model.named_parameters())
-                codes = fp8.codes_of_frozen(weights["model.language_model.layers.0.mlp.up_proj.base_layer.weight"])
+                codes = codes_of_frozen(weights["model.language_model.layers.0.mlp.up_proj.base_layer.weight"])
                 codes.data.view(torch.uint8)[0, 0] ^= 1
 
     with pytest.raises(train.TrainError) as caught:
@@ -176,10 +177,10 @@ def test_the_frozen_base_of_a_plan_is_what_is_loaded(make):
     assert mine.keys() == theirs.keys()
     for name, weight in mine.items():
         assert (weight.shape, weight.dtype) == (theirs[name].shape, theirs[name].dtype), name
-        assert fp8.is_frozen(weight) == fp8.is_frozen(theirs[name]), name
-        if fp8.is_frozen(weight):
-            assert fp8.codes_of_frozen(weight).spec == fp8.codes_of_frozen(theirs[name]).spec, name
-    assert sum(map(fp8.is_frozen, mine.values())) == 22
+        assert is_frozen(weight) == is_frozen(theirs[name]), name
+        if is_frozen(weight):
+            assert codes_of_frozen(weight).spec == codes_of_frozen(theirs[name]).spec, name
+    assert sum(map(is_frozen, mine.values())) == 22
 
 
 @pytest.mark.usefixtures("seen")
@@ -302,12 +303,10 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
     assert result.base["fp8"]["weights"] == 14
     stored = dict(iterate.stream(in_rows))
     kept = _model(written)
-    frozen = {name.replace(".base_layer.", "."): w for name, w in fp8.frozen_weights(kept)}
+    frozen = {name.replace(".base_layer.", "."): w for name, w in frozen_weights(kept)}
     assert frozen.keys() == {name for name, value in stored.items() if isinstance(value, fp8.Quantized)}
     for name, weight in frozen.items():
-        assert torch.equal(fp8.codes_of_frozen(weight).data.view(torch.uint8), stored[name].data.view(torch.uint8)), (
-            name
-        )
+        assert torch.equal(codes_of_frozen(weight).data.view(torch.uint8), stored[name].data.view(torch.uint8)), name
     with pytest.raises(fp8.PlanError, match="blockwise"):  # named, and not the codes'
         train.run(override(named, [f"run.dir={result.dir.parent / 'other'}"]))
 
@@ -328,7 +327,9 @@ def test_a_frozen_language_model_of_codes_without_adapters_stays_while_the_tower
     assert (result.losses(), result.eval) == (whole.losses(), whole.eval)
     assert result.base["unchanged"] and result.base["fp8"]["weights"] == 14
     codes = models.load(place / "tiny", load_in_fp8="block")
-    before, after = (dict(fp8.thaw(m).named_parameters()) for m in (codes, models.load(result.dir / "hf")))
+    before, after = (
+        dict(fp8.dequantize_weights(m).named_parameters()) for m in (codes, models.load(result.dir / "hf"))
+    )
     changed = {name.split(".")[1] for name in before if not torch.equal(before[name], after[name])}
     kept = {name.split(".")[1] for name in before} - changed
     assert "visual" in changed and kept == {"language_model"}

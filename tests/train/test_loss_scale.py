@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from octavo import fp8, models, train
 from octavo.config import Config, override
+from octavo.fp8.delayed import scale_gradient_histories
 from octavo.parallel import World
 from octavo.report.trial.runs import high_precision
 from octavo.train import artifacts
@@ -191,7 +192,7 @@ def test_no_fp8_code_depends_on_a_scale_that_is_a_power_of_two(recipe: str, low:
             normal = dx.abs() >= (2**-14 if low == torch.float16 else 0)  # below, FP16 itself rounds otherwise
             found.append([dw / factor, db / factor, dx / factor, normal])
             after = factors[(number + 1) % 3]
-            fp8.scale_gradient_histories(layer, after / factor)
+            scale_gradient_histories(layer, after / factor)
     for (*weights, dx, normal), (*scaled, other, _) in zip(found[:3], found[3:], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(weights, scaled, strict=True)) and normal.float().mean() > 0.9
         assert torch.equal(dx[normal], other[normal])

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from octavo import data, fp8, models, parallel, train
 from octavo.config import override
+from octavo.fp8.measuring import Machine
 from octavo.fp8.measuring.timing import Timed
 from octavo.train.setup import planning, token_counts
 from octavo.train.setup.planning import plan_for, policy_from
@@ -72,7 +73,7 @@ def test_a_rule_that_matches_nothing_is_the_plan_error(make):
         plan_for(make('fp8.rules=[{match: "**.nowhere.**", recipe: off}]'))
 
 
-GPU = fp8.Machine("Fake H200", "9.0", "1", "2.11", "13.0", {})
+GPU = Machine("Fake H200", "9.0", "1", "2.11", "13.0", {})
 
 
 def known_times(case, calls, device):

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from octavo.cli.train import conclude
+from octavo.cli.train import print_result
 from octavo.train.callbacks.checkpointing import interval
 from octavo.train.callbacks.metrics import MetricsLog
 from octavo.train.callbacks.progress import Display
@@ -78,7 +78,7 @@ def test_the_closing_lines_say_the_reward_and_not_the_loss_of_rl(capsys) -> None
     def closing(final: dict) -> str:
         ended = {"status": "finished", "steps": 3, "dir": "run", "eval": None, "gain": None, "skipped": 0}
         ended["overflowed"] = 2
-        conclude(SimpleNamespace(final=final, **ended))
+        print_result(SimpleNamespace(final=final, **ended))
         return capsys.readouterr().out
 
     assert "reward " in (said := closing(RL)) and "loss" not in said and "rollout_tokens_per_s" in said

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from octavo import fp8, models, train
-from octavo.fp8 import recompute
+from octavo.fp8 import activation_checkpointing
+from octavo.fp8.observe import uncounted
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.tiny import tiny
 from octavo.parallel import World
@@ -175,13 +176,13 @@ def test_padding_is_left_out_where_images_have_experts_of_their_own(tmp_path):
 
 def test_only_training_forwards_are_counted_and_each_once(folder):
     model = models.load(folder, dtype=torch.float32)
-    recompute(models.describe(model).layers(model), "full")
+    activation_checkpointing(models.describe(model).layers(model), "full")
     load, ids = routing.ExpertLoad(model), torch.arange(40).view(2, 20)
     load.begin(ids.device)
     model.train()
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     model.eval()(input_ids=ids, use_cache=False)
-    with fp8.uncounted():
+    with uncounted():
         model.train()(input_ids=ids, use_cache=False)
     assert load.layers == 2 and [float(count.sum()) for count in load._counts] == [80, 80]
 

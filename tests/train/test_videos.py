@@ -90,7 +90,7 @@ def test_a_folder_of_frames_is_asked_about_by_its_rate(here, result, capsys):
     said = []
     for fps in ("2", "0.5"):  # 3 and 12 seconds, as the model is told in front of each pair of frames
         assert main([*asked, str(frames), "--fps", fps]) == 0
-        said.append(data.shots([str(frames)], models.load_processor(here / "model"), fps=float(fps))[0])
+        said.append(data.decode_videos([str(frames)], models.load_processor(here / "model"), fps=float(fps))[0])
     assert [shot.fps for shot in said] == [2, 0.5] and "answer" in capsys.readouterr().out
     clip = str(here / "clips" / "videos" / "test" / "00000.mp4")
     for words, found in (
@@ -187,6 +187,6 @@ def test_a_family_without_videos_and_odd_values_are_refused(here, tmp_path):
 
 def test_digits_of_a_clip_are_asked_for_with_video_alone(tmp_path, capsys):
     assert main(["digits", str(tmp_path / "c"), "--frames", "2"]) != 0
-    assert "are of videos: add --video" in capsys.readouterr().err
+    assert "apply to videos: add --video" in capsys.readouterr().err
     assert main(["digits", str(tmp_path / "c"), "--video", "--digits", "2", "--train", "2", "--test", "1"]) == 0
     assert "wrote 2 training and 1 test videos" in capsys.readouterr().out

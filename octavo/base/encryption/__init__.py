@@ -1,11 +1,11 @@
-"""Files at rest under AES-256-GCM: a key, a form, a reader and a writer. What must be seen by libraries that open paths
-lies in memory meanwhile, never on a disk in plain."""
+"""Encryption of files at rest with AES-256-GCM: the key, the file format, the reader and the writer. For libraries that
+open paths, plain text is kept in memory and never written to a disk."""
 
 from octavo.base.encryption.encrypted_lines import SUFFIX, append, decrypted_line, encrypted_line
 from octavo.base.encryption.errors import Damaged, NoKey, VaultError, WrongKey
-from octavo.base.encryption.folders import LIST, Folder, check_file, check_folder, check_plain, opened, put
-from octavo.base.encryption.key import FILE, VALUE, Key, find, given
-from octavo.base.encryption.reader import Reader, begins, decrypted, is_encrypted
+from octavo.base.encryption.folders import LIST, Folder, check_file, check_folder, check_plain, open_decrypted, put
+from octavo.base.encryption.key import FILE, VALUE, Key, find, process_secret
+from octavo.base.encryption.reader import Reader, decrypted, has_magic, is_encrypted
 from octavo.base.encryption.writer import Writer, encrypted
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "Writer",
     "WrongKey",
     "append",
-    "begins",
     "check_file",
     "check_folder",
     "check_plain",
@@ -31,8 +30,9 @@ __all__ = [
     "encrypted",
     "encrypted_line",
     "find",
-    "given",
+    "has_magic",
     "is_encrypted",
-    "opened",
+    "open_decrypted",
+    "process_secret",
     "put",
 ]

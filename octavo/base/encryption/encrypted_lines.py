@@ -1,7 +1,7 @@
-"""Lists that grow line by line, and may be broken off by a kill: each line is an encrypted file of its own, in base64.
+"""Files that grow line by line, and that a kill may cut off: each line is a separate encrypted file, in base64.
 
-`NAME.aes` holds such lines. A line that was changed is refused; that lines were left out or moved is not seen, as of a
-list that anybody may append to.
+`NAME.aes` holds such lines. A changed line is refused; removed or moved lines are not detected, because the file is
+one that any process may append to.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _MARK = base64.b64encode(file_format.MAGIC[:6])  # how every line begins
 
 
 def encrypted_line(plain: bytes, key: Key | None = None) -> bytes:
-    """A line, its end included. `key`: the process's, unless it is given."""
+    """Encrypt a line; the result ends in a line break. `key`: by default the key of the process."""
     return base64.b64encode(encrypted(plain, _CHUNK, key)) + b"\n"
 
 
 def decrypted_line(line: bytes, where: object, key: Key | None = None) -> bytes:
-    """What a line holds, which had no end. Raises VaultError; `where` it stands is said."""
+    """Decrypt a line without its line break. Raises VaultError, which names `where` the line is."""
     try:
         stored = base64.b64decode(line, validate=True)
     except binascii.Error:
@@ -39,7 +39,7 @@ def decrypted_line(line: bytes, where: object, key: Key | None = None) -> bytes:
 
 
 def append(file: Path, lines: Iterable[str]) -> None:
-    """Append lines, each with its end, to a list of lines; encrypted where its name ends in `.aes`."""
+    """Append lines, each with its line break, to a file; encrypted if its name ends in `.aes`."""
     with file.open("ab") as out:
         for line in lines:
             raw = line.encode("utf-8", "backslashreplace")

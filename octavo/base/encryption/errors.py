@@ -1,4 +1,4 @@
-"""What can be wrong with an encrypted file or with its key."""
+"""Errors of encrypted files and keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import errno
 
 
 class VaultError(OSError):
-    """An encrypted file that cannot be read or written, or a key that cannot be had; the message says what to do.
+    """An encrypted file that cannot be read or written, or a missing key; the message says what to do.
 
-    It is an OSError, because libraries that are handed an open file (Arrow, Pillow, tarfile) pass such on, and because
-    who reads files expects one.
+    It is an OSError, because libraries that read from an open file (Arrow, Pillow, tarfile) propagate OSError, and
+    callers that read files expect one.
     """
 
     def __init__(self, message: str) -> None:
@@ -23,7 +23,7 @@ class VaultError(OSError):
 
 
 class NoKey(VaultError):
-    """No key was given, or what was given is none."""
+    """No key was given, or the given value is not a key."""
 
 
 class WrongKey(VaultError):
@@ -31,8 +31,8 @@ class WrongKey(VaultError):
 
 
 class Damaged(VaultError):
-    """The file is not what was written: changed, cut short, or put together from others."""
+    """The file differs from what was written: it was changed, cut short, or assembled from other files."""
 
 
 class Exchanged(Damaged):
-    """The file is whole, and not the one that was encrypted at its place; or a folder lacks one, or has one more."""
+    """The file is intact, but not the one that was encrypted at this path; or a file of a folder is missing or new."""

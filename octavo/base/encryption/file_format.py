@@ -1,34 +1,39 @@
-"""The form of an encrypted file, to the byte; docs/encryption.md spells it out for who implements it elsewhere.
+"""The format of an encrypted file, byte by byte; docs/encryption.md explains it for other implementations.
 
     0   8   8f "OCTAES" 02      the last byte is the version
     8   4   C, bytes of a chunk, big-endian: a power of two from 2^12 to 2^24
     12  8   id of the key
-    20  32  salt: random, and a file's own
+    20  32  salt: random, different in each file
     52  2   L, bytes of the name, big-endian, at most 4096; 0: the file was encrypted by itself
     54  16  where L > 0: id of the folder that was encrypted, random
     70  L   where L > 0: the path inside that folder, its parts joined by "/"
-    H-16    tag of what stands before; H, bytes of the header, is 70, or 86 + L where L > 0
-    H       chunks of C bytes, each with 16 bytes of tag behind it; the last has 0 to C (0: the file is empty)
+    H-16    tag of the bytes before it; H, bytes of the header, is 70, or 86 + L where L > 0
+    H       chunks of C bytes, each followed by 16 bytes of tag; the last has 0 to C (0: the file is empty)
 
     file key = HKDF-SHA256(key, salt, info = bytes 0 to 19)
-    nonce    = 00 00 00 | number of the chunk, 8 bytes, big-endian | 0, of the last chunk 1, of the header's tag 2
+    nonce    = 00 00 00 | number of the chunk, 8 bytes, big-endian | 0; 1 for the last chunk, 2 for the header's tag
 
-Version 1, of Octavo 0.4.0, has no L and no name: its header ends with the tag at byte 52, and nothing binds a file to
-its place. It is read.
+Version 1, of Octavo 0.4.0, has no L and no name: its header ends with the tag at byte 52, and no file is bound to its
+path. It can still be read.
 
 AES-256-GCM with the nonces of STREAM (Hoang, Reyhanitabar, Rogaway, Vizár, "Online Authenticated-Encryption and its
-Nonce-Reuse Misuse-Resistance", 2015): a chunk that is changed, moved, repeated, left out or of another file does not
-open, nor does a file that ends early or goes on. A file key is used for one file, each nonce for one chunk of it.
+Nonce-Reuse Misuse-Resistance", 2015): decryption fails for a chunk that was changed, moved, repeated, left out or taken
+from another file, and for a file that was cut or lengthened. A file key is used for one file, a nonce for one chunk.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from octavo.base.encryption.errors import Damaged, WrongKey
 from octavo.base.encryption.key import Key
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"\x8fOCTAES\x02"
 FIRST = 1  # the version without names
@@ -36,15 +41,15 @@ TAG = 16
 SALTED = 52  # bytes of magic, chunk size, key id and salt
 LONGEST = 4096  # bytes of a path in a folder (PATH_MAX of Linux)
 HEADER = SALTED + 2 + 16 + LONGEST + TAG  # bytes of the longest header
-CHUNK = 1 << 18  # bytes: small beside a shard, large beside a call
-MOST = 1 << 26  # chunks of a file: 16 TiB of the usual ones, below 2^42 blocks of AES for one key
+CHUNK = 1 << 18  # bytes: small compared with a shard, large compared with the overhead of a call
+MOST = 1 << 26  # chunks of a file: 16 TiB in chunks of CHUNK bytes, which stays below 2^42 AES blocks for one key
 _SIZES = [1 << n for n in range(12, 25)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a file belongs: the id of the folder that was encrypted, and the path inside it, in the bytes of the file
-    system, its parts joined by "/"."""
+    """The path that a file is bound to: the id of the encrypted folder, and the path inside it as file system bytes,
+    its parts joined by "/"."""
 
     folder: bytes
     name: bytes
@@ -52,29 +57,29 @@ class Place:
 
 @dataclass(frozen=True)
 class Cipher:
-    """AES-256-GCM under a file's key, by the number of a chunk. `chunk`: bytes of one; `header`: the file's; `place`:
-    that it is bound to, None of a file that was encrypted by itself."""
+    """AES-256-GCM with the key of one file. `chunk`: plain bytes of a chunk; `header`: of the file; `place`: what the
+    file is bound to, None for a file that was encrypted by itself."""
 
     header: bytes
     chunk: int
-    aead: Any
+    aead: AESGCM
     place: Place | None = None
 
     @property
     def version(self) -> int:
         return self.header[7]
 
-    def sealed(self, number: int, plain: Any, last: bool) -> bytes:
-        """A chunk with its tag."""
+    def encrypt_chunk(self, number: int, plain: Bytes, last: bool) -> bytes:
+        """Encrypt a chunk; its tag is appended."""
         return bytes(self.aead.encrypt(_nonce(number, last), plain, None))
 
-    def opened(self, number: int, stored: Any, last: bool) -> bytes:
-        """What a chunk holds. Raises cryptography's InvalidTag where it is not the one that was written there."""
+    def decrypt_chunk(self, number: int, stored: bytes, last: bool) -> bytes:
+        """Decrypt a chunk with its tag. Raises cryptography's InvalidTag if it was not written as this chunk."""
         return bytes(self.aead.decrypt(_nonce(number, last), stored, None))
 
 
-def new(key: Key, chunk: int = CHUNK, place: Place | None = None) -> Cipher:
-    """Of a file that is about to be written."""
+def new_cipher(key: Key, chunk: int = CHUNK, place: Place | None = None) -> Cipher:
+    """The cipher, with its header, of a new file."""
     assert chunk in _SIZES, chunk
     head = MAGIC + chunk.to_bytes(4, "big") + key.id
     salt = os.urandom(32)
@@ -87,16 +92,16 @@ def new(key: Key, chunk: int = CHUNK, place: Place | None = None) -> Cipher:
     return Cipher(bound + aead.encrypt(_nonce(0, 2), b"", bound), chunk, aead, place)
 
 
-def of(key: Key, header: bytes, path: object) -> Cipher:
-    """Of a file that begins with these bytes, `HEADER` or all that it has. Raises WrongKey and Damaged, which name the
-    `path`."""
+def cipher_of(key: Key, header: bytes, path: object) -> Cipher:
+    """The cipher of a file that begins with these bytes: `HEADER` of them, or all if the file is shorter. Raises
+    WrongKey and Damaged, which name the `path`."""
     from cryptography.exceptions import InvalidTag
 
     if len(header) < SALTED + TAG:
         raise Damaged(f"{path} is damaged: it ends within the header of an encrypted file. Take it from a copy")
     if header[7] not in (FIRST, MAGIC[7]):
         raise Damaged(
-            f"{path} is encrypted in version {header[7]} of the form, and this Octavo reads {FIRST} to {MAGIC[7]}"
+            f"{path} is encrypted in version {header[7]} of the format, and this Octavo reads {FIRST} to {MAGIC[7]}"
         )
     if header[12:20] != key.id:
         raise WrongKey(
@@ -114,8 +119,8 @@ def of(key: Key, header: bytes, path: object) -> Cipher:
     aead = _aead(key.derived(header[:20], header[20:52]))
     try:
         aead.decrypt(_nonce(0, 2), header[end : end + TAG], header[:end])
-    except (InvalidTag, ValueError):  # the latter of less than a tag
-        chunk = 0
+    except (InvalidTag, ValueError):  # ValueError: fewer bytes than a tag
+        chunk = 0  # which is in no valid header: both faults raise the same error
     if chunk not in _SIZES:
         raise Damaged(
             f"{path} is damaged: its header (bytes 0 to {min(end + TAG, len(header)) - 1}) was changed or cut. Take "
@@ -125,7 +130,7 @@ def of(key: Key, header: bytes, path: object) -> Cipher:
 
 
 def tag_of(header: bytes) -> bytes:
-    """The tag of an encrypted file's header, unchecked: of one whose key is not at hand. `header`: its first bytes."""
+    """The tag of an encrypted file's header, unverified: it needs no key. `header`: the first bytes of the file."""
     end = SALTED
     if header[7:8] != bytes([FIRST]):
         length = int.from_bytes(header[SALTED : SALTED + 2], "big")
@@ -134,8 +139,8 @@ def tag_of(header: bytes) -> bytes:
 
 
 def was_encrypted(head: bytes, key: Key) -> bool:
-    """Whether the first bytes of a file without the mark are what damage left of an encrypted one's: most of the mark,
-    its beginning, or the id of the key."""
+    """Whether the first bytes of a file without the magic bytes look like a damaged encrypted file: most of the magic
+    bytes, their beginning, or the id of the key."""
     if len(head) < len(MAGIC):
         return bool(head) and MAGIC.startswith(head[:7])
     same = sum(one == other for one, other in zip(head, MAGIC[:7], strict=False))
@@ -146,7 +151,7 @@ def _nonce(number: int, kind: int) -> bytes:
     return b"\0\0\0" + number.to_bytes(8, "big") + bytes([kind])
 
 
-def _aead(key: bytes) -> Any:
+def _aead(key: bytes) -> AESGCM:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     return AESGCM(key)

@@ -1,14 +1,14 @@
-"""Folders that were encrypted as a whole: every file is bound to its path inside, and a list says which there are.
+"""Folders that were encrypted as a whole: every file is bound to its path inside, and a list names all files.
 
-    files.octavo     in the root of the folder: an encrypted file that holds "octavo files 1\\0", and of each file
+    files.octavo     in the root of the folder: an encrypted file that holds "octavo files 1\\0", and for each file
                      KIND " " PATH "\\0"
-    KIND  =          an encrypted file that is bound to this folder and path by its own header
-          32 hex     an encrypted file that was copied as it is: the tag of its header
-          *          a list of encrypted lines, to which lines may be added
+    KIND  =          an encrypted file that its header binds to this folder and path
+          32 hex     an encrypted file that was copied unchanged: the tag of its header
+          *          a file of encrypted lines, to which lines may be added
 
-The id of the folder is random and in the header of every file, of the list too: what another encryption of the same
-folder wrote, with the same key, is another folder's. Neither the folder's name nor its place is bound: it can be
-renamed and moved as a whole. A folder in it may have a list of its own (`hf/` in the directory of a run).
+The id of the folder is random and is in the header of every file, the list included: files from another encryption of
+the same folder, with the same key, belong to another folder. Neither the folder's name nor its location is bound: it
+can be renamed and moved as a whole. A folder inside it may have a separate list (`hf/` in the directory of a run).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, cast
 
 from octavo.base.encryption import file_format
 from octavo.base.encryption.errors import Exchanged, NoKey, VaultError
@@ -30,18 +30,18 @@ LIST = "files.octavo"
 BOUND, LINES = "=", "*"
 _HEAD = b"octavo files 1\0"
 _FIX = "Take the whole folder from a copy, its files.octavo included"
-#: what may come into a folder without being listed: the lock of a process that works in it
+#: suffixes of files that may appear in a folder without being listed: the lock of a process that works in it
 _PASSING = (".lock",)
 
 
 class Folder:
-    """A folder that is being written encrypted. `identity`: its id, where several ranks write it."""
+    """A folder that is being written encrypted. `identity`: its id, if several ranks write it; by default random."""
 
     def __init__(self, root: Path, identity: bytes | None = None, key: Key | None = None) -> None:
         self.root, self.identity, self._key = root, identity or os.urandom(16), key
 
     def place(self, path: Path) -> file_format.Place:
-        """What a file at this path is bound to. Raises VaultError for a path that is too long."""
+        """The place that a file at this path is bound to. Raises VaultError for a path that is too long."""
         name = os.fsencode(path.relative_to(self.root))
         if len(name) > file_format.LONGEST:
             raise VaultError(
@@ -50,12 +50,12 @@ class Folder:
         return file_format.Place(self.identity, name)
 
     def put(self, path: Path, plain: bytes) -> None:
-        """Write a file at once; not forced to the disk."""
+        """Encrypt and write a whole file; not synced to the disk."""
         path.write_bytes(encrypted(plain, key=self._key, place=self.place(path)))
 
     def write_list(self, kinds: Mapping[Path, str] | None = None) -> None:
-        """Write the list of what is in the folder, when all is written. `kinds`: of each file, where the caller knows;
-        else every file that is there is bound to this folder."""
+        """Write the list of the folder's files, after all of them. `kinds`: the kind of each file; by default every
+        file in the folder is bound to it."""
         if kinds is None:
             kinds = {path: BOUND for path in self.root.rglob("*") if path.is_file() and path != self.root / LIST}
         entries = [f"{kind} ".encode() + self.place(path).name + b"\0" for path, kind in sorted(kinds.items())]
@@ -63,7 +63,7 @@ class Folder:
 
 
 def put(path: Path, plain: bytes, folder: Folder | None) -> None:
-    """Write a file at once, encrypted in a folder that is, else as it is; not forced to the disk."""
+    """Write a whole file, encrypted if it belongs to an encrypted `folder`; not synced to the disk."""
     if folder is None:
         path.write_bytes(plain)
     else:
@@ -71,10 +71,10 @@ def put(path: Path, plain: bytes, folder: Folder | None) -> None:
 
 
 def root_of(path: str | os.PathLike[str]) -> Path | None:
-    """The nearest folder with a list that a path is in or is; None where there is none.
+    """The nearest folder with a list that contains a path or is the path; None where there is none.
 
-    The path as it is named decides, so that a link in a file's place is seen. One that is in no such folder by its name
-    is where its links lead.
+    The path is taken as it is spelled, so that a link in place of a file is detected. Only if that is in no such folder
+    are its links resolved.
     """
     named = os.path.abspath(path)
     return _root_above(named) or _root_above(os.path.realpath(named))
@@ -90,7 +90,7 @@ def _root_above(path: str) -> Path | None:
 
 
 def listed(root: Path, key: Key | None = None) -> Mapping[bytes, str]:
-    """Path inside -> kind, of a folder with a list. Raises VaultError for a list that is damaged or another file."""
+    """Path inside -> kind, for a folder with a list. Raises VaultError for a list that is damaged or another file."""
     key, stat = key or find(), os.stat(root / LIST)
     return _listed(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
@@ -102,16 +102,16 @@ def _listed(root: Path, key: Key, *_state: object) -> Mapping[bytes, str]:
             raise Exchanged(f"{root / LIST} is not the list of a folder: another file was put in its place. {_FIX}")
         raw = reader.readall()
     if not raw.startswith(_HEAD):
-        raise Exchanged(f"{root / LIST} is of a later form than this Octavo reads")
+        raise Exchanged(f"{root / LIST} has a later format than this Octavo reads")
     pairs = (entry.partition(b" ") for entry in raw[len(_HEAD) :].split(b"\0") if entry)
     return {name: kind.decode() for kind, _, name in pairs}
 
 
 def check_file(path: str | os.PathLike[str], reader: Reader | None, key: Key | None = None) -> None:
-    """That a file that was opened is the one that was encrypted at this path. `reader`: None of a plain file.
+    """Check that an opened file is the one that was encrypted at this path. `reader`: None for a plain file.
 
-    Raises Exchanged, with the path, for a file that is bound to another path or folder, one that was taken out of its
-    folder, and one that is plain or of its own where the list has another.
+    Raises Exchanged, with the path, for a file that is bound to another path or folder, for one that was taken out of
+    its folder, and for a plain or unbound file where the list has another.
     """
     place = None if reader is None else reader.place
     if place is None:
@@ -119,7 +119,8 @@ def check_file(path: str | os.PathLike[str], reader: Reader | None, key: Key | N
         return
     name, named, shown = os.fsdecode(place.name), os.path.abspath(path), os.fspath(path)
     real = os.path.realpath(named)
-    # a link in a folder with a list may stand in place of a file there: then the name decides, not where it leads
+    # A link in a folder with a list may replace a file there, so the path as spelled is checked first; the resolved one
+    # counts only if the spelled one is in no such folder.
     for one in (named, *([real] if real != named and _root_above(named) is None else [])):
         root = Path(one[: -len(name) - 1] or "/") if one.endswith(f"/{name}") else None
         if root is not None and (root / LIST).is_file():
@@ -138,7 +139,7 @@ def check_file(path: str | os.PathLike[str], reader: Reader | None, key: Key | N
 
 
 def check_plain(path: str | os.PathLike[str], error: type[Exception]) -> None:
-    """That a plain file, which a library opens by its path, is none in place of an encrypted one. Raises `error`."""
+    """Check that a plain file, which a library opens by its path, does not replace an encrypted one. Raises `error`."""
     try:
         check_file(path, None)
     except VaultError as cause:
@@ -164,7 +165,7 @@ def _check_unbound(path: str | os.PathLike[str], reader: Reader | None, key: Key
     if reader is None and key is None:
         try:
             find()
-        except NoKey:  # who reads without a key trusts plain files
+        except NoKey:  # without a key the list cannot be read, and plain files are trusted
             return
     name = os.path.relpath(os.path.abspath(path), root)
     if name.startswith(".."):
@@ -182,8 +183,8 @@ def has_list(folder: Path) -> bool:
 
 
 def check_folder(folder: Path, deep: bool = True, added: bool = True, key: Key | None = None) -> None:
-    """That a folder, where it is in one that was encrypted, has the files that the list says, and (`added`) no others;
-    `deep`: those in folders below too. What the files hold is checked where each is opened.
+    """Check that a folder, if it is in one that was encrypted, has the files on the list, and (`added`) no others;
+    `deep`: also those in its subfolders. The content of a file is checked when it is opened.
 
     Raises Exchanged with the first missing or added file, and VaultError for a list that cannot be read.
     """
@@ -196,13 +197,13 @@ def check_folder(folder: Path, deep: bool = True, added: bool = True, key: Key |
     wanted = {name[len(head) :] for name in listed(root, key) if name.startswith(head)}
     if not deep:
         wanted = {name for name in wanted if b"/" not in name}
-    there = set(_names(os.fsencode(folder), deep)) - ({LIST.encode()} if not head else set())
+    present = set(_names(os.fsencode(folder), deep)) - ({LIST.encode()} if not head else set())
     where = f"{root / LIST}, the list of what was encrypted together"
-    if missing := sorted(wanted - there):
+    if missing := sorted(wanted - present):
         raise Exchanged(f"{_named(folder, missing)} missing, by {where}. {_FIX}")
-    if added and (more := sorted(there - wanted)):
+    if added and (extra := sorted(present - wanted)):
         raise Exchanged(
-            f"{_named(folder, more)} added: not in {where}. Move it out, or encrypt the folder again with it (octavo "
+            f"{_named(folder, extra)} added: not in {where}. Move it out, or encrypt the folder again with it (octavo "
             "encrypt SRC DST --old-key)"
         )
 
@@ -222,11 +223,11 @@ def _names(folder: bytes, deep: bool, head: bytes = b"") -> Iterator[bytes]:
                 yield head + entry.name
 
 
-def opened(
+def open_decrypted(
     handle: int, path: str | os.PathLike[str], buffering: int = -1, key: Key | None = None, shown: object = None
-) -> Any:
-    """A file that reads the plain text of the encrypted one at a path: with a buffer of a chunk unless `buffering` is
-    0. The handle is its own from now on, unless this raises. `shown`: the path as messages have it.
+) -> BinaryIO:
+    """A file object that reads the plain text of the encrypted file at a path, with a buffer of one chunk unless
+    `buffering` is 0. It takes over the handle, unless this raises. `shown`: the path as messages quote it.
 
     Raises VaultError, also for a file that is not the one that was encrypted at this path (:func:`check_file`).
     """
@@ -236,4 +237,4 @@ def opened(
     except BaseException:
         raw.release()
         raise
-    return raw if buffering == 0 else io.BufferedReader(raw, raw.chunk)
+    return cast(BinaryIO, raw if buffering == 0 else io.BufferedReader(raw, raw.chunk))

@@ -1,11 +1,11 @@
-"""The key: 32 bytes out of a file or the environment, and nowhere else.
+"""The key: 32 bytes from a file or the environment, and from nowhere else.
 
     OCTAVO_KEY_FILE=/run/secrets/octavo.key     a file: 64 hex digits, base64, or 32 raw bytes (`--key-file` sets it)
     --key-file <(pass show octavo)              a pipe or another open handle (/dev/fd/N): read once, and kept in memory
-    OCTAVO_KEY=...                              the key itself in hex or base64, where a launcher hands secrets on so
+    OCTAVO_KEY=...                              the key itself in hex or base64, for launchers that pass secrets so
 
-Both reach ranks and data workers as environment variables do. Processes that run others' code (rewards) are started
-without them (:func:`without_key`). A `Key` shows its id, never itself: not in repr, format, a pickle or a copy.
+Ranks and data workers inherit both environment variables. Processes that run third-party code (rewards) are started
+without them (:func:`without_key`). A `Key` shows its id and never its bytes: not in repr, format, a pickle or a copy.
 """
 
 from __future__ import annotations
@@ -16,9 +16,13 @@ import hashlib
 import os
 import resource
 import stat
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
 
 from octavo.base.encryption.errors import NoKey
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 SIZE = 32  # bytes: AES-256, and what HKDF takes
 FILE, VALUE = "OCTAVO_KEY_FILE", "OCTAVO_KEY"
@@ -27,8 +31,8 @@ _GIVE = f"Give one with --key-file FILE or {FILE}; `octavo encrypt --new-key FIL
 
 
 class Key:
-    """A key, and what is derived from it by HKDF-SHA256 (RFC 5869). `id`: 8 bytes that name it in the files that it
-    encrypts, from which nobody comes back to the key."""
+    """A key, from which file keys are derived by HKDF-SHA256 (RFC 5869). `id`: 8 bytes that identify it in the files
+    that it encrypts, and from which the key cannot be computed."""
 
     __slots__ = ("__secret", "id")
 
@@ -48,36 +52,37 @@ class Key:
         return f"Key({self.id.hex()})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a key is not pickled and not copied; whoever needs it finds it (octavo.base.encryption.find)")
+        raise TypeError("a key is not pickled and not copied; get it in each process (octavo.base.encryption.find)")
 
     def __getstate__(self) -> NoReturn:
         self.__reduce__()
 
 
 def find() -> Key:
-    """The key of this process, which leaves no core file from now on. Raises NoKey as :func:`given` does."""
+    """The key of this process, which writes no core file from now on. Raises NoKey as :func:`process_secret` does."""
     file, value = _source()
     source = file or hashlib.sha256((value or "").encode()).hexdigest()
-    if source not in _found:
-        secret = given()
-        _found.clear()
-        _found[source] = Key(secret)
-    return _found[source]
+    if source not in _cached:
+        secret = process_secret()
+        _cached.clear()
+        _cached[source] = Key(secret)
+    return _cached[source]
 
 
-def given() -> bytes:
-    """The 32 bytes that this process was given as its key; it leaves no core file from now on. Raises NoKey where none
-    is given, or two are, and for what is no key."""
+def process_secret() -> bytes:
+    """The 32 bytes that this process has as its key; it writes no core file from now on. Raises NoKey for no key, for
+    two, and for a value that is not a key."""
     file, value = _source()
-    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]  # 0 holds of files alone; at 1 Linux pipes none to a program
+    # A core file would contain the key. A limit of 0 applies to files only: with 1 Linux also pipes none to a program.
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
     return secret_in(file) if file else _decoded((value or "").encode(), VALUE)
 
 
 def keep_source() -> None:
-    """Where the key's file is an open handle of this process (/dev/fd/N) or a pipe, name a file in memory in its place:
-    either is read once, and ranks and workers, which have neither, open that by its path for as long as this process
-    lives. Raises NoKey as :func:`secret_in` does, and where this system has no such files."""
+    """If the key's file is an open handle of this process (/dev/fd/N) or a pipe, replace it by a file in memory: either
+    can be read only once, and ranks and workers, which have neither, open the new file by its path while this process
+    lives. Raises NoKey as :func:`secret_in` does, and where this system has no files in memory."""
     path = os.environ.get(FILE)
     if path and (path.startswith(_HANDLES) or _is_pipe(path)):
         if not hasattr(os, "memfd_create"):
@@ -102,7 +107,7 @@ def _is_pipe(path: str) -> bool:
 
 
 def _source() -> tuple[str | None, str | None]:
-    """The file of the key, or the key as text: one of both."""
+    """The file of the key and the key as text, of which one is set."""
     keep_source()
     file, value = os.environ.get(FILE), os.environ.get(VALUE)
     if not file and not value:
@@ -112,7 +117,7 @@ def _source() -> tuple[str | None, str | None]:
     return file, value
 
 
-_found: dict[str, Key] = {}  # the one of this process, by where it came from
+_cached: dict[str, Key] = {}  # the key of this process, by its source
 
 
 def from_file(path: str | os.PathLike[str]) -> Key:
@@ -121,19 +126,19 @@ def from_file(path: str | os.PathLike[str]) -> Key:
 
 
 def secret_in(path: str | os.PathLike[str]) -> bytes:
-    """The 32 bytes that a key file holds, for whoever makes a key of them that does not show itself. Raises NoKey for
-    one that is missing, that everybody may read, or that holds no key."""
+    """The 32 bytes in a key file; put them into a class that does not print them. Raises NoKey for a file that is
+    missing, that all users may read, or that holds no key."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as cause:
         raise NoKey(f"the key file {path} cannot be read: {getattr(cause, 'strerror', None) or cause}") from cause
     try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISFIFO(found.st_mode):
+        info = os.fstat(handle)
+        if not stat.S_ISREG(info.st_mode) and not stat.S_ISFIFO(info.st_mode):
             raise NoKey(f"the key file {path} is no regular file and no pipe")
-        if found.st_mode & stat.S_IROTH:
+        if info.st_mode & stat.S_IROTH:
             raise NoKey(f"the key file {path} can be read by everybody on this machine; chmod o-rwx it")
-        os.set_blocking(handle, True)  # a pipe's writer may take a while: a password manager asks first
+        os.set_blocking(handle, True)  # the writer of a pipe may take a while: a password manager prompts first
         raw = b""
         while len(raw) <= _LONGEST and (piece := os.read(handle, _LONGEST)):
             raw += piece
@@ -143,12 +148,13 @@ def secret_in(path: str | os.PathLike[str]) -> bytes:
 
 
 def write_new(path: str | os.PathLike[str]) -> Key:
-    """Make a key and the file of it. Raises NoKey as :func:`new_secret` does."""
+    """Generate a key and write its file. Raises NoKey as :func:`new_secret` does."""
     return Key(new_secret(path))
 
 
 def new_secret(path: str | os.PathLike[str]) -> bytes:
-    """32 random bytes, and the file of them, in hex, for this user alone. Raises NoKey where something is there."""
+    """Generate 32 random bytes and write them, in hex, to a new file that only this user can read. Raises NoKey if the
+    path exists."""
     secret = os.urandom(SIZE)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -162,18 +168,18 @@ def new_secret(path: str | os.PathLike[str]) -> bytes:
 
 
 def without_key() -> dict[str, str]:
-    """The environment for a process that runs others' code: without any variable whose name begins with OCTAVO_KEY."""
+    """The environment for a process that runs third-party code: without variables whose names begin with OCTAVO_KEY."""
     return {name: value for name, value in os.environ.items() if not name.upper().startswith(VALUE)}
 
 
 def _refuse_repeated(secret: bytes, where: str) -> None:
-    """Raises NoKey for a placeholder: no generator gives one byte 32 times, and others guess it first."""
+    """Raises NoKey for a placeholder: no generator gives one byte 32 times, and such keys are guessed first."""
     if len(set(secret)) == 1:
         raise NoKey(f"{where} is one byte, {SIZE} times: a placeholder, which others guess at once. {_GIVE}")
 
 
 def _decoded(raw: bytes, where: str) -> bytes:
-    """The bytes that text, or the bytes themselves, stand for. Raises NoKey; nothing of them is shown."""
+    """The key in the bytes of a file or variable: hex, base64 or raw. Raises NoKey, which quotes none of them."""
     secret = _bytes_of(raw, where)
     _refuse_repeated(secret, f"the key in {where}" if where == VALUE else where)
     return secret
@@ -181,21 +187,22 @@ def _decoded(raw: bytes, where: str) -> bytes:
 
 def _bytes_of(raw: bytes, where: str) -> bytes:
     text = raw.strip()
-    if len(raw) == SIZE and not (raw.isascii() and raw.decode().isprintable()):  # letters are no random bytes: they
-        return raw  # are what `openssl rand -hex 16` writes, which is half a key
+    # 32 printable characters are not raw random bytes: `openssl rand -hex 16` writes such, and they are half a key.
+    if len(raw) == SIZE and not (raw.isascii() and raw.decode().isprintable()):
+        return raw
     try:
         if len(text) == 2 * SIZE:
             return binascii.unhexlify(text)
-        found = base64.b64decode(text.translate(bytes.maketrans(b"-_", b"+/")) + b"=" * (-len(text) % 4), validate=True)
-        if len(found) == SIZE:
-            return found
+        key = base64.b64decode(text.translate(bytes.maketrans(b"-_", b"+/")) + b"=" * (-len(text) % 4), validate=True)
+        if len(key) == SIZE:
+            return key
     except (ValueError, binascii.Error):
         pass
     raise NoKey(f"{where} holds no key: that is {2 * SIZE} hex digits, base64 of {SIZE} bytes, or {SIZE} bytes")
 
 
-def _library() -> tuple[Any, Any]:
-    """SHA-256 and HKDF of `cryptography`."""
+def _library() -> tuple[ModuleType, type[HKDF]]:
+    """The hashes and HKDF of `cryptography`. Raises NoKey where it is not installed."""
     try:
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF

@@ -1,4 +1,4 @@
-"""An encrypted file, read: any byte of it, a chunk at a time in memory, none of it before its tag was found right."""
+"""Reading of encrypted files: random access, one chunk in memory, and no byte returned before its tag is verified."""
 
 from __future__ import annotations
 
@@ -6,45 +6,48 @@ import contextlib
 import io
 import os
 import stat
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from octavo.base.encryption import file_format
 from octavo.base.encryption.errors import Damaged
 from octavo.base.encryption.key import Key, find
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 _COUNTED = 10_000
-_of_version_1: dict[str, str] = {}  # what this process opened in it: absolute path -> as it was named first
+_of_version_1: dict[str, str] = {}  # files of version 1 that this process opened: absolute path -> path as first given
 
 
 def read_in_version_1() -> list[str]:
-    """The files of version 1, whose names are bound to nothing, that this process read since it was last asked."""
+    """The files of version 1, which are not bound to their paths, that this process read since the last call."""
     files = list(_of_version_1.values())
     _of_version_1.clear()
     return files
 
 
 def is_encrypted(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is an encrypted one, by its first bytes; False for what is no file that can be read."""
+    """Whether a file is encrypted, by its first bytes; False for a path that cannot be read as a file."""
     with contextlib.suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
-            return begins(os.pread(handle, 8, 0))
+            return has_magic(os.pread(handle, 8, 0))
         finally:
             os.close(handle)
     return False
 
 
-def begins(raw: bytes) -> bool:
-    """Whether these are the first bytes of an encrypted file, of whatever version."""
+def has_magic(raw: bytes) -> bool:
+    """Whether these are the first bytes of an encrypted file of any version."""
     return raw[:7] == file_format.MAGIC[:7]
 
 
 class Reader(io.RawIOBase):
-    """The plain text of an encrypted file as a file that can be read and sought.
+    """The plain text of an encrypted file as a readable, seekable file object.
 
-    `stored` is the stored file's bytes or its handle, which is closed with this; `key` the process's, unless it is
-    given. A handle is read by place (pread), so that a fork shares no position; and `fileno` is refused, for who asks
-    for it would read what is stored. Raises VaultError: NoKey, WrongKey, Damaged.
+    `stored`: the bytes of the encrypted file, or its handle, which this object closes. `key`: by default the key of the
+    process. A handle is read with pread, so that forked processes share no position; `fileno` raises, because its
+    caller would read the stored bytes. Raises VaultError: NoKey, WrongKey, Damaged.
     """
 
     def __init__(self, stored: int | bytes, path: object, key: Key | None = None) -> None:
@@ -58,7 +61,7 @@ class Reader(io.RawIOBase):
 
     def _begin_reading(self, key: Key) -> None:
         stored, path = self._stored, self._path
-        self._cipher = file_format.of(key, self._bytes(0, file_format.HEADER), path)
+        self._cipher = file_format.cipher_of(key, self._bytes(0, file_format.HEADER), path)
         if self._cipher.version == file_format.FIRST and len(_of_version_1) < _COUNTED:
             _of_version_1.setdefault(os.path.abspath(str(path)), str(path))
         size = len(stored) if isinstance(stored, bytes) else os.fstat(stored).st_size
@@ -69,18 +72,18 @@ class Reader(io.RawIOBase):
         if body < file_format.TAG or 0 < rest < file_format.TAG or self._chunks > file_format.MOST:
             raise Damaged(f"{path} is damaged: it ends within a chunk, at byte {size}. Take it from a copy")
         self.size = body - self._chunks * file_format.TAG
-        self._chunk(self._chunks - 1)  # that the file ends where it was ended
+        self._chunk(self._chunks - 1)  # verifies that the file was not cut or lengthened
 
     def release(self) -> None:
-        """Leave the handle to the caller: neither `close` nor the collection of this object closes it from now on."""
+        """Return the handle to the caller: neither `close` nor garbage collection of this object closes it any more."""
         self._stored = b""
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], key: Key | None = None) -> Reader:
-        """Of the file at a path. Raises VaultError, and OSError as open does."""
+        """A reader of the file at a path. Raises VaultError, and OSError as open does."""
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
-            if not stat.S_ISREG(os.fstat(handle).st_mode):  # else pread says "Is a directory", and not of what
+            if not stat.S_ISREG(os.fstat(handle).st_mode):  # else pread raises "Is a directory" without the path
                 raise Damaged(f"{os.fspath(path)} is no file: something else is in its place. Take it from a copy")
             return cls(handle, os.fspath(path), key)
         except BaseException:
@@ -103,7 +106,7 @@ class Reader(io.RawIOBase):
         self._at = at
         return at
 
-    def readinto(self, buffer: Any) -> int:
+    def readinto(self, buffer: Buffer) -> int:
         view = memoryview(buffer).cast("B")
         done = 0
         while done < len(view) and self._at < self.size:
@@ -125,7 +128,7 @@ class Reader(io.RawIOBase):
 
     @property
     def place(self) -> file_format.Place | None:
-        """What the file is bound to; None of one that was encrypted by itself, or in version 1."""
+        """The place that the file is bound to; None for one that was encrypted by itself, or in version 1."""
         return self._cipher.place
 
     @property
@@ -135,23 +138,23 @@ class Reader(io.RawIOBase):
 
     @property
     def version(self) -> int:
-        """Of the form; 1 binds no names."""
+        """The version of the format; in version 1 files are not bound to their paths."""
         return self._cipher.version
 
     @property
     def tag(self) -> bytes:
-        """That of the header, by which this very file is recognised."""
+        """The tag of the header, which identifies this file."""
         return self._cipher.header[-file_format.TAG :]
 
     def read_at(self, start: int, size: int) -> bytes:
-        """Bytes by where they lie, as os.pread has it."""
+        """Up to `size` bytes of plain text from `start`, as os.pread reads them."""
         self.seek(start)
         out = bytearray(max(0, min(size, self.size - start)))
         self.readinto(out)
         return bytes(out)
 
     def stat(self) -> os.stat_result:
-        """Of the stored file."""
+        """os.fstat of the stored file, which must be a handle."""
         assert isinstance(self._stored, int)
         return os.fstat(self._stored)
 
@@ -164,13 +167,13 @@ class Reader(io.RawIOBase):
         super().close()
 
     def _bytes(self, start: int, size: int) -> bytes:
-        """Of what is stored."""
+        """Bytes of the encrypted file."""
         if isinstance(self._stored, bytes):
             return self._stored[start : start + size]
         return os.pread(self._stored, size, start)
 
     def _chunk(self, number: int) -> bytes:
-        """What a chunk holds; the last one that was asked for stays."""
+        """The plain text of a chunk; the last chunk that was read is cached."""
         from cryptography.exceptions import InvalidTag
 
         if self._kept[0] != number:
@@ -178,7 +181,7 @@ class Reader(io.RawIOBase):
             start = self._begin + number * whole
             stored = self._bytes(start, whole)
             try:
-                self._kept = number, self._cipher.opened(number, stored, last)
+                self._kept = number, self._cipher.decrypt_chunk(number, stored, last)
             except InvalidTag:
                 end = " or the file was cut or lengthened" if last else ""
                 raise Damaged(
@@ -190,5 +193,5 @@ class Reader(io.RawIOBase):
 
 
 def decrypted(stored: bytes, path: object, key: Key | None = None) -> bytes:
-    """The plain text of an encrypted file's bytes, wherever they stood. Raises VaultError."""
+    """The plain text of the bytes of an encrypted file, wherever they were stored. Raises VaultError."""
     return Reader(stored, path, key).readall()

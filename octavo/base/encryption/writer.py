@@ -1,4 +1,4 @@
-"""An encrypted file, written from its beginning to its end; nothing of it reaches a disk in plain."""
+"""Sequential writing of encrypted files; no plain text reaches a disk."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from octavo.base.encryption import file_format
 from octavo.base.encryption.errors import VaultError
 from octavo.base.encryption.key import Key, find
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 
 class Writer(io.RawIOBase):
-    """Encrypts what is written to it into `out`, which stays open. `finish` writes the last chunk: without it the file
-    is none, so that what was broken off is never taken for whole. Positions are those of the plain text. `place`: that
-    the file is bound to (:class:`octavo.base.encryption.Folder`)."""
+    """Encrypts written data into `out`, which stays open. `finish` writes the last chunk: without it the file cannot be
+    read, so that an interrupted file is never taken for a complete one. Positions count plain text. `place`: what the
+    file is bound to (:class:`octavo.base.encryption.Folder`)."""
 
     def __init__(
         self,
@@ -25,7 +28,7 @@ class Writer(io.RawIOBase):
         key: Key | None = None,
         place: file_format.Place | None = None,
     ) -> None:
-        self.out, self._cipher = out, file_format.new(key or find(), chunk, place)
+        self.out, self._cipher = out, file_format.new_cipher(key or find(), chunk, place)
         self._number, self._written, self._rest, self._done = 0, 0, bytearray(), False
         out.write(self._cipher.header)
 
@@ -37,14 +40,14 @@ class Writer(io.RawIOBase):
 
     @property
     def tag(self) -> bytes:
-        """That of the header, by which this very file is recognised."""
+        """The tag of the header, which identifies this file."""
         return self._cipher.header[-file_format.TAG :]
 
     def fileno(self) -> int:
-        """Of the stored file, which DCP forces to the disk."""
+        """The handle of the stored file, which DCP syncs to the disk."""
         return self.out.fileno()
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         if self._done:
             raise ValueError("the last chunk of this file is written")
         view = memoryview(data).cast("B")
@@ -55,28 +58,29 @@ class Writer(io.RawIOBase):
             self._rest += view[:head]
             self._put(self._rest, False)
             self._rest, view = bytearray(), view[head:]
-        while len(view) > chunk:  # not >=: which chunk is the last is known when there is no more
+        while len(view) > chunk:  # not >=: a full chunk may be the last, which has another nonce
             self._put(view[:chunk], False)
             view = view[chunk:]
         self._rest += view
         return size
 
     def finish(self) -> None:
-        """Write what is left as the last chunk."""
+        """Write the remaining data as the last chunk."""
         if not self._done:
             self._put(self._rest, True)
             self._done, self._rest = True, bytearray()
 
-    def _put(self, plain: Any, last: bool) -> None:
+    def _put(self, plain: file_format.Bytes, last: bool) -> None:
         if self._number >= file_format.MOST:
             raise VaultError(f"a file of more than {file_format.MOST} chunks is not encrypted under one key; split it")
-        number, self._number = self._number, self._number + 1  # one that a full disk refused is never used again
-        self.out.write(self._cipher.sealed(number, plain, last))
+        # The number counts up before the write: after a failed one (a full disk) its nonce must not be used again.
+        number, self._number = self._number, self._number + 1
+        self.out.write(self._cipher.encrypt_chunk(number, plain, last))
 
 
 @contextmanager
 def writing(path: str | os.PathLike[str], chunk: int = file_format.CHUNK) -> Iterator[Writer]:
-    """A new encrypted file, forced to the disk when the block ends; one that raises leaves what cannot be read."""
+    """A new encrypted file, synced to the disk when the block ends; if the block raises, the file cannot be read."""
     with open(path, "wb") as out:
         writer = Writer(out, chunk)
         yield writer
@@ -88,7 +92,7 @@ def writing(path: str | os.PathLike[str], chunk: int = file_format.CHUNK) -> Ite
 def encrypted(
     plain: bytes, chunk: int = file_format.CHUNK, key: Key | None = None, place: file_format.Place | None = None
 ) -> bytes:
-    """The bytes of an encrypted file that holds these."""
+    """The bytes of an encrypted file with this plain text."""
     out = io.BytesIO()
     writer = Writer(out, chunk, key, place)
     writer.write(plain)

@@ -102,7 +102,7 @@ def plan_foreign(directory: Path, like: str | Path | None, say: Say) -> FolderPl
     @contextmanager
     def opens(entry: Entry) -> Iterator[torch.Tensor]:
         with reader.tensor(keys[entry.name]) as tensor:
-            if fp8.not_finite([(entry.name, tensor)]):
+            if fp8.find_nonfinite([(entry.name, tensor)]):
                 raise CheckpointError(
                     f"{directory}: {keys[entry.name]} holds NaN or infinity, and such a model answers with NaN: "
                     "nothing is written. Convert an earlier checkpoint"

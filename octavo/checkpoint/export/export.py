@@ -9,8 +9,8 @@
                   and v and by gate and up
 
 The export keeps the trained codes: if a weight has codes in the blocks of the format, they are written unchanged.
-Otherwise the weight is cast with the format's own cast (`fp8.FROZEN`), from the parameter if there is one, else from
-the values of its codes; both cases are counted, with their error.
+Otherwise the weight is cast with the format's own cast (`fp8.weights.FROZEN`), from the parameter if there is one, else
+from the values of its codes; both cases are counted, with their error.
 
 Values arrive one at a time and are written at once, so at most one group of matrices that share a scale is in memory.
 The folder appears complete or not at all.
@@ -42,6 +42,7 @@ from octavo.checkpoint.export.names import Matrix
 from octavo.checkpoint.export.values import Trained, Value, decoded, part, regrid
 from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
+from octavo.fp8.weights import FROZEN
 from octavo.models.folder.chat import check_template
 from octavo.models.folder.folder import at, check_companions, companions
 from octavo.models.folder.quantization import to_config
@@ -291,7 +292,7 @@ class _Writer:
     ) -> None:
         self.plan, self.source, self.shards, self.device = plan, source, shards, device
         self.progress, self.written = progress, written
-        self.spec = None if plan.kind is None else fp8.FROZEN[plan.kind]
+        self.spec = None if plan.kind is None else FROZEN[plan.kind]
         self.kinds: dict[str, Kind] = {}
         self.opened: Counter[str] = Counter()
         self.done = 0

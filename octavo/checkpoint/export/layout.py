@@ -21,9 +21,10 @@ import torch
 from octavo import fp8, models
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.names import BLOCK, Matrices, Matrix
+from octavo.fp8.policy import Row
 from octavo.models.folder.quantization import FUSED, Quantization, by_parts, by_pattern, by_target, exact
 
-#: format -> the kind of its scales (`fp8.FROZEN` has their casts); bf16 has none
+#: format -> the kind of its scales (`fp8.weights.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
 #: components that may be written in FP8 in addition to the foundation
 INCLUDABLE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector")
@@ -112,7 +113,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
     if lacking := [name for name in include if name not in family.components]:
         raise CheckpointError(f"{lacking[0]!r} cannot be included: a {family.name} has no such component")
     names = Matrices(stock)
-    rows = fp8.topology(stock, family.components)
+    rows = fp8.describe_layers(stock, family.components)
     kind = FORMATS[format]
     stays, matrices = _choose_layers(rows, names, kind, {"foundation", *include})
     aliases = {row.module: names.aliases(row.module) for row in rows if row.name in stays}
@@ -142,7 +143,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
 
 
 def _choose_layers(
-    rows: Sequence[fp8.Row], names: Matrices, kind: str | None, wanted: set[str]
+    rows: Sequence[Row], names: Matrices, kind: str | None, wanted: set[str]
 ) -> tuple[dict[str, str], dict[str, tuple[Matrix, ...]]]:
     """Return (row -> why it stays in high precision, parameter -> its FP8 weights)."""
     stays: dict[str, str] = {}
@@ -181,7 +182,7 @@ def _half_quantized(
     }
 
 
-def _why_unwanted(row: fp8.Row, kind: str | None, wanted: set[str]) -> str | None:
+def _why_unwanted(row: Row, kind: str | None, wanted: set[str]) -> str | None:
     if kind is None:
         return "the format is BF16"
     if row.kind not in ("linear", "experts"):

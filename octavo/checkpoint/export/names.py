@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.stock_model import EXPERTS, Stock
+from octavo.fp8.policy import Row
 from octavo.models.folder.quantization import FUSED
 
 BLOCK = 128
@@ -68,7 +68,7 @@ class Matrices(Stock):
             return (row.rpartition(".")[0],)
         return (fused_group(self.renamed(row)) or self.renamed(row),)
 
-    def matrices(self, row: fp8.Row) -> tuple[str | None, tuple[Matrix, ...]]:
+    def matrices(self, row: Row) -> tuple[str | None, tuple[Matrix, ...]]:
         """Return (why a row cannot be written in FP8 or None, its weights on disk)."""
         if row.kind == "experts":
             return None, tuple(self._experts(row))
@@ -80,7 +80,7 @@ class Matrices(Stock):
         group = fused_group(disk[0].removesuffix(".weight")) or disk[0].removesuffix(".weight")
         return None, (Matrix(disk[0], name, row.name, (n, k), None, (0, n), group, group),)
 
-    def _experts(self, row: fp8.Row) -> Iterator[Matrix]:
+    def _experts(self, row: Row) -> Iterator[Matrix]:
         """Yield the matrices of stacked experts, with transformers' names if it splits experts, else with Qwen's."""
         (n, k), count = row.shape, row.experts or 0
         leaves = EXPERTS.get(row.name.rpartition(".")[2], EXPERTS["down_proj"])
@@ -95,7 +95,7 @@ class Matrices(Stock):
             rows = (half * size, (half + 1) * size)
             yield Matrix(name, row.name, row.module, (size, k), e, rows, row.module, f"{row.name}.{e}")
 
-    def _ordered(self, row: fp8.Row, disk: tuple[str, ...], halves: int) -> tuple[str, ...]:
+    def _ordered(self, row: Row, disk: tuple[str, ...], halves: int) -> tuple[str, ...]:
         """Return the names of (half, expert) in that order, found by converting a tensor of numbers."""
         count = row.experts or 0
         numbers = torch.arange(halves * count).view(halves, count).T  # [E, halves]

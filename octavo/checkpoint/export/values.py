@@ -17,7 +17,7 @@ from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.fp8.arithmetic import scale_fp32
 from octavo.fp8.planning import needs_of
-from octavo.fp8.weights import CachesWeights, is_whole, master_of
+from octavo.fp8.weights import CachesWeights, codes_of_frozen, is_frozen, is_whole, master_of
 
 
 class Trained(NamedTuple):
@@ -58,8 +58,8 @@ def values_of(model: nn.Module) -> Iterator[tuple[str, Value]]:
             continue
         if not is_whole(value):
             raise CheckpointError(f"{name} is the shard of one rank; export from a checkpoint, in one process")
-        if fp8.is_frozen(value):
-            yield name, fp8.codes_of_frozen(value)
+        if is_frozen(value):
+            yield name, codes_of_frozen(value)
         elif name in layers:
             yield name, _trained(*layers[name], master_of(value).detach())
         else:

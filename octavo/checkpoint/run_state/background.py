@@ -34,7 +34,7 @@ class World(Ranks, Protocol):
 
     @property
     def group(self) -> ProcessGroup | None: ...
-    def beside(self) -> World: ...
+    def with_own_group(self) -> World: ...
 
 
 class Background:
@@ -44,7 +44,7 @@ class Background:
     """
 
     def __init__(self, world: World, device: torch.device, encrypt: bool = False) -> None:
-        self._world, self._save_world, self._device, self._encrypt = world, world.beside(), device, encrypt
+        self._world, self._save_world, self._device, self._encrypt = world, world.with_own_group(), device, encrypt
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -98,11 +98,11 @@ class Background:
 
     def _write(self, directory: Path, snapshot: Snapshot) -> None:
         try:
-            if accelerator.beside_host(self._device):  # a new thread starts on the first device
-                accelerator.use(self._device)
+            if accelerator.has_own_memory(self._device):  # a new thread starts on the first device
+                accelerator.set_current(self._device)
             # DCP waits for the current stream. In the stream of the training steps it would wait for them.
             if accelerator.why_no_streams(self._device) is None:
-                accelerator.go_on_in(accelerator.stream(self._device))
+                accelerator.set_stream(accelerator.stream(self._device))
             self._path = write(directory, snapshot, self._save_world, None, self._save_world.group, self._encrypt)
         except Exception as error:  # from any library; `poll` raises it on the main thread
             self._error = error

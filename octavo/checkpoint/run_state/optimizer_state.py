@@ -184,7 +184,7 @@ def check_kinds(group: Mapping[str, Any], former: Mapping[str, Any], path: Path)
     """Raise CheckpointError unless a group keeps its states and master weights in the saved form (torch's AdamW: fp32).
 
     Resuming converts nothing: the result would not be the run that was interrupted, and encoding fp32 states loses
-    precision for good. `fp8.AdamW.load_state_dict` and `fp8.copy_state` convert explicitly.
+    precision for good. `fp8.AdamW.load_state_dict` and `fp8.AdamW.copy_state` convert explicitly.
     """
     for key in ("states", "master"):
         was, wanted = former.get(key, "fp32"), group.get(key, "fp32")

@@ -53,7 +53,7 @@ class Staging:
                 copied.copy_(here, non_blocking=True)
                 at += _padded_size(here)
             copies[name] = _wrap_copy(name, value, copied)
-        if accelerator.beside_host(self._device):  # the copies above are asynchronous
+        if accelerator.has_own_memory(self._device):  # the copies above are asynchronous
             accelerator.current_stream(self._device).synchronize()
         return replace(snapshot, tensors=copies)
 

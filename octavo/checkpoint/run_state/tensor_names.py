@@ -14,6 +14,7 @@ from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.expert_rows import Rows
+from octavo.fp8.weights import is_frozen
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_only: bool = False) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_o
     for name, tensor in model.state_dict(keep_vars=True).items():
         if trained_only and not getattr(tensor, "requires_grad", False):
             continue
-        if id(tensor) not in seen and not fp8.is_frozen(tensor):
+        if id(tensor) not in seen and not is_frozen(tensor):
             seen.add(id(tensor))
             result[f"model.{name}"] = tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
     if optimizer is not None:
@@ -54,7 +55,7 @@ def entry_label(entry: str) -> str:
 
 def refuse_nonfinite(state: Mapping[str, Any], path: Path, fix: str) -> None:
     """Raise CheckpointError if a tensor that was read from a checkpoint is not finite."""
-    if bad := fp8.not_finite(local_tensors(state)):
+    if bad := fp8.find_nonfinite(local_tensors(state)):
         raise CheckpointError(
             f"{path}: {entry_label(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): the run had diverged "
             f"when it was saved. {fix}"

@@ -117,7 +117,7 @@ def take_snapshot(
     state.update({f"extra.{name}": tensor for name, tensor in extra.items()})
     refuse_non_tensors(state)
     with fail_together("write", Path(f"step_{step}"), world):
-        if bad := fp8.not_finite(local_tensors(state)):
+        if bad := fp8.find_nonfinite(local_tensors(state)):
             raise CheckpointError(
                 f"after step {step} {entry_label(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
                 "can go on from that, and no checkpoint is written. Earlier checkpoints are untouched"

@@ -21,8 +21,8 @@ def rules(config: Sections) -> Iterator[Finding]:
     if asked:
         yield from _beside(config, asked[0])
     if timed and fp8.lm_head is not None and fp8.lm_head.recipe != "off":
-        found = "the head's recipe is that of the whole run"
-        yield finding("fp8.lm_head", found, "use `recipe: off` there, or remove the spans of rules", timed[0])
+        reason = "the head's recipe is that of the whole run"
+        yield finding("fp8.lm_head", reason, "use `recipe: off` there, or remove the spans of rules", timed[0])
     if fp8.adapt is not None:
         yield from _adapt(config)
 
@@ -32,11 +32,11 @@ def _spans(config: Sections) -> Iterator[Finding]:
     for number, rule in enumerate(config.fp8.rules):
         key = f"fp8.rules.{number}"
         if rule.first is not None and rule.last is not None:
-            found = "a rule holds in the first steps or in the last ones"
-            yield finding(f"{key}.last", found, "write a rule for each", f"{key}.first")
+            reason = "a rule holds in the first steps or in the last ones"
+            yield finding(f"{key}.last", reason, "write a rule for each", f"{key}.first")
         if rule.first is not None and steps is not None and rule.first >= steps:
-            found = f"first {rule.first} are all of {steps} steps"
-            yield finding(f"{key}.first", found, f"remove it, or use at most {steps - 1}", "train.steps")
+            reason = f"first {rule.first} are all of {steps} steps"
+            yield finding(f"{key}.first", reason, f"remove it, or use at most {steps - 1}", "train.steps")
 
 
 def _beside(config: Sections, key: str) -> Iterator[Finding]:
@@ -62,22 +62,22 @@ def _beside(config: Sections, key: str) -> Iterator[Finding]:
          f"in phase {train.phase} what is learned is held against a reference or a rollout of one precision",
          "use sft or pretrain"),
     )  # fmt: skip
-    for other, is_on, found, fix in beside:
+    for other, is_on, reason, fix in beside:
         if is_on:
-            yield finding(other, found, f"{fix}, or remove {what}", key)
+            yield finding(other, reason, f"{fix}, or remove {what}", key)
 
 
 def _adapt(config: Sections) -> Iterator[Finding]:
     fp8, adapt, steps = config.fp8, config.fp8.adapt, config.train.steps
     assert adapt is not None
     if steps is not None and adapt.every > steps:
-        found = f"no step of {steps} is a check"
-        yield finding(f"{ADAPT}.every", found, f"use at most {steps}", "train.steps")
+        reason = f"no step of {steps} is a check"
+        yield finding(f"{ADAPT}.every", reason, f"use at most {steps}", "train.steps")
     if adapt.recipes is not None and len(set(adapt.recipes)) < len(adapt.recipes):
         yield finding(f"{ADAPT}.recipes", "a recipe is named more than once", "name each once")
     if fp8.plan is None and not fp8.in_use:
         yield finding(ADAPT, "has no effect where nothing runs in FP8", "remove it, or set fp8.recipe", "fp8.recipe")
     parts = (fp8, *(part for name in COMPONENTS if (part := getattr(fp8, name)) is not None), *fp8.rules)
     if adapt.time is not None and not any(part.recipe == "auto" for part in parts):
-        found = "needs times of layers, which recipe auto measures"
-        yield finding(f"{ADAPT}.time", found, "use `recipe: auto`, or remove it and see budget", "fp8.recipe")
+        reason = "needs times of layers, which recipe auto measures"
+        yield finding(f"{ADAPT}.time", reason, "use `recipe: auto`, or remove it and see budget", "fp8.recipe")

@@ -13,14 +13,14 @@ class Finding:
     """A rule that is broken at ``path``; ``needs`` are further keys it depends on."""
 
     path: Path
-    found: str
+    reason: str
     fix: str
     needs: tuple[Path, ...] = ()
 
 
-def finding(key: str, found: str, fix: str, *needs: str) -> Finding:
+def finding(key: str, reason: str, fix: str, *needs: str) -> Finding:
     """A finding by keys as the user writes them, such as ``fp8.rules.0.match``."""
-    return Finding(_path(key), found, fix, tuple(_path(need) for need in needs))
+    return Finding(_path(key), reason, fix, tuple(_path(need) for need in needs))
 
 
 def _path(key: str) -> Path:

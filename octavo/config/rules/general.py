@@ -55,8 +55,8 @@ def _model(config: Sections) -> Iterator[Finding]:
         if pattern in FREEZABLE:
             continue
         if why := glob_problem(pattern):
-            found = f"{named(pattern)} is neither a component nor a glob over module names: {why}"
-            yield finding(key, found, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
+            reason = f"{named(pattern)} is neither a component nor a glob over module names: {why}"
+            yield finding(key, reason, f'use {", ".join(FREEZABLE)} or e.g. "**.layers.0.**"')
         elif "." not in pattern and "*" not in pattern and (close := nearest(pattern, FREEZABLE, 0.85)):
             yield finding(key, f"unknown component {named(pattern)}", f"did you mean {close}?")
 
@@ -66,8 +66,8 @@ def _init(config: Sections) -> Iterator[Finding]:
     model, phase = config.model, config.train.phase
     if model.init != "random":
         if model.init_std is not None:
-            found = "has no effect on the weights of a checkpoint"
-            yield finding("model.init_std", found, "remove it, or set `init: random`", "model.init")
+            reason = "has no effect on the weights of a checkpoint"
+            yield finding("model.init_std", reason, "remove it, or set `init: random`", "model.init")
         return
     beside = (
         ("lora", config.lora is not None, "adapters are trained beside a base that has learnt, and this one has not"),
@@ -75,31 +75,31 @@ def _init(config: Sections) -> Iterator[Finding]:
         ("model.freeze", bool(model.freeze), "what is frozen would keep its random numbers"),
         ("train.phase", phase in BEYOND_SFT, f"phase {phase} begins with a model that has learnt"),
     )
-    for key, is_there, found in beside:
+    for key, is_there, reason in beside:
         if is_there:
-            yield finding("model.init", found, f"use `init: checkpoint`, or change {key}", key)
+            yield finding("model.init", reason, f"use `init: checkpoint`, or change {key}", key)
 
 
 def _attention(config: Sections) -> Iterator[Finding]:
     """Kernels that are for packs alone, or for 16 bits."""
     attention, kernel = config.model.attention, config.model.attention.foundation
     if "varlen" in attention.kernels.values() and config.train.precision == "fp32":
-        found = "varlen computes in 16 bits, and train.precision is fp32"
-        yield finding("model.attention", found, "use sdpa, or `precision: auto` or `bf16`", "train.precision")
+        reason = "varlen computes in 16 bits, and train.precision is fp32"
+        yield finding("model.attention", reason, "use sdpa, or `precision: auto` or `bf16`", "train.precision")
     if attention.image_encoder == "flex":
-        found, fix = "flex is for the language model's packs alone", "use varlen, which takes all images in one call"
-        yield finding("model.attention.image_encoder", found, fix)
+        reason, fix = "flex is for the language model's packs alone", "use varlen, which takes all images in one call"
+        yield finding("model.attention.image_encoder", reason, fix)
     if kernel in ("varlen", "flex") and not config.data.packing:
-        found = f"{kernel} is for rows of several samples, and rows of a batch are padded"
+        reason = f"{kernel} is for rows of several samples, and rows of a batch are padded"
         instead = "`{image_encoder: varlen}`" if kernel == "varlen" else "sdpa"
-        yield finding("model.attention", found, f"use {instead}, or set data.packing: true", "data.packing")
+        yield finding("model.attention", reason, f"use {instead}, or set data.packing: true", "data.packing")
 
 
 def _fp8(config: Sections) -> Iterator[Finding]:
     fp8 = config.fp8
     if lacks(fp8.recipe, fp8.format):
-        found = f"{fp8.recipe} has no {fp8.format} format"
-        yield finding("fp8.format", found, f"use {_format_of(fp8.recipe)}, or leave `format` out", "fp8.recipe")
+        reason = f"{fp8.recipe} has no {fp8.format} format"
+        yield finding("fp8.format", reason, f"use {_format_of(fp8.recipe)}, or leave `format` out", "fp8.recipe")
     if fp8.recipe != "off" and _all_bf16(fp8):
         fix = "use `recipe: off`, or leave one of them fp8"
         yield finding("fp8.wgrad", _NOTHING_LEFT, fix, "fp8.fwd", "fp8.dgrad")
@@ -113,8 +113,8 @@ def _fp8(config: Sections) -> Iterator[Finding]:
     for index, rule in enumerate(fp8.rules):
         key = f"fp8.rules.{index}"
         if why := glob_problem(rule.match):
-            found = f"{named(rule.match)} is not a glob over module names: {why}"
-            yield finding(f"{key}.match", found, 'write e.g. "**.layers.0.**"')
+            reason = f"{named(rule.match)} is not a glob over module names: {why}"
+            yield finding(f"{key}.match", reason, 'write e.g. "**.layers.0.**"')
         if all(getattr(rule, setting) is None for setting in ("recipe", "format", *GEMMS)):
             yield finding(key, "the rule changes nothing", "give it a recipe, a format, fwd, dgrad or wgrad")
         yield from _part(key, rule, fp8)
@@ -148,11 +148,11 @@ def _part(key: str, part: Component | Head | Rule, fp8: Fp8Section) -> Iterator[
     if lacks(part.recipe, part.format):
         yield finding(form, f"{part.recipe} has no {part.format} format", f"use {_format_of(part.recipe)}", recipe)
     elif part.format is None and lacks(part.recipe, fp8.format):
-        found = f"{part.recipe} has no {fp8.format} format, which is inherited from fp8.format"
-        yield finding(recipe, found, f"add `format: {_format_of(part.recipe)}` here", "fp8.format", form)
+        reason = f"{part.recipe} has no {fp8.format} format, which is inherited from fp8.format"
+        yield finding(recipe, reason, f"add `format: {_format_of(part.recipe)}` here", "fp8.format", form)
     elif part.recipe is None and lacks(fp8.recipe, part.format):
-        found = f"{fp8.recipe}, inherited from fp8.recipe, has no {part.format} format"
-        yield finding(form, found, f"use {_format_of(fp8.recipe)}", "fp8.recipe", recipe)
+        reason = f"{fp8.recipe}, inherited from fp8.recipe, has no {part.format} format"
+        yield finding(form, reason, f"use {_format_of(fp8.recipe)}", "fp8.recipe", recipe)
     if part.recipe is not None and _all_bf16(part):
         yield finding(f"{key}.wgrad", _NOTHING_LEFT, "use `recipe: off`", *(f"{key}.{gemm}" for gemm in GEMMS))
 
@@ -176,14 +176,14 @@ def _data(config: Sections) -> Iterator[Finding]:
             if entry.fetch_gb is not None and not is_url(entry.path):
                 yield finding(f"{where}.fetch_gb", "is of data sets at a URL alone", "remove it", f"{where}.path")
             if entry.stream and is_url(entry.path):
-                found = "what lies at a URL is fetched file by file, and read from what was fetched"
-                yield finding(f"{where}.stream", found, "remove it, and see fetch_gb", f"{where}.path")
+                reason = "what lies at a URL is fetched file by file, and read from what was fetched"
+                yield finding(f"{where}.stream", reason, "remove it, and see fetch_gb", f"{where}.path")
             if of == "eval" and entry.shuffle_buffer is not None:
-                found = "held-out rows come in the order of their file"
-                yield finding(f"{where}.shuffle_buffer", found, "remove it")
+                reason = "held-out rows come in the order of their file"
+                yield finding(f"{where}.shuffle_buffer", reason, "remove it")
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
-        found = f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}"
-        yield finding("data.min_pixels", found, "lower it or raise data.max_pixels", "data.max_pixels")
+        reason = f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}"
+        yield finding("data.min_pixels", reason, "lower it or raise data.max_pixels", "data.max_pixels")
     if data.window != DataSection.model_fields["window"].default and not data.packing:
         fix = "remove it, or set packing: true"
         yield finding("data.window", "has no effect without packing", fix, "data.packing")
@@ -201,19 +201,19 @@ def _phase(config: Sections) -> Iterator[Finding]:
     if data.split_turns and phase != "sft":
         yield finding("data.split_turns", f"phase {phase} splits no conversation", "remove it", "train.phase")
     elif data.split_turns and data.train_on_prompt:
-        found = "what was said before a question would be learned again in each of its rows"
-        yield finding("data.split_turns", found, "remove one of them", "data.train_on_prompt")
+        reason = "what was said before a question would be learned again in each of its rows"
+        yield finding("data.split_turns", reason, "remove one of them", "data.train_on_prompt")
     if not data.join and phase != "pretrain":
         yield finding("data.join", f"phase {phase} joins no rows", "remove it", "train.phase")
     for where in ("train", "eval"):
         for index, dataset in enumerate(getattr(data, where)):
             key = f"data.{where}.{index}.format"
             if dataset.format == "prompt" and phase != "rl":
-                found = f"rows that are asked are for phase rl; phase {phase} needs answers to learn from"
-                yield finding(key, found, "use rows that hold answers", "train.phase")
+                reason = f"rows that are asked are for phase rl; phase {phase} needs answers to learn from"
+                yield finding(key, reason, "use rows that hold answers", "train.phase")
             if dataset.format == "text" and phase != "pretrain":
-                found = f"plain text is for phase pretrain; phase {phase} learns from answers"
-                yield finding(key, found, "use `phase: pretrain`, or rows that hold answers", "train.phase")
+                reason = f"plain text is for phase pretrain; phase {phase} learns from answers"
+                yield finding(key, reason, "use `phase: pretrain`, or rows that hold answers", "train.phase")
 
 
 def _sealed(config: Sections) -> Iterator[Finding]:
@@ -222,11 +222,11 @@ def _sealed(config: Sections) -> Iterator[Finding]:
     if not data.sealed:
         return
     if config.train.phase == "rl":
-        found = "phase rl rewards words, and sealed rows hold none"
-        yield finding("data.sealed", found, "use another phase", "train.phase")
+        reason = "phase rl rewards words, and sealed rows hold none"
+        yield finding("data.sealed", reason, "use another phase", "train.phase")
     if config.preference is not None and config.preference.loss == "kto":
-        found = "of preferences pairs are sealed, and kto learns from labelled answers"
-        yield finding("data.sealed", found, "use a loss of pairs", "preference.loss")
+        reason = "of preferences pairs are sealed, and kto learns from labelled answers"
+        yield finding("data.sealed", reason, "use a loss of pairs", "preference.loss")
     for key in _OF_ENCODING:
         if getattr(data, key) != DataSection.model_fields[key].get_default():
             yield finding(f"data.{key}", "has no effect on sealed rows, which are numbers already",
@@ -235,8 +235,8 @@ def _sealed(config: Sections) -> Iterator[Finding]:
         for number, dataset in enumerate(sets):
             for key in _OF_DATA_FILES:
                 if getattr(dataset, key) != Dataset.model_fields[key].get_default():
-                    found = "has no effect on a sealed data set, which is a folder of one form"
-                    yield finding(f"data.{name}.{number}.{key}", found, "remove it", "data.sealed")
+                    reason = "has no effect on a sealed data set, which is a folder of one form"
+                    yield finding(f"data.{name}.{number}.{key}", reason, "remove it", "data.sealed")
 
 
 def _train(config: Sections) -> Iterator[Finding]:
@@ -244,20 +244,20 @@ def _train(config: Sections) -> Iterator[Finding]:
     if train.phase != "rl" and train.global_batch % train.micro_batch:
         above = -(-train.global_batch // train.micro_batch) * train.micro_batch
         best = next(n for n in range(train.micro_batch, 0, -1) if train.global_batch % n == 0)
-        found = f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}"
+        reason = f"global_batch {train.global_batch} is not a multiple of micro_batch {train.micro_batch}"
         fix = f"use e.g. micro_batch {best} or global_batch {above}"
-        yield finding("train.global_batch", found, fix, "train.micro_batch")
+        yield finding("train.global_batch", reason, fix, "train.micro_batch")
     if train.steps is None and train.epochs is None:
         yield finding("train.steps", ABSENT, "add `steps:` or `epochs:` under `train`", "train.epochs")
     if train.steps is not None and train.epochs is not None:
-        found = f"{train.epochs:g} epochs beside {train.steps} steps, and each gives the length of the run"
-        yield finding("train.epochs", found, "leave one of them out", "train.steps")
+        reason = f"{train.epochs:g} epochs beside {train.steps} steps, and each gives the length of the run"
+        yield finding("train.epochs", reason, "leave one of them out", "train.steps")
     if train.epochs is not None and train.phase == "rl":
         why = "in phase rl a step takes the prompts that it needs, and an epoch has no number of steps"
         yield finding("train.epochs", why, "give train.steps", "train.phase")
     if train.steps is not None and train.warmup >= train.steps:
-        found = f"warmup {train.warmup} leaves nothing of {train.steps} steps"
-        yield finding("train.warmup", found, f"use at most {train.steps - 1}", "train.steps")
+        reason = f"warmup {train.warmup} leaves nothing of {train.steps} steps"
+        yield finding("train.warmup", reason, f"use at most {train.steps - 1}", "train.steps")
     if train.min_lr > train.lr:
         yield finding("train.min_lr", f"min_lr {train.min_lr:g} is above lr {train.lr:g}", "lower it", "train.lr")
     if train.schedule == "constant" and train.min_lr:
@@ -270,23 +270,23 @@ def _memory(config: Sections) -> Iterator[Finding]:
     train, optimizer, fp8 = config.train, config.optimizer, config.fp8
     other = train.precision in ("fp16", "fp32")
     if optimizer.master != "fp32" and other:
-        found = f"master {optimizer.master} makes a BF16 model, which does not compute in {train.precision}"
+        reason = f"master {optimizer.master} makes a BF16 model, which does not compute in {train.precision}"
         fix = "use `precision: auto` or `bf16`, or `master: fp32`"
-        yield finding("train.precision", found, fix, "optimizer.master")
+        yield finding("train.precision", reason, fix, "optimizer.master")
     if train.gather == "bf16" and other:
-        found = f"weights that are gathered in BF16 do not compute in {train.precision}"
-        yield finding("train.gather", found, "use `gather: stored`, or `precision: auto` or `bf16`", "train.precision")
+        reason = f"weights that are gathered in BF16 do not compute in {train.precision}"
+        yield finding("train.gather", reason, "use `gather: stored`, or `precision: auto` or `bf16`", "train.precision")
     yield from _fp16(config)
     if train.gather == "bf16" and config.lora is not None:
-        found = "adapters are gathered as they are stored, and the base is BF16 or codes anyway"
-        yield finding("train.gather", found, "remove it, and see lora.dtype", "lora")
+        reason = "adapters are gathered as they are stored, and the base is BF16 or codes anyway"
+        yield finding("train.gather", reason, "remove it, and see lora.dtype", "lora")
     elif train.gather == "bf16" and optimizer.master != "fp32":
-        found = f"has no effect: with master {optimizer.master} weights are BF16, and are gathered as such"
-        yield finding("train.gather", found, "remove it, or use `master: fp32`", "optimizer.master")
+        reason = f"has no effect: with master {optimizer.master} weights are BF16, and are gathered as such"
+        yield finding("train.gather", reason, "remove it, or use `master: fp32`", "optimizer.master")
     if train.offload_activations and train.recompute.foundation == train.recompute.image_encoder == "full":
-        found = "has next to nothing to move where every block is recomputed in full"
+        reason = "has next to nothing to move where every block is recomputed in full"
         fix = "remove it, or use `recompute: selective` or `none`"
-        yield finding("train.offload_activations", found, fix, "train.recompute")
+        yield finding("train.offload_activations", reason, fix, "train.recompute")
     yield from _codes(fp8)
 
     fp8_kept = ["fp8.activations"] if fp8.activations == "fp8" else []
@@ -303,19 +303,19 @@ def _fp16(config: Sections) -> Iterator[Finding]:
     """What FP16 cannot be beside, and the loss scale that is for it alone."""
     train, scale = config.train, config.train.loss_scale
     if scale is not None and train.precision != "fp16":
-        found = "only FP16 needs one, whose numbers go from 6e-8 to 65504; BF16 has fp32's range, by as many bits"
-        yield finding("train.loss_scale", found, "remove it, or use `precision: fp16`", "train.precision")
+        reason = "only FP16 needs one, whose numbers go from 6e-8 to 65504; BF16 has fp32's range, by as many bits"
+        yield finding("train.loss_scale", reason, "remove it, or use `precision: fp16`", "train.precision")
     if isinstance(scale, int) and scale & (scale - 1):
-        found, below = f"{scale} is no power of two, and would round every gradient", 1 << (scale.bit_length() - 1)
-        yield finding("train.loss_scale", found, f"use {below} or {2 * below}, or dynamic")
+        reason, below = f"{scale} is no power of two, and would round every gradient", 1 << (scale.bit_length() - 1)
+        yield finding("train.loss_scale", reason, f"use {below} or {2 * below}, or dynamic")
     if train.precision != "fp16":
         return
     if config.lora is not None:
-        found = "the base of LoRA is BF16, and adapters compute as it does"
-        yield finding("train.precision", found, "use `precision: auto`, `bf16` or `fp32`, or leave lora out", "lora")
+        reason = "the base of LoRA is BF16, and adapters compute as it does"
+        yield finding("train.precision", reason, "use `precision: auto`, `bf16` or `fp32`, or leave lora out", "lora")
     if config.optimizer.update == "backward" and not train.clip:
-        found = "a gradient that overflows FP16 would show after other weights of the step were updated"
-        yield finding("optimizer.update", found, "set train.clip, or use `update: step`", "train.precision")
+        reason = "a gradient that overflows FP16 would show after other weights of the step were updated"
+        yield finding("optimizer.update", reason, "set train.clip, or use `update: step`", "train.precision")
 
 
 def _graphs(config: Sections) -> Iterator[Finding]:
@@ -329,10 +329,10 @@ def _graphs(config: Sections) -> Iterator[Finding]:
         ("train.synchronize_per_layer", train.synchronize_per_layer, "it would wait after every block", "false"),
         ("optimizer.update", config.optimizer.update != "step", "weights would be updated within the graph", "step"),
     )  # fmt: skip
-    for key, is_on, found, instead in beside:
+    for key, is_on, reason, instead in beside:
         if is_on:
             fix = f"use `{key}: {instead}`, or `train.cuda_graphs: false`"
-            yield finding("train.cuda_graphs", found, fix, key)
+            yield finding("train.cuda_graphs", reason, fix, key)
 
 
 def _codes(fp8: Fp8Section) -> Iterator[Finding]:
@@ -344,41 +344,41 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
     on = [name for name in COMPONENTS if ruled or fp8.recipe_of(name) != "off"]
     for name, part in parts.items():
         if part.param and name not in on:
-            found = "has no effect where the recipe is off"
+            reason = "has no effect where the recipe is off"
             needs = (f"fp8.{name}.recipe", "fp8.recipe", "fp8.rules")
-            yield finding(f"fp8.{name}.param", found, "remove it, or set a recipe", *needs)
+            yield finding(f"fp8.{name}.param", reason, "remove it, or set a recipe", *needs)
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
     asked = {"param": fp8.param, "weight_codes": fp8.weight_codes != "keep" and not head}
     for key in (key for key, is_on in asked.items() if is_on and not on):
-        found = "has no effect where nothing runs in FP8"
-        yield finding(f"fp8.{key}", found, "remove it, or set fp8.recipe", "fp8.recipe", "fp8.rules", *PARTS)
+        reason = "has no effect where nothing runs in FP8"
+        yield finding(f"fp8.{key}", reason, "remove it, or set fp8.recipe", "fp8.recipe", "fp8.rules", *PARTS)
     held = [name for name in on if (fp8.param if (own := parts.get(name)) is None or own.param is None else own.param)]
     if fp8.weight_codes != "keep" and on and held == on and not head:
         does = "keeps no codes between uses" if fp8.weight_codes == "recast" else "holds codes beside their weights"
-        found = f"{fp8.weight_codes} {does}, and param keeps weights as codes between steps"
-        yield finding("fp8.weight_codes", found, "use one of them", "fp8.param", *PARTS)
+        reason = f"{fp8.weight_codes} {does}, and param keeps weights as codes between steps"
+        yield finding("fp8.weight_codes", reason, "use one of them", "fp8.param", *PARTS)
 
 
 def _parallel(config: Sections) -> Iterator[Finding]:
     """What the axes of a mesh may not be combined with."""
     axes, train = config.parallel, config.train
     if axes.context > 1 and train.phase in BEYOND_SFT:
-        found = f"the rows of phase {train.phase} are not shared by ranks ({axes.context} are asked to)"
-        yield finding("parallel.context", found, "use context: 1", "train.phase")
+        reason = f"the rows of phase {train.phase} are not shared by ranks ({axes.context} are asked to)"
+        yield finding("parallel.context", reason, "use context: 1", "train.phase")
     elif axes.context > 1 and not config.data.packing:
-        found = f"{axes.context} ranks share the tokens of packed rows, and rows are padded"
-        yield finding("parallel.context", found, "set data.packing: true and train.micro_batch: 1", "data.packing")
+        reason = f"{axes.context} ranks share the tokens of packed rows, and rows are padded"
+        yield finding("parallel.context", reason, "set data.packing: true and train.micro_batch: 1", "data.packing")
     if axes.ulysses != "auto" and axes.context % axes.ulysses:
-        found = f"ulysses {axes.ulysses} does not divide context {axes.context}"
-        yield finding("parallel.ulysses", found, "use a divisor of it, or auto", "parallel.context")
+        reason = f"ulysses {axes.ulysses} does not divide context {axes.context}"
+        yield finding("parallel.ulysses", reason, "use a divisor of it, or auto", "parallel.context")
     if axes.expert > 1 and config.train.phase in BEYOND_SFT:
-        found = (
+        reason = (
             f"experts are not dealt to ranks in phase {config.train.phase}, whose other forwards are not tried with it"
         )
-        yield finding("parallel.expert", found, "use `expert: 1`; experts are sharded all the same", "train.phase")
+        yield finding("parallel.expert", reason, "use `expert: 1`; experts are sharded all the same", "train.phase")
     if axes.expert > 1 and config.lora is not None:
-        found = "experts are not dealt to ranks beside adapters, whose base is gathered in FP8 and has no gradients"
-        yield finding("parallel.expert", found, "use `expert: 1`; experts are sharded all the same", "lora")
+        reason = "experts are not dealt to ranks beside adapters, whose base is gathered in FP8 and has no gradients"
+        yield finding("parallel.expert", reason, "use `expert: 1`; experts are sharded all the same", "lora")
 
 
 def _run(config: Sections) -> Iterator[Finding]:
@@ -420,9 +420,9 @@ def _corruption_checks(config: Sections) -> Iterator[Finding]:
         ("train.compile", train.compile, "a compiled graph shows nobody what its GEMMs multiply"),
         ("train.cuda_graphs", train.cuda_graphs, "a CUDA graph shows nobody what its GEMMs multiply"),
     )
-    for other, is_on, found in beside:
+    for other, is_on, reason in beside:
         if is_on:
-            yield finding(other, found, f"use false, or remove {key}", key)
+            yield finding(other, reason, f"use false, or remove {key}", key)
     if train.steps is not None and every > train.steps:
         yield finding(key, f"no step of {train.steps} is a check", f"use at most {train.steps}", "train.steps")
     fp8 = config.fp8

@@ -26,16 +26,16 @@ def _loaded(config: Sections) -> Iterator[Finding]:
     for name, kind in kinds.items():
         where = f"model.load_in_fp8.{name}"
         if config.lora is None and name not in config.model.freeze:
-            found = f"FP8 codes are not trained, and without `lora` the parameters of {name} are"
+            reason = f"FP8 codes are not trained, and without `lora` the parameters of {name} are"
             fix = f"train adapters beside them (`lora: {{}}`), or freeze the component (model.freeze: [{name}])"
-            yield finding(where, found, fix, "lora", "model.freeze")
+            yield finding(where, reason, fix, "lora", "model.freeze")
         if fp8.plan is not None:  # it names the recipes; the plan itself is held against the codes
             continue
         recipe, fitting = fp8.recipe_of(name), FITTING[kind]
         own = getattr(fp8, name)
         if recipe not in (*fitting, "off"):
             other = next((recipes[0] for recipes in FITTING.values() if recipe in recipes), None)
-            found = (
+            reason = (
                 "auto chooses a recipe, and codes are made for one"
                 if recipe == "auto"
                 else f"{recipe} multiplies by other codes than those of load_in_fp8: {fitting[0]}"
@@ -43,23 +43,23 @@ def _loaded(config: Sections) -> Iterator[Finding]:
             fix = f"use {' or '.join(fitting)}, off (high precision, from the codes' values)"
             fix += f", or load_in_fp8: {other}" if other else ""
             named = f"fp8.{name}.recipe" if own and own.recipe is not None else "fp8.recipe"
-            yield finding(named, f"{found} ({name})", fix, where, f"fp8.{name}")
+            yield finding(named, f"{reason} ({name})", fix, where, f"fp8.{name}")
         param = fp8.param if own is None or own.param is None else own.param
         if param and config.lora is None:
             named = f"fp8.{name}.param" if own and own.param is not None else "fp8.param"
-            found = f"param keeps trained weights beside their codes, and {name} is codes alone (load_in_fp8)"
-            yield finding(named, found, f"use fp8.{name}.param: false", where, f"fp8.{name}")
+            reason = f"param keeps trained weights beside their codes, and {name} is codes alone (load_in_fp8)"
+            yield finding(named, reason, f"use fp8.{name}.param: false", where, f"fp8.{name}")
     on = [name for name in COMPONENTS if fp8.recipe_of(name) != "off"]
     if fp8.plan is None and fp8.weight_codes == "recast" and kinds and on and set(on) <= set(kinds):
-        found = "has no effect on weights that are codes (model.load_in_fp8)"
-        yield finding("fp8.weight_codes", found, "remove it", "model.load_in_fp8", *PARTS)
+        reason = "has no effect on weights that are codes (model.load_in_fp8)"
+        yield finding("fp8.weight_codes", reason, "remove it", "model.load_in_fp8", *PARTS)
     if kinds and config.lora is None and config.optimizer.master == "bf16+16":
-        found = "bf16+16 splits every weight while it is read, and weights that become codes have no halves"
+        reason = "bf16+16 splits every weight while it is read, and weights that become codes have no halves"
         fix = "use fp32 or bf16+sr, or leave load_in_fp8 out"
-        yield finding("optimizer.master", found, fix, "model.load_in_fp8", "lora")
+        yield finding("optimizer.master", reason, fix, "model.load_in_fp8", "lora")
     if kinds and not config.model.keep_fp8:
-        found = "false dequantizes the weights that load_in_fp8 would quantize"
-        yield finding("model.keep_fp8", found, "use one of them", "model.load_in_fp8")
+        reason = "false dequantizes the weights that load_in_fp8 would quantize"
+        yield finding("model.keep_fp8", reason, "use one of them", "model.load_in_fp8")
 
 
 def _targets(config: Sections) -> Iterator[Finding]:
@@ -71,8 +71,8 @@ def _targets(config: Sections) -> Iterator[Finding]:
             if pattern in COMPONENTS:
                 continue
             if why := glob_problem(pattern):
-                found = f"{named(pattern)} is neither a component nor a glob over module names: {why}"
-                yield finding(where, found, f'use {", ".join(COMPONENTS)} or e.g. "**.q_proj"')
+                reason = f"{named(pattern)} is neither a component nor a glob over module names: {why}"
+                yield finding(where, reason, f'use {", ".join(COMPONENTS)} or e.g. "**.q_proj"')
             elif close := nearest(pattern, COMPONENTS, 0.8):
                 yield finding(where, f"unknown component {named(pattern)}", f"did you mean {close}?")
 
@@ -81,22 +81,22 @@ def _lora(config: Sections) -> Iterator[Finding]:
     lora, fp8, optimizer = config.lora, config.fp8, config.optimizer
     assert lora is not None
     if lora.dtype == "fp32" and optimizer.master != "fp32":
-        found = f"{optimizer.master} updates BF16 parameters, and lora.dtype keeps A and B in fp32"
-        yield finding("optimizer.master", found, "use `lora.dtype: bf16`, or `master: fp32`", "lora.dtype")
+        reason = f"{optimizer.master} updates BF16 parameters, and lora.dtype keeps A and B in fp32"
+        yield finding("optimizer.master", reason, "use `lora.dtype: bf16`, or `master: fp32`", "lora.dtype")
     parts = {"fp8": fp8, **{f"fp8.{name}": part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}}
     for key, part in parts.items():
         if part.param:
-            found = "param keeps trained weights beside their codes, and the base of LoRA is not trained"
+            reason = "param keeps trained weights beside their codes, and the base of LoRA is not trained"
             fix = "remove it; model.load_in_fp8 keeps the base as codes alone, which FSDP2 gathers as such"
-            yield finding(f"{key}.param", found, fix, "lora")
+            yield finding(f"{key}.param", reason, fix, "lora")
     if lora.dora and lora.dropout:
-        found = "DoRA with dropout would need the base layer's product of the dropped input as well"
-        yield finding("lora.dropout", found, "use `dropout: 0`, or `dora: false`", "lora.dora")
+        reason = "DoRA with dropout would need the base layer's product of the dropped input as well"
+        yield finding("lora.dropout", reason, "use `dropout: 0`, or `dora: false`", "lora.dora")
     for key, part in parts.items():
         if fp8.plan is not None or part.recipe in (None, "off"):
             continue
         fwd, dgrad = part.fwd or fp8.fwd, part.dgrad or fp8.dgrad
         if fwd == dgrad == "bf16" and (part.wgrad or fp8.wgrad) == "fp8":
-            found = "a frozen base has no wgrad, so with fwd and dgrad in bf16 nothing would run in FP8"
+            reason = "a frozen base has no wgrad, so with fwd and dgrad in bf16 nothing would run in FP8"
             fix = "use `recipe: off`, or leave one of them fp8"
-            yield finding(f"{key}.fwd", found, fix, "lora", "fp8.dgrad")
+            yield finding(f"{key}.fwd", reason, fix, "lora", "fp8.dgrad")

@@ -40,9 +40,9 @@ def rules(config: Sections) -> Iterator[Finding]:
     )  # fmt: skip
     for number, entry in enumerate(data.train if train.epochs is not None else ()):
         if entry.stream:
-            found = f"packs are counted before the first step, and data.train.{number} is streamed, read as steps come"
+            reason = f"packs are counted before the first step, and data.train.{number} is streamed, read as steps come"
             fix = "give train.steps, or leave stream out"
-            yield finding("train.epochs", found, fix, f"data.train.{number}.stream", "data.packing")
-    for key, is_there, found, fix in beside:
+            yield finding("train.epochs", reason, fix, f"data.train.{number}.stream", "data.packing")
+    for key, is_there, reason, fix in beside:
         if is_there:
-            yield finding(key, f"{found} (data.packing: true)", fix, "data.packing")
+            yield finding(key, f"{reason} (data.packing: true)", fix, "data.packing")

@@ -57,8 +57,8 @@ def _beside(config: Sections) -> Iterator[Finding]:
     if config.data.train_on_prompt:
         yield finding("data.train_on_prompt", f"{why}, which learns from answers", "remove it", "train.phase")
     if phase == "rl" and _given(config.optimizer, "update", OptimizerSection):
-        found = "backward updates weights while the other micro-batches of a rollout still need them"
-        yield finding("optimizer.update", found, "use `update: step`", "train.phase")
+        reason = "backward updates weights while the other micro-batches of a rollout still need them"
+        yield finding("optimizer.update", reason, "use `update: step`", "train.phase")
     if phase == "rl" and _given(config.run, "gain_steps", RunSection):
         yield finding("run.gain_steps", f"{why}, whose steps are mostly rollouts", "remove it", "train.phase")
 
@@ -74,26 +74,26 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.group == 1 and rl.algorithm not in WITH_CRITIC:
         yield finding("rl.group", "one completion a prompt has no others to be better than", "use 2 or more")
     if rl.prompts % rl.mini_batches:
-        found = f"{rl.prompts} prompts cannot be cut into {rl.mini_batches} equal mini_batches"
-        yield finding("rl.mini_batches", found, "use a divisor of rl.prompts", "rl.prompts")
+        reason = f"{rl.prompts} prompts cannot be cut into {rl.mini_batches} equal mini_batches"
+        yield finding("rl.mini_batches", reason, "use a divisor of rl.prompts", "rl.prompts")
     if rl.max_new_tokens >= config.train.seq_length:
-        found = f"{rl.max_new_tokens} new tokens leave no place for a prompt in seq_length {config.train.seq_length}"
-        yield finding("rl.max_new_tokens", found, "lower it, or raise train.seq_length", "train.seq_length")
+        reason = f"{rl.max_new_tokens} new tokens leave no place for a prompt in seq_length {config.train.seq_length}"
+        yield finding("rl.max_new_tokens", reason, "lower it, or raise train.seq_length", "train.seq_length")
     if config.data.on_long == "cut":
-        found = "the end of a prompt is what is asked"
-        yield finding("data.on_long", found, "use drop or error", "train.phase")
+        reason = "the end of a prompt is what is asked"
+        yield finding("data.on_long", reason, "use drop or error", "train.phase")
     if rl.overlong is not None and rl.overlong > rl.max_new_tokens:
-        found = f"{rl.overlong} tokens are more than the {rl.max_new_tokens} of a completion"
-        yield finding("rl.overlong", found, "lower it", "rl.max_new_tokens")
+        reason = f"{rl.overlong} tokens are more than the {rl.max_new_tokens} of a completion"
+        yield finding("rl.overlong", reason, "lower it", "rl.max_new_tokens")
     idle = {"correction": ("correction_level", "correction_low", "correction_high")} if rl.correction == "off" else {}
     no_kl = rl.kl == 0 or (rl.kl is None and rl.algorithm not in WITH_KL)
     idle |= {"kl": ("kl_estimator", "kl_in", "reference")} if no_kl else {}
     for by, names in idle.items():
         for name in (name for name in names if _given(rl, name, RlSection)):
-            found = f"has no effect, since rl.{by} is {getattr(rl, by)}"
+            reason = f"has no effect, since rl.{by} is {getattr(rl, by)}"
             if getattr(rl, by) is None:
-                found = f"has no effect, since rl.{by} is absent and {rl.algorithm} has none of its own"
-            yield finding(f"rl.{name}", found, f"remove it, or set rl.{by}", f"rl.{by}")
+                reason = f"has no effect, since rl.{by} is absent and {rl.algorithm} has none of its own"
+            yield finding(f"rl.{name}", reason, f"remove it, or set rl.{by}", f"rl.{by}")
     for index, entry in enumerate(rl.rewards):
         where = f"rl.rewards.{index}"
         kind = entry.reward if entry.reward in BUILT_IN else "function" if ".py:" in entry.reward else "model"
@@ -109,17 +109,17 @@ def _rl(config: Sections) -> Iterator[Finding]:
             fix = f"use {', '.join(BUILT_IN)}, FILE.py:FUNCTION, or the path of a folder such as ./reward_model"
             yield finding(where, f"there is no reward `{entry.reward}`", fix)
     if rl.invariant and rl.kv == "fp8":
-        found = "rollouts would read other keys and values than training does"
-        yield finding("rl.kv", found, "use `kv: bf16`, or leave invariant out", "rl.invariant")
+        reason = "rollouts would read other keys and values than training does"
+        yield finding("rl.kv", reason, "use `kv: bf16`, or leave invariant out", "rl.invariant")
     if rl.invariant and rl.stale:
-        found = "rollout and update of a step have other weights, so their log-probabilities are not the same bits"
-        yield finding("rl.stale", found, "use `stale: 0`, or leave invariant out", "rl.invariant")
+        reason = "rollout and update of a step have other weights, so their log-probabilities are not the same bits"
+        yield finding("rl.stale", reason, "use `stale: 0`, or leave invariant out", "rl.invariant")
     if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].spans_rows:
-        found = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
-        yield finding("fp8.recipe", found, f"use {listed(BY_ROW, 'or')}, or leave invariant out", "rl.invariant")
+        reason = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
+        yield finding("fp8.recipe", reason, f"use {listed(BY_ROW, 'or')}, or leave invariant out", "rl.invariant")
     if rl.reference == "disk":
-        found = "completions are new in every step, so nothing about them can be computed before the first"
-        yield finding("rl.reference", found, "use copy, or base beside adapters (lora)", "train.phase")
+        reason = "completions are new in every step, so nothing about them can be computed before the first"
+        yield finding("rl.reference", reason, "use copy, or base beside adapters (lora)", "train.phase")
     yield from _reference("rl.reference", rl.reference, config.lora is not None)
 
 
@@ -129,8 +129,8 @@ def _reference(where: str, kind: str, lora: bool) -> Iterator[Finding]:
         fix = "use `reference: copy`, or train adapters (lora)"
         yield finding(where, "base is the model without its adapters, and there are none", fix, "lora")
     if kind == "copy" and lora:
-        found = "a copy of the base, where the base without adapters is there and takes no byte"
-        yield finding(where, found, "use base, or leave it out", "lora")
+        reason = "a copy of the base, where the base without adapters is there and takes no byte"
+        yield finding(where, reason, "use base, or leave it out", "lora")
 
 
 def _critic(rl: RlSection, lora: bool) -> Iterator[Finding]:
@@ -138,20 +138,20 @@ def _critic(rl: RlSection, lora: bool) -> Iterator[Finding]:
     if rl.algorithm not in WITH_CRITIC:
         for name in OF_CRITIC:
             if getattr(rl, name) is not None:
-                found = f"has no effect on {rl.algorithm}, which has no critic"
-                yield finding(f"rl.{name}", found, f"remove it, or use {' or '.join(WITH_CRITIC)}", "rl.algorithm")
+                reason = f"has no effect on {rl.algorithm}, which has no critic"
+                yield finding(f"rl.{name}", reason, f"remove it, or use {' or '.join(WITH_CRITIC)}", "rl.algorithm")
         return
     if rl.advantage is not None:
-        found = f"{rl.algorithm} asks its critic for advantages, token by token, and compares no group"
-        yield finding("rl.advantage", found, "remove it", "rl.algorithm")
+        reason = f"{rl.algorithm} asks its critic for advantages, token by token, and compares no group"
+        yield finding("rl.advantage", reason, "remove it", "rl.algorithm")
     if rl.dynamic_sampling:
-        found = f"groups of equal rewards teach {rl.algorithm} as others do: it compares with its critic"
-        yield finding("rl.dynamic_sampling", found, "remove it", "rl.algorithm")
+        reason = f"groups of equal rewards teach {rl.algorithm} as others do: it compares with its critic"
+        yield finding("rl.dynamic_sampling", reason, "remove it", "rl.algorithm")
     if lora and rl.value_weight is not None:
-        found = (
+        reason = (
             "with adapters the critic shares no trained weight with the policy, and AdamW takes no notice of a factor"
         )
-        yield finding("rl.value_weight", found, "use rl.critic_lr", "lora")
+        yield finding("rl.value_weight", reason, "use rl.critic_lr", "lora")
 
 
 def _preference(config: Sections) -> Iterator[Finding]:
@@ -160,11 +160,11 @@ def _preference(config: Sections) -> Iterator[Finding]:
     options = OPTIONS[preference.loss]
     for name in sorted({name for names in OPTIONS.values() for name in names} - set(options)):
         if getattr(preference, name) is not None:
-            found = f"has no effect on {preference.loss}, whose options are {', '.join(options)}"
-            yield finding(f"preference.{name}", found, "remove it", "preference.loss")
+            reason = f"has no effect on {preference.loss}, whose options are {', '.join(options)}"
+            yield finding(f"preference.{name}", reason, "remove it", "preference.loss")
     if preference.loss in ("orpo", "simpo") and preference.reference != "auto":
         yield finding("preference.reference", f"{preference.loss} has none", "remove it", "preference.loss")
     yield from _reference("preference.reference", preference.reference, config.lora is not None)
     if preference.reference == "disk" and preference.loss == "kto":
-        found = "kto also asks of answers to other prompts of a step, which are other ones in each epoch"
-        yield finding("preference.reference", found, "use copy, or base beside adapters (lora)", "preference.loss")
+        reason = "kto also asks of answers to other prompts of a step, which are other ones in each epoch"
+        yield finding("preference.reference", reason, "use copy, or base beside adapters (lora)", "preference.loss")

@@ -1,4 +1,4 @@
-"""What a run may say of FP8: the section ``fp8``, of the whole model, its components, its head and names."""
+"""The section ``fp8``: settings of the whole model, of components, of the head and of layers by name."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _DEFAULTS = ", ".join(f"{form} for {listed(with_format(form))}" for form in FORM
 
 
 class Component(Section):
-    """FP8 settings of one component; what is absent is inherited from the `fp8` section."""
+    """FP8 settings of one component; absent ones are inherited from the `fp8` section."""
 
     recipe: Recipe | None = Field(default=None, description="Recipe of this component's linear layers.")
     format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
     param: bool | None = Field(default=None, description="Whether weights are FP8 between steps.")
     activations: Literal["bf16", "fp8"] | None = Field(
-        default=None, description="What blocks of this component keep for backward beside their linear layers."
+        default=None, description="What blocks of this component keep for backward besides the inputs of linear layers."
     )
     fwd: Gemm | None = Field(default=None, description="Precision of the forward GEMM y = x wT.")
     dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
@@ -41,7 +41,8 @@ class Component(Section):
 
 
 class Head(Section):
-    """FP8 settings of the language model's head, whose weight stays in high precision and may be the embedding's."""
+    """FP8 settings of the language model's head; its weight stays in high precision and may be tied to the
+    embedding."""
 
     recipe: HeadName = Field(default="off", description="Recipe of the head's three GEMMs; nothing is inherited.")
     format: Format | None = Field(default=None, description="e4m3 everywhere, or hybrid (E5M2 for dy).")
@@ -64,13 +65,13 @@ class Rule(Section):
     dgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dx = dy w.")
     wgrad: Gemm | None = Field(default=None, description="Precision of the GEMM dw = dyT x.")
     first: int | None = Field(
-        default=None, ge=1, le=10**9, description="The rule holds in so many first steps alone, as in a warm-up."
+        default=None, ge=1, le=10**9, description="The rule holds only in the first this many steps, as in a warm-up."
     )
     last: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="The rule holds in this last share of train.steps alone: 0.1 with recipe off ends in high "
+        description="The rule holds only in this last share of train.steps: 0.1 with recipe off ends the run in high "
         "precision.",
     )
 
@@ -80,49 +81,51 @@ class Fp8Section(Section):
 
     recipe: Recipe = Field(
         default=USUAL,
-        description="How operands are scaled, in every component that does not say otherwise, the projector included: "
+        description="How operands are scaled, in every component without a recipe, including the projector: "
         f"off (high precision), {', '.join(RECIPES[1:])}; or auto: measured at the start of the "
-        "run, FP8 only where it wins (without a GPU: by a table, see docs/plan.md). Where it is absent and components "
-        f"are named (other than to be off), those alone run in FP8, {USUAL} unless they say otherwise.",
+        "run, FP8 only where it is faster (without a GPU: by a table, see docs/plan.md). If it is absent and "
+        f"components are named (other than off), only those run in FP8, {USUAL} unless they name a recipe.",
     )
     format: Format | None = Field(
         default=None,
-        description=f"e4m3 everywhere, or hybrid (E5M2 for dy). Absent: the recipe's own ({_DEFAULTS}).",
+        description=f"e4m3 everywhere, or hybrid (E5M2 for dy). Absent: the recipe's default ({_DEFAULTS}).",
     )
     param: bool = Field(
         default=False,
-        description="Weights of FP8 layers are FP8 between steps, their high-precision values a master beside them; "
-        "FSDP2 gathers the FP8 codes and scales, a byte a parameter.",
+        description="Keep the weights of FP8 layers in FP8 between steps, with high-precision master weights; FSDP2 "
+        "gathers the FP8 codes and scales, a byte a parameter.",
     )
     activations: Literal["bf16", "fp8"] = Field(
         default="bf16",
-        description="What blocks keep for backward beside the inputs of their FP8 layers: bf16, as it comes; or fp8 "
-        "for inputs of norms, gate and up, inputs of activations, with products computed again in backward.",
+        description="What blocks keep for backward besides the inputs of their FP8 layers: bf16, unchanged; or fp8 for "
+        "inputs of norms, gate and up, and inputs of activations, with products computed again in backward.",
     )
     weight_codes: Literal["keep", "recast", "both"] = Field(
         default="keep",
         description="FP8 codes of weights: keep them from one optimizer step to the next (1 byte a parameter; "
-        f"2 of {_TWICE}), recast them at each use (0 bytes, one more cast a GEMM), or keep both layouts of those that "
-        "forward and dgrad share (2 bytes, and no backward lays a weight out anew; of a frozen FP8 base in one process "
-        "too, from the first backward on).",
+        f"2 for {_TWICE}), recast them at each use (0 bytes, one more cast a GEMM), or keep both layouts of codes that "
+        "forward and dgrad share (2 bytes, and backward does not transpose weights; in one process also for a frozen "
+        "FP8 base, from the first backward on).",
     )
     backend: Text = Field(
         default="auto",
         min_length=1,
-        description="Kernels to use: auto, or a name that `octavo doctor` lists. A named backend is met or refused.",
+        description="Kernels to use: auto, or a backend that `octavo doctor` lists. If a named backend cannot run "
+        "every "
+        "FP8 GEMM, the run is refused.",
     )
     fwd: Gemm = Field(default="fp8", description="Precision of the forward GEMM y = x wT.")
     dgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dx = dy w.")
     wgrad: Gemm = Field(default="fp8", description="Precision of the GEMM dw = dyT x.")
-    image_encoder: Component | None = Field(default=None, description="Settings of the vision tower alone.")
-    image_projector: Component | None = Field(default=None, description="Settings of the projector (merger) alone.")
-    audio_encoder: Component | None = Field(default=None, description="Settings of the tower of sound alone.")
-    audio_projector: Component | None = Field(default=None, description="Settings of the projector of sound alone.")
-    foundation: Component | None = Field(default=None, description="Settings of the language model alone.")
+    image_encoder: Component | None = Field(default=None, description="Settings of the vision tower.")
+    image_projector: Component | None = Field(default=None, description="Settings of the projector (merger).")
+    audio_encoder: Component | None = Field(default=None, description="Settings of the audio encoder.")
+    audio_projector: Component | None = Field(default=None, description="Settings of the audio projector.")
+    foundation: Component | None = Field(default=None, description="Settings of the language model.")
     lm_head: Head | None = Field(
         default=None,
-        description="The head's GEMMs (logits, and both gradients) in FP8; off unless its recipe is set here. Chunk by "
-        "chunk with train.logits: chunked; the codes of its weight are 1 byte a parameter more.",
+        description="FP8 for the head's GEMMs (logits and both gradients); off unless its recipe is set here. With "
+        "train.logits: chunked it runs chunk by chunk; the codes of its weight take 1 more byte a parameter.",
     )
     rules: Annotated[tuple[Rule, ...], FROM_LIST] = Field(
         default=(), description="Exceptions by module name; the last that matches wins."
@@ -134,23 +137,23 @@ class Fp8Section(Section):
     )
     fuse: Literal["off", "on", "auto"] = Field(
         default="off",
-        description="Whether gated MLPs, and the norms before FP8 layers, are fused with those layers where they can "
-        "be (names and checkpoints stay): on or off. auto, the default of version 0.4.0, is off.",
+        description="Fuse gated MLPs and the norms before FP8 layers with those layers where possible (names and "
+        "checkpoints do not change): on or off. auto, the default of version 0.4.0, means off.",
     )
     adapt: Adapt = Field(
         default=None,
-        description="Whether GEMMs move between recipes and high precision while the run trains, by their figures at "
-        "checks: true, false, or how (see docs/adapt.md).",
+        description="Move GEMMs between recipes and high precision during the run, by their figures at checks: true, "
+        "false, or a mapping of settings (see docs/adapt.md).",
     )
     plan: FilePath | None = Field(
         default=None,
         min_length=1,
-        description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the file that names "
-        "it; it decides in place of recipe, components and rules.",
+        description="A plan file (octavo plan FILE --save, or the plan.json of a run), relative to the configuration "
+        "file; it replaces recipe, components and rules.",
     )
 
     def recipe_of(self, name: str) -> str:
-        """The recipe of a component: its own, else that of the whole model."""
+        """The recipe of a component, else the recipe of the whole model."""
         part: Component | None = getattr(self, name)
         return (part and part.recipe) or self.recipe
 
@@ -162,5 +165,5 @@ class Fp8Section(Section):
 
     @field_serializer("fuse")
     def _auto_is_off(self, value: str) -> str:
-        """So that a run of version 0.4.0 goes on: its settings are compared as they are written."""
+        """Write auto as off, so that a run of version 0.4.0 resumes: its settings are compared as written."""
         return "off" if value == "auto" else value

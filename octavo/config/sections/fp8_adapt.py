@@ -1,4 +1,4 @@
-"""The section of precision that schedules itself."""
+"""The section ``fp8.adapt``: precision that adapts during a run."""
 
 from __future__ import annotations
 
@@ -17,51 +17,55 @@ _Rung = Annotated[_Name, BeforeValidator(one_word)]
 
 
 class AdaptSection(Section):
-    """Each GEMM moves between recipes and high precision by its figures, which are taken every so many steps. The
+    """Each GEMM moves between recipes and high precision by figures that are taken every `every` steps. The default
     thresholds are those of the trust table (docs/numerics.md)."""
 
     every: int = Field(
-        default=25, ge=1, le=10**9, description="Steps between checks; each costs what a step with health figures does."
+        default=25,
+        ge=1,
+        le=10**9,
+        description="Steps between checks; a check costs as much as a step with health figures.",
     )
     recipes: Annotated[tuple[_Rung, ...] | None, FROM_LIST] = Field(
         default=None,
-        description="Recipes between that of the plan and high precision, in the order in which they are tried; [] is "
-        f"none. Absent: those with smaller blocks, which are those after it in {', '.join(LADDER)}.",
+        description="Recipes to try, in this order, between the plan's recipe and high precision; [] for none. Absent: "
+        f"the recipes with smaller blocks, which come after it in {', '.join(LADDER)}.",
     )
     sqnr_e4m3: float = Field(default=25.0, ge=0, le=60, description="Least SQNR of operands in E4M3, in dB.")
     sqnr_e5m2: float = Field(default=20.0, ge=0, le=60, description="Least SQNR of operands in E5M2, in dB.")
     underflow: float = Field(
-        default=0.01, gt=0, le=1, description="Largest share of values that become zero, of operands of fwd and dgrad."
+        default=0.01, gt=0, le=1, description="Largest share of values that become zero in operands of fwd and dgrad."
     )
-    underflow_wgrad: float = Field(default=0.2, gt=0, le=1, description="The same of operands of wgrad.")
+    underflow_wgrad: float = Field(default=0.2, gt=0, le=1, description="The same for operands of wgrad.")
     cosine: float = Field(
-        default=0.95, gt=0, lt=1, description="Least cosine of a weight gradient to that in high precision."
+        default=0.95, gt=0, lt=1, description="Least cosine between a weight gradient and the one in high precision."
     )
     back: float = Field(
         default=0.5,
         gt=0,
         lt=1,
-        description="A GEMM comes back where its error would be at most this share of what is allowed (0.5: of noise "
-        "3 dB less, half of the underflow, half of 1 - cosine) ...",
+        description="A GEMM moves back if its error would be at most this share of the limit (0.5: 3 dB less noise, "
+        "half the underflow, half of 1 - cosine) ...",
     )
-    patience: int = Field(default=3, ge=1, le=10**6, description="... in so many checks in a row.")
+    patience: int = Field(default=3, ge=1, le=10**6, description="... in this many checks in a row.")
     budget: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Largest share of a step's linear FLOPs in high precision by moves; the worst get it.",
+        description="Largest share of a step's linear FLOPs that moves may put in high precision; the GEMMs with the "
+        "largest errors come first.",
     )
     time: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Largest share of the linear layers' time that moves into high precision may cost, by a plan that "
-        "was measured (recipe: auto on a GPU). Absent: any.",
+        description="Largest share of the linear layers' time that moves into high precision may cost, by the times of "
+        "a measured plan (recipe: auto on a GPU). Absent: no limit.",
     )
 
 
 def _switch(value: Any) -> Any:
-    """True is the section with its defaults, and false none."""
+    """True as the section with its defaults, false as None."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 

@@ -11,7 +11,7 @@ from octavo.config.sections.text_types import FilePath, Letters
 
 
 class LoraSection(Section):
-    """Low-rank adapters beside a frozen base (Hu et al. 2021), by PEFT: y = base(x) + alpha / rank * B(A(x))."""
+    """Low-rank adapters on a frozen base (Hu et al. 2021), by PEFT: y = base(x) + alpha / rank * B(A(x))."""
 
     rank: int = Field(default=16, ge=1, le=65536, description="Inner dimension of the adapters.")
     alpha: float = Field(
@@ -21,23 +21,23 @@ class LoraSection(Section):
     rslora: bool = Field(default=False, description="Scale by alpha / sqrt(rank) (Kalajdzievski 2023).")
     dora: bool = Field(
         default=False,
-        description="Train magnitudes of the rows of the weight too (DoRA, Liu et al. 2024); not for experts.",
+        description="Also train the magnitudes of the weight's rows (DoRA, Liu et al. 2024); not for experts.",
     )
     targets: Annotated[tuple[Letters, ...], FROM_LIST] = Field(
         default=("foundation",),
         min_length=1,
-        description="What gets adapters: foundation, image_encoder, image_projector, audio_encoder, audio_projector "
+        description="Layers with adapters: foundation, image_encoder, image_projector, audio_encoder, audio_projector "
         '(all their linear layers and experts), or globs over module names ("**.q_proj"). Each must match something.',
     )
     exclude: Annotated[tuple[Letters, ...], FROM_LIST] = Field(
-        default=(), description="Components or globs over module names that get none, though a target names them."
+        default=(), description="Components or globs over module names without adapters, although targets match them."
     )
     dtype: Literal["fp32", "bf16"] = Field(
-        default="fp32", description="In which A and B are kept; optimizer.master says how BF16 ones are updated."
+        default="fp32", description="Dtype of A and B; optimizer.master decides how BF16 ones are updated."
     )
     adapter: FilePath | None = Field(
         default=None,
         min_length=1,
-        description="Folder of a PEFT adapter to go on from, relative to the file that names it; its rank, alpha and "
-        "targets must be those given here.",
+        description="Folder of a PEFT adapter to continue from, relative to the configuration file; its rank, alpha "
+        "and targets must equal those of this section.",
     )

@@ -1,4 +1,4 @@
-"""The section of the model: where its weights come from, and which of them are loaded as FP8 codes."""
+"""The section ``model``: the source of the weights, and which of them are loaded as FP8 codes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from octavo.config.sections.text_types import FilePath, Text
 
 
 class LoadInFp8Section(Section):
-    """How the frozen linear layers of each component are loaded: as FP8 codes with a scale for each row, each block of
-    128 x 128, or each tensor; absent: in high precision."""
+    """How the frozen linear layers of each component are loaded: as FP8 codes with one scale for each row, for each
+    block of 128 x 128, or for the tensor; absent: in high precision."""
 
     foundation: Frozen = Field(default=None, description="Linear layers and experts of the language model.")
     image_encoder: Frozen = Field(default=None, description="Linear layers of the vision tower.")
     image_projector: Frozen = Field(default=None, description="Linear layers of the projector (merger).")
-    audio_encoder: Frozen = Field(default=None, description="Linear layers of the tower of sound.")
-    audio_projector: Frozen = Field(default=None, description="Linear layers of the projector of sound.")
+    audio_encoder: Frozen = Field(default=None, description="Linear layers of the audio encoder.")
+    audio_projector: Frozen = Field(default=None, description="Linear layers of the audio projector.")
 
     @property
     def kinds(self) -> dict[str, str]:
-        """Component -> the kind of frozen weights it is loaded as (row, block, tensor); none for high precision."""
+        """Component -> its kind of frozen weights (row, block, tensor); components in high precision are absent."""
         return {name: kind_of_word(word) for name in COMPONENTS if (word := getattr(self, name)) is not None}
 
 
 def for_foundation(value: Any) -> Any:
-    """One word (or `true`) speaks of the language model; towers stay in high precision unless they are named."""
+    """A single word (or `true`) as the setting of the language model; towers stay in high precision unless named."""
     word = frozen_word(value)
     return {"foundation": word} if word is None or word in FROZEN else value
 
@@ -43,17 +43,17 @@ Kernel = Literal[
 
 
 class AttentionSection(Section):
-    """The kernel of attention of each component."""
+    """The attention kernel of each component."""
 
     image_encoder: Kernel = Field(
         default="sdpa",
-        description="Of the vision tower. varlen: torch's flash attention for all images of a batch in one call "
+        description="Kernel of the vision tower. varlen: torch's flash attention for all images of a batch in one call "
         "(families whose images differ in size; CUDA, 16 bits).",
     )
     foundation: Kernel = Field(
         default="sdpa",
-        description="Of the language model. varlen: torch's flash attention for all samples of a pack in one call, "
-        "which sdpa takes by itself where it can (data.packing; CUDA, 16 bits). flex: torch's flex attention for all "
+        description="Kernel of the language model. varlen: torch's flash attention for all samples of a pack in one "
+        "call, which sdpa also uses where it can (data.packing; CUDA, 16 bits). flex: torch's flex attention for all "
         "samples of a pack, compiled (data.packing; CUDA).",
     )
 
@@ -64,7 +64,7 @@ class AttentionSection(Section):
 
 
 def _for_all(value: Any) -> Any:
-    """One word says it of every component that it is for."""
+    """A single word as the setting of every component that has the kernel."""
     if value == "flex":
         return {"foundation": value}
     known = isinstance(value, str) and value in get_args(Kernel)
@@ -80,46 +80,48 @@ class ModelSection(Section):
     path: FilePath = Field(
         min_length=1,
         description="Folder of a Hugging Face checkpoint (config, tokenizer, processor, safetensors), relative to the "
-        "file that names it; or where there is none a name of the hub, org/name. With load_in_fp8 its published FP8 "
-        "twin of that kind is taken, if there is one.",
+        "configuration file; if it does not exist, a name on the hub, org/name. With load_in_fp8, the published FP8 "
+        "checkpoint of that kind is used if there is one.",
     )
     revision: Text | None = Field(
         default=None,
         min_length=1,
-        description="Branch, tag or commit of a model of the hub, which is then taken itself. Absent: the newest.",
+        description="Branch, tag or commit of a model on the hub; no published FP8 checkpoint replaces it. Absent: the "
+        "newest.",
     )
     init: Literal["checkpoint", "random"] = Field(
         default="checkpoint",
-        description="What training begins with: the weights of the folder; or random ones, drawn from run.seed as the "
-        "family initialises them, for which config.json, tokenizer and processor are enough.",
+        description="Initial weights: those of the folder; or random ones, drawn with run.seed by the family's "
+        "initialisation, for which config.json, tokenizer and processor are enough.",
     )
     init_std: float | None = Field(
         default=None,
         gt=0,
         le=10,
-        description="Standard deviation of random weights. Absent: the configuration's own (initializer_range).",
+        description="Standard deviation of random weights. Absent: initializer_range of config.json.",
     )
     freeze: Annotated[tuple[Text, ...], FROM_LIST] = Field(
         default=(),
-        description="What is not trained: image_encoder, image_projector, audio_encoder, audio_projector, foundation, "
+        description="Parts that are not trained: image_encoder, image_projector, audio_encoder, audio_projector, "
+        "foundation, "
         'lm_head, or globs over module names ("**.layers.0.**"). Each must match something.',
     )
     attention: Annotated[AttentionSection, _OR_KERNEL] = Field(
         default_factory=AttentionSection,
-        description="The kernel of attention: sdpa (torch chooses at each call); auto (the fastest of those that work "
-        "for this model, timed on this GPU; elsewhere the first that works); one of torch's (cudnn, flash, efficient, "
-        "math), of transformers (eager), or of a package; varlen (one call for all images, or all samples of a pack); "
-        "flex (for packs). A word, or one for image_encoder and foundation each. One that cannot run here is refused.",
+        description="Attention kernel: sdpa (torch chooses at each call); auto (the fastest that works for this model, "
+        "timed on this GPU; without a GPU the first that works); one of torch (cudnn, flash, efficient, math), of "
+        "transformers (eager), or of a package; varlen (one call for all images, or all samples of a pack); flex (for "
+        "packs). One word, or one each for image_encoder and foundation. A kernel that cannot run here is refused.",
     )
     load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
         default_factory=LoadInFp8Section,
         description=f"Quantize the frozen base of LoRA while it is read: {listed(FROZEN, 'or')} (true: {FROZEN[0]}); "
-        "false: not. One word means the language model's linear layers; components can be named each. Embeddings, "
-        "lm_head and routers stay as they are. fp8.recipe, where nobody names it, is the one that multiplies by such "
-        "codes. A checkpoint that is in FP8 already is used as it is, without this.",
+        "false: do not. One word means the language model's linear layers; or one word for each component. "
+        "Embeddings, lm_head and routers stay in high precision. fp8.recipe, if absent, becomes the recipe that "
+        "multiplies by such codes. A checkpoint that is already in FP8 does not need this setting.",
     )
     keep_fp8: bool = Field(
         default=True,
-        description="Train LoRA beside the very codes of a checkpoint that is in FP8; false: beside its dequantized "
-        "values. Without LoRA its weights are dequantized in any case, since they are trained.",
+        description="For LoRA on a checkpoint that is in FP8: keep its codes as the frozen base; false: dequantize "
+        "them. Without LoRA the weights are always dequantized, because they are trained.",
     )

@@ -1,6 +1,6 @@
-"""The words of a configuration: recipes, formats, components, and what every section is.
+"""The words of a configuration (recipes, formats, components) and the base class of its sections.
 
-A word that has two spellings is kept in one.
+A word with two spellings is stored in one of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def one_of(*words: str) -> Any:
 
 
 def one_word(value: Any) -> Any:
-    """Weights that are codes and the recipe that multiplies by them have one name: ``block`` reads as ``blockwise``."""
+    """The recipe's name for a kind of frozen weights: ``block`` becomes ``blockwise``. Other values are unchanged."""
     return NAME_OF_KIND.get(value, value) if isinstance(value, str) else value
 
 
 def frozen_word(value: Any) -> Any:
-    """The kind of frozen weights: `true` is the usual one, rows, and `false` none."""
+    """The kind of frozen weights by name: `true` is the default, one scale a row, and `false` is None."""
     return {True: NAME_OF_KIND["row"], False: None}[value] if isinstance(value, bool) else one_word(value)
 
 
@@ -33,7 +33,7 @@ RECIPES: tuple[str, ...] = ("off", *NAMES)
 #: kinds of frozen FP8 weights, by the recipes that are named after them
 FROZEN: tuple[str, ...] = tuple(NAME_OF_KIND.values())
 
-if TYPE_CHECKING:  # type checkers take no Literal that is made of a table
+if TYPE_CHECKING:  # a type checker cannot read a Literal that is built from a table
     Format = str
     RecipeName = str
     CandidateName = str
@@ -56,16 +56,16 @@ Frozen = Annotated[FrozenName | None, BeforeValidator(frozen_word, json_schema_i
 
 
 def lacks(recipe: str | None, form: str | None) -> bool:
-    """Whether a recipe is named that cannot have a format that is named."""
+    """Whether both a recipe and a format are set, and the recipe does not have the format."""
     return recipe is not None and recipe in SPECS and form is not None and form not in SPECS[recipe].formats
 
 
 def is_delayed(recipe: str | None) -> bool:
-    """Whether a recipe is named whose scales come from amax histories."""
+    """Whether a recipe is set whose scales come from amax histories."""
     return recipe is not None and recipe in SPECS and SPECS[recipe].delayed
 
 
-#: what `model.freeze` and the `fp8` section know by name
+#: the components that `model.freeze` and the `fp8` section can name
 COMPONENTS: tuple[str, ...] = ("image_encoder", "image_projector", "audio_encoder", "audio_projector", "foundation")
 
 

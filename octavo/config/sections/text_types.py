@@ -1,4 +1,4 @@
-"""Texts that a configuration may hold: whole characters, and paths that some file can have."""
+"""Types of text in a configuration: text of whole characters, and paths that a file can have."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*.")
 def not_a_path(text: str) -> str | None:
     """Why no file can have this name, or None. The limits are Linux's: 255 bytes a name, 4,095 a path."""
     if "\0" in text:
-        return "holds a NUL character, which no file name has"
+        return "holds a NUL character, which no file name can have"
     encoded = text.encode("utf-8", "surrogatepass")
     names = encoded.split(b"/")
     longest = max(map(len, names))
-    if len(names) > 200:  # each is a folder to be made, one within the other
-        return f"is no path: {len(names):,} names deep"
+    if len(names) > 200:  # each is a folder that would be created
+        return f"is not a path: {len(names):,} names deep"
     if len(encoded) > 4095 or longest > 255:
-        return f"is no path: {len(encoded):,} bytes, the longest name in it {longest:,} (at most 4,095 and 255)"
+        return f"is not a path: {len(encoded):,} bytes, its longest name {longest:,} (at most 4,095 and 255)"
     return None
 
 
 def is_url(text: str) -> bool:
-    """Whether a path is that of another machine or of a service, as in s3://bucket/folder."""
+    """Whether a path is a URL, such as s3://bucket/folder."""
     return _URL.match(text) is not None
 
 
 def is_reward_path(word: str) -> bool:
-    """Whether the word for a reward names a Python file's function or a folder, and not what is built in."""
+    """Whether the name of a reward is a function of a Python file or a folder, not a built-in reward."""
     return ".py:" in word or "/" in word or word.startswith((".", "~"))
 
 
@@ -51,5 +51,5 @@ def _a_path(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_whole)]
 Letters = Annotated[Text, Field(min_length=1)]
-"""A text of at least a character."""
+"""A text of at least one character."""
 FilePath = Annotated[Text, AfterValidator(_a_path)]

@@ -17,12 +17,12 @@ class RecomputeSection(Section):
     """What the blocks of each component compute again in backward instead of keeping it."""
 
     image_encoder: Recompute = Field(default="none", description="Blocks of the vision tower.")
-    audio_encoder: Recompute = Field(default="none", description="Blocks of the tower of sound.")
+    audio_encoder: Recompute = Field(default="none", description="Blocks of the audio encoder.")
     foundation: Recompute = Field(default="none", description="Blocks of the language model.")
 
 
 def _for_both(value: Any) -> Any:
-    """One word says it of every component."""
+    """A single word as the setting of every component."""
     known = isinstance(value, str) and value in get_args(Recompute)
     return dict.fromkeys(RecomputeSection.model_fields, value) if known else value
 
@@ -30,17 +30,17 @@ def _for_both(value: Any) -> Any:
 _OR_WORD = BeforeValidator(_for_both, json_schema_input_type=Recompute | RecomputeSection)
 
 
-#: `train.gc`: when Python looks for objects that refer to each other in circles
+#: `train.gc`: when Python's cyclic garbage collector runs
 _Threshold = Annotated[int, Field(ge=1, le=10**9)]
 _Thresholds = tuple[_Threshold, _Threshold, _Threshold]
 
 
 def _gc_from_text(value: Any) -> Any:
-    """``700,10,1000`` and ``[700, 10, 1000]`` are thresholds."""
+    """``700,10,1000`` and ``[700, 10, 1000]`` as a tuple of thresholds."""
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,10}(\s*,\s*\d{1,10})+\s*", value):
         value = [int(part) for part in value.split(",")]
     if isinstance(value, list) and not (len(value) == 3 and all(type(n) is int and 0 < n <= 10**9 for n in value)):
-        why = "expected three thresholds from 1 on (700,10,1000), freeze or a number of steps, found {found}"
+        why = "expected three thresholds of at least 1 (700,10,1000), freeze or a number of steps, found {found}"
         raise PydanticCustomError("no_thresholds", why, {"found": f"{value!r:.80}"})
     return tuple(value) if isinstance(value, list) else value
 
@@ -52,12 +52,12 @@ Gc = Annotated[
 
 
 class TrainSection(Section):
-    """The step."""
+    """The training step: length, batch, learning rate, loss and memory."""
 
     phase: Literal["pretrain", "sft", "preference", "rl"] = Field(
         default="sft",
-        description="What is learnt: text as it is (pretrain), answers (sft), which of two answers is better "
-        "(preference), or what earns rewards (rl).",
+        description="What the model learns: all text (pretrain), answers (sft), which of two answers is better "
+        "(preference), or completions with high rewards (rl).",
     )
     steps: int | None = Field(
         default=None, ge=1, le=10**9, description="Optimizer steps of the whole run; this or `epochs` is required."
@@ -66,11 +66,11 @@ class TrainSection(Section):
         default=None,
         gt=0,
         le=10**6,
-        description="Instead of steps: passes over data.train, each of as many rows as its data sets have in all "
-        "(weights say whose come how often); with data.packing their packs are counted ahead. The run writes the steps "
-        "that follow into its config.yaml.",
+        description="Instead of steps: passes over data.train, each with as many rows as all its data sets have "
+        "together (weights decide how often each data set's rows come); with data.packing the packs are counted first. "
+        "The run writes the resulting steps into its config.yaml.",
     )
-    seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens a sample may have.")
+    seq_length: int = Field(default=2048, ge=1, le=2**22, description="Most tokens of a sample.")
     micro_batch: int = Field(default=1, ge=1, le=2**16, description="Samples in one forward pass, per process.")
     global_batch: int = Field(
         default=8,
@@ -80,7 +80,7 @@ class TrainSection(Section):
     )
     lr: float = Field(default=2e-5, gt=0, le=1000, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "constant", "onecycle"] = Field(
-        default="cosine", description="Course of the learning rate after warm-up."
+        default="cosine", description="Schedule of the learning rate after warm-up."
     )
     warmup: int = Field(default=0, ge=0, le=10**9, description="Steps of linear warm-up.")
     min_lr: float = Field(default=0.0, ge=0, le=1000, description="Learning rate at the end of the schedule.")
@@ -93,100 +93,124 @@ class TrainSection(Section):
         default=None,
         ge=0,
         le=1e6,
-        description="Factor of the routers' load-balancing loss of a mixture of experts. Absent: the checkpoint's own; "
-        "0 switches it off.",
+        description="Factor of the routers' load-balancing loss of a mixture of experts; 0: off. Absent: the factor "
+        "in the checkpoint's config.json.",
     )
     clip: float = Field(default=1.0, ge=0, le=1e9, description="Largest gradient norm; 0 = no clipping.")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
         default="auto",
-        description="Compute dtype of what is not FP8; auto = bf16 on CUDA, fp32 on a CPU. The base of LoRA is BF16 "
-        "everywhere, and fp32 where fp32 is asked. fp16: 11 bits of significand in place of BF16's 8, and so little "
-        "range that losses are scaled (loss_scale); weights and their gradients stay fp32.",
+        description="Compute dtype of all that is not FP8; auto = bf16 on CUDA, fp32 on a CPU. The base of LoRA is "
+        "BF16 "
+        "on any device, or fp32 with fp32. fp16: 11 bits of significand instead of BF16's 8, but a range so small that "
+        "losses are scaled (loss_scale); weights and their gradients stay fp32.",
     )
     loss_scale: Literal["dynamic"] | Annotated[int, Field(ge=1, le=2**40)] | None = Field(
         default=None,
-        description="With precision fp16: what losses are multiplied by before backward, and gradients divided by "
-        "after it, so that FP16 holds them. dynamic: from 65536, halved where gradients overflow (that step is "
-        "skipped), doubled after 2000 steps without; a power of two stays. Absent: dynamic.",
+        description="With precision fp16: factor that losses are multiplied by before backward, and gradients divided "
+        "by after it, so that they fit in FP16. dynamic: starts at 65536, is halved where gradients overflow (that "
+        "step "
+        "is skipped) and doubled after 2000 steps without an overflow; a power of two is constant. Absent: dynamic.",
     )
     gather: Literal["stored", "bf16"] = Field(
         default="stored",
-        description="What ranks send each other (FSDP2): weights and gradients in the dtype in which they are stored, "
-        "or in bf16, half of fp32; shards and what is saved stay fp32. FP8 weights (fp8.param) are sent as codes in "
-        "either case. In one process nothing is sent.",
+        description="Dtype in which ranks exchange weights and gradients (FSDP2): as stored, or bf16, half the bytes "
+        "of "
+        "fp32; shards and checkpoints stay fp32. FP8 weights (fp8.param) are sent as codes in either case. One process "
+        "sends nothing.",
     )
     exchange: Literal["stored", "fp8"] = Field(
         default="stored",
-        description="How outputs of attention (parallel.context) and rows of experts (parallel.expert) go from rank to "
-        "rank: as they are, or as FP8 codes where the layer behind casts them so anyway.",
+        description="How ranks exchange outputs of attention (parallel.context) and rows of experts (parallel.expert): "
+        "as stored, or as FP8 codes where the next layer would cast them to the same codes.",
     )
     recompute: Annotated[RecomputeSection, _OR_WORD] = Field(
         default_factory=RecomputeSection,
-        description="What blocks compute again in backward instead of keeping it: none; selective (what is cheap to "
-        "compute); full (all: they keep their inputs alone). One word, or one for image_encoder, audio_encoder and "
-        "foundation each.",
+        description="Activation checkpointing, what blocks compute again in backward instead of keeping it: none; "
+        "selective (what is cheap to compute); full (everything: blocks keep only their inputs). One word, or one each "
+        "for image_encoder, audio_encoder and foundation.",
     )
     offload_activations: bool = Field(
         default=False,
-        description="Move what blocks keep for backward to host memory, and fetch it one block ahead. Needs a GPU.",
+        description="Move activations that blocks keep for backward to host memory, and fetch them one block ahead. "
+        "Needs a GPU.",
     )
     synchronize_per_layer: bool = Field(
         default=False,
-        description="Wait for the GPU after every block, forward and backward, which caps what its allocator holds.",
+        description="Wait for the GPU after every block, in forward and backward, to limit the memory that its "
+        "allocator holds.",
     )
     logits: Literal["chunked", "full"] = Field(
         default="chunked",
-        description="chunked: loss and gradient a few tokens at a time, so that full logits never exist; full: plain.",
+        description="chunked: compute loss and gradient a few tokens at a time, so that full logits never exist; full: "
+        "compute all logits.",
     )
     label_smoothing: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the target that is spread over the whole vocabulary."
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the target distribution that is spread evenly over the vocabulary.",
     )
     z_loss: float = Field(
-        default=0.0, ge=0, le=1e6, description="Factor of the squared log of the softmax's denominator (PaLM: 1e-4)."
+        default=0.0,
+        ge=0,
+        le=1e6,
+        description="Factor of the squared log of the softmax's denominator in the loss (PaLM: 1e-4).",
     )
     gc: Gc = Field(
         default=None,
         description="When Python's garbage collector runs: thresholds of its three generations (700,10,1000); freeze: "
-        "after the first steps, what is there is never looked at again; a number: after so many steps, on all ranks at "
-        "once, and never in between. Absent: as Python has it.",
+        "objects that exist after the first steps are never examined again; a number: every this many steps, on all "
+        "ranks at once, and never in between. Absent: Python's default.",
     )
     compile: bool = Field(
         default=False,
         description="Run every block of the vision tower and the language model under torch.compile. The first step of "
         "each component and the steps with health figures run eagerly, because they are counted by layer. Compiling "
-        "takes minutes at the start and pays in long runs; needs a C++ compiler on a CPU, Triton on a GPU.",
+        "takes minutes at the start, so it pays in long runs; needs a C++ compiler on a CPU, Triton on a GPU.",
     )
     cuda_graphs: bool = Field(
         default=False,
         description="Capture forward and backward of a micro-batch into a CUDA graph and replay it where shapes "
-        "repeat, as in pretraining on rows of one length; batches with images or padding run without. Weights are then "
-        "cast in every micro-batch. Needs a GPU and one process; what cannot be beside it is refused.",
+        "repeat, as in pretraining on rows of one length; batches with images or padding run without a graph. Weights "
+        "are then cast in every micro-batch. Needs a GPU and one process; settings that do not work with graphs are "
+        "refused.",
     )
+
+    @property
+    def total_steps(self) -> int:
+        """``steps`` of a configuration whose ``epochs`` were resolved (:mod:`octavo.train.setup.resolve_config`)."""
+        assert self.steps is not None, "epochs were not resolved to steps"
+        return self.steps
 
 
 class OptimizerSection(Section):
-    """AdamW."""
+    """AdamW and the dtypes of its states and master weights."""
 
     betas: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], FROM_LIST] = (
         Field(default=(0.9, 0.95), description="Decay of the first and the second moment.")
     )
     eps: float = Field(default=1e-8, gt=0, le=1, description="Added to the root of the second moment.")
-    weight_decay: float = Field(default=0.0, ge=0, le=100, description="Decoupled; norms and biases are spared.")
+    weight_decay: float = Field(
+        default=0.0,
+        ge=0,
+        le=100,
+        description="Decoupled weight decay; norms and biases have none.",
+    )
     states: Literal["fp32", "bf16", "fp8", "coat"] = Field(
         default="fp32",
         description="How the two moments are stored: fp32 (8 bytes a parameter), bf16 (4), fp8 (2.06), coat (2.19, as "
-        "published).",
+        "published by COAT).",
     )
     master: Literal["fp32", "bf16+16", "bf16+sr"] = Field(
         default="fp32",
-        description="How weights are stored: fp32 (4 bytes); bf16+16 (a BF16 model and the 16 bits that make it "
-        "exactly fp32, 4 bytes, gradients in BF16); bf16+sr (a BF16 model, stochastically rounded, 2 bytes).",
+        description="How weights are stored: fp32 (4 bytes); bf16+16 (a BF16 model and the 16 bits that complete it to "
+        "exact fp32, 4 bytes, gradients in BF16); bf16+sr (a BF16 model with stochastic rounding, 2 bytes).",
     )
     update: Literal["step", "backward"] = Field(
         default="step",
-        description="When weights are updated: after backward, or in backward as soon as each gradient is complete, so "
-        "that gradients are never held. backward needs one micro-batch a step and process, and with train.clip a "
-        "second pass through the graph.",
+        description="When weights are updated: after backward (step), or during backward as soon as each gradient is "
+        "complete, so that gradients are not kept. backward needs one micro-batch per step and process, and with "
+        "train.clip a second pass through the graph.",
     )
     offload: bool = Field(
         default=False, description="Keep the optimizer's states in host memory and stream them. Needs a GPU."
@@ -194,18 +218,19 @@ class OptimizerSection(Section):
 
 
 class ParallelSection(Section):
-    """How the ranks of a run share a model and its data: replicate x shard x context is their number."""
+    """How the ranks of a run share a model and its data; the number of ranks is replicate x shard x context."""
 
     replicate: int = Field(
         default=1,
         ge=1,
         le=2**16,
-        description="Copies of the model. Within a copy parameters are sharded; gradients are summed over both.",
+        description="Copies of the model. Parameters are sharded within a copy; gradients are summed over shards and "
+        "copies.",
     )
     shard: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
         default="auto",
-        description="Parts of a global batch that a copy trains on at once, each on `context` ranks; auto: all ranks "
-        "divided by `replicate` and `context`. Parameters are sharded over shard x context ranks.",
+        description="Parts of a global batch that a copy trains on at once, each on `context` ranks; auto: the number "
+        "of ranks divided by `replicate` and `context`. Parameters are sharded over shard x context ranks.",
     )
     context: int = Field(
         default=1,
@@ -215,12 +240,13 @@ class ParallelSection(Section):
     )
     ulysses: Literal["auto"] | Annotated[int, Field(ge=1, le=2**16)] = Field(
         default="auto",
-        description="Of the `context` ranks, so many exchange heads for tokens; the others gather keys and values. "
-        "auto: the most that divide `context` and the heads of queries.",
+        description="How many of the `context` ranks exchange heads for tokens (Ulysses); across groups of them keys "
+        "and values are gathered. auto: the largest number that divides `context` and the query heads.",
     )
     expert: int = Field(
         default=1,
         ge=1,
         le=2**16,
-        description="Ranks that the experts of a layer are dealt to (expert parallel); divides shard x context.",
+        description="Ranks that the experts of a layer are distributed over (expert parallel); divides shard x "
+        "context.",
     )

@@ -1,4 +1,4 @@
-"""The section of videos: which frames of one are taken, how large they are made, and what a file may be."""
+"""The section ``data.video``: which frames of a video are sampled, their size, and the limits of a file."""
 
 from __future__ import annotations
 
@@ -13,47 +13,52 @@ FRAMES_A_SECOND = f"frames a second, a number above 0, at most {MOST_FPS}"
 
 
 def frames_a_second(value: Any) -> float | None:
-    """A rate, from a number or its text; None for what is none."""
+    """A rate in frames a second, from a number or its text; None for any other value."""
     try:
-        found = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
+        rate = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else 0.0
     except (ValueError, OverflowError):
         return None
-    return found if 0 < found <= MOST_FPS else None
+    return rate if 0 < rate <= MOST_FPS else None
 
 
 class VideoSection(Section):
-    """How videos become frames. What is absent is the model family's own: what video_preprocessor_config.json of the
-    folder says, else what its authors' processor does; the run's config.yaml says it."""
+    """How videos become frames. Absent settings come from the model family: video_preprocessor_config.json of the
+    folder, else the default of its authors' processor. The run's config.yaml records them."""
 
     fps: float | None = Field(
-        default=None, gt=0, le=MOST_FPS, description="Frames of a second that are taken, evenly over the whole video."
+        default=None, gt=0, le=MOST_FPS, description="Frames sampled per second, evenly over the whole video."
     )
-    min_frames: int | None = Field(default=None, ge=1, le=2**16, description="Frames of a short video, if it has them.")
+    min_frames: int | None = Field(
+        default=None, ge=1, le=2**16, description="Fewest frames of a short video, if it has as many."
+    )
     max_frames: int | None = Field(default=None, ge=1, le=2**16, description="Most frames of a long video.")
     min_pixels: int | None = Field(
         default=None,
         ge=1,
         le=10**10,
-        description="Smaller videos are scaled up to this many pixels: of all frames together (Qwen3-VL), or of each "
+        description="Smaller videos are scaled up to this many pixels: over all frames (Qwen3-VL), or in each frame "
         "(Qwen2.5-VL).",
     )
     max_pixels: int | None = Field(
-        default=None, ge=1, le=10**10, description="Larger videos are scaled down to this many, counted likewise."
+        default=None,
+        ge=1,
+        le=10**10,
+        description="Larger videos are scaled down to this many pixels, counted as in min_pixels.",
     )
     cap_pixels_per_frame: bool | None = Field(
         default=None,
-        description="Bound each frame (Qwen3-VL), or all frames together (Qwen2.5-VL), too, as qwen-vl-utils does. "
-        "Absent: as the folder says, else false.",
+        description="Also bound each frame (Qwen3-VL), or all frames together (Qwen2.5-VL), as qwen-vl-utils does. "
+        "Absent: the folder's setting, else false.",
     )
     folder_fps: float | None = Field(
         default=None,
         gt=0,
         le=MOST_FPS,
-        description="Frames a second in folders of frames whose rows have no `fps`.",
+        description="Frames per second of folders of frames whose rows have no `fps`.",
     )
     max_seconds: float = Field(
-        default=3600.0, gt=0, le=10**6, description="A longer video is a bad sample; nothing of it is decoded."
+        default=3600.0, gt=0, le=10**6, description="A longer video is a bad sample and is not decoded."
     )
     max_megabytes: float = Field(
-        default=1000.0, gt=0, le=10**6, description="A larger file of video (10^6 bytes) is a bad sample."
+        default=1000.0, gt=0, le=10**6, description="A larger video file is a bad sample (megabytes of 10^6 bytes)."
     )

@@ -74,25 +74,25 @@ def read_text(text: str, source: str, fix: str | None = None) -> Document:
     reader = _Reader(source)
     document = reader.document
     if len(text) > MOST_CHARACTERS:
-        found = f"the text is too long for a configuration ({len(text):,} characters)"
-        return _broken(document, source, None, found, f"name a YAML file of at most {MOST_CHARACTERS:,}")
+        reason = f"the text is too long for a configuration ({len(text):,} characters)"
+        return _broken(document, source, None, reason, f"name a YAML file of at most {MOST_CHARACTERS:,}")
     try:
         node = reader.yaml.compose(text)
         value = {} if node is None else reader.build(node, ())
     except MarkedYAMLError as error:
         return _broken(document, source, *_syntax(error, text))
     except ReaderError as error:
-        line, found = text.count("\n", 0, error.position) + 1, f"the character {chr(error.character)!r}"
-        return _broken(document, source, line, f"{found} is not allowed in YAML", "remove it")
+        line, reason = text.count("\n", 0, error.position) + 1, f"the character {chr(error.character)!r}"
+        return _broken(document, source, line, f"{reason} is not allowed in YAML", "remove it")
     except (YAMLError, RecursionError, ValueError) as error:  # ValueError: what ruamel's own reading of numbers raises
         return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
     if node is None:
         instead = fix or "give at least `model`, `data` and `train`, or `extends: other.yaml`"
         return _broken(document, source, None, "the file is empty", instead)
     if not isinstance(value, dict):
-        found = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
+        reason = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
         instead = fix or "write a mapping: `model:`, `data:`, `train:` at the left margin"
-        return _broken(document, source, node.start_mark.line + 1, found, instead)
+        return _broken(document, source, node.start_mark.line + 1, reason, instead)
     document.value = value
     return document
 
@@ -109,11 +109,11 @@ def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
     try:
         value = reader.build(reader.yaml.compose(text), ())
     except MarkedYAMLError as error:
-        _, found, fix = _syntax(error, text)
-        return None, [Problem(Place(source), "", f"the value is not YAML: {found}", fix)]
+        _, reason, fix = _syntax(error, text)
+        return None, [Problem(Place(source), "", f"the value is not YAML: {reason}", fix)]
     except (YAMLError, RecursionError, ValueError) as error:
         return None, [Problem(Place(source), "", f"the value is not YAML ({error})")]
-    return value, [Problem(Place(source), p.key, p.found, p.fix) for p in reader.document.problems]
+    return value, [Problem(Place(source), p.key, p.reason, p.fix) for p in reader.document.problems]
 
 
 class _TooMuchError(ValueError):
@@ -228,12 +228,12 @@ class _Reader:
     def place(self, node: Node) -> Place:
         return Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
 
-    def problem(self, node: Node, path: Path, found: str, fix: str) -> None:
-        self.document.problems.append(Problem(self.place(node), dotted(path), found, fix))
+    def problem(self, node: Node, path: Path, reason: str, fix: str) -> None:
+        self.document.problems.append(Problem(self.place(node), dotted(path), reason, fix))
 
 
-def _broken(document: Document, source: str, line: int | None, found: str, fix: str) -> Document:
-    document.problems.append(Problem(Place(source, line), "", found, fix))
+def _broken(document: Document, source: str, line: int | None, reason: str, fix: str) -> Document:
+    document.problems.append(Problem(Place(source, line), "", reason, fix))
     document.broken = True
     return document
 

@@ -31,12 +31,12 @@ class Problem:
 
     place: Place
     key: str
-    found: str
+    reason: str
     fix: str = ""
 
     def __str__(self) -> str:
         where = f"{self.place}: {brief(self.key, 100)}: " if self.key else f"{self.place}: "
-        return where + brief(self.found, 600) + (f"; {brief(self.fix, 600)}" if self.fix else "")
+        return where + brief(self.reason, 600) + (f"; {brief(self.fix, 600)}" if self.fix else "")
 
 
 class ConfigError(ValueError):

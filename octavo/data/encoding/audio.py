@@ -44,7 +44,7 @@ def load(path: SoundFile, limits: Limits) -> np.ndarray:
     is broken, no WAV or FLAC, at a rate outside `RATES`, too short, too long, or holds what is no number; `DataError`
     where a package that it needs is not installed.
     """
-    with _needed("rows hold sound, which soundfile reads"):
+    with _optional_package("rows hold sound, which soundfile reads"):
         import soundfile
     try:
         with soundfile.SoundFile(_file(path)) as file:
@@ -60,7 +60,7 @@ def load(path: SoundFile, limits: Limits) -> np.ndarray:
         raise Mismatch(f"sound {path} is truncated: {len(samples)} of {expected} samples are there")
     if not np.isfinite(samples).all():
         raise Mismatch(f"sound {path} holds samples that are no numbers (NaN or infinite)")
-    return samples if rate == limits.rate else _resampled(path, samples, rate, limits.rate)
+    return samples if rate == limits.rate else _resample(path, samples, rate, limits.rate)
 
 
 def _file(path: SoundFile) -> Path | BytesIO:
@@ -70,16 +70,16 @@ def _file(path: SoundFile) -> Path | BytesIO:
     return BytesIO(read_bytes(path, DataError)) if is_encrypted(path) else path
 
 
-def _resampled(path: Path | Recording, samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+def _resample(path: Path | Recording, samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
     """Samples at `rate` as ones at the rate that is `wanted`."""
-    with _needed(f"sound {path} has {rate} samples a second, the model hears {wanted}, and soxr resamples"):
+    with _optional_package(f"sound {path} has {rate} samples a second, the model hears {wanted}, and soxr resamples"):
         import soxr
     made = soxr.resample(samples, rate, wanted, quality="HQ")
-    length = _length(len(samples), rate, wanted)
+    length = _resampled_length(len(samples), rate, wanted)
     return np.ascontiguousarray(np.pad(made[:length], (0, max(0, length - len(made)))), np.float32)
 
 
-def _length(samples: int, rate: int, wanted: int) -> int:
+def _resampled_length(samples: int, rate: int, wanted: int) -> int:
     """How many samples at the rate that is `wanted` so many at `rate` become."""
     return math.ceil(samples * wanted / rate)
 
@@ -87,21 +87,21 @@ def _length(samples: int, rate: int, wanted: int) -> int:
 def _check(path: Path | Recording, file: Any, limits: Limits) -> None:
     if file.format not in FORMATS:
         raise Mismatch(f"sound {path} is {file.format}; convert it to wav or flac")
-    if file.format != "FLAC" and (lost := _lost(path)):
+    if file.format != "FLAC" and (lost := _missing_bytes(path)):
         raise Mismatch(f"sound {path} is truncated: {lost} bytes fewer are there than its header says")
     if file.frames == (1 << 63) - 1:
         raise Mismatch(f"sound {path} does not say how long it is, as what was written into a pipe; write it again")
     if not RATES[0] <= file.samplerate <= RATES[1]:
         raise Mismatch(f"sound {path} has {file.samplerate} samples a second, and {RATES[0]} to {RATES[1]} are read; "
                        "its header is broken, or it is no sound; write it again")  # fmt: skip
-    length = _length(file.frames, file.samplerate, limits.rate)
+    length = _resampled_length(file.frames, file.samplerate, limits.rate)
     if not limits.shortest <= length <= limits.longest:
         what = "empty" if not file.frames else "too short" if length < limits.shortest else "too long"
         raise Mismatch(f"sound {path} is {what}: {file.frames / file.samplerate:.2f} s, and the model takes "
                        f"{limits.shortest / limits.rate:.2f} to {limits.longest / limits.rate:g} s")  # fmt: skip
 
 
-def _lost(path: SoundFile) -> int:
+def _missing_bytes(path: SoundFile) -> int:
     """How many bytes the header of a WAV promises that are not there: libsndfile reads what is, without a word."""
     with BytesIO(path.data) if isinstance(path, Recording) else open_file(path, DataError) as file:
         order: Literal["big", "little"] = "big" if file.read(12)[:4] == b"RIFX" else "little"
@@ -114,7 +114,7 @@ def _lost(path: SoundFile) -> int:
 
 
 @contextmanager
-def _needed(why: str) -> Iterator[None]:
+def _optional_package(why: str) -> Iterator[None]:
     """Inside, a package that cannot be imported is a `DataError`."""
     try:
         yield

@@ -19,12 +19,12 @@ from octavo.data.encoding.processor_calls import (
     Encoding,
     Expansion,
     Wanted,
-    array,
-    image_places,
-    refused,
-    together,
+    as_array,
+    media_spans,
+    refusal,
+    run_together,
 )
-from octavo.data.encoding.sample import IGNORE, Sample, further, of_row
+from octavo.data.encoding.sample import IGNORE, Sample, extra_inputs, inputs_of_row
 from octavo.data.encoding.thinking import Thinking
 from octavo.data.errors import BadSample, DataError, ImageProblem, LongSample, Mismatch
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
@@ -119,7 +119,7 @@ class Encoder:
         self.answers = Answers(self.ends)
         self.thinking = Thinking(self._render, self.multimodal, mask_empty_think, mask_reasoning)
         self.control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
-        self.marks = self._marks() if self.multimodal else frozenset()
+        self.marks = self._placeholder_marks() if self.multimodal else frozenset()
 
     def _check_template(self) -> None:
         """Raises `DataError` where conversations cannot be written."""
@@ -150,14 +150,14 @@ class Encoder:
     def encode_all(self, rows: Sequence[Any]) -> list[Any]:
         """Several rows, each as `encode` makes it or as the error that it raises; the processor is called for all at
         once."""
-        return together([self.encoding(row) for row in rows], self.calls)
+        return run_together([self.encoding(row) for row in rows], self.calls)
 
     def encoding(self, conversation: Any, given: int | None = 0) -> Encoding[Any]:
         """Makes one conversation a `Sample`, whose first `given` answers (or `conversation.given`, where these are
         more) belong to the prompt and have no labels. None: all of it is a prompt, and what opens the answer (the
         generation prompt) is appended. Raises as `encode`."""
         try:
-            sample = yield from self._encoding(conversation, given)
+            sample = yield from self._encode(conversation, given)
         except (TemplateProblem, ImageProblem, Mismatch) as cause:
             raise BadSample(conversation.source, conversation.row, str(cause), conversation.id) from cause
         self._check_ids(sample)
@@ -165,24 +165,24 @@ class Encoder:
             return sample
         return self._shorten(sample)
 
-    def _encoding(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
-        conversation, control, turns, render, text, shown = self._rendered(conversation, given)
+    def _encode(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
+        conversation, control, turns, render, text, shown = self._render_row(conversation, given)
         files = (conversation.images, conversation.sounds, shown)
         outputs = None if any(files) else (yield Wanted(text))
-        reach = self._reach(conversation, text, outputs)
-        before = max(given or 0, conversation.given)
+        reach = self._reachable_characters(conversation, text, outputs)
+        before = max(given or 0, conversation.context_answers)
         wanted = [turn.learned for turn in conversation.turns if turn.role == "assistant"][before:]
-        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, wanted)
+        spans, lost = ([], 0) if given is None else self._learned_spans(text, turns, render, reach, wanted)
         if outputs is None:
             outputs = yield Wanted(text, *files)
-        ids = array(outputs["input_ids"], np.int64)
+        ids = as_array(outputs["input_ids"], np.int64)
         image_mask = self._image_mask(ids)
         if shown and outputs.get("text_replacement_offsets") is None:
             raise Mismatch(
                 "this version of transformers does not tell where videos stand in a text; install a newer one"
             )
         shift = Expansion.of_outputs(outputs, text, self.calls.image_token, image_mask)
-        for start, end in image_places(outputs):
+        for start, end in media_spans(outputs):
             image_mask[start:end] = True
         answers = [(0, 0)] * before + [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
@@ -196,7 +196,7 @@ class Encoder:
             raise Mismatch("its answers hold no token to learn from" + (LEFT % lost if lost else ""))
         return sample
 
-    def _learned(
+    def _learned_spans(
         self, text: str, turns: Any, render: Any, reach: int | None, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
         """What of the answers in a rendered text is learned, and how many are not (`Sample.lost`); `wanted`: whether
@@ -204,19 +204,19 @@ class Encoder:
         self.thinking.check(text, turns)
         given = sum(turn["role"] == "assistant" for turn in turns) - len(wanted)
         spans = self.answers.spans(text, turns, render, reach, given)
-        return self.thinking.learned(text, spans, turns, wanted)
+        return self.thinking.learned_spans(text, spans, turns, wanted)
 
     def written(self, row: Any) -> Written:
         """What of a row becomes tokens, before an image is opened. Raises as `encode`, or what a template, an image or
         a processor says against it."""
-        conversation, *_, text, shown = self._rendered(row, 0)
+        conversation, *_, text, shown = self._render_row(row, 0)
         left = iter(shown)
         if shown:
             place = re.escape(self.processor.video_token)
             text = re.sub(place, lambda _: self.processor.video_text(next(left)), text)
         return Written(text, conversation.images, self.multimodal and not self.calls.bare(text), False)
 
-    def _rendered(
+    def _render_row(
         self, conversation: Conversation, given: int | None
     ) -> tuple[Conversation, tuple[str, ...], Any, Any, str, tuple[video.Film, ...]]:
         """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
@@ -229,9 +229,9 @@ class Encoder:
                 raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
             if not conversation.sounds:
                 raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
-        shown = self._films(conversation)
-        conversation = self._bounded(self.thinking.taken(conversation), shown)
-        control = self._control(conversation)
+        shown = self._inspect_videos(conversation)
+        conversation = self._clip(self.thinking.with_reasoning(conversation), shown)
+        control = self._control_tokens(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
         text = rendered(turns, render, given is None)
@@ -244,7 +244,7 @@ class Encoder:
             check_tools(conversation, text, rendered(turns, self._render, given is None))
         return conversation, control, turns, render, text, shown[: len(conversation.videos)]
 
-    def _films(self, conversation: Conversation) -> tuple[video.Film, ...]:
+    def _inspect_videos(self, conversation: Conversation) -> tuple[video.Film, ...]:
         """What is taken of the videos of a row. Raises `Mismatch` where the model takes none."""
         if not conversation.videos:
             return ()
@@ -253,7 +253,7 @@ class Encoder:
                            "InternVL, or other data")  # fmt: skip
         found = []
         for file in conversation.videos:
-            film = video.look(file, self.calls.videos, self.calls.file_limits)
+            film = video.select_frames(file, self.calls.videos, self.calls.file_limits)
             if film.tokens > self.seq_length:
                 frames = f"{len(film.indices)} frames of {film.size[1]} x {film.size[0]} pixels"
                 self._refuse_long(conversation, f"has a video of {film.tokens} tokens ({frames}), {self.limit}; lower "
@@ -268,24 +268,26 @@ class Encoder:
         control: tuple[str, ...], lost: int = 0, shown: Sequence[video.Film] = (),
     ) -> Sample:  # fmt: skip
         """A row as the processor made it numbers."""
-        ids = array(outputs["input_ids"], np.int64)
+        ids = as_array(outputs["input_ids"], np.int64)
         labels[:1] = IGNORE  # nothing predicts the first token
         frames = sum(len(film.indices) for film in shown) if getattr(self.processor, "frames_are_images", False) else 0
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
             labels,
-            None if kinds is None else array(kinds, np.int64),
-            None if pixels is None else array(pixels, np.float32),
-            None if grid is None else array(grid, np.int64),
+            None if kinds is None else as_array(kinds, np.int64),
+            None if pixels is None else as_array(pixels, np.float32),
+            None if grid is None else as_array(grid, np.int64),
             images=len(row.images) + frames,
             answers=answers,
             length=len(ids),
             control=control,
             lost=lost,
-            more=of_row(outputs, further(self.processor)) if pixels is not None or row.sounds or shown else {},
-            places=image_places(outputs) if frames else image_places(outputs, "image"),
-            films=() if frames else image_places(outputs, "video"),
+            extra=inputs_of_row(outputs, extra_inputs(self.processor))
+            if pixels is not None or row.sounds or shown
+            else {},
+            places=media_spans(outputs) if frames else media_spans(outputs, "image"),
+            films=() if frames else media_spans(outputs, "video"),
             file=row.source,
             row=row.row,
             id=row.id,
@@ -299,13 +301,13 @@ class Encoder:
             list(turns), tokenize=False, add_generation_prompt=add_generation_prompt, **more
         )
 
-    def _marks(self) -> frozenset[str]:
+    def _placeholder_marks(self) -> frozenset[str]:
         """Words that models take for the place of an image: where they stand there must be one."""
         ids = [*self.image_ids, *([] if self.opening_id is None else [self.opening_id])]
         named = (getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token"))
         return frozenset(self.tokenizer.convert_ids_to_tokens(ids)) | frozenset(filter(None, named))
 
-    def _control(self, conversation: Conversation) -> tuple[str, ...]:
+    def _control_tokens(self, conversation: Conversation) -> tuple[str, ...]:
         """The control tokens that words of the conversation spell, and so become. Refuses an image's own."""
         texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
         texts += [turn.reasoning for turn in conversation.turns if turn.reasoning]
@@ -320,11 +322,11 @@ class Encoder:
             raise Mismatch(VIDEO.unnamed)
         return tuple(dict.fromkeys(found for text in texts for found in self.control.findall(text)))
 
-    def _bounded(self, conversation: Conversation, shown: Sequence[video.Film] = ()) -> Conversation:
+    def _clip(self, conversation: Conversation, shown: Sequence[video.Film] = ()) -> Conversation:
         """Refuse what cannot fit, or with on_long="cut" leave out what lies far behind the cut."""
-        conversation = with_short_reasoning(conversation, self.seq_length * self.longest)
+        conversation = clip_reasoning(conversation, self.seq_length * self.longest)
         videos = [film.tokens for film in shown]
-        kept = beginning(conversation, self.seq_length, self.longest, self.image_tokens, videos)
+        kept = clip_conversation(conversation, self.seq_length, self.longest, self.image_tokens, videos)
         if kept is conversation:
             return conversation
         characters = sum(len(turn.text) for turn in conversation.turns)
@@ -332,8 +334,8 @@ class Encoder:
         where = f"is over {self.seq_length} tokens long ({holds}), {self.limit}"
         if self.on_long != "cut" or conversation.sounds:
             self._refuse_long(conversation, where)
-        if len(kept.images) == 1 < len(conversation.images) and "row" in further(self.processor).values():
-            why = truncate.lone(len(conversation.images))
+        if len(kept.images) == 1 < len(conversation.images) and "row" in extra_inputs(self.processor).values():
+            why = truncate.why_not_one_image(len(conversation.images))
             raise LongSample(conversation.source, conversation.row, f"{where}; {why}", conversation.id)
         if not self.train_on_prompt and all(turn.role != "assistant" for turn in kept.turns):
             raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
@@ -348,9 +350,11 @@ class Encoder:
                 return told((height, width), alone)
             return self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
         except Exception as cause:
-            raise refused(cause) from cause
+            raise refusal(cause) from cause
 
-    def _reach(self, conversation: Conversation, text: str, outputs: dict[str, Any] | None) -> int | None:
+    def _reachable_characters(
+        self, conversation: Conversation, text: str, outputs: dict[str, Any] | None
+    ) -> int | None:
         """How many characters of a rendered text lie within seq_length, where that is not all of it.
 
         Images are counted as one token each, before they are opened. Raises as `_refuse_long` does.
@@ -362,10 +366,10 @@ class Encoder:
             return None
         if self.on_long != "cut" or conversation.sounds:
             images = " without its images and sounds" if outputs is None else ""
-            self._refuse_long(conversation, self._is_long(len(offsets), images))
+            self._refuse_long(conversation, self._length_text(len(offsets), images))
         return max(end for _, end in offsets[: self.seq_length])
 
-    def _is_long(self, tokens: int, but: str = "") -> str:
+    def _length_text(self, tokens: int, but: str = "") -> str:
         return f"is {tokens} tokens long{but}, {self.limit}"
 
     def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
@@ -392,10 +396,10 @@ class Encoder:
             )  # fmt: skip
 
     def _shorten(self, sample: Sample) -> Sample:
-        where = self._is_long(len(sample.input_ids))
+        where = self._length_text(len(sample.input_ids))
         if self.on_long != "cut" or sample.sounds:
             self._refuse_long(sample, where)
-        images = truncate.runs(
+        images = truncate.media_runs(
             sample, self._image_mask(sample.input_ids), getattr(self.processor, "image_token_id", None),
             getattr(self.processor, "start_image_token_id", None),
         )  # fmt: skip
@@ -404,7 +408,7 @@ class Encoder:
         except Mismatch as cause:
             raise LongSample(sample.file, sample.row, f"{where}; {cause}", sample.id) from cause
         if not (short.labels != IGNORE).any():
-            why = f"{truncate.into(images, self.seq_length)}{NOTHING_LEFT}"
+            why = f"{truncate.cut_position(images, self.seq_length)}{NOTHING_LEFT}"
             raise LongSample(sample.file, sample.row, f"{where}; {why}", sample.id)
         return short
 
@@ -426,7 +430,7 @@ def _image_ids(processor: Any) -> frozenset[int]:
 # counting these is enough to know of most such rows that they are too long.
 
 
-def beginning(
+def clip_conversation(
     conversation: Conversation, tokens: int, longest: int, image_tokens: Callable[[Path, bool], int],
     video_tokens: Sequence[int] = (),
 ) -> Conversation:  # fmt: skip
@@ -464,7 +468,7 @@ def beginning(
     )
 
 
-def with_short_reasoning(conversation: Conversation, most: int) -> Conversation:
+def clip_reasoning(conversation: Conversation, most: int) -> Conversation:
     """The conversation with at most `most` + 1 characters of reasoning a turn: a longer one fits nowhere, whatever
     follows. How much all turns have says nothing: templates leave out that of earlier ones."""
     if all(len(turn.reasoning or "") <= most for turn in conversation.turns):

@@ -134,16 +134,16 @@ def answer_spans(
         message = messages[number]
         prompt = _rendered(render, messages[:number], True)
         if not whole.startswith(prompt):
-            raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, whole))
+            raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, whole))
         if reach is not None and len(prompt) >= reach:
             break
         until = whole if number == len(messages) - 1 else _rendered(render, messages[: number + 1], False)
         if not until.startswith(prompt):
-            raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, until))
+            raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, until))
         end = _end(whole, until, len(prompt), message)
         if end is None:
-            raise TemplateProblem(_no_prefix(number, "the conversation up to its end", until, whole))
-        spans.append((len(prompt), without_glue(whole, len(prompt), end, ends)))
+            raise TemplateProblem(_prefix_problem(number, "the conversation up to its end", until, whole))
+        spans.append((len(prompt), trim_glue(whole, len(prompt), end, ends)))
     return spans
 
 
@@ -167,7 +167,7 @@ def _end(whole: str, until: str, start: int, message: Message) -> int | None:
     return None
 
 
-def without_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
+def trim_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
     """Leave out white space behind the end-of-turn token. Where there is no such token it is the end signal: kept."""
     bare = text[start:end].rstrip()
     return start + len(bare) if any(bare.endswith(token) for token in ends) else end
@@ -186,7 +186,7 @@ def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str:
         ) from cause
 
 
-def _no_prefix(number: int, what: str, prefix: str, whole: str) -> str:
+def _prefix_problem(number: int, what: str, prefix: str, whole: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(prefix, whole, strict=False)) if a != b), min(len(prefix), len(whole)))
     return (
         f"the chat template writes message {number + 1} so that its answer cannot be found: rendered alone, {what} "
@@ -215,7 +215,7 @@ class Answers:
             try:
                 return answer_spans(whole, messages, render, self.ends, reach, given)
             except TemplateProblem:
-                found = _learned(messages, render, self.ends, ended=False).spans(whole, texts)
+                found = _learn_shape(messages, render, self.ends, ended=False).spans(whole, texts)
                 if found is None:
                     raise
         return [(start, end) for start, end in found[given:] if reach is None or start < reach]
@@ -231,7 +231,7 @@ class Answers:
             return None
         shape = self._shapes[kinds]
         if shape is None:
-            shape = self._shapes[kinds] = _learned(messages, render, self.ends)
+            shape = self._shapes[kinds] = _learn_shape(messages, render, self.ends)
         return shape
 
 
@@ -273,15 +273,15 @@ def _forms(text: str) -> Iterator[str]:
     return iter(dict.fromkeys((text, text.lstrip("\n"), text.rstrip(), text.strip("\n"), text.strip())))
 
 
-def _learned(messages: Sequence[Message], render: Render, ends: Sequence[str], ended: bool = True) -> _Shape:
+def _learn_shape(messages: Sequence[Message], render: Render, ends: Sequence[str], ended: bool = True) -> _Shape:
     """The shape of messages; one that nothing fits where the template does not write texts as they are, nor where some
     answer has no end-of-turn token, unless none has and not `ended`: prefixes then go by a row's own last words."""
     marks = (f"text{number:06}" for number in itertools.count())
-    given = [_marked(message, marks) for message in messages]
+    given = [_with_marks(message, marks) for message in messages]
     pieces = _texts(given)
     try:
         whole = rendered(given, render)
-        answers = _found(whole, given, render, ends)
+        answers = _find_answers(whole, given, render, ends)
     except TemplateProblem:
         return _Shape()
     there = tuple(piece.text in whole for piece in pieces)
@@ -306,20 +306,20 @@ def _learned(messages: Sequence[Message], render: Render, ends: Sequence[str], e
     return _Shape(tuple(whole[start:stop] for start, stop in zip(starts, stops, strict=True)), there, edges)
 
 
-def _found(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
+def _find_answers(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
     """The answers of messages whose texts are marks: by prefixes, else by the marks. Raises `TemplateProblem`."""
     try:
         return answer_spans(whole, messages, render, ends)
     except TemplateProblem:
-        return _by_marks(whole, messages, render, ends)
+        return _find_by_marks(whole, messages, render, ends)
 
 
-def _by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
+def _find_by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
     """Each answer begins behind what there is of its prompt's opening, and ends where it does as the last one."""
     spans: Spans = []
     at = 0
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    opening = _opening(messages[: answers[-1]], render) if answers else ""
+    opening = _generation_prompt(messages[: answers[-1]], render) if answers else ""
     for number in answers:
         own = [piece.text for piece in _texts([messages[number]]) if piece.text in whole]
         alone = rendered(messages[: number + 1], render)
@@ -329,19 +329,19 @@ def _by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Seq
         tail = alone.partition(own[-1])[2]
         if not whole.startswith(tail, last):
             raise TemplateProblem(f"the chat template ends message {number + 1} otherwise where others follow")
-        start = at + _behind(opening, whole[at:first])
+        start = at + _end_of_opening(opening, whole[at:first])
         at = last + len(tail)
-        spans.append((start, without_glue(whole, start, at, ends)))
+        spans.append((start, trim_glue(whole, start, at, ends)))
     return spans
 
 
-def _opening(messages: Sequence[Message], render: Render) -> str:
+def _generation_prompt(messages: Sequence[Message], render: Render) -> str:
     """What the generation prompt adds to messages."""
     before, prompt = (rendered(messages, render, generate) for generate in (False, True))
     return prompt[len(before) :] if prompt.startswith(before) else ""
 
 
-def _behind(opening: str, text: str) -> int:
+def _end_of_opening(opening: str, text: str) -> int:
     """Where the longest beginning of `opening` that `text` has ends in it; the end of the text where it has none."""
     for length in range(len(opening), 0, -1):
         place = text.rfind(opening[:length])
@@ -365,7 +365,7 @@ def _texts(messages: Sequence[Message]) -> list[_Piece]:
     return found
 
 
-def _marked(message: Message, marks: Iterator[str]) -> Message:
+def _with_marks(message: Message, marks: Iterator[str]) -> Message:
     """A message in which the next marks stand for its texts, in the order of `_texts`."""
     made = dict(message)
     if (message.get(READ_AS[0]) or "").strip():

@@ -18,7 +18,7 @@ import numpy as np
 from octavo.data.encoding import video as video_files
 from octavo.data.encoding.audio import Limits
 from octavo.data.encoding.audio import load as load_sound
-from octavo.data.encoding.sample import check_lengths, further
+from octavo.data.encoding.sample import check_lengths, extra_inputs
 from octavo.data.errors import DataError, ImageProblem, Mismatch
 from octavo.data.rows.audio_refs import SoundFile
 from octavo.data.rows.image_refs import ImageFile, load
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 Encoding = Generator[Wanted, Outputs, T]
 
 
-def together(
+def run_together(
     rows: Sequence[Encoding[T]], answer: Callable[[Sequence[Wanted]], Sequence[Outputs | Exception]]
 ) -> list[T | DataError]:
     """What each row returns, or the `DataError` that it raises; others go through. What rows want is given to `answer`
@@ -144,19 +144,19 @@ class Calls:
         if not rows:
             return
         try:
-            with one_thread():
+            with single_thread():
                 outputs = self._call(rows)
         except BaseException as cause:  # a stranger's program, as the template is; whatever it meets is this row's
             # A panic of the tokenizers library, which is written in Rust, is no Exception.
             if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
                 raise
             if len(rows) == 1:
-                found[rows[0].number] = refused(cause)
+                found[rows[0].number] = refusal(cause)
             else:
                 for row in rows:
                     self._answer([row], found)
             return
-        names = further(self.processor)
+        names = extra_inputs(self.processor)
         if unknown := sorted(set(outputs) - KNOWN_OUTPUTS - set(names)):
             for row in rows:
                 found[row.number] = DataError(
@@ -166,20 +166,20 @@ class Calls:
             return
         place = getattr(self.processor, "image_token_id", None)
         try:
-            own = parted(outputs, [self.pictures(row) for row in rows], place, names)
+            own = split_outputs(outputs, [self.image_count(row) for row in rows], place, names)
             give_videos(own, outputs, [len(row.videos) for row in rows], names)
             _give_sounds(own, outputs, [len(row.sounds) for row in rows], names)
         except DataError as wrong:
             own = [wrong] * len(rows)
         for row, made in zip(rows, own, strict=True):
-            found[row.number] = self._trimmed(made)
+            found[row.number] = self._trim(made)
 
-    def pictures(self, row: _Row) -> int:
+    def image_count(self, row: _Row) -> int:
         """The images of a row, and the frames of its videos where these are images to the model."""
         frames = getattr(self.processor, "frames_are_images", False)
         return len(row.images) + (sum(len(shot.indices) for shot in row.videos) if frames else 0)
 
-    def _trimmed(self, made: Outputs | Exception) -> Outputs | Exception:
+    def _trim(self, made: Outputs | Exception) -> Outputs | Exception:
         """Without what a row's images are padded by to the size of its neighbours', where the processor pads."""
         trim = getattr(self.processor, "trimmed", None)
         if trim is None or isinstance(made, Exception) or "pixel_values" not in made:
@@ -206,7 +206,7 @@ class Calls:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_thread() -> Iterator[None]:
     """A tokenizer's own threads take more time to wake than a few rows take, and make every later fork warn. Whoever
     has set `TOKENIZERS_PARALLELISM` is not overruled."""
     if "TOKENIZERS_PARALLELISM" in os.environ:
@@ -258,15 +258,15 @@ def give_videos(rows: Sequence[Outputs], outputs: Outputs, videos: Sequence[int]
                 row[name] = np.asarray(outputs[name])[part[per]].copy()
 
 
-def refused(cause: BaseException) -> Mismatch:
+def refusal(cause: BaseException) -> Mismatch:
     return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
 
 
-def parted(
+def split_outputs(
     outputs: Outputs, images: Sequence[int], place: int | None, names: Mapping[str, str] | None = None
 ) -> list[Outputs]:
     """What a processor made of several rows, row by row; row k has `images[k]` images. `names`: its further tensors, as
-    `octavo.data.encoding.sample.further` has them.
+    `octavo.data.encoding.sample.extra_inputs` has them.
 
     An image has one row of `pixel_values` where there are as many as images, else as many as its grid says; where no
     grid does, each row of pixels has as many tokens `place` as any other. Raises `DataError` where a tensor does not
@@ -324,10 +324,10 @@ class Expansion:
     def of_outputs(cls, outputs: Outputs, text: str, token: str | None, mask: np.ndarray) -> Expansion:
         """Of what a processor made of a rendered text: as it tells, else by runs of its placeholder `token` and of the
         tokens that these grew into (`mask`). Raises `Mismatch`."""
-        starts, stops = offsets(outputs)
+        starts, stops = token_offsets(outputs)
         if (told := outputs.get("text_replacement_offsets")) is None:
-            return cls.of_runs(text, token, starts, stops, stretches(mask))
-        return cls([place.growth for place in replaced(told)], starts, stops)
+            return cls.of_runs(text, token, starts, stops, true_runs(mask))
+        return cls([place.growth for place in read_replacements(told)], starts, stops)
 
     @classmethod
     def of_runs(
@@ -346,14 +346,14 @@ class Expansion:
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """The tokens that hold any of the characters start to end of the rendered text."""
-        first, last = self._moved(start), self._moved(end)
-        return covering(self.starts, self.stops, first, last)
+        first, last = self._shifted(start), self._shifted(end)
+        return covering_tokens(self.starts, self.stops, first, last)
 
-    def _moved(self, position: int) -> int:
+    def _shifted(self, position: int) -> int:
         return position + sum(more for end, more in self.growth if end <= position)
 
 
-def covering(starts: np.ndarray, stops: np.ndarray, first: int, last: int) -> tuple[int, int]:
+def covering_tokens(starts: np.ndarray, stops: np.ndarray, first: int, last: int) -> tuple[int, int]:
     """The tokens that hold any of the characters first to last; (0, 0) for none."""
     inside = np.flatnonzero((starts < last) & (stops > first) & (stops > starts))
     return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
@@ -374,12 +374,12 @@ class Replaced(NamedTuple):
         return end, (stop - begin) - (end - start)
 
 
-def replaced(told: Sequence[Mapping[str, Any]]) -> list[Replaced]:
+def read_replacements(told: Sequence[Mapping[str, Any]]) -> list[Replaced]:
     """`text_replacement_offsets` of one row."""
     return [Replaced(tuple(one["span"]), tuple(one["new_span"]), str(one.get("type", "image"))) for one in told]
 
 
-def stretches(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
+def true_runs(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
     """(start, stop) of each unbroken stretch of True; a new one begins at each position of `opens`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     found = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
@@ -392,22 +392,26 @@ def stretches(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[i
     return parted
 
 
-def offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+def token_offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Where each token starts and ends, in characters of the text that was processed."""
-    starts, stops = array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
+    starts, stops = as_array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
     return starts, stops
 
 
-def image_places(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
+def media_spans(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
     """Where the tokens of each image or video stand (of one `kind`; None: both), where the processor tells which
     characters are its."""
     if not (told := outputs.get("text_replacement_offsets")):
         return ()
-    starts, stops = offsets(outputs)
-    return tuple(covering(starts, stops, *place.new_span) for place in replaced(told) if kind in (None, place.kind))
+    starts, stops = token_offsets(outputs)
+    return tuple(
+        covering_tokens(starts, stops, *place.new_span)
+        for place in read_replacements(told)
+        if kind in (None, place.kind)
+    )
 
 
-def array(values: Any, dtype: Any) -> np.ndarray:
+def as_array(values: Any, dtype: Any) -> np.ndarray:
     if isinstance(values, list) and values and hasattr(values[0], "shape"):
         values = np.stack([np.asarray(value) for value in values])
     return np.ascontiguousarray(values, dtype=dtype)

@@ -66,7 +66,7 @@ class Sample:
     length: int = 0
     control: tuple[str, ...] = ()
     lost: int = 0
-    more: Inputs = field(default_factory=dict)
+    extra: Inputs = field(default_factory=dict)
     places: tuple[tuple[int, int], ...] = ()
     file: str = ""
     row: int = -1
@@ -79,7 +79,7 @@ class Sample:
     def nbytes(self) -> int:
         """Memory of the arrays in bytes."""
         arrays = [self.input_ids, self.labels, self.mm_token_type_ids, self.pixel_values, self.image_grid_thw]
-        arrays += [one.values for one in self.more.values()]
+        arrays += [one.values for one in self.extra.values()]
         return sum(array.nbytes for array in arrays if array is not None)
 
     @property
@@ -91,21 +91,21 @@ class Sample:
     def notes(self) -> list[tuple[str, str]]:
         """(action, reason) of what is worth a line in `skipped.jsonl`, though the row is used."""
         found = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
-        return [*found, *spelling(self.control), *(left_out(self.lost) if self.lost else [])]
+        return [*found, *control_notes(self.control), *(left_out(self.lost) if self.lost else [])]
 
 
-def spelling(control: Sequence[str]) -> list[tuple[str, str]]:
+def control_notes(control: Sequence[str]) -> list[tuple[str, str]]:
     """(action, reason) of a row whose text spells control tokens; none for none."""
     spelt = ", ".join(map(repr, control))
     return [(CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")] if control else []
 
 
-def further(processor: Any) -> Mapping[str, str]:
+def extra_inputs(processor: Any) -> Mapping[str, str]:
     """Name -> what it counts, of what a processor gives beside the tensors that all families know."""
     return getattr(processor, "inputs", {})
 
 
-def of_row(outputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Input]:
+def inputs_of_row(outputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Input]:
     """The further tensors among what a processor made of one row: int64, or float32 where it gave floats."""
     found = {name: np.asarray(outputs[name]) for name in names if outputs.get(name) is not None}
     return {
@@ -114,11 +114,11 @@ def of_row(outputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, In
     }
 
 
-def of_processor(processor: Any, batch: Mapping[str, Any]) -> dict[str, Input]:
+def inputs_of_processor(processor: Any, batch: Mapping[str, Any]) -> dict[str, Input]:
     """The further tensors among what a processor made of one row as a batch, [1, T] where they count tokens."""
-    names = further(processor)
+    names = extra_inputs(processor)
     there = {name: batch[name][0] if names[name] == "token" else batch[name] for name in names if name in batch}
-    return of_row(there, names)
+    return inputs_of_row(there, names)
 
 
 def check_lengths(outputs: Mapping[str, Any], names: Mapping[str, str], counts: Mapping[str, int]) -> None:
@@ -142,7 +142,7 @@ def cut_inputs(
     return {name: Input(per, values[: ends[per]].copy()) for name, (per, values) in kept.items()}
 
 
-def answered(inputs: Inputs, start: int, tokens: int) -> dict[str, Input]:
+def with_answer_tokens(inputs: Inputs, start: int, tokens: int) -> dict[str, Input]:
     """A row's tensors where behind its first `start` tokens stand so many others, of text."""
     return {
         name: Input(per, np.pad(values[:start], (0, tokens))) if per == "token" else Input(per, values)
@@ -150,7 +150,7 @@ def answered(inputs: Inputs, start: int, tokens: int) -> dict[str, Input]:
     }
 
 
-def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
+def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
     """Arrays behind each other on the first dimension, the others filled up with zeros to the largest."""
     found = list(arrays)
     if len({array.shape[1:] for array in found}) == 1:
@@ -163,7 +163,7 @@ def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
     return out
 
 
-def joined_inputs(inputs: Sequence[Inputs]) -> dict[str, np.ndarray]:
+def concatenate_inputs(inputs: Sequence[Inputs]) -> dict[str, np.ndarray]:
     """The tensors of several rows joined, but for those that count tokens."""
     names = dict.fromkeys(name for row in inputs for name, one in row.items() if one.per != "token")
-    return {name: joined(row[name].values for row in inputs if name in row) for name in names}
+    return {name: concatenate(row[name].values for row in inputs if name in row) for name in names}

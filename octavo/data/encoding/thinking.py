@@ -41,7 +41,7 @@ class Thinking:
         self.mask_empty, self.mask_reasoning = mask_empty, mask_reasoning
 
     @cached_property
-    def apart(self) -> bool:
+    def takes_reasoning(self) -> bool:
         """Whether the template takes the reasoning of a turn apart from its words."""
         answer = {**self._message("assistant", _SAID), **dict.fromkeys(READ_AS, _THOUGHT)}
         try:
@@ -50,7 +50,7 @@ class Thinking:
             return False
 
     @cached_property
-    def shut(self) -> bool:
+    def closes_prompts(self) -> bool:
         """Whether its prompts end with a block of thinking that is closed: then none is written behind them."""
         asked = [self._message("user", _ASKED)]
         try:
@@ -62,15 +62,15 @@ class Thinking:
     def _message(self, role: str, text: str) -> Message:
         return {"role": role, "content": [{"type": "text", "text": text}] if self.parts else text}
 
-    def taken(self, conversation: Conversation) -> Conversation:
+    def with_reasoning(self, conversation: Conversation) -> Conversation:
         """The conversation with reasoning where the template looks for it. Raises `TemplateProblem` where it has no
         place for it, and for turns whose reasoning cannot be told from their words."""
         if not any(turn.role == "assistant" and _thinks(turn) for turn in conversation.turns):
             return conversation
-        turns = tuple(parted(turn, number) for number, turn in enumerate(conversation.turns, 1))
+        turns = tuple(split_reasoning(turn, number) for number, turn in enumerate(conversation.turns, 1))
         for number, turn in enumerate(turns, 1):
-            _check_words(turn, number, self.apart)
-        if self.apart:
+            _check_words(turn, number, self.takes_reasoning)
+        if self.takes_reasoning:
             return replace(conversation, turns=turns)
         for number, turn in enumerate(conversation.turns, 1):
             if turn.reasoning is not None:
@@ -88,9 +88,9 @@ class Thinking:
         asked = _last_question(messages)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                self._thought(whole, message, number, number < asked)
+                self._written_reasoning(whole, message, number, number < asked)
 
-    def learned(
+    def learned_spans(
         self, whole: str, spans: Sequence[tuple[int, int]], messages: Sequence[Message], wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
         """(what of each answer is learned, nothing of one whose reasoning was left out; how many these are), of a
@@ -103,7 +103,7 @@ class Thinking:
             if not learn:
                 found.append((start, start))
                 continue
-            thought = self._thought(whole[start:end], messages[number], number, number < asked)
+            thought = self._written_reasoning(whole[start:end], messages[number], number, number < asked)
             if thought is None:
                 found.append((start, start))
                 lost += 1
@@ -114,12 +114,12 @@ class Thinking:
             found.append((begin, end))
         return found, lost
 
-    def _thought(self, written: str, message: Message, number: int, earlier: bool) -> str | None:
+    def _written_reasoning(self, written: str, message: Message, number: int, earlier: bool) -> str | None:
         """The reasoning that an answer has before its words where it was `written`; None: it has some that was left
         out."""
         own, said = message.get(READ_AS[0]), texts_of(message)
         if own is None and any(map(_ANY.search, said)):  # in its text, where the template writes it or takes it away
-            turn = parted(Turn("assistant", tuple(map(Text, said))))
+            turn = split_reasoning(Turn("assistant", tuple(map(Text, said))))
             own, said = turn.reasoning, [part.text for part in turn.parts if isinstance(part, Text)]
         for piece in (piece.strip() for text in said for piece in _ANY.split(text)):
             if piece not in written:
@@ -143,7 +143,7 @@ class Thinking:
                 f"data.mask_reasoning is true, and the chat template writes the reasoning of message {number + 1} "
                 f"without the mark {marks}, so nothing says where it ends"
             )
-        if self.shut and not self.mask_reasoning:
+        if self.closes_prompts and not self.mask_reasoning:
             raise TemplateProblem(
                 f"message {number + 1} has reasoning, and prompts end with a closed block of thinking, behind which a "
                 "model writes none; set enable_thinking: true in data.template_args, or data.mask_reasoning: true, or "
@@ -170,14 +170,14 @@ class Thinking:
         return start
 
 
-def parted(turn: Turn, number: int = 0) -> Turn:
+def split_reasoning(turn: Turn, number: int = 0) -> Turn:
     """An assistant's turn, the `number`-th, with its reasoning apart from its words, as templates part them that look
     for it in a text. Where a text speaks of the marks and does not begin with reasoning, it has none (""). A row that
     has the same reasoning in a field and in its text has it once. Raises `TemplateProblem` where these differ."""
     if turn.role != "assistant":
         return turn
-    opened, thought, words = _block(turn)
-    own = None if turn.reasoning is None else _bare(turn.reasoning)
+    opened, thought, words = _split_block(turn)
+    own = None if turn.reasoning is None else _strip_marks(turn.reasoning)
     if own is None and thought is None:
         return replace(turn, reasoning="") if any(closes in turn.text for closes in _CLOSES) else turn
     if own is not None and thought is not None and thought.strip() not in ("", own.strip()):
@@ -192,7 +192,7 @@ def parted(turn: Turn, number: int = 0) -> Turn:
     return replace(turn, reasoning=thought if own is None else own)
 
 
-def _block(turn: Turn) -> tuple[bool, str | None, str]:
+def _split_block(turn: Turn) -> tuple[bool, str | None, str]:
     """(whether the words of a turn begin with a mark that opens thinking, the reasoning that they begin with or None,
     the words behind it)."""
     text = turn.parts[0].text if turn.parts and isinstance(turn.parts[0], Text) else ""
@@ -204,7 +204,7 @@ def _block(turn: Turn) -> tuple[bool, str | None, str]:
     return False, None, text
 
 
-def _bare(reasoning: str) -> str:
+def _strip_marks(reasoning: str) -> str:
     """Reasoning without the marks that a row may have left around it."""
     for opens, closes in TAGS:
         inner = reasoning.strip().removeprefix(opens).removesuffix(closes)

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.data.encoding.processor_calls import stretches
+from octavo.data.encoding.processor_calls import true_runs
 from octavo.data.encoding.sample import Sample, cut_inputs
 from octavo.data.errors import Mismatch
 
 
-def lone(images: int) -> str:
+def why_not_one_image(images: int) -> str:
     """Why a row of several images is not cut to one, by a family that counts the images of a row."""
     return (
         f"one of its {images} images would be left, and this family makes tiles of the only image of a row and of no "
@@ -34,16 +34,16 @@ class Run(NamedTuple):
     images: int = 1
 
 
-def runs(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
+def media_runs(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
     """The images of a sample. `image_mask` [T]: tokens of images; `place`: the token that stands for a feature,
     `opening`: one that opens each image and grew with it."""
-    grids = sample.more.get("video_grid_thw")
+    grids = sample.extra.get("video_grid_thw")
     of_video = () if grids is None else grids.values.prod(axis=1).tolist()
     films = [Run(*film, patches, True) for film, patches in zip(sample.films, of_video, strict=True)]
     return sorted([*films, *_of_images(sample, image_mask, place, opening)])
 
 
-def into(runs: Sequence[Run], end: int) -> str:
+def cut_position(runs: Sequence[Run], end: int) -> str:
     """What a cut at `end` falls into, as the beginning of a sentence; "" where that is text."""
     hit = next((run for run in runs if run.start < end < run.stop), None)
     what = "a video" if hit and (hit.video or hit.images > 1) else "an image"
@@ -55,7 +55,7 @@ def _of_images(sample: Sample, image_mask: np.ndarray, place: int | None, openin
         return []
     ids, pixels, grid = sample.input_ids, len(sample.pixel_values), sample.image_grid_thw
     # Images that touch are one stretch of image tokens. Where they open with a mark of their own it parts them ...
-    found = list(sample.places) or stretches(image_mask, np.flatnonzero(image_mask & (ids == opening)))
+    found = list(sample.places) or true_runs(image_mask, np.flatnonzero(image_mask & (ids == opening)))
     if grid is not None:
         rows = grid.prod(axis=1)
         if len(found) != len(rows):  # ... where they do not, tokens are shared out by patches.
@@ -89,9 +89,9 @@ def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) ->
             videos, patches = videos + 1, patches + run.pixels
         else:
             kept, pixels, spans = kept + run.images, pixels + run.pixels, spans + 1
-    more = cut_inputs(sample.more, end, kept, pixels, videos, patches)
+    more = cut_inputs(sample.extra, end, kept, pixels, videos, patches)
     if kept == 1 < sample.images and any(one.per == "row" for one in more.values()):
-        raise Mismatch(lone(sample.images))
+        raise Mismatch(why_not_one_image(sample.images))
     kinds, values, grid = sample.mm_token_type_ids, sample.pixel_values, sample.image_grid_thw
     return replace(
         sample,
@@ -102,7 +102,7 @@ def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) ->
         image_grid_thw=grid[:kept] if grid is not None and kept else None,
         images=kept,
         answers=tuple(span for span in sample.answers if span[1] <= end),  # whole ones
-        more=more,
+        extra=more,
         places=sample.places[:spans],
         videos=videos if sample.films else sample.videos,
         films=sample.films[:videos],

@@ -87,7 +87,7 @@ class Shot:
     frames: np.ndarray = field(repr=False, compare=False)
 
 
-def look(file: VideoFile, takes: Takes, limits: FileLimits = FileLimits()) -> Film:
+def select_frames(file: VideoFile, takes: Takes, limits: FileLimits = FileLimits()) -> Film:
     """What is taken of a video, for the price of one frame. Raises `Mismatch` for one that is broken, truncated, no
     video, or over the limits; `DataError` where PyAV is not installed."""
     if isinstance(file, Frames):
@@ -99,8 +99,8 @@ def look(file: VideoFile, takes: Takes, limits: FileLimits = FileLimits()) -> Fi
                 "data.video.folder_fps"
             )
         height, width = _image(names[0], limits.megapixels).shape[:2]
-        return _film(file, takes, limits, len(names), fps, height, width)
-    with _opened(file, limits) as (container, stream):
+        return _select(file, takes, limits, len(names), fps, height, width)
+    with _open_video(file, limits) as (container, stream):
         when, keys = _packets(file, container, stream)
         tick = float(stream.time_base)
         fps = _rate(file, stream, when, tick)
@@ -114,12 +114,12 @@ def look(file: VideoFile, takes: Takes, limits: FileLimits = FileLimits()) -> Fi
         if length < claimed * (1 - _LOST) - 2 / fps or len(when) < stream.frames * (1 - _LOST) - 2:
             raise Mismatch(f"video {file} is truncated: {len(when)} frames of {length:.2f} s are there, and its header "
                            f"says {stream.frames or 'no number'} of {claimed:.2f} s")  # fmt: skip
-        first = _upright(next(_decoded(container, stream, int(when[0])), None), file)
+        first = _upright_pixels(next(_frames_from(container, stream, int(when[0])), None), file)
     made = {"when": when, "keys": keys, "tick": tick, "megapixels": limits.megapixels}
-    return _film(file, takes, limits, len(when), fps, *first.shape[:2], **made)
+    return _select(file, takes, limits, len(when), fps, *first.shape[:2], **made)
 
 
-def _film(
+def _select(
     file: VideoFile, takes: Takes, limits: FileLimits, total: int, fps: float, height: int, width: int, **more: Any
 ) -> Film:
     if total / fps > limits.seconds:
@@ -138,16 +138,16 @@ def load(film: Film, limits: FileLimits = FileLimits()) -> Shot:
     if isinstance(film.file, Frames):
         names = _frames_of(film.file, limits)
         found = {
-            number: _resized(_of_shape(_image(names[number], limits.megapixels), film, names[number].name), film.size)
+            number: _resize(_check_shape(_image(names[number], limits.megapixels), film, names[number].name), film.size)
             for number in film.indices
         }
     else:
-        with _opened(film.file, limits) as (container, stream):
-            found = _taken(film, container, stream)
+        with _open_video(film.file, limits) as (container, stream):
+            found = _decode_frames(film, container, stream)
     return Shot(film.total, film.fps, film.indices, film.size, np.stack([found[number] for number in film.indices]))
 
 
-def _taken(film: Film, container: Any, stream: Any) -> dict[int, np.ndarray]:
+def _decode_frames(film: Film, container: Any, stream: Any) -> dict[int, np.ndarray]:
     """Frame number -> its pixels: frames in order, with a seek wherever a key frame lies between them. Key frames may
     be such in name alone (streams of intra refresh): where one gives no picture, all are decoded from the first on."""
     since = (film.when - film.when[0]) * film.tick
@@ -162,36 +162,36 @@ def _taken(film: Film, container: Any, stream: Any) -> dict[int, np.ndarray]:
         before = keys[keys <= stamp]
         key = int(before[-1]) if len(before) else first
         if at is None or key > at:
-            frames = _decoded(container, stream, key)
-        frame = _shown(frames, stamp)
+            frames = _frames_from(container, stream, key)
+        frame = _frame_at(frames, stamp)
         if (frame is None or frame.is_corrupt) and len(keys):
             keys = keys[:0]  # once: from here on without seeks
-            frames = _decoded(container, stream, first)
-            frame = _shown(frames, stamp)
+            frames = _frames_from(container, stream, first)
+            frame = _frame_at(frames, stamp)
         if frame is None:
             raise Mismatch(f"video {film.file} is broken: its frame {numbers[0]} cannot be decoded")
         at = frame.pts
         if frame.width * frame.height > film.megapixels * 1e6:
             raise _too_large(film.file, frame.width, frame.height, film.megapixels)
-        pixels = _of_shape(_upright(frame, film.file), film, f"frame {numbers[0]}")
-        pixels = _resized(pixels, film.size)
+        pixels = _check_shape(_upright_pixels(frame, film.file), film, f"frame {numbers[0]}")
+        pixels = _resize(pixels, film.size)
         found |= dict.fromkeys(numbers, pixels)
     return found
 
 
-def _decoded(container: Any, stream: Any, stamp: int) -> Iterator[Any]:
+def _frames_from(container: Any, stream: Any, stamp: int) -> Iterator[Any]:
     """Frames from the key frame at a time stamp on."""
     container.seek(stamp, stream=stream, backward=True)
     return container.decode(stream)  # type: ignore[no-any-return]
 
 
-def _shown(frames: Iterator[Any], stamp: int) -> Any:
+def _frame_at(frames: Iterator[Any], stamp: int) -> Any:
     """The next frame that is shown at a time stamp; None where there is none."""
     frame = next((frame for frame in frames if frame.pts is not None and frame.pts >= stamp), None)
     return frame if frame is not None and frame.pts == stamp else None
 
 
-def _upright(frame: Any, file: VideoFile) -> np.ndarray:
+def _upright_pixels(frame: Any, file: VideoFile) -> np.ndarray:
     """The pixels [H, W, 3] of a frame as it is to be shown: phones write how they were held, and whether it is a
     mirror's image."""
     if frame is None:
@@ -199,12 +199,12 @@ def _upright(frame: Any, file: VideoFile) -> np.ndarray:
     if getattr(frame, "is_corrupt", False):
         raise Mismatch(f"video {file} is broken: a frame of it is damaged")
     try:
-        return _turned(frame.to_ndarray(format="rgb24"), _matrix_of(frame))
+        return _rotate(frame.to_ndarray(format="rgb24"), _matrix_of(frame))
     except ValueError as cause:
         raise Mismatch(f"video {file} {cause}") from cause
 
 
-def _of_shape(pixels: np.ndarray, film: Film, name: str) -> np.ndarray:
+def _check_shape(pixels: np.ndarray, film: Film, name: str) -> np.ndarray:
     """The pixels of a frame that is as large as the first one: to fit another into its place would stretch it."""
     height, width = pixels.shape[:2]
     if (height, width) != film.shape:
@@ -215,7 +215,7 @@ def _of_shape(pixels: np.ndarray, film: Film, name: str) -> np.ndarray:
     return pixels
 
 
-def _resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def _resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """As stock video processors resize on a CPU: bicubic, in whole numbers, by torch. Pillow's differs by up to 2."""
     if pixels.shape[:2] == size:
         return np.ascontiguousarray(pixels)
@@ -259,7 +259,7 @@ def _rate(file: VideoFile, stream: Any, when: np.ndarray, tick: float) -> float:
 
 
 @contextmanager
-def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
+def _open_video(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
     """(container, its stream of video). It is opened as what its first bytes say and as nothing else, from bytes and
     not by a name: playlists and addresses, which open further files, are never followed."""
     try:
@@ -370,7 +370,7 @@ def _matrix_of(frame: Any) -> np.ndarray | None:
     return None
 
 
-def _turned(pixels: np.ndarray, matrix: np.ndarray | None) -> np.ndarray:
+def _rotate(pixels: np.ndarray, matrix: np.ndarray | None) -> np.ndarray:
     """Pixels [H, W, 3] as the matrix shows them. Raises ValueError for one that is no quarter turn, mirrored or not."""
     if matrix is None:
         return pixels

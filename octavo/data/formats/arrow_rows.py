@@ -80,7 +80,7 @@ class Mapped:
         fetched = isinstance(self.path, str)  # into CACHE/fetched/SET, where the time of use is kept with the file
         home = file.parents[1] if fetched else self._notes_in(file)
         try:
-            file_digests.once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
+            file_digests.check_once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
         except OSError as cause:
             if isinstance(cause, FileNotFoundError):  # another process removed it
                 raise
@@ -91,7 +91,7 @@ class Mapped:
         return file.parent
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{self.kept} is no whole Arrow file any more ({columnar.sentence(cause)}); delete it")
+        return DataError(f"{self.kept} is no whole Arrow file any more ({columnar.error_line(cause)}); delete it")
 
     def _row(self, row: int) -> pa.RecordBatch:
         """One row. The file was validated when it was opened; its own offsets are looked at again, which costs
@@ -139,7 +139,7 @@ class TextRows(Mapped):
             values = [found.column(name)[0].as_py() for name in TEXTS.names]
         except UNREADABLE as cause:  # validation does not look into texts
             raise self._damaged(cause) from cause
-        return parsed(self.path, row, *values)
+        return parse_row(self.path, row, *values)
 
     def keys(self) -> set[str]:
         """Every key that some row has which can be read: a pass over all rows, kept beside them where they are kept."""
@@ -162,7 +162,7 @@ def _names_in(file: Path) -> set[str] | None:
     return None
 
 
-def parsed(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
+def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
     """The value of a row that is a :class:`Text`; `where` it stands, if not in a line. Raises `BadSample`."""
     where = f"line {line}" if line else where
     if problem is not None:
@@ -213,9 +213,9 @@ def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
     is the text that Arrow writes for it. Raises `BadSample`, which names the column, for other values that cannot be
     read, such as bytes that are no UTF-8, or JSON columns whose text is no JSON."""
     try:
-        found = plain(table.to_pylist()[0])
+        found = json_values(table.to_pylist()[0])
     except UNREADABLE:  # which column it is, only then is it asked
-        found = plain({name: _value(path, row, name, table.column(name)) for name in table.column_names})
+        found = json_values({name: _value(path, row, name, table.column(name)) for name in table.column_names})
     for name, places in json_columns.places_in(table.schema).items():
         if name in found:
             found[name] = _from_json(path, row, name, found[name], places)
@@ -224,7 +224,7 @@ def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
 
 def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_columns.Places) -> Any:
     try:
-        return json_columns.parsed(value, places, f"its JSON column {name!r}", json_columns.our_name(name))
+        return json_columns.parse_values(value, places, f"its JSON column {name!r}", json_columns.our_name(name))
     except Unreadable as cause:
         raise BadSample(path, row, f"{cause} Mend the value, or leave out the row or the column.") from cause
 
@@ -242,13 +242,13 @@ def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedA
         ) from cause  # fmt: skip
 
 
-def plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """What Arrow gives, as JSON would have it: entries that are null left out of objects; times and decimals as text.
     Bytes stay, for images are some."""
     if isinstance(value, dict):
-        return {str(key): plain(entry) for key, entry in value.items() if entry is not None}
+        return {str(key): json_values(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [json_values(entry) for entry in value]
     if value is None or isinstance(value, str | int | float | bytes):
         return value
     return str(value) if value == value else math.nan  # NaT, whose text is a word

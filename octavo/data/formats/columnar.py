@@ -27,7 +27,7 @@ COMPRESSED = (
 )  # bytes that the buffers of a compressed Arrow file may take: they are decoded whole when it is read
 
 
-def sentence(cause: BaseException) -> str:
+def error_line(cause: BaseException) -> str:
     """The first line of an error of Arrow's library, printable and short."""
     return printable(first_line(cause))[:160]
 

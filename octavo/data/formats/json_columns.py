@@ -70,7 +70,7 @@ _ALLOWED: dict[str, Callable[[Any, str], bool]] = {
 
 
 @contextmanager
-def renamed(ours: Mapping[str, str]) -> Iterator[None]:
+def renaming(ours: Mapping[str, str]) -> Iterator[None]:
     """Within it, columns of these names (theirs -> ours) are read as what they become, texts where we have texts."""
     before = _OURS.set(ours)
     try:
@@ -138,14 +138,14 @@ def _of_type(kind: pa.DataType, feature: Any) -> Places:
     return text and isinstance(feature, dict) and feature.get("_type") == "Json"
 
 
-def parsed(value: Any, places: Places, where: str, key: str) -> Any:
+def parse_values(value: Any, places: Places, where: str, key: str) -> Any:
     """A value in which JSON texts are what they say; `key`: under which the row has it. Raises `Unreadable`."""
     if places is True:
         return _value(value, where, key) if isinstance(value, str) else value
     if isinstance(places, list) and isinstance(value, list):
-        return [parsed(entry, places[0], where, key) for entry in value]
+        return [parse_values(entry, places[0], where, key) for entry in value]
     if isinstance(places, Mapping) and isinstance(value, dict):
-        fields = ((name, parsed(entry, places.get(name, False), where, name)) for name, entry in value.items())
+        fields = ((name, parse_values(entry, places.get(name, False), where, name)) for name, entry in value.items())
         return {name: entry for name, entry in fields if entry is not None}
     return value
 

@@ -20,7 +20,7 @@ from octavo.base import safe_read
 from octavo.base.encryption import check_plain, is_encrypted
 from octavo.data.errors import DataError
 from octavo.data.formats.arrow_rows import BATCH_BYTES, PROBLEM, writer
-from octavo.data.formats.columnar import check_batch, plain_field, row_bytes, sentence, too_large
+from octavo.data.formats.columnar import check_batch, error_line, plain_field, row_bytes, too_large
 from octavo.data.formats.parquet_footer import DICTIONARY, PREFIXES, Group, groups_of
 
 BATCH_ROWS = 1024
@@ -31,7 +31,7 @@ RATIO = 1000
 
 def unreadable(path: Path | str, cause: Exception) -> DataError:
     """What is raised for a parquet file that the library cannot read, whatever its error."""
-    return DataError(f"{path} is no parquet file that can be read ({sentence(cause)}); copy or download it again")
+    return DataError(f"{path} is no parquet file that can be read ({error_line(cause)}); copy or download it again")
 
 
 class Parquet(NamedTuple):
@@ -115,7 +115,7 @@ def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
             table = file.reader.read_row_group(number, use_threads=False)
             check_batch(table)
         except Exception as cause:  # whatever a damaged file makes the library raise
-            raise DataError(f"{path}: row group {number} cannot be read ({sentence(cause)})") from cause
+            raise DataError(f"{path}: row group {number} cannot be read ({error_line(cause)})") from cause
         return table
     read: list[pa.RecordBatch] = []
     size = 0

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from octavo.base.encryption import Reader, begins
+from octavo.base.encryption import Reader, has_magic
 from octavo.data.errors import BadSample, DataError
 from octavo.data.file_digests import stat_of
-from octavo.data.formats.arrow_rows import Text, keys_of, parsed, row_of
+from octavo.data.formats.arrow_rows import Text, keys_of, parse_row, row_of
 from octavo.data.formats.columnar import too_large
 from octavo.data.formats.parquet import Parquet, parquet_file, read_group
 
@@ -58,7 +58,7 @@ class Pieces:
         """Its number, from now on whatever becomes of its name."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            if begins(os.pread(self._file, 8, 0)):
+            if has_magic(os.pread(self._file, 8, 0)):
                 self._plain = Reader(os.dup(self._file), self.path)
         return self._file
 
@@ -107,7 +107,7 @@ class Lines:
     def __getitem__(self, row: int) -> Any:
         line, start, problem = self._lines[row], self._starts[row], self._problems.get(row)
         raw = self._pieces.read(start, 0 if problem else self._ends[row] - start)
-        return parsed(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
+        return parse_row(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
 
 
 class _Group(NamedTuple):

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from octavo.data.errors import BadSample
-from octavo.data.formats.arrow_rows import BATCH_ROWS, Mapped, keys_of, parsed, writer
+from octavo.data.formats.arrow_rows import BATCH_ROWS, Mapped, keys_of, parse_row, writer
 from octavo.data.formats.media_kinds import IMAGE, SOUND, VIDEO
 from octavo.data.formats.streaming import Pieces
 from octavo.data.formats.tar_members import entries
@@ -65,9 +65,9 @@ class TarRows(Mapped):
         if found["problem"] is not None:
             raise BadSample(self.path, row, found["problem"], found["key"])
         members = [*map(Member, found["names"], found["starts"], found["sizes"])]
-        return self._made(row, found["key"], members)
+        return self._build_row(row, found["key"], members)
 
-    def _made(self, row: int, key: str, members: Sequence[Member]) -> Any:
+    def _build_row(self, row: int, key: str, members: Sequence[Member]) -> Any:
         fields: dict[str, Any] = {}
         images: dict[str, dict[str, Any]] = {}
         sounds: dict[str, dict[str, Any]] = {}
@@ -78,7 +78,7 @@ class TarRows(Mapped):
                 files = images if ending in IMAGE.endings else sounds if ending in SOUND.endings else videos
                 files[kind] = {"bytes": self._pieces.read(start, size), "path": name}
             elif ending == "json":
-                fields[kind] = parsed(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
+                fields[kind] = parse_row(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
             elif ending in (*TEXTS, "cls"):
                 fields[kind] = self._text(row, name, self._pieces.read(start, size), ending)
         if not fields and not images:

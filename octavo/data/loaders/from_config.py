@@ -17,19 +17,19 @@ from octavo.data.loaders.pack_loader import PackLoader
 from octavo.data.loaders.rows_from_config import (
     Rows,
     cache_folder,
-    check_one_world,
-    compared,
+    check_seals,
     encoder,
     identity_of,
-    learned_rows,
     preference_kind,
+    preference_rows,
+    rows_to_learn,
 )
-from octavo.data.loaders.token_counts import counts
+from octavo.data.loaders.token_counts import open_counts
 from octavo.data.order import Mixture
 from octavo.data.skip_report import SkipReport
 from octavo.data.tasks.concat import Joined
 from octavo.data.tasks.pairs import HeldOutEncoder, collate_labelled, collate_pairs, labelled_batches
-from octavo.data.tasks.prompts import PromptEncoder, numbered
+from octavo.data.tasks.prompts import PromptEncoder, number_prompts
 from octavo.data.tasks.sealed import SealedHeldOut, read_sealed
 from octavo.data.tasks.sources import preferences, read
 
@@ -40,7 +40,7 @@ PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
 WORKERS = 4  # with a GPU, where the configuration gives no number
 
 
-def workers_of(cfg: Config) -> int:
+def worker_count(cfg: Config) -> int:
     """Processes that prepare the samples of this rank: as asked, else with a GPU as many of :data:`WORKERS` as the
     cores of this machine leave each of its ranks, and none on a CPU."""
     if cfg.data.workers is not None:
@@ -63,26 +63,26 @@ def train_loader(
 ) -> Loader | PackLoader:
     """The training stream of a configuration: conversations, in phase pretrain documents too; with `data.packing` in
     packs, from `place` on in place of `start_row`. Raises `DataError`."""
-    encodes, sources = learned_rows(cfg, processor, cfg.data.train, cfg.run.seed)
+    encodes, sources = rows_to_learn(cfg, processor, cfg.data.train, cfg.run.seed)
     mixture = Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
     loader: Loader | PackLoader
     if cfg.data.packing:
         pairs = zip(sources, cfg.data.train, strict=True)
-        known = [counts(source, encodes, cache_folder(cfg), identity_of(dataset)) for source, dataset in pairs]
+        known = [open_counts(source, encodes, cache_folder(cfg), identity_of(dataset)) for source, dataset in pairs]
         loader = PackLoader(
-            mixture, encodes, known, cfg.data.window, cfg.train.global_batch, rank, world, place, workers_of(cfg),
+            mixture, encodes, known, cfg.data.window, cfg.train.global_batch, rank, world, place, worker_count(cfg),
             cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, shared=cfg.parallel.context,
         )  # fmt: skip
     else:
         loader = Loader(
             mixture, encodes, cfg.train.micro_batch, cfg.train.global_batch, rank,
-            world, start_row, workers_of(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+            world, start_row, worker_count(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
         )  # fmt: skip
     _report_joined(sources, loader.report)
     return loader
 
 
-def packs_of(cfg: Config, processor: Any, epochs: float) -> int:
+def count_packs(cfg: Config, processor: Any, epochs: float) -> int:
     """How many packs so many epochs of `data.train` make (`PackLoader.count`): every row that they have is counted, by
     the ranks that share `data.cache` together. Raises `DataError`."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -111,8 +111,8 @@ def prompt_loader(
     encodes = encoder(cfg, processor, PromptEncoder, max_new_tokens)
     sources = [read(d, "prompts", cache_folder(cfg)) for d in cfg.data.train]
     return Loader(
-        _mixture(cfg, sources), encodes, prompts, prompts, rank, world, start_row, workers_of(cfg),
-        cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, gather=numbered,
+        _mixture(cfg, sources), encodes, prompts, prompts, rank, world, start_row, worker_count(cfg),
+        cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, gather=number_prompts,
     )  # fmt: skip
 
 
@@ -133,10 +133,10 @@ def pair_loader(
         raise DataError(
             "train.global_batch is 1, and KTO compares the rows of a step with each other; give it 2 or more"
         )
-    encodes, sources = compared(cfg, processor, cfg.data.train, kind)
+    encodes, sources = preference_rows(cfg, processor, cfg.data.train, kind)
     return Loader(
         _mixture(cfg, sources), encodes, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
-        workers_of(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
+        worker_count(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
         gather=partial(labelled_batches, longest=cfg.train.seq_length) if labelled else PAIRED, neighbours=labelled,
     )  # fmt: skip
 
@@ -162,14 +162,14 @@ def eval_set(
     encodes: Any
     sources: list[Rows]
     if cfg.train.phase == "preference" and cfg.data.sealed:
-        check_one_world(cfg)
+        check_seals(cfg)
         encodes, sources = SealedHeldOut(processor, cfg.train.seq_length), [read_sealed(d) for d in cfg.data.eval]
     elif cfg.train.phase == "preference":
         encodes = encoder(cfg, processor, HeldOutEncoder)
         cache = cache_folder(cfg)
         sources = [read(d, preferences(d, cache) or "conversations", cache) for d in cfg.data.eval]
     else:
-        encodes, sources = learned_rows(cfg, processor, cfg.data.eval, None)
+        encodes, sources = rows_to_learn(cfg, processor, cfg.data.eval, None)
     held_out = EvalSet(
         sources, encodes, micro_batch or cfg.train.micro_batch, rank, world, cfg.data.on_bad_sample, report_path
     )
@@ -204,7 +204,7 @@ def pair_set(
     of_kind = [d for d in cfg.data.eval if preference_kind(cfg, d) == kind]
     if not of_kind:
         return None
-    encodes, sources = compared(cfg, processor, of_kind, kind)
+    encodes, sources = preference_rows(cfg, processor, of_kind, kind)
     size, gather = cfg.train.micro_batch, collate_pairs
     if kind == "labelled":
         size, gather = max(2, size), partial(collate_labelled, longest=cfg.train.seq_length)

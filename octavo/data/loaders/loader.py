@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from octavo.data.batching.collate import Gather, Place, micro_batches
-from octavo.data.batching.prefetch import fetch_ahead
+from octavo.data.batching.prefetch import make_prefetcher
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
 from octavo.data.order import Mixture
 from octavo.data.skip_report import SkipReport
@@ -170,7 +170,7 @@ class Steps:
         self.workers, self.timeout = workers, timeout
         self._judge = Judge(mixture.sources, on_bad, report_path)
         self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
-        self._ahead = fetch_ahead(mixture)
+        self._ahead = make_prefetcher(mixture)
         self._steps: Generator[list[Any], None, None] | None = None
 
     @property
@@ -251,7 +251,7 @@ class Loader(Steps):
         places = _Places(self.mixture, self.rows, numbers, self.global_batch)
         chunks = _Chunks(places, len(numbers))
         if self.workers and numbers:
-            made = by_workers(self._processed, chunks, self.workers, self.timeout)
+            made = run_workers(self._processed, chunks, self.workers, self.timeout)
         else:
             made = (zip(chunk, self._processed[chunk], strict=True) for chunk in chunks)
         rows = itertools.chain.from_iterable(made)
@@ -318,7 +318,7 @@ class Places(Protocol):
     def __iter__(self) -> Iterator[list[Place]]: ...
 
 
-def by_workers(
+def run_workers(
     processed: Any, chunks: Places, workers: int, timeout: float = math.inf, ahead: int | None = None
 ) -> Generator[list[tuple[Place, Any]], None, None]:
     """(place, what `processed` makes of it) in order, made by worker processes, `ahead` pieces each (None: about

@@ -20,9 +20,9 @@ from octavo.data.batching import packing
 from octavo.data.batching.collate import Place, collate_pack
 from octavo.data.encoding.encode import Encoder
 from octavo.data.errors import BadSample, DataError
-from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Steps, by_workers
+from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Steps, run_workers
 from octavo.data.loaders.token_counts import Counts, Lengths
-from octavo.data.order import Mixture, shuffled
+from octavo.data.order import Mixture, permutation
 
 
 class Pack(NamedTuple):
@@ -106,7 +106,7 @@ class PackLoader(Steps):
             packs[number % len(packs)].append(row)
         first = self._lengths.rows(window).start
         made = [Pack(tuple(first + row for row in one), tuple(lengths[row] for row in one)) for one in packs]
-        return tuple(made[n] for n in shuffled(len(made), self.mixture.seed, 4, window))
+        return tuple(made[n] for n in permutation(len(made), self.mixture.seed, 4, window))
 
     def steps(self, place: tuple[int, int, int]) -> Iterator[tuple[list[Pack], tuple[int, int, int], int]]:
         """(this rank's packs, the place behind the step, a checksum of all ranks') of each step, from a place on."""
@@ -137,7 +137,7 @@ class PackLoader(Steps):
     def _stream(self) -> Generator[list[Any], None, None]:
         chunks = _Chunks(self)
         if self.workers and self.rank < self.global_batch:  # later ranks never have a row
-            made = by_workers(self._processed, chunks, self.workers, self.timeout)
+            made = run_workers(self._processed, chunks, self.workers, self.timeout)
         else:
             made = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
         rows = chain.from_iterable(made)

@@ -21,10 +21,10 @@ import transformers
 from octavo.data.batching.collate import Place
 from octavo.data.encoding.encode import Encoder, Written
 from octavo.data.encoding.loss_mask import TemplateProblem
-from octavo.data.encoding.processor_calls import one_thread
+from octavo.data.encoding.processor_calls import single_thread
 from octavo.data.encoding.sample import Sample
 from octavo.data.errors import DataError, ImageProblem, Mismatch
-from octavo.data.loaders.loader import by_workers
+from octavo.data.loaders.loader import run_workers
 from octavo.data.order import Mixture
 from octavo.data.storage import cache
 from octavo.data.tasks.concat import Joined
@@ -37,7 +37,7 @@ LEFT = -1  # tokens of a row that is left out: it stays so, or the packs of a ru
 PIECE = 50  # rows that are counted in one call
 
 
-def tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
+def count_tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
     """The tokens of each row as `encode` makes it, at most `encoder.seq_length`: 0 for one that it refuses or leaves
     out, as far as that is known without pixels. One that is cut inside an image has fewer than are counted."""
     found = [len(row.input_ids) if isinstance(row, Sample) else 0 for row in rows]
@@ -64,7 +64,7 @@ def tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
 def _ids(encoder: Encoder, special: bool, asked: Sequence[tuple[int, Written, int]]) -> list[list[int] | None]:
     """The tokens of texts, None for one that the tokenizer refuses."""
     try:
-        with one_thread():
+        with single_thread():
             texts = [written.text for _, written, _ in asked]
             return list(encoder.tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"])
     except Exception:  # a stranger's program; whatever it meets is one row's
@@ -120,7 +120,7 @@ class Counts:
             pass
 
 
-def counts(source: Source | Split | Joined | Sealed, encoder: Encoder, folder: Path | None, more: str) -> Counts:
+def open_counts(source: Source | Split | Joined | Sealed, encoder: Encoder, folder: Path | None, more: str) -> Counts:
     """What the cache knows of a data set; `more`: what else than its file and the encoder decides what its rows are.
     Raises DataError where the cache cannot be used."""
     if isinstance(source, Joined | Sealed):
@@ -133,7 +133,7 @@ def counts(source: Source | Split | Joined | Sealed, encoder: Encoder, folder: P
 
     what = [of.kind, of.format, str(of.images), *([] if asked is None else ["split", len(of)])]
     key = json.dumps([FORM, length, *what, more, _print_of(encoder)])
-    return Counts(length, encoder.seq_length, cache.kept(folder, of.rows.path, write, more=key, form="counts"))
+    return Counts(length, encoder.seq_length, cache.cached_file(folder, of.rows.path, write, more=key, form="counts"))
 
 
 def _print_of(encoder: Encoder) -> str:
@@ -150,7 +150,7 @@ def _print_of(encoder: Encoder) -> str:
     return json.dumps([*own, templates, tokenizer.backend_tokenizer.to_str(), of_image, *versions], default=str)
 
 
-class _Counting:
+class _TokenCounter:
     """Places to token counts, in the process that counts: what anybody has counted is taken, the rest noted."""
 
     def __init__(self, sources: Sequence[Any], encoder: Encoder, known: Sequence[Counts]) -> None:
@@ -158,9 +158,9 @@ class _Counting:
 
     def __getitem__(self, places: Sequence[Place]) -> list[int]:
         new = [place for place in dict.fromkeys(places) if not self.known[place[0]][place[1]]]
-        counted = tokens(self.encoder, [self._row(*place) for place in new])
+        counted = count_tokens(self.encoder, [self._row(*place) for place in new])
         found = {place: count or LEFT for place, count in zip(new, counted, strict=True)}
-        note(self.known, found.items())
+        record_counts(self.known, found.items())
         return [found.get(place) or self.known[place[0]][place[1]] for place in places]
 
     def _row(self, source: int, row: int) -> Any:
@@ -170,7 +170,7 @@ class _Counting:
             return bad
 
 
-def note(known: Sequence[Counts], counted: Iterable[tuple[Place, int]]) -> None:
+def record_counts(known: Sequence[Counts], counted: Iterable[tuple[Place, int]]) -> None:
     """Put what was counted where it is known from then on."""
     counted = list(counted)
     for number, of in enumerate(known):
@@ -191,7 +191,7 @@ class Lengths:
     ) -> None:  # fmt: skip
         self.mixture, self.size, self.next = mixture, size, first
         self.rank, self.world, self.workers, self._timeout = rank, world, workers, timeout
-        self._counting = _Counting(mixture.sources, encoder, known)
+        self._counting = _TokenCounter(mixture.sources, encoder, known)
         self._made: Any = None
 
     def rows(self, window: int) -> range:
@@ -208,17 +208,17 @@ class Lengths:
         places = self.places(window)
         if window != self.next:  # one that has passed, of which all is known
             return [max(0, tokens) for tokens in self._counting[places]]
-        self._made = self._made or self._counted()
+        self._made = self._made or self._count_windows()
         counted = dict(chain.from_iterable(next(self._made) for _ in range(0, len(places), PIECE)))
         self.next += 1
         if self.workers:  # another process noted it where a file can be written to
-            note(self._counting.known, counted.items())
+            record_counts(self._counting.known, counted.items())
         return [max(0, counted[place]) for place in places]
 
-    def _counted(self) -> Any:
+    def _count_windows(self) -> Any:
         chunks = _Pieces(self, self.next)
         if self.workers:
-            return by_workers(self._counting, chunks, self.workers, self._timeout, -(-self.size // PIECE) + 1)
+            return run_workers(self._counting, chunks, self.workers, self._timeout, -(-self.size // PIECE) + 1)
         return (list(zip(chunk, self._counting[chunk], strict=True)) for chunk in chunks)
 
     def close(self) -> None:

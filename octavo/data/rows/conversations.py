@@ -98,7 +98,7 @@ class Conversation:
     id: str | None = None
     tools: tuple[dict[str, Any], ...] = ()
     sounds: tuple[SoundFile, ...] = ()
-    given: int = 0
+    context_answers: int = 0
     videos: tuple[VideoFile, ...] = ()
 
 
@@ -108,7 +108,7 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
     `format` is llava, sharegpt, messages or alpaca; `images` is the folder that image names are relative to and may
     not leave. Raises `BadSample`.
     """
-    with naming(raw, file, row) as identity:
+    with bad_sample_context(raw, file, row) as identity:
         foreign.check_row(raw)
         turns, names = read_turns(raw, format)
         check_turns(turns)
@@ -131,7 +131,7 @@ def conversation_of(
 
 
 @contextmanager
-def naming(raw: Any, file: str | Path, row: int) -> Iterator[str | None]:
+def bad_sample_context(raw: Any, file: str | Path, row: int) -> Iterator[str | None]:
     """Gives the row's id, and makes what is wrong with its turns or images a `BadSample` of that row."""
     given = raw.get("id") if isinstance(raw, dict) else None
     identity = str(given) if isinstance(given, str | int) else None
@@ -144,21 +144,21 @@ def naming(raw: Any, file: str | Path, row: int) -> Iterator[str | None]:
 def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
     """The turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
     if format == "alpaca":
-        raw = object_of(raw)
+        raw = require_object(raw)
         if "output" not in raw:
             raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; an alpaca row has instruction and output")
         files = {key: raw[key] for key in media_kinds.KEYS if key in raw}
         answer = {"role": "assistant", "content": _worded(raw, "output")}
-        turns, names = _from_messages({**files, "messages": [*instructed(raw), answer]})
-        return _placed(raw, turns), names
+        turns, names = _from_messages({**files, "messages": [*alpaca_messages(raw), answer]})
+        return _place_media(raw, turns), names
     turns, names = _from_messages(raw) if format == "messages" else _from_values(raw, format)
-    turns = _placed(raw, turns)
+    turns = _place_media(raw, turns)
     return [*_system(raw, turns), *turns], names
 
 
-def _placed(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
+def _place_media(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
     """Turns in which each sound and video of the row has its place. Raises `RowProblem`."""
-    return VIDEO.placed(raw, SOUND.placed(raw, turns, Text), Text)
+    return VIDEO.place_files(raw, SOUND.place_files(raw, turns, Text), Text)
 
 
 def _system(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
@@ -170,7 +170,7 @@ def _system(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
     return [Turn("system", (Text(words),))] if words and not said else []
 
 
-def instructed(raw: dict[str, Any]) -> list[dict[str, str]]:
+def alpaca_messages(raw: dict[str, Any]) -> list[dict[str, str]]:
     """What an alpaca row asks, as messages: its system, its history, and its instruction with the input below it.
     Raises `RowProblem`."""
     system, *pieces = (_worded(raw, key) for key in ("system", "instruction", "input"))
@@ -202,7 +202,7 @@ def find_images(names: Sequence[Name], folder: Path) -> tuple[ImageFile, ...]:
 
 
 def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
-    raw = object_of(raw)
+    raw = require_object(raw)
     key = _turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
     names = image_names(raw, format)
     left = iter(range(len(names)))
@@ -221,7 +221,7 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
             continue
         seen += turn["value"].count(PLACEHOLDER)
         learned = is_learned(turn, number)
-        turns.append(Turn(role, split(turn["value"], left), reasoning=reasoning, learned=learned))
+        turns.append(Turn(role, split_at_images(turn["value"], left), reasoning=reasoning, learned=learned))
     match_count(seen, len(names))
     return turns, names
 
@@ -229,7 +229,7 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
 def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
     if isinstance(raw, list):
         raw = {"messages": raw}
-    raw = object_of(raw)
+    raw = require_object(raw)
     key = _turn_key(raw, ("messages", "conversations", "conversation"), "messages")
     listed = image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
     names: list[Name] = [] if listed is None else listed
@@ -262,7 +262,7 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             foreign.check_part(part, number, role)
             if text is not None and listed is not None:
                 seen += text.count(PLACEHOLDER)
-                parts.extend(split(text, left))
+                parts.extend(split_at_images(text, left))
             elif text is not None:
                 parts.append(Text(text))
             elif image is None:  # {"type": "image"}: the next of the row's own list
@@ -340,7 +340,7 @@ def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
     return None, name
 
 
-def split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
+def split_at_images(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
     """Cut a text at its placeholders; each takes the next image number (-1 when none is left: counted later)."""
     parts: list[Text | ImageRef] = []
     for number, piece in enumerate(text.split(PLACEHOLDER)):
@@ -400,19 +400,19 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
     if spoken and spoken[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):
-        if half_character(turn.text + (turn.reasoning or "")):
+        if has_lone_surrogate(turn.text + (turn.reasoning or "")):
             raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
         if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
             raise RowProblem(f"turn {number} is an assistant turn without text")
     foreign.check_texts(text for turn in turns for text in (turn.text, turn.reasoning or ""))
 
 
-def half_character(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     """Whether a text holds a lone surrogate, which no tokenizer takes."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def object_of(raw: Any) -> dict[str, Any]:
+def require_object(raw: Any) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise RowProblem(f"is {shown(raw)}; expected an object with the conversation")
     return raw

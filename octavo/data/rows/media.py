@@ -139,10 +139,10 @@ class Medium:
             )
         return self.ref(name)
 
-    def placed(self, raw: Any, turns: Sequence[Any], text: type) -> list[Any]:
+    def place_files(self, raw: Any, turns: Sequence[Any], text: type) -> list[Any]:
         """Turns in which each file of the row's list has its place; `text` is the type of a piece of text. Raises
         `RowProblem`."""
-        names = self.listed(raw) if isinstance(raw, dict) else []
+        names = self.listed_files(raw) if isinstance(raw, dict) else []
         open_parts = sum(part == self.ref() for turn in turns for part in turn.parts)
         if not names and not open_parts:
             return list(turns)
@@ -173,7 +173,7 @@ class Medium:
             )
         return out
 
-    def listed(self, raw: dict[str, Any]) -> list[Any]:
+    def listed_files(self, raw: dict[str, Any]) -> list[Any]:
         """The row's list of files. Raises `RowProblem`."""
         given = {key: raw[key] for key in self.keys if raw.get(key) not in (None, [], "")}
         if len(given) > 1:

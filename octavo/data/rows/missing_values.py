@@ -24,7 +24,7 @@ def is_missing(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def of_table(raw: Any, format: str) -> Any:
+def clean_cells(raw: Any, format: str) -> Any:
     """A row of CSV without answers that are blank, as pandas writes none. Raises `RowProblem` for another missing value
     that is read as a text."""
     if not isinstance(raw, dict):

@@ -52,7 +52,7 @@ def default_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
-def kept(
+def cached_file(
     folder: Path | None, source: Path | str, write: Write, say: Say = quiet, more: str = "", form: str = "Arrow"
 ) -> Path:
     """The file that `write` makes of `source` (a text: of a URL), made now where it is not there. `folder`: of the
@@ -63,16 +63,16 @@ def kept(
     if isinstance(source, Path) and any(map(is_encrypted, files_of(source))):
         return _in_memory(source, write, say, more, form)
     before = _identity(source)
-    target = place(folder, source, more, form, say)
+    target = path_in_cache(folder, source, more, form, say)
     folder = target.parent
     if target.is_file():
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(target.with_suffix(".lock")):
+        with lock(target.with_suffix(".lock")):
             if not target.is_file():
                 _make(target, source, write, say, form)
-                if _identity(source) != before and place(folder, source, more, form) != target:
+                if _identity(source) != before and path_in_cache(folder, source, more, form) != target:
                     target.unlink()
                     raise DataError(f"{source} changed while it was read; start again when it is whole")
                 if form in ("Arrow", "index"):  # written here, so it need not be read once more for its form
@@ -103,7 +103,7 @@ def _in_memory(source: Path, write: Write, say: Say, more: str, form: str) -> Pa
 _MADE: dict[str, Path] = {}  # of this process, and open as long as it lives
 
 
-def place(
+def path_in_cache(
     folder: Path | None, source: Path | str, more: str = "", form: str = "Arrow", say: Say = quiet
 ) -> Path:  # fmt: skip
     """Where `kept` has what is made of a source, there or not yet. Raises `DataError` where it cannot be read."""
@@ -138,12 +138,12 @@ def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -
 
 
 @contextmanager
-def locked(file: Path, wait: bool = True) -> Iterator[bool]:
+def lock(file: Path, wait: bool = True) -> Iterator[bool]:
     """While nobody else has this lock, where the file system has locks at all. False, without `wait`, where somebody
     has it."""
-    lock = FileLock(file)
+    file_lock = FileLock(file)
     try:
-        lock.acquire(**({} if wait else {"timeout": 0}))
+        file_lock.acquire(**({} if wait else {"timeout": 0}))
     except NotImplementedError:  # nobody waits then, and the same work may be done twice
         yield True
         return
@@ -153,7 +153,7 @@ def locked(file: Path, wait: bool = True) -> Iterator[bool]:
     try:
         yield True
     finally:
-        lock.release()
+        file_lock.release()
 
 
 def publish(made: Path, target: Path) -> None:
@@ -178,13 +178,13 @@ def files_of(source: Path) -> list[Path]:
     ends = (*registry.endings(), *suffixes.ARROW)
     with os.scandir(source) as entries:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in ends and e.name[0] != ".")
-    files = [source / name for name in of_kinds(names)]
+    files = [source / name for name in row_files(names)]
     if lost := next((file for file in files if not file.exists()), None):
         raise DataError(f"{lost} is a link to a file that is not there; bring it back, or remove the link")
     return [file for file in files if file.is_file()]
 
 
-def of_kinds(names: Sequence[str]) -> list[str]:
+def row_files(names: Sequence[str]) -> list[str]:
     """Those names of a folder that are files of rows, or of what `datasets` saved: files that stay, such as tars, where
     there are no others, but for the `index.json` that says how many rows tars have."""
     converted, staying = (*registry.endings(stays=False), *suffixes.ARROW), registry.endings(stays=True)

@@ -46,12 +46,12 @@ class Store:
         Raises `DataError`."""
         target = self.folder / f"{shard.key}{shard.suffix if format_of(shard.url).stays else '.arrow'}"
         try:
-            if not self._use(target):
+            if not self._touch(target):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with cache.locked(self.folder / f".{shard.key}.lock", wait) as mine:
+                with cache.lock(self.folder / f".{shard.key}.lock", wait) as mine:
                     if not mine:
                         return None
-                    if not self._use(target):
+                    if not self._touch(target):
                         self._fetch(shard, target)
         except OSError as cause:
             raise self._full(shard, cause) from cause
@@ -83,7 +83,7 @@ class Store:
                 aside.unlink(missing_ok=True)
         return target
 
-    def _use(self, target: Path) -> bool:
+    def _touch(self, target: Path) -> bool:
         """Whether a file is here; from now on it is the one used last. Its time of change stays."""
         try:
             os.utime(target, ns=(time.time_ns(), target.stat().st_mtime_ns))
@@ -118,7 +118,7 @@ class Store:
         if size > self.limit:
             raise DataError(f"{shard.url} takes {size / 1e9:.3g} GB here, and fetch_gb of its data set allows "
                             f"{self.limit / 1e9:.3g}; raise it, or cut the data into smaller files")  # fmt: skip
-        with cache.locked(self.folder / ".room.lock"):
+        with cache.lock(self.folder / ".room.lock"):
             found = {path: stat for path, stat in _inside(self.folder) if path not in own}
             drop = sum(stat.st_size for stat in found.values()) + size - self.limit
             for path, stat in sorted(found.items(), key=lambda item: item[1].st_atime_ns):
@@ -151,19 +151,19 @@ class Fetched(Shards):
     window = WINDOW
 
     def __init__(self, url: str, store: Store, found: Sequence[Remote], counts: Sequence[int]) -> None:
-        self.store, self.found = store, [shard._replace(rows=n) for shard, n in zip(found, counts, strict=True)]
-        super().__init__(url, self.found, self._opened, counts, OPEN)
+        self.store, self.files = store, [shard._replace(rows=n) for shard, n in zip(found, counts, strict=True)]
+        super().__init__(url, self.files, self._open_shard, counts, OPEN)
 
     def fetch(self, number: int) -> int:
         """Have a file here before it is asked for, unless somebody is at it; how many bytes it takes. Raises
         `DataError`."""
-        file = self.store.file(self.found[number], wait=False)
+        file = self.store.file(self.files[number], wait=False)
         with contextlib.suppress(OSError):
             if file is not None:
                 return file.stat().st_size
-        return self.found[number].size
+        return self.files[number].size
 
-    def _opened(self, shard: Remote) -> Rows:
+    def _open_shard(self, shard: Remote) -> Rows:
         for number in [n for n, rows in self._rows.items() if isinstance(rows, Mapped) and rows.gone]:
             del self._rows[number]  # its name is gone, and its room is free once nobody has it open
         rows = open_shard(self.store, shard)
@@ -198,7 +198,7 @@ def open_fetched(url: str, folder: Path | None, say: cache.Say = cache.quiet, li
     How many rows each has is asked of `index.json`, of parquet's footers, or of each file, which is then fetched for
     it; what came of it is kept."""
     folder = cache.default_folder() if folder is None else folder
-    found = remote.listed(url)
+    found = remote.list_files(url)
     store = Store(folder / "fetched" / sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:20], limit or BYTES)
     counts = [shard.rows for shard in found]
     if None in counts:

@@ -90,10 +90,10 @@ def validate(file: Path, folder: Path | None) -> None:
     """That an Arrow file that `datasets` wrote is whole: read through once for a file as it is. Raises DataError."""
 
     def damaged(cause: Exception) -> DataError:
-        return DataError(f"{file} is damaged ({columnar.sentence(cause)}); copy it again, or save the data set again")
+        return DataError(f"{file} is damaged ({columnar.error_line(cause)}); copy it again, or save the data set again")
 
     try:
-        file_digests.once(
+        file_digests.check_once(
             file, cache.default_folder() if folder is None else folder, lambda: columnar.check_file(file, damaged)
         )
     except OSError as cause:

@@ -43,7 +43,7 @@ def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cac
 
     Raises `DataError` where the file is missing, no regular file, empty, or holds no rows; of a JSON list also where it
     is not UTF-8 or its form is broken; of other formats as their entries in :mod:`octavo.data.formats.registry` do; and
-    as `cache.kept` does.
+    as `cache.cached_file` does.
     """
     path = Path(path)
     rows = _open_folder(path, folder, say, stream) if path.is_dir() else _open_file(path, folder, say, stream)
@@ -106,7 +106,7 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, sm
         return _where_it_lies(path, stat_of(path.stat()))
     if size < small and (rows := _in_memory(path, form, small)) is not None:
         return rows
-    return form.open(path, cache.kept(folder, path, partial(form.write, path), say))
+    return form.open(path, cache.cached_file(folder, path, partial(form.write, path), say))
 
 
 class _TooMuch(Exception):
@@ -137,8 +137,8 @@ def _where_it_lies(path: Path, stat: Stat) -> Rows:
 
 def _index(form: Format, path: Path, folder: Path | None) -> Path:
     """The index of a file that stays, out of the cache or made now. Raises `DataError` where the file is of another
-    kind, and as `cache.kept` does."""
-    return cache.kept(folder, path, partial(form.write, path), cache.quiet, form="index")
+    kind, and as `cache.cached_file` does."""
+    return cache.cached_file(folder, path, partial(form.write, path), cache.quiet, form="index")
 
 
 def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, say: cache.Say) -> None:
@@ -146,7 +146,7 @@ def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, say:
     Raises as `_index` does."""
     plain = [file for file in files if not is_encrypted(file)]
     file_digests.digests(plain, cache.default_folder() if folder is None else folder, say)
-    missing = [file for file in plain if not cache.place(folder, file, form="index").is_file()]
+    missing = [file for file in plain if not cache.path_in_cache(folder, file, form="index").is_file()]
     if not missing:
         return
     size = sum(file.stat().st_size for file in missing)

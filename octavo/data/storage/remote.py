@@ -58,11 +58,11 @@ class Remote(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def listed(url: str) -> tuple[Remote, ...]:
+def list_files(url: str) -> tuple[Remote, ...]:
     """The files of rows at a URL: a file, files by number (`shard-{000..127}.tar`), or those of a folder by name. Where
     a folder of tars has an `index.json` as WebDataset writes it, each with the rows that it says. Raises `DataError`;
     and it is asked once in a process."""
-    found = _tried(url, lambda watch: _looked_up(url))
+    found = _with_retries(url, lambda watch: _list_files(url))
     if kinds := sorted({remote.suffix for remote in found} - {*registry.endings()}):
         raise DataError(f"{url} is of a kind that holds no rows ({', '.join(kinds) or 'without an ending'}); there are "
                         f"{', '.join(registry.endings())}")  # fmt: skip
@@ -72,9 +72,9 @@ def listed(url: str) -> tuple[Remote, ...]:
     return tuple(found)
 
 
-def print_of(url: str) -> dict[str, Any]:
+def fingerprint(url: str) -> dict[str, Any]:
     """{"size": bytes in all, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
-    found = listed(url)
+    found = list_files(url)
     marks = [(remote.url, remote.size, remote.mark.partition(_AND)[0]) for remote in found]
     digest = hashlib.sha256(json.dumps(marks).encode("utf-8", "surrogatepass"))
     return {"size": sum(remote.size for remote in found), "sha256": digest.hexdigest()}
@@ -84,12 +84,12 @@ def local_files(url: str) -> list[Path]:
     """The files at a URL of this machine (`file://`); none at another. Raises `DataError`."""
     if not url.startswith("file://"):
         return []
-    return [Path(remote.url.removeprefix("file://")) for remote in listed(url)]
+    return [Path(remote.url.removeprefix("file://")) for remote in list_files(url)]
 
 
 def download(remote: Remote, to: Path) -> None:
     """Copy a file to a path that is there, whole. Raises `DataError`, and OSError where the path cannot be written."""
-    _tried(remote.url, lambda watch: _copied(remote, to, watch))
+    _with_retries(remote.url, lambda watch: _copy(remote, to, watch))
 
 
 def read(url: str, work: Callable[[Any], _T]) -> _T:
@@ -100,7 +100,7 @@ def read(url: str, work: Callable[[Any], _T]) -> _T:
         with system.open(path, "rb") as file:
             return work(file)
 
-    return _tried(url, opened)
+    return _with_retries(url, opened)
 
 
 class _Lost(Exception):
@@ -112,10 +112,10 @@ def report(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _tried(url: str, work: Callable[[_Watch], _T]) -> _T:
+def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
     for tries in range(1, TRIES + 1):
         try:
-            return _watched(work, max(_LEAST, _BLOCK >> 4 * (tries - 1)))
+            return _run_watched(work, max(_LEAST, _BLOCK >> 4 * (tries - 1)))
         except DataError:
             raise
         except Exception as cause:  # of a network, of whatever package serves this kind of URL
@@ -167,7 +167,7 @@ class _Watch:
         self.moved.set()
 
 
-def _watched(work: Callable[[_Watch], _T], block: int) -> _T:
+def _run_watched(work: Callable[[_Watch], _T], block: int) -> _T:
     """Do it in a thread, as long as something comes every `SECONDS`. A thread that waits for a server cannot be ended:
     it is left behind, and writes nothing any more."""
     watch, results, errors = _Watch(block), [], []
@@ -202,7 +202,7 @@ def _system(url: str) -> tuple[Any, str]:
     return system, str(path)
 
 
-def _copied(remote: Remote, to: Path, watch: _Watch) -> None:
+def _copy(remote: Remote, to: Path, watch: _Watch) -> None:
     system, path = _system(remote.url)
     with system.open(path, "rb", block_size=watch.block) as source, open(to, "r+b") as out:
         out.truncate(remote.size)  # of an earlier try that brought more
@@ -220,49 +220,49 @@ def _copied(remote: Remote, to: Path, watch: _Watch) -> None:
             raise _Lost(f"{out.tell()} bytes{more} came, and it has {remote.size}")
 
 
-def _looked_up(url: str) -> list[Remote]:
+def _list_files(url: str) -> list[Remote]:
     if _RANGE.search(url):
-        return _numbered(url)
+        return _numbered_files(url)
     system, path = _system(url)
     about = system.info(path)
     if about["type"] != "directory":
-        return [_remote(system, url, about)]
+        return [_remote_file(system, url, about)]
     inside = {Path(entry["name"]).name: entry for entry in system.ls(path, detail=True) if entry["type"] == "file"}
-    names = cache.of_kinds(sorted(name for name in inside if not name.startswith(".")))
-    found = [_remote(system, system.unstrip_protocol(inside[name]["name"]), inside[name]) for name in names]
+    names = cache.row_files(sorted(name for name in inside if not name.startswith(".")))
+    found = [_remote_file(system, system.unstrip_protocol(inside[name]["name"]), inside[name]) for name in names]
     if not found:
         raise DataError(f"{url} is a folder without files of rows ({', '.join(registry.endings())})")
     if cache.INDEX in inside and registry.format_of(found[0].url).stays:
-        return _counted(found, url, system.cat_file(inside[cache.INDEX]["name"]))
+        return _with_row_counts(found, url, system.cat_file(inside[cache.INDEX]["name"]))
     return found
 
 
-def _numbered(url: str) -> list[Remote]:
+def _numbered_files(url: str) -> list[Remote]:
     """The files that `{000..127}` in a URL names, found by looking into their folder once."""
     folder = url[: url.index("{")].rpartition("/")[0]
     system, path = _system(folder)
     inside = {entry["name"].rpartition("/")[2]: entry for entry in system.ls(path, detail=True)}
     found = []
-    for one in _expanded(url):
+    for one in _expand_numbers(url):
         name = one.rpartition("/")[2]
         if one.rpartition("/")[0] != folder:
             raise DataError(f"{url}: numbers {{..}} stand in a file's name alone; give each folder a data set")
         if name not in inside:
             raise DataError(f"{one} is missing, which {url} names; there are {len(inside)} files beside it")
-        found.append(_remote(system, one, inside[name]))
+        found.append(_remote_file(system, one, inside[name]))
     return found
 
 
-def _expanded(url: str) -> Iterator[str]:
+def _expand_numbers(url: str) -> Iterator[str]:
     if (found := _RANGE.search(url)) is None:
         yield url
         return
     first, last = found.groups()
     for number in range(int(first), int(last) + 1):
-        yield from _expanded(url[: found.start()] + f"{number:0{len(first)}}" + url[found.end() :])
+        yield from _expand_numbers(url[: found.start()] + f"{number:0{len(first)}}" + url[found.end() :])
 
 
-def _remote(system: Any, url: str, about: dict[str, Any]) -> Remote:
+def _remote_file(system: Any, url: str, about: dict[str, Any]) -> Remote:
     if about.get("size") is None:
         raise DataError(f"{url}: its server does not say how many bytes it has; copy it here and name the file")
     mark = next((str(about[name]) for name in _MARKS if about.get(name) is not None), "")
@@ -271,7 +271,7 @@ def _remote(system: Any, url: str, about: dict[str, Any]) -> Remote:
     return Remote(url, int(about["size"]), mark)
 
 
-def _counted(found: Sequence[Remote], url: str, index: bytes) -> list[Remote]:
+def _with_row_counts(found: Sequence[Remote], url: str, index: bytes) -> list[Remote]:
     """Files with the rows that WebDataset's index says."""
     where = f"{url}/{cache.INDEX}"
     told = parse_json(index.decode("utf-8", "replace"), where, DataError)

@@ -25,7 +25,7 @@ import tokenizers
 
 from octavo.data.encoding.sample import IGNORE, Sample
 from octavo.data.errors import BadSample, DataError, QuotingError
-from octavo.data.order import shuffled
+from octavo.data.order import permutation
 from octavo.data.storage import cache
 from octavo.data.tasks.documents import Document, DocumentEncoder
 from octavo.data.tasks.sources import LOOKED_AT, Source
@@ -43,7 +43,7 @@ class Joined:
         self.name, self.file, self.length, self.vocabulary = name, file, length, vocabulary
         self._map()
         sizes = np.diff(self._edges)
-        self._order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 3)
+        self._order = np.arange(len(sizes)) if seed is None else permutation(len(sizes), seed, 3)
         self._starts = np.concatenate([[0], np.cumsum(sizes[self._order])])  # of documents, in that order
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class Joined:
         self._map()
 
 
-def joins(source: Source) -> bool:
+def is_plain_text(source: Source) -> bool:
     """Whether the first rows of a data set are plain text, without an image."""
     if source.format != "text":
         return False
@@ -125,7 +125,7 @@ def join(
         _write(source, encoder, on_bad, file, progress)
 
     key = json.dumps([FORM, source.format, len(source), more, _print_of(encoder)])
-    file = cache.kept(folder, source.rows.path, write, say, key, "tokens")
+    file = cache.cached_file(folder, source.rows.path, write, say, key, "tokens")
     vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, which no count tells
     made = Joined(source.name, file, encoder.seq_length, seed, vocabulary)
     bad = [record for record in made.records if record["action"] == BadSample.action]
@@ -173,7 +173,7 @@ def _batches(
         try:
             document: Document = source[row]
             records += [{"file": source.name, "row": row, "id": document.id, "action": action, "reason": reason}
-                        for action, reason in encoder.noted(document)]  # fmt: skip
+                        for action, reason in encoder.notes_of(document)]  # fmt: skip
         except BadSample as bad:
             if on_bad == "error":
                 raise

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from octavo.data.encoding.encode import Encoder, Written, image_places
-from octavo.data.encoding.processor_calls import Encoding, Outputs, Wanted
-from octavo.data.encoding.sample import IGNORE, Sample, further, spelling
+from octavo.data.encoding.encode import Encoder, Written
+from octavo.data.encoding.processor_calls import Encoding, Outputs, Wanted, media_spans
+from octavo.data.encoding.sample import IGNORE, Sample, control_notes, extra_inputs
 from octavo.data.errors import BadSample, DataError, Mismatch
 from octavo.data.formats.media_kinds import IMAGE
 from octavo.data.rows.audio_refs import SOUND
@@ -34,14 +34,14 @@ from octavo.data.rows.conversations import (
     RowProblem,
     Text,
     Turn,
+    bad_sample_context,
     find_images,
-    half_character,
+    has_lone_surrogate,
     image_names,
     match_count,
-    naming,
-    object_of,
+    require_object,
     shown,
-    split,
+    split_at_images,
 )
 from octavo.data.rows.image_refs import Picture
 from octavo.data.rows.media import file_named, no_file
@@ -70,18 +70,18 @@ def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images:
     """One decoded row: of format `text` a `Document`, of another a `Conversation`. Raises `BadSample`."""
     if format != "text":
         return parse_answered(raw, format, file=file, row=row, images=images)
-    with naming(raw, file, row) as identity:
-        if not is_document(object_of(raw)) or ("text" in raw and "texts" in raw):
+    with bad_sample_context(raw, file, row) as identity:
+        if not is_document(require_object(raw)) or ("text" in raw and "texts" in raw):
             raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; {EXPECTED}")
         parts, names = _interleaved(raw) if "texts" in raw else _in_one(raw)
-        if held := next((kind for kind in (SOUND, VIDEO) if kind.listed(raw)), None):
+        if held := next((kind for kind in (SOUND, VIDEO) if kind.listed_files(raw)), None):
             raise RowProblem(
                 f"is a text with a {held.noun}, and texts hold none in this version; write it as turns, for sft"
             )
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():
             raise RowProblem("has a text of no letters; there is nothing to learn from it")
-        if half_character(turn.text):
+        if has_lone_surrogate(turn.text):
             raise RowProblem("its text holds half a character (a lone surrogate); mend it")
         return Document((turn,), find_images(names, images), str(file), row, identity)
 
@@ -97,7 +97,7 @@ def _in_one(raw: dict[str, Any]) -> tuple[Sequence[Text | ImageRef], list[Name]]
     if len(names) == 1 and not places:
         return [ImageRef(0), Text(text)], names
     match_count(places, len(names))
-    return split(text, iter(range(len(names)))), names
+    return split_at_images(text, iter(range(len(names)))), names
 
 
 def _interleaved(raw: dict[str, Any]) -> tuple[Sequence[Text | ImageRef], list[Name]]:
@@ -150,7 +150,7 @@ class DocumentEncoder(Encoder):
         """Makes a row a `Sample`; one of documents that were joined is one already. Raises as `Encoder.encode` does."""
         return row if isinstance(row, Sample) else (yield from super().encoding(row, given))
 
-    def noted(self, document: Document) -> list[tuple[str, str]]:
+    def notes_of(self, document: Document) -> list[tuple[str, str]]:
         """(action, reason) of what is worth a word of a document that is joined with others. Raises `BadSample` where
         it cannot be: for an image, or words that are the model's own for one."""
         try:
@@ -159,28 +159,28 @@ class DocumentEncoder(Encoder):
                     "holds an image, and the first rows of this data set, which hold none, say that its documents are "
                     "joined; set data.join: false"
                 )
-            return spelling(self._control(document))
+            return control_notes(self._control_tokens(document))
         except Mismatch as cause:
             raise BadSample(document.source, document.row, str(cause), document.id) from cause
 
-    def _encoding(self, row: Conversation, given: int | None) -> Encoding[Sample]:
+    def _encode(self, row: Conversation, given: int | None) -> Encoding[Sample]:
         if not isinstance(row, Document):
             super()._check_template()
-            return (yield from super()._encoding(row, given))
+            return (yield from super()._encode(row, given))
         if row.images and not self.calls.sees:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
-        document = self._bounded(row)
-        control = self._control(document)
+        document = self._clip(row)
+        control = self._control_tokens(document)
         if not document.images:
             outputs: Outputs = {"input_ids": self.tokens_of([document.turns[0].text])[0]}
         else:
-            text = self._in_places(document)
-            self._reach(document, text, None)
+            text = self._with_placeholders(document)
+            self._reachable_characters(document, text, None)
             outputs = yield Wanted(text, document.images)
-            outputs |= self._ended(outputs)
+            outputs |= self._with_end_token(outputs)
         labels = np.array(outputs["input_ids"], dtype=np.int64)
         labels[np.isin(labels, list(self.unlearned))] = IGNORE
-        for start, end in image_places(outputs):
+        for start, end in media_spans(outputs):
             labels[start:end] = IGNORE
         return self._sample(document, outputs, labels, (), control)
 
@@ -190,11 +190,11 @@ class DocumentEncoder(Encoder):
             return super().written(row)
         if row.images and not self.calls.sees:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
-        document = self._bounded(row)
-        text = self._in_places(document)
+        document = self._clip(row)
+        text = self._with_placeholders(document)
         return Written(text, document.images, not (document.images and self.calls.bare(text)), True)
 
-    def _in_places(self, document: Document) -> str:
+    def _with_placeholders(self, document: Document) -> str:
         """Its text with a placeholder for each image."""
         parts = document.turns[0].parts
         return "".join(part.text if isinstance(part, Text) else self.place for part in parts)
@@ -204,10 +204,10 @@ class DocumentEncoder(Encoder):
         made = self.tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
         return [ids if ids and ids[-1] == self.end_id else [*ids, self.end_id] for ids in made["input_ids"]]
 
-    def _ended(self, outputs: Outputs) -> Outputs:
+    def _with_end_token(self, outputs: Outputs) -> Outputs:
         """What of a processor's outputs counts tokens, with the end token behind."""
         if outputs["input_ids"][-1] == self.end_id:
             return {}
-        kinds = [name for name, per in further(self.processor).items() if per == "token"]
+        kinds = [name for name, per in extra_inputs(self.processor).items() if per == "token"]
         more = {"input_ids": self.end_id, "mm_token_type_ids": 0, **dict.fromkeys(kinds, 0)}
         return {key: [*outputs[key], end] for key, end in more.items() if outputs.get(key) is not None}

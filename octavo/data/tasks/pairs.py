@@ -28,7 +28,7 @@ import torch
 from octavo.data.batching.collate import EMPTY_LENGTH, collate, micro_batches
 from octavo.data.encoding.encode import Encoder
 from octavo.data.encoding.processor_calls import Encoding
-from octavo.data.encoding.sample import IGNORE, Sample, answered
+from octavo.data.encoding.sample import IGNORE, Sample, with_answer_tokens
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.rows.conversations import (
     Conversation,
@@ -36,21 +36,21 @@ from octavo.data.rows.conversations import (
     Name,
     RowProblem,
     Turn,
+    alpaca_messages,
+    bad_sample_context,
     check_turns,
     conversation_of,
-    instructed,
-    naming,
     shown,
 )
 from octavo.data.rows.foreign import check_row
 from octavo.data.rows.image_refs import ImageFile
 from octavo.data.rows.video_refs import VideoFile, VideoRef
-from octavo.data.tasks.prompts import as_messages, asked
+from octavo.data.tasks.prompts import as_messages, read_prompt_turns
 
 PROMPT_KEYS = ("prompt", "messages", "conversations", "conversation", "instruction")
 EXPECTED = "expected 'prompt' or turns in 'messages' or 'conversations', with answers in 'chosen' and 'rejected'"
 WRITTEN = {"true": True, "false": False, "1": True, "0": False}
-Told = tuple[Sequence[Turn], Sequence[Name]]  # what a conversation says, and the names of its images
+TurnsAndNames = tuple[Sequence[Turn], Sequence[Name]]  # what a conversation says, and the names of its images
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PairRow:
 
     chosen: Conversation
     rejected: Conversation
-    given: int = 0
+    context_answers: int = 0
 
     @property
     def images(self) -> tuple[ImageFile, ...]:
@@ -103,7 +103,7 @@ class LabelledRow:
     """A conversation whose last answer is good (`label`) or bad; the `given` ones before it belong to the prompt."""
 
     conversation: Conversation
-    given: int
+    context_answers: int
     label: bool
 
     @property
@@ -134,8 +134,8 @@ class PairEncoder(_AnswersOnly):
 
     def encoding(self, row: PairRow) -> Encoding[Pair]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
-        chosen = yield from super().encoding(row.chosen, row.given)
-        rejected = yield from super().encoding(row.rejected, row.given)
+        chosen = yield from super().encoding(row.chosen, row.context_answers)
+        rejected = yield from super().encoding(row.rejected, row.context_answers)
         if np.array_equal(chosen.input_ids, rejected.input_ids):
             why = f"chosen and rejected are the same {len(chosen.input_ids)} tokens"
             if chosen.cut:
@@ -150,7 +150,7 @@ class LabelledEncoder(_AnswersOnly):
 
     def encoding(self, row: LabelledRow) -> Encoding[LabelledSample]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
-        sample = yield from super().encoding(row.conversation, row.given)
+        sample = yield from super().encoding(row.conversation, row.context_answers)
         return LabelledSample(**vars(sample), label=row.label)
 
 
@@ -161,14 +161,14 @@ class HeldOutEncoder(_AnswersOnly):
     def encoding(self, row: PairRow | LabelledRow | Conversation) -> Encoding[Sample]:  # type: ignore[override]
         """Raises as `Encoder.encode` does."""
         if isinstance(row, PairRow):
-            return (yield from super().encoding(row.chosen, row.given))
+            return (yield from super().encoding(row.chosen, row.context_answers))
         if isinstance(row, Conversation):
             return (yield from super().encoding(row))
-        sample = yield from super().encoding(row.conversation, row.given)
+        sample = yield from super().encoding(row.conversation, row.context_answers)
         return sample if row.label else replace(sample, labels=np.full_like(sample.labels, IGNORE), answers=())
 
 
-def told_by(raw: Any) -> str | None:
+def preference_kind_of(raw: Any) -> str | None:
     """`pairs` or `labelled`, as the keys of a row say; None: neither."""
     keys = raw.keys() if isinstance(raw, dict) else ()
     if "chosen" in keys and "rejected" in keys:
@@ -184,25 +184,25 @@ def _label(raw: dict[str, Any]) -> Any:
 
 def parse_pair(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PairRow:
     """One decoded row as a `PairRow`; what it is follows from its keys, `format` is not asked. Raises `BadSample`."""
-    with naming(raw, file, row) as identity:
+    with bad_sample_context(raw, file, row) as identity:
         if not isinstance(raw, dict) or "chosen" not in raw or "rejected" not in raw:
             raise RowProblem(f"has {_keys(raw)}; {EXPECTED}")
         check_row(raw)
         whole = {side: as_messages(raw[side], "assistant") for side in ("chosen", "rejected")}
-        if not all(map(_begins_whole, whole.values())):
+        if not all(map(_is_conversation, whole.values())):
             prompt = _prompt(raw)
             whole = {side: prompt + answer for side, answer in whole.items()}
-        made = {side: asked(raw, messages) for side, messages in whole.items()}
+        made = {side: read_prompt_turns(raw, messages) for side, messages in whole.items()}
         for turns, _ in made.values():
             check_turns(turns)
-        given = _given(*made.values())
+        given = _shared_answers(*made.values())
         chosen, rejected = (_conversation(raw, told, str(file), row, identity, images) for told in made.values())
         return PairRow(chosen, rejected, given)
 
 
 def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> LabelledRow:
     """One decoded row as a `LabelledRow`; `format` is not asked. Raises `BadSample`."""
-    with naming(raw, file, row) as identity:
+    with bad_sample_context(raw, file, row) as identity:
         label = _label(raw) if isinstance(raw, dict) else None
         if not isinstance(label, bool):
             found = f"the label {shown(label)}" if label is not None else _keys(raw)
@@ -210,7 +210,7 @@ def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images:
         check_row(raw)
         answer = "output" if "instruction" in raw and "completion" not in raw else "completion"
         said = as_messages(raw[answer], "assistant") if answer in raw else []
-        turns, names = asked(raw, said if _begins_whole(said) else _prompt(raw) + said)
+        turns, names = read_prompt_turns(raw, said if _is_conversation(said) else _prompt(raw) + said)
         check_turns(turns)
         if turns[-1].role != "assistant":
             raise RowProblem(f"ends with a turn of the {turns[-1].role}; the answer that is labelled must end it")
@@ -221,7 +221,9 @@ def parse_labelled(raw: Any, format: str, *, file: str | Path, row: int, images:
         return LabelledRow(_conversation(raw, (turns, names), str(file), row, identity, images), given, label)
 
 
-def _conversation(raw: Any, told: Told, file: str, row: int, identity: str | None, images: Path) -> Conversation:
+def _conversation(
+    raw: Any, told: TurnsAndNames, file: str, row: int, identity: str | None, images: Path
+) -> Conversation:
     return conversation_of(raw, *told, images, file=file, row=row, identity=identity, sounds=False)
 
 
@@ -277,7 +279,7 @@ def _crossed(sample: Sample, other: Sample, most: int, alone: bool) -> Sample:
         kinds = np.concatenate([sample.mm_token_type_ids[:start], np.zeros_like(answer)])[:most]
     return replace(
         sample, input_ids=ids, labels=labels, mm_token_type_ids=kinds, answers=((start, len(ids)),), control=(),
-        more=answered(sample.more, start, len(ids) - start),
+        extra=with_answer_tokens(sample.extra, start, len(ids) - start),
     )  # fmt: skip
 
 
@@ -285,7 +287,7 @@ def _answer_start(sample: Sample) -> int:
     return int(np.flatnonzero(sample.labels != IGNORE)[0])
 
 
-def _begins_whole(messages: Sequence[Any]) -> bool:
+def _is_conversation(messages: Sequence[Any]) -> bool:
     """Whether turns are a conversation from its beginning, not an answer."""
     return bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") in ("user", "system")
 
@@ -297,10 +299,10 @@ def _prompt(raw: dict[str, Any]) -> list[Any]:
         raise RowProblem(f"has {found}; {EXPECTED}")
     if keys != ["instruction"]:
         return as_messages(raw[keys[0]], "user")
-    return instructed(raw)
+    return alpaca_messages(raw)
 
 
-def _given(chosen: Told, rejected: Told) -> int:
+def _shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int:
     """How many answers lie in what two conversations share, each of which goes on with an answer of its own."""
     first, second = chosen[0], rejected[0]
     shared = next(

@@ -35,10 +35,10 @@ from octavo.data.rows.conversations import (
     RowProblem,
     Text,
     Turn,
+    bad_sample_context,
     check_turns,
     conversation_of,
     is_learned,
-    naming,
     parse,
     read_turns,
     reasoning_of,
@@ -105,16 +105,16 @@ class PromptEncoder(Encoder):
         if of.videos and (why := getattr(self.processor, "why_not_images", None)):
             why = f"holds a video, which the generation engine does not take: {why}; use a Qwen3-VL or InternVL"
             raise BadSample(of.source, of.row, why, of.id)
-        made = self._of_images((yield from super().encoding(of, None)))
+        made = self._videos_as_images((yield from super().encoding(of, None)))
         return PromptSample(**vars(made), answer=row.answer, columns=row.columns, pictures=of.images)
 
-    def _of_images(self, sample: Sample) -> Sample:
+    def _videos_as_images(self, sample: Sample) -> Sample:
         """A sample whose videos have become images."""
-        if "video_grid_thw" not in sample.more:
+        if "video_grid_thw" not in sample.extra:
             return sample
         own = {"input_ids": sample.input_ids[None], "mm_token_type_ids": sample.mm_token_type_ids[None],
                "pixel_values": sample.pixel_values, "image_grid_thw": sample.image_grid_thw}  # fmt: skip
-        own |= {name: one.values for name, one in sample.more.items()}
+        own |= {name: one.values for name, one in sample.extra.items()}
         found = self.processor.as_images({name: torch.from_numpy(x) for name, x in own.items() if x is not None})
         return replace(
             sample,
@@ -123,7 +123,7 @@ class PromptEncoder(Encoder):
             pixel_values=found["pixel_values"].numpy(),
             image_grid_thw=found["image_grid_thw"].numpy(),
             images=len(found["image_grid_thw"]),
-            more={name: one for name, one in sample.more.items() if name in found},
+            extra={name: one for name, one in sample.extra.items() if name in found},
             films=(),
             videos=0,
         )
@@ -131,11 +131,11 @@ class PromptEncoder(Encoder):
 
 def parse_prompt(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> PromptRow:
     """One decoded row as a `PromptRow`; `format` is "prompt" or one that SFT knows. Raises `BadSample`."""
-    with naming(raw, file, row) as identity:
+    with bad_sample_context(raw, file, row) as identity:
         check_variables(raw)
         prompt, names, answer, reasoning = _read(raw, format)
         fields = raw if isinstance(raw, dict) else {}
-        columns = {key: _without_bytes(fields[key]) for key in further(fields, format)}
+        columns = {key: _without_bytes(fields[key]) for key in extra_columns(fields, format)}
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
         asks = conversation_of(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
@@ -148,18 +148,18 @@ def _read(raw: Any, format: str) -> tuple[list[Turn], list[Name], str | list[str
     if format != "prompt":
         turns, names = read_turns(raw, format)
     elif isinstance(raw, dict) and "prompt" in raw:
-        turns, names = asked(raw, as_messages(raw["prompt"], "user"))
+        turns, names = read_prompt_turns(raw, as_messages(raw["prompt"], "user"))
     else:
         raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
     fields = raw if isinstance(raw, dict) else {}
     reasoning = None
     if fields.get("answer") is None:
-        content, reasoning = _said(fields.get("completion"))
+        content, reasoning = _completion_text(fields.get("completion"))
         answer = _reference(content)
     else:
         answer = _reference(fields["answer"])
     whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
-    prompt, said = _parted(turns, answer is not None or whole)
+    prompt, said = _split_answer(turns, answer is not None or whole)
     if answer is None and said is not None:
         answer, reasoning = said.text, said.reasoning
     if "completions" in fields:
@@ -176,7 +176,7 @@ def _without_bytes(value: Any) -> Any:
     return f"<{len(value)} bytes>" if isinstance(value, bytes) else value
 
 
-def further(keys: Iterable[str], format: str) -> list[str]:
+def extra_columns(keys: Iterable[str], format: str) -> list[str]:
     """Which keys of rows are columns for rewards and no more."""
     own = (
         *TURN_KEYS,
@@ -196,7 +196,7 @@ def parse_answered(raw: Any, format: str, *, file: str | Path, row: int, images:
     if format != "prompt":
         return parse(raw, format, file=file, row=row, images=images)
     found = parse_prompt(raw, format, file=file, row=row, images=images)
-    with naming(raw, file, row):
+    with bad_sample_context(raw, file, row):
         check_row(raw)
         turn = raw.get("completion")
         turn = turn[-1] if isinstance(turn, list) and turn else turn
@@ -224,7 +224,7 @@ def _answer(answer: str | list[str] | None, reasoning: str | None) -> Turn:
     return Turn("assistant", (Text(answer if isinstance(answer, str) else answer[0]),), reasoning=reasoning)
 
 
-def numbered(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[PromptSample]:
+def number_prompts(rows: Sequence[tuple[int, Any]], micro_batch: int, pad_id: int) -> list[PromptSample]:
     """What a step of prompts is to a `Loader`: this rank's prompts with their numbers, without those left out."""
     return [replace(made, number=number) for number, made in rows if made is not None]
 
@@ -248,7 +248,7 @@ def _with_role(turn: dict[str, Any]) -> dict[str, Any]:
     return {"role": ROLES["sharegpt"].get(str(turn["from"]), turn["from"]), "content": turn["value"], **more}
 
 
-def asked(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[Name]]:
+def read_prompt_turns(raw: dict[str, Any], messages: list[Any]) -> tuple[list[Turn], list[Name]]:
     """The turns of messages, and the names of their images or the row's. Where the row lists images and no turn places
     any, they stand before the words of the first user turn, as TRL puts them. Raises `RowProblem`."""
     listed = {key: raw[key] for key in (*MEDIA_KEYS, "system") if key in raw}
@@ -276,7 +276,7 @@ def _places_images(turn: Any) -> bool:
     )  # fmt: skip
 
 
-def _parted(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | None]:
+def _split_answer(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | None]:
     """(the prompt, the answer behind it or None): cut before the last assistant turn; where the row brings an answer of
     its own, before one that ends the conversation."""
     spoken = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
@@ -295,7 +295,7 @@ def _parted(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | N
     return prompt, said
 
 
-def _said(completion: Any) -> tuple[Any, str | None]:
+def _completion_text(completion: Any) -> tuple[Any, str | None]:
     """The words of a completion, and its reasoning: a text, or the one turn of the assistant that it is."""
     turns = completion if isinstance(completion, list) else [completion]
     if len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant":

@@ -24,8 +24,8 @@ from octavo.base.seal_note import NOTE, Note, read_note
 from octavo.data.encoding.sample import COUNTED, IGNORE, Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.formats.arrow_rows import Mapped
-from octavo.data.formats.columnar import sentence
-from octavo.data.storage.cache import default_folder, kept
+from octavo.data.formats.columnar import error_line
+from octavo.data.storage.cache import cached_file, default_folder
 from octavo.data.tasks.pairs import Pair
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ _DTYPES = {"int64": np.int64, "float32": np.float32}
 def to_row(sample: Sample) -> dict[str, Any]:
     """A sample as a row; its file, number, id and what of its text was noted stay behind."""
     own = ((name, "", getattr(sample, name)) for name in OWN)
-    more = ((name, one.per, one.values) for name, one in sample.more.items())
+    more = ((name, one.per, one.values) for name, one in sample.extra.items())
     return {
         "left": None,
         "input_ids": sample.input_ids.astype(np.int32),
@@ -71,7 +71,7 @@ def to_row(sample: Sample) -> dict[str, Any]:
     }
 
 
-def left_row(action: str) -> dict[str, Any]:
+def dropped_row(action: str) -> dict[str, Any]:
     """The row of one that was left out."""
     return dict.fromkeys(SCHEMA.names) | {"left": action}
 
@@ -85,13 +85,15 @@ class Sealed(Mapped):
     shards: Sequence[int] | None = None
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
-        super().__init__(folder, _mapped(folder / ROWS))
+        super().__init__(folder, _plain_file(folder / ROWS))
         if (found := self._table.schema) != SCHEMA:
             raise DataError(f"{folder / ROWS} holds no sealed rows (columns {', '.join(found.names)[:200]})")
         self.name, self._limit = str(folder), limit
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{Path(self.path) / ROWS} holds no whole Arrow file ({sentence(cause)}); seal the data again")
+        return DataError(
+            f"{Path(self.path) / ROWS} holds no whole Arrow file ({error_line(cause)}); seal the data again"
+        )
 
     def _notes_in(self, file: Path) -> Path:
         return default_folder()  # nothing is written into a folder of data
@@ -133,7 +135,7 @@ class Sealed(Mapped):
                 raise ValueError(f"{one['name']!r} counts {one['per']!r}")
         return Sample(
             ids, labels, images=found["images"], answers=_pairs(found["answers"]), length=found["length"],
-            lost=found["lost"], more=more, places=_pairs(found["places"]), file=self.name, row=row,
+            lost=found["lost"], extra=more, places=_pairs(found["places"]), file=self.name, row=row,
             sounds=found["sounds"], **own,
         )  # fmt: skip
 
@@ -151,7 +153,7 @@ def _pairs(ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(ends[::2], ends[1::2], strict=True))
 
 
-def _mapped(file: Path) -> Path:
+def _plain_file(file: Path) -> Path:
     """The file itself, or of an encrypted one its plain text in memory. Raises `DataError`."""
 
     def decrypt(made: Path, progress: Callable[[float], None]) -> None:
@@ -159,7 +161,7 @@ def _mapped(file: Path) -> Path:
             shutil.copyfileobj(stored, out, 1 << 22)
 
     if is_encrypted(file):
-        return kept(None, file, decrypt)
+        return cached_file(None, file, decrypt)
     check_plain(file, DataError)
     return file
 
@@ -203,7 +205,7 @@ def samples_of(row: Sample | Pair) -> tuple[Sample, ...]:
     return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
 
 
-def of_pairs(note: Note | None) -> bool:
+def holds_pairs(note: Note | None) -> bool:
     """Whether a sealed data set holds pairs."""
     return note is not None and note.more.get("phase") == "preference"
 
@@ -213,11 +215,11 @@ def read_sealed(dataset: Dataset) -> Sealed:
     folder = Path(dataset.path)
     if not (folder / ROWS).is_file():
         raise DataError(f"{folder} holds no {ROWS}, and data.sealed is true. `octavo seal data` writes such folders")
-    kind = SealedPairs if of_pairs(read_note(folder, DataError)) else Sealed
+    kind = SealedPairs if holds_pairs(read_note(folder, DataError)) else Sealed
     return kind(folder, dataset.max_samples)
 
 
-def check(cfg: Config) -> None:
+def check_sealed_config(cfg: Config) -> None:
     """That model and data are sealed with one key, and the data for this phase. Raises `DataError`."""
     model = read_note(cfg.model.path, DataError) if Path(cfg.model.path).is_dir() else None
     notes = list(_notes([*cfg.data.train, *cfg.data.eval]))
@@ -234,8 +236,8 @@ def check(cfg: Config) -> None:
                             "each other they are noise. Seal one of them again")  # fmt: skip
     preference = cfg.train.phase == "preference"
     for number, (path, note) in enumerate(notes):
-        if of_pairs(note) != preference and (of_pairs(note) or number < len(cfg.data.train)):
-            found = "pairs" if of_pairs(note) else "no pairs"
+        if holds_pairs(note) != preference and (holds_pairs(note) or number < len(cfg.data.train)):
+            found = "pairs" if holds_pairs(note) else "no pairs"
             raise DataError(f"{path} holds {found}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
                             f"makes rows of a phase: give it train.phase={cfg.train.phase}")  # fmt: skip
 

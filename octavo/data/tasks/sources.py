@@ -15,17 +15,17 @@ from octavo.data.formats import json_columns
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.formats.registry import format_of
-from octavo.data.rows.conversations import ROLES, naming, parse
+from octavo.data.rows.conversations import ROLES, bad_sample_context, parse
 from octavo.data.rows.foreign import with_turns
 from octavo.data.rows.media import no_file
-from octavo.data.rows.missing_values import of_table
+from octavo.data.rows.missing_values import clean_cells
 from octavo.data.storage.cache import Say, default_folder, quiet
 from octavo.data.storage.fetched import open_fetched
 from octavo.data.storage.hub_datasets import open_named, stream_named
 from octavo.data.storage.open_rows import open_rows
 from octavo.data.tasks.documents import is_document, parse_document
-from octavo.data.tasks.pairs import parse_labelled, parse_pair, told_by
-from octavo.data.tasks.prompts import further, parse_answered, parse_prompt
+from octavo.data.tasks.pairs import parse_labelled, parse_pair, preference_kind_of
+from octavo.data.tasks.prompts import extra_columns, parse_answered, parse_prompt
 
 if TYPE_CHECKING:
     from octavo.config import Dataset
@@ -64,8 +64,8 @@ class Source:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
         raw = self.raw(row)
         if self._cells:
-            with naming(raw, self.rows.path, row):
-                raw = of_table(raw, self.format)
+            with bad_sample_context(raw, self.rows.path, row):
+                raw = clean_cells(raw, self.format)
         return self._parse(raw, self.format, file=self.rows.path, row=row, images=self.images)
 
     def raw(self, row: int) -> Any:
@@ -83,7 +83,7 @@ class Source:
 
     def columns(self) -> list[str]:
         """What any row of the file has for rewards, beside what every prompt has."""
-        return further(self.rows.keys(), self.format)
+        return extra_columns(self.rows.keys(), self.format)
 
 
 def _has_cells(rows: Any) -> bool:
@@ -115,7 +115,7 @@ class Renamed:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Any:
-        with json_columns.renamed(self._theirs):
+        with json_columns.renaming(self._theirs):
             raw = self.rows[row]
         return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
 
@@ -130,7 +130,7 @@ class Renamed:
         return {key: key for key in there if key not in gone} | renamed
 
 
-def opened(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Rows:
+def open_dataset(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Rows:
     """The rows of a data set of the configuration, by our names; `cache` as `open_rows` has it. Raises `DataError`,
     also where none of the first rows has a column that the data set names."""
     rows: Rows
@@ -167,7 +167,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     """Open a data set of the configuration, its rows as one of `KINDS`. `max_samples` takes the first rows in file
     order; image names are relative to `images`, or to the data file's folder (the data folder) where that is not given.
     Raises `DataError`."""
-    rows = opened(dataset, cache)
+    rows = open_dataset(dataset, cache)
     if dataset.images is not None:
         images = Path(dataset.images)
     elif is_name(dataset.path) or is_url(dataset.path):
@@ -195,7 +195,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
 def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
     """`pairs` or `labelled`, which the first rows of a data set are that can be read; None: neither. Raises
     `DataError`."""
-    return next(map(told_by, _first(opened(dataset, cache))), None)
+    return next(map(preference_kind_of, _first(open_dataset(dataset, cache))), None)
 
 
 def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str:

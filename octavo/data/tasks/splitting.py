@@ -35,7 +35,7 @@ FORM = 1  # of the file; rises when the same rows give another
 TOLD = 1000  # rows between words on how far the look through them has come
 
 
-class Whole(Protocol):
+class SplitSource(Protocol):
     """What is split: a `Source`."""
 
     rows: Rows
@@ -59,7 +59,7 @@ class Split:
     """The rows of a source, split: `len(split)`, `split[i]` (a `Conversation`; raises `BadSample`), and what the order
     asks of a `Source`. `place(i)`: (row of the file, which of its questions, from 0)."""
 
-    def __init__(self, source: Whole, file: Path) -> None:
+    def __init__(self, source: SplitSource, file: Path) -> None:
         self.source, self.file = source, file
         self.name, self.rows, self.window = source.name, source.rows, source.window
         self._map()
@@ -94,7 +94,7 @@ class Split:
         if len(found) != known:
             raise DataError(f"{self.name}, row {row}: has {len(found)} question(s), and had {known} when they were "
                             f"counted; begin a new run without {self.file}")  # fmt: skip
-        return upto(conversation, *found[nth])
+        return first_turns(conversation, *found[nth])
 
     @property
     def shards(self) -> Sequence[int] | None:
@@ -119,16 +119,16 @@ def questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
     return [*found, (stop, before)] if learned else found
 
 
-def upto(conversation: Conversation, stop: int, given: int) -> Conversation:
+def first_turns(conversation: Conversation, stop: int, given: int) -> Conversation:
     """The first `stop` turns, of which the `given` first answers are context."""
     turns = conversation.turns[:stop]
     kinds = {"images": ImageRef, "sounds": AudioRef, "videos": VideoRef}
     counts = {name: sum(isinstance(p, kind) for turn in turns for p in turn.parts) for name, kind in kinds.items()}
     files: dict[str, Any] = {name: getattr(conversation, name)[:count] for name, count in counts.items()}
-    return replace(conversation, turns=turns, given=given, **files)
+    return replace(conversation, turns=turns, context_answers=given, **files)
 
 
-def split(source: Whole, folder: Path | None = None, say: cache.Say = cache.quiet, more: str = "") -> Split:
+def split(source: SplitSource, folder: Path | None = None, say: cache.Say = cache.quiet, more: str = "") -> Split:
     """A source split at its questions, their number out of the cache or found now. `more`: what else of the data set
     decides what its rows are. Raises `DataError` where the cache cannot be used."""
 
@@ -142,4 +142,4 @@ def split(source: Whole, folder: Path | None = None, say: cache.Say = cache.quie
         np.concatenate([[0], np.cumsum(counts)]).astype("<i8").tofile(file)
 
     key = json.dumps([FORM, source.format, len(source), more])
-    return Split(source, cache.kept(folder, source.rows.path, write, say, key, "questions"))
+    return Split(source, cache.cached_file(folder, source.rows.path, write, say, key, "questions"))

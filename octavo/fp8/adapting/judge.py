@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from octavo.fp8 import metrics
 from octavo.fp8.adapting.deciding import Figure, Key
-from octavo.fp8.arithmetic import metrics
 from octavo.fp8.arithmetic.cast import dequantize, quantize
 from octavo.fp8.arithmetic.recipe import Gemm
 from octavo.fp8.observe import recorder

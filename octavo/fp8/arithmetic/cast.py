@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.formats import E8M0, FORMATS, NAN_CODE, Format, decode, decode_e8m0
 
 SCALES = ("fp32", "pow2", "e8m0")
@@ -39,7 +40,7 @@ _FLOOR_BITS = 0x0D800000  # 2^-100
 _MANTISSA = 0x7FFFFF
 
 
-class CastError(ValueError):
+class CastError(Fp8Error, ValueError):
     """A cast that cannot be described or cannot be done; the message says why and what to do instead."""
 
 

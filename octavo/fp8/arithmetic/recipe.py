@@ -24,6 +24,7 @@ from functools import lru_cache
 from octavo.base import recipe_specs
 from octavo.base.recipe_specs import CURRENT, FORMATS, SPECS
 from octavo.fp8.arithmetic.cast import CastSpec
+from octavo.fp8.arithmetic.errors import Fp8Error
 
 RECIPES = recipe_specs.NAMES
 """The names that :func:`recipe` knows."""
@@ -33,7 +34,7 @@ PRECISIONS = ("fp8", "bf16", *CURRENT)
 """What a recipe may say of one of its GEMMs."""
 
 
-class RecipeError(ValueError):
+class RecipeError(Fp8Error, ValueError):
     """A recipe that does not exist or cannot be: the message names the fix."""
 
 

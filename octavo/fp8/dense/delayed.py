@@ -12,14 +12,14 @@ autograd nodes.
 
 Histories are plain tensors of the module and no buffers: DistributedDataParallel would overwrite buffers with those of
 rank 0, losing what the other ranks saw. They follow the module to a device and into copies and are absent from
-``state_dict``. :func:`scaling_state` takes them into a checkpoint.
+``state_dict``. :mod:`octavo.fp8.delayed` takes them into a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.observe.recorder import Seen
 
 PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", with "_<parameter>" behind it in modules of experts
-_HELD = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
+HELD = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
 _RECENT = 64  # how many forwards back a recomputation can find its scale
 _FAR = 1 << 62
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -65,7 +65,7 @@ class DelayedScaling(NamedTuple):
         rows = []
         for key in History._fields:
             name = PREFIX + key + self.suffix
-            tensor = _moved(self.held[name], device)
+            tensor = moved(self.held[name], device)
             if device.type != "meta":
                 self.held[name] = tensor
             rows.append(tensor[slot])
@@ -74,7 +74,7 @@ class DelayedScaling(NamedTuple):
     def follow(self, device: torch.device) -> None:
         """Histories follow the weights to their device, never to their dtype."""
         if device.type != "meta":
-            self.held.update({name: _moved(tensor, device) for name, tensor in self.held.items()})
+            self.held.update({name: moved(tensor, device) for name, tensor in self.held.items()})
 
 
 class Casts(NamedTuple):
@@ -156,7 +156,7 @@ def attach(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> N
     assert site.recipe.delayed is not None
     weight, length = next(module.parameters(recurse=False)), site.recipe.delayed.length
     device = torch.device("cpu") if weight.is_meta else weight.device
-    held = module.__dict__.setdefault(_HELD, {})
+    held = module.__dict__.setdefault(HELD, {})
     with torch.inference_mode(False):  # they are written in training, wherever they were made
         for key in ("x", "dy"):
             held[PREFIX + key + suffix] = torch.zeros(slots, length, device=device, dtype=torch.float32)
@@ -164,11 +164,89 @@ def attach(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> N
     site.scaling = DelayedScaling(held, suffix)
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on ``device``; a copy is an ordinary tensor, also inside inference mode."""
     if tensor.device == device:
         return tensor
     with torch.inference_mode(False):
         return tensor.to(device)
+
+
+def scaling_state(model: nn.Module) -> dict[str, Tensor]:
+    """The amax histories of all layers with delayed scaling, by name (copies, fp32); empty without such layers.
+
+    A checkpoint needs them: without them the first steps after a resume cast with other scales.
+    """
+    return {name: b.detach().clone() for name, b in _named(model).items()}
+
+
+def move_scaling(model: nn.Module, device: torch.device) -> None:
+    """Move the amax histories of a model to ``device``, for a model whose weights were on the meta device."""
+    for module in model.modules():
+        held = module.__dict__.get(HELD)
+        if held is not None:
+            held.update({name: moved(tensor, device) for name, tensor in held.items()})
+
+
+def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Restore what :func:`scaling_state` returned. Raises ValueError if names or shapes differ from the model's."""
+    histories = _named(model)
+    missing, extra = sorted(histories.keys() - state.keys()), sorted(state.keys() - histories.keys())
+    if missing or extra:
+        raise ValueError(
+            f"The amax histories do not belong to this model: {len(missing)} are missing"
+            f"{_some(missing)}, {len(extra)} are unknown{_some(extra)}. Resume with the recipe that wrote the "
+            "checkpoint."
+        )
+    for name, history in histories.items():
+        if tuple(state[name].shape) != tuple(history.shape):
+            raise ValueError(
+                f"The amax history {name!r} has shape {list(state[name].shape)}, the model's has "
+                f"{list(history.shape)}. Resume with the recipe that wrote the checkpoint."
+            )
+        history.copy_(state[name])
+
+
+def reduce_scaling_state(model: nn.Module, group: torch.distributed.ProcessGroup | None = None) -> None:
+    """Give every rank of ``group`` (None: all) the elementwise maximum of the histories of all ranks.
+
+    A collective: call it after a step, on every rank of the group.
+
+    Per-tensor amax is local to a rank; afterwards all ranks cast with the scales of the whole batch.
+    """
+    rows = list(_named(model).values())
+    if rows:
+        # With offloaded weights, the histories of layers that have not run may still be in host memory.
+        device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
+        flat = torch.cat([row.flatten().to(device) for row in rows])
+        torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
+        for row, reduced in zip(rows, flat.split([r.numel() for r in rows]), strict=True):
+            row.copy_(reduced.view_as(row))
+
+
+def scale_gradient_histories(model: nn.Module, factor: float) -> None:
+    """Multiply the histories of dy by ``factor``: for a loss whose scale before backward changes by that factor.
+
+    A power of two changes no code of the following casts.
+    """
+    for name, row in _named(model).items():
+        if name.rpartition(".")[2].startswith(PREFIX + "dy"):
+            row.mul_(factor)
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """The histories of x and dy, by the names that buffers would have."""
+    # Notes for recomputed forwards are left out: they serve one step only.
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules()
+        for name, tensor in module.__dict__.get(HELD, {}).items()
+        if not name.startswith(PREFIX + "recent")
+    }
+
+
+def _some(names: list[str]) -> str:
+    return f" (such as {names[0]!r})" if names else ""
 
 
 def _fingerprint(x: Tensor) -> Tensor:
@@ -230,75 +308,3 @@ def _scale(row: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
 def _pushed(row: Tensor, value: Tensor, valid: Tensor) -> Tensor:
     """Newest first, without waiting for the device to know whether the value is valid."""
     return torch.where(valid, torch.cat([value.reshape(1), row[:-1]]), row)
-
-
-def scaling_state(model: nn.Module) -> dict[str, Tensor]:
-    """The amax histories of all layers with delayed scaling, by name (copies, fp32); empty without such layers.
-
-    They belong into a checkpoint: without them the first steps after a resume take other scales.
-    """
-    return {name: b.detach().clone() for name, b in _named(model).items()}
-
-
-def move_scaling(model: nn.Module, device: torch.device) -> None:
-    """Put the amax histories of a model, which were made beside weights on the meta device, where it will compute."""
-    for module in model.modules():
-        held = module.__dict__.get(_HELD)
-        if held is not None:
-            held.update({name: _moved(tensor, device) for name, tensor in held.items()})
-
-
-def load_scaling_state(model: nn.Module, state: dict[str, Any]) -> None:
-    """Put back what :func:`scaling_state` gave. Raises ValueError if names or shapes are not those of the model."""
-    own = _named(model)
-    missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-    if missing or extra:
-        raise ValueError(
-            f"The amax histories do not belong to this model: {len(missing)} are missing"
-            f"{_some(missing)}, {len(extra)} are unknown{_some(extra)}. Resume with the recipe that wrote the "
-            "checkpoint."
-        )
-    for name, buffer in own.items():
-        if tuple(state[name].shape) != tuple(buffer.shape):
-            raise ValueError(
-                f"The amax history {name!r} has shape {list(state[name].shape)}, the model's has {list(buffer.shape)}. "
-                "Resume with the recipe that wrote the checkpoint."
-            )
-        buffer.copy_(state[name])
-
-
-def reduce_scaling_state(model: nn.Module, group: Any = None) -> None:
-    """Give every rank of ``group`` (None: all) the largest histories of all ranks; call it after a step, on every rank.
-
-    Per-tensor amax is local to a rank; afterwards all ranks cast with the scales of the whole batch.
-    """
-    rows = list(_named(model).values())
-    if rows:
-        # Where weights are offloaded, the rows of layers that have not run may still lie beside them.
-        device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
-        flat = torch.cat([row.flatten().to(device) for row in rows])
-        torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
-        for row, reduced in zip(rows, flat.split([r.numel() for r in rows]), strict=True):
-            row.copy_(reduced.view_as(row))
-
-
-def scale_gradient_histories(model: nn.Module, factor: float) -> None:
-    """Let the histories of dy be those of gradients ``factor`` times as large: where a loss is scaled before backward,
-    and by another factor from now on. A power of two changes no code then."""
-    for name, row in _named(model).items():
-        if name.rpartition(".")[2].startswith(PREFIX + "dy"):
-            row.mul_(factor)
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    """The histories of x and dy by the names that buffers would have. What recomputation notes serves one step only."""
-    return {
-        f"{path}.{name}" if path else name: tensor
-        for path, module in model.named_modules()
-        for name, tensor in module.__dict__.get(_HELD, {}).items()
-        if not name.startswith(PREFIX + "recent")
-    }
-
-
-def _some(names: list[str]) -> str:
-    return f" (such as {names[0]!r})" if names else ""

@@ -1,7 +1,8 @@
 """Results of a row that depend on neither batch nor length: products, attention, sums of rows and functions
 of one element."""
 
-from octavo.fp8.invariance.attention import TILE, attention
+from octavo.fp8.invariance.attention import TILE
+from octavo.fp8.invariance.attention import attention as batch_invariant_attention
 from octavo.fp8.invariance.devices import KERNELS, ROWS_OF_TRIAL, InvarianceError, RowKernels, kernels_for, prove
 from octavo.fp8.invariance.mode import Rows, active, again
 from octavo.fp8.invariance.products import ROWS
@@ -18,7 +19,7 @@ __all__ = [
     "TILE",
     "active",
     "again",
-    "attention",
+    "batch_invariant_attention",
     "kernels_for",
     "prove",
     "row_linear",

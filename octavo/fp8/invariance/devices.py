@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from octavo.fp8.arithmetic.errors import Fp8Error
 
-class InvarianceError(RuntimeError):
+
+class InvarianceError(Fp8Error, RuntimeError):
     """Something whose result for a row would depend on the rows beside it."""
 
 

@@ -33,8 +33,8 @@ def active() -> bool:
 
 
 class Rows(TorchFunctionMode):
-    """Inside, results of a row depend on that row alone; see the module's docstring. ``octavo.fp8.invariant`` enters it
-    once it has looked at a model."""
+    """Inside, results of a row depend on that row alone; see the module's docstring. ``octavo.fp8.batch_invariant``
+    enters it once it has looked at a model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         other = REPLACED.get(func)

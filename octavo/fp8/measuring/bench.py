@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from octavo.base import accelerator
-from octavo.fp8.arithmetic.metrics import SOUND
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
@@ -31,6 +30,7 @@ from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.measuring.cases import _PRECISION, HIGH, Case, Entry, Measured, MeasureError, candidates
 from octavo.fp8.measuring.timing import Timed, time_calls
+from octavo.fp8.metrics import SOUND
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.weights.cache import invalidate
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels import registry
@@ -22,7 +23,7 @@ HIGH = "high precision"
 _PRECISION = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-class MeasureError(RuntimeError):
+class MeasureError(Fp8Error, RuntimeError):
     """A measurement that cannot be made or cannot be read; the message names the fix."""
 
 
@@ -83,7 +84,7 @@ class Measured:
     def high(self) -> Entry:
         return self.entries[HIGH]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The candidates for people, in milliseconds, or why they are out."""
         return {
             name: e.rejected
@@ -99,7 +100,10 @@ class Measurements:
     machine: Machine
     cases: dict[Case, Measured] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def __repr__(self) -> str:
+        return f"Measurements({len(self.cases)} cases on {self.machine.gpu}, torch {self.machine.torch})"
+
+    def to_json(self) -> dict[str, object]:
         """As JSON types; :meth:`from_json` gives it back, and reads what version 0.4.0 wrote."""
         return {
             "machine": self.machine.to_json(),
@@ -110,7 +114,8 @@ class Measurements:
         }
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Measurements:
+    def from_json(cls, document: Mapping[str, object]) -> Measurements:
+        given = cast(Mapping[str, Any], document)  # of a file: MeasurementCache reports what does not fit
         cases = {
             Case(**_without(item["case"], "outputs", "biases")): Measured(
                 {name: _entry(_without(entry, "layout")) for name, entry in item["entries"].items()}

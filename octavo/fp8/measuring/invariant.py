@@ -1,7 +1,7 @@
 """A model whose results for a token depend on neither batch nor length: rollouts get the trainer's log-probabilities.
 
 Whatever a model computes for a token is a function of its sequence up to there; in floating point it is also one of
-what the library did with the rows beside it. Inside :func:`invariant` it is not: generating token by token from a
+what the library did with the rows beside it. Inside :func:`batch_invariant` it is not: generating token by token from a
 cache, in whatever batch, gives bit for bit the log-probabilities of a forward over whole padded sequences.
 
 What it costs: rows are padded to sixteens, attention runs in fixed tiles, fused MLPs run layer by layer (the fused
@@ -30,7 +30,7 @@ _OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-communit
 _BY_ROW = listed(BY_ROW, "or")
 
 
-def invariant(model: nn.Module) -> AbstractContextManager[object]:
+def batch_invariant(model: nn.Module) -> AbstractContextManager[object]:
     """Inside, the result for a row of every product and attention of ``model`` depends on neither batch nor length.
 
     Enter it around a rollout, and around the forwards of a step. Both must run with the same number of threads.
@@ -40,12 +40,12 @@ def invariant(model: nn.Module) -> AbstractContextManager[object]:
     parameters on a device without kernels for it. What a model calls is seen when it calls it, and refused there by
     name; so is a kernel whose rows were tried on the device and differed.
     """
-    if (reason := not_invariant(model)) is not None:
+    if (reason := why_not_batch_invariant(model)) is not None:
         raise InvarianceError(f"invariant: {reason}")
     return nullcontext() if active() else Rows()
 
 
-def not_invariant(model: nn.Module) -> str | None:
+def why_not_batch_invariant(model: nn.Module) -> str | None:
     """Why this model cannot be invariant, with what fixes it; None if nothing is known against it."""
     for device in {p.device: None for p in model.parameters() if p.device.type != "meta"}:
         if (reason := why_not_rows(device)) is not None:
@@ -74,7 +74,7 @@ def not_invariant(model: nn.Module) -> str | None:
     return None
 
 
-def shared_scales(model: nn.Module) -> str | None:
+def find_shared_scales(model: nn.Module) -> str | None:
     """Which layer's activations share a scale between rows, and how; None where every row has its own."""
     for module in model.modules():
         for site in _sites(module):
@@ -83,7 +83,7 @@ def shared_scales(model: nn.Module) -> str | None:
     return None
 
 
-def compiled(model: nn.Module) -> str | None:
+def first_compiled_module(model: nn.Module) -> str | None:
     """The first module that ``torch.compile`` has made another of; None if there is none."""
     return next((name or "the model" for name, m in model.named_modules() if _is_compiled(m)), None)
 

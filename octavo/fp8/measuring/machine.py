@@ -33,7 +33,7 @@ class Machine:
         """The machine that ``device`` belongs to."""
         device = Device(device)
         versions = {name: registry.get(name).version() for name in registry.names()}
-        if not accelerator.beside_host(device):
+        if not accelerator.has_own_memory(device):
             return cls(CPU, torch=torch.__version__, backends=versions)
         told = accelerator.properties(device)
         where = (told["name"], told.get("capability"), _driver() if accelerator.is_gpu(device) else None)

@@ -33,7 +33,7 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "measurements.json"
 
 
-class Cache:
+class MeasurementCache:
     """Measurements on disk. Raises MeasureError for a file that is none of ours or is damaged."""
 
     def __init__(self, path: str | Path | None = None) -> None:
@@ -77,7 +77,7 @@ def measure(
     tokens: Mapping[str, int] | None = None,
     *,
     device: torch.device | str | None = None,
-    cache: Cache | None = None,
+    cache: MeasurementCache | None = None,
     progress: Progress = lambda done, total, what: None,
     timer: Timer = by_the_clock,
     machine: Machine | None = None,

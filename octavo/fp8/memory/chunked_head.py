@@ -1,6 +1,6 @@
 """A model's own head that returns the loss or the log-probability of every token in place of logits, while asked to.
 
-    head = chunked_head(model)                    # or a str: why this model needs its logits
+    head = chunk_head(model)                    # or a str: why this model needs its logits
     with head.losses(target) as given:            # [B, P], for the positions that the head is given
         out = model(**inputs, logits_to_keep=positions)
     loss = (given.take(out.logits) * weights).sum()
@@ -15,7 +15,7 @@ site; its logits outside as well.
 
 :meth:`ChunkedHead.log_probs` is the same with log-probabilities, and the entropy beside them: ``given.entropy``.
 
-Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunked_head` runs
+Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunk_head` runs
 the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
 whose ``out.logits`` is not what its head returned; :meth:`Given.take` looks again at every step.
 """
@@ -82,7 +82,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class ChunkedHead(Swapped):
-    """An ``nn.Linear`` head; see the module's docstring. Made by :func:`chunked_head`."""
+    """An ``nn.Linear`` head; see the module's docstring. Made by :func:`chunk_head`."""
 
     prefix = "Chunked"
     precise = True
@@ -136,7 +136,7 @@ class ChunkedHead(Swapped):
         return given.judge(hidden, self)
 
 
-def chunked_head(model: nn.Module) -> ChunkedHead | str:
+def chunk_head(model: nn.Module) -> ChunkedHead | str:
     """The model's head, able to return losses from now on; or why this model needs its full logits, in a sentence.
 
     Call it before FSDP2 shards the model and after adapters are in place. A second call returns the same head.

@@ -60,7 +60,7 @@ def linear_cross_entropy(
     Tokens without a target cost nothing where ``target`` lies on the CPU: they are left out before the first GEMM, also
     when ``hidden`` is on a GPU. Targets on a GPU are not looked at, since that would wait for it; their rows run along.
     ``chunk``: how many tokens' logits may exist at a time, counted as chunk x V elements (None: by device; inside
-    ``octavo.fp8.invariant`` blocks have a width of their own).
+    ``octavo.fp8.batch_invariant`` blocks have a width of their own).
 
     Raises ValueError for shapes that do not belong together and options out of range, TypeError for dtypes, IndexError
     for targets on the CPU outside the vocabulary (elsewhere their loss is NaN).
@@ -146,8 +146,8 @@ def log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`token_log_probs` of logits [..., V] that are there: log softmax(logits / temperature) at target [...].
 
-    Differentiable, with the entropy if asked. Inside ``octavo.fp8.invariant`` bit for bit what the head's hidden states
-    give without logits, whatever rows came along.
+    Differentiable, with the entropy if asked. Inside ``octavo.fp8.batch_invariant`` bit for bit what the head's hidden
+    states give without logits, whatever rows came along.
     """
     if target.shape != logits.shape[:-1]:
         raise ValueError(f"targets {list(target.shape)} are not one for each row of logits {list(logits.shape)}")

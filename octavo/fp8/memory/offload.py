@@ -155,9 +155,9 @@ def _devices(blocks: list[tuple[str, nn.Module]]) -> set[torch.device]:
 def _device(blocks: list[tuple[str, nn.Module]], asked: str, why_not: str, copies: bool = False) -> torch.device:
     devices = _devices(blocks)
     device = next(iter(devices), torch.device("cpu"))
-    if copies and accelerator.beside_host(device) and (lack := accelerator.why_no_streams(device)):
+    if copies and accelerator.has_own_memory(device) and (lack := accelerator.why_no_streams(device)):
         raise ValueError(f"{asked}: true was asked, and {lack}. Set {asked}: false")
-    if len(devices) != 1 or not accelerator.beside_host(device):
+    if len(devices) != 1 or not accelerator.has_own_memory(device):
         found = ", ".join(sorted(map(str, devices))) or "none"
         raise ValueError(
             f"{asked}: true was asked, and it needs a GPU with a memory of its own; found the blocks on {found}, where "

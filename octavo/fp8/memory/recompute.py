@@ -45,7 +45,7 @@ CHOICES = ("none", "selective", "full")
 _ATTENTION = re.compile(r"(^|_)(attn|attention)$", re.IGNORECASE)
 
 
-def recompute(blocks: Iterable[tuple[str, nn.Module]], how: str) -> tuple[str, ...]:
+def activation_checkpointing(blocks: Iterable[tuple[str, nn.Module]], how: str) -> tuple[str, ...]:
     """Let blocks run parts of their forward again in backward, in place, and return the names of these parts.
 
     Call it after :func:`octavo.fp8.apply` and before the blocks are sharded or compiled.

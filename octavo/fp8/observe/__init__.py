@@ -1,6 +1,7 @@
 """Who watches: GEMM counts and health figures, which layers report to one recorder."""
 
 from octavo.fp8.observe.counts import replayed, taped
-from octavo.fp8.observe.recorder import Phase, muted, phase
+from octavo.fp8.observe.health import Health
+from octavo.fp8.observe.recorder import Phase, muted, phase, uncounted
 
-__all__ = ["Phase", "muted", "phase", "replayed", "taped"]
+__all__ = ["Health", "Phase", "muted", "phase", "replayed", "taped", "uncounted"]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from octavo.fp8.arithmetic import metrics
+from octavo.fp8 import metrics
 from octavo.fp8.observe import recorder
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")

@@ -23,7 +23,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from octavo.fp8.arithmetic import metrics
+from octavo.fp8 import metrics
 from octavo.fp8.arithmetic.cast import Quantized
 
 HIGH = "high"  # the "backend" of a GEMM in high precision

@@ -1,7 +1,7 @@
 """AdamW whose states and weights may be FP8 or BF16."""
 
 from octavo.fp8.optim.adamw import AdamW
-from octavo.fp8.optim.convert import decode, set_weight
+from octavo.fp8.optim.convert import decode, fp32_weight, set_weight
 from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
 from octavo.fp8.optim.layout import PER_GROUP, groups, like, touched
 from octavo.fp8.optim.offload import OffloadedAdamW
@@ -16,6 +16,7 @@ __all__ = [
     "clip_factor",
     "decode",
     "former_coat",
+    "fp32_weight",
     "gradient_norm",
     "groups",
     "like",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import TYPE_CHECKING, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -12,12 +12,17 @@ from torch import Tensor
 from octavo.fp8.arithmetic.adamw import MASTERS, Hyper, Piece
 from octavo.fp8.arithmetic.moments import STATES, Agree
 from octavo.fp8.arithmetic.philox import LIMIT
-from octavo.fp8.optim import layout, sharded
+from octavo.fp8.optim import convert, layout, sharded
 from octavo.fp8.optim import state_dict as state_dict_
 from octavo.fp8.optim.engine import engine
+from octavo.fp8.optim.layout import Group
 from octavo.fp8.weights.shards import local_of, plain, span
 
-Watch = Callable[[Tensor, dict[str, Any], "float | Tensor | None"], None]
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT, StateDict
+
+_Loss = TypeVar("_Loss")
+Watch = Callable[[Tensor, Group, "float | Tensor | None"], None]
 
 _PART = 1 << 22  # elements compared at a time where a BF16 weight was written by somebody else
 
@@ -45,7 +50,7 @@ class AdamW(torch.optim.Optimizer):
     parameter. Torch must see such a write: one through `p.data.copy_` leaves no trace, and the master wins.
 
     State dicts of torch's AdamW are loaded and encoded. The way back: a torch AdamW cannot take a state dict of this
-    class, `fp8.to_torch(optimizer)` makes one that it can.
+    class, :meth:`to_torch` makes one that it can.
 
     Raises ValueError for settings that cannot be met, with what would be.
     """
@@ -55,9 +60,13 @@ class AdamW(torch.optim.Optimizer):
     _places: Mapping[int, tuple[int, int]] = {}  # by id: see :meth:`_place`
     _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_mark`
 
+    to_torch = convert.to_torch
+    set_low = convert.set_low
+    copy_state = staticmethod(convert.copy_state)
+
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -71,7 +80,7 @@ class AdamW(torch.optim.Optimizer):
         defaults = {**numbers, "states": states, "master": master, "seed": seed}
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """As torch's; settings that the group leaves out are the optimizer's."""
         super().add_param_group(param_group)
         try:
@@ -80,8 +89,14 @@ class AdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    @overload
+    def step(self, closure: None = None, *, factor: float | Tensor | None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], _Loss], *, factor: float | Tensor | None = None) -> _Loss: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, factor: float | Tensor | None = None) -> Any:
+    def step(self, closure: Callable[[], _Loss] | None = None, *, factor: float | Tensor | None = None) -> _Loss | None:
         """One step. `factor` (a number or a 0-d tensor, read on the device) multiplies every gradient: clipping by it
         costs no pass over the gradients. Returns what `closure` returns. Raises ValueError for a parameter that is no
         longer what its state was made for, before anything is written."""
@@ -144,7 +159,7 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError(f"A parameter of shape {list(p.shape)} is in no group: add_param_group takes it.")
         return self._places[id(p)]
 
-    def piece(self, p: Tensor, group: dict[str, Any], index: int) -> Piece:
+    def piece(self, p: Tensor, group: Group, index: int) -> Piece:
         """The work of the next step on parameter `p` of `group`, number `index` of all: its state is made where it has
         none, and its step is counted. The weight of a parameter that is not contiguous is a copy."""
         state = self.state[p]
@@ -174,7 +189,7 @@ class AdamW(torch.optim.Optimizer):
         it is given one column for each of :func:`~octavo.fp8.arithmetic.adamw.edges`, in that order."""
         engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
 
-    def fresh(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """The state of a parameter before its first step, where this optimizer keeps states."""
         return layout.fresh(p, group)
 
@@ -186,21 +201,21 @@ class AdamW(torch.optim.Optimizer):
     def settle(self) -> None:
         """Wait until `state` holds what the last step wrote, where that takes time: here it always does."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Values as they were saved, of this class, or the moments of a torch AdamW, encoded; see
         :func:`octavo.fp8.optim.state_dict.load`. Raises ValueError for what does not fit, before anything changes."""
         state_dict_.load(self, state_dict, self.settle, self.fresh)
         self._written = {}  # masters are compared with their parameters in the next step
 
 
-def hyper(group: dict[str, Any]) -> Hyper:
+def hyper(group: Group) -> Hyper:
     """The settings of a parameter group, as an engine takes them."""
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "states", "master", "seed")
     return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
 
 
-def _holds(group: dict[str, Any], at: int, p: Tensor) -> bool:
+def _holds(group: Group, at: int, p: Tensor) -> bool:
     return at < len(group["params"]) and group["params"][at] is p
 
 
@@ -216,7 +231,7 @@ def _honour(weight: Tensor, master: Tensor) -> None:
         own.copy_(torch.where(own.to(found.dtype) != found, found.float(), own))
 
 
-def _fits(p: Tensor, group: dict[str, Any], state: Mapping[str, Tensor]) -> None:
+def _fits(p: Tensor, group: Group, state: Mapping[str, Tensor]) -> None:
     """Raise ValueError for a parameter that cannot step because something changed since it was given or its state was
     made. It looks at no value."""
     _check_formats(group)
@@ -236,7 +251,7 @@ def _fits(p: Tensor, group: dict[str, Any], state: Mapping[str, Tensor]) -> None
             f"A parameter of shape {list(p.shape)} is {_name(p.dtype)} with states={group['states']!r} and "
             f"master={group['master']!r}, for which {_listed(wanted)} are expected; its state was made for "
             f"shape {list(shape)} and has {_listed(found)}. Put back what was changed after its first step, or make a "
-            "new optimizer (fp8.copy_state converts states from one to another)."
+            "new optimizer (fp8.AdamW.copy_state converts states from one to another)."
         )
 
 
@@ -248,7 +263,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_formats(group: dict[str, Any]) -> None:
+def _check_formats(group: Group) -> None:
     states, kind = group["states"], group["master"]
     if states not in STATES:
         raise ValueError(f"states={states!r} is none of {', '.join(STATES)}.")
@@ -256,7 +271,7 @@ def _check_formats(group: dict[str, Any]) -> None:
         raise ValueError(f"master={kind!r} is none of {', '.join(MASTERS)}.")
 
 
-def _check(group: dict[str, Any]) -> None:
+def _check(group: Group) -> None:
     """Raise ValueError for settings of a parameter group that cannot be met."""
     _check_formats(group)
     lr, (beta1, beta2) = group["lr"], group["betas"]

@@ -41,13 +41,14 @@ import torch
 from torch import Tensor, nn
 
 from octavo.base import accelerator
-from octavo.fp8.dense import delayed
+from octavo.fp8 import delayed
+from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.observe import recorder
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.weights.shards import is_dtensor, plain, sharded_over
 
 
-class PartialUpdate(RuntimeError):
+class PartialUpdate(Fp8Error, RuntimeError):
     """A gradient was not finite when other weights of the step had been written already."""
 
 

@@ -10,8 +10,7 @@ for "bf16+16", `master` fp32 for "fp32" behind a BF16 parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +18,8 @@ from torch import Tensor
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, StateSpec
 from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
 
+Group: TypeAlias = dict[str, Any]
+"""A parameter group of an optimizer: its settings by name, whose values torch types as Any."""
 PER_GROUP = frozenset(spec.name for kind in LAYOUT.values() for spec in kind if spec.row is not None)
 """Names of the tensors with a row a group."""
 
@@ -58,7 +59,7 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+def fresh(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     """A parameter's state before its first step, in its group's formats: both moments zero, its `master` its value."""
     here = plain(parameter)
     first, last = touched(span(parameter))

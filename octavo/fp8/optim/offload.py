@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,11 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece, edges, part, whole
 from octavo.fp8.arithmetic.moments import GROUP, Agree
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.engine import Engine, engine
+from octavo.fp8.optim.layout import Group
 from octavo.fp8.weights.shards import is_dtensor, plain
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 BATCH = 64 << 20  # bytes of states
 _ALIGN = 256  # bytes: every tensor of a batch begins where a kernel may read 16 bytes at once
@@ -141,9 +145,9 @@ class Offload:
     def __init__(self, device: torch.device | str, batch: int = BATCH, transfers: Transfers | None = None) -> None:
         device = torch.device(device)
         if transfers is None:
-            if accelerator.beside_host(device) and (lack := accelerator.why_no_streams(device)):
+            if accelerator.has_own_memory(device) and (lack := accelerator.why_no_streams(device)):
                 raise ValueError(f"Optimizer states were to be offloaded, and {lack}. Leave out optimizer.offload.")
-            if not accelerator.beside_host(device):
+            if not accelerator.has_own_memory(device):
                 raise ValueError(
                     f"Optimizer states were to be offloaded from {device}, but on a run without a GPU they are in host "
                     "memory already. Leave out optimizer.offload."
@@ -273,14 +277,14 @@ class OffloadedAdamW(AdamW):
     for bit. Raises ValueError for parameters that are not on a CUDA device.
     """
 
-    def __init__(self, params: Any, *args: Any, **settings: Any) -> None:
+    def __init__(self, params: ParamsT, *args: Any, **settings: Any) -> None:
         super().__init__(params, *args, **settings)
         for device in self._devices():
             weakref.finalize(self, of(device).forget)  # of() raises where there is nothing to offload from
         self.register_state_dict_pre_hook(lambda _: self.settle())
         self.register_load_state_dict_post_hook(lambda _: self._forget())
 
-    def fresh(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """As AdamW's, on the host."""
         made = super().fresh(p, group)
         offload = of(plain(p).device)

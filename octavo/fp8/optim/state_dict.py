@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from octavo.fp8.optim.convert import encode
-from octavo.fp8.optim.layout import groups, state_specs, touched
+from octavo.fp8.optim.layout import Group, groups, state_specs, touched
 from octavo.fp8.weights.shards import is_dtensor, plain, span
 
 _FP32 = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
@@ -28,7 +28,7 @@ def load(
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
     settle: Callable[[], None],
-    fresh: Callable[[Tensor, dict[str, Any]], dict[str, Tensor]],
+    fresh: Callable[[Tensor, Group], dict[str, Tensor]],
 ) -> None:
     """Fill an `fp8.AdamW` from a state dict of one, or of torch's AdamW, whose moments are encoded (a collective where
     a group of 128 lies on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
@@ -113,14 +113,14 @@ class _Entry(NamedTuple):
     """A parameter, its group, and what the dict has of it; `foreign`: in the form of torch's AdamW."""
 
     parameter: Tensor
-    group: dict[str, Any]
-    values: Mapping[str, Any]
+    group: Group
+    values: Mapping[str, Tensor]
     foreign: bool
 
 
-def _checked(group: dict[str, Any], saved: Mapping[str, Any], state: Mapping[Any, Any]) -> Iterator[_Entry]:
+def _checked(group: Group, saved: Group, state: Mapping[int, Mapping[str, Tensor]]) -> Iterator[_Entry]:
     foreign = "states" not in saved
-    first = saved.get("param_names", group.get("param_names", [None] * len(group["params"])))
+    first: list[str | None] = saved.get("param_names") or group.get("param_names") or [None] * len(group["params"])
     names = [
         name or f"parameter {i} of shape {list(p.shape)}"
         for name, i, p in zip(first, saved["params"], group["params"], strict=True)
@@ -138,7 +138,7 @@ def _checked(group: dict[str, Any], saved: Mapping[str, Any], state: Mapping[Any
                 raise ValueError(
                     f"The state dict keeps {key}={saved[key]!r} of {', '.join(names[:2])} and all of its group, this "
                     f"optimizer {key}={group[key]!r}. Make the optimizer with {key}={saved[key]!r}, or load it so "
-                    "and convert with fp8.copy_state."
+                    "and convert with fp8.AdamW.copy_state."
                 )
     for name, number, p in zip(names, saved["params"], group["params"], strict=True):
         values = state.get(number) or {}
@@ -147,7 +147,7 @@ def _checked(group: dict[str, Any], saved: Mapping[str, Any], state: Mapping[Any
         yield _Entry(p, group, values, foreign)
 
 
-def _check(name: str, p: Tensor, group: Mapping[str, Any], values: Mapping[str, Any], foreign: bool) -> None:
+def _check(name: str, p: Tensor, group: Group, values: Mapping[str, Tensor], foreign: bool) -> None:
     kinds = {spec.name: spec for spec in state_specs(group["states"], group["master"], plain(p).dtype)}
     wanted = {"step", *(_FP32 if foreign else kinds)}
     if set(values) != wanted:

@@ -28,7 +28,7 @@ from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.decisions import is_meta
 from octavo.fp8.policy.policy import HEAD, OFF, PlanError
-from octavo.fp8.policy.topology import topology
+from octavo.fp8.policy.topology import describe_layers
 from octavo.fp8.weights.cache import CachesWeights
 
 _HIGH = Recipe(OFF, "high precision", None, None, None)
@@ -37,9 +37,9 @@ _HIGH = Recipe(OFF, "high precision", None, None, None)
 def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Module:
     """Apply a plan, in place; returns the model. Parameters, their names, shapes and values stay as they are.
 
-    ``others``: plans of the same model that it is to :func:`turn` to. Layers that one of them has in FP8 become FP8
-    layers too, which compute in high precision where this plan has them so. Where torch or Triton is newer than tested,
-    the kernels of the plans are held against the reference first (:mod:`octavo.fp8.kernels.self_check`).
+    ``others``: plans of the same model that :func:`switch_plan` will be called with. Layers that one of them has in
+    FP8 become FP8 layers too, and compute in high precision while this plan has them so. Where torch or Triton is newer
+    than tested, the kernels of the plans are first compared with the reference (:mod:`octavo.fp8.kernels.self_check`).
 
     Raises:
         PlanError: a layer cannot turn as the others have it; the plan is another model's, FP8 was applied before, or
@@ -81,7 +81,7 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
     return model
 
 
-def turn(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
+def switch_plan(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
     """Let a model to which one plan was applied compute by another one of the same layers; gives the names of those
     that changed. Nothing else is touched: neither parameters and gradients nor what layers keep whose row is the same.
 
@@ -204,7 +204,7 @@ def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
 
 
 def _check_same_model(model: nn.Module, plan: Plan) -> None:
-    found = {r.name: (r.kind, r.shape, r.codes) for r in topology(model, plan.components)}
+    found = {r.name: (r.kind, r.shape, r.codes) for r in describe_layers(model, plan.components)}
     planned = {r.name: (r.kind, r.shape, r.row.codes) for r in plan.rows}
 
     def shown(row: tuple[str, tuple[int, int], object] | None) -> str:

@@ -82,7 +82,7 @@ def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
     notes = []
     if any(_by_tensor(row) for row in rows):
         late = any(r.recipe is not None and r.recipe.delayed is not None for r in rows)
-        more = "; fp8.reduce_scaling_state shares the histories of delayed scaling" if late else ""
+        more = "; fp8.delayed.reduce_scaling_state shares the histories of delayed scaling" if late else ""
         notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
     casts_weights = [row.recipe for row in rows if row.recipe is not None and row.row.codes is None]
     twice = sorted({_name_of(recipe) for recipe in casts_weights if len(recipe.weight_casts()) > 1})

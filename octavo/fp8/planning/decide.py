@@ -1,7 +1,7 @@
 """The plan: which linear layer will run in which recipe on which backend, and why; made before a weight is touched.
 
-``plan`` lays a :class:`Policy` over the :func:`topology` of a model (a model on the meta device will do) and answers
-with one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16.
+``plan`` applies a :class:`Policy` to the layers of a model (:func:`describe_layers`; a model on the meta device will
+do) and returns one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16.
 
 With measurements (:func:`octavo.fp8.measure`) a layer runs in FP8 only where that was measured to win; the
 recipe "auto" then takes the fastest. Without, "auto" goes by the table of :mod:`octavo.fp8.measuring.choose`.

@@ -37,7 +37,7 @@ from octavo.fp8.planning.plan import Plan, Span
 from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
 from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
-from octavo.fp8.policy.topology import Row, topology
+from octavo.fp8.policy.topology import Row, describe_layers
 
 HELP = (
     "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
@@ -129,7 +129,7 @@ def load_plan(
     if components is None and found.get("components") is not None:
         components = {k: tuple(v) for k, v in found["components"].items()}
     policy = _policy(found, path, text, other_machine, backend)
-    _check_model(path, found["model"], topology(model, components))
+    _check_model(path, found["model"], describe_layers(model, components))
     try:
         made = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
     except PlanError as error:  # a line is named by its file and place already

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.rows import PlanBlock, PlanRow, components, share
-from octavo.fp8.planning.table import BackendLine, backends, table
+from octavo.fp8.planning.table import BackendLine, backends, html_table, summary, table
 from octavo.fp8.policy.policy import Policy
 
 
@@ -51,6 +51,17 @@ class Plan:
         """The components, in the order of the model."""
         return components(self.rows)
 
+    def __repr__(self) -> str:
+        """One line, for debuggers and logs; ``str`` and ``print`` give the table."""
+        return f"Plan({summary(self.rows)})"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        return html_table(self.rows, self.notes)
+
     def backends(self) -> list[BackendLine]:
         """Why each GEMM runs where it does, once for each recipe and shape."""
         return backends(self.rows)
@@ -59,7 +70,7 @@ class Plan:
         """The plan as plain text: repeated layers in one line, then what is FP8, what is not and why."""
         return table(self.rows, self.notes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Everything as JSON types; equal plans give equal dictionaries."""
         return {
             "policy": self.policy.to_json(),
@@ -89,6 +100,10 @@ class Schedule:
 
     main: Plan
     spans: tuple[Span, ...] = ()
+
+    def __repr__(self) -> str:
+        spans = "; ".join(f"steps {s.first} to {s.last} {summary(s.plan.rows)}" for s in self.spans)
+        return f"Schedule({spans or summary(self.main.rows)})"
 
     def at(self, step: int) -> Plan:
         """The plan of a step; before the first one that of the first, and behind the last one that of the last."""

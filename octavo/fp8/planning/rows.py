@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.kernels.registry import Selection
@@ -24,12 +24,16 @@ class Times(NamedTuple):
     fp8: float | None
     planned: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         fp8 = None if self.fp8 is None else 1e3 * self.fp8
         return {
-            "case": str(self.case), "best": self.best, "bf16_ms": 1e3 * self.high, "fp8_ms": fp8,
-            "planned_ms": 1e3 * self.planned, "candidates": self.measured.to_json(),
-        }  # fmt: skip
+            "case": str(self.case),
+            "best": self.best,
+            "bf16_ms": 1e3 * self.high,
+            "fp8_ms": fp8,
+            "planned_ms": 1e3 * self.planned,
+            "candidates": self.measured.to_json(),
+        }
 
 
 @dataclass(frozen=True)
@@ -72,13 +76,19 @@ class PlanRow:
         """The backend of the first FP8 GEMM, with the reason and what was rejected; None in high precision."""
         return next(iter(self.selections.values()), None)
 
+    def __repr__(self) -> str:
+        chosen = self.backend
+        runs = "high precision" if self.recipe is None else self.recipe.short()
+        where = "" if chosen is None else f" on {chosen.backend.name}"
+        return f"PlanRow({self.name or 'the model'}: {runs}{where}; {self.reason})"
+
     @property
     def fp8_flops(self) -> float:
         """The part of ``flops`` that runs in FP8."""
         gemms = GEMMS[:2] if self.row.frozen else GEMMS
         return self.flops * sum(g in self.selections for g in gemms) / len(gemms)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         recipe: dict[str, str] | None = None
         if (own := self.recipe) is not None:
             recipe = {"name": own.name, "format": own.format, **own.words()}
@@ -108,7 +118,7 @@ class PlanBlock:
     saves: bool | None = None
     why: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         out = {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
         return out if self.saves is None else {**out, "saves": self.saves, "why": self.why}
 

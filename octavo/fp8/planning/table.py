@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.kernels import ALIGN, Backend, padded_sizes
 from octavo.fp8.planning.rows import PlanRow, components, share
 from octavo.fp8.policy.globs import template
@@ -61,6 +61,29 @@ def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [HEAD, *body]]
     text.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join([*text, "", *totals(rows), *[f"note: {note}" for note in notes]])
+
+
+def summary(rows: Sequence[PlanRow]) -> str:
+    """One line: the recipes in use, how many layers run in FP8, and in which GEMMs."""
+    recipes = list(dict.fromkeys(row.recipe.short() for row in rows if row.recipe is not None))
+    used = {gemm for row in rows for gemm in row.selections}
+    gemms = "/".join(gemm for gemm in GEMMS if gemm in used)
+    count = f"{sum(row.fp8 for row in rows)} of {len(rows)} layers in FP8"
+    return f"{', '.join(recipes) or 'high precision'}: {count}{f', GEMMs {gemms}' if gemms else ''}"
+
+
+def html_table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
+    """The text of :func:`table` as an HTML table, followed by a list of its sentences."""
+    # Imported where a notebook asks for it: html brings two modules of tables of entities.
+    from html import escape
+
+    def cells(tag: str, texts: Iterable[str]) -> str:
+        # Notebooks align cells to the right, which is for numbers.
+        return "".join(f'<{tag} style="text-align: left">{escape(text)}</{tag}>' for text in texts)
+
+    body = "".join(f"<tr>{cells('td', line)}</tr>" for line in lines(rows))
+    sentences = "".join(f"<li>{escape(text)}</li>" for text in [*totals(rows), *(f"note: {note}" for note in notes)])
+    return f"<table><thead><tr>{cells('th', HEAD)}</tr></thead><tbody>{body}</tbody></table><ul>{sentences}</ul>"
 
 
 def lines(rows: Iterable[PlanRow]) -> list[tuple[str, ...]]:

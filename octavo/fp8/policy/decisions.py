@@ -15,7 +15,7 @@ from octavo.fp8.moe.experts import Experts
 from octavo.fp8.policy.globs import matches, nearest
 from octavo.fp8.policy.policy import HEAD, Decision, PlanError, Policy, Rule, decide
 from octavo.fp8.policy.stays import stays
-from octavo.fp8.policy.topology import Row, topology
+from octavo.fp8.policy.topology import Row, describe_layers
 from octavo.fp8.weights.shards import is_whole
 
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,7 +32,7 @@ def decisions(
 ) -> list[Asked]:
     """(row, what the policy says of it in ``step``, what forbids FP8 or None) for every linear map. Raises PlanError as
     plan."""
-    rows = topology(model, components)
+    rows = describe_layers(model, components)
     check_names(policy, rows, tokens, components or ())
     policy = policy.at(step)
     modules = dict(model.named_modules())

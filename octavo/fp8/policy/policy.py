@@ -8,10 +8,11 @@ to the table of :mod:`octavo.fp8.measuring.choose`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL
+from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, Recipe, RecipeError, recipe
 from octavo.fp8.kernels import registry
 from octavo.fp8.policy.globs import compile_glob
@@ -24,7 +25,7 @@ _DELAYED = tuple(name for name, spec in SPECS.items() if spec.delayed)
 _SETTINGS = ("recipe", "format", "fwd", "dgrad", "wgrad")
 
 
-class PlanError(ValueError):
+class PlanError(Fp8Error, ValueError):
     """A plan that cannot be made or cannot be applied: what was asked, what was found, and the fix."""
 
 
@@ -43,6 +44,9 @@ class ComponentPolicy:
     activations: str | None = None
     param: bool | None = None
 
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -57,6 +61,9 @@ class Rule:
     dgrad: str | None = None
     wgrad: str | None = None
     steps: tuple[int, int] | None = None
+
+    def __repr__(self) -> str:
+        return _short_repr(self)
 
     @property
     def source(self) -> str:
@@ -194,6 +201,9 @@ class Policy:
             raise PlanError(f"candidates of 'auto' are recipes: {', '.join(RECIPES)}; found {found}.")
         object.__setattr__(self, "candidates", tuple(dict.fromkeys(given)))
 
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
     def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
         """Also of levels that are off: a word nobody reads yet is a surprise for later."""
         words = (("format", FORMATS), *((gemm, PRECISIONS) for gemm in GEMMS))
@@ -253,7 +263,7 @@ class Policy:
         """True if any level leaves the recipe to measurements."""
         return any(name == AUTO for _, name in self._recipes())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         plain = [f.name for f in fields(self) if f.name not in ("components", "rules", "candidates")]
         return {
             **{name: getattr(self, name) for name in plain},
@@ -334,6 +344,14 @@ def _made(kind: Any, given: Any, where: str) -> Any:
         what = f"unknown fields {', '.join(map(repr, unknown))}" if unknown else "no 'match'"
         raise PlanError(f"{where} has {what}; the fields are {', '.join(known)}.")
     return kind(**given)
+
+
+def _short_repr(level: Policy | ComponentPolicy | Rule) -> str:
+    """The call that makes it, without the settings that are the defaults."""
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(level)}
+    settings = {name: getattr(level, name) for name in defaults}
+    shown = [f"{name}={value!r}" for name, value in settings.items() if value != defaults[name]]
+    return f"{type(level).__name__}({', '.join(shown)})"
 
 
 def _given(level: ComponentPolicy | Rule) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Row:
         return out if self.codes is None else {**out, "codes": str(self.codes)}
 
 
-def topology(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None = None) -> tuple[Row, ...]:
+def describe_layers(model: nn.Module, components: Mapping[str, tuple[str, ...]] | None = None) -> tuple[Row, ...]:
     """The rows of a model in the order of ``named_modules``.
 
     ``components`` maps a component's name to globs of module names (a glob also covers what is inside the module); the
@@ -216,7 +216,7 @@ def _weight_of(row: Row, module: nn.Module) -> torch.Tensor:
 
 
 def component_namer(components: Mapping[str, tuple[str, ...]] | None) -> Callable[[str], str]:
-    """Module name -> component, by the globs that :func:`topology` takes, the most specific first."""
+    """Module name -> component, by the globs that :func:`describe_layers` takes, the most specific first."""
     order = []
     for rank, (component, globs) in enumerate((CONVENTIONS if components is None else components).items()):
         for glob in globs:

@@ -19,18 +19,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from octavo.fp8.arithmetic.errors import ProofError
 from octavo.fp8.observe.counts import HIGH, GemmCounts
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
+from octavo.fp8.planning.table import summary
 from octavo.fp8.policy.decisions import OUTSIDE
 from octavo.fp8.policy.topology import CONVENTIONS
 
 _BACKWARD = ("dgrad", "wgrad")
 _Ran = dict[tuple[str, str], int]  # one layer's calls by (gemm, backend)
-
-
-class ProofError(RuntimeError):
-    """FP8 GEMMs did not run where, how often or on what the plan says."""
 
 
 class Proof:
@@ -50,6 +48,10 @@ class Proof:
         self.unused: list[str] = []
         self._calls: Counter[tuple[str, str, str]] = Counter()  # (component, gemm, backend)
         self._flops: Counter[tuple[str, str, bool]] = Counter()  # (component, gemm, FP8)
+
+    def __repr__(self) -> str:
+        waits = f"not reached yet: {', '.join(sorted(self.pending))}" if self.pending else "every component reached"
+        return f"Proof({summary(self.plan.rows)}; {waits})"
 
     def follow(self, plan: Plan, step: int) -> None:
         """From ``step`` on another plan holds, which is to be proven anew."""
@@ -197,7 +199,7 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: 
         if no_grad and due["wgrad"] + no_grad == planned:
             why = (
                 f"{no_grad} of {forward} fwd ran under no_grad; put forwards that do not train into "
-                "fp8.uncounted(), or outside count_gemms()"
+                "fp8.observe.uncounted(), or outside count_gemms()"
             )
         else:
             why = f"the weight asked for {due['wgrad']} (was it frozen or thawed after the plan?)"

@@ -14,7 +14,7 @@ backward an alias of it.) The weight version rises
 In-place writes through ``.data`` cannot be seen: they move neither version nor address. That is what a hand-written
 ``p.data -= lr * p.grad``, an EMA swap by ``p.data.copy_()`` and PEFT's ``merge_adapter`` on an FP8 layer do. Call
 :func:`invalidate` after them, or write under ``torch.no_grad()`` to the parameter itself.
-:func:`octavo.fp8.stale_codes` finds such codes, by casting a sample of each weight again.
+:func:`octavo.fp8.weights.stale_codes` finds such codes, by casting a sample of each weight again.
 """
 
 from __future__ import annotations
@@ -337,7 +337,7 @@ def has_values(weight: Tensor) -> bool:
     return not isinstance(weight, Fp8Weight) or weight.held is not None
 
 
-def code_bytes(model: nn.Module) -> int:
+def weight_cache_bytes(model: nn.Module) -> int:
     """Bytes of cached weight codes and their scales in a model, those of the shards of FP8 weights included; without
     the codes that frozen weights are themselves."""
     modules = [m for m in model.modules() if isinstance(m, CachesWeights)]

@@ -18,7 +18,7 @@ from octavo.fp8.weights.shards import local_of
 _FIRST_BAD = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
-def not_finite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """The names of the tensors of which this rank holds a NaN or an infinity, in their order; integers are finite.
 
     Of an FP8 weight its master is looked at, of a frozen one its codes and scales, of a DTensor this rank's part: ranks

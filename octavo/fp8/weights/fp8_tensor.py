@@ -271,8 +271,8 @@ class Fp8Weight(Tensor):
         if self.frozen:
             return (
                 f"{what} a frozen FP8 weight of shape {list(self.shape)}, whose codes stay as they are. {writer()}Call "
-                "fp8.thaw(model) for weights in high precision that may be written, or fp8.load_fp8_state_dict to "
-                "exchange codes for others."
+                "fp8.dequantize_weights(model) for weights in high precision that may be written, or "
+                "fp8.load_fp8_state_dict to exchange codes for others."
             )
         return (
             f"{what} a gathered FP8 weight of shape {list(self.shape)}, which holds codes and no values. Write to the "
@@ -284,10 +284,10 @@ class Fp8Weight(Tensor):
             return
         raise RuntimeError(
             f"A frozen FP8 weight of shape {list(self.shape)} that stands for {self.dtype} values was to become "
-            f"{dtype}, which would drop its codes and scales. Call fp8.thaw(model) first for a model in high precision "
-            "(2 bytes a parameter and more), or convert the other parts alone, such as model.lm_head.to(...); "
-            "weight.dequantize().to(...) gives the values of this weight. It is unchanged; modules that were converted "
-            "before it stay converted."
+            f"{dtype}, which would drop its codes and scales. Call fp8.dequantize_weights(model) first for a model in "
+            "high precision (2 bytes a parameter and more), or convert only the other parts, such as "
+            "model.lm_head.to(...); weight.dequantize().to(...) gives the values of this weight. It is unchanged; "
+            "modules that were converted before it stay converted."
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -426,8 +426,8 @@ def _unpickled(inner: dict[str, Tensor], context: Any, size: Any, stride: Any, g
 def _no_values(shape: torch.Size) -> str:
     return (
         f"A frozen FP8 weight of shape {list(shape)} has no values in memory that could be pointed at. Save "
-        "fp8.fp8_state_dict(model) for its codes and scales, or fp8.thaw(model) first for values (save_pretrained "
-        "writes those); `octavo export` writes FP8 folders."
+        "fp8.fp8_state_dict(model) for its codes and scales, or fp8.dequantize_weights(model) first for values "
+        "(save_pretrained writes those); `octavo export` writes FP8 folders."
     )
 
 

@@ -44,7 +44,7 @@ FROZEN = {kind: CastSpec("e4m3", block, SPECS[NAME_OF_KIND[kind]].scale) for kin
 """Kind -> the cast of its codes: that of the weight in the forward of the recipe that is named after it."""
 
 
-def frozen(
+def frozen_from_codes(
     codes: Tensor, scale: Tensor, spec: CastSpec, dtype: torch.dtype = torch.bfloat16, transposed: bool = False
 ) -> nn.Parameter:
     """A frozen weight of codes that exist already; they are taken as they are.
@@ -84,7 +84,7 @@ def frozen_rows(
 
     Args:
         codes: [n, K], or [e, N, K] for experts, perhaps none: those from row (or expert) ``first`` on.
-        scale: of all blocks that these rows touch, as in :func:`frozen`.
+        scale: of all blocks that these rows touch, as in :func:`frozen_from_codes`.
         whole: the shape of the whole weight as its module stores it.
     """
     source = Source((Need(spec, get("reference"), 1, transposed),), whole)
@@ -110,9 +110,9 @@ def freeze_weight(
         matrix = values.mT if transposed else values
         codes = torch.empty(matrix.shape, dtype=spec.fmt.dtype, device="meta")
         scale = torch.empty((*matrix.shape[:-2], *grid_of(matrix.shape[-2], matrix.shape[-1], spec)), device="meta")
-        return frozen(codes, scale, spec, dtype or values.dtype, transposed)
+        return frozen_from_codes(codes, scale, spec, dtype or values.dtype, transposed)
     q = Need(spec, get("reference"), 1, transposed).cast(values.detach())
-    return frozen(q.data, q.scale, spec, dtype or values.dtype, transposed)
+    return frozen_from_codes(q.data, q.scale, spec, dtype or values.dtype, transposed)
 
 
 def is_frozen(value: object) -> bool:
@@ -205,7 +205,7 @@ def _nothing(frozen: Codes, device: torch.device) -> Quantized:
     return Quantized(codes, torch.empty((*lead, *grid), device=device), need.spec)
 
 
-def thaw(model: nn.Module) -> nn.Module:
+def dequantize_weights(model: nn.Module) -> nn.Module:
     """Replace every frozen weight by its dequantized values, in place: what to call where dtypes must be changed.
 
     Raises RuntimeError for a model that is sharded already, whose gathering FSDP2 has settled.
@@ -217,7 +217,8 @@ def thaw(model: nn.Module) -> nn.Module:
                 continue
             if not isinstance(parameter, Fp8Weight):
                 raise RuntimeError(
-                    f"{path}.{name} is a frozen FP8 weight that is sharded already. Call fp8.thaw before fully_shard."
+                    f"{path}.{name} is a frozen FP8 weight that is sharded already. Call fp8.dequantize_weights "
+                    "before fully_shard."
                 )
             if id(parameter) not in made:  # tied weights stay tied
                 made[id(parameter)] = nn.Parameter(parameter.dequantize().contiguous(), requires_grad=False)

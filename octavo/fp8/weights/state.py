@@ -15,7 +15,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.weights.cache import CachesWeights
 from octavo.fp8.weights.fp8_rows import Shards, dequantize, gather, gathered, shard_mesh
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Source
-from octavo.fp8.weights.frozen import codes_of_frozen, frozen, is_frozen
+from octavo.fp8.weights.frozen import codes_of_frozen, frozen_from_codes, is_frozen
 from octavo.fp8.weights.shards import distributed, full, is_whole, local_of, reshard
 
 
@@ -57,8 +57,8 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             if is_frozen(weight) and not is_frozen(state[name]):
                 raise ValueError(
                     f"{name} is a frozen FP8 weight of shape {list(weight.shape)}, and the state dict holds "
-                    f"{state[name].dtype} for it. Load codes and scales (fp8.fp8_state_dict), or call fp8.thaw(model) "
-                    "first."
+                    f"{state[name].dtype} for it. Load codes and scales (fp8.fp8_state_dict), or call "
+                    "fp8.dequantize_weights(model) first."
                 )
             continue  # in high precision
         scale = plain.pop(name + _suffix(need.spec), None)
@@ -95,7 +95,7 @@ def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
     local = local_of(weight)
     need, on = local.source.needs[0], local.device
     try:
-        whole: Any = frozen(codes.to(on), scale.to(on), need.spec, weight.dtype, need.transposed).detach()
+        whole: Any = frozen_from_codes(codes.to(on), scale.to(on), need.spec, weight.dtype, need.transposed).detach()
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     if whole.shape != weight.shape:

@@ -156,7 +156,7 @@ def _line_of(words: Sequence[shell_script.Word]) -> str:
 def _mapping(text: str, name: str, json: bool) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
     # JSON is YAML but for tabs between its values; within them there are none
     document = read_text(text.replace("\t", " ") if json else text, name, "write a mapping: `key: value` lines")
-    odd = [problem for problem in document.problems if problem.found == _WORD_KEYS]
+    odd = [problem for problem in document.problems if problem.reason == _WORD_KEYS]
     if document.broken or len(odd) < len(document.problems):
         raise ConfigError([problem for problem in document.problems if problem not in odd])
     found = _leaves(document)

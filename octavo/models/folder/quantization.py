@@ -7,7 +7,7 @@
                         `tensor`, `block`; format `float-quantized`              `FP8_BLOCK`), vLLM's family
 
 Every scale is a dequant multiplier, value = code * scale, "inv" or not. Experts lie one by one on disk,
-`mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.FROZEN`: row (= channel), block, tensor.
+`mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.weights.FROZEN`: row (= channel), block, tensor.
 
 Which layers are in FP8 is given by two lists, and every loader reads them in its own way: `exact`, `by_parts`,
 `by_pattern` and `by_target` are those ways. So whoever writes a checkpoint lists full names, which all of them take.

@@ -60,8 +60,8 @@ def attach_dummy_image(
     """Run tower and projector on a dummy image before the language model, whenever `enabled()` is true.
 
     enabled  asked once a forward: true for a batch without images (or always: harmless, one small image)
-    guard    context around the extra forward, e.g. `octavo.fp8.uncounted`, so that it enters no amax history, health
-             figure or GEMM count
+    guard    context around the extra forward, e.g. `octavo.fp8.observe.uncounted`, so that it enters no amax history,
+             health figure or GEMM count
 
     The tower runs frozen or not. Losses and other gradients are bit-identical to a model without the hook; unfrozen
     parameters of tower and projector get gradients of exactly zero. Returns a handle; `remove()` takes the hook away.

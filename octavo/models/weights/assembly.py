@@ -21,6 +21,8 @@ from transformers import GenerationConfig, PreTrainedModel
 from octavo import fp8
 from octavo.base import accelerator
 from octavo.base.recipe_specs import NAME_OF_KIND, kind_of_word
+from octavo.fp8.policy import Row
+from octavo.fp8.weights import FROZEN
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import at, readable
 from octavo.models.folder.quantization import Quantization, read_quantization
@@ -36,8 +38,8 @@ _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 
 def asked_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind (of `fp8.FROZEN`, by its own name or that of its recipe: row or rowwise); one word speaks of
-    the language model, and True means its rows. Raises ModelError for unknown ones."""
+    """component -> kind (of `fp8.weights.FROZEN`, by its own name or that of its recipe: row or rowwise); one word is
+    for the language model, and True means its rows. Raises ModelError for unknown ones."""
     names = ", ".join(NAME_OF_KIND.values())
     if isinstance(load_in_fp8, bool):
         load_in_fp8 = "row" if load_in_fp8 else None
@@ -48,7 +50,7 @@ def asked_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> di
     for component, kind in asked.items():
         if component not in WITHOUT_HEAD:
             raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")
-        if kind not in fp8.FROZEN:
+        if kind not in FROZEN:
             raise ModelError(f"load_in_fp8 asks for {given[component]!r} in {component}; there are {names}.")
     return asked
 
@@ -63,7 +65,7 @@ class Prepared:
 
     def casts(self) -> dict[str, fp8.CastSpec]:
         """Parameter -> the cast of its codes, of all that become frozen FP8 weights. Reads scales."""
-        found = {name: fp8.FROZEN[kind] for name, kind in self.stream.kinds.items()}
+        found = {name: FROZEN[kind] for name, kind in self.stream.kinds.items()}
         if self.stream.keep_fp8:
             codes = [o for o in self.found.origins if any(e.is_codes for e in o.stored) and o.converter is None]
             found |= {origin.name: self.stream.scales_of(origin)[0] for origin in codes}
@@ -114,11 +116,11 @@ def assemble(
 
 def checked(
     folder: Path, model: PreTrainedModel, shards: Shards, quantization: Quantization | None, keep_fp8: bool
-) -> tuple[Paired, Sources, dict[str, fp8.Row]]:
+) -> tuple[Paired, Sources, dict[str, Row]]:
     """(codes with their scales, what makes each parameter, the linear layers by parameter) of a folder's tensors, found
     to be those of the model. Raises ModelError."""
     paired = pair(shards.stored.values(), quantization, folder)
-    rows = fp8.topology(model, describe(model).components)
+    rows = fp8.describe_layers(model, describe(model).components)
     weights = {row.parameter: row for row in rows}
     experts = {name for name, row in weights.items() if row.kind == "experts"}
     found = sources(model, paired.weights, experts)
@@ -236,7 +238,7 @@ def _as_configured(
     folder: Path,
     model: PreTrainedModel,
     found: Sources,
-    rows: Mapping[str, fp8.Row],
+    rows: Mapping[str, Row],
     quantization: Quantization | None,
     keep_fp8: bool,
 ) -> None:
@@ -270,7 +272,7 @@ def _as_configured(
 
 def _kinds(
     folder: Path,
-    rows: Mapping[str, fp8.Row],
+    rows: Mapping[str, Row],
     found: Sources,
     asked: Mapping[str, str],
     quantization: Quantization | None,
@@ -288,7 +290,7 @@ def _kinds(
                 f"{', '.join(known) or 'no component'}."
             )
         held = [name for name in mine if name in there]
-        if held and quantization is not None and quantization.spec.block != fp8.FROZEN[kind].block:
+        if held and quantization is not None and quantization.spec.block != FROZEN[kind].block:
             raise ModelError(
                 f"load_in_fp8 asks for {NAME_OF_KIND[kind]} in {component}, and {folder} holds FP8 codes of "
                 f"{quantization} ({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes "

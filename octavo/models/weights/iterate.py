@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
+from octavo.fp8.weights import codes_of_frozen, is_frozen
 from octavo.models.folder.quantization import read_quantization
 from octavo.models.structure.skeleton import empty
 from octavo.models.weights.assembly import checked
@@ -51,7 +52,7 @@ def stream(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tenso
             for name, first in names.items():
                 value = model.get_parameter_or_buffer(name)
                 given.add(first)
-                yield first, fp8.codes_of_frozen(value) if fp8.is_frozen(value) else value.detach()
+                yield first, codes_of_frozen(value) if is_frozen(value) else value.detach()
                 del value
             for name, meta in before.items():
                 module, _, leaf = name.rpartition(".")

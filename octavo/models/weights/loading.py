@@ -140,7 +140,7 @@ def _load_stock(
             **extra,
         )
     refuse_incomplete(folder, info)
-    if bad := fp8.not_finite(model.named_parameters()):
+    if bad := fp8.find_nonfinite(model.named_parameters()):
         raise ModelError(_not_finite(folder, bad))
     for name in _still(config, scores):  # tables of sinusoids; from_pretrained lets all parameters be trained
         model.get_parameter(name).requires_grad_(False)
@@ -165,7 +165,7 @@ def _not_finite(folder: Path, bad: list[str]) -> str:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                if fp8.not_finite([(name, tensors.get_tensor(name))]):
+                if fp8.find_nonfinite([(name, tensors.get_tensor(name))]):
                     return (
                         f"{file}: {name} holds NaN or infinity ({len(bad)} weights of the model do). Download or write "
                         "it again; `octavo verify` lists all such."
@@ -178,7 +178,7 @@ def load_split(
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
     """A model in BF16 and, by parameter name, the lower halves (int16, of its shape) that make it the fp32 one exactly.
 
-    For an optimizer that keeps weights as 16 + 16 bits (`fp8.AdamW`, master bf16+16; `fp8.set_low` takes them).
+    For an optimizer that keeps weights as 16 + 16 bits (`fp8.AdamW`, master bf16+16; `set_low` takes them).
     A parameter whose lower halves are all zero has none: the dict of a BF16 checkpoint is empty, and such a checkpoint
     is never held in fp32. Of any other, the host holds the fp32 model, given up parameter by parameter. The BF16
     values are nearest with ties away from zero (`octavo.fp8.arithmetic.master`); `load(path, torch.bfloat16)` takes
@@ -198,7 +198,7 @@ def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTraine
     config = copy.deepcopy(model.config)
     lows: dict[str, torch.Tensor] = {}
     device = torch.device(device)
-    at_once = accelerator.takes_place(device)
+    at_once = accelerator.accepts_parameter_data(device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dtype == torch.float32:

@@ -6,7 +6,7 @@ what its cast needs. So the peak of a load is the model that comes out of it, FP
     on disk                asked for         in the model
     ---------------------  ----------------  --------------------------------------------------------------------------
     values                 -                 values in the dtype asked for
-    values                 row, block, ...   codes of `fp8.FROZEN[kind]`, of the values as they are on disk
+    values                 row, block, ...   codes of `fp8.weights.FROZEN[kind]`, of the values as they are on disk
     codes and scales       -                 the same codes, bit for bit; scales exactly, in fp32
     codes and scales       keep_fp8=False    values, code * scale, rounded once
 
@@ -30,6 +30,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from octavo import fp8
+from octavo.fp8.arithmetic import quantize_with_scale, scale_from_amax
+from octavo.fp8.weights import FROZEN, frozen_from_codes, frozen_rows
 from octavo.models.errors import ModelError
 from octavo.models.folder.quantization import Quantization
 from octavo.models.weights.fp8_codes import check_codes, finer, read_scale, rows_of_a_block
@@ -156,7 +158,7 @@ class Stream:
     # values on disk, codes in the model
 
     def _quantized(self, origin: Origin, parts: Parts | None) -> Tensor:
-        spec, parts_of = fp8.FROZEN[self.kinds[origin.name]], parts or partial(self._from_disk, origin)
+        spec, parts_of = FROZEN[self.kinds[origin.name]], parts or partial(self._from_disk, origin)
         if not origin.experts:
             touched = self._touched(origin, spec)
             codes, scale = self._storage(origin, spec, touched)
@@ -204,11 +206,11 @@ class Stream:
         """The frozen weight of codes and scales of these rows or experts; of a window, what lies in it."""
         dtype, turned = self.dtype_of(origin.name), origin.experts and origin.name in self._turned
         if self.window is None:
-            return fp8.frozen(codes, scale, spec, dtype, turned)
+            return frozen_from_codes(codes, scale, spec, dtype, turned)
         begin, end = self._rows_of(origin.name)
         if rows != (begin, end):
             codes = codes[begin - rows[0] : end - rows[0]].clone()
-        return fp8.frozen_rows(codes, scale, spec, dtype, turned, self._shape(origin.name), begin)
+        return frozen_rows(codes, scale, spec, dtype, turned, self._shape(origin.name), begin)
 
     # codes on disk
 
@@ -368,7 +370,7 @@ def cast_into(
     if spec.block == (-1, -1):
         amaxes = [values.abs().amax().float() for _, values in parts()]
         amax = torch.stack(amaxes).amax() if amaxes else torch.zeros(())
-        whole = fp8.scale_from_amax(amax if over_ranks is None else over_ranks(amax), spec)
+        whole = scale_from_amax(amax if over_ranks is None else over_ranks(amax), spec)
         scale.fill_(whole)
         if not bool(torch.isfinite(whole)):
             return
@@ -379,12 +381,12 @@ def cast_into(
             q = fp8.quantize(values, spec, "reference")
             scale_rows(scale, spec, row, row + values.shape[0]).copy_(q.scale)
         else:
-            q = fp8.quantize_with_scale(values, whole.to(codes.device), spec)
+            q = quantize_with_scale(values, whole.to(codes.device), spec)
         codes[row : row + values.shape[0]].copy_(q.data)
 
 
 def _finite(values: Tensor, stored: Stored) -> Tensor:
     """The values, if they are some."""
-    if fp8.not_finite([(stored.name, values)]):
+    if fp8.find_nonfinite([(stored.name, values)]):
         raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")
     return values

@@ -195,7 +195,7 @@ def fork_gaps(sides: Sides) -> list[float]:
     gaps = []
     for fork, record in ((a, r) for a, r in sides.runs if a.kind == "fork" and a.of == sides.fp8[0].name):
         # Its first half is time to part in; with the reference's own seed high precision has gone on already.
-        middle = (fork.begins + fork.cfg.train.steps) // 2
+        middle = (fork.begins + fork.cfg.train.total_steps) // 2
         gaps.append(gap_of(record, high.get(fork.number, sides.reference[1]), after=middle))
     return gaps
 
@@ -215,7 +215,7 @@ def unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
     for run, record in others:
         if record.failure:
             return f"{run.label}: {record.failure}"
-        steps = max(1, run.cfg.train.steps - run.begins)
+        steps = max(1, run.cfg.train.total_steps - run.begins)
         if len(record.skipped) > SKIPPED_WARN * steps:
             return f"{run.label} skipped {len(record.skipped)} of {steps} steps, whose loss or gradient was not finite"
         if run.of and (check := check_gemms(run.label, record.proof)).status == FAIL:

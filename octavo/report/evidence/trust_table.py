@@ -85,7 +85,7 @@ def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = No
     stretches whose differences D count as independent draws: the gap of the means then has the standard deviation
     sqrt(sum D^2) / sum loss, and stays within t of them 19 times out of 20. Two seeds drift apart for many steps at a
     time, so stretches must be long; few stretches make a rough estimate. The larger of two cuts is taken, and the
-    pair's own gap where that is larger still. In short runs the bound is still too narrow (docs/lab.md).
+    pair's own gap where that is larger still. In short runs the bound is still too narrow (docs/lab/demo.md).
 
     ``steps`` is the length of the whole run where the curves are its beginning. NaN where nothing is finite.
     """

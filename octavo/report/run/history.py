@@ -229,12 +229,12 @@ def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
         beginning = opened.read(BEGINNING)
     lines = beginning.split(b"\n")[:-1], _end(file)
     first, last = ([row for line in part if (row := _row(line, fields)) is not None] for part in lines)
-    found = []
+    ends: list[dict[str, Any]] = []
     for rows, at in ((first, 0), (last, -1)):
-        if rows and (not found or rows[at]["step"] != found[0]["step"]):
+        if rows and (not ends or rows[at]["step"] != ends[0]["step"]):
             step = rows[at]["step"]
-            found.append({"step": step, "rows": [row for row in rows if row["step"] == step]})
-    return found
+            ends.append({"step": step, "rows": [row for row in rows if row["step"] == step]})
+    return ends
 
 
 def _end(file: Path) -> list[bytes]:

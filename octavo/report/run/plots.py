@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from matplotlib import RcParams
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
@@ -49,36 +49,38 @@ PALETTE = {
     "band": "#f1f2f3",
 }
 
-STYLE: dict[str, Any] = {
-    "figure.facecolor": PALETTE["paper"],
-    "axes.facecolor": PALETTE["paper"],
-    "savefig.facecolor": PALETTE["paper"],
-    "axes.edgecolor": PALETTE["line"],
-    "axes.labelcolor": PALETTE["soft"],
-    "axes.titlecolor": PALETTE["ink"],
-    "axes.titlelocation": "left",
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.labelsize": 9.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": PALETTE["line"],
-    "grid.linewidth": 0.7,
-    "text.color": PALETTE["ink"],
-    "xtick.color": PALETTE["soft"],
-    "ytick.color": PALETTE["soft"],
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "lines.solid_capstyle": "round",
-    "font.family": "sans-serif",
-    "svg.fonttype": "none",
-    "svg.hashsalt": "octavo",
-}
+STYLE = RcParams(
+    {
+        "figure.facecolor": PALETTE["paper"],
+        "axes.facecolor": PALETTE["paper"],
+        "savefig.facecolor": PALETTE["paper"],
+        "axes.edgecolor": PALETTE["line"],
+        "axes.labelcolor": PALETTE["soft"],
+        "axes.titlecolor": PALETTE["ink"],
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.labelsize": 9.5,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": PALETTE["line"],
+        "grid.linewidth": 0.7,
+        "text.color": PALETTE["ink"],
+        "xtick.color": PALETTE["soft"],
+        "ytick.color": PALETTE["soft"],
+        "xtick.labelsize": 9,
+        "ytick.labelsize": 9,
+        "legend.frameon": False,
+        "legend.fontsize": 9.5,
+        "lines.solid_capstyle": "round",
+        "font.family": "sans-serif",
+        "svg.fonttype": "none",
+        "svg.hashsalt": "octavo",
+    }
+)
 
 
 @dataclass(frozen=True)

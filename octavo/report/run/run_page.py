@@ -61,7 +61,7 @@ def write(runs: Sequence[History], out: Path, status: str | None = None) -> tupl
         health = run_plots.health_figures(runs[0]) if len(runs) == 1 else []
         bars = _bars(runs, labels)
         memory = plots.svg(_memory_figure(bars), "memory") if bars else ""
-    values = {
+    values: dict[str, object] = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "phase": phase,
         "curves": curves,
@@ -79,9 +79,9 @@ def write(runs: Sequence[History], out: Path, status: str | None = None) -> tupl
         "title": labels[0] if len(runs) == 1 else f"{len(runs)} runs",
     }
     if len(runs) == 1:
-        html = page_parts.render("run.html.jinja", **values, **_one(runs[0], states[0]))
+        html = page_parts.render("run.html.jinja", page_parts.TEMPLATES, **values, **_one(runs[0], states[0]))
     else:
-        html = page_parts.render("runs.html.jinja", **values, **_several(runs, labels, states))
+        html = page_parts.render("runs.html.jinja", page_parts.TEMPLATES, **values, **_several(runs, labels, states))
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write.write_bytes(image, picture, shared=True)
     atomic_write.write_text(out, html, shared=True)  # last: where it is, its picture is
@@ -163,14 +163,15 @@ def _line(run: History) -> str:
 
 def _tiles(run: History, proof: Mapping[str, Any], status: str) -> list[dict[str, str]]:
     """The figures at the head of the page."""
-    found = [{"figure": text, "word": word} for word, text in _told(run, proof) if text]
-    left = (run.cfg.train.steps - run.step) * (run.figures["seconds"].median if "seconds" in run.figures else math.nan)
+    tiles = [{"figure": text, "word": word} for word, text in _key_figures(run, proof) if text]
+    steps_left = run.cfg.train.total_steps - run.step
+    left = steps_left * (run.figures["seconds"].median if "seconds" in run.figures else math.nan)
     if status == "running" and math.isfinite(left) and left:
-        found.append({"figure": _duration(left), "word": f"left, for {run.cfg.train.steps - run.step} steps"})
-    return found
+        tiles.append({"figure": _duration(left), "word": f"left, for {steps_left} steps"})
+    return tiles
 
 
-def _told(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _key_figures(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What is told of a run first, in words and figures; an empty one is not known."""
 
     def of(key: str, text: Callable[[float], str], how: str = "newest") -> str:
@@ -231,14 +232,14 @@ def _figure(name: object, value: object) -> str:
 
 
 def _several(runs: Sequence[History], labels: Sequence[str], states: Sequence[str]) -> dict[str, Any]:
-    """What the page of several runs has beside."""
-    told = [dict(_told(run, json_of(run.directory / "proof.json"))) for run in runs]
-    words = [word for word in told[0] if any(one[word] for one in told)]
+    """The values that only the page of several runs has."""
+    figures_of = [dict(_key_figures(run, json_of(run.directory / "proof.json"))) for run in runs]
+    words = [word for word in figures_of[0] if any(figures[word] for figures in figures_of)]
     return {
         "words": words,
         "runs": [
-            {"label": label, "status": status, "line": _line(run), "figures": [one[word] for word in words]}
-            for label, status, run, one in zip(labels, states, runs, told, strict=True)
+            {"label": label, "status": status, "line": _line(run), "figures": [figures[word] for word in words]}
+            for label, status, run, figures in zip(labels, states, runs, figures_of, strict=True)
         ],
         "labels": labels,
         "differ": differences(runs),

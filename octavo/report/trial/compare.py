@@ -222,7 +222,7 @@ def _forget_peaks() -> None:
     """Let each run have its own peak of GPU memory."""
     from octavo.base import accelerator
 
-    accelerator.forget_peak(accelerator.here())
+    accelerator.empty_cache_and_reset_peak(accelerator.here())
 
 
 def _say(console: Any, text: str) -> None:

@@ -68,8 +68,9 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
     clock = Clock()
     cfg = prepare(directory, steps, console)
     clock.lap("data and model")
-    margin = {"accuracy_margin": ACCURACY_MARGIN}
-    verdict = compare(cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), **margin)
+    verdict = compare(
+        cfg, [RECIPE], directory, console=console, fresh=fresh, jobs=_jobs(), accuracy_margin=ACCURACY_MARGIN
+    )
     clock.lap("trial")
     failure = next(run["failure"] for run in verdict.data["arms"] if run["kind"] == "fp8")
     if failure:

@@ -144,7 +144,7 @@ def _why_no_forks(found: Sequence[Run], fresh: bool) -> str:
     from octavo import checkpoint
 
     fork, reference = (next(run for run in found if run.kind == kind) for kind in ("fork", "reference"))
-    steps = fork.cfg.train.steps
+    steps = fork.cfg.train.total_steps
     if steps - fork.begins < LEAST_FORK:
         return (
             f"forks of {steps - fork.begins} steps have no time to part, at least {LEAST_FORK} are needed: "

@@ -192,7 +192,7 @@ def unsound(records: Records) -> str:
             continue
         if record.failure:
             return f"{run.label}: {record.failure}"
-        if len(record.skipped) > SKIPPED_WARN * run.cfg.train.steps:
+        if len(record.skipped) > SKIPPED_WARN * run.cfg.train.total_steps:
             return f"{run.label} skipped {len(record.skipped)} of {run.cfg.train.steps} steps"
         if run.factors and (check := check_gemms(run.label, record.proof)).status == FAIL:
             return f"{run.label}: {check.sentence}"

@@ -243,7 +243,7 @@ def last_step(record: RunRecord) -> int:
 
 
 def _complete(run: Run, record: RunRecord) -> list[Check]:
-    planned = run.cfg.train.steps
+    planned = run.cfg.train.total_steps
     if record.failure:
         shown = f"after step {last_step(record)} of {planned}"
         return [Check("training", "Training failed", run.label, None, shown, "reaches its end", FAIL, record.failure)]

@@ -170,7 +170,9 @@ class _Progress:
 
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bars = Progress(*columns, console=self.console, refresh_per_second=4)
-            self._tasks = [self._bars.add_task(run.label, total=run.cfg.train.steps - run.begins) for run in self.runs]
+            self._tasks = [
+                self._bars.add_task(run.label, total=run.cfg.train.total_steps - run.begins) for run in self.runs
+            ]
             self._bars.start()
         return self
 
@@ -188,7 +190,7 @@ class _Progress:
                 self._bars.update(task, completed=_steps(run))
         elif final or time.monotonic() - self._last >= LINES:
             self._last = time.monotonic()
-            steps = [(run, _steps(run), run.cfg.train.steps - run.begins) for run in self.runs]
+            steps = [(run, _steps(run), run.cfg.train.total_steps - run.begins) for run in self.runs]
             done = sum(now >= total for _, now, total in steps)
             going = [f"{run.label} {now}/{total}" for run, now, total in steps if 0 < now < total]
             text = " | ".join([f"{done} of {len(steps)} runs done", *going])

@@ -98,12 +98,12 @@ def _lines(axes: Axes, side: Side, curves: Sequence[tuple[np.ndarray, np.ndarray
     color, style = PALETTE[side.color], (0, (4, 2)) if side.dashed else "-"
     curves = [(steps[np.isfinite(values)], values[np.isfinite(values)]) for steps, values in curves]
     rare = max(len(steps) for steps, _ in curves) <= 12
-    found = []
+    by_step: list[dict[int, float]] = []
     for steps, values in curves:
         drawn = values if rare else smooth(values, window_for(len(values)))
-        found.append(dict(zip(steps.tolist(), drawn.tolist(), strict=True)))
+        by_step.append(dict(zip(steps.tolist(), drawn.tolist(), strict=True)))
         if len(curves) > 1:
             axes.plot(steps, drawn, color=color, lw=0.8, alpha=0.35, marker="o" if rare else "", ms=2.5)
-    steps = sorted(set.intersection(*(set(one) for one in found)))
-    mean = [float(np.mean([one[step] for one in found])) for step in steps]
-    axes.plot(steps, mean, color=color, lw=1.9, ls=style, label=side.label, marker="o" if rare else "", ms=4)
+    common = sorted(set.intersection(*(set(curve) for curve in by_step)))
+    mean = [float(np.mean([curve[step] for curve in by_step])) for step in common]
+    axes.plot(common, mean, color=color, lw=1.9, ls=style, label=side.label, marker="o" if rare else "", ms=4)

@@ -47,9 +47,9 @@ def runs_of(
         asked = f"{', '.join(map(repr, wrong))} asked for" if wrong else "no recipe given"
         raise ReportError(f"{asked}; compare sets FP8 recipes beside high precision. Give one or more of: {known}")
     plain = high_precision(cfg)
-    seed, begins = cfg.run.seed, forks_begin(cfg.train.steps)
+    seed, begins = cfg.run.seed, forks_begin(cfg.train.total_steps)
     # Kept also where no forks are asked for yet: they can then be tried without training high precision again.
-    forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.steps - begins >= LEAST_FORK
+    forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.total_steps - begins >= LEAST_FORK
     milestones = (begins,) if forks or forkable else ()
     kept = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
     reference = _run_of(kept, directory, "high-precision", HIGH, "reference", seed)

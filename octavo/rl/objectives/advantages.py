@@ -1,9 +1,9 @@
-"""Advantages: how much better a completion is than what else the policy writes for the same prompt.
+"""Advantages: how much better a completion is than the policy's other completions of the same prompt.
 
-Rewards are ``[P, G]``: P prompts, G completions each, of the whole batch (a handful of numbers, which ranks gather
-before). Each function gives ``[P, G]`` in fp32. Where all rewards of a group are equal its advantages are exactly 0:
-the mean of equal numbers may differ from them in the last bit, and a division by a spread of 0 + eps would make a
-gradient of that bit.
+Rewards are ``[P, G]``: P prompts, G completions each, of the whole batch (a few numbers, which the ranks gather first).
+Each function returns ``[P, G]`` in fp32. Where all rewards of a group are equal, its advantages are exactly 0: the mean
+of equal numbers may differ from them in the last bit, and a division by a spread of 0 + eps would turn that bit into a
+gradient.
 
 Advantages over tokens, which need a critic, are in ``octavo/rl/objectives/gae.py``.
 """
@@ -15,14 +15,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-EPS = 1e-4  # beside a standard deviation, in units of reward; GRPO's reference code and TRL have the same
+EPS = 1e-4  # added to a standard deviation, in units of reward; the value of GRPO's reference code and of TRL
 
 
 def group(rewards: Tensor, scale: bool = True) -> Tensor:
     """GRPO (DeepSeekMath, arXiv 2402.03300, 4.1.2): (r - mean of the group) / (its standard deviation + eps).
 
-    Dr. GRPO (arXiv 2503.20783, 3.1) leaves the division away (``scale=False``): it weighs prompts that are nearly
-    solved, or nearly hopeless, more than others. The deviation is the sample's (G - 1); of one completion it is 0.
+    Dr. GRPO (arXiv 2503.20783, 3.1) omits the division (``scale=False``), because it gives more weight to prompts that
+    are nearly solved or nearly hopeless. The deviation is that of a sample (G - 1), and 0 for a single completion.
     """
     wide = _checked(rewards)
     centred = wide - wide.mean(dim=1, keepdim=True)
@@ -64,14 +64,15 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 def informative(rewards: Tensor) -> Tensor:
     """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): bool [P], the groups whose rewards are not all equal.
 
-    The others have no gradient; DAPO draws new prompts in their place until the batch is full.
+    The other groups have no gradient; DAPO replaces them by new prompts until the batch is full.
     """
     wide = _checked(rewards)
     return wide.amax(dim=1) != wide.amin(dim=1)
 
 
 def _checked(rewards: Tensor) -> Tensor:
-    """The rewards in fp64, in which sums of a group are exact enough to forget about."""
+    """The rewards in fp64, in which the rounding of a group's sums is negligible. Raises ValueError for a wrong shape
+    and for values that are not finite."""
     if rewards.dim() != 2 or not rewards.numel():
         raise ValueError(f"rewards are [prompts, completions of each], at least one; found {list(rewards.shape)}")
     if not bool(rewards.isfinite().all()):

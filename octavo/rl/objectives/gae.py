@@ -1,8 +1,8 @@
-"""What PPO needs beside its clipped surrogate: rewards and advantages over tokens, and the critic's loss.
+"""The parts of PPO other than its clipped surrogate: rewards and advantages per token, and the critic's loss.
 
-A completion is an episode: token t is the action in the state of all before it, worth V_t by the critic. Rewards are
-[B, T]: the score at the last token that counts, and at every token the KL penalty. What follows the last token is worth
-0. Tokens that are masked in between are passed over, as if they were not there.
+A completion is an episode: token t is the action in the state of all tokens before it, and V_t is the critic's value of
+that state. Rewards are [B, T]: the score at the last token that counts, and at every token the KL penalty. The state
+after the last token has the value 0. Masked tokens in between are skipped.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def gae_of_parts(
     rewards: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor], gamma: float, lam: float
 ) -> list[tuple[Tensor, Tensor]]:
-    """:func:`gae` of micro-batches of any widths, in one pass over the tokens that count: one pass for each would be
-    small operations without end where completions are long and many."""
+    """:func:`gae` of micro-batches of any widths, in one pass over the tokens that count: a loop over time for each
+    micro-batch would launch very many small operations where completions are long."""
     masks = [mask.bool() for mask in masks]
 
     def packed(parts: Sequence[Tensor]) -> Tensor:
@@ -61,8 +61,8 @@ def gae_of_parts(
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     inside, counts = packed(masks), [int(mask.sum()) for mask in masks]
-    found = gae(packed(rewards), packed(values), inside, gamma, lam)
-    flat = zip(*(each[inside].split(counts) for each in found), strict=True)
+    packed_result = gae(packed(rewards), packed(values), inside, gamma, lam)
+    flat = zip(*(each[inside].split(counts) for each in packed_result), strict=True)
     return [
         (torch.zeros(mask.shape).masked_scatter(mask, a), torch.zeros(mask.shape).masked_scatter(mask, r))
         for mask, (a, r) in zip(masks, flat, strict=True)
@@ -77,9 +77,10 @@ def moments(advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(advantages: Tensor, mask: Tensor, of_batch: Tensor, eps: float = 1e-8) -> Tensor:
-    """Advantages of mean 0 and variance 1 over the whole batch, whose :func:`moments` are given; 0 where masked.
+    """Advantages with mean 0 and variance 1 over the whole batch, whose :func:`moments` are ``of_batch``; 0 where
+    masked.
 
-    A single token, and advantages that are all equal, become 0: fp64 has the mean of equal fp32 numbers exactly.
+    A single token, and advantages that are all equal, become 0: the mean of equal fp32 numbers is exact in fp64.
     """
     n, total, squares = of_batch.tolist()
     mean = total / max(n, 1.0)
@@ -90,11 +91,11 @@ def whiten(advantages: Tensor, mask: Tensor, of_batch: Tensor, eps: float = 1e-8
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, n: Counts, clip: float | None = 0.2
 ) -> tuple[Tensor, Figures]:
-    """The critic's loss (PPO's reference code): values [B, T] with a gradient, those of the rollout, and returns.
+    """The critic's loss (PPO's reference code): values [B, T] with a gradient, values at the rollout, and returns.
 
         1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)        mean over all tokens of the batch
 
-    Figures: ``value_loss``; ``value_clip_ratio``, the share of tokens where the clipped one is larger; ``value_mean``.
+    Figures: ``value_loss``; ``value_clip_ratio``, the share of tokens whose clipped error is larger; ``value_mean``.
     """
     counted = mask.bool()
     values, old_values, returns = (torch.where(counted, x, 0.0) for x in (values, old_values, returns))

@@ -1,16 +1,16 @@
-"""The gap between rollout and trainer: what it is, and weights that correct for it.
+"""The gap between rollout and trainer, and importance weights that correct for it.
 
 The rollout draws tokens with probabilities mu; the trainer, with the same weights but other kernels, batches or
-formats, gives them p_old. With d = log p_old - log mu of a token, an expectation over the rollout becomes one over the
-trainer's policy when each token, or each completion of n tokens, is weighed by
+formats, computes p_old for them. With d = log p_old - log mu of a token, an expectation over the rollout becomes one
+over the trainer's policy when each token, or each completion of n tokens, is weighted by
 
     token      e^d                  of a token given those before it
     sequence   e^(sum of d)         exact, but d adds up: 0.01 a token is a factor of 2.7 after 100 tokens
     geometric  e^(sum of d / n)     a mean, which does not grow with the length
 
-A weight above its limit is truncated to it (truncated importance sampling), or the token or completion is masked: its
-weight is 0 where it lies outside low .. high (IcePop by tokens, rejection by completions).
-An objective of whole completions takes the mean of its tokens' weights.
+A weight above its limit is truncated to the limit (truncated importance sampling), or the token or completion is
+masked: its weight is 0 outside low .. high (IcePop by tokens, rejection by completions).
+An objective over whole completions uses the mean of its tokens' weights.
 ``octavo/rl/objectives/policy_losses.py`` multiplies terms by weights.
 """
 
@@ -29,9 +29,9 @@ LARGEST = 20.0  # nats: a ratio of two probabilities is cut to e^-20 .. e^20, so
 Level = Literal["token", "sequence", "geometric"]
 Action = Literal["truncate", "mask"]
 
-# Limits (low, high) that are usual. Token and sequence: within what verl's rollout correction names (1.5 to 5 and 2 to
-# 10, truncation at 2); masking of tokens as IcePop does it; a geometric mean is a factor per token, so its limits are
-# close to 1.
+# Default limits (low, high). Token and sequence: within the ranges in the documentation of verl's rollout correction
+# (1.5 to 5 and 2 to 10, truncation at 2). Masking of tokens: IcePop. A geometric mean is a factor per token, so its
+# limits are close to 1.
 LIMITS: dict[tuple[Level, Action], tuple[float | None, float]] = {
     ("token", "truncate"): (None, 2.0),
     ("token", "mask"): (0.5, 5.0),
@@ -44,8 +44,8 @@ LIMITS: dict[tuple[Level, Action], tuple[float | None, float]] = {
 
 @dataclass(frozen=True)
 class Correction:
-    """How weights are made. A limit that is None is the usual one of :data:`LIMITS`; truncation has no lower limit
-    unless one is given."""
+    """How weights are computed and limited. A limit of None means the default in :data:`LIMITS`; truncation has no
+    lower limit unless one is set. Raises ValueError for limits that exclude 1."""
 
     level: Level = "token"
     action: Action = "truncate"
@@ -61,7 +61,7 @@ class Correction:
         low, high = self.limits
         if not 0 <= (low or 0.0) <= 1 <= high:
             raise ValueError(
-                f"limits of a weight hold 1 between them, which is what no gap gives: low {low}, high {high}"
+                f"limits of a weight must include 1, the weight where there is no gap: low {low}, high {high}"
             )
 
     @property
@@ -71,11 +71,11 @@ class Correction:
 
 
 UNLIMITED = Correction(high=math.inf)
-"""Of weights that are looked at and not used."""
+"""For weights that are reported but not applied."""
 
 
 def difference_of(logps: Tensor, others: Tensor, mask: Tensor) -> Tensor:
-    """log p - log q of each token, exactly 0 where the mask is 0, whatever stands there, and so is its gradient."""
+    """log p - log q of each token; where the mask is 0, the difference and its gradient are exactly 0, even for NaN."""
     return torch.where(mask.bool(), logps - others, 0.0).clamp(-LARGEST, LARGEST)
 
 
@@ -83,8 +83,8 @@ def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -
     """How far the trainer is from the rollout, over all tokens that count: fp32 [B, T] each, ``tokens`` of the batch.
 
     ``logp_gap_mean`` and ``logp_gap_max``: |d log p| in nats. ``logp_gap_k1`` and ``logp_gap_k3``: the KL divergence of
-    the rollout's policy from the trainer's, estimated as in ``octavo/rl/objectives/penalties.py``. 0 all four: the same
-    numbers.
+    the rollout's policy from the trainer's, estimated as in ``octavo/rl/objectives/penalties.py``. All four are 0 where
+    both computed the same numbers.
     """
     d = difference_of(old_logps, sampled_logps, mask)
     distance, total = d.abs(), max(tokens, 1.0)
@@ -100,11 +100,11 @@ def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -
 def weights(
     old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, how: Correction, tokens: float, sequences: float
 ) -> tuple[Tensor, Figures]:
-    """Weights of the objective's terms, [B, T] by token, else [B, 1]; 1 where nothing counts. ``tokens`` and
-    ``sequences``: of the whole batch.
+    """Weights of the objective's terms: [B, T] by token, else [B, 1]; 1 where nothing counts. ``tokens`` and
+    ``sequences`` are the counts of the whole batch.
 
-    Figures are of the weights as used: ``sampling/importance_sampling_ratio/min``, ``mean`` and ``max`` over tokens, or
-    over completions, and ``sampling/limited``: the share of them that was truncated or masked.
+    Figures describe the weights after limiting: ``sampling/importance_sampling_ratio/min``, ``mean`` and ``max`` over
+    tokens (or completions), and ``sampling/limited``, the share of them that was truncated or masked.
     """
     counted = mask.bool()
     d = difference_of(old_logps, sampled_logps, mask)

@@ -1,9 +1,9 @@
-"""Figures of a batch that was cut into micro-batches and spread over ranks.
+"""Figures of a batch that is split into micro-batches and over ranks.
 
-Every function of this package that gives figures gives its part of the whole batch's: a mean is divided by the count of
-the whole batch already, so that parts are added; what is called ``min`` or ``max`` is the smallest or largest of the
-parts. A part with nothing to look at has +inf as its smallest and -inf as its largest, which change nothing; once all
-parts are together, :func:`whole` says 0 for what nobody had.
+Every function of this package that returns figures returns its part of the whole batch's figures: a mean is already
+divided by the count of the whole batch, so that parts are added; figures named ``min`` or ``max`` are the smallest or
+largest of the parts. An empty part has +inf as its smallest and -inf as its largest value, which change nothing; once
+all parts are combined, :func:`whole` returns 0 for a figure that no part had.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from torch import Tensor
 
 Figures = dict[str, Tensor]
 
-# Names in TensorBoard, for readers who compare with TRL: ours -> TRL's of the same figure. All other names are TRL's or
-# ours alone, but for reward_std: ours is the mean of the groups' deviations, TRL's the deviation of all completions.
+# Names in TensorBoard, for users who compare with TRL: Octavo's name -> TRL's name of the same figure. All other names
+# are the same in TRL or exist only here, except reward_std: here the mean of the groups' deviations, in TRL the
+# deviation over all completions.
 TRL_NAMES = {
     "length": "completions/mean_length",
     "logp_gap_mean": "sampling/sampling_logp_difference/mean",
     "logp_gap_max": "sampling/sampling_logp_difference/max",
     "reward_std": "reward_std_of_groups",
-    "value_loss": "loss/value_avg",  # as TRL had it while it had PPO
+    "value_loss": "loss/value_avg",  # from the versions of TRL that had PPO
     "value_clip_ratio": "val/clipfrac_avg",
 }
 
 
 class Ranks(Protocol):
-    """What :class:`octavo.parallel.World` offers here: elementwise reductions over ranks."""
+    """The part of :class:`octavo.parallel.World` that figures need: elementwise reductions over ranks."""
 
     def sum(self, tensor: Tensor) -> Tensor: ...
     def all_reduce_max(self, tensor: Tensor) -> Tensor: ...
 
 
 def kind(name: str) -> str:
-    """How parts of a figure are put together, by its last word: `min`, `max` or `sum`."""
-    found = re.search(r"(?:^|[/_])(min|max)$", name)
-    return found[1] if found else "sum"
+    """How parts of a figure are combined, by the last word of its name: `min`, `max` or `sum`."""
+    match = re.search(r"(?:^|[/_])(min|max)$", name)
+    return match[1] if match else "sum"
 
 
 def lowest(values: Tensor, where: Tensor) -> Tensor:
-    """The smallest of the values that count; +inf of none. Nothing waits for a GPU."""
+    """The smallest of the values that count, +inf if none does. Does not synchronize with the GPU."""
     return torch.where(where, values, math.inf).amin() if len(values) else values.new_tensor(math.inf)
 
 
@@ -53,7 +54,7 @@ def highest(values: Tensor, where: Tensor) -> Tensor:
 
 
 def add_up(parts: Iterable[Mapping[str, Tensor]]) -> Figures:
-    """Figures of several parts as those of one; a name may be missing in some."""
+    """Combine the figures of several parts; a part may lack a name."""
     total: Figures = {}
     put: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}
     for part in parts:
@@ -63,7 +64,7 @@ def add_up(parts: Iterable[Mapping[str, Tensor]]) -> Figures:
 
 
 def whole(figures: Mapping[str, Tensor], ranks: Ranks) -> dict[str, float]:
-    """The batch's figures over all ranks, as numbers. Every rank must have the same names. Two collectives."""
+    """The batch's figures over all ranks, as numbers. All ranks must pass the same names. Two collectives."""
     sums = {name: float(value) for name, value in figures.items() if kind(name) == "sum"}
     sign = {"min": -1.0, "max": 1.0}
     tops = {name: sign[kind(name)] * float(value) for name, value in figures.items() if kind(name) != "sum"}

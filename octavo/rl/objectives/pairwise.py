@@ -1,8 +1,8 @@
 """Preference losses over pairs of answers to one prompt, one chosen and one rejected, as their papers write them.
 
 A pair is four sums of log-probabilities over its answers' tokens, two of the policy and two of the reference, and two
-counts of tokens. With m = (log p - log p_ref) of the chosen answer minus that of the rejected one, DPO's rewards are
-beta (log p - log p_ref), and the losses of a pair
+counts of tokens. DPO's reward of an answer is beta (log p - log p_ref). With the margin m, log p - log p_ref of the
+chosen answer minus the same difference of the rejected answer, the losses of a pair are
 
     sigmoid       -(1 - e) log s(beta m) - e log s(-beta m)                  DPO, arXiv 2305.18290, eq. 7
     robust        (-(1 - e) log s(beta m) + e log s(-beta m)) / (1 - 2e)     arXiv 2403.00409
@@ -11,9 +11,9 @@ beta (log p - log p_ref), and the losses of a pair
     sigmoid_norm  sigmoid with m'                                            length-normalised, arXiv 2411.15124
 
 where s is the logistic function, e the label smoothing, and m' has means over tokens in place of sums. ORPO and SimPO
-need no reference and take means. All are averaged over the pairs of the *whole* batch of an update, whose counts are
-arguments, so that gradients and figures of micro-batches and ranks add up. A pair with an empty side is none: it
-gives 0.
+need no reference and use means. All are averaged over the pairs of the *whole* batch of an update, whose counts are
+arguments, so that gradients and figures of micro-batches and ranks add up. A pair with an empty answer does not count:
+its loss is 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def answer_logps(logps: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Of B pairs, each [B] in fp32: sums of log-probabilities and tokens, as :func:`answer_logps` gives them."""
+    """B pairs: sums of log-probabilities and counts of tokens, each fp32 [B], as :func:`answer_logps` returns them.
+
+    Raises ValueError for other shapes or dtypes."""
 
     chosen: Tensor
     rejected: Tensor
@@ -55,8 +57,8 @@ class Pairs:
 
     @classmethod
     def of(cls, logps: Tensor, mask: Tensor, ref: Tensor | None = None) -> Pairs:
-        """From answers of 2B rows, the chosen ones first: log-probabilities [2B, T], mask [2B, T], and sums of the
-        reference [2B]."""
+        """The pairs of 2B rows, chosen answers first: log-probabilities [2B, T], mask [2B, T], and the reference's sums
+        [2B]."""
         if len(logps) % 2:
             raise ValueError(f"pairs are an even number of rows, chosen ones first; found {len(logps)}")
         sums, tokens = answer_logps(logps, mask)
@@ -68,7 +70,7 @@ class Pairs:
         return (self.chosen_tokens > 0) & (self.rejected_tokens > 0)
 
     def means(self) -> tuple[Tensor, Tensor]:
-        """Mean log-probability of a token of each answer; -1 where there is none, which nothing takes."""
+        """Mean log-probability per token of each answer; -1, which no loss uses, for an empty answer."""
         return tuple(
             torch.where(tokens > 0, sums / tokens.clamp(min=1), -1.0)
             for sums, tokens in ((self.chosen, self.chosen_tokens), (self.rejected, self.rejected_tokens))
@@ -76,14 +78,14 @@ class Pairs:
 
 
 class PairCounts(NamedTuple):
-    """Denominators, of one part or, added up over micro-batches and ranks, of the whole batch of an update."""
+    """Denominators: of one part, or of an update's whole batch once added up over micro-batches and ranks."""
 
     pairs: float
     chosen_tokens: float
 
     @classmethod
     def of(cls, masks: Iterable[Tensor]) -> PairCounts:
-        """Of micro-batches whose masks [2B, T] are given, the chosen answers first."""
+        """Count the pairs of micro-batches by their masks [2B, T], chosen answers first."""
         pairs = tokens = 0.0
         for mask in masks:
             chosen, rejected = (half.bool().sum(dim=1) for half in mask.chunk(2))
@@ -128,8 +130,8 @@ def orpo(p: Pairs, n: PairCounts, *, beta: float = 0.1) -> tuple[Tensor, Figures
     ratio, nll = F.logsigmoid(log_odds), _nll(p, n)
     odds = {"log_odds_ratio": _mean(ratio, p.whole, n), "log_odds_chosen": _mean(log_odds, p.whole, n)}
     figures = _figures(p, n, beta * chosen, beta * rejected, chosen, rejected)
-    more = {name: value.detach() for name, value in (odds | {"nll_loss": nll}).items()}
-    return nll - beta * odds["log_odds_ratio"], figures | more
+    parts = {name: value.detach() for name, value in (odds | {"nll_loss": nll}).items()}
+    return nll - beta * odds["log_odds_ratio"], figures | parts
 
 
 def simpo(
@@ -169,7 +171,7 @@ DPO_LOSSES = {"sigmoid": _sigmoid, "robust": _robust, "hinge": _hinge, "ipo": _i
 
 
 def _log_not(logp: Tensor) -> Tensor:
-    """log(1 - e^x) for x < 0, by the branch that loses no digits; a probability of 1 is taken as one of 1 - 1e-7."""
+    """log(1 - e^x) for x < 0, by the branch that loses no digits; a probability of 1 is treated as 1 - 1e-7."""
     x = logp.clamp(max=-1e-7)
     return torch.where(x > -math.log(2.0), (-torch.expm1(x)).log(), torch.log1p(-x.exp()))
 

@@ -1,4 +1,4 @@
-"""What is added to a reward or a loss: the distance from a reference, the length, and what is left out of both.
+"""Penalties on a reward or a loss: the distance from a reference and the length; and the mask of truncated completions.
 
 The KL divergence of the policy from a reference is estimated from the tokens that the policy drew. With
 d = log p - log p_ref of a token, Schulman's estimators (joschu.net/blog/kl-approx.html) are
@@ -7,9 +7,10 @@ d = log p - log p_ref of a token, Schulman's estimators (joschu.net/blog/kl-appr
     k2 = d^2 / 2            biased, never negative
     k3 = e^-d - 1 + d       unbiased, never negative: GRPO's
 
-In the reward their value counts. In the loss their gradient does, and its mean is the KL's own for k2 alone: for k1 it
-is 0 (the gradient of log p), for k3 that of the reverse divergence. Multiplied by the policy's ratio to the one that
-drew the tokens (DeepSeek-V3.2, arXiv 2512.02556, 3.1) k1 and k3 have the KL's gradient.
+In the reward, their value matters. In the loss, their gradient does, and only the gradient of k2 has the KL's gradient
+as its mean: the mean is 0 for k1 (the gradient of log p), and the reverse divergence's gradient for k3. Multiplied by
+the ratio of the policy to the policy that drew the tokens (DeepSeek-V3.2, arXiv 2512.02556, 3.1), k1 and k3 have the
+KL's gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Kl = Literal["k1", "k2", "k3"]
 
 
 def kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: Kl) -> Tensor:
-    """[B, T] each -> the estimate of each token [B, T], in nats; 0 where the mask is 0."""
+    """The estimate of the KL at each token [B, T], in nats, from log-probabilities [B, T]; 0 where the mask is 0."""
     if estimator not in get_args(Kl):
         raise ValueError(f"KL estimator {estimator!r} does not exist; there are {', '.join(get_args(Kl))}")
     difference = difference_of(logps, ref_logps, mask)
@@ -37,9 +38,10 @@ def kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: Kl) -> Tensor:
 
 
 def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
-    """DAPO's soft punishment (arXiv 2503.14476, eq. 13): tokens of completions [N] -> fp32 [N], added to rewards.
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of completions of ``lengths`` [N] tokens: fp32 [N], to
+    be added to rewards.
 
-    0 up to ``longest - buffer`` tokens, then falling evenly to -1 at ``longest``, and -1 beyond.
+    0 up to ``longest - buffer`` tokens, then linearly down to -1 at ``longest``, and -1 beyond.
     """
     if not 0 <= buffer <= longest:
         raise ValueError(f"the buffer of the overlong punishment is 0 to {longest} tokens (max_new_tokens): {buffer}")
@@ -49,6 +51,6 @@ def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
 
 
 def without_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
-    """The mask [B, T] without the completions that were cut off at the limit (bool [B]): they say nothing of how the
-    policy would have ended. Their rewards stay in the group's mean (DAPO's overlong filtering, TRL)."""
+    """The mask [B, T] without the completions that were cut off at the limit (``truncated``, bool [B]): how the policy
+    would have ended them is unknown. Their rewards stay in the group's mean (DAPO's overlong filtering, TRL)."""
     return mask.bool() & ~truncated.bool()[:, None]

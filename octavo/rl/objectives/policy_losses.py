@@ -5,11 +5,11 @@ have one form, a loss to be minimised
 
     L = sum over tokens of  share * (weight * term + beta * KL)  -  bonus * mean entropy
 
-``term`` is what an algorithm says of a token (below), ``weight`` corrects for what the rollout computed otherwise than
-the trainer (``octavo/rl/objectives/importance.py``), and ``share`` divides by counts of the *whole* batch of an update,
-over all micro-batches and ranks. So gradients of micro-batches and ranks add up to the gradient of L with no factor
-left over; figures add up likewise (``octavo/rl/objectives/metrics.py``). Where all is masked, loss and gradient are 0,
-never NaN.
+``term`` is the algorithm's loss of a token (below), ``weight`` corrects for differences between rollout and trainer
+(``octavo/rl/objectives/importance.py``), and ``share`` divides by counts of the *whole* batch of an update, over all
+micro-batches and ranks. So the gradients of micro-batches and ranks add up to the gradient of L without a further
+factor; figures add up in the same way (``octavo/rl/objectives/metrics.py``). Where everything is masked, loss and
+gradient are 0, never NaN.
 
 With r = p / p_old of a token and A its advantage, the clipped surrogate (PPO, arXiv 1707.06347, eq. 7) is
 
@@ -34,11 +34,15 @@ from octavo.rl.objectives.penalties import Kl, kl
 class Batch:
     """Completions of one micro-batch, fp32 ``[B, T]`` on one device.
 
-    logps: log-probabilities of the tokens by the policy that is trained, in nats, with a gradient. old_logps: the same
-    by the weights that wrote the completions, as the trainer computes them. mask: true for tokens that count.
-    advantages: [B], or [B, T] from a critic. ref_logps: by the reference. weights: corrections, [B, 1] or [B, T].
-    entropy: of the policy's distribution at each token, in nats, with a gradient where it earns a bonus.
-    Masked values may be anything, NaN included; they are 0 from here on.
+    logps       log-probabilities of the tokens under the trained policy, in nats, with a gradient
+    old_logps   the same under the weights that wrote the completions, computed by the trainer
+    mask        true for tokens that count
+    advantages  [B], or [B, T] from a critic
+    ref_logps   log-probabilities under the reference
+    weights     importance weights, [B, 1] or [B, T]
+    entropy     of the policy's distribution at each token, in nats; with a gradient if there is an entropy bonus
+
+    Masked values may be anything, including NaN; they are set to 0. Raises ValueError for other shapes and dtypes.
     """
 
     logps: Tensor
@@ -62,7 +66,7 @@ class Batch:
                 tensor = tensor[:, None]
             of_rows = name in ("advantages", "weights") and tensor.shape == (shape[0], 1)
             if tensor.shape != shape and not of_rows:
-                raise ValueError(f"{name} is {list(tensor.shape)} beside log-probabilities {list(shape)}")
+                raise ValueError(f"{name} is {list(tensor.shape)}; log-probabilities are {list(shape)}")
             if tensor.dtype not in (torch.float32, torch.float64):
                 raise ValueError(f"{name} is {tensor.dtype}: differences of log-probabilities need float32")
             counts = mask.any(dim=1, keepdim=True) if of_rows else mask
@@ -70,16 +74,16 @@ class Batch:
 
 
 class Counts(NamedTuple):
-    """Denominators, of one part or, added up over micro-batches and ranks, of the whole batch of an update."""
+    """Denominators: of one part, or of an update's whole batch once added up over micro-batches and ranks."""
 
     tokens: float  # that count
-    sequences: float  # completions, those without a token that counts included: the papers' G
+    sequences: float  # completions, including those without a token that counts: the papers' G
     room: float  # tokens that the completions could have had: sequences x max_new_tokens
     microbatches: float  # with a token that counts
 
     @classmethod
     def of(cls, masks: Iterable[Tensor], max_new_tokens: int) -> Counts:
-        """Of micro-batches whose masks [B, T] are given."""
+        """Count the tokens and completions of micro-batches by their masks [B, T]."""
         each = [
             (float(mask.bool().sum()), float(len(mask)), float(len(mask) * max_new_tokens), float(mask.any()))
             for mask in masks
@@ -88,21 +92,21 @@ class Counts(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """The ratio stays in 1 - low .. 1 + high where leaving pays; no low: no limit below."""
+    """Limits of the ratio, 1 - low .. 1 + high, beyond which a token has no gradient; low None: no lower limit."""
 
     low: float | None
     high: float
 
 
 class Terms(NamedTuple):
-    """What an objective says of a micro-batch: [B, T] each, or [B, 1] where all tokens of a row share a value."""
+    """An objective's terms of a micro-batch: [B, T] each, or [B, 1] where all tokens of a row share a value."""
 
     term: Tensor
     share: Tensor  # of each token in the loss; 0 where masked
-    ratio: Tensor  # of the policy to the one that wrote the completions, with a gradient
-    low: Tensor  # bool: the lower limit acts (A < 0), so that the token has no gradient, or a larger weight
-    high: Tensor  # bool: the upper one does (A > 0)
-    limited: Literal["tokens", "completions", "weights"] = "tokens"  # that limits act on
+    ratio: Tensor  # of the policy to the policy that wrote the completions, with a gradient
+    low: Tensor  # bool: the lower limit applies (A < 0), so that the token has no gradient, or a larger weight
+    high: Tensor  # bool: the upper limit applies (A > 0)
+    limited: Literal["tokens", "completions", "weights"] = "tokens"  # what the limits apply to
 
 
 # --- The objectives ---------------------------------------------------------------------------------------------------
@@ -120,9 +124,9 @@ def grpo(b: Batch, clip: Clip, n: Counts) -> Terms:
 
 
 def dr_grpo(b: Batch, clip: Clip, n: Counts) -> Terms:
-    """Dr. GRPO (arXiv 2503.20783, eq. 2 and listing 1): a sum over tokens, divided by the longest that is allowed.
+    """Dr. GRPO (arXiv 2503.20783, eq. 2 and listing 1): a sum over tokens, divided by max_new_tokens.
 
-    Dividing by a completion's own length, as GRPO does, makes long wrong answers cheap.
+    GRPO divides by the completion's length, which penalizes long wrong answers too little.
     """
     return _clipped(b, _token_ratio(b), clip, by_room(b.mask, n))
 
@@ -137,9 +141,10 @@ def dapo(b: Batch, clip: Clip, n: Counts) -> Terms:
 
 
 def bnpo(b: Batch, clip: Clip, n: Counts) -> Terms:
-    """BNPO as TRL has it: mean over the tokens of a micro-batch, then over micro-batches.
+    """BNPO as in TRL: mean over the tokens of a micro-batch, then over micro-batches.
 
-    The one objective that depends on how a batch is cut. One completion a micro-batch: GRPO; one micro-batch: DAPO.
+    The only objective that depends on how a batch is split: with one completion a micro-batch it is GRPO, with one
+    micro-batch DAPO.
     """
     return _clipped(b, _token_ratio(b), clip, by_microbatch(b.mask, n))
 
@@ -153,8 +158,8 @@ def gspo(b: Batch, clip: Clip, n: Counts) -> Terms:
 def cispo(b: Batch, clip: Clip, n: Counts) -> Terms:
     """CISPO (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5): term = -sg(clip(r)) A log p.
 
-    What is clipped is a weight without gradient, so that every token keeps its gradient, the rare ones that start a
-    new thought included, whose ratio PPO would clip away. Usually without a lower limit.
+    The clip applies to a weight without gradient, so every token keeps its gradient, including the rare tokens that
+    start a new thought, which PPO would clip. Usually without a lower limit.
     """
     ratio = _token_ratio(b)
     bounded = ratio.clamp(min=None if clip.low is None else 1 - clip.low, max=1 + clip.high).detach()
@@ -165,24 +170,26 @@ def cispo(b: Batch, clip: Clip, n: Counts) -> Terms:
 
 
 def rloo(b: Batch, clip: Clip, n: Counts) -> Terms:
-    """RLOO (arXiv 2402.14740): a completion is one action; its ratio is the product of its tokens', clipped as PPO's.
+    """RLOO (arXiv 2402.14740): a completion is one action; its ratio is the product of its tokens' ratios, clipped as
+    in PPO.
 
-    In the first update on a rollout the ratio is 1 and the gradient REINFORCE's, with the leave-one-out baseline.
+    In the first update on a rollout the ratio is 1 and the gradient is that of REINFORCE with the leave-one-out
+    baseline.
     """
     product = _log_ratio(b).sum(dim=1, keepdim=True).clamp(-LARGEST, LARGEST).exp()
     return _clipped(b, product, clip, by_sequence(b.mask, n), "completions")
 
 
-# --- Shares: what a token counts --------------------------------------------------------------------------------------
+# --- Shares: the weight of a token in the mean ------------------------------------------------------------------------
 
 
 def by_token(mask: Tensor, n: Counts) -> Tensor:
-    """1 / N: every token of the batch alike."""
+    """1 / N: every token of the batch has the same weight."""
     return mask / max(n.tokens, 1.0)
 
 
 def by_sequence(mask: Tensor, n: Counts) -> Tensor:
-    """1 / (S n_s): every completion alike; n_s: its tokens."""
+    """1 / (S n_s): every completion has the same weight; n_s: its tokens."""
     return mask / _lengths(mask) / max(n.sequences, 1.0)
 
 
@@ -192,7 +199,7 @@ def by_room(mask: Tensor, n: Counts) -> Tensor:
 
 
 def by_microbatch(mask: Tensor, n: Counts) -> Tensor:
-    """1 / (M n_m): every micro-batch alike; n_m: its tokens."""
+    """1 / (M n_m): every micro-batch has the same weight; n_m: its tokens."""
     return mask / mask.sum().clamp(min=1) / max(n.microbatches, 1.0)
 
 
@@ -205,14 +212,18 @@ def policy_loss(
 ) -> tuple[Tensor, Figures]:  # fmt: skip
     """A micro-batch's part of the loss L and of the figures: correction, KL in the loss, entropy bonus and sums.
 
-    beta: weight of the KL from ``b.ref_logps`` (0 where it is in the reward); kl_weighted: times the ratio, which makes
-    its gradient that of the KL. entropy_bonus: weight of the mean entropy of all tokens. Raises ValueError where a
-    weight has no tensor, and for k1 without the ratio, whose gradient has mean 0.
+    beta           weight of the KL from ``b.ref_logps`` (0 where the KL is in the reward)
+    kl_weighted    multiply the KL by the ratio, so that its gradient is the KL's gradient
+    entropy_bonus  weight of the mean entropy of all tokens
 
-    Figures: ``policy_loss``, ``entropy`` (where known), ``kl`` (with beta), and shares of tokens, or of completions, at
-    a limit: ``clip_ratio/low_mean``, ``high_mean``, ``region_mean``, and the smallest and largest of a completion; of
-    CISPO, whose tokens keep their gradient, ``cispo_clip_ratio``: the share whose weight is at a limit.
+    Raises ValueError where a weight has no tensor, and for k1 without the ratio, whose gradient has mean 0.
+
+    Figures: ``policy_loss``, ``entropy`` (if ``b`` has it), ``kl`` (with beta), and shares of tokens, or of
+    completions, at a limit: ``clip_ratio/low_mean``, ``high_mean``, ``region_mean``, and the smallest and largest share
+    of a completion; for CISPO, whose tokens keep their gradient, ``cispo_clip_ratio``: the share whose weight is at a
+    limit.
     """
+    # `loss` accumulates all terms; `policy` stays the algorithm's term alone, for the figure.
     term = terms.term if b.weights is None else terms.term * b.weights
     loss = policy = _sum(term, terms.share)
     figures: Figures = {}
@@ -242,19 +253,19 @@ def _limits(b: Batch, terms: Terms, n: Counts) -> Figures:
     """Where the clip acts, under TRL's names."""
     if terms.limited == "weights":
         return {"cispo_clip_ratio": _sum((terms.low | terms.high).float(), by_token(b.mask, n))}
-    found: Figures = {}
+    figures: Figures = {}
     lengths = b.mask.sum(dim=1)
     for name, where in (("low", terms.low), ("high", terms.high), ("region", terms.low | terms.high)):
         rows = ((where & b.mask).sum(dim=1) / lengths.clamp(min=1)).float()
         if terms.limited == "completions":
-            found[f"clip_ratio/{name}_mean"] = rows.sum() / max(n.sequences, 1.0)
+            figures[f"clip_ratio/{name}_mean"] = rows.sum() / max(n.sequences, 1.0)
         else:
-            found[f"clip_ratio/{name}_mean"] = _sum(where.float(), by_token(b.mask, n))
+            figures[f"clip_ratio/{name}_mean"] = _sum(where.float(), by_token(b.mask, n))
         if name == "low":
-            found["clip_ratio/low_min"] = lowest(rows, lengths > 0)
+            figures["clip_ratio/low_min"] = lowest(rows, lengths > 0)
         elif name == "high":
-            found["clip_ratio/high_max"] = highest(rows, lengths > 0)
-    return found
+            figures["clip_ratio/high_max"] = highest(rows, lengths > 0)
+    return figures
 
 
 # --- Parts ------------------------------------------------------------------------------------------------------------

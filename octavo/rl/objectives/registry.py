@@ -1,5 +1,5 @@
-"""Algorithms and preference losses by name, with the settings that their papers and TRL have: what a run asks here, so
-that it never asks for a name itself."""
+"""Algorithms and preference losses by name, with the default settings of their papers and of TRL. Other code reads
+these records and never compares names."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, Terms
 
 @dataclass(frozen=True)
 class Values:
-    """What is asked of a critic: ``gamma`` and ``lam`` of :func:`octavo.rl.objectives.gae.gae`, ``clip`` of its loss
-    (0: none) and the ``weight`` of that beside the policy's, where both train the same layers."""
+    """Settings of a critic: ``gamma`` and ``lam`` of :func:`octavo.rl.objectives.gae.gae`, ``clip`` of its loss (0:
+    none) and the ``weight`` of its loss relative to the policy's, where both train the same layers."""
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -30,13 +30,15 @@ class Values:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An objective and what usually goes with it.
+    """An objective and its default settings.
 
-    normalisation: in words, what a mean is over. advantage: a name of
-    :data:`octavo.rl.objectives.advantages.ADVANTAGES`, or
-    ``gae``, which needs a critic; values: what is asked of that. beta: the usual weight of the KL from the reference,
-    0: no reference. kl_in: where it is counted. equal_groups: whether groups of equal rewards stay in the batch.
-    overlong: the last share of max_new_tokens in which the length is punished, 0: nowhere.
+    normalisation  what the loss is a mean over
+    advantage      a name in :data:`octavo.rl.objectives.advantages.ADVANTAGES`, or ``gae``, which needs a critic
+    values         settings of the critic
+    beta           weight of the KL from the reference; 0: no reference
+    kl_in          where the KL is counted
+    equal_groups   whether groups of equal rewards stay in the batch
+    overlong       the last share of max_new_tokens in which length is penalized; 0: none
     """
 
     name: str
@@ -86,7 +88,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             "reward",
             0.05,
             values=Values(),
-        ),  # fmt: skip
+        ),
     )
 }
 
@@ -95,7 +97,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 class Preference:
     """A preference loss: ``loss(pairs, counts, **options)``; KTO's takes answers (``paired`` is false).
 
-    options: what it can be told, with the usual values; other options do not exist for it.
+    options: the names of its options with their defaults; it takes no others.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""completions.jsonl: the first completions of every step, with what they were worth, for people to read. With
-`run.encrypt` it is completions.jsonl.aes, of encrypted lines."""
+"""completions.jsonl: the first completions of every step with their rewards, for people to read. With `run.encrypt` it
+is completions.jsonl.aes, whose lines are encrypted."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ COMPLETIONS = "completions.jsonl"
 
 
 class CompletionsLog:
-    """Appends the first `count` completions of each step to the file of a run."""
+    """Appends the first `count` completions of each step to a file in the run directory."""
 
     def __init__(self, directory: Path, count: int, encrypt: bool = False) -> None:
         self.file, self.count = directory / (COMPLETIONS + SUFFIX * encrypt), count
 
     def begin(self, step: int) -> None:
-        """Drop the lines of steps after `step`, where the run goes on."""
+        """Drop the lines of steps after `step`, from which the run continues."""
         truncate_metrics(self.file, step)
 
     def write(self, lines: list[str]) -> None:
-        """The first lines of a step, of those that :func:`completion_lines` makes on each rank, in the ranks' order."""
+        """Append the first of a step's lines, which :func:`completion_lines` made on each rank, in the order of
+        ranks."""
         append_lines(self.file, lines[: self.count])
 
 
 def completion_lines(step: int, rollout: Rollout, count: int, weights: int) -> list[str]:
-    """A line for each of the first `count` completions of this rank: step, `weights` (the step whose update the weights
-    that wrote it stood after; 0: the first ones), file, row, prompt, answer, completion, how it ended, rewards by name
-    (None: it gave no number), their sum and the advantage."""
+    """A line of JSON for each of the first `count` completions of this rank: step, `weights` (the step after whose
+    update the weights wrote it; 0: the initial weights), file, row, prompt, answer, completion, why it ended, rewards
+    by name (None: no number), their sum, and the advantage."""
     lines = []
     for number, completion in enumerate(rollout.completions[:count]):
         prompt = rollout.prompts[completion.prompt]
@@ -50,5 +51,5 @@ def completion_lines(step: int, rollout: Rollout, count: int, weights: int) -> l
 
 
 def _number(score: float) -> float | None:
-    """As JSON has it."""
+    """The score as JSON can hold it: None for NaN and infinities."""
     return float(score) if np.isfinite(score) else None

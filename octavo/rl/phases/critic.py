@@ -1,10 +1,10 @@
-"""The critic in a step of PPO, whose arithmetic is in :mod:`octavo.rl.objectives.gae`, and whose parameters in
+"""The critic in a step of PPO; its arithmetic is in :mod:`octavo.rl.objectives.gae`, its parameters are in
 :mod:`octavo.train.forward.critic`:
 
-    remember  the values of the rollout's tokens, by the weights that wrote it
-    judge     rewards of tokens, advantages by GAE, whitened over the tokens of the step, of all ranks; returns
-    losses    of a micro-batch: beside the policy's where both train the same layers (:meth:`Critic.beside`), else after
-              it, a forward and a backward of its own with the second adapter
+    remember  values of the rollout's tokens, with the weights that wrote the rollout
+    judge     rewards of tokens; advantages by GAE, whitened over the tokens of the step on all ranks; returns
+    losses    the loss of a micro-batch: from the policy's forward where both train the same layers
+              (:meth:`Critic.collect_values`), else after it, by a separate forward and backward with the second adapter
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from octavo import adapters
 from octavo.rl.objectives.gae import gae_of_parts, moments, token_rewards, value_loss, whiten
 from octavo.rl.objectives.metrics import Figures
 from octavo.rl.objectives.penalties import kl
-from octavo.rl.phases.reference import watched_by_nobody
-from octavo.rl.phases.stepper_protocol import Learner
+from octavo.rl.phases.reference import untracked_forward
+from octavo.rl.phases.stepper_protocol import StepperProtocol
 from octavo.rl.rollout.experience import Experience, Rollout, spread
 from octavo.train.forward import critic, losses
 from octavo.train.step.memory_report import Memory
@@ -29,26 +29,29 @@ from octavo.train.step.update import Loss
 
 
 class Critic:
-    """Of one run. ``apart``: it has layers of its own (adapters), and not those of the policy."""
+    """The critic of a run. ``apart``: it has separate layers (adapters) instead of the policy's."""
 
-    def __init__(self, stepper: Learner) -> None:
+    def __init__(self, stepper: StepperProtocol) -> None:
         assert stepper.settings.values is not None
-        self.stepper, self.asked = stepper, stepper.settings.values
+        self.stepper, self.settings = stepper, stepper.settings.values
         self.apart = stepper.cfg.lora is not None
 
-    def beside(self) -> AbstractContextManager[list[Tensor]]:
-        """Around a forward of the policy, which gives values on the way, unless they come from other layers."""
+    def collect_values(self) -> AbstractContextManager[list[Tensor]]:
+        """Context of a forward of the policy: the list that it yields receives the values which that forward computes;
+        it stays empty where the critic has separate layers."""
         return nullcontext([]) if self.apart else critic.values(self.stepper.model, alone=False)
 
-    def remember(self, batch: dict[str, Any], keep: Tensor, found: Sequence[Tensor]) -> None:
-        """The values of a micro-batch's tokens before the first update of the step; `found`: by :meth:`beside`."""
+    def remember(self, batch: dict[str, Any], keep: Tensor, values: Sequence[Tensor]) -> None:
+        """Store the values of a micro-batch's tokens before the first update of the step; `values`: what
+        :meth:`collect_values` collected."""
         if self.apart:
-            with watched_by_nobody(self.stepper.model), adapters.second(self.stepper.model):
-                found = self._forward(batch, keep)
-        batch["experience"].values = spread(_at(found[0], keep), keep, batch)
+            with untracked_forward(self.stepper.model), adapters.second(self.stepper.model):
+                values = self._forward(batch, keep)
+        batch["experience"].values = spread(_at(values[0], keep), keep, batch)
 
     def judge(self, rollout: Rollout, batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Give every token its advantage and its return; figures of the critic, and of the KL counted in rewards."""
+        """Set the advantage and the return of every token. Returns figures of the critic, and of the KL that is counted
+        in rewards. A collective."""
         settings, world = self.stepper.settings, self.stepper.world
         in_reward = bool(settings.beta) and settings.kl_in == "reward"
         experiences: list[Experience] = [batch["experience"] for batch in batches]
@@ -65,15 +68,16 @@ class Critic:
             rewards.append(token_rewards(scores, mask, distance, settings.beta))
             distances.append(distance)
         values = [e.values for e in experiences if e.values is not None]
-        found = gae_of_parts(rewards, values, masks, self.asked.gamma, self.asked.lam)
+        estimates = gae_of_parts(rewards, values, masks, self.settings.gamma, self.settings.lam)
         sums = torch.zeros(3, 3, dtype=torch.float64)  # moments of advantages, returns and the KL
-        for (advantages, returns), mask, distance in zip(found, masks, distances, strict=True):
+        for (advantages, returns), mask, distance in zip(estimates, masks, distances, strict=True):
             sums += torch.stack([moments(of, mask) for of in (advantages, returns, distance)])
         of_batch = world.sum(sums)
         rollout.advantages = rollout.rewards.astype("float32")
-        for e, mask, (advantages, returns) in zip(experiences, masks, found, strict=True):
+        for e, mask, (advantages, returns) in zip(experiences, masks, estimates, strict=True):
             e.advantages, e.returns = whiten(advantages, mask, of_batch[0]), returns
             means = e.advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+            # A completion's figure in completions.jsonl is the mean over its tokens.
             rollout.advantages[[*e.rows]] = means[: len(e.rows)].numpy()
         error, spread_of = _variance(of_batch[0]), _variance(of_batch[1])
         tokens = max(float(of_batch[2, 0]), 1.0)
@@ -81,46 +85,48 @@ class Critic:
         return figures | ({"kl": float(of_batch[2, 1]) / tokens} if in_reward else {})
 
     def loss(
-        self, batch: dict[str, Any], keep: Tensor, mask: Tensor, found: Sequence[Tensor]
+        self, batch: dict[str, Any], keep: Tensor, mask: Tensor, values: Sequence[Tensor]
     ) -> tuple[Tensor, Figures]:
-        """A micro-batch's part of the critic's loss, times its factor, and of the figures. `mask` [B, P]."""
+        """A micro-batch's part of the critic's loss, times its weight, and of the figures. `mask` [B, P]."""
         e: Experience = batch["experience"]
         assert e.values is not None and e.returns is not None
-        then, returns = (known[:, keep].to(found[0].device) for known in (e.values, e.returns))
-        clip = self.asked.clip or None
-        loss, figures = value_loss(_at(found[0], keep), then, returns, mask, self.stepper.counts, clip)
-        return self.asked.weight * loss, figures
+        old_values, returns = (known[:, keep].to(values[0].device) for known in (e.values, e.returns))
+        clip = self.settings.clip or None
+        loss, figures = value_loss(_at(values[0], keep), old_values, returns, mask, self.stepper.counts, clip)
+        return self.settings.weight * loss, figures
 
     def losses(self, batch: dict[str, Any], memory: Memory | None) -> Iterator[Loss]:
-        """What of a micro-batch the policy's forward does not give; its backward comes before the next is asked for."""
+        """The losses of a micro-batch that the policy's forward does not compute; the caller runs the backward of each
+        before it takes the next."""
         if not self.apart:
             return
         keep, target, _ = self.stepper.judged(batch, 1.0)
         with adapters.second(self.stepper.model):
             with memory.forward() if memory else nullcontext():
-                found = self._forward(batch, keep)
-                mask = self.stepper.mask(batch, target).to(found[0].device)
-                loss, figures = self.loss(batch, keep, mask, found)
-            self.stepper.told.append(figures)
+                values = self._forward(batch, keep)
+                mask = self.stepper.mask(batch, target).to(values[0].device)
+                loss, figures = self.loss(batch, keep, mask, values)
+            self.stepper.part_figures.append(figures)
             yield Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def forwards(self, policy: Mapping[str, int]) -> dict[str, int]:
-        """Component -> forwards of it in an update, given the policy's: its own reach all but the head."""
+        """Component -> its forwards in an update, from those of the policy: a separate critic runs all of them except
+        the head once more."""
         return {name: n * 2 if self.apart and name != "lm_head" else n for name, n in policy.items()}
 
     def _forward(self, batch: dict[str, Any], keep: Tensor) -> list[Tensor]:
-        with critic.values(self.stepper.model, alone=True) as found:
+        with critic.values(self.stepper.model, alone=True) as values:
             self.stepper.forward(batch, keep)
-        return found
+        return values
 
 
 def _at(values: Tensor, keep: Tensor) -> Tensor:
-    """Values at the positions `keep`, of a model that gave those of all."""
+    """Values at the positions `keep`; `values` holds them already, or the values of all positions."""
     return values if values.shape[1] == len(keep) else values[:, keep.to(values.device)]
 
 
 def _variance(of: Tensor) -> float:
-    """Of moments (:func:`octavo.rl.objectives.gae.moments`); 0 where it is but what fp64 rounds."""
+    """The variance from moments (:func:`octavo.rl.objectives.gae.moments`); 0 where only fp64 rounding is left."""
     _, total, squares = (of / of[0].clamp(min=1)).tolist()
-    found = squares - total * total
-    return found if found > 1e-12 * squares else 0.0
+    variance = squares - total * total
+    return variance if variance > 1e-12 * squares else 0.0

@@ -1,9 +1,9 @@
-"""The phase of preferences: a step learns from answers of which one was chosen, or which are good or bad.
+"""The phase of preferences: a step learns from pairs of a chosen and a rejected answer, or from labelled answers.
 
-A micro-batch holds the chosen answers and behind them the rejected ones (:mod:`octavo.data.tasks.pairs`): one forward
-of the policy, one of its reference, and the loss of :mod:`octavo.rl.objectives.pairwise` over the sums of both. KTO's
-holds labelled answers; what it compares them with is asked before, of all micro-batches and ranks, so that a step is
-the same however it is cut.
+A micro-batch holds the chosen answers, then the rejected ones (:mod:`octavo.data.tasks.pairs`): one forward of the
+policy, one of its reference, and the loss of :mod:`octavo.rl.objectives.pairwise` over the sums of both. A micro-batch
+of KTO holds labelled answers; its baseline is computed first, over all micro-batches and ranks, so that a step does not
+depend on how it is split.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from octavo.rl.objectives.kto import FIGURES, AnswerCounts, baseline, kto
 from octavo.rl.objectives.metrics import Figures, add_up, whole
 from octavo.rl.objectives.pairwise import PairCounts, Pairs, answer_logps
 from octavo.rl.objectives.registry import PREFERENCES, Preference
-from octavo.rl.phases.reference import kind_of, reference_for, watched_by_nobody, with_bytes
-from octavo.rl.phases.reference_cache import Computed, Kept, kept_for
+from octavo.rl.phases.reference import kind_of, reference_for, untracked_forward, with_bytes
+from octavo.rl.phases.reference_cache import ComputedReference, StoredReference, stored_reference
 from octavo.train import Observe
 from octavo.train.forward import losses
 from octavo.train.forward.evaluation import Answer
@@ -37,7 +37,7 @@ from octavo.train.step.step import Batches, Stepper, StepResult
 from octavo.train.step.update import Loss
 
 
-class Preferring(Phase):
+class PreferencePhase(Phase):
     """`train.phase: preference`."""
 
     names = ("preference",)
@@ -49,16 +49,16 @@ class Preferring(Phase):
         return pair_loader(cfg, processor, kind=_kind(cfg), **share)
 
     def evalset(self, cfg: Config, processor: Any, **share: Any) -> EvalSet | None:
-        ranks = {name: share[name] for name in ("rank", "world")}  # what is left out is listed once, by evalset
+        ranks = {name: share[name] for name in ("rank", "world")}  # `evalset` reports skipped rows
         self._held = pair_set(cfg, processor, kind=_kind(cfg), **ranks)
         return super().evalset(cfg, processor, **share)
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
-        """And of held-out preferences the `preference_loss`, the figures of a step, and how many there are; `loss` and
-        `exact_match` are of their chosen or good answers."""
+        """In addition to the base figures, `preference_loss`, a step's figures and the number of held-out preferences;
+        `loss` and `exact_match` are those of their chosen or good answers."""
         assert isinstance(stepper, PreferenceStepper)
-        found = super().evaluate(stepper, evalset, shown)
-        return found if self._held is None else {**found, **stepper.on_held_out(self._held)}
+        figures = super().evaluate(stepper, evalset, shown)
+        return figures if self._held is None else {**figures, **stepper.on_held_out(self._held)}
 
     def stepper(
         self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
@@ -67,13 +67,13 @@ class Preferring(Phase):
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
-        asked = settings(stepper.cfg).reference
+        kind = settings(stepper.cfg).reference
         if not stepper.how.reference:
             return
-        if kind_of(asked, stepper.cfg) == "disk":
-            stepper.reference = kept_for(stepper, processor, directory, step, self._held, say)
+        if kind_of(kind, stepper.cfg) == "disk":
+            stepper.reference = stored_reference(stepper, processor, directory, step, self._held, say)
         else:
-            stepper.reference = Computed(reference_for(asked, stepper, directory / PLAN, say))
+            stepper.reference = ComputedReference(reference_for(kind, stepper, directory / PLAN, say))
 
 
 def settings(cfg: Config) -> PreferenceSection:
@@ -86,11 +86,11 @@ def _kind(cfg: Config) -> Literal["pairs", "labelled"]:
 
 @dataclass
 class PreferenceStepper(Stepper):
-    """Learns from pairs (or from labelled answers) in place of labels."""
+    """Learns from pairs (or from labelled answers) instead of next-token labels."""
 
-    reference: Computed | Kept | None = None
+    reference: ComputedReference | StoredReference | None = None
     counts: PairCounts | AnswerCounts | None = None
-    told: list[Figures] = field(default_factory=list)
+    part_figures: list[Figures] = field(default_factory=list)
     z: Tensor | None = None
 
     @property
@@ -99,19 +99,21 @@ class PreferenceStepper(Stepper):
 
     @property
     def options(self) -> dict[str, float]:
-        """What the configuration says of the loss; for the rest the loss has its usual values."""
+        """The options of the loss: those of the configuration, else the loss's defaults."""
         section = settings(self.cfg)
-        given = {name: getattr(section, name) for name in OPTIONS[section.loss]}
-        return {**self.how.options, **{name: value for name, value in given.items() if value is not None}}
+        configured = {name: getattr(section, name) for name in OPTIONS[section.loss]}
+        return {**self.how.options, **{name: value for name, value in configured.items() if value is not None}}
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
-        self.told = []
+        self.part_figures = []
         self.z = None if self.how.paired else self._baseline(batches)
         result = super().run(batches, lr, observe)
-        found = whole(add_up(self.told), self.world)
-        found = found if self.z is None else {**dict.fromkeys(FIGURES), **found, "kl": float(self.z)}
-        found = found if result.loss_tokens else dict.fromkeys(found)
-        return replace(with_bytes(result, self.reference), figures=found)
+        figures: dict[str, float | None] = {**whole(add_up(self.part_figures), self.world)}
+        if self.z is not None:
+            figures = {**dict.fromkeys(FIGURES), **figures, "kl": float(self.z)}
+        if not result.loss_tokens:  # no token to learn from: the figures are means of nothing
+            figures = dict.fromkeys(figures)
+        return replace(with_bytes(result, self.reference), figures=figures)
 
     def totals(self, batches: Batches) -> Tensor:
         """[pairs or labelled answers, tokens, loss tokens] over all ranks."""
@@ -128,7 +130,7 @@ class PreferenceStepper(Stepper):
         return torch.tensor([rows, seen, judged], dtype=torch.float64)
 
     def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
-        """The loss of a micro-batch, its part of the step's."""
+        """A micro-batch's part of the step's loss."""
         logs, _ = log_probs(self.forward, self.head, batch, keep, target)
         mask = (target != losses.IGNORE).to(logs.device)
         ref = None
@@ -138,18 +140,19 @@ class PreferenceStepper(Stepper):
             loss, figures = self.how.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
         else:
             assert ref is not None and self.counts is not None and self.z is not None
-            given = *answer_logps(logs, mask), ref, _good(batch).to(logs.device), self.z.to(logs.device)
-            loss, figures = kto(*given, self.counts, **self.options)
-        self.told.append(figures)
+            sums, tokens = answer_logps(logs, mask)
+            good, z = _good(batch).to(logs.device), self.z.to(logs.device)
+            loss, figures = kto(sums, tokens, ref, good, z, self.counts, **self.options)
+        self.part_figures.append(figures)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def _baseline(self, batches: Batches) -> Tensor:
-        """KTO's z, of all crossed answers of the step: a collective, without a graph."""
+        """KTO's z over all mismatched answers of the step, without a graph. A collective."""
         sums, tokens, ref = self._everywhere(self._sums(batch["crossed"]) for batch in batches).unbind(dim=1)
         return baseline(sums[tokens > 0], ref[tokens > 0])
 
     def on_held_out(self, batches: Iterable[dict[str, Any]]) -> dict[str, float | None]:
-        """Loss and figures of held-out preferences, taken together, and their number. A collective."""
+        """Loss and figures over all held-out preferences, and their number. A collective."""
         if self.how.paired:
             rows = self._everywhere(torch.cat(self._sums(batch).chunk(2), dim=1) for batch in batches)
             chosen, n, of_chosen, rejected, m, of_rejected = rows.unbind(dim=1)
@@ -162,20 +165,20 @@ class PreferenceStepper(Stepper):
             rows = self._everywhere(
                 torch.cat([self._sums(b), _good(b)[:, None], self._sums(b["crossed"])], dim=1) for b in batches
             )
-            sums, n, ref, good, crossed, there, of_crossed = rows.unbind(dim=1)
-            z = baseline(crossed[there > 0], of_crossed[there > 0])
+            sums, n, ref, good, crossed, crossed_tokens, ref_crossed = rows.unbind(dim=1)
+            z = baseline(crossed[crossed_tokens > 0], ref_crossed[crossed_tokens > 0])
             answers = AnswerCounts.of([(n, good.bool())])
             loss, figures = kto(sums, n, ref, good.bool(), z, answers, **self.options)
             names, count = [*dict.fromkeys([*FIGURES, *figures])], sum(answers)
-        found = {"preference_loss": loss, **figures} if count else {}
-        told = {name: float(found[name]) if name in found else None for name in ("preference_loss", *names)}
-        return {**told, "preferences": count}
+        known = {"preference_loss": loss, **figures} if count else {}
+        result = {name: float(known[name]) if name in known else None for name in ("preference_loss", *names)}
+        return {**result, "preferences": count}
 
     def _sums(self, batch: dict[str, Any]) -> Tensor:
-        """Of the answers of a micro-batch, without a graph and in host memory: [B, 3] of sums of log-probabilities,
-        tokens, and sums of the reference (0 without one)."""
+        """[B, 3] in host memory, without a graph, for the answers of a micro-batch: the policy's sum of
+        log-probabilities, the number of tokens, and the reference's sum (0 without a reference)."""
         keep, target, _ = self.judged(batch, 1.0)
-        with watched_by_nobody(self.model):
+        with untracked_forward(self.model):
             logs, _ = log_probs(self.forward, self.head, batch, keep, target)
         sums, tokens = answer_logps(logs, (target != losses.IGNORE).to(logs.device))
         ref = torch.zeros_like(sums) if self.reference is None else self.reference(batch, keep, target)
@@ -189,7 +192,8 @@ class PreferenceStepper(Stepper):
 
 
 def _good(batch: dict[str, Any]) -> Tensor:
-    """bool [B]: which answers of a micro-batch are called good; where all its rows were left out, one stands in."""
+    """bool [B]: which answers of a micro-batch are labelled good. A micro-batch whose rows were all skipped has a
+    placeholder row, which is not."""
     good = torch.zeros(len(batch["labels"]), dtype=torch.bool)
     good[: len(batch["desirable"])] = batch["desirable"]
     return good

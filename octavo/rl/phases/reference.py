@@ -1,10 +1,10 @@
-"""Who takes part beside the policy: the reference that it is held to, on the policy's own base where there is one.
+"""The reference model that the policy is compared with.
 
-base   LoRA: the same weights with the adapters switched off; costs a forward and not a byte
-copy   full-parameter training: the model's first weights, frozen; those of FP8 layers are codes alone, a byte a
-       parameter, multiplied by the same plan, so that equal weights give equal log-probabilities
-disk   preferences, whose answers are given: the same numbers, computed before the first step
-(:mod:`octavo.rl.phases.reference_cache`)
+base   LoRA: the same weights with the adapters switched off; costs a forward and no memory
+copy   full-parameter training: a frozen copy of the initial weights; FP8 layers hold only codes, a byte a parameter,
+       and follow the same plan, so that equal weights give equal log-probabilities
+disk   preferences, whose answers are fixed: the same numbers, computed before the first step
+       (:mod:`octavo.rl.phases.reference_cache`)
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from octavo import checkpoint, fp8, models, parallel
 from octavo.config import Config
+from octavo.fp8.memory import ChunkedHead, chunk_head
+from octavo.fp8.observe import uncounted
+from octavo.fp8.proof import reference_note
 from octavo.train.forward import critic
 from octavo.train.forward.forward import Forward, autocast_dtype, keep_towers_running, log_probs, model_dtype
 from octavo.train.setup import frozen_base
@@ -27,38 +30,40 @@ from octavo.train.step.memory_report import weight_bytes
 from octavo.train.step.step import Stepper, StepResult
 
 
-class Reference(Protocol):
-    def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-        """Log-probabilities [B, P] of `target` at the positions `keep`, as `train.forward.log_probs` gives them,
-        without a graph."""
-
+class HoldsMemory(Protocol):
     @property
     def bytes(self) -> int:
-        """That it takes beside the policy."""
+        """Memory that it takes in addition to the policy's."""
 
 
-def reference_for(asked: str, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Reference:
-    """The reference of a run. `asked`: auto, base or copy. `plan_file`: the run's plan.json, which a copy follows.
+class Reference(HoldsMemory, Protocol):
+    def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities [B, P] of `target` at the positions `keep`, as `train.forward.log_probs` returns them,
+        without a graph."""
 
-    Raises TrainError where it cannot be, and what loading raises.
+
+def reference_for(kind: str, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Reference:
+    """The reference of a run. `kind`: auto, base or copy. `plan_file`: the run's plan.json, which a copy follows.
+
+    Raises the errors of loading a model and its plan.
     """
     cfg = stepper.cfg
-    if kind_of(asked, cfg) == "base":
-        if cfg.lora is not None and (began := cfg.lora.adapter or cfg.run.start_from):
-            say(f"note: the reference is the base without adapters, not with those of {began}")
+    if kind_of(kind, cfg) == "base":
+        if cfg.lora is not None and (source := cfg.lora.adapter or cfg.run.start_from):
+            say(f"note: the reference is the base without adapters, not the base with the adapters of {source}")
         return Base(stepper)
     return Copy.of(stepper, plan_file, say)
 
 
-def kind_of(asked: str, cfg: Config) -> str:
-    """`base`, `copy` or `disk`, of auto as well."""
-    if asked != "auto":
-        return asked
+def kind_of(kind: str, cfg: Config) -> str:
+    """`base`, `copy` or `disk`; resolves auto."""
+    if kind != "auto":
+        return kind
     return "copy" if cfg.lora is None else "base"
 
 
 class Base:
-    """The policy without its adapters, or one that has none as it stands."""
+    """The policy without its adapters; a policy that has none, unchanged."""
 
     bytes = 0
 
@@ -71,35 +76,35 @@ class Base:
         model = self.stepper.model
         cfg = self.stepper.cfg
         without = nullcontext() if cfg.lora is None else adapters.disabled(model)
-        with without, as_in_rollouts(cfg, model), watched_by_nobody(model):
+        with without, batch_invariance(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
 
 class Copy:
-    """A frozen model beside the policy."""
+    """A frozen copy of the model."""
 
-    def __init__(self, cfg: Config, forward: Forward, head: fp8.ChunkedHead | None) -> None:
+    def __init__(self, cfg: Config, forward: Forward, head: ChunkedHead | None) -> None:
         self.cfg, self.forward, self.head = cfg, forward, head
 
     @classmethod
     def of(cls, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Copy:
-        """The weights that the run began with, on the policy's device and ranks."""
+        """Load the weights that the run began with, on the policy's device and ranks."""
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
-        model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_as_it_is(cfg))
+        model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
         if cfg.run.start_from is not None:
             checkpoint.load_weights(cfg.run.start_from, model=model, optimizer=None, world=world, spare=critic.owns)
         model.requires_grad_(False).eval()
-        frozen_base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's is
+        frozen_base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's block is
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
         frozen_base.into_codes(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)
-        head = None if stepper.head is None else fp8.chunked_head(model)
+        head = None if stepper.head is None else chunk_head(model)
         parallel.shard(model, family, world)
-        if note := fp8.reference_note(stepper.model, model):
+        if note := reference_note(stepper.model, model):
             say(f"note: {note}")
-        return cls(cfg, forward, head if isinstance(head, fp8.ChunkedHead) else None)
+        return cls(cfg, forward, head if isinstance(head, ChunkedHead) else None)
 
     @property
     def model(self) -> nn.Module:
@@ -110,36 +115,37 @@ class Copy:
         return weight_bytes(self.model)
 
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-        with as_in_rollouts(self.cfg, self.model), watched_by_nobody(self.model):
+        with batch_invariance(self.cfg, self.model), untracked_forward(self.model):
             return log_probs(self.forward, self.head, batch, keep, target, temperature)[0]
 
 
-def as_in_rollouts(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
-    """Around a forward whose log-probabilities are held against a rollout's: with `rl.invariant` no row of it depends
-    on another."""
-    return fp8.invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
+def batch_invariance(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
+    """Context of a forward whose log-probabilities are compared with a rollout's: with `rl.invariant` no row of it
+    depends on another."""
+    return fp8.batch_invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
 
 
-def with_bytes(result: StepResult, reference: Reference | None, **more: int) -> StepResult:
-    """The result of a step whose memory, where it was counted, has these kinds besides, and `reference`."""
+def with_bytes(result: StepResult, reference: HoldsMemory | None, **kinds: int) -> StepResult:
+    """The result of a step with further `kinds` of memory (name -> bytes) and, under `reference`, the reference's.
+    Unchanged where the step did not count its memory."""
     if result.memory is None:
         return result
     held = {} if reference is None else {"reference": reference.bytes}
-    return replace(result, memory={**result.memory, **more, **held})
+    return replace(result, memory={**result.memory, **kinds, **held})
 
 
-def _as_it_is(cfg: Config) -> dict[str, Any]:
-    """How the policy's folder is read: full-parameter training dequantizes a checkpoint that is in FP8."""
+def _load_options(cfg: Config) -> dict[str, Any]:
+    """Options of loading the model folder as the policy does: full-parameter training dequantizes an FP8 checkpoint."""
     return {"keep_fp8": False} if models.read_quantization(cfg.model.path) is not None else {}
 
 
 @contextmanager
-def watched_by_nobody(model: nn.Module) -> Iterator[None]:
-    """A forward that leaves no trace: no graph, no count, no health figure, no amax, no dropout."""
+def untracked_forward(model: nn.Module) -> Iterator[None]:
+    """Context of a forward without side effects: no graph, no count, no health figure, no amax, no dropout."""
     training = model.training
     model.train(False)
     try:
-        with torch.no_grad(), fp8.uncounted():
+        with torch.no_grad(), uncounted():
             yield
     finally:
         model.train(training)

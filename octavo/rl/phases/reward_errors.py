@@ -1,5 +1,6 @@
-"""`rl.on_bad_reward: zero`: rewards that gave no number and count 0, told to people. A new way to fail is a sentence,
-the one that would have ended the run; how often it happened is `rewards/NAME/bad` of each step, and a line at the end.
+"""`rl.on_bad_reward: zero`: reports of rewards that returned no number and count 0. Each new kind of failure is printed
+once, with the sentence that would have ended the run; `rewards/NAME/bad` of each step, and a line at the end, count
+them.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from octavo.parallel import World
 from octavo.rl.rewards import Rewards
 
 
-class Faults:
-    """Of a run's rewards on all ranks, after `step`, where they do not end the run; `say` takes lines for people.
-    `withhold`: no sentences, which may quote a completion."""
+class RewardErrors:
+    """Failures of a run's rewards on all ranks after `step`; `say` prints lines. `withhold`: print no sentences,
+    because they may quote a completion."""
 
     def __init__(
         self, rewards: Rewards, world: World, say: Callable[[str], None], step: int, withhold: bool = False
@@ -22,14 +23,14 @@ class Faults:
         self._withhold = withhold
         self._counts: Counter[str] = Counter()
 
-    def tell(self) -> None:
-        """Say what is new since the last call. A collective."""
+    def report(self) -> None:
+        """Print the new kinds of failures since the last call. A collective."""
         for sentences, counts in self._world.gather_objects(self._rewards.taken()):
             self._counts += counts
             for sentence in () if self._withhold else sentences:
                 self._say(f"note: {sentence}")
 
     def close(self) -> None:
-        """Say how many there were."""
+        """Print how many there were."""
         for name, count in self._counts.items():
             self._say(f"note: reward {name} gave no number {count} times since step {self._since}, and counted 0 there")

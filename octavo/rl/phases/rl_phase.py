@@ -1,4 +1,4 @@
-"""The phase of reinforcement learning: its prompts, its rewards, the engine, and the stepper that is given them
+"""The phase of reinforcement learning: builds prompts, rewards, engine, and the stepper that uses them
 (:mod:`octavo.rl.phases.rl_step`)."""
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from octavo.models.folder.folder import at
 from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.rl.phases.completions_log import CompletionsLog
 from octavo.rl.phases.reference import reference_for
-from octavo.rl.phases.reward_errors import Faults
+from octavo.rl.phases.reward_errors import RewardErrors
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.phases.settings import Settings
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rewards import Rewards
-from octavo.rl.rollout.rollout import held_out
+from octavo.rl.rollout.rollout import evaluate_held_out
 from octavo.rl.rollout.same_weights import PROVEN
 from octavo.train import TrainError
 from octavo.train.forward.evaluation import Answer
@@ -36,36 +36,36 @@ from octavo.train.setup.phase import Phase
 from octavo.train.step.step import Stepper
 
 
-class Reinforcing(Phase):
+class RlPhase(Phase):
     """`train.phase: rl`."""
 
     names = ("rl",)
     tensorboard = TRL_NAMES
     starved = (
-        "Where prompts were left out for their length, lower rl.max_new_tokens or raise train.seq_length. Where the "
-        "rewards of each group are all equal (reward and reward_std in metrics.jsonl), rl.dynamic_sampling leaves "
-        "nothing over: take rewards or prompts that tell completions apart. rl.mask_truncated leaves out what "
+        "If prompts were skipped for their length, lower rl.max_new_tokens or raise train.seq_length. If the rewards "
+        "of each group are all equal (reward and reward_std in metrics.jsonl), rl.dynamic_sampling drops every group: "
+        "use rewards or prompts that distinguish completions. rl.mask_truncated drops completions that "
         "rl.max_new_tokens cut off: raise it"
     )
     exhausts = True
 
     def __init__(self) -> None:
         self.rewards: Rewards | None = None
-        self.faults: Faults | None = None
+        self.reward_errors: RewardErrors | None = None
         self._loader: Loader | None = None
-        self._asked: EvalSet | None = None
+        self._prompts: EvalSet | None = None
 
     def check(self, cfg: Config) -> None:
         super().check(cfg)
-        if self.rewards is None:  # before there is a run directory: a reward that cannot be used is found here
+        if self.rewards is None:  # a reward that cannot be used is an error before the run directory exists
             self.rewards = rewards_of(Settings.of(cfg).section)
 
     def prints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
-        found = {f"reward {one['name']}": one["sha256"] for one in self.rewards.digest()}
-        if ends := _ends(at(Path(cfg.model.path), "generation_config.json")):
-            found["generation_config.json (which tokens end a completion)"] = ends
-        return found
+        digests = {f"reward {one['name']}": one["sha256"] for one in self.rewards.digest()}
+        if ends := _end_tokens(at(Path(cfg.model.path), "generation_config.json")):
+            digests["generation_config.json (which tokens end a completion)"] = ends
+        return digests
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> Loader:
         rl = Settings.of(cfg).section
@@ -77,30 +77,31 @@ class Reinforcing(Phase):
     def evalset(self, cfg: Config, processor: Any, **share: Any) -> EvalSet | None:
         rl = Settings.of(cfg).section
         if cfg.data.eval and rl.eval_prompts:
-            ranks = {name: share[name] for name in ("rank", "world")}  # what is left out is listed once, by evalset
-            self._asked = prompt_set(cfg, processor, prompts=rl.eval_prompts, reserve=rl.max_new_tokens, **ranks)
+            ranks = {name: share[name] for name in ("rank", "world")}  # `evalset` reports skipped rows
+            self._prompts = prompt_set(cfg, processor, prompts=rl.eval_prompts, reserve=rl.max_new_tokens, **ranks)
         return super().evalset(cfg, processor, **share)
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
-        """And the reward of greedy answers to held-out prompts, under the names that a step's figures have."""
-        figures = super().evaluate(stepper, evalset, shown if self._asked is None else None)
-        if self._asked is None:
+        """In addition to the base figures, the rewards of greedy answers to held-out prompts, named like a step's
+        figures."""
+        figures = super().evaluate(stepper, evalset, shown if self._prompts is None else None)
+        if self._prompts is None:
             return figures
         assert isinstance(stepper, RlStepper)
         roles, section = stepper.roles, stepper.settings.section
-        rewards = held_out(
+        rewards = evaluate_held_out(
             roles.engine,
             roles.rewards,
             roles.tokenizer,
-            [prompt for batch in self._asked for prompt in batch],
+            [prompt for batch in self._prompts for prompt in batch],
             replace(stepper.sampling, step=stepper.number),
             section,
             stepper.world,
             lambda at: stepper.doing(f"held-out answers {at}"),
             shown,
         )
-        if stepper.faults is not None:
-            stepper.faults.tell()
+        if stepper.reward_errors is not None:
+            stepper.reward_errors.report()
         return {**figures, **rewards}
 
     def stepper(
@@ -109,13 +110,13 @@ class Reinforcing(Phase):
         assert self.rewards is not None and self._loader is not None
         settings, world, forward = Settings.of(plain.cfg), plain.world, plain.forward
         section = settings.section
-        if section.invariant and (why := fp8.not_invariant(plain.model)):
-            raise TrainError(f"rl.invariant: true cannot be: {why}")
+        if section.invariant and (why := fp8.why_not_batch_invariant(plain.model)):
+            raise TrainError(f"rl.invariant: true is not possible: {why}")
         engine = generation.Engine(
             plain.model,
             processor,
             generation.Context(forward.autocast, forward.dtype, world, forward.needs_dummy),
-            slots=section.slots or 1,  # each rollout says
+            slots=section.slots or 1,  # each rollout sets it
             kv=section.kv,
             pages=section.pages,
             invariant=section.invariant,
@@ -123,12 +124,12 @@ class Reinforcing(Phase):
         )
         reference = reference_for(section.reference, plain, directory / PLAN, say) if settings.beta else None
         if self.rewards.on_bad == "zero":
-            self.faults = Faults(self.rewards, world, say, step, plain.cfg.run.encrypt)
+            self.reward_errors = RewardErrors(self.rewards, world, say, step, plain.cfg.run.encrypt)
         stepper = RlStepper.of(
             plain,
             roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
             prompts=self._loader,
-            faults=self.faults,
+            reward_errors=self.reward_errors,
             log=CompletionsLog(directory, section.show, plain.cfg.run.encrypt) if world.is_main else None,
         )
         proof = read_json(directory / PROOF) or {}
@@ -142,27 +143,28 @@ class Reinforcing(Phase):
             stepper.log.begin(step)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
-        """Which steps learnt by the weights that wrote their completions; `stale`: so many updates before."""
+        """The steps whose weights were proven to be those that wrote their completions, `stale` updates before."""
         assert isinstance(stepper, RlStepper)
-        found = stepper.same.report(stepper.world)
-        return {"rollouts": {**found, "stale": stepper.settings.section.stale}} if found else {}
+        proven = stepper.same.report(stepper.world)
+        return {"rollouts": {**proven, "stale": stepper.settings.section.stale}} if proven else {}
 
     def close(self) -> None:
-        if self.faults is not None:
-            self.faults.close()
+        if self.reward_errors is not None:
+            self.reward_errors.close()
         if self.rewards is not None:
             self.rewards.close()
 
 
-def _ends(file: Path) -> str:
-    """The tokens that it says end answers; no part of the model folder's own fingerprint, as SFT does not ask it."""
-    named = safe_read.read_json(file, TrainError).get("eos_token_id") if file.is_file() else None
-    return "" if named is None else json.dumps(named)
+def _end_tokens(file: Path) -> str:
+    """The end tokens in generation_config.json, as JSON. The model folder's fingerprint does not cover that file,
+    because SFT does not read it."""
+    tokens = safe_read.read_json(file, TrainError).get("eos_token_id") if file.is_file() else None
+    return "" if tokens is None else json.dumps(tokens)
 
 
 def rewards_of(rl: RlSection) -> Rewards:
-    """The rewards of a configuration's section, whose paths are absolute."""
-    given = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
+    """The rewards of a configuration's section; their paths are absolute."""
+    entries = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
     kind = accelerator.here()
-    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.beside_host(kind) else kind.type
-    return Rewards(given, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)
+    device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.has_own_memory(kind) else kind.type
+    return Rewards(entries, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

@@ -1,12 +1,12 @@
 """A step of reinforcement learning, for this rank's prompts:
 
-    roll      the training modules write completions (:mod:`octavo.generation`), rewards judge them
+    roll      the training modules generate completions (:mod:`octavo.generation`), rewards judge them
     remember  log-probabilities of the trainer with these weights, and of the reference, where the objective needs them
     judge     rewards become advantages, over the groups of all ranks, or by a critic (:mod:`octavo.rl.phases.critic`)
     update    forward, objective, backward, weights: `epochs` times over `mini_batches` parts
 
-The rollout belongs to (seed, step, prompt, sample, position) and to the weights alone, so a run that is stopped or
-killed anywhere in a step does the same step again.
+The rollout depends only on the weights and on (seed, step, prompt, sample, position), so a run that is stopped or
+killed anywhere in a step repeats the same step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,15 +31,15 @@ from octavo.rl.objectives.penalties import kl, overlong, without_truncated
 from octavo.rl.objectives.policy_losses import Batch, Counts, policy_loss
 from octavo.rl.phases.completions_log import CompletionsLog, completion_lines
 from octavo.rl.phases.critic import Critic
-from octavo.rl.phases.mismatch_limit import Limit
-from octavo.rl.phases.reference import watched_by_nobody, with_bytes
-from octavo.rl.phases.reward_errors import Faults
+from octavo.rl.phases.mismatch_limit import MismatchLimit
+from octavo.rl.phases.reference import untracked_forward, with_bytes
+from octavo.rl.phases.reward_errors import RewardErrors
 from octavo.rl.phases.settings import Settings, sampling_of
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rollout.experience import Experience, Rollout, micro_batches, spread
-from octavo.rl.rollout.rollout import means, of_groups, scored, written
+from octavo.rl.rollout.rollout import completion_means, generate_completions, group_figures, score_completions
 from octavo.rl.rollout.same_weights import SameWeights
-from octavo.rl.rollout.stale_queue import Written, waiting
+from octavo.rl.rollout.stale_queue import Written, restore_pending
 from octavo.train import Observe
 from octavo.train.forward import losses
 from octavo.train.forward.forward import log_probs
@@ -47,18 +47,21 @@ from octavo.train.step.memory_report import Memory
 from octavo.train.step.step import VISION, Batches, Stepper, StepResult
 from octavo.train.step.update import Loss
 
-DRAWS = 4  # rollouts of a step at most, where groups of equal rewards make room for others
+DRAWS = 4  # the most rollouts of a step, where groups of equal rewards are replaced (DAPO's dynamic sampling)
 
 
 @dataclass(kw_only=True)
 class RlStepper(Stepper):
-    """Makes a step of prompts. ``prompts``: the loader, of which a step may take more than its own; ``faults``: reports
-    rewards that gave no number (None: they end the run); ``log``: takes completions for people (None: another rank
-    has it)."""
+    """Runs steps from prompts.
+
+    prompts        the loader; a step may take more prompts from it than it was passed
+    reward_errors  reports rewards that returned no number; None: such a reward ends the run
+    log            the file of completions; None: another rank writes it
+    """
 
     roles: Roles
     prompts: Loader
-    faults: Faults | None = None
+    reward_errors: RewardErrors | None = None
     log: CompletionsLog | None = None
 
     def __post_init__(self) -> None:
@@ -67,23 +70,24 @@ class RlStepper(Stepper):
         self.sampling, self.pad_id = sampling_of(section, self.settings.seed, 0, encoder.places), encoder.pad_id
         self.same = SameWeights(self.model)
         self.critic = Critic(self) if self.settings.values else None
-        self.limit = Limit(self) if section.invariant or section.max_gap is not None else None
-        self.rollout = Rollout([], [], [], np.zeros(0))  # of the step under way
-        self.counts = Counts(0.0, 0.0, 0.0, 0.0)  # of the update under way
-        self.told: list[Figures] = []  # of the micro-batches of the step so far
+        self.limit = MismatchLimit(self) if section.invariant or section.max_gap is not None else None
+        self.rollout = Rollout([], [], [], np.zeros(0))  # of the current step
+        self.counts = Counts(0.0, 0.0, 0.0, 0.0)  # of the current update
+        self.part_figures: list[Figures] = []  # of the micro-batches of the step so far
         self.cached = self.written = 0  # bytes of keys and values, and tokens, of the step's rollouts
         self._first_update: tuple[Batches, Batches] | None = None  # prompts of a step, micro-batches that they became
         self._pending: Written | None = None  # `rl.stale`: what the next step learns from
-        self._resumed: dict[str, Tensor] = {}  # what a checkpoint has of that
+        self._resumed: dict[str, Tensor] = {}  # the same from a checkpoint, until the first step takes it
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
-        """One step from this rank's prompts."""
+        """One step from this rank's prompts; see this file's docstring."""
         began, section = time.perf_counter(), self.settings.section
         self.cached = self.written = 0
-        due = self.next_rollout([*batches])
+        # The loader of this phase yields prompts; the micro-batches of `Stepper` are made from their completions.
+        due = self.next_rollout(cast(list[PromptSample], [*batches]))
         rollout, figures = due.rollout, dict(due.figures)
         self.rollout = rollout
-        rolled = time.perf_counter()
+        generated = time.perf_counter()
         self.world.at(f"step {self.number}, forward and backward")
         self.doing("training")
         updates = self._cut(rollout)
@@ -92,16 +96,17 @@ class RlStepper(Stepper):
         if old or self.critic:
             self._remember([batch for part in updates for batch in part], old)
         figures |= {"kl": None, **self._judge(rollout, updates)}
-        self.told = []
+        self.part_figures = []
         self.same.learns(self.number)
-        results = []
+        results: list[StepResult] = []
         for _ in range(section.epochs):
             for part in updates:
                 if not results:
                     self._first_update = batches, part
                 results.append(super().run(part, lr, observe if not results else Observe()))
         figures |= self._means(results)
-        spent = self._slowest(rolled - began, time.perf_counter() - rolled)
+        # Ranks wait for the slowest, so its seconds are the step's.
+        spent = self._slowest(generated - began, time.perf_counter() - generated)
         figures.pop("completions")
         if section.stale:
             self.same.moved()
@@ -120,11 +125,11 @@ class RlStepper(Stepper):
     # --- rollout ------------------------------------------------------------------------------------------------------
 
     def next_rollout(self, prompts: list[PromptSample]) -> Written:
-        """What this step learns from: completions of its prompts; with `rl.stale` those that wait for it, while these
-        prompts are the next step's."""
+        """The completions that this step learns from: those of its prompts; with `rl.stale` those that were generated
+        in the step before, while these prompts are for the next step."""
         if not self.settings.section.stale:
             return Written(*self.sample_step(prompts, self.number), self.number - 1)
-        due = self._pending or waiting(self._resumed, self.prompts.at, self._text, self.world)
+        due = self._pending or restore_pending(self._resumed, self.prompts.at, self._text, self.world)
         self._resumed = {}
         if due is None:
             due, prompts = self._sample_ahead(prompts, self.number), [*next(self.prompts)]
@@ -133,11 +138,11 @@ class RlStepper(Stepper):
         return due
 
     def _sample_ahead(self, prompts: list[PromptSample], step: int) -> Written:
-        """Completions for a step, with their log-probabilities by the trainer as it is."""
+        """Completions for a step, with their log-probabilities under the trainer's current weights."""
         rollout, figures = self.sample_step(prompts, step)
         self.rollout = rollout
         batches = [batch for part in self._cut(rollout) for batch in part]
-        self._remember(batches, old=True, beside=False)
+        self._remember(batches, old=True, roles=False)
         old: dict[int, np.ndarray] = {}
         for batch in batches:
             experience: Experience = batch["experience"]
@@ -155,13 +160,13 @@ class RlStepper(Stepper):
         return str(self.roles.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def sample_step(self, prompts: list[PromptSample], step: int) -> tuple[Rollout, dict[str, Any]]:
-        """Completions for a step with their rewards, and figures over all ranks, of the first draw where it takes
-        several."""
+        """Completions for a step with their rewards, and figures over all ranks; of several draws, the first draw's
+        figures."""
         first_draw = self._roll(prompts, step)
         rollout = self.add_length_penalty(first_draw)
         figures: dict[str, Any] = {
-            **means(rollout, self.world, self.settings.section),
-            **of_groups(rollout, self.world),
+            **completion_means(rollout, self.world, self.settings.section),
+            **group_figures(rollout, self.world),
         }
         if not self.settings.refill:
             return rollout, figures
@@ -170,12 +175,13 @@ class RlStepper(Stepper):
         while len(self._numbers(rollout)) < wanted and draws < DRAWS:
             rollout = rollout.and_then(_informative(self._roll([*next(self.prompts)], step)))
             draws += 1
-        first = set(self._numbers(rollout)[:wanted])  # of all ranks: the prompts that one rank would take
+        # Chosen over all ranks, so that any number of ranks takes the same prompts.
+        first = set(self._numbers(rollout)[:wanted])
         rollout = rollout.of([p for p, prompt in enumerate(rollout.prompts) if prompt.number in first])
         return self.add_length_penalty(rollout), figures | {"sampling/draws": float(draws)}
 
     def _numbers(self, rollout: Rollout) -> list[int]:
-        """The numbers of the prompts of all ranks in the data's order."""
+        """The numbers of all ranks' prompts, in the order of the data. A collective."""
         every = self.world.gather_objects([prompt.number for prompt in rollout.prompts])
         return sorted(number for mine in every for number in mine)
 
@@ -183,20 +189,22 @@ class RlStepper(Stepper):
         section, roles = self.settings.section, self.roles
         self.world.at(f"step {self.number}, rollout")
         sampling = replace(self.sampling, step=step)
-        completions, held = written(roles.engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}"))
+        completions, held = generate_completions(
+            roles.engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}")
+        )
         self.cached = max(self.cached, held)
         self.written += sum(len(c.tokens) for c in completions)
         self.same.wrote(self.number)
         self.world.at(f"step {self.number}, rewards")
         self.doing("rewards")
-        rollout = scored(roles.rewards, roles.tokenizer, prompts, completions)
-        if self.faults is not None:
-            self.faults.tell()
+        rollout = score_completions(roles.rewards, roles.tokenizer, prompts, completions)
+        if self.reward_errors is not None:
+            self.reward_errors.report()
         return rollout
 
     def add_length_penalty(self, rollout: Rollout) -> Rollout:
-        """The rollout with less reward for long completions (DAPO); which groups are informative was decided before, by
-        rewards only."""
+        """The rollout with reduced rewards for long completions (DAPO). Informative groups are chosen before, by the
+        rewards without this penalty."""
         if not self.settings.overlong:
             return rollout
         lengths = torch.from_numpy(rollout.lengths)
@@ -206,15 +214,15 @@ class RlStepper(Stepper):
     def _slowest(self, *seconds: float) -> list[float]:
         return list(self.world.all_reduce_max(torch.tensor(seconds, dtype=torch.float64)).tolist())
 
-    # --- from rewards to what is learnt from --------------------------------------------------------------------------
+    # --- from rewards to micro-batches --------------------------------------------------------------------------------
 
     def _cut(self, rollout: Rollout) -> list[list[dict[str, Any]]]:
-        """The micro-batches of each mini-batch; every rank has as many."""
+        """The micro-batches of each mini-batch; all ranks have the same number. A collective."""
         parts, size = self.settings.section.mini_batches, self.cfg.train.micro_batch
-        # dealt out in the data's order, whichever rank has them: the same updates on any number of ranks
+        # Assigned in the order of the data, whichever rank has a prompt: the same updates on any number of ranks.
         part_of = {number: n % parts for n, number in enumerate(self._numbers(rollout))}
         mine = [part_of[prompt.number] for prompt in rollout.prompts]
-        prompts = [[p for p, own in enumerate(mine) if own == part] for part in range(parts)]
+        prompts = [[p for p, chosen in enumerate(mine) if chosen == part] for part in range(parts)]
         most = torch.tensor([len(part) * rollout.group for part in prompts], dtype=torch.float64)
         numbers = [max(1, -(-int(n) // size)) for n in self.world.all_reduce_max(most)]
         return [
@@ -222,15 +230,16 @@ class RlStepper(Stepper):
             for part, number in zip(prompts, numbers, strict=True)
         ]
 
-    def _remember(self, batches: Sequence[dict[str, Any]], old: bool, beside: bool = True) -> None:
-        """Before the first update of the step: with `old` log-probabilities by the trainer, unless they are known, held
-        to the rollout's; and what the roles `beside` it say, reference and critic."""
+    def _remember(self, batches: Sequence[dict[str, Any]], old: bool, roles: bool = True) -> None:
+        """Store what the weights before the step's first update compute: with `old` the trainer's log-probabilities,
+        unless they are known, which are checked against the rollout's; with `roles` the reference's log-probabilities
+        and the critic's values."""
         for batch in batches:
             keep, target, _ = self.judged(batch, 1.0)
             experience: Experience = batch["experience"]
-            critic, values = self.critic if beside else None, list[Tensor]()
+            critic, values = self.critic if roles else None, list[Tensor]()
             if (old and experience.old is None) or (critic and not critic.apart):
-                with watched_by_nobody(self.model), self.rows(), self._beside() as values:
+                with untracked_forward(self.model), self.rows(), self._collect_values() as values:
                     logs, _ = log_probs(self.forward, self.head, batch, keep, target, self.settings.section.temperature)
                 if experience.old is None:
                     experience.old = spread(logs, keep, batch)
@@ -239,11 +248,11 @@ class RlStepper(Stepper):
                         self.limit.hold(batch, difference_of(experience.old, experience.sampled, mask).abs())
             if critic:
                 critic.remember(batch, keep, values)
-            if beside:
+            if roles:
                 self._refer(batch, keep, target)
 
     def _refer(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> Tensor | None:
-        """The reference's log-probabilities [B, P], computed once a step; None where there is no reference."""
+        """The reference's log-probabilities [B, P], computed once a step; None without a reference."""
         if self.roles.reference is None:
             return None
         experience: Experience = batch["experience"]
@@ -253,25 +262,26 @@ class RlStepper(Stepper):
         return experience.ref[:, keep].to(self.world.device)
 
     def _judge(self, rollout: Rollout, updates: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-        """Give every completion its advantage; what the KL took from rewards, if it is counted there."""
-        batches, taken = [batch for part in updates for batch in part], {}
+        """Set the advantage of every completion. Returns the KL if it is counted in rewards. A collective."""
+        batches, figures = [batch for part in updates for batch in part], {}
         if self.critic:
             return self.critic.judge(rollout, batches)
         if self.settings.beta and self.settings.kl_in == "reward":
-            taken = {"kl": self._kl_of_rewards(rollout, batches)}
+            figures = {"kl": self._subtract_kl(rollout, batches)}
         mine = rollout.rewards.reshape(-1, self.settings.section.group)
         every = self.world.gather_objects(mine.tolist())
         before = sum(len(groups) for groups in every[: self.world.rank])
         rewards = torch.tensor([group for groups in every for group in groups], dtype=torch.float64)
-        found = ADVANTAGES[self.settings.advantage](rewards) if len(rewards) else rewards.float()
-        rollout.advantages = found[before : before + len(mine)].flatten().numpy()
+        advantages = ADVANTAGES[self.settings.advantage](rewards) if len(rewards) else rewards.float()
+        rollout.advantages = advantages[before : before + len(mine)].flatten().numpy()
         for batch in batches:
             experience: Experience = batch["experience"]
             experience.advantages[: len(experience.rows)] = torch.from_numpy(rollout.advantages[[*experience.rows]])
-        return taken
+        return figures
 
-    def _kl_of_rewards(self, rollout: Rollout, batches: Sequence[dict[str, Any]]) -> float:
-        """Take beta times the KL of each completion from its reward; the mean KL of a token, over all ranks."""
+    def _subtract_kl(self, rollout: Rollout, batches: Sequence[dict[str, Any]]) -> float:
+        """Subtract beta times the KL of each completion from its reward; returns the mean KL of a token over all
+        ranks."""
         total = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
             experience: Experience = batch["experience"]
@@ -287,27 +297,27 @@ class RlStepper(Stepper):
     # --- update -------------------------------------------------------------------------------------------------------
 
     def totals(self, batches: Batches) -> Tensor:
-        """[completions, tokens, tokens learnt from] of an update, over all ranks; sets `counts`."""
+        """fp64 [completions, tokens, tokens learned from] of an update over all ranks. Sets `counts`. A collective."""
         real = [batch for batch in batches if batch["experience"].rows]
         masks = [self.mask(batch, losses.targets(batch["labels"])) for batch in real]
         mine = Counts.of(masks, self.settings.section.max_new_tokens)
-        more = [sum(batch["meta"].tokens for batch in batches), sum(int(mask.sum()) for mask in masks)]
-        *counts, seen, judged = self.world.sum(torch.tensor([*mine, *more], dtype=torch.float64)).tolist()
+        tokens = [sum(batch["meta"].tokens for batch in batches), sum(int(mask.sum()) for mask in masks)]
+        *counts, seen, judged = self.world.sum(torch.tensor([*mine, *tokens], dtype=torch.float64)).tolist()
         self.counts = Counts(*counts)
         return torch.tensor([self.counts.sequences, seen, judged], dtype=torch.float64)
 
     def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor:
-        """Which tokens count, of those that `target` names."""
+        """bool, as `target`: the tokens that are learned from."""
         known = target != losses.IGNORE
         if self.settings.section.mask_truncated:
             return without_truncated(known, batch["experience"].truncated)
         return known
 
     def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
-        """The objective of a micro-batch, its part of the update's."""
+        """A micro-batch's part of the update's objective."""
         settings, n, device = self.settings, self.counts, self.world.device
         experience: Experience = batch["experience"]
-        with self.rows(), self._beside() as values:
+        with self.rows(), self._collect_values() as values:
             logs, entropy = log_probs(
                 self.forward, self.head, batch, keep, target, settings.section.temperature, entropy=True
             )
@@ -316,18 +326,18 @@ class RlStepper(Stepper):
         sampled = experience.sampled[:, keep].to(device)
         old = logs.detach() if experience.old is None else experience.old[:, keep].to(device)
         figures = gap(old, sampled, mask, n.tokens)
-        if experience.old is None and self.limit:  # else it was held to the rollout as it was made
+        if experience.old is None and self.limit:  # else `_remember` checked it
             self.limit.hold(batch, difference_of(old, sampled, mask).abs())
-        corrected, more = weights(old, sampled, mask, settings.correction or UNLIMITED, n.tokens, n.sequences)
-        figures |= more
+        corrected, weight_figures = weights(old, sampled, mask, settings.correction or UNLIMITED, n.tokens, n.sequences)
+        figures |= weight_figures
         ref = self._refer(batch, keep, target)
         entropy = entropy if settings.section.entropy else entropy.detach()
         advantages = experience.advantages if experience.advantages.dim() == 1 else experience.advantages[:, keep]
-        corrected = None if settings.correction is None else corrected
-        parts = Batch(logs, old, mask, advantages.to(device), ref, corrected, entropy)
+        correction = None if settings.correction is None else corrected
+        parts = Batch(logs, old, mask, advantages.to(device), ref, correction, entropy)
         terms = settings.algorithm.objective(parts, settings.clip, n)
         in_loss = settings.beta if settings.kl_in == "loss" else 0.0
-        loss, more = policy_loss(
+        loss, loss_figures = policy_loss(
             parts,
             terms,
             n,
@@ -337,9 +347,9 @@ class RlStepper(Stepper):
             entropy_bonus=settings.section.entropy,
         )
         if self.critic and values:
-            of_critic, figures_of_critic = self.critic.loss(batch, keep, mask, values)
-            loss, more = loss + of_critic, more | figures_of_critic
-        self.told.append(figures | more)
+            critic_loss, critic_figures = self.critic.loss(batch, keep, mask, values)
+            loss, loss_figures = loss + critic_loss, loss_figures | critic_figures
+        self.part_figures.append(figures | loss_figures)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
@@ -347,45 +357,46 @@ class RlStepper(Stepper):
         if self.critic:
             yield from self.critic.losses(batch, memory)
 
-    def _beside(self) -> AbstractContextManager[list[Tensor]]:
-        """Around a forward of the policy: what the critic says on the way."""
-        return self.critic.beside() if self.critic else nullcontext([])
+    def _collect_values(self) -> AbstractContextManager[list[Tensor]]:
+        """Context of a forward of the policy; its list receives the critic's values."""
+        return self.critic.collect_values() if self.critic else nullcontext([])
 
     def rows(self) -> AbstractContextManager[object]:
-        """Around a forward whose log-probabilities are held against the rollout's."""
-        return fp8.invariant(self.model) if self.settings.section.invariant else nullcontext()
+        """Context of a forward whose log-probabilities are compared with the rollout's: batch-invariant with
+        `rl.invariant`."""
+        return fp8.batch_invariant(self.model) if self.settings.section.invariant else nullcontext()
 
     def _means(self, results: Sequence[StepResult]) -> dict[str, Any]:
-        """Figures of the updates of the step that had a token to learn from: means over them, or the smallest and
-        largest; None where none had, the KL that was taken from rewards too."""
-        found = whole(add_up(self.told), self.world)
+        """Figures of the step: means over its updates that had a token to learn from, or the smallest and largest. If
+        no update had one, all are None, including the KL that was subtracted from rewards."""
+        totals = whole(add_up(self.part_figures), self.world)
         updates = sum(result.loss_tokens > 0 for result in results)
         if not updates:
-            return dict.fromkeys(["kl", *found])
-        return {name: v / updates if kind(name) == "sum" else v for name, v in found.items()}
+            return dict.fromkeys(["kl", *totals])
+        return {name: v / updates if kind(name) == "sum" else v for name, v in totals.items()}
 
     def forwards(self, batches: Batches) -> dict[str, int]:
-        """Component -> micro-batches of the first update that reach it; of prompts that nothing was learnt from yet,
-        whether any will."""
+        """Component -> micro-batches of the first update that run it; for prompts before their update, 1 or 0: whether
+        any will."""
         if self._first_update is not None and self._first_update[0] is batches:
             batches = self._first_update[1]
         if batches and isinstance(batches[0], dict):
-            found = super().forwards(batches)
-            return self.critic.forwards(found) if self.critic else found
-        seen = any(sample.images for sample in batches)
+            counts = super().forwards(batches)
+            return self.critic.forwards(counts) if self.critic else counts
+        seen = any(prompt.images for prompt in cast(Sequence[PromptSample], batches))
         return {name: int(seen) if name in VISION else 1 for name in self.family.components}
 
 
 def _informative(rollout: Rollout) -> Rollout:
-    """The groups whose rewards are not all equal."""
+    """The prompts whose group has rewards that are not all equal."""
     if not rollout.prompts:
         return rollout
-    there = informative(torch.from_numpy(rollout.rewards.reshape(-1, rollout.group)))
-    return rollout.of([int(p) for p in there.nonzero().flatten()])
+    unequal = informative(torch.from_numpy(rollout.rewards.reshape(-1, rollout.group)))
+    return rollout.of([int(p) for p in unequal.nonzero().flatten()])
 
 
 def _joined(results: Sequence[StepResult], figures: Mapping[str, Any]) -> StepResult:
-    """The updates of a step as one result."""
+    """The results of a step's updates as one."""
     first, n = results[0], len(results)
     return replace(
         first,

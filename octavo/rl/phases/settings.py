@@ -1,4 +1,4 @@
-"""What a run does in phase rl: its section, with the algorithm's own settings where the section says nothing."""
+"""The settings of a run in phase rl: its section, and the algorithm's defaults for what the section leaves open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.rl.objectives.registry import ALGORITHMS, Algorithm, Values
 
 @dataclass(frozen=True)
 class Settings:
-    """`section` is as written; all else follows from it and the algorithm."""
+    """`section` is as written; the other fields follow from it and the algorithm."""
 
     section: RlSection
     algorithm: Algorithm
@@ -33,28 +33,26 @@ class Settings:
     @classmethod
     def of(cls, cfg: Config) -> Settings:
         rl = cfg.rl
-        assert rl is not None, "rules see to it"
-        own = ALGORITHMS[rl.algorithm]
-        low, high = (
-            usual if given is None else given
-            for given, usual in zip((rl.clip_low, rl.clip_high), own.clip, strict=True)
-        )
+        assert rl is not None, "octavo.config.rules checks it"
+        algorithm = ALGORITHMS[rl.algorithm]
+        low = algorithm.clip.low if rl.clip_low is None else rl.clip_low
+        high = algorithm.clip.high if rl.clip_high is None else rl.clip_high
         correction = None
         if rl.correction != "off":
             correction = Correction(rl.correction_level, rl.correction, rl.correction_low, rl.correction_high)
         return cls(
             rl,
-            own,
+            algorithm,
             Clip(low, high),
-            rl.advantage or own.advantage,
-            own.beta if rl.kl is None else rl.kl,
-            rl.kl_estimator or own.kl,
-            rl.kl_in or own.kl_in,
-            round(own.overlong * rl.max_new_tokens) if rl.overlong is None else rl.overlong,
-            not own.equal_groups if rl.dynamic_sampling is None else rl.dynamic_sampling,
+            rl.advantage or algorithm.advantage,
+            algorithm.beta if rl.kl is None else rl.kl,
+            rl.kl_estimator or algorithm.kl,
+            rl.kl_in or algorithm.kl_in,
+            round(algorithm.overlong * rl.max_new_tokens) if rl.overlong is None else rl.overlong,
+            not algorithm.equal_groups if rl.dynamic_sampling is None else rl.dynamic_sampling,
             correction,
             cfg.run.seed,
-            _values(rl, own.values, cfg.lora is not None),
+            _values(rl, algorithm.values, cfg.lora is not None),
         )
 
     @property
@@ -64,13 +62,13 @@ class Settings:
 
 
 def sampling_of(rl: RlSection, seed: int, step: int, never: tuple[int, ...]) -> Sampling:
-    """Of a step's completions; `never`: tokens that stand for images."""
+    """The sampling of a step's completions; `never`: placeholder tokens of images, which are not sampled."""
     return Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, seed, step, never)
 
 
-def _values(rl: RlSection, own: Values | None, apart: bool) -> Values | None:
-    """What is asked of the critic; one with layers of its own has the whole of its loss."""
-    if own is None:
+def _values(rl: RlSection, usual: Values | None, apart: bool) -> Values | None:
+    """The settings of the critic; None without one. With separate layers (`apart`) its loss has the weight 1."""
+    if usual is None:
         return None
-    given = {"gamma": rl.gamma, "lam": rl.lam, "clip": rl.value_clip, "weight": 1.0 if apart else rl.value_weight}
-    return replace(own, **{name: value for name, value in given.items() if value is not None})
+    written = {"gamma": rl.gamma, "lam": rl.lam, "clip": rl.value_clip, "weight": 1.0 if apart else rl.value_weight}
+    return replace(usual, **{name: value for name, value in written.items() if value is not None})

@@ -1,13 +1,13 @@
-"""What the parts of a step of reinforcement learning know of each other: who takes part with the policy, and what the
-critic and the limit ask of the stepper (:class:`octavo.rl.phases.rl_step.RlStepper`)."""
+"""The interface between the parts of a step of reinforcement learning: the roles besides the policy, and the attributes
+of the stepper (:class:`octavo.rl.phases.rl_step.RlStepper`) that the critic and the mismatch limit use."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo.config import Config
 from octavo.generation import Engine
@@ -20,15 +20,18 @@ from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.experience import Rollout
 from octavo.train.forward.forward import Forward
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 @dataclass(frozen=True)
 class Roles:
-    """Who takes part in a step with the policy.
+    """The participants of a step besides the policy.
 
-    engine     writes completions with the policy's weights
+    engine     generates completions with the policy's weights
     rewards    judge completions
-    reference  has the log-probabilities that the objective holds the policy to; None: the objective has no such term
-    tokenizer  gives the text of completions
+    reference  computes the log-probabilities for the objective's KL; None: the objective has no KL
+    tokenizer  decodes completions
     """
 
     engine: Engine
@@ -37,10 +40,10 @@ class Roles:
     tokenizer: Any
 
 
-class Learner(Protocol):
+class StepperProtocol(Protocol):
     cfg: Config
     number: int
-    model: nn.Module
+    model: PreTrainedModel
     world: World
     forward: Forward
     settings: Settings
@@ -48,7 +51,7 @@ class Learner(Protocol):
     pad_id: int
     rollout: Rollout
     counts: Counts
-    told: list[Figures]
+    part_figures: list[Figures]
 
     def rows(self) -> AbstractContextManager[object]: ...
     def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor: ...

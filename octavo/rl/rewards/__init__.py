@@ -1,4 +1,4 @@
-"""Rewards: what completions are worth, by built-in functions, functions of a user's file, or reward models.
+"""Rewards of completions: by built-in functions, by functions in a user's file, or by reward models.
 
 entries -> Rewards.score(completions, columns) -> RewardTable (totals, each reward, what went wrong by row)
 """

@@ -1,8 +1,8 @@
-"""The rewards that need no code: each gives 1.0 for what is right and 0.0 for what is not.
+"""The built-in rewards: each returns 1.0 for a right completion and 0.0 for a wrong one.
 
 A function takes the completions, a list of texts, and columns of the same length; `answer` is the reference, a text, or
-a list of texts of which any is right. It raises where a row cannot be judged (no reference, one that holds no number);
-the worker then finds the rows. This file is run by the worker too (`worker.py`), so it imports nothing of Octavo.
+a list of texts of which any is right. It raises where a row cannot be judged (no reference, or a reference without a
+number); the worker then finds the rows. The worker runs this file too (`worker.py`), so it imports nothing from Octavo.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.\d+|(?<=\d))(?:[eE][-+]?\d+)?")
 _BOXED = re.compile(r"\\boxed\{\W*(?:\\text\{)?([A-Z])\W*\}")
-_CHOSEN = re.compile(  # a small letter, which may be the article, ends what is said
+_CHOSEN = re.compile(  # a lower-case letter may be the article "a", so it counts only at the end of a sentence
     r"(?i:answer(?![a-z])|(?:correct|right|best)\s+(?:option|choice|letter|one)\b|\b(?:I|we)(?:\s+would|'d)?\s+(?:choose|pick"
     r"|select|go\s+with)\b)\W*(?i:(?:is|would\s+be|should\s+be|must\s+be)\b\W*)?(?i:(?:option|choice)\b\W*)?"
     r"(?:(?!I\s+[a-z])([A-Z])(?!'?\w)|([a-z])(?=[^\w\n]*(?:$|\n|<)|[).,;:!?\]*]+\s))"
@@ -35,14 +35,14 @@ class Unjudged(ValueError):
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
-    """The reference, but for white space around either."""
+    """1.0 where the completion equals the reference, except for white space around either."""
     return _judge(completions, answer, lambda text, truth: text.strip() == truth.strip())
 
 
 def number(completions: Sequence[str], answer: Sequence[Any], tolerance: float = 1e-6) -> list[float]:
-    """The last number of the completion is that of the reference: |a - b| <= tolerance * max(1, |b|).
+    """1.0 where the completion's last number equals the reference's: |a - b| <= tolerance * max(1, |b|).
 
-    "1,234.5" is a number, "-3" and "1e-3" are; fractions and formulas are for `math`.
+    "1,234.5", "-3" and "1e-3" are numbers; for fractions and formulas use `math`.
     """
 
     def equal(text: str, truth: str) -> bool:
@@ -55,10 +55,10 @@ def number(completions: Sequence[str], answer: Sequence[Any], tolerance: float =
 
 
 def choice(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
-    r"""The letter that the completion chooses is that of the reference. It is looked for in this order: "\boxed{B}";
+    r"""1.0 where the completion chooses the reference's letter. The letter is searched in this order: "\boxed{B}";
     "The answer is B", "Answer: b", "The correct option is B", "I choose B"; at the beginning "B", "b.", "B) two",
-    "B: two", "B, since ...", "B because ...", "B is right", "Option B ..."; anywhere "(B)", "option B". What was said
-    last counts, and a completion that chooses nothing is wrong."""
+    "B: two", "B, since ...", "B because ...", "B is right", "Option B ..."; anywhere "(B)", "option B". The last match
+    of a form counts, and a completion that chooses nothing is wrong."""
 
     def equal(text: str, truth: str) -> bool:
         right = letter(truth)
@@ -70,8 +70,8 @@ def choice(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
 
 
 def regex(completions: Sequence[str], answer: Sequence[Any] | None = None, pattern: str = "") -> list[float]:
-    """The pattern is found. Where it has a group, what the group holds in the last place is the reference as well, but
-    for white space: `pattern: "Answer: (.*)"`."""
+    """1.0 where the pattern matches. If it has a group, as in `pattern: "Answer: (.*)"`, the group of the last match
+    must also equal the reference, except for white space."""
     compiled = re.compile(pattern)
     if not compiled.groups:
         return [float(compiled.search(text) is not None) for text in completions]
@@ -86,15 +86,15 @@ def regex(completions: Sequence[str], answer: Sequence[Any] | None = None, patte
 
 
 def format(completions: Sequence[str], pattern: str = "") -> list[float]:
-    """The whole completion, without white space around it, has the form of the pattern; a dot takes line breaks."""
+    """1.0 where the pattern matches the whole completion without surrounding white space; a dot matches line breaks."""
     compiled = re.compile(pattern, re.DOTALL)
     return [float(compiled.fullmatch(text.strip()) is not None) for text in completions]
 
 
 def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
-    """The completion's answer equals the reference as mathematics: fractions, roots, sets, intervals, LaTeX; by
-    math-verify (the extra `math`). In a completion of more than a line it stands in $...$ or \\boxed{...}, or is a
-    number. A reference in words and without a digit is none."""
+    """1.0 where the completion's answer equals the reference as mathematics: fractions, roots, sets, intervals, LaTeX;
+    by math-verify (the extra `math`). In a completion of several lines the answer must be in $...$ or \\boxed{...}, or
+    be a number. A reference of words without a digit cannot be judged."""
     from math_verify import parse, verify
 
     def equal(text: str, truth: str) -> bool:
@@ -111,7 +111,7 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
     return _judge(completions, answer, equal)
 
 
-#: name -> function, and the arguments that it must be given
+#: name -> function and its required arguments
 BUILTIN: dict[str, tuple[Callable[..., list[float]], tuple[str, ...]]] = {
     "exact_match": (exact_match, ()),
     "number": (number, ()),
@@ -129,17 +129,17 @@ def _marked(text: str) -> bool:
 
 def last_number(text: str) -> float | None:
     """The last number of a text, or None."""
-    found = None
-    for found in _NUMBER.finditer(text):  # noqa: B007
+    last = None
+    for last in _NUMBER.finditer(text):  # noqa: B007
         pass
-    return None if found is None else float(found.group().replace(",", ""))
+    return None if last is None else float(last.group().replace(",", ""))
 
 
 def letter(text: str) -> str | None:
     """The letter that a text chooses, or None: see :func:`choice`."""
     for pattern, where in ((_BOXED, -1), (_CHOSEN, -1), (_BEGINS, 0), (_NAMED, -1)):
-        found = [pattern.match(text)] if where == 0 else list(pattern.finditer(text))
-        if found and (last := found[where]) is not None:
+        matches = [pattern.match(text)] if where == 0 else list(pattern.finditer(text))
+        if matches and (last := matches[where]) is not None:
             return next(group for group in last.groups() if group).upper()
     return None
 

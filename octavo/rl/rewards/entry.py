@@ -1,9 +1,9 @@
-"""An entry of `rl.rewards`: which reward, with what weight and arguments.
+"""An entry of `rl.rewards`: a reward with its weight and arguments.
 
     exact_match                                                a built-in function (`builtin.py`)
     {reward: format, pattern: "<think>.*</think>.*", weight: 0.5}
     rewards.py:score                                           a function of a file
-    {reward: rewards.py:score, arguments: {bonus: 2}}          and keyword arguments of it, whatever they are called
+    {reward: rewards.py:score, arguments: {bonus: 2}}          with keyword arguments of any name
     {reward: ./reward_model, load_in_fp8: rowwise}             a folder with a sequence classification model
 
 Paths are relative to the configuration's folder.
@@ -28,12 +28,13 @@ from octavo.rl.rewards.builtin import BUILTIN
 COMMON = ("reward", "name", "weight")
 OF_FUNCTIONS = ("arguments",)
 OF_MODELS = ("load_in_fp8", "batch")
-_ENDS = 1 << 20  # bytes at either end of a large file that stand for it
+_ENDS = 1 << 20  # bytes at either end of a large file that its digest covers
 _BUILTIN_FILE = Path(__file__).with_name("builtin.py")
 
 
 class RewardError(ValueError):
-    """A reward that cannot be used, or did not give numbers. `bad`: (row, name of the reward, reason) of each row."""
+    """A reward that cannot be used, or that did not return numbers. `bad`: (row, name of the reward, reason) of each
+    such row."""
 
     def __init__(self, message: str, bad: Sequence[tuple[int, str, str]] = ()) -> None:
         super().__init__(message)
@@ -46,7 +47,7 @@ class RewardError(ValueError):
 
     @property
     def told(self) -> str:
-        """What may be said where the message may not."""
+        """The message without words of rows or completions, for runs whose files are encrypted."""
         names = ", ".join(sorted({name for _, name, _ in self.bad}))
         return f"reward {printable(names)} gave no number for {len({row for row, *_ in self.bad})} completions"
 
@@ -65,38 +66,46 @@ class Entry:
     function: str = ""
     source: str = ""
 
-    def digest(self, beside: Mapping[str, str]) -> dict[str, Any]:
-        """What the reward is, as JSON: text, weight, arguments, and the SHA-256 of what lies behind it; `beside`: that
-        of each file which the function's own imported."""
-        more = "".join(f"\0{name}\0{beside[name]}" for name in sorted(beside))
-        content = (
-            "" if self.kind == "builtin" else _folder(self.path) if self.kind == "model" else _hash(self.source + more)
-        )
-        return {"name": self.name, "reward": self.reward, "weight": self.weight, "arguments": self.arguments,
-                "sha256": content}  # fmt: skip
+    def digest(self, imported: Mapping[str, str]) -> dict[str, Any]:
+        """The reward as JSON: text, weight, arguments, and the SHA-256 of its file or folder; `imported`: file ->
+        SHA-256 of each file that the function's file imported."""
+        if self.kind == "builtin":
+            content = ""
+        elif self.kind == "model":
+            content = _folder(self.path)
+        else:
+            content = _hash(self.source + "".join(f"\0{name}\0{imported[name]}" for name in sorted(imported)))
+        return {
+            "name": self.name,
+            "reward": self.reward,
+            "weight": self.weight,
+            "arguments": self.arguments,
+            "sha256": content,
+        }
 
 
-def read_entries(given: Sequence[Any], directory: Path) -> list[Entry]:
-    """The entries of a configuration. Raises `RewardError`, which names the entry, what was found and the fix."""
-    if not given:
+def read_entries(values: Sequence[Any], directory: Path) -> list[Entry]:
+    """The entries of a configuration. Raises `RewardError`, which names the entry, its value and the fix."""
+    if not values:
         raise RewardError(
             f"rl.rewards is empty; name at least one of {', '.join(BUILTIN)}, FILE.py:FUNCTION or a folder"
         )
-    made = [_entry(one, directory) for one in given]
-    for number, entry in enumerate(made):
-        if entry.name in [other.name for other in made[:number]]:
+    entries = [_entry(one, directory) for one in values]
+    for number, entry in enumerate(entries):
+        if entry.name in [other.name for other in entries[:number]]:
             raise RewardError(
                 f"rl.rewards has two named {entry.name!r}; give one of them another: {{reward: {entry.reward}, name: "
                 f"{entry.name}_2}}"
             )
-    return made
+    return entries
 
 
-def _entry(given: Any, directory: Path) -> Entry:
-    raw: Any = {"reward": given} if isinstance(given, str) else given
+def _entry(spec: Any, directory: Path) -> Entry:
+    # `reward` decides the kind: the name of a built-in, FILE.py:FUNCTION, else a model folder.
+    raw: Any = {"reward": spec} if isinstance(spec, str) else spec
     if not isinstance(raw, Mapping) or not isinstance(raw.get("reward"), str) or not raw["reward"]:
         raise RewardError(
-            f"rl.rewards has the entry {_shown(given)}; expected a name, or {{reward: NAME, weight: 1.0, ...}}"
+            f"rl.rewards has the entry {_shown(spec)}; expected a name, or {{reward: NAME, weight: 1.0, ...}}"
         )
     reward, weight = raw["reward"], raw.get("weight", 1.0)
     if type(weight) not in (int, float) or not math.isfinite(weight):
@@ -111,16 +120,16 @@ def _entry(given: Any, directory: Path) -> Entry:
     if colon and file.endswith(".py"):
         path = (directory / file).resolve()
         if not function.isidentifier():
-            raise RewardError(f"reward {reward}: {function!r} is no name of a function; write FILE.py:FUNCTION")
+            raise RewardError(f"reward {reward}: {function!r} is not the name of a function; write FILE.py:FUNCTION")
         _refuse_unknown(reward, arguments, OF_FUNCTIONS)
         if not isinstance(arguments := arguments.get("arguments", {}), Mapping):
             raise RewardError(f"reward {reward} has the arguments {_shown(arguments)}; expected a mapping of names")
         if clash := sorted({"completions", "self"} & arguments.keys()):
-            raise RewardError(f"reward {reward} has the argument {clash[0]!r}, which is given to it; remove it")
+            raise RewardError(f"reward {reward} has the argument {clash[0]!r}, which Octavo passes; remove it")
         if not path.exists():
             raise RewardError(
-                f"reward {_shown(reward)}: there is no file {printable(path)}; paths are relative to the file of the "
-                "configuration, on the command line to where it is run"
+                f"reward {_shown(reward)}: there is no file {printable(path)}; paths are relative to the folder of the "
+                "configuration, on the command line to the working directory"
             )
         source = read_text(path, RewardError, encoding="utf-8-sig")
         return Entry(
@@ -130,7 +139,7 @@ def _entry(given: Any, directory: Path) -> Entry:
     if not (path / "config.json").is_file():
         raise RewardError(
             f"there is no reward {_shown(reward)}: not one of {', '.join(BUILTIN)}, not FILE.py:FUNCTION, and {path} "
-            "is no model folder (it has no config.json)"
+            "is not a model folder (it has no config.json)"
         )
     _refuse_unknown(reward, arguments, OF_MODELS)
     return Entry(name or path.name, reward, "model", path, float(weight), _json(reward, arguments))
@@ -149,7 +158,7 @@ def _builtin(reward: str, name: str, weight: float, arguments: dict[str, Any]) -
             re.compile(arguments["pattern"])
         except re.error as cause:
             raise RewardError(
-                f"reward {reward}: the pattern {_shown(arguments['pattern'])} is none ({cause})"
+                f"reward {reward}: the pattern {_shown(arguments['pattern'])} is not a regular expression ({cause})"
             ) from cause
     tolerance = arguments.get("tolerance", 0.0)
     if type(tolerance) not in (int, float) or not 0 <= tolerance < math.inf:
@@ -170,7 +179,7 @@ def _json(reward: str, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
         return dict(json.loads(json.dumps(arguments, allow_nan=False)))
     except (TypeError, ValueError, RecursionError) as cause:
-        raise RewardError(f"reward {reward} has arguments that JSON does not hold ({cause})") from cause
+        raise RewardError(f"reward {reward} has arguments that JSON cannot hold ({cause})") from cause
 
 
 def _hash(content: str | bytes) -> str:
@@ -178,8 +187,8 @@ def _hash(content: str | bytes) -> str:
 
 
 def _folder(path: Path) -> str:
-    """Of a folder's files: names, sizes, and of each the first and last megabyte. Weights of gigabytes are not read
-    whole at every start; another training of them differs in every tensor."""
+    """A digest of a folder: of each file the name, the size, and the first and last megabyte. Gigabytes of weights are
+    not read at every start; a model that was trained further differs in every tensor."""
     total = sha256()
     for file in sorted(one for one in path.iterdir() if one.is_file()):
         size = file.stat().st_size

@@ -1,5 +1,5 @@
-"""A reward model: a folder whose model gives each conversation one number (sequence classification), of its text or,
-where it is of a vision-language family, of its images too."""
+"""A reward model: a folder with a sequence classification model that returns one number for each conversation, from its
+text and, for vision-language families, from its images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from octavo import data, fp8
 from octavo.base import accelerator
 from octavo.base.model_families import trained_families
-from octavo.data.encoding.sample import IGNORE, Sample, of_processor
+from octavo.data.encoding.sample import IGNORE, Sample, inputs_of_processor
 from octavo.data.errors import ImageProblem
 from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import load as opened
@@ -25,15 +25,15 @@ from octavo.train.artifacts.load_target import fitting
 
 
 class RewardModel:
-    """Scores conversations by the folder's own processor and chat template, the completion as the last turn.
+    """Scores conversations with the folder's processor and chat template, the completion as the last turn.
 
-    folder       config.json with one label, safetensors, tokenizer, chat template; with images those of its processor
-    load_in_fp8  rowwise, blockwise, tensorwise: linear layers are frozen FP8 codes while they are read, and multiply
-                 in FP8. A folder that holds codes keeps them, and multiplies by the recipe that fits them
+    folder       config.json with one label, safetensors, tokenizer, chat template; for images also a processor
+    load_in_fp8  rowwise, blockwise or tensorwise: linear layers are quantized to frozen FP8 codes while they are read,
+                 and multiply in FP8. A folder with FP8 codes keeps them and uses the recipe that fits them
     batch        conversations at a time, padded on the right to the longest
-    device       where it computes; BF16 on a GPU, fp32 on a CPU
+    device       device of the model; it computes in BF16 on a GPU, in fp32 on a CPU
 
-    Raises RewardError for a folder that is none, and ModelError for one that cannot be loaded.
+    Raises RewardError for a folder without a reward model, and ModelError for one that cannot be loaded.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RewardModel:
     ) -> None:
         self.folder, self.batch, self.device = folder, batch, torch.device(device)
         if type(batch) is not int or batch < 1:
-            raise RewardError(f"reward {folder.name} has the batch {batch!r}; expected a whole number from 1")
+            raise RewardError(f"reward {folder.name} has the batch {batch!r}; expected a whole number of at least 1")
         config = read_config(folder)
         kind = (config.architectures or ["no architecture"])[0]
         if not kind.endswith(SCORING) or config.num_labels != 1:
@@ -52,14 +52,14 @@ class RewardModel:
         dtype = accelerator.low_precision(self.device) or torch.float32
         self.model = load(folder, dtype, self.device, load_in_fp8=load_in_fp8, scores=True)
         family = describe(self.model)
-        policy = fitting(self.model, family)
+        policy = fitting(self.model, family)  # None without FP8 codes: the model stays in high precision
         if policy is not None:
             fp8.apply(self.model, fp8.plan(self.model, policy, family.components))
         freeze_all(self.model)
         self.processor = load_processor(folder)
         self.tokenizer = self.processor.tokenizer
         if self.processor.chat_template is None:
-            raise RewardError(f"{folder} has no chat template, by which a conversation becomes its text; add one")
+            raise RewardError(f"{folder} has no chat template to write a conversation as text; add one")
         text = self.model.config.get_text_config()
         if text.pad_token_id is None:
             text.pad_token_id = self.tokenizer.pad_token_id
@@ -68,51 +68,53 @@ class RewardModel:
         self.sees = family.has_vision
 
     def __call__(self, completions: Sequence[str], columns: dict[str, list[Any]]) -> list[float | str]:
-        """A number for each completion, or why there is none. Columns: `messages` (turns) or `prompt` (a text), and
-        `images` (files or :class:`octavo.data.rows.image_refs.Picture`, one for each `<image>` in the turns). A text
-        model refuses rows with images: it would judge what it has not seen."""
+        """A number for each completion, or the reason why there is none. Columns: `messages` (turns) or `prompt` (a
+        text), and `images` (files or :class:`octavo.data.rows.image_refs.Picture`, one for each `<image>` in the
+        turns). A text model refuses rows with images, which it cannot see."""
         values: list[float | str] = []
         for first in range(0, len(completions), self.batch):
             rows = range(first, min(first + self.batch, len(completions)))
             images: dict[Any, Any] = {}  # completions of a prompt have the same
-            made = [
+            samples = [
                 self._sample(completions[row], {key: column[row] for key, column in columns.items()}, images)
                 for row in rows
             ]
-            scores = iter(self._scores([sample for sample in made if not isinstance(sample, str)]))
-            values += [sample if isinstance(sample, str) else next(scores) for sample in made]
+            scores = iter(self._scores([sample for sample in samples if not isinstance(sample, str)]))
+            values += [sample if isinstance(sample, str) else next(scores) for sample in samples]
         return values
 
     def _sample(self, completion: str, row: dict[str, Any], images: dict[Any, Any]) -> Sample | str:
-        """A conversation as numbers, or why it is none. `images`: those that are open, by their files."""
+        """A conversation as tokens and pixels, or the reason why it cannot be scored. `images`: file -> open image, a
+        cache that this call extends."""
         files = row.get("images") or []
         if files and not self.sees:
             return (
-                f"has images, and the reward model ({self.model.config.model_type}) reads text alone; those that see "
-                f"are ...{SCORING} of {', '.join(trained_families('images'))}"
+                f"has images, and the reward model ({self.model.config.model_type}) reads only text; models that read "
+                f"images are ...{SCORING} of {', '.join(trained_families('images'))}"
             )
         if row.get("videos"):
-            return "has videos, which reward models are not shown in this version; give such rows another reward"
-        asked = row.get("messages") or row.get("prompt")
-        turns = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
-        if asked is None:
-            return "has no column 'messages' and none named 'prompt', which the reward model reads"
+            return "has videos, which reward models do not support in this version; use another reward for such rows"
+        question_turns = row.get("messages") or row.get("prompt")
+        turns = question_turns if isinstance(question_turns, list) else [{"role": "user", "content": question_turns}]
+        if question_turns is None:
+            return "has neither a column 'messages' nor a column 'prompt', which the reward model reads"
         if self.sees:
             turns = [{**turn, "content": _parts(turn.get("content"), bool(files))} for turn in turns]
         answer = {"role": "assistant", "content": _parts(completion, False) if self.sees else completion}
         try:
             for file in files:
-                images[file] = images.get(file) or opened(file, math.inf)  # its size was judged with its prompt
-            found = question(self.processor, [*turns, answer], [images[file] for file in files], answered=True)
+                images[file] = images.get(file) or opened(file, math.inf)  # its size was checked with its prompt
+            encoded = question(self.processor, [*turns, answer], [images[file] for file in files], answered=True)
         except (ModelError, ImageProblem) as cause:
             return str(cause)
-        arrays = {key: value.numpy() for key, value in found.items()}
+        arrays = {key: value.numpy() for key, value in encoded.items()}
         ids, kinds = arrays["input_ids"][0], arrays.get("mm_token_type_ids")
         if len(ids) > self.most:
             return f"has {len(ids)} tokens, and the reward model takes {self.most}"
         return Sample(
             ids, np.full_like(ids, IGNORE), None if kinds is None else kinds[0], arrays.get("pixel_values"),
-            arrays.get("image_grid_thw"), len(files), more=of_processor(self.processor, arrays) if files else {},
+            arrays.get("image_grid_thw"), len(files),
+            extra=inputs_of_processor(self.processor, arrays) if files else {},
         )  # fmt: skip
 
     @torch.no_grad()
@@ -120,12 +122,13 @@ class RewardModel:
         if not samples:
             return []
         batch = data.collate(samples, self.pad_id)
-        given = {key: value.to(self.device) for key, value in batch.items() if key not in ("labels", "meta")}
-        return self.model(**given).logits[:, 0].double().tolist()
+        inputs = {key: value.to(self.device) for key, value in batch.items() if key not in ("labels", "meta")}
+        return self.model(**inputs).logits[:, 0].double().tolist()
 
 
 def _parts(content: Any, images: bool) -> Any:
-    """What a turn says as the template of a model that sees takes it; with `images` each placeholder is one."""
+    """A turn's content in parts, as the chat template of a vision-language model takes it; with `images` each
+    placeholder becomes an image."""
     if not isinstance(content, str):
         return content
     pieces = [{"type": "text", "text": piece} for piece in (content.split(PLACEHOLDER) if images else [content])]

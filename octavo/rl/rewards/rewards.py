@@ -1,4 +1,4 @@
-"""All rewards of a run: asked for a batch of completions, weighted and added up, with every fault named by row."""
+"""All rewards of a run: computes them for a batch of completions, adds them up by weight, and reports errors by row."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import numpy as np
 from octavo.base import encryption
 from octavo.base.safe_read import printable
 from octavo.rl.rewards.entry import Entry, RewardError, read_entries
-from octavo.rl.rewards.worker_client import Fault, Worker
+from octavo.rl.rewards.worker_client import Worker, WorkerError
 
-LARGEST = 1e12  # of a reward: its weighted square is a number in fp32 too
-TOLD = 3  # reasons that an error lists; the others are counted
+LARGEST = 1e12  # the largest reward: its weighted square is finite in fp32 too
+LISTED = 3  # reasons that an error lists; the others are counted
 ON_BAD = ("error", "zero")
 
 
 @dataclass(frozen=True)
 class RewardTable:
-    """What N completions are worth. `totals` [N] float64, the weighted sum; `each`: name -> [N] float64 before weights,
-    NaN where a reward gave no number, which counts 0 in the sum; `bad`: (row, name, reason) of each such place."""
+    """The rewards of N completions. `totals` [N] float64: the weighted sum; `each`: name -> [N] float64 before weights,
+    NaN where a reward returned no number, which counts 0 in the sum; `bad`: (row, name, reason) of each such value."""
 
     totals: np.ndarray
     each: dict[str, np.ndarray] = field(default_factory=dict)
@@ -35,17 +35,18 @@ class RewardTable:
 
 
 class Rewards:
-    """The rewards that a configuration names (`entry.py` says how), ready to be asked.
+    """The rewards of a configuration (`entry.py` documents the entries).
 
     entries    names, or mappings with `reward`, `weight`, `name` and arguments
-    directory  the folder of the configuration, which paths are relative to
-    on_bad     what becomes of a row that a reward raises for, hangs over, or gives NaN, infinity or no number:
-               "error" ends the run, "zero" counts 0 there and goes on
-    timeout    seconds that a function may take for a batch, and again for its rows alone where it raised
-    device     where reward models compute
+    directory  the folder of the configuration; paths are relative to it
+    on_bad     for a row on which a reward raises, hangs, or returns NaN, infinity or no number: "error" ends the run,
+               "zero" counts 0 and continues
+    timeout    seconds that a function may take for a batch, and again for its rows one by one if it raised
+    device     device of reward models
 
-    Functions run in processes of their own, one a file, which start here, live on over steps and end with the trainer
-    (`worker.py`). Raises RewardError for an entry that cannot be used, also for a file whose function is not there.
+    Functions run in separate processes, one for each file, which start here, persist over steps and end with the
+    trainer (`worker.py`). Raises RewardError for an entry that cannot be used, also for a file without the named
+    function.
     """
 
     def __init__(
@@ -59,9 +60,10 @@ class Rewards:
         if on_bad not in ON_BAD:
             raise RewardError(f"on_bad_reward is {on_bad!r}; it must be error or zero")
         if not (timeout > 0 and math.isfinite(timeout)):
-            raise RewardError(f"the time limit of rewards is {timeout!r}; expected seconds over 0")
+            raise RewardError(f"the time limit of rewards is {timeout!r}; expected a number of seconds above 0")
         self.on_bad, self.timeout = on_bad, timeout
         self.entries = read_entries(entries, Path(directory))
+        # Workers start here, not at the first score: a file that does not load is an error before the first rollout.
         self._columns: tuple[str, ...] = ()
         self._workers: dict[Path, Worker] = {}
         self._ask: dict[str, Callable[[list[str], dict[str, list[Any]]], Sequence[Any]]] = {}
@@ -74,7 +76,7 @@ class Rewards:
             for worker in self._workers.values():
                 self._start(worker)
             self._digest = [
-                entry.digest(self._workers[entry.path].beside if entry.kind == "function" else {})
+                entry.digest(self._workers[entry.path].imported if entry.kind == "function" else {})
                 for entry in self.entries
             ]
         except BaseException:
@@ -86,8 +88,8 @@ class Rewards:
         return [entry.name for entry in self.entries]
 
     def expect(self, columns: Sequence[str]) -> None:
-        """Columns that the rows have, all data sets together: a function is given each of them at each call, with None
-        for rows without. Raises RewardError where a function asks for one that there is not."""
+        """Set the columns of the rows of all data sets: a function receives each of them at each call, with None for
+        rows without. Raises RewardError where a function takes a column that no row has."""
         for entry in self.entries:
             needs = self._workers[entry.path].needs[entry.function] if entry.kind == "function" else ()
             if lacks := [name for name in needs if name not in columns and name not in entry.arguments]:
@@ -104,13 +106,13 @@ class Rewards:
         where: Sequence[str] | None = None,
         pictures: Sequence[Sequence[Any]] | None = None,
     ) -> RewardTable:
-        """What each completion is worth.
+        """The rewards of completions.
 
-        Columns are lists of the same length, of what JSON holds: `answer`, `prompt`, `messages`, `images`, `videos`
-        and all others of the rows (`octavo.rl.rollout.rollout.reward_columns`). `where` names rows in errors (file and
-        row).
-        `pictures`: the image files of each row, which reward models are shown; None: those that `images` names. Raises
-        RewardError where a reward gives anything but N finite numbers and `on_bad` is "error".
+        Columns are lists of the same length with JSON values: `answer`, `prompt`, `messages`, `images`, `videos` and
+        all other columns of the rows (`octavo.rl.rollout.rollout.reward_columns`). `where`: the file and row of each
+        completion, for errors. `pictures`: the image files of each row for reward models; None: the files in `images`.
+
+        Raises RewardError where a reward returns anything but N finite numbers and `on_bad` is "error".
         """
         texts, count = list(completions), len(completions)
         for name, column in columns.items():
@@ -123,33 +125,34 @@ class Rewards:
         for entry in self.entries if count else ():
             try:
                 values = self._ask[entry.name](texts, shown if entry.kind == "model" else columns)
-            except Fault as fault:
+            except WorkerError as fault:
                 values = [str(fault)] * count
-            told = [(row, why) for row, value in enumerate(values) if (why := _no_number(value))]
-            if told:
-                self._hear(entry, told, texts, where)
-            bad += [(row, entry.name, reason) for row, reason in told]
+            # A reason (text) in place of a number becomes NaN, which the sum counts as 0.
+            faulty = [(row, why) for row, value in enumerate(values) if (why := _no_number(value))]
+            if faulty:
+                self._report(entry, faulty, texts, where)
+            bad += [(row, entry.name, reason) for row, reason in faulty]
             each[entry.name] = np.array([value if not isinstance(value, str) else 0.0 for value in values], np.float64)
-            each[entry.name][[row for row, _ in told]] = np.nan
+            each[entry.name][[row for row, _ in faulty]] = np.nan
         totals = np.zeros(count)
         for entry in self.entries if count else ():
             totals += entry.weight * np.nan_to_num(each[entry.name])
         return RewardTable(totals, each or {name: np.zeros(0) for name in self.names}, bad)
 
     def taken(self) -> tuple[list[str], Counter[str]]:
-        """Since the last call, where `on_bad` is "zero": a sentence of each fault of a kind that there was not before,
-        and how many times each reward gave no number."""
-        found = self._news, self._counts
+        """Since the last call, if `on_bad` is "zero": a sentence for each new kind of failure, and how many times each
+        reward returned no number."""
+        news, counts = self._news, self._counts
         self._news, self._counts = [], Counter()
-        return found
+        return news, counts
 
     def digest(self) -> list[dict[str, Any]]:
-        """What the rewards are, as JSON: name, text, weight, arguments and the SHA-256 of each one's folder, or of its
-        file and what that imported of its own folder."""
+        """The rewards as JSON: name, text, weight, arguments, and the SHA-256 of the folder, or of the file and of what
+        it imported from its folder."""
         return self._digest
 
     def close(self) -> None:
-        """End the workers."""
+        """End the worker processes."""
         for worker in self._workers.values():
             worker.close()
 
@@ -170,7 +173,7 @@ class Rewards:
         worker = self._workers.setdefault(entry.path, Worker(entry.path, entry.source, of_file))
 
         def ask(texts: list[str], columns: dict[str, list[Any]]) -> list[Any]:
-            if entry.kind == "builtin":  # whose other parameters are arguments, whatever a row calls its columns
+            if entry.kind == "builtin":  # its other parameters are arguments, even if a row has a column of that name
                 columns = {name: column for name, column in columns.items() if name == "answer"}
             return worker.call(entry.function, texts, columns, entry.arguments, self.timeout)
 
@@ -184,70 +187,71 @@ class Rewards:
     def _start(self, worker: Worker) -> None:
         try:
             worker.start()
-        except Fault as fault:
+        except WorkerError as fault:
             raise RewardError(
                 f"the rewards of {printable(worker.path)} cannot be used: the file {printable(fault)}"
             ) from fault
 
-    def _hear(
-        self, entry: Entry, told: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
+    def _report(
+        self, entry: Entry, faulty: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
     ) -> None:
-        """End the run, or keep what is to be said; kinds of reasons differ before their first number or quote."""
-        said = self._said(entry, told, completions, where)
+        """Raise RewardError, or keep a sentence for :meth:`taken`; the kind of a reason is its text before the first
+        digit or quote."""
+        sentence = self._sentence(entry, faulty, completions, where)
         if self.on_bad == "error":
-            bad = [(row, entry.name, reason) for row, reason in told]
-            raise RewardError(f"{said}. Mend the function or the rows, or set on_bad_reward: zero", bad)
-        kinds = {(entry.name, re.split(r"[\d'\"]", reason)[0]) for _, reason in told}
+            bad = [(row, entry.name, reason) for row, reason in faulty]
+            raise RewardError(f"{sentence}. Fix the function or the rows, or set on_bad_reward: zero", bad)
+        kinds = {(entry.name, re.split(r"[\d'\"]", reason)[0]) for _, reason in faulty}
         if kinds - self._known:
-            self._news.append(f"{said}. They count 0; others like them are counted and not told")
+            self._news.append(f"{sentence}. They count 0; further ones of this kind are only counted")
         self._known |= kinds
-        self._counts[entry.name] += len(told)
+        self._counts[entry.name] += len(faulty)
 
-    def _said(
-        self, entry: Entry, told: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
+    def _sentence(
+        self, entry: Entry, faulty: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
     ) -> str:
         rows: dict[str, list[int]] = {}
-        for row, reason in told:
+        for row, reason in faulty:
             rows.setdefault(reason, []).append(row)
         lines = []
-        for reason, those in list(rows.items())[:TOLD]:
+        for reason, those in list(rows.items())[:LISTED]:
             first = those[0]
             place = f"{where[first]}: " if where is not None else ""
             many = "s" if len(those) > 1 else ""
             lines.append(
                 f"Row{many} {_listed(those)} ({place}{completions[first][:60]!r}{', ...' * bool(many)}): {reason}"
             )
-        more = f"; {len(rows) - TOLD} more reasons" if len(rows) > TOLD else ""
+        unlisted = f"; {len(rows) - LISTED} more reasons" if len(rows) > LISTED else ""
         return printable(
-            f"reward {entry.name} ({entry.reward}) gave no number for {len(told)} of {len(completions)} completions. "
-            f"{'. '.join(lines)}{more}"
+            f"reward {entry.name} ({entry.reward}) gave no number for {len(faulty)} of {len(completions)} completions. "
+            f"{'. '.join(lines)}{unlisted}"
         )
 
 
 def changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str | None:
-    """How rewards differ from those of an earlier digest, in a sentence that names one of them; None if they do not."""
+    """A sentence that names a reward which differs from an earlier digest; None if all are the same."""
     then, today = ({one["name"]: one for one in digest} for digest in (before, now))
     if gone := [name for name in then if name not in today]:
-        return f"the reward {gone[0]!r} is not there any more"
+        return f"the reward {gone[0]!r} was removed"
     if new := [name for name in today if name not in then]:
-        return f"the reward {new[0]!r} was not there"
+        return f"the reward {new[0]!r} was added"
     for name, one in then.items():
         for key in sorted({*one, *today[name]}):
             if one.get(key) != today[name].get(key):
                 what = {
-                    "sha256": "file, one that it imports, or its folder has another content",
-                    "reward": "entry is another",
+                    "sha256": "file, a file that it imports, or its folder has changed",
+                    "reward": "entry has changed",
                 }
-                found = what.get(key, f"{key} is {today[name].get(key)!r} and was {one.get(key)!r}")
-                return f"the reward {name!r} is another: its {found}"
+                difference = what.get(key, f"{key} is {today[name].get(key)!r} and was {one.get(key)!r}")
+                return f"the reward {name!r} has changed: its {difference}"
     return None
 
 
 def _no_number(value: Any) -> str:
-    """What is wrong with a value, or nothing."""
+    """Why a value is not a usable number; empty if it is."""
     if isinstance(value, str) or not math.isfinite(value):
         return value if isinstance(value, str) else f"returned {value}"
-    return f"returned {value:g}, and rewards go to {LARGEST:g}" if abs(value) > LARGEST else ""
+    return f"returned {value:g}, and the limit of rewards is {LARGEST:g}" if abs(value) > LARGEST else ""
 
 
 def _listed(rows: Sequence[int]) -> str:

@@ -1,20 +1,20 @@
-"""The process in which reward functions run. A script of the standard library alone: it starts in a moment, and what a
-user's file imports is all that it holds.
+"""The process in which reward functions run. The script uses only the standard library: it starts quickly, and its
+memory holds only what a user's file imports.
 
-    python worker.py FD PID FOLDER      FD: a socket to the trainer, PID: the trainer, FOLDER: of the functions' file
+    python worker.py FD PID FOLDER      FD: a socket to the trainer, PID: the trainer, FOLDER: the folder of the file
 
-It is two processes in a group of their own. The first runs nothing but a look at the trainer and at the second, so that
-both end with a trainer that was killed, whatever code the second hangs in (a regular expression holds Python's lock as
-long as it searches). The second reads lines of JSON and answers each with one:
+It is two processes in a separate process group. The first only watches the trainer and the second process, so that both
+end when the trainer is killed, even if the second hangs (a regular expression holds the GIL as long as it searches).
+The second reads lines of JSON and answers each with one line:
 
     {"path", "source", "functions"}                              the file's text, run once
-        -> {"needs": function -> what it must be given, "beside": file -> SHA-256, of what it imported of its folder}
-           | {"error"} | {"raised"}
+        -> {"needs": function -> required parameters, "beside": file -> SHA-256 of each file that it imported from its
+            folder} | {"error"} | {"raised"}
     {"function", "completions", "columns", "arguments"}
-        -> {"values": [number or text that says what it is]} | {"error"} | {"raised"}
-    {"function", ..., "apart": true} -> the same, of each row alone: what a trainer asks where a batch raised
+        -> {"values": [number, or a text that describes what was returned]} | {"error"} | {"raised"}
+    {"function", ..., "apart": true} -> the same, with a call for each row, after a call for the batch raised
 
-A line and its answer have the same "turn", so that what a function writes to the socket is not taken for an answer.
+A line and its answer have the same "turn", so that a line which a function writes to the socket is no valid answer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from itertools import islice
 from typing import Any, NoReturn
 
 LOOK = 0.5  # seconds between looks at the trainer
-SHOWN = 300  # characters of an error or of a value that is no number
+SHOWN = 300  # characters of an error's text, or of a value that is not a number
 
 
 def main(handle: int, trainer: int, folder: str) -> None:
@@ -48,7 +48,7 @@ def main(handle: int, trainer: int, folder: str) -> None:
         _watch(child, trainer)
     sys.path[0] = folder  # not this script's folder: a user's `import table` means the user's
     sys.dont_write_bytecode = True
-    # what the functions' file forks holds no line to the trainer, which then sees this process end
+    # Children of the user's file must not hold the socket open: the trainer would not see this process end.
     os.register_at_fork(after_in_child=lambda: os.dup2(os.open(os.devnull, os.O_RDWR), handle))
     _serve(socket.socket(fileno=handle))
 
@@ -66,33 +66,34 @@ def _watch(child: int, trainer: int) -> NoReturn:
 
 def _serve(trainer: socket.socket) -> None:
     functions: dict[str, Callable[..., Any]] = {}
-    path, answer, asked_of = "", dict[str, Any](), os.getpid()
+    path, answer, served_by = "", dict[str, Any](), os.getpid()
     for line in trainer.makefile("rb"):
-        asked = json.loads(line)
+        request = json.loads(line)
         try:
-            if "source" in asked:
-                path = asked["path"]
-                functions = _load(path, asked["source"], asked["functions"])
+            if "source" in request:
+                path = request["path"]
+                functions = _load(path, request["source"], request["functions"])
                 needs = {name: sorted(_needed(one)) for name, one in functions.items()}
-                answer = {"needs": needs, "beside": _beside(os.path.dirname(path))}
+                answer = {"needs": needs, "beside": _imported_files(os.path.dirname(path))}
             else:
-                answer = {"values": _values(functions[asked["function"]], asked, path)}
+                answer = {"values": _values(functions[request["function"]], request, path)}
         except _Wrong as cause:
             answer = {"error": str(cause)}
-        # sys.exit() in a function as well; what ends the process for good is seen from outside
+        # also sys.exit() in a function; the trainer sees a process that really ended
         except BaseException as cause:
-            answer = {"raised": _told(cause, path)}
-        if os.getpid() != asked_of:  # a fork that came back: who was asked answers
+            answer = {"raised": _describe(cause, path)}
+        if os.getpid() != served_by:  # the function forked and its child returned: only the parent answers
             os._exit(0)
-        trainer.sendall(json.dumps({"turn": asked["turn"], **answer}).encode() + b"\n")
+        trainer.sendall(json.dumps({"turn": request["turn"], **answer}).encode() + b"\n")
 
 
 class _Wrong(Exception):
-    """What a function does that is no answer; the sentence that follows its name."""
+    """A function's result is unusable; the text follows the function's name."""
 
 
-class _Given(SourceFileLoader):
-    """Finds and runs one module, whose text was handed over: what is run is what was hashed."""
+class _SourceLoader(SourceFileLoader):
+    """Finds and runs one module from the text that was passed, so that the code that runs is the code that was
+    hashed."""
 
     def __init__(self, path: str, source: str) -> None:
         super().__init__("reward_functions", path)
@@ -106,65 +107,66 @@ class _Given(SourceFileLoader):
 
 
 def _load(path: str, source: str, names: list[str]) -> dict[str, Callable[..., Any]]:
-    sys.meta_path.insert(0, _Given(path, source))
+    sys.meta_path.insert(0, _SourceLoader(path, source))
     module = importlib.import_module("reward_functions")
     for name in names:
         if not callable(getattr(module, name, None)):
-            there = [key for key, one in vars(module).items() if inspect.isfunction(one) and not key.startswith("_")]
-            raise _Wrong(f"has no function {name!r}; it has {', '.join(there) or 'none'}")
+            public = [key for key, one in vars(module).items() if inspect.isfunction(one) and not key.startswith("_")]
+            raise _Wrong(f"has no function {name!r}; it has {', '.join(public) or 'none'}")
     return {name: getattr(module, name) for name in names}
 
 
-def _beside(folder: str) -> dict[str, str]:
-    """SHA-256 of each file below the folder that was imported, by its name there; not of libraries installed below."""
+def _imported_files(folder: str) -> dict[str, str]:
+    """File -> SHA-256 of each file below the folder that was imported, except libraries that are installed there."""
     inside = os.path.join(folder, "")
     installed = tuple(os.path.join(lib, "") for lib in sysconfig.get_paths().values() if lib.startswith(inside))
-    found = {}
+    digests = {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__dict__", {}).get("__file__")
-        own = isinstance(file, str) and file.startswith(inside) and not file.startswith(installed)
-        if own and name not in ("__main__", "reward_functions") and os.path.isfile(file):
+        if not isinstance(file, str) or not file.startswith(inside) or file.startswith(installed):
+            continue
+        if name not in ("__main__", "reward_functions") and os.path.isfile(file):
             with open(file, "rb") as content:
-                found[file[len(inside) :]] = hashlib.sha256(content.read()).hexdigest()
-    return found
+                digests[file[len(inside) :]] = hashlib.sha256(content.read()).hexdigest()
+    return digests
 
 
-def _values(function: Callable[..., Any], asked: dict[str, Any], path: str) -> list[Any]:
-    completions, columns = asked["completions"], asked["columns"]
+def _values(function: Callable[..., Any], request: dict[str, Any], path: str) -> list[Any]:
+    completions, columns = request["completions"], request["columns"]
     accepted = inspect.signature(function).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in accepted):
         columns = {name: columns[name] for name in columns if name in {one.name for one in accepted}}
-    if lacks := sorted(_needed(function) - {*columns, *asked["arguments"]}):
-        have = ", ".join(sorted(asked["columns"])) or "none"
+    if lacks := sorted(_needed(function) - {*columns, *request["arguments"]}):
+        have = ", ".join(sorted(request["columns"])) or "none"
         raise _Wrong(f"takes {', '.join(lacks)}, and the columns of the rows are {have}")
-    if not asked.get("apart"):
-        return _called(function, completions, columns | asked["arguments"])
+    if not request.get("apart"):
+        return _called(function, completions, columns | request["arguments"])
     values = []
     for row in range(len(completions)):
-        alone = {name: column[row : row + 1] for name, column in columns.items()}
+        row_columns = {name: column[row : row + 1] for name, column in columns.items()}
         try:
-            values += _called(function, completions[row : row + 1], alone | asked["arguments"])
+            values += _called(function, completions[row : row + 1], row_columns | request["arguments"])
         except _Wrong as cause:
             values.append(str(cause))
         except Exception as cause:
-            values.append(_told(cause, path))
+            values.append(_describe(cause, path))
     return values
 
 
 def _needed(function: Callable[..., Any]) -> set[str]:
-    """Parameters without a default, beside the completions."""
+    """Parameters without a default, except the completions."""
     rest = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    there = inspect.signature(function).parameters.values()
-    return {one.name for one in there if one.default is one.empty and one.kind not in rest} - {"completions"}
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name for one in parameters if one.default is one.empty and one.kind not in rest} - {"completions"}
 
 
 def _called(function: Callable[..., Any], completions: list[str], arguments: dict[str, Any]) -> list[Any]:
-    """The values of a call. The function gets copies, and what it returns is counted against the completions that it
-    was asked about: one that empties or sorts its list would be counted against what it left of it."""
+    """The values of a call. The function receives copies, so that one that empties or sorts its list does not change
+    the number of completions that its result is compared with."""
     count = len(completions)
     returned = function(completions=[*completions], **copy.deepcopy(arguments))
     if isinstance(returned, str | bytes | dict | set | frozenset) or not hasattr(returned, "__iter__"):
-        raise _Wrong(f"returned {_short(returned)} where a list of {count} numbers belongs")
+        raise _Wrong(f"returned {_short(returned)} instead of a list of {count} numbers")
     values = [_number(one) for one in islice(returned, count + 1)]  # a generator may never end
     if len(values) != count:
         number = len(returned) if hasattr(returned, "__len__") else len(values)
@@ -174,13 +176,13 @@ def _called(function: Callable[..., Any], completions: list[str], arguments: dic
 
 
 def _number(value: Any) -> float | str:
-    """A number, NumPy's and torch's too; of anything else what it is."""
+    """The value as a number, also for NumPy and torch scalars; else a text that describes it."""
     if not isinstance(value, str | bytes) and hasattr(value, "__float__"):
         try:
             return float(value)
         except (TypeError, ValueError, OverflowError):
             pass
-    return f"returned {_short(value)}, which is no number"
+    return f"returned {_short(value)}, which is not a number"
 
 
 def _short(value: Any) -> str:
@@ -188,19 +190,19 @@ def _short(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def _told(cause: BaseException, path: str) -> str:
-    """What a function raised, and the last line of its file that it came through; a `plain` sentence as it is.
+def _describe(cause: BaseException, path: str) -> str:
+    """The error that a function raised and the last line of its file in the traceback; a `plain` error's text as it is.
 
-    The error is the user's too: its text may raise, never fit, or be no text, and all of that is said."""
-    kind = type.__dict__["__name__"].__get__(type(cause))  # a metaclass may have another idea of the name
+    The error's class may be the user's too: its text may raise, be very long, or not be a text."""
+    kind = type.__dict__["__name__"].__get__(type(cause))  # a metaclass may override __name__
     try:
-        text = str.__getitem__(str(cause), slice(8 * SHOWN))  # of a subclass of str plain text
+        text = str.__getitem__(str(cause), slice(8 * SHOWN))  # a subclass of str may override slicing
         if getattr(cause, "plain", False):
             return text[:SHOWN]
         text = " ".join(f"{kind}: {text}".split())[:SHOWN]
     except BaseException as second:
         another = type.__dict__["__name__"].__get__(type(second))
-        text = f"{kind}, whose text cannot be read: it raises {another}"
+        text = f"{kind}, whose text cannot be read: reading it raises {another}"
     frames = traceback.walk_tb(BaseException.__dict__["__traceback__"].__get__(cause))
     lines = [number for frame, number in frames if frame.f_code.co_filename == path]
     line = SyntaxError.__dict__["lineno"].__get__(cause) if isinstance(cause, SyntaxError) else None

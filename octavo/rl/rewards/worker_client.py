@@ -1,4 +1,5 @@
-"""The trainer's side of a reward worker: started, asked within a time limit, ended, and started again after a fault."""
+"""The trainer's side of a reward worker: starts it, calls it with a time limit, ends it, and restarts it after an
+error."""
 
 from __future__ import annotations
 
@@ -16,85 +17,91 @@ from typing import Any
 
 from octavo.base.encryption.key import without_key
 
-#: seconds in which a file of functions must be read and run: it may import libraries and load tables
+#: seconds in which the file of functions must load: it may import libraries and read tables
 STARTING = 300.0
-#: bytes of an answer: of the worker's own words, and of each completion's number or of what was said in its place
+#: most bytes of an answer: a constant, and for each completion its number or the reason why it has none
 _ANSWER, _EACH = 1 << 22, 1 << 12
 _SCRIPT = Path(__file__).with_name("worker.py")
 
 
-class Fault(Exception):
-    """Why a worker gave no answer: the end of a sentence that begins with the function's name."""
+class WorkerError(Exception):
+    """A worker gave no answer; the text continues a sentence that begins with the function's name."""
 
 
-class Raised(Fault):
-    """The function raised; the worker lives on."""
+class FunctionRaised(WorkerError):
+    """The function raised; the worker still runs."""
 
 
 class Worker:
-    """Runs the functions of one file, given as text, in a process of their own (`worker.py` says how it lives).
-    Once it was started: `needs`, of each function the parameters that it must be given beside completions; `beside`,
-    the SHA-256 of each file of its folder that the file imported."""
+    """Runs the functions of one file, passed as text, in a separate process (`worker.py`). After :meth:`start`:
+    `needs`, function -> its required parameters except completions; `imported`, file -> SHA-256 of each file in its
+    folder that the file imported."""
 
     def __init__(self, path: Path, source: str, functions: Sequence[str]) -> None:
         self.path, self.source, self.functions = path, source, list(dict.fromkeys(functions))
         self.needs: dict[str, list[str]] = {}
-        self.beside: dict[str, str] = {}
+        self.imported: dict[str, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._rest, self._turn = bytearray(), 0
 
     def start(self) -> None:
-        """Start the process, where there is none, and run the file in it. Raises `Fault`."""
+        """Start the process if there is none, and run the file in it. Raises `WorkerError`."""
         if self._process is not None:
             return
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, str(_SCRIPT), str(theirs.fileno()), str(os.getpid()), str(self.path.parent)]
-            self._process = subprocess.Popen(  # what functions print goes where errors go
+            self._process = subprocess.Popen(  # stdout=2: what functions print goes to stderr
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=without_key(),  # of what is encrypted: it runs a stranger's file
+                env=without_key(),  # the file is untrusted code, which must not read the key of encrypted files
             )
         self._socket, self._rest = ours, bytearray()
         try:
-            asked = {"path": str(self.path), "source": self.source, "functions": self.functions}
-            found = self._ask(asked, STARTING)
-            before = self.beside if self.needs else found["beside"]  # the file itself is the text that was read first
-            if other := sorted(dict(before.items() ^ found["beside"].items())):
-                raise Fault(f"imports what is not as it was when the run began: {', '.join(other)}")
-            self.needs, self.beside = found["needs"], found["beside"]
-        except Fault:
+            request = {"path": str(self.path), "source": self.source, "functions": self.functions}
+            answer = self._ask(request, STARTING)
+            # After a restart, imported files must be unchanged; the file itself is the text that was read first.
+            before = self.imported if self.needs else answer["beside"]
+            if changed := sorted(dict(before.items() ^ answer["beside"].items())):
+                raise WorkerError(f"imports files that changed since the run began: {', '.join(changed)}")
+            self.needs, self.imported = answer["needs"], answer["beside"]
+        except WorkerError:
             self.close()
             raise
 
     def call(
-        self, function: str, completions: list[str], columns: dict[str, list[Any]], arguments: dict[str, Any],
+        self,
+        function: str,
+        completions: list[str],
+        columns: dict[str, list[Any]],
+        arguments: dict[str, Any],
         timeout: float,
-    ) -> list[Any]:  # fmt: skip
-        """What a function gives for a batch: a number for each completion, or a text that says what it gave instead.
+    ) -> list[Any]:
+        """Call a function for a batch: a number for each completion, or a text that describes what it returned instead.
 
-        Where it raises, it is asked again for each row alone. Raises `Fault` for what concerns the batch, `Raised`
-        where it raises of the batch and of no row alone. One that takes longer than `timeout` seconds is ended.
+        If it raises, it is called again for each row. Raises `WorkerError` for a failure of the whole batch, and
+        `FunctionRaised` if it raises for the batch but for none of its rows. A call that takes longer than `timeout`
+        seconds is ended.
         """
         self.start()
-        asked = {"function": function, "completions": completions, "columns": columns, "arguments": arguments}
+        request = {"function": function, "completions": completions, "columns": columns, "arguments": arguments}
         try:
-            return self._values(asked, timeout)
-        except Raised as cause:
+            return self._values(request, timeout)
+        except FunctionRaised as cause:
             try:
-                alone = self._values({**asked, "apart": True}, timeout)
-            except Fault:
+                by_row = self._values({**request, "apart": True}, timeout)
+            except WorkerError:
                 raise cause from None
-            if not any(isinstance(value, str) for value in alone):
-                raise Raised(f"{cause}, for the batch but for no row of it alone") from None
-            return alone
+            if not any(isinstance(value, str) for value in by_row):
+                raise FunctionRaised(f"{cause}, for the batch but for none of its rows") from None
+            return by_row
 
     def close(self) -> None:
-        """End the process and all that it started."""
+        """End the process and all processes that it started."""
         if self._process is None:
             return
         assert self._socket is not None
@@ -104,11 +111,11 @@ class Worker:
         self._process.wait()
         self._process = self._socket = None
 
-    def _values(self, asked: dict[str, Any], timeout: float) -> list[Any]:
-        """A number or a text for each completion that was asked about."""
-        values, count = self._ask(asked, timeout).get("values"), len(asked["completions"])
+    def _values(self, request: dict[str, Any], timeout: float) -> list[Any]:
+        """A number or a text for each completion of the request."""
+        values, count = self._ask(request, timeout).get("values"), len(request["completions"])
         if type(values) is not list or len(values) != count or any(type(one) not in (float, str) for one in values):
-            raise self._strange(f"no list of {count} values")
+            raise self._end_corrupt(f"something other than a list of {count} values")
         return values
 
     def _ask(self, message: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -123,8 +130,8 @@ class Worker:
             while (end := self._rest.find(b"\n", seen)) < 0:
                 seen = len(self._rest)
                 if seen > longest:
-                    raise self._strange(f"{seen} bytes without an end")
-                if (left := until - time.monotonic()) <= 0:  # one that writes without end is never waited for
+                    raise self._end_corrupt(f"{seen} bytes without an end")
+                if (left := until - time.monotonic()) <= 0:  # the limit holds also for one that writes without end
                     raise TimeoutError
                 self._socket.settimeout(left)
                 piece = self._socket.recv(1 << 20)
@@ -133,9 +140,9 @@ class Worker:
                 self._rest += piece
         except TimeoutError:
             self.close()
-            raise Fault(f"gave no answer within {timeout:g} s, and was ended") from None
+            raise WorkerError(f"gave no answer within {timeout:g} s, and was ended") from None
         except OSError as cause:
-            raise Fault(f"ended its process ({self._fate()})") from cause
+            raise WorkerError(f"ended its process ({self._fate()})") from cause
         line = bytes(self._rest[:end])
         del self._rest[: end + 1]
         try:
@@ -143,20 +150,20 @@ class Worker:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict) or answer.get("turn") != self._turn:
-            raise self._strange(ascii(line[:60].decode(errors="replace")))
+            raise self._end_corrupt(ascii(line[:60].decode(errors="replace")))
         if "raised" in answer:
-            raise Raised(str(answer["raised"]))
+            raise FunctionRaised(str(answer["raised"]))
         if "error" in answer:
-            raise Fault(str(answer["error"]))
+            raise WorkerError(str(answer["error"]))
         return answer
 
-    def _strange(self, what: str) -> Fault:
-        """End a process whose answer is none: what it writes from here on belongs to no question."""
+    def _end_corrupt(self, what: str) -> WorkerError:
+        """End a process whose answer is unusable: further lines could not be matched with requests."""
         self.close()
-        return Fault(f"wrote {what} where its process answers the trainer, and was ended. Print to stdout or a file")
+        return WorkerError(f"wrote {what} to the socket of its process, and was ended. Print to stdout or to a file")
 
     def _fate(self) -> str:
-        """How the process ended; the one that watches it tells within a second."""
+        """How the process ended; its watcher reports it within a second."""
         assert self._process is not None
         try:
             code = self._process.wait(5)

@@ -1,7 +1,7 @@
-"""A rollout as what a step learns from: completions behind their prompts, in micro-batches, with what is known of them.
+"""The data of a rollout that a step learns from: completions after their prompts, in micro-batches.
 
-Experience   of each completion of a micro-batch, what the objective needs beside the model's forward
-Rollout      all completions of a step on this rank, scored
+Rollout      all completions of a step on this rank, with their rewards
+Experience   what the objective needs of a micro-batch's completions in addition to the model's forward
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import data
-from octavo.data.encoding.sample import IGNORE, Sample, answered
+from octavo.data.encoding.sample import IGNORE, Sample, with_answer_tokens
 from octavo.data.tasks.prompts import PromptSample
 from octavo.generation import Completion, Prompt
 
@@ -24,11 +24,11 @@ from octavo.generation import Completion, Prompt
 class Rollout:
     """The completions of P prompts, G of each, in that order.
 
-    scores      name of a reward -> [P G]; NaN where it gave no number, which counts 0
-    rewards     [P G] fp64: their weighted sum, and what a phase adds to it
-    advantages  [P G] fp32, once they are known
-    old         of each completion [T] fp32: log-probabilities by the trainer with the weights that wrote it, where it
-                waits for its step (:mod:`octavo.rl.rollout.stale_queue`)
+    scores      name of a reward -> [P G]; NaN where it returned no number, which counts 0
+    rewards     [P G] fp64: their weighted sum, plus penalties
+    advantages  [P G] fp32, once they are computed
+    old         [T] fp32 of each completion: the trainer's log-probabilities with the weights that wrote it; only for
+                completions that wait for their step (:mod:`octavo.rl.rollout.stale_queue`)
     """
 
     prompts: list[PromptSample]
@@ -53,12 +53,12 @@ class Rollout:
         return np.array([len(c.tokens) for c in self.completions], dtype=np.int64)
 
     def span(self, row: int) -> slice:
-        """Where a completion's tokens are predicted, in its prompt and itself."""
+        """The positions that predict a completion's tokens, in the sequence of prompt and completion."""
         start = len(self.prompts[row // self.group].input_ids) - 1
         return slice(start, start + len(self.completions[row].tokens))
 
     def of(self, prompts: Sequence[int]) -> Rollout:
-        """Those of some prompts, by their places here."""
+        """The part of the rollout that belongs to some prompts, by their indices."""
         rows = [p * self.group + g for p in prompts for g in range(self.group)]
         return Rollout(
             [self.prompts[p] for p in prompts],
@@ -70,7 +70,7 @@ class Rollout:
         )
 
     def and_then(self, other: Rollout) -> Rollout:
-        """These and, behind them, those of another."""
+        """This rollout followed by another."""
         shift = len(self.prompts)
         return Rollout(
             self.prompts + other.prompts,
@@ -84,15 +84,17 @@ class Rollout:
 
 @dataclass
 class Experience:
-    """Of the B completions of a micro-batch whose tokens are [B, T]; per-token tensors are [B, T - 1], by the place
-    that predicts, as the targets of a loss are.
+    """The B completions of a micro-batch whose tokens are [B, T]. Per-token tensors are [B, T - 1], by the position
+    that predicts the token, like the targets of a loss.
 
-    rows         their places in the rollout
-    sampled      log-probabilities by the rollout (0 elsewhere)
+    rows         indices in the rollout
+    sampled      log-probabilities of the rollout (0 at other positions)
     truncated    bool [B]: cut off at max_new_tokens
-    advantages   [B], once rewards are known; of tokens, per token
-    old, ref     log-probabilities by the trainer with the weights of the rollout, and by the reference; None: not yet
-    values       by the critic with the weights of the rollout, where there is one; returns: what it is to learn
+    advantages   [B], once rewards are known; [B, T - 1] with a critic
+    old, ref     log-probabilities under the trainer with the weights of the rollout, and under the reference; None: not
+                 computed yet
+    values       the critic's values with the weights of the rollout
+    returns      the critic's targets
     """
 
     rows: tuple[int, ...]
@@ -106,10 +108,10 @@ class Experience:
 
 
 def prompt_of(sample: PromptSample) -> Prompt:
-    """What the engine is asked."""
+    """The prompt of a sample, as the generation engine takes it."""
     return Prompt(
         sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
-        sample.images, f"{sample.file}, row {sample.row}", sample.more,
+        sample.images, f"{sample.file}, row {sample.row}", sample.extra,
     )  # fmt: skip
 
 
@@ -117,8 +119,8 @@ def micro_batches(
     rollout: Rollout, prompts: Sequence[int], size: int, number: int, pad_id: int
 ) -> list[dict[str, Any]]:
     """The completions of these prompts as `number` micro-batches of up to `size` rows (the last may be empty): batches
-    of :func:`octavo.data.batching.collate` with labels on the completions, and under "experience" what is known of
-    them."""
+    of :func:`octavo.data.batching.collate` with labels on the completions, and their :class:`Experience` under
+    "experience"."""
     rows = [p * rollout.group + g for p in prompts for g in range(rollout.group)]
     return [_batch(rollout, tuple(rows[n * size : (n + 1) * size]), pad_id) for n in range(number)]
 
@@ -130,10 +132,10 @@ def _batch(rollout: Rollout, rows: tuple[int, ...], pad_id: int) -> dict[str, An
     sampled = torch.zeros(shape[0], shape[1] - 1)
     old = None if rollout.old is None else torch.zeros_like(sampled)
     for n, row in enumerate(rows):
-        logps, there = rollout.completions[row].logps, rollout.span(row)
-        sampled[n, there] = torch.from_numpy(logps)
+        logps, span = rollout.completions[row].logps, rollout.span(row)
+        sampled[n, span] = torch.from_numpy(logps)
         if old is not None and rollout.old is not None:
-            old[n, there] = torch.from_numpy(rollout.old[row])
+            old[n, span] = torch.from_numpy(rollout.old[row])
     truncated = torch.zeros(shape[0], dtype=torch.bool)
     truncated[: len(rows)] = torch.from_numpy(rollout.truncated[list(rows)])
     batch["experience"] = Experience(rows, sampled, truncated, torch.zeros(shape[0]), old)
@@ -141,20 +143,20 @@ def _batch(rollout: Rollout, rows: tuple[int, ...], pad_id: int) -> dict[str, An
 
 
 def whole(prompt: PromptSample, completion: Completion) -> Sample:
-    """Prompt and completion as a sample that is trained on the completion alone."""
-    count, more = len(prompt.input_ids), len(completion.tokens)
+    """Prompt and completion as a sample with labels only on the completion."""
+    count, new = len(prompt.input_ids), len(completion.tokens)
     labels = np.concatenate([np.full(count, IGNORE, dtype=np.int64), completion.tokens])
     kinds = prompt.mm_token_type_ids
     return Sample(
         np.concatenate([prompt.input_ids, completion.tokens]),
         labels,
-        None if kinds is None else np.concatenate([kinds, np.zeros(more, dtype=kinds.dtype)]),
+        None if kinds is None else np.concatenate([kinds, np.zeros(new, dtype=kinds.dtype)]),
         prompt.pixel_values,
         prompt.image_grid_thw,
         images=prompt.images,
-        answers=((count, count + more),),
-        length=count + more,
-        more=answered(prompt.more, count, more),
+        answers=((count, count + new),),
+        length=count + new,
+        extra=with_answer_tokens(prompt.extra, count, new),
         file=prompt.file,
         row=prompt.row,
         id=prompt.id,
@@ -162,7 +164,7 @@ def whole(prompt: PromptSample, completion: Completion) -> Sample:
 
 
 def spread(values: Tensor, keep: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Values [B, P] at the places `keep` of [B, T - 1], in host memory."""
+    """Values [B, P] at the positions `keep`, written into zeros [B, T - 1] in host memory."""
     ids = batch["input_ids"]
     out = torch.zeros(ids.shape[0], ids.shape[1] - 1)
     out[:, keep] = values.float().cpu()

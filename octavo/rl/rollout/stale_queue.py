@@ -1,11 +1,12 @@
-"""`rl.stale: 1`: completions that wait a step.
+"""`rl.stale: 1`: completions that wait for one step.
 
-While step n learns, the completions of step n + 1 are there already, written by the weights that step n begins with:
-the two could run side by side, on other devices say, and would give the same numbers. Nothing runs side by side here.
-What is learnt from is a version of the weights old, so its log-probabilities by the trainer are taken with the weights
-that wrote it, as soon as it is written, and the objective's ratio is against them.
+The completions of step n + 1 are generated before step n's update, with the weights that step n begins with. Generation
+and update could run at the same time on different devices with the same numbers; here they run one after the other. The
+completions are one version of the weights old, so the trainer's log-probabilities are computed right after generation,
+with the weights that wrote them, and the objective's ratio is relative to those.
 
-What waits is kept in the checkpoint, as tensors and JSON: its prompts are read again by their numbers in the stream.
+Waiting completions are stored in the checkpoint as tensors and JSON; their prompts are read again by their numbers in
+the stream.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ _FORM = {
 
 @dataclass
 class Written:
-    """What a step learns from: the rollout of this rank's prompts, figures of all ranks', and after which step's update
-    the `weights` that wrote it stood."""
+    """The data that a step learns from: the rollout of this rank's prompts, figures over all ranks, and `weights`, the
+    step after whose update the weights wrote it."""
 
     rollout: Rollout
     figures: dict[str, Any]
     weights: int
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
-        """For a checkpoint."""
+        """The state for a checkpoint: name -> tensor."""
         rollout, name = self.rollout, f"{_NAME}.{rank}."
         assert rollout.old is not None
         about = {
@@ -60,16 +61,17 @@ class Written:
         return {name + part: torch.from_numpy(array.copy()) for part, array in out.items()}
 
 
-def waiting(
+def restore_pending(
     extra: Mapping[str, Tensor],
     row: Callable[[int], PromptSample],
     decode: Callable[[np.ndarray], str],
     world: World,
 ) -> Written | None:
-    """What a checkpoint keeps for this rank; None where nothing waits. `row`: a prompt by its number. On as many ranks
-    as wrote it each has its own again, else prompts are dealt out anew, in their order.
+    """The waiting completions of this rank in a checkpoint; None without any. `row`: reads a prompt by its number. On
+    the number of ranks that wrote them each rank takes back its part; on another number the prompts are distributed
+    again, in their order.
 
-    Raises TrainError where it does not hold together.
+    Raises TrainError for a damaged checkpoint.
     """
     ranks = [f"{_NAME}.{rank}." for rank in range(len(extra)) if f"{_NAME}.{rank}.about" in extra]
     if not ranks:
@@ -79,8 +81,8 @@ def waiting(
             return _read(extra, ranks[world.rank], row, decode)
         parts = [_read(extra, name, row, decode) for name in ranks]
     except (KeyError, ValueError, TypeError, IndexError) as error:
-        found = safe_read.first_line(error)
-        raise TrainError(f"the checkpoint's completions that wait for their step are damaged ({found})") from error
+        cause = safe_read.first_line(error)
+        raise TrainError(f"the checkpoint's completions that wait for their step are damaged ({cause})") from error
     whole = parts[0].rollout
     for part in parts[1:]:
         whole = whole.and_then(part.rollout)

@@ -42,26 +42,26 @@ def export_model(
     Raises TrainError for adapters, which octavo merge folds into a model, and for a step of what is no run; what
     `checkpoint.export.export` and opening raise.
     """
-    found = look(path)
-    if found.lora:
-        kind = "a LoRA run" if found.kind == "run" else "an adapter"
+    target = look(path)
+    if target.lora:
+        kind = "a LoRA run" if target.kind == "run" else "an adapter"
         raise TrainError(
-            f"{path} is {kind} over {found.base}: servers load the adapter as it is beside its base, or octavo merge "
+            f"{path} is {kind} over {target.base}: servers load the adapter as it is beside its base, or octavo merge "
             f"writes both as one model (octavo merge {path} DIR --format {format})"
         )
-    if step is not None and found.kind != "run":
+    if step is not None and target.kind != "run":
         raise TrainError(f"step {step} chooses a checkpoint of a run, and {path} is no run directory")
-    check_target(Path(directory), (found.path, found.base))  # before anything is loaded
+    check_target(Path(directory), (target.path, target.base))  # before anything is loaded
     device = torch.device(device or accelerator.here())
     values: Iterator[tuple[str, Value]]
-    if found.kind == "run":
-        opened = found.open(step=step, device=device, say=say)
+    if target.kind == "run":
+        opened = target.open(step=step, device=device, say=say)
         say(f"{path}: {', '.join(opened.notes)}" if opened.notes else str(path))
         values = values_of(opened.model)
     else:
-        say(f"{path}: {found.quantization or 'high precision'}")
-        values = models.stream(found.base)
+        say(f"{path}: {target.quantization or 'high precision'}")
+        values = models.stream(target.base)
     return export(
-        values, found.base, directory, format, include=include, largest=largest, device=device, protect=(found.path,),
+        values, target.base, directory, format, include=include, largest=largest, device=device, protect=(target.path,),
         say=say, progress=progress,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
 from octavo.models.folder.folder import pickles, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.train.errors import TrainError
@@ -40,6 +41,9 @@ from octavo.train.setup import frozen_base, planning
 from octavo.train.setup.resolve_config import processor_of, random_weights, resolve_from_checkpoint
 from octavo.train.setup.resume import scaling_of
 from octavo.train.step.precision_schedule import Course
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Say = Callable[[str], None]
 Kind = Literal["run", "folder", "adapter"]
@@ -53,7 +57,7 @@ HIGH = "off"
 class Opened(NamedTuple):
     """A model in eval mode, its processor, and lines for people: what computes how, and what a reader should know."""
 
-    model: nn.Module
+    model: PreTrainedModel
     processor: Any
     notes: tuple[str, ...]
 
@@ -233,9 +237,9 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
             raise TrainError(f"{folder / name} is {what}, where {wanted} belongs. Put the right one in its place")
     has_adapter = (folder / ADAPTER).is_file()
     if (folder / run_dir.CONFIG).is_file():
-        found = _run(folder, base)
+        target = _run(folder, base)
     elif has_adapter and not any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors")):
-        found = _adapter(folder, base)
+        target = _adapter(folder, base)
     elif has_adapter and (folder / MODEL).is_file():
         raise TrainError(
             f"{folder} holds a model ({MODEL}, weights) and an adapter ({ADAPTER}); which of them is meant cannot be "
@@ -244,12 +248,12 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
     elif (folder / MODEL).is_file():
         if base is not None:
             raise TrainError(f"a base was given ({base}), and {folder} is a whole model: only adapters have a base")
-        found = Target(folder, "folder", folder)
+        target = Target(folder, "folder", folder)
     else:
         raise TrainError(_unknown(folder))
-    if (of := found.adapter or (folder / "adapter" if found.moved else None)) is not None and of.is_dir():
-        check_adapter(of, found.base, TrainError)
-    return replace(found, quantization=read_quantization(found.base))
+    if (of := target.adapter or (folder / "adapter" if target.moved else None)) is not None and of.is_dir():
+        check_adapter(of, target.base, TrainError)
+    return replace(target, quantization=read_quantization(target.base))
 
 
 def _instead(path: Path) -> str | None:
@@ -274,17 +278,17 @@ def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say:
     """The checkpoint of a run: of `step`, or the newest whole one. Raises TrainError where there is none such."""
     folder = directory / run_dir.CHECKPOINTS
     steps = checkpoint.steps(folder)
-    asked = folder / f"step_{step}"
-    if step is not None and (asked / "state.json").is_file():  # a link as well, since it was named
-        if bad := checkpoint.why_misplaced(asked, checkpoint.read_state(asked)):
+    named = folder / f"step_{step}"
+    if step is not None and (named / "state.json").is_file():  # a link as well, since it was named
+        if bad := checkpoint.why_misplaced(named, checkpoint.read_state(named)):
             raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
-        return asked
+        return named
     if not steps:
         raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
     if step is None:
-        found = checkpoint.latest(folder, world, say)
-        assert found is not None
-        return found
+        newest = checkpoint.latest(folder, world, say)
+        assert newest is not None
+        return newest
     raise TrainError(f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
 
 
@@ -294,16 +298,16 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
     None for a model without frozen weights. A component takes the recipe of most of its codes; layers of other kinds,
     and those in high precision, are named one by one.
     """
-    kinds = {spec.block: kind for kind, spec in fp8.FROZEN.items()}
+    kinds = {spec.block: kind for kind, spec in FROZEN.items()}
     wanted: dict[str, str] = {}
-    for name, weight in fp8.frozen_weights(model):
-        kind = kinds.get(fp8.codes_of_frozen(weight).spec.block)
+    for name, weight in frozen_weights(model):
+        kind = kinds.get(codes_of_frozen(weight).spec.block)
         if kind is not None:
             wanted[name.removesuffix(".weight")] = NAME_OF_KIND[kind]
     if not wanted:
         return None
     by_component: dict[str, list[tuple[str, str]]] = {}
-    for row in fp8.topology(model, family.components):
+    for row in fp8.describe_layers(model, family.components):
         by_component.setdefault(row.component, []).append((row.name, wanted.get(row.name, "off")))
     components, rules = {}, []
     for component, rows in by_component.items():
@@ -316,7 +320,7 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
     return fp8.Policy(recipe="off", components=components, rules=tuple(rules), backend=backend)
 
 
-def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
+def _convert(model: PreTrainedModel, recipe: str | None, backend: str) -> list[str]:
     """Plan and apply the recipe of a model from a folder, or the one that fits its codes; what was done, in words."""
     family = models.describe(model.config)
     policy = fitting(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
@@ -327,7 +331,7 @@ def _convert(model: Any, recipe: str | None, backend: str) -> list[str]:
     return [_about(model, plan)]
 
 
-def _ignored(model: Any) -> tuple[str, ...]:
+def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
     """What of a model's generation settings is not followed: answers and evaluations are greedy."""
     note = models.ignored_settings(model)
     return () if note is None else (note,)
@@ -335,7 +339,7 @@ def _ignored(model: Any) -> tuple[str, ...]:
 
 def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
     """What computes how."""
-    codes = sum(1 for _ in fp8.frozen_weights(model))
+    codes = sum(1 for _ in frozen_weights(model))
     rows = [] if plan is None else [row for row in plan.rows if row.recipe is not None and row.backend is not None]
     if not rows:
         return f"{codes} FP8 weights, dequantized where they are used" if codes else "high precision"
@@ -389,8 +393,8 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
 def _base_folder(base: str | Path, of: Path) -> Path:
     folder = Path(base)
     if not (folder / MODEL).is_file():
-        there = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise TrainError(f"{folder} was given as the base of {of} and {there}; name a local Hugging Face folder")
+        state = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise TrainError(f"{folder} was given as the base of {of} and {state}; name a local Hugging Face folder")
     return folder
 
 

@@ -116,25 +116,25 @@ def merge_model(
         raise TrainError(
             "components are included in FP8, and bf16 has none; leave --include out, or choose an FP8 format"
         )
-    found = look(source, None if base in (None, *BASES) else base)
-    if not found.lora:
-        what = "is a whole model" if found.kind == "folder" else "trained all weights"
+    origin = look(source, None if base in (None, *BASES) else base)
+    if not origin.lora:
+        what = "is a whole model" if origin.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
-    check_target(Path(directory), [source, found.base])
-    kind, trained = _base(found, base)
-    say(_chosen(found, kind, trained))
-    model, _, notes = _open(found, kind, trained, step=step, device=device, say=say)
+    check_target(Path(directory), [source, origin.base])
+    kind, trained = _base(origin, base)
+    say(_chosen(origin, kind, trained))
+    model, _, notes = _open(origin, kind, trained, step=step, device=device, say=say)
     # What was quantized at load differs from its folder.
     base_error = None
     if trained and kind == "fp8":
-        base_error = adapters.base_errors(model, models.load(found.base, dtype=_dtype(found.base)))
+        base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
     merge_error = MergeErrors(folds(model))
     done = export(
         _judged(model, merge_error, format, kind, anyway, say),
-        found.base, directory, format, include=include, protect=[source], device=device, progress=progress,
+        origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
         written=merge_error.written,
     )  # fmt: skip
-    return Merged(done, kind, found.base, merge_error, base_error, notes)
+    return Merged(done, kind, origin.base, merge_error, base_error, notes)
 
 
 def _judged(
@@ -195,38 +195,38 @@ def _sentences(merge_error: MergeErrors) -> list[str]:
 # Bases ----------------------------------------------------------------------------------------------------------------
 
 
-def _base(found: Target, asked: str | None) -> tuple[str, dict[str, str]]:
+def _base(target: Target, base: str | None) -> tuple[str, dict[str, str]]:
     """("fp8" or "high", the kinds that the base was quantized to at load). Raises TrainError for what there is not."""
-    coded = found.quantization is not None
-    trained = {} if found.moved else dict(found.trained_kinds) if found.cfg is None else found.kinds
-    if asked == "high" and coded:
+    coded = target.quantization is not None
+    trained = {} if target.moved else dict(target.trained_kinds) if target.cfg is None else target.kinds
+    if base == "high" and coded:
         raise TrainError(
-            f"the base {found.base} holds FP8 codes and no high-precision weights. Name the folder of the model that "
+            f"the base {target.base} holds FP8 codes and no high-precision weights. Name the folder of the model that "
             "they were made of: --base DIR"
         )
-    if asked == "fp8" and not coded and not trained:
+    if base == "fp8" and not coded and not trained:
         raise TrainError(
-            f"{found.path} was not trained over FP8 codes, as far as it says, and {found.base} holds none. Leave "
+            f"{target.path} was not trained over FP8 codes, as far as it says, and {target.base} holds none. Leave "
             "--base fp8 out, or name a folder in FP8: --base DIR"
         )
-    return ("fp8", trained) if asked != "high" and (coded or trained) else ("high", {})
+    return ("fp8", trained) if base != "high" and (coded or trained) else ("high", {})
 
 
-def _open(found: Target, kind: str, trained: Mapping[str, str], **how: Any) -> Opened:
+def _open(target: Target, kind: str, trained: Mapping[str, str], **how: Any) -> Opened:
     """The model with its adapters, its base in the precision that was chosen."""
-    if found.cfg is not None and kind == "fp8" and not found.moved:  # as it was trained, and held against that
-        return found.open(recipe="off", **how)
+    if target.cfg is not None and kind == "fp8" and not target.moved:  # as it was trained, and held against that
+        return target.open(recipe="off", **how)
     load_in_fp8 = HIGH if kind == "high" else trained or None
-    return found.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(found.base), **how)
+    return target.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(target.base), **how)
 
 
-def _chosen(found: Target, kind: str, trained: Mapping[str, str]) -> str:
+def _chosen(target: Target, kind: str, trained: Mapping[str, str]) -> str:
     if kind == "high":
-        return f"the adapter is folded into the high-precision weights of {found.base}"
+        return f"the adapter is folded into the high-precision weights of {target.base}"
     if trained:
-        made = ", ".join(f"{name}: {NAME_OF_KIND[kind]}" for name, kind in trained.items())
-        return f"the adapter is folded into the FP8 codes that training saw ({found.base}, loaded with {made})"
-    return f"the adapter is folded into the FP8 codes of {found.base}"
+        recipes = ", ".join(f"{name}: {NAME_OF_KIND[kind]}" for name, kind in trained.items())
+        return f"the adapter is folded into the FP8 codes that training saw ({target.base}, loaded with {recipes})"
+    return f"the adapter is folded into the FP8 codes of {target.base}"
 
 
 def _dtype(folder: Path) -> torch.dtype:

@@ -42,12 +42,12 @@ class Adapting(Callback):
             return
         run.world.at(f"step {step.number}, deciding on the precision of its GEMMs")
         course = run.job.course
-        found = course.decide(step.number, judge, run.world)
-        for decision in found:
+        decisions = course.decide(step.number, judge, run.world)
+        for decision in decisions:
             run.say(f"step {step.number}: {decision}")
-        if found and run.world.is_main:
+        if decisions and run.world.is_main:
             with (run.directory / run_dir.ADAPT).open("a") as file:
-                file.write("".join(json.dumps(decision.to_json()) + "\n" for decision in found))
+                file.write("".join(json.dumps(decision.to_json()) + "\n" for decision in decisions))
                 file.flush()
                 os.fsync(file.fileno())
         plan = course.at(step.number)
@@ -57,7 +57,7 @@ class Adapting(Callback):
 
 def turn(run: Run, plan: fp8.Plan) -> int:
     """Let the model compute by another plan from here on; how many layers changed."""
-    changed = fp8.turn(run.model, run.job.plan, plan)
+    changed = fp8.switch_plan(run.model, run.job.plan, plan)
     run.job.plan = plan
     if run.world.is_main:
         run_dir.update_plan(run.directory, plan)

@@ -28,9 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from octavo import parallel
 from octavo.base.safe_read import first_line
@@ -42,8 +40,12 @@ from octavo.train.callbacks.signals import StopRequest
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.setup.job import Job
+from octavo.train.setup.resolve_config import total_steps
 from octavo.train.setup.resume import save
 from octavo.train.step.step import Batches, Observe, StepResult
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: what some rows have
 _RARE = "eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v"
@@ -142,7 +144,7 @@ class Run:
         return self.job.world
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         return self.job.model
 
     @property
@@ -154,13 +156,18 @@ class Run:
         """Steps done."""
         return self.job.progress.step
 
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run, also where the configuration counts `train.epochs`."""
+        return total_steps(self.cfg)
+
     def say(self, text: str) -> None:
         """A line for people, on the main rank."""
         self.display.say(text)
 
     def logs(self, number: int) -> bool:
         """Whether a step's row is written in any case."""
-        return number % self.cfg.run.log_every == 0 or number in (self.first, self.cfg.train.steps)
+        return number % self.cfg.run.log_every == 0 or number in (self.first, self.total_steps)
 
     def stop(self) -> None:
         """End the run after this step, saved as by a signal: status "stopped", exit code 0; run.resume=auto goes on.
@@ -229,30 +236,30 @@ class Run:
             run_dir.truncate_metrics(self.directory / run_dir.METRICS, self.step - 1)
             self.log = MetricsLog(self.directory, self.cfg.run.tensorboard, self.first, self.job.phase.tensorboard)
 
-    def notify(self, event: str, *given: Any) -> list[Any]:
+    def notify(self, event: str, *args: Any) -> list[Any]:
         """Call a method of all callbacks, in their order, and of the watchers; what callbacks return."""
-        answers = [self._call(callback, event, given) for callback in self.callbacks]
-        self.tell_watchers(event, *given)
+        answers = [self._call(callback, event, args) for callback in self.callbacks]
+        self.tell_watchers(event, *args)
         return answers
 
-    def tell_watchers(self, event: str, *given: Any) -> None:
+    def tell_watchers(self, event: str, *args: Any) -> None:
         """Call a method of the watchers; one that fails is one no more."""
         for watcher in self.watchers:
             try:
-                getattr(watcher, event)(self, *given)
+                getattr(watcher, event)(self, *args)
             except Exception as error:  # of whatever library: the run is worth more than who looks on
                 if event == "begin":
                     raise
                 self.watchers = tuple(one for one in self.watchers if one is not watcher)
                 self.say(f"warning: {watcher} failed and is left out; the run goes on ({first_line(error)})")
 
-    def _call(self, callback: Callback, event: str, given: Sequence[Any]) -> Any:
+    def _call(self, callback: Callback, event: str, args: Sequence[Any]) -> Any:
         if not any(callback is user for user in self.users):
-            return getattr(callback, event)(self, *given)
-        before = self._fixed(given)
+            return getattr(callback, event)(self, *args)
+        before = self._fixed(args)
         try:
-            answer = getattr(callback, event)(self, *given)
-            after = self._fixed(given)
+            answer = getattr(callback, event)(self, *args)
+            after = self._fixed(args)
             for name, value in before.items():
                 if value is not after.get(name) and value != after.get(name):
                     raise ValueError(f"it changed {name}; after_step may add other entries to step.row, nothing else")
@@ -262,18 +269,18 @@ class Run:
         except TrainError:
             raise
         except Exception as error:
-            ended = event == "end" and given[0].status == "finished"
+            ended = event == "end" and args[0].status == "finished"
             raise TrainError(
                 f"the callback {type(callback).__name__} failed in {event} at step "
-                f"{given[0] if event == 'before_step' else self.step}: {type(error).__name__}: {error}. "
+                f"{args[0] if event == 'before_step' else self.step}: {type(error).__name__}: {error}. "
                 + ("The run itself has finished" if ended else "Mend or remove it, and continue with run.resume=auto")
             ) from error
 
-    def _fixed(self, given: Sequence[Any]) -> dict[str, Any]:
+    def _fixed(self, args: Sequence[Any]) -> dict[str, Any]:
         """What a callback may not change, by name; figures as JSON. Raises for entries of the row that are no JSON."""
         fixed = {f"run.{name}": value for name, value in vars(self).items() if not name.startswith("_")}
         fixed |= {f"run.{name}": json.dumps(getattr(self, name)) for name in ("row", "eval", "memory", "gain")}
-        for step in (it for it in given if isinstance(it, Step)):
+        for step in (it for it in args if isinstance(it, Step)):
             fixed |= {f"step.{name}": getattr(step, name) for name in ("number", "batches", "result")}
             fixed |= {f"the type of step.{name}": type(getattr(step, name)) for name in ("row", "wanted")}
             row = dict.fromkeys(_RARE) | dict(step.row or {})

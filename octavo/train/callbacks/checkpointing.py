@@ -15,6 +15,7 @@ from octavo.train.forward import critic
 from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base
 from octavo.train.setup.job import Job
+from octavo.train.setup.resolve_config import total_steps
 
 LEAST = 50  # steps between checkpoints where nobody says how many
 
@@ -36,7 +37,7 @@ class Saving(Callback):
         run.settle(wait=False)
         if step.number in run.cfg.run.milestones:
             run.save(run_dir.MILESTONES)
-        every, last = interval(run.cfg), run.stopping or step.number == run.cfg.train.steps
+        every, last = interval(run.cfg), run.stopping or step.number == run.total_steps
         self.due |= bool(every) and step.number % every == 0
         if step.result.applied and self.newest < step.number and not run.saving:
             self._prune(run)
@@ -64,8 +65,8 @@ class Saving(Callback):
 
 def interval(cfg: Config) -> int:
     """Steps between checkpoints (0: none on the way): as asked, else a tenth of the run and at least :data:`LEAST`."""
-    asked = cfg.run.save_every
-    return max(LEAST, -(-cfg.train.steps // 10)) if asked is None else asked
+    every = cfg.run.save_every
+    return max(LEAST, -(-total_steps(cfg) // 10)) if every is None else every
 
 
 def deliver(job: Job) -> Mapping[str, Any] | None:

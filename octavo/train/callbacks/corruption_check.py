@@ -2,7 +2,7 @@
 
 The same steps hold the FP8 codes of weights against a sample of their weights, and so does the first step after an
 evaluation or a checkpoint, before which weights may have been exchanged for their moving average and brought back: a
-write through ``.data`` leaves the codes of the former weight in use (:func:`octavo.fp8.stale_codes`).
+write through ``.data`` leaves the codes of the former weight in use (:func:`octavo.fp8.weights.stale_codes`).
 
 Each rank checks its own device, the same GEMMs in the same steps. checks.jsonl gets a line for each check: what was
 compared and, where something differed, rank, host, device, layer, GEMM and both values. It only grows: a step that runs
@@ -20,9 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8
 from octavo.base import environment
 from octavo.fp8.proof import Check, drawn, sites, size_of
+from octavo.fp8.weights import stale_sentence
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
@@ -65,35 +65,36 @@ class Checking(Callback):
         if check is None:
             return
         run.world.at(f"step {step.number}, gathering what its check found")
-        mine = {"done": asdict(check.done), "faults": _told(run, check), "stale": check.stale}
-        found = run.world.gather_objects(mine)
-        done = {key: sum(one["done"][key] for one in found) for key in mine["done"]}
-        faults = [fault for one in found for fault in one["faults"]]
-        stale = list(dict.fromkeys(name for one in found for name in one["stale"]))
+        counts = asdict(check.done)
+        mine = {"done": counts, "faults": _located_faults(run, check), "stale": check.stale}
+        by_rank = run.world.gather_objects(mine)
+        done = {key: sum(one["done"][key] for one in by_rank) for key in counts}
+        faults = [fault for one in by_rank for fault in one["faults"]]
+        stale = list(dict.fromkeys(name for one in by_rank for name in one["stale"]))
         if check.sites:
             step.row["checked"] = done["products"]
         if run.world.is_main and (check.sites or stale):
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            asked = [list(site) for site in check.sites]
-            line = {"step": step.number, "time": now, "sites": asked, **done, "faults": faults}
+            gemms = [list(site) for site in check.sites]
+            line: dict[str, object] = {"step": step.number, "time": now, "sites": gemms, **done, "faults": faults}
             _append(run, line | ({"stale": stale} if stale else {}))
         if faults:
             raise TrainError(_sentence(step.number, faults, self.clean))
         if stale:
-            raise TrainError(f"step {step.number}: {fp8.stale_sentence(stale)} The step is not saved")
+            raise TrainError(f"step {step.number}: {stale_sentence(stale)} The step is not saved")
         if check.sites:
             self.clean = step.number
 
 
-def _told(run: Run, check: Check) -> list[dict[str, Any]]:
-    """The faults of this rank, with all that tells its device from others."""
+def _located_faults(run: Run, check: Check) -> list[dict[str, Any]]:
+    """The faults of this rank, with its host and device."""
     if not check.faults:
         return []
-    where = {"rank": run.world.rank, "host": platform.node(), "device": environment.device_words(run.world.device)}
+    where = {"rank": run.world.rank, "host": platform.node(), "device": environment.describe_device(run.world.device)}
     return [{**where, **fault.to_json()} for fault in check.faults]
 
 
-def _append(run: Run, line: dict[str, Any]) -> None:
+def _append(run: Run, line: Mapping[str, object]) -> None:
     with (run.directory / run_dir.CHECKS).open("a") as file:
         file.write(json.dumps(line) + "\n")
         file.flush()
@@ -102,11 +103,11 @@ def _append(run: Run, line: dict[str, Any]) -> None:
 
 def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
     who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
-    told = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
-    more = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
+    messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
+    rest = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
     since = f"the last check that found nothing was at step {clean}" if clean else "no check before it in this session"
     return (
-        f"step {number} computed wrongly on {' and '.join(who)}. {told}{more}. The step is not saved ({since}). "
+        f"step {number} computed wrongly on {' and '.join(who)}. {messages}{rest}. The step is not saved ({since}). "
         "Take that device out, or run octavo doctor there first, and continue with run.resume=auto, or from an older "
         "checkpoint with run.resume=PATH if a later one is in doubt"
     )

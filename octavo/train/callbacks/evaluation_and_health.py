@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8
 from octavo.base import safe_read
 from octavo.base.encryption import SUFFIX
+from octavo.fp8.proof import Proof as PlanProof
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.result import RunResult
 from octavo.train.errors import TrainError
@@ -32,7 +32,7 @@ class Proof(Callback):
     def begin(self, run: Run) -> None:
         course, self.more = run.job.course, run.job.phase.proof(run.job.stepper)
         parts = course.schedule.parts if course.varies else ()
-        self.proof = fp8.Proof(course.at(run.first), run.world.layout.expert, parts, run.first)
+        self.proof = PlanProof(course.at(run.first), run.world.layout.expert, parts, run.first)
         before = run_dir.read_json(run.directory / run_dir.PROOF) or {} if course.varies and run.step else {}
         safe_read.check_form(
             before, {"spans": [{"steps!": [safe_read.COUNT]}]}, run.directory / run_dir.PROOF, TrainError
@@ -70,10 +70,10 @@ class Proof(Callback):
 
     def _write(self, run: Run) -> None:
         if run.world.is_main:
-            found = self.proof.report()
-            if self.before or "spans" in found:
-                found["spans"] = [*self.before, *self.proof.spans]
-            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.finite({**found, **self.more}))
+            report = self.proof.report()
+            if self.before or "spans" in report:
+                report["spans"] = [*self.before, *self.proof.spans]
+            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.finite({**report, **self.more}))
 
 
 class Figures(Callback):
@@ -82,7 +82,7 @@ class Figures(Callback):
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         every = run.cfg.run.health_every
-        health = run.fp8 and every > 0 and (number % every == 0 or number == run.cfg.train.steps)
+        health = run.fp8 and every > 0 and (number % every == 0 or number == run.total_steps)
         memory = number == run.first or (every > 1 and number % every == 1)
         return Observe(health=health, memory=memory, experts=run.logs(number))
 
@@ -184,4 +184,4 @@ class Evaluation(Callback):
 def due(run: Run, number: int) -> bool:
     """Whether an evaluation belongs to a step."""
     every = run.cfg.run.eval_every
-    return run.job.evalset is not None and (number == run.cfg.train.steps or (every > 0 and number % every == 0))
+    return run.job.evalset is not None and (number == run.total_steps or (every > 0 and number % every == 0))

@@ -23,6 +23,7 @@ import torch
 from octavo import checkpoint, fp8
 from octavo.base import accelerator
 from octavo.base.safe_read import finite
+from octavo.fp8.observe import uncounted
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
@@ -47,19 +48,19 @@ class Gain:
 
     def sentence(self, emulated: bool = False) -> str:
         """The outcome for people; a warning where FP8 lost, and without a GPU that it is emulated there."""
-        found = (
+        figures = (
             f"forward and backward took {1e3 * self.fp8_s:.4g} ms in FP8 and {1e3 * self.high_s:.4g} ms in high "
             f"precision (gain {100 * self.gain:+.1f} %, {self.steps} steps of each)"
         )
         if self.gain > 0:
-            return found
+            return figures
         if emulated:
             return (
-                f"warning: FP8 is slower here: {found}. Without a GPU it is emulated, to check a run and not for "
+                f"warning: FP8 is slower here: {figures}. Without a GPU it is emulated, to check a run and not for "
                 "speed: this says nothing about a GPU"
             )
         return (
-            f"warning: FP8 is slower here: {found}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
+            f"warning: FP8 is slower here: {figures}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
             "shows why), raise train.micro_batch, or use recipe: off"
         )
 
@@ -73,7 +74,7 @@ class GainWindow(Callback):
             run.say("run.gain_steps: nothing of this run is in FP8, so there is no gain to measure")
 
     def after_step(self, run: Run, step: Step) -> None:
-        last = min(run.first + WARM, run.cfg.train.steps)  # or where the session ends; later, if FP8 begins later
+        last = min(run.first + WARM, run.total_steps)  # or where the session ends; later, if FP8 begins later
         self.due = bool(run.cfg.run.gain_steps) and run.gain is None and run.fp8 and step.number >= last
         step.wanted |= self.due
 
@@ -92,9 +93,9 @@ class GainWindow(Callback):
             "high precision, after a turn to warm up; nothing of the run changes (run.gain_steps)"
         )
         try:
-            found = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
-            row: dict[str, Any] = asdict(found)
-            message = found.sentence(emulated=not accelerator.is_gpu(run.world.device))
+            measured = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
+            row: dict[str, Any] = asdict(measured)
+            message = measured.sentence(emulated=not accelerator.is_gpu(run.world.device))
         except Left:
             run.say("left the gain window, as the run was asked to stop; it is taken when the run goes on")
             return
@@ -173,7 +174,7 @@ def _once(stepper: Stepper, batches: Batches, high: bool, clock: Clock) -> float
     fp8.invalidate(stepper.model)
     accelerator.synchronize(device)
     began = clock()
-    with fp8.uncounted(), fp8.high_precision(stepper.model) if high else nullcontext():
+    with uncounted(), fp8.high_precision(stepper.model) if high else nullcontext():
         _run(stepper, batches)
     accelerator.synchronize(device)
     spent = clock() - began

@@ -47,9 +47,9 @@ class MetricsLog:
         self._file.flush()
         self._scalars(flat({part: row[part]}, None, self._names), row["step"])
 
-    def _scalars(self, found: Mapping[str, Any], step: int) -> None:
+    def _scalars(self, figures: Mapping[str, Any], step: int) -> None:
         """To TensorBoard, which has no word for a figure of nothing (None)."""
-        for name, value in found.items():
+        for name, value in figures.items():
             if self._events is not None and value is not None:
                 self._events.add_scalar(name, value, step)
 

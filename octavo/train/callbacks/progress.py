@@ -80,15 +80,19 @@ def _figures(row: Mapping[str, Any]) -> str:
     if row.get("overflow"):
         parts.append("skipped: FP16 overflow")
     if "eval" in row:
-        found = row["eval"]
-        exact = f", exact match {found['exact_match']:.1%} of {found['questions']}" if "exact_match" in found else ""
-        parts.append(f"eval loss {found['loss']:.4f}{exact}")
-        if "reward" in found:
-            parts.append(f"held-out reward {_of(found['reward'])}")
-        if "rewards/accuracies" in found:
-            parts.append(f"held-out accuracy {_of(found['rewards/accuracies'], '.1%')}")
-        if "rewards/margins" in found:
-            parts.append(f"margin {_of(found['rewards/margins'])}")
+        evaluation = row["eval"]
+        exact = (
+            f", exact match {evaluation['exact_match']:.1%} of {evaluation['questions']}"
+            if "exact_match" in evaluation
+            else ""
+        )
+        parts.append(f"eval loss {evaluation['loss']:.4f}{exact}")
+        if "reward" in evaluation:
+            parts.append(f"held-out reward {_of(evaluation['reward'])}")
+        if "rewards/accuracies" in evaluation:
+            parts.append(f"held-out accuracy {_of(evaluation['rewards/accuracies'], '.1%')}")
+        if "rewards/margins" in evaluation:
+            parts.append(f"margin {_of(evaluation['rewards/margins'])}")
     return "  ".join(parts)
 
 

@@ -50,10 +50,14 @@ class NotFinite(Callback):
         in_a_row, stepper = run.job.progress.in_a_row, run.job.stepper
         if in_a_row:
             refuse_weights(run.model, run.world, f"after step {step.number}")
-        if in_a_row < min(PATIENCE, run.cfg.train.steps):
+        if in_a_row < min(PATIENCE, run.total_steps):
             return
+
+        def repeat() -> None:
+            for batch in step.batches:
+                stepper.backward(batch, 1.0)
+
         with compile.step(eager=True) if run.cfg.train.compile else nullcontext():  # its hooks look inside blocks
-            repeat = lambda: [stepper.backward(batch, 1.0) for batch in step.batches]  # noqa: E731
             where = first_source(run.model, repeat, run.world)
         raise TrainError(
             f"{in_a_row} steps in a row, up to step {step.number}, had a loss or a gradient that is not finite: "
@@ -90,7 +94,7 @@ class NothingToLearn(Callback):
         if progress.empty == 1:
             run.say(f"step {step.number} held no token with a loss")
         enough = progress.learnt > 0 and run.job.phase.exhausts
-        if enough or progress.empty < min(PATIENCE, run.cfg.train.steps):
+        if enough or progress.empty < min(PATIENCE, run.total_steps):
             return
         gone = [f"{count} {what}" for what, count in report.counts.items() if what not in NOTED]
         raise TrainError(

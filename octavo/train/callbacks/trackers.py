@@ -75,15 +75,15 @@ def _mlflow(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
 
     if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
         mlflow.set_experiment("octavo")
-    found = mlflow.start_run(run_id=known, run_name=None if known else home.name).info.run_id
+    run_id = mlflow.start_run(run_id=known, run_name=None if known else home.name).info.run_id
     if known is None:  # what was said of a run cannot be said again
         every = list(_flat(settings).items())
         for first in range(0, len(every), 100):  # at a time, as a server takes them
-            mlflow.log_params(dict(every[first : first + 100]), run_id=found)
+            mlflow.log_params(dict(every[first : first + 100]), run_id=run_id)
     return Opened(
-        found,
-        lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step, run_id=found),
-        lambda file, step: mlflow.log_artifact(str(file), run_id=found),
+        run_id,
+        lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step, run_id=run_id),
+        lambda file, step: mlflow.log_artifact(str(file), run_id=run_id),
         lambda finished: mlflow.end_run("FINISHED" if finished else "KILLED"),
     )
 

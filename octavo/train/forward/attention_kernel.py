@@ -13,10 +13,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from octavo import models
 from octavo.base import accelerator
@@ -24,6 +23,9 @@ from octavo.config import Config
 from octavo.fp8 import measuring
 from octavo.parallel import World
 from octavo.train.errors import TrainError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 STOCK = "sdpa"
 KEEPS_ALL = ("math", "eager")  # keep the weights of all pairs of tokens for backward
@@ -57,9 +59,9 @@ class Choice:
 
     def __str__(self) -> str:
         left = "".join(f"; not {name}: {why}" for name, why in self.rejected.items())
-        kept = ". It keeps T x T weights for backward, which predicted memory leaves out"
+        memory = ". It keeps T x T weights for backward, which predicted memory leaves out"
         of = "" if self.component is None else f" of {self.component}"
-        return f"attention{of} by {self.kernel}, {self.why}{left}{kept if self.kernel in KEEPS_ALL else ''}"
+        return f"attention{of} by {self.kernel}, {self.why}{left}{memory if self.kernel in KEEPS_ALL else ''}"
 
 
 def heads_of(config: Any, tokens: int) -> tuple[Heads, ...]:
@@ -67,48 +69,48 @@ def heads_of(config: Any, tokens: int) -> tuple[Heads, ...]:
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     count = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // count
-    found = [Heads("language model", count, getattr(text, "num_key_value_heads", None) or count, size, tokens, True)]
+    parts = [Heads("language model", count, getattr(text, "num_key_value_heads", None) or count, size, tokens, True)]
     if vision is not None:
         width = getattr(vision, "embed_dim", None) or vision.hidden_size
         count = getattr(vision, "num_heads", None) or vision.num_attention_heads
-        found.append(Heads("vision tower", count, count, width // count, _PATCHES, False))
-    return tuple(found)
+        parts.append(Heads("vision tower", count, count, width // count, _PATCHES, False))
+    return tuple(parts)
 
 
 Timer = Callable[..., Mapping[str, Any]]
 
 
 def choose(
-    asked: str, parts: tuple[Heads, ...], device: torch.device, timer: Timer = measuring.time_calls
+    word: str, parts: tuple[Heads, ...], device: torch.device, timer: Timer = measuring.time_calls
 ) -> Choice | None:
     """The kernel for all parts of a model; None where torch may choose at each call (`sdpa`).
 
     Raises TrainError where the one that is asked for cannot do it, with the reason.
     """
-    if asked == STOCK:
+    if word == STOCK:
         return None
-    if asked == "eager":
-        return Choice(asked, "asked for")
+    if word == "eager":
+        return Choice(word, "asked for")
     rejected: dict[str, str] = {}
     calls: dict[str, list[Callable[[], Any]]] = {}
-    for name in models.kernels_here() if asked == "auto" else (asked,):
+    for name in models.kernels_here() if word == "auto" else (word,):
         try:
             calls[name] = [_tried(name, part, device) for part in parts]
         except Exception as error:  # whatever a kernel raises is its answer, and is shown
             rejected[name] = str(error)
     if not calls:
         why = "; ".join(f"{name}: {why}" for name, why in rejected.items())
-        raise TrainError(f"model.attention: {asked} was asked for, and cannot run on {device}: {why}. Use auto or sdpa")
-    if asked != "auto":
-        return Choice(asked, "asked for")
+        raise TrainError(f"model.attention: {word} was asked for, and cannot run on {device}: {why}. Use auto or sdpa")
+    if word != "auto":
+        return Choice(word, "asked for")
     if not accelerator.is_gpu(device):
         first = next(iter(calls))
         rejected |= {name: "a later choice" for name in calls if name != first}
         return Choice(first, f"the first that works on this {device.type}, where nothing is timed", rejected)
     times = dict.fromkeys(calls, 0.0)
     for index in range(len(parts)):
-        found = timer({name: each[index] for name, each in calls.items()}, device)
-        times = {name: seconds + found[name].device for name, seconds in times.items()}
+        measured = timer({name: each[index] for name, each in calls.items()}, device)
+        times = {name: seconds + measured[name].device for name, seconds in times.items()}
     best = min(times, key=lambda name: times[name])
     rejected |= {name: f"{1e3 * seconds:.3f} ms" for name, seconds in times.items() if name != best}
     return Choice(best, f"the fastest here ({1e3 * times[best]:.3f} ms forward and backward)", rejected)
@@ -146,40 +148,40 @@ def asked_of(cfg: Config, parts: tuple[Heads, ...]) -> dict[str | None, tuple[st
     """Component (None: all) -> the word that is asked for it, and its parts. Raises TrainError for a component that the
     model lacks."""
     words = cfg.model.attention.kernels
-    own = {COMPONENTS[part.part]: part for part in parts}
+    by_component = {COMPONENTS[part.part]: part for part in parts}
     if len(set(words.values())) == 1:
         return {None: (words["foundation"], parts)}
-    if "image_encoder" not in own:
+    if "image_encoder" not in by_component:
         if words["image_encoder"] == STOCK:  # nobody asked for anything
             return {None: (words["foundation"], parts)}
         raise TrainError(
             f"model.attention.image_encoder: {words['image_encoder']}, and this model has no image_encoder. Use "
             f"model.attention: {words['foundation']}"
         )
-    return {component: (words[component], (part,)) for component, part in own.items()}
+    return {component: (words[component], (part,)) for component, part in by_component.items()}
 
 
 def choices(cfg: Config, parts: tuple[Heads, ...], device: torch.device) -> list[Choice]:
     """The kernels that are chosen, by component; none where torch may choose at each call. Raises TrainError."""
-    made = {component: choose(word, own, device) for component, (word, own) in asked_of(cfg, parts).items()}
-    return [replace(found, component=component) for component, found in made.items() if found is not None]
+    chosen = {component: choose(word, heads, device) for component, (word, heads) in asked_of(cfg, parts).items()}
+    return [replace(choice, component=component) for component, choice in chosen.items() if choice is not None]
 
 
-def decide(cfg: Config, world: World, kept: Any) -> tuple[Choice, ...]:
+def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
     """The choices of a run. ``kept``: the kernel of the run that is continued, or those of its components by name
     (None: a new run). Rank 0 chooses. A collective."""
     words = set(cfg.model.attention.kernels.values())
     if words == {STOCK}:
         return ()
-    if "auto" in words and kept is not None:
-        before = kept.items() if isinstance(kept, dict) else [(None, kept)]
+    if "auto" in words and saved is not None:
+        before = saved.items() if isinstance(saved, dict) else [(None, saved)]
         return tuple(Choice(kernel, "as this run began", component=component) for component, kernel in before)
 
     def work() -> list[dict[str, Any]]:
         parts = heads_of(models.read_config(cfg.model.path), cfg.train.seq_length)
-        return [{**asdict(found), "rejected": dict(found.rejected)} for found in choices(cfg, parts, world.device)]
+        return [{**asdict(choice), "rejected": dict(choice.rejected)} for choice in choices(cfg, parts, world.device)]
 
-    return tuple(Choice(**found) for found in world.from_main(work))
+    return tuple(Choice(**choice) for choice in world.from_main(work))
 
 
 def kept_of(chosen: Sequence[Choice]) -> Any:
@@ -187,10 +189,10 @@ def kept_of(chosen: Sequence[Choice]) -> Any:
     if not chosen:
         return None
     one = len(chosen) == 1 and chosen[0].component is None
-    return chosen[0].kernel if one else {str(found.component): found.kernel for found in chosen}
+    return chosen[0].kernel if one else {str(choice.component): choice.kernel for choice in chosen}
 
 
-def use(model: nn.Module, chosen: Sequence[Choice]) -> None:
+def use(model: PreTrainedModel, chosen: Sequence[Choice]) -> None:
     """Let a model compute attention so. Raises TrainError where it computes attention in a way of its own."""
     for choice in chosen:
         try:

@@ -42,10 +42,10 @@ def shared(output: Any, model: nn.Module, real: Tensor | None, context: Context)
     chosen = torch.zeros(experts + 1, dtype=torch.float64, device=device)  # and how many rows there are
     probabilities = torch.zeros(experts, device=device)
     for layer in logits:
-        found = layer.to(device).softmax(-1)
-        picked = found.topk(choices, -1).indices.flatten()
+        routing = layer.to(device).softmax(-1)
+        picked = routing.topk(choices, -1).indices.flatten()
         chosen[:-1].scatter_add_(0, picked, weight.double().repeat_interleave(choices))
-        probabilities = probabilities + (found.float() * weight[:, None]).sum(0)
+        probabilities = probabilities + (routing.float() * weight[:, None]).sum(0)
     chosen[-1] = weight.sum() * len(logits)
     counts, rows = context.sum(chosen).float().split([experts, 1])
     return experts * (counts / rows * probabilities / rows).sum()

@@ -76,16 +76,16 @@ def values(model: nn.Module, alone: bool) -> Iterator[list[Tensor]]:
 
     They are made where the head is called, inside the model's forward: FSDP2 has gathered what they need there.
     """
-    head, found = _head(model), []
+    head, collected = _head(model), []
     stock = head.forward
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append(model.get_submodule(models.VALUE_HEAD)(hidden))
-        return found[-1] if alone else stock(hidden, *args, **kwargs)
+        collected.append(model.get_submodule(models.VALUE_HEAD)(hidden))
+        return collected[-1] if alone else stock(hidden, *args, **kwargs)
 
     head.forward = forward
     try:
-        yield found
+        yield collected
     finally:
         del head.forward
 

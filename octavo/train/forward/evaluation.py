@@ -123,8 +123,8 @@ def _pieces(
         rest[row, inside] = False
     for row in range(meta.samples):
         if tokens := int(rest[row].sum()):
-            own = {"file": meta.files[row], "row": meta.rows[row], "answer": None}
-            yield {**own, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
+            where = {"file": meta.files[row], "row": meta.rows[row], "answer": None}
+            yield {**where, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
 
 
 def _shown(
@@ -137,7 +137,7 @@ def _shown(
     for (row, _, start, end), hit in ((answers[n], right[n]) for n in first[: max(most, 0)]):
         ids, said = batch["input_ids"][row].tolist(), likeliest[row, start - 1 : end - 1].tolist()
         wanted = ids[start:end]
-        agree = next((n for n, (ours, own) in enumerate(zip(said, wanted, strict=True)) if ours != own), len(said))
+        agree = next((n for n, (ours, true) in enumerate(zip(said, wanted, strict=True)) if ours != true), len(said))
         yield Answer(meta.files[row], meta.rows[row], ids[:start], wanted, said[: agree + 1], hit)
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.config import Config
+from octavo.fp8.memory import ChunkedHead, chunk_head
+from octavo.fp8.observe import uncounted
 from octavo.models.forward.unused_towers import attach_dummy_image, attach_dummy_sound, attach_idle_experts
 from octavo.parallel import Context, Images, World
 from octavo.train.errors import TrainError
@@ -48,9 +50,9 @@ def gathers_bf16(cfg: Config, ranks: int) -> bool:
     return cfg.train.gather == "bf16" and ranks > 1
 
 
-def chunked_head(model: nn.Module) -> fp8.ChunkedHead | str:
-    """`fp8.chunked_head`, which is given the positions that have a target: or why it cannot be."""
-    return why_not_chunked(model) or fp8.chunked_head(model)
+def chunked_head(model: nn.Module) -> ChunkedHead | str:
+    """`fp8.memory.chunk_head`, which is given the positions that have a target: or why it cannot be."""
+    return why_not_chunked(model) or chunk_head(model)
 
 
 def why_not_chunked(model: nn.Module) -> str | None:
@@ -78,8 +80,8 @@ class Forward:
         self.model, self.device, self.autocast, self.packed = model, world.device, autocast, packed
         self.context, self.dealt = context, dealt
         self.images = self.sounds = False
-        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.dtype = dtype or own
+        parameter_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = dtype or parameter_dtype
         known = inspect.signature(model.forward).parameters
         self._trims = "logits_to_keep" in known
         self._any = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -110,11 +112,11 @@ class Forward:
 
         Raises TrainError if the model gives none.
         """
-        more: dict[str, Any] = {"output_router_logits": True}
+        options: dict[str, Any] = {"output_router_logits": True}
         tokens = real(batch) if "boundaries" in batch else None  # of a pack the loss is that of no padding
         if tokens is not None and self.context is None:
-            more["attention_mask"] = tokens.to(self.device)
-        logits, out = self._run(batch, keep, **more)
+            options["attention_mask"] = tokens.to(self.device)
+        logits, out = self._run(batch, keep, **options)
         if self.context is not None and "boundaries" in batch:
             mine = None if tokens is None else tokens[0, self.part(batch)].to(self.device)
             return logits, balance.shared(out, self.model, mine, self.context)
@@ -126,11 +128,11 @@ class Forward:
             )
         return logits, loss
 
-    def _run(self, batch: dict[str, Any], keep: Tensor | None, **more: Any) -> tuple[Tensor, Any]:
+    def _run(self, batch: dict[str, Any], keep: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
         """(logits at `keep`, all that the model returned)."""
-        given, batch = batch, self._seen(batch)
-        if given is not batch and "boundaries" not in batch:
-            batch["position_ids"] = models.positions_of_rows(self.model, given)  # type: ignore[arg-type]
+        original, batch = batch, self._seen(batch)
+        if original is not batch and "boundaries" not in batch:
+            batch["position_ids"] = models.positions_of_rows(self.model, original)  # type: ignore[arg-type]
         self.images, self.sounds = batch["meta"].sees, batch["meta"].has_sound
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
@@ -140,8 +142,8 @@ class Forward:
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
         computing = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        with self._apart(given, inputs), computing:
-            out = self.model(**inputs, **more, use_cache=False)
+        with self._apart(original, inputs), computing:
+            out = self.model(**inputs, **options, use_cache=False)
         logits = out.logits
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
 
@@ -154,8 +156,8 @@ class Forward:
         steps = iter(batch["video_grid_thw"][:, 0].tolist())
         images = [count + sum(next(steps) for _ in range(n)) for count, n in zip(meta.images, meta.videos, strict=True)]
         merge = models.vision_of(config).merge  # type: ignore[arg-type]
-        found = models.as_images(batch, merge, config.image_token_id)  # type: ignore[arg-type,union-attr]
-        return {**found, "meta": replace(meta, images=tuple(images), inputs=inputs)}
+        converted = models.as_images(batch, merge, config.image_token_id)  # type: ignore[arg-type,union-attr]
+        return {**converted, "meta": replace(meta, images=tuple(images), inputs=inputs)}
 
     def _mine(self, batch: dict[str, Any]) -> dict[str, Any]:
         """What of a batch goes through the model on this rank: of a shared pack its own tokens and images."""
@@ -163,8 +165,8 @@ class Forward:
             return batch
         of_images = {name for name, per in batch["meta"].inputs.items() if per != "token"}
         part, images = self.part(batch), {"pixel_values", "image_grid_thw"} | of_images
-        own = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
-        return own if self.dealt is None else {**own, **self.dealt.begin(batch)}
+        local = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
+        return local if self.dealt is None else {**local, **self.dealt.begin(batch)}
 
     @contextmanager
     def _apart(self, batch: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
@@ -192,24 +194,24 @@ def real(batch: dict[str, Any]) -> Tensor | None:
     for no samples."""
     boundaries = batch.get("boundaries")
     if boundaries is None:
-        found: Tensor | None = batch.get("attention_mask")
-        return found
+        mask: Tensor | None = batch.get("attention_mask")
+        return mask
     if not boundaries.samples:
         return None
     return (torch.arange(boundaries.length) < boundaries.tokens).to(torch.int64)[None]
 
 
 def log_probs(
-    forward: Forward, head: fp8.ChunkedHead | None, batch: dict[str, Any], keep: Tensor, target: Tensor,
+    forward: Forward, head: ChunkedHead | None, batch: dict[str, Any], keep: Tensor, target: Tensor,
     temperature: float = 1.0, entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """log softmax(x / temperature) of `target` [B, P] (in host memory; -100: none, 0 there) at the positions `keep`
     [P], and if asked for the entropy of that distribution in nats: fp32 [B, P] on the device. `head` gives them
     without full logits (None: from these)."""
     if head is not None:
-        with head.log_probs(target, temperature, entropy) as given:
-            found = given.take(forward(batch, keep))
-        return found, given.entropy
+        with head.log_probs(target, temperature, entropy) as by_head:
+            logps = by_head.take(forward(batch, keep))
+        return logps, by_head.entropy
     logits = forward(batch, keep)
     if entropy:
         return fp8.log_probs(logits, target, temperature=temperature, entropy=True)
@@ -226,7 +228,7 @@ def keep_towers_running(model: nn.Module, family: models.Family, forward: Forwar
     trained = {family.component_of(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.requires_grad}
     shared = world.size > 1
     if family.has_vision and (shared or trained & {"image_encoder", "image_projector"}):
-        attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=fp8.uncounted)
-        attach_idle_experts(model, family, fp8.uncounted)
+        attach_dummy_image(model, family, enabled=lambda: not forward.images, guard=uncounted)
+        attach_idle_experts(model, family, uncounted)
     if family.has_audio and (shared or trained & {"audio_encoder", "audio_projector"}):
-        attach_dummy_sound(model, family, enabled=lambda: not forward.sounds, guard=fp8.uncounted)
+        attach_dummy_sound(model, family, enabled=lambda: not forward.sounds, guard=uncounted)

@@ -55,8 +55,8 @@ def weights(labels: Tensor, reduction: str, denominator: float, edges: Sequence[
     if reduction == "token":
         share = known
     elif reduction == "sample":
-        found = _by_sample(known, edges).clamp(min=1)
-        share = known / (found[:, None] if edges is None else found[_sample_of(edges)])
+        counts = _by_sample(known, edges).clamp(min=1)
+        share = known / (counts[:, None] if edges is None else counts[_sample_of(edges)])
     else:
         share = known / known.sum().clamp(min=1)
     return share / max(denominator, 1.0)
@@ -66,8 +66,8 @@ def _by_sample(known: Tensor, edges: Sequence[int] | None) -> Tensor:
     """Loss tokens of each sample, from where they are [B, T-1]."""
     if edges is None:
         return known.sum(dim=1)
-    found = torch.zeros(len(edges) - 1, dtype=torch.float32)
-    return found.index_add_(0, _sample_of(edges), known[0].float())
+    counts = torch.zeros(len(edges) - 1, dtype=torch.float32)
+    return counts.index_add_(0, _sample_of(edges), known[0].float())
 
 
 def _sample_of(edges: Sequence[int]) -> Tensor:

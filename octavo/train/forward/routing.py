@@ -34,20 +34,20 @@ def coefficient(cfg: Config, model: nn.Module) -> float:
 
     0: it is not computed. Raises TrainError where one is asked of a model that has no such loss.
     """
-    asked = cfg.train.router_aux_loss_coef
+    setting = cfg.train.router_aux_loss_coef
     whole = getattr(model, "config", None)
-    config = whole.get_text_config() if hasattr(whole, "get_text_config") else whole
-    own = getattr(config, "router_aux_loss_coef", None)
+    config = whole.get_text_config() if whole is not None and hasattr(whole, "get_text_config") else whole
+    default = getattr(config, "router_aux_loss_coef", None)
     experts = any(is_experts(module) for module in model.modules())
-    if experts and own is not None and _balances(model):
-        return float(own if asked is None else asked)
-    if asked:
+    if experts and default is not None and _balances(model):
+        return float(default if setting is None else setting)
+    if setting:
         why = (
             "computes no load-balancing loss in this version of transformers"
             if experts
             else "is no mixture of experts and has no router"
         )
-        raise TrainError(f"train.router_aux_loss_coef is {asked:g}, but {type(model).__name__} {why}. Remove the key")
+        raise TrainError(f"train.router_aux_loss_coef is {setting:g}, but {type(model).__name__} {why}. Remove the key")
     return 0.0
 
 
@@ -102,8 +102,8 @@ class ExpertLoad:
             return
         if observe.phase() != observe.Phase(counted=True, recompute=False):
             return
-        given = [*args, *kwargs.values()]
-        index = given[1] if len(given) > 1 else None
+        inputs = [*args, *kwargs.values()]
+        index = inputs[1] if len(inputs) > 1 else None
         if not isinstance(index, Tensor) or index.is_floating_point():
             return
         count, real = self._counts[layer], self._real

@@ -81,7 +81,7 @@ def run(
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
-    cfg = resolve_video(resolve_recipe(hub.resolved(cfg, display.say)))
+    cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.say)))
     phase.check(cfg)
     if cfg.run.trackers:
         trackers.refuse_missing(cfg)
@@ -190,7 +190,7 @@ def _train(run: Run) -> RunResult:
 
 
 def _trained(run: Run) -> RunResult:
-    steps = run.cfg.train.steps
+    steps = run.total_steps
     if run.step:
         run.say(f"continuing after step {run.step} of {steps}")
     try:
@@ -229,8 +229,14 @@ def _step(run: Run, number: int) -> Step:
     batches = tuple(next(job.loader))
     run.world.at(f"step {number}, forward and backward")
     observe = _observe(run, number, batches)
-    lr = lr_at(number, schedule=settings.schedule, lr=settings.lr, steps=settings.steps, warmup=settings.warmup,
-               min_lr=settings.min_lr)  # fmt: skip
+    lr = lr_at(
+        number,
+        schedule=settings.schedule,
+        lr=settings.lr,
+        steps=run.total_steps,
+        warmup=settings.warmup,
+        min_lr=settings.min_lr,
+    )
     job.stepper.number = number
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
@@ -251,13 +257,13 @@ def _step(run: Run, number: int) -> Step:
         row["empty"] = True  # its loss of 0 is that of no token
     if result.aux_loss is not None:
         row["aux_loss"] = result.aux_loss
-    return Step(number, batches, result, row | dict(result.figures) | (result.experts or {}))
+    return Step(number, batches, result, {**row, **result.figures, **(result.experts or {})})
 
 
 def _observe(run: Run, number: int, batches: Batches) -> Observe:
     """What any callback asks for."""
-    asked = [found for found in run.notify("before_step", number, batches) if found is not None]
-    wishes = [any(getattr(found, field.name) for found in asked) for field in fields(Observe)]
+    requests = [request for request in run.notify("before_step", number, batches) if request is not None]
+    wishes = [any(getattr(request, field.name) for request in requests) for field in fields(Observe)]
     if run.users:  # who may answer otherwise on another rank, and observing has collectives
         wishes = [run.world.any(wish) for wish in wishes]
     observe = Observe(*wishes)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from octavo import fp8
 from octavo.base import hub
@@ -19,7 +18,11 @@ from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import Footprint, Footprints, gb
 from octavo.train.setup import planning
 from octavo.train.setup.planning import Planned
+from octavo.train.setup.resolve_config import total_steps
 from octavo.train.setup.token_counts import assumed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Heard = Callable[[Footprint], None]
 
@@ -27,17 +30,19 @@ _REASONS = 2  # of what stays in high precision, a component
 _STAYS = " stays in high precision"
 
 
-def summary(of: Planned, heard: Heard = lambda found: None) -> list[str]:
+def summary(of: Planned, heard: Heard = lambda footprint: None) -> list[str]:
     """At most 15 lines, most important first; of the notes, those that belong to this run alone. Memory is predicted on
     a model without weights, in well under a second; `heard` gets it, and where it cannot be, its line says why."""
     model, _ = planning.model_of(of.cfg)
     usual = {*of.plan.notes, *planning.stays(model)}
-    own = [*of.plan.changes, *(note for note in of.notes if note not in usual)]
-    plan = [*verdict(of.plan), *(f"note: {note}" for note in own)]
+    notes = [*of.plan.changes, *(note for note in of.notes if note not in usual)]
+    plan = [*verdict(of.plan), *(f"note: {note}" for note in notes)]
     return [*_beginning(of, model, plan, heard), "all layers and notes: octavo plan FILE, or --verbose"]
 
 
-def in_full(of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda found: None) -> list[str]:
+def in_full(
+    of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda footprint: None
+) -> list[str]:
     """The same with the plan layer by layer, as `layers` writes them, and all its notes."""
     off = not any(row.fp8 or row.decided for row in of.plan.rows)
     table = [] if off else ["", *layers(of.plan), ""]
@@ -45,7 +50,7 @@ def in_full(of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Hea
     return _beginning(of, planning.model_of(of.cfg)[0], [*verdict(of.plan), *table, *notes], heard)
 
 
-def _beginning(of: Planned, model: nn.Module, plan: Sequence[str], heard: Heard) -> list[str]:
+def _beginning(of: Planned, model: PreTrainedModel, plan: Sequence[str], heard: Heard) -> list[str]:
     predicted = [] if of.prediction is None else of.prediction.sentences()
     return [*_model(of, model), *plan, *predicted, _memory(of, model, heard), _saved(of.cfg)]
 
@@ -61,23 +66,23 @@ def verdict(plan: fp8.Plan) -> list[str]:
     lines = [f"{whole} (lm_head, patches aside)"]
     parts = {c: [row for row in rows if row.component == c] for c in dict.fromkeys(row.component for row in rows)}
     width = max(map(len, parts))
-    for name, own in parts.items():
-        recipes = ", ".join(dict.fromkeys(row.recipe.short() for row in own if row.recipe is not None))
-        inside = sum(row.fp8 for row in own)
-        part = f"  {name:<{width}}  {inside} of {len(own)}"
+    for name, layers in parts.items():
+        recipes = ", ".join(dict.fromkeys(row.recipe.short() for row in layers if row.recipe is not None))
+        inside = sum(row.fp8 for row in layers)
+        part = f"  {name:<{width}}  {inside} of {len(layers)}"
         if recipes:
             part += f" {recipes}"
-            part += f", {100 * plan.share_of(name):.1f} %" if any(row.share for row in own) else ""
-        why = [reason for reason, _ in Counter(row.reason for row in own if not row.fp8).most_common()]
+            part += f", {100 * plan.share_of(name):.1f} %" if any(row.share for row in layers) else ""
+        why = [reason for reason, _ in Counter(row.reason for row in layers if not row.fp8).most_common()]
         if why:
-            more = f" (+{len(why) - _REASONS} reasons)" if len(why) > _REASONS else ""
-            told = "; ".join(why[:_REASONS]) + more
-            part += f"; not: {told.replace(_STAYS, '')}" if inside else f": {told}"
+            others = f" (+{len(why) - _REASONS} reasons)" if len(why) > _REASONS else ""
+            reasons = "; ".join(why[:_REASONS]) + others
+            part += f"; not: {reasons.replace(_STAYS, '')}" if inside else f": {reasons}"
         lines.append(part)
     return lines
 
 
-def _model(of: Planned, model: nn.Module) -> list[str]:
+def _model(of: Planned, model: PreTrainedModel) -> list[str]:
     cfg = of.cfg
     parameters = list(model.parameters())
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
@@ -104,23 +109,23 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def _memory(of: Planned, model: nn.Module, heard: Heard) -> str:
+def _memory(of: Planned, model: PreTrainedModel, heard: Heard) -> str:
     try:
         tokens, _ = assumed(of.cfg, of.family.components, model.config)
         sizes = Footprints(of.cfg, model, of.family, of.plan, tokens, copy=of.reference == "copy")
-        found = sizes.of(of.cfg, of.ranks)
+        footprint = sizes.of(of.cfg, of.ranks)
     except TrainError as error:
         return f"memory is not predicted: {error}"
-    heard(found)
-    largest = sorted(found.kinds.items(), key=lambda kind: -kind[1])[:3]
+    heard(footprint)
+    largest = sorted(footprint.kinds.items(), key=lambda kind: -kind[1])[:3]
     listed = ", ".join(f"{name} {gb(size)}" for name, size in largest if size)
-    return f"memory, predicted{' for each rank' if of.ranks > 1 else ''}: {gb(found.total)} ({listed}, ...)"
+    return f"memory, predicted{' for each rank' if of.ranks > 1 else ''}: {gb(footprint.total)} ({listed}, ...)"
 
 
 def _saved(cfg: Config) -> str:
     run = cfg.run
     steps = interval(cfg)
-    every = f"a checkpoint every {steps} steps" if 0 < steps < cfg.train.steps else "a checkpoint at the end"
+    every = f"a checkpoint every {steps} steps" if 0 < steps < total_steps(cfg) else "a checkpoint at the end"
     every += "" if run.save_states else ", of weights alone"
     every += ", written beside the steps" if run.save == "async" else ""
     end = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"

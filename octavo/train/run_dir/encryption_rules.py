@@ -32,7 +32,7 @@ def check(cfg: Config) -> None:
             raise TrainError(f"run.encrypt: {error}") from error
         for folder in _folders(cfg):
             note = read_note(folder, TrainError)
-            if note is not None and note.key == fingerprint(encryption.given()):
+            if note is not None and note.key == fingerprint(encryption.process_secret()):
                 raise TrainError(
                     f"run.encrypt: {folder} was sealed with the key that is given for files. {ONE_PURPOSE}"
                 )
@@ -74,24 +74,24 @@ def withholding(cfg: Config) -> Iterator[None]:
     except Exception as error:
         if not cfg.run.encrypt or not getattr(error, "quotes", False):
             raise
-        found: str = getattr(error, "told", type(error).__name__)  # of a reward its name
+        what: str = getattr(error, "told", type(error).__name__)  # of a reward its name
         fix = "Where it may be read, decrypt the data and start without run.encrypt to see it"
         if isinstance(error, BadSample):
-            found = f"{error.file}, row {error.row} cannot be used ({type(error).__name__})"
+            what = f"{error.file}, row {error.row} cannot be used ({type(error).__name__})"
             fix = (
                 f"With data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt "
                 "reads"
             )
-        hidden = TrainError(f"{found}: the reason may quote the data, and run.encrypt keeps it out of messages. {fix}")
+        hidden = TrainError(f"{what}: the reason may quote the data, and run.encrypt keeps it out of messages. {fix}")
     raise hidden from None  # whose message would stand in a traceback
 
 
 def _folders(cfg: Config) -> Iterator[str]:
     """What may be sealed: folders that are read."""
-    found = [cfg.model.path, *(entry.path for entry in (*cfg.data.train, *cfg.data.eval))]
+    paths = [cfg.model.path, *(entry.path for entry in (*cfg.data.train, *cfg.data.eval))]
     if cfg.lora is not None and cfg.lora.adapter is not None:
-        found.append(cfg.lora.adapter)
-    return (path for path in found if Path(path).is_dir())
+        paths.append(cfg.lora.adapter)
+    return (path for path in paths if Path(path).is_dir())
 
 
 def _inputs(cfg: Config) -> Iterator[tuple[str, Path]]:

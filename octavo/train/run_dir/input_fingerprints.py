@@ -14,7 +14,7 @@ from octavo.config import Config
 from octavo.config.sections.text_types import is_url
 from octavo.data.file_digests import Content, content_of, digests
 from octavo.data.storage.cache import Say, default_folder, files_of, quiet
-from octavo.data.storage.remote import local_files, print_of
+from octavo.data.storage.remote import fingerprint, local_files
 from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
 
@@ -40,12 +40,12 @@ def fingerprints(cfg: Config, say: Say = quiet) -> dict[str, dict[str, Any]]:
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
     folder = default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
     here = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
-    found = {path: _of_data(Path(path), folder, say) for path in here}
+    of_data = {path: _of_data(Path(path), folder, say) for path in here}
     for url in filter(is_url, paths):
-        found[url] = print_of(url)
+        of_data[url] = fingerprint(url)
         if files := local_files(url):
-            found[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, say)])
-    return {"data": found, "model": of_folder(Path(cfg.model.path))}
+            of_data[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, say)])
+    return {"data": of_data, "model": of_folder(Path(cfg.model.path))}
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def same(saved: Prints, now: Prints, where: Path, folder: str) -> None:
     files. A data file that is not in both is no matter."""
     _same_data(saved.get("data", {}), now["data"], where)
     same_folder(saved.get("model"), now["model"], where, folder)
-    before, own = saved.get("phase", {}), now.get("phase", {})
-    if changed := [name for name in {**before, **own} if before.get(name) != own.get(name)]:
+    before, current = saved.get("phase", {}), now.get("phase", {})
+    if changed := [name for name in {**before, **current} if before.get(name) != current.get(name)]:
         raise TrainError(
             f"{where} was made with another {', '.join(changed)}: its contents are not what they were. A resumed run "
             "learns from the same; put the former back, or start a new run in another run.dir"

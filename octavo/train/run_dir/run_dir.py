@@ -32,6 +32,8 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, ConfigError, load_config, to_yaml
 from octavo.fp8 import planning
+from octavo.fp8.planning import Schedule
+from octavo.fp8.proof import Prediction
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import encryption_rules, input_fingerprints, start_from
@@ -145,18 +147,18 @@ def settings(cfg: Config) -> dict[str, Any]:
     So a run that outgrew its card goes on with less kept, to the same bits; compiled blocks are other graphs then,
     whose sums differ. Likewise how many completions are written at a time, which moves their log-probabilities by
     rounding alone, and which are kept to be seen."""
-    found = cfg.model_dump(mode="json")
-    found["run"] = {"seed": cfg.run.seed}
-    found["data"].pop("workers")
-    found.pop("parallel")
-    for entry in (*found["data"]["train"], *found["data"]["eval"]):
+    values = cfg.model_dump(mode="json")
+    values["run"] = {"seed": cfg.run.seed}
+    values["data"].pop("workers")
+    values.pop("parallel")
+    for entry in (*values["data"]["train"], *values["data"]["eval"]):
         entry.pop("fetch_gb")
-    found["train"].pop("gc")
+    values["train"].pop("gc")
     for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
-        found["train"].pop(key)
-    for key in ("slots", "pages", "show", "reward_timeout") if found["rl"] else ():
-        found["rl"].pop(key)
-    return found
+        values["train"].pop(key)
+    for key in ("slots", "pages", "show", "reward_timeout") if values["rl"] else ():
+        values["rl"].pop(key)
+    return values
 
 
 def enter(
@@ -197,11 +199,11 @@ def enter(
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
     first = None if begins_with is None else start_from.find(begins_with, cfg, world, say)
-    found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
+    prepared = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
     if known["run"] and chosen is None:
         say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
-    found["place"] = tuple(found["place"])  # JSON knows lists
-    return Start(directory, chosen, forked=forked, **found)
+    prepared["place"] = tuple(prepared["place"])  # JSON knows lists
+    return Start(directory, chosen, forked=forked, **prepared)
 
 
 def settle(start: Start, world: World, say: Callable[[str], None] = lambda text: None) -> None:
@@ -214,9 +216,9 @@ def settle(start: Start, world: World, say: Callable[[str], None] = lambda text:
 
     def remove() -> None:
         (start.directory / RESULT).unlink(missing_ok=True)
-        found = read_json(start.directory / GAIN)
-        safe_read.check_form(found or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
-        if found is not None and found.get("step", 0) > start.step:  # taken in steps that are run again
+        gain = read_json(start.directory / GAIN)
+        safe_read.check_form(gain or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
+        if gain is not None and gain.get("step", 0) > start.step:  # taken in steps that are run again
             (start.directory / GAIN).unlink()
         folder = start.directory / CHECKPOINTS
         # A damaged checkpoint that `auto` passed over is later too.
@@ -241,9 +243,9 @@ def _locked(cfg: Config, directory: Path, lock: RunLock, say: Callable[[str], No
     if not (directory / LOCK).exists():
         _look(cfg, directory)  # one that is refused gets no lock file
     lock.take(directory, say)
-    found = _look(cfg, directory)
-    dead = None if found["result"] is None else _dead(directory, found["result"])
-    return found if dead is None else {"run": True, "result": None, "dead": dead}
+    state = _look(cfg, directory)
+    dead = None if state["result"] is None else _dead(directory, state["result"])
+    return state if dead is None else {"run": True, "result": None, "dead": dead}
 
 
 def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
@@ -267,22 +269,22 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
     if directory.exists() and not directory.is_dir():
         raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
     # What starts with a dot is a file that was being written when a run was killed before it had a configuration.
-    there = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
+    names = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
     resume = cfg.run.resume
     if resume not in ("never", "auto"):
         _check_checkpoint(Path(resume))
         inside = Path(resume).resolve().parent == (directory / CHECKPOINTS).resolve()
-        if there and not inside:
+        if names and not inside:
             raise TrainError(
                 f"run.resume={resume} continues another run, but run.dir {directory} is not empty. Name a new run.dir, "
                 f"or one of the checkpoints in {directory / CHECKPOINTS}"
             )
         return {"run": inside, "result": None}
-    if not there:
+    if not names:
         return {"run": False, "result": None}
-    if CONFIG not in there:
+    if CONFIG not in names:
         raise TrainError(
-            f"run.dir {directory} is not empty ({', '.join(there[:3])}) and holds no run of Octavo. Name a directory "
+            f"run.dir {directory} is not empty ({', '.join(names[:3])}) and holds no run of Octavo. Name a directory "
             "that is new or empty; nothing is overwritten"
         )
     if not _has_begun(directory):
@@ -296,10 +298,11 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
         )
     _same_settings(_saved_settings(directory), cfg, directory)
     result = read_json(directory / RESULT)
-    finished = result is not None and result.get("status") == "finished"
-    if finished and not isinstance(result.get("steps"), int):
+    if result is None or result.get("status") != "finished":
+        return {"run": True, "result": None}
+    if not isinstance(result.get("steps"), int):
         raise TrainError(f"{directory / RESULT} is damaged (no number of steps); delete it and start again")
-    return {"run": True, "result": result if finished else None}
+    return {"run": True, "result": result}
 
 
 def _has_begun(directory: Path) -> bool:
@@ -349,17 +352,17 @@ def _prepare(
     return {"rows": rows, "place": place, "step": step, "files": files, "first": begun}
 
 
-def _fork_may(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def _fork_may(saved: Mapping[str, Any], forks: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in which a fork may differ from the run that it begins from, as the fork has them: all else is the
     same training. How the optimizer stores its states may not: they are the checkpoint's."""
     free = ("recompute", "offload_activations", "compile", "logits", "gather", "exchange")
-    train = {key: own["train"].get(key) for key in free}
+    train = {key: forks["train"].get(key) for key in free}
     return {
-        "fp8": own["fp8"],
-        "run": own["run"],
-        "model": {**saved["model"], **{key: own["model"][key] for key in ("load_in_fp8", "keep_fp8")}},
-        "data": {**saved["data"], "eval": own["data"]["eval"]},
-        "train": {**saved["train"], **{key: value for key, value in train.items() if key in own["train"]}},
+        "fp8": forks["fp8"],
+        "run": forks["run"],
+        "model": {**saved["model"], **{key: forks["model"][key] for key in ("load_in_fp8", "keep_fp8")}},
+        "data": {**saved["data"], "eval": forks["data"]["eval"]},
+        "train": {**saved["train"], **{key: value for key, value in train.items() if key in forks["train"]}},
     }
 
 
@@ -429,8 +432,8 @@ def truncate_metrics(file: Path, step: int) -> None:
         write_bytes(file, b"".join(line + b"\n" for line in safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
                                    if json.loads(encryption.decrypted_line(line, file))["step"] <= step))  # fmt: skip
         return
-    kept = [row for row in read_rows(file) if row["step"] <= step]
-    write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+    rows = [row for row in read_rows(file) if row["step"] <= step]
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
@@ -458,22 +461,22 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_plan(
-    directory: Path, family: str, plans: fp8.Schedule, plan: fp8.Plan, notes: tuple[str, ...],
-    prediction: fp8.Prediction | None,
+    directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...],
+    prediction: Prediction | None,
 ) -> None:  # fmt: skip
     """plan.json: what `octavo plan --json` prints of the newest `plan`, and a plan file that `fp8.plan` takes
     (`octavo.fp8.planning.file`)."""
-    found = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}
+    document = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}
     if prediction is not None:
-        found["prediction"] = prediction.to_json()
-    write_json(directory / PLAN, found)
+        document["prediction"] = prediction.to_json()
+    write_json(directory / PLAN, document)
 
 
 def update_plan(directory: Path, plan: fp8.Plan) -> None:
     """plan.json once another plan holds: what is told of it, beside the file's lines, which are those of the run."""
-    found = read_json(directory / PLAN) or {}
-    told = {key: value for key, value in plan.to_json().items() if key != "notes"}
-    write_json(directory / PLAN, {**found, **told})
+    document = read_json(directory / PLAN) or {}
+    current = {key: value for key, value in plan.to_json().items() if key != "notes"}
+    write_json(directory / PLAN, {**document, **current})
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -141,8 +141,8 @@ def _open(directory: Path) -> IO[str] | None:
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / LOCK).exists():
             safe_read.open_file(directory / LOCK, TrainError).close()
-        made = lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666)  # noqa: E731  (r+, and no O_APPEND)
-        return open(directory / LOCK, "r+", encoding="utf-8", opener=made)
+        opener = lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666)  # noqa: E731  (r+, and no O_APPEND)
+        return open(directory / LOCK, "r+", encoding="utf-8", opener=opener)
     except FileNotFoundError as error:
         raise TrainError(
             f"run directory {directory} cannot be made ({error.strerror}: {error.filename}). Name another run.dir"
@@ -203,5 +203,12 @@ def _me() -> Holder:
 
 # A forked data worker shares the lock and would hold it on after its trainer was killed.
 _HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
+
+
+def _close_inherited() -> None:
+    for lock in _HELD:
+        lock._close()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [lock._close() for lock in _HELD])
+    os.register_at_fork(after_in_child=_close_inherited)

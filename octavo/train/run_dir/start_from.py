@@ -47,8 +47,10 @@ def _same_adapter(document: Mapping[str, Any], cfg: Config, path: Path) -> None:
     was = (document["counters"].get("settings") or {}).get("lora")
     if not was or cfg.lora is None:  # the names of its weights tell the rest
         return
-    own = cfg.lora.model_dump(mode="json")
-    if differ := [f"lora.{key} was {was.get(key)!r}, is {own[key]!r}" for key in ADAPTER if was.get(key) != own[key]]:
+    current = cfg.lora.model_dump(mode="json")
+    if differ := [
+        f"lora.{key} was {was.get(key)!r}, is {current[key]!r}" for key in ADAPTER if was.get(key) != current[key]
+    ]:
         raise TrainError(f"the adapters of {path} mean other weights here: {'; '.join(differ)}. Set them as they were")
 
 
@@ -62,18 +64,18 @@ def noted(counters: Mapping[str, Any], cfg: Config, where: Path) -> dict[str, An
 
     Raises TrainError where `run.start_from` names another one now, or the one there holds something else.
     """
-    kept = counters.get("start_from")
-    path = None if kept is None else Path(kept["path"])
-    asked = None if cfg.run.start_from is None else Path(cfg.run.start_from).resolve()
-    if asked is not None and (path is None or asked not in (path, *path.parents)):
+    saved = counters.get("start_from")
+    path = None if saved is None else Path(saved["path"])
+    named = None if cfg.run.start_from is None else Path(cfg.run.start_from).resolve()
+    if named is not None and (path is None or named not in (path, *path.parents)):
         began = "the weights of model.path" if path is None else path
         raise TrainError(
             f"{where} is of a run that began with {began}, and run.start_from is {cfg.run.start_from}. Leave it out to "
             "continue, or begin a new run in another run.dir"
         )
-    if path is not None and (path / "state.json").is_file() and note(path) != kept:
+    if path is not None and (path / "state.json").is_file() and note(path) != saved:
         raise TrainError(f"{where} is of a run that began with {path}, which holds something else now; put it back")
-    return kept
+    return saved
 
 
 def refuse_without_states(path: Path) -> None:

@@ -26,6 +26,7 @@ from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.rows_from_config import prepare
+from octavo.fp8.planning import Schedule
 from octavo.models.folder.folder import check_companions
 from octavo.train.forward import attention_kernel, routing
 from octavo.train.forward.forward import Forward, autocast_dtype, gathers_bf16, keep_towers_running
@@ -139,7 +140,7 @@ class _Plan:
 
     cfg: Config
     family: models.Family
-    schedule: fp8.Schedule
+    schedule: Schedule
     course: Course
     plan: fp8.Plan
     kernels: tuple[attention_kernel.Choice, ...]
@@ -244,7 +245,7 @@ def _model(
         compile.compile_blocks(model, family, cfg.optimizer.update == "backward" and bool(cfg.train.clip))
     optimizer = adamw(model, cfg)
     if lows:
-        fp8.set_low(optimizer, model, lows)
+        fp8.AdamW.set_low(optimizer, model, lows)
     update = update_for(cfg, model, optimizer, world)
     stepper = Stepper(
         cfg=cfg,

@@ -19,10 +19,10 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
     }
     without_effect = [key for key, on in needs_gpu.items() if on]
     copies = [key for key in without_effect if key != "train.synchronize_per_layer"]
-    if copies and accelerator.beside_host(world.device) and (lack := accelerator.why_no_streams(world.device)):
+    if copies and accelerator.has_own_memory(world.device) and (lack := accelerator.why_no_streams(world.device)):
         off = " ".join(f"{key}=false" for key in copies)
         raise TrainError(f"{' and '.join(copies)}: the device cannot copy beside its work: {lack}. Set {off}")
-    if without_effect and not accelerator.beside_host(world.device):
+    if without_effect and not accelerator.has_own_memory(world.device):
         raise TrainError(
             f"{' and '.join(without_effect)} {'needs' if len(without_effect) == 1 else 'need'} a GPU: on "
             f"{world.device} everything is in host memory already, and "

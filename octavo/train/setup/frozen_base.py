@@ -24,7 +24,7 @@ from octavo.adapters.experts import stock_name
 from octavo.base.recipe_specs import FITTING
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.fp8.weights import full, master_of, plain
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_bytes, frozen_weights, full, is_frozen, master_of, plain
 from octavo.parallel import World
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
@@ -83,28 +83,28 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
         quantized = models.read_quantization(folder) is not None
         if not quantized and not kinds:
             return {}
-        asked = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
+        requested = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
         if quantized and kinds and not keeps_codes(cfg):
-            _not_cast_twice(asked, models.frozen_names(folder, model), folder)
-        return asked
+            _not_cast_twice(requested, models.frozen_names(folder, model), folder)
+        return requested
     lacking = [name for name in kinds if name not in family.components]
     if lacking:
         raise TrainError(f"model.load_in_fp8.{lacking[0]}: this {family.name} has no {lacking[0]}. Remove it")
-    rows = fp8.topology(model, family.components)
+    rows = fp8.describe_layers(model, family.components)
     return {
-        row.name if row.kind == "experts" else f"{row.name}.weight": fp8.FROZEN[kinds[row.component]]
+        row.name if row.kind == "experts" else f"{row.name}.weight": FROZEN[kinds[row.component]]
         for row in rows
         if row.component in kinds and row.kind in ("linear", "experts")
     }
 
 
-def _not_cast_twice(asked: Mapping[str, fp8.CastSpec], there: Mapping[str, fp8.CastSpec], folder: str) -> None:
+def _not_cast_twice(requested: Mapping[str, fp8.CastSpec], stored: Mapping[str, fp8.CastSpec], folder: str) -> None:
     """Without `lora` the codes of a folder are dequantized; made into codes of another kind they would lose twice."""
-    for name, spec in asked.items():
-        if name in there and there[name] != spec:
+    for name, spec in requested.items():
+        if name in stored and stored[name] != spec:
             raise TrainError(
                 f"load_in_fp8 would cast {name} to FP8 ({spec}) a second time: {folder} holds it as codes already "
-                f"({there[name]}), and full fine-tuning dequantizes those. Ask for the kind that is there, use the "
+                f"({stored[name]}), and full fine-tuning dequantizes those. Ask for the kind that is there, use the "
                 "BF16 checkpoint, leave load_in_fp8 out, or train adapters (lora), which take the codes as they are"
             )
 
@@ -121,7 +121,7 @@ def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
         weight = module._parameters[name]
         assert weight is not None
         turned = weight.dim() == 3 and bool(getattr(module, "is_transposed", False))
-        module._parameters[name] = fp8.freeze_weight(weight, fp8.FROZEN[kinds[row.recipe.name]], transposed=turned)
+        module._parameters[name] = fp8.freeze_weight(weight, FROZEN[kinds[row.recipe.name]], transposed=turned)
 
 
 def keeps_codes(cfg: Config) -> bool:
@@ -137,9 +137,9 @@ def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[
     from octavo import adapters
 
     names = set(adapters.check(model, family, cfg.lora))
-    rows = [row for row in fp8.topology(model, family.components) if row.name in names]
-    rank, more = cfg.lora.rank, int(cfg.lora.dora)
-    return {row.name: (row.experts or 1) * (rank * sum(row.shape) + more * row.shape[0]) for row in rows}
+    rows = [row for row in fp8.describe_layers(model, family.components) if row.name in names]
+    rank, magnitudes = cfg.lora.rank, int(cfg.lora.dora)
+    return {row.name: (row.experts or 1) * (rank * sum(row.shape) + magnitudes * row.shape[0]) for row in rows}
 
 
 def with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Module:
@@ -163,11 +163,11 @@ def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Conf
     if cfg.lora is not None:
         from octavo import adapters
 
-        here = {row.name for row in fp8.topology(small, family.components)}
+        here = {row.name for row in fp8.describe_layers(small, family.components)}
         names = tuple(name for name in adapters.attached(dressed) if name in here)
         if names:
-            own = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
-            adapters.attach(small, family, own)
+            section = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
+            adapters.attach(small, family, section)
     if critic.wanted(cfg):
         critic.attach(small, cfg)
     switch_off_dropout(small, cfg)
@@ -227,11 +227,11 @@ def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
     """SHA-256 of each frozen parameter in high precision, by its stock name: of what lies on this rank or, with a
     `world`, of whole weights, gathered one by one for as long as it takes. A collective then; each rank digests some.
     """
-    found = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not fp8.is_frozen(p)]
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not is_frozen(p)]
     if world is None:
-        return {stock_name(name): _digest(plain(p)) for name, p in found}
+        return {stock_name(name): _digest(plain(p)) for name, p in frozen}
     mine = {}
-    for number, (name, parameter) in enumerate(found):
+    for number, (name, parameter) in enumerate(frozen):
         whole = full(master_of(parameter).detach())
         if number % world.size == world.rank:
             mine[stock_name(name)] = _digest(plain(whole))
@@ -240,13 +240,13 @@ def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
 
 
 def _digest(values: Tensor) -> str:
-    return hashlib.sha256(values.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(values.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
 def codes_of(model: nn.Module) -> dict[str, Any]:
     """What the frozen FP8 weights take on this rank: how many, their parameters and bytes of codes and scales."""
-    held = [fp8.codes_of_frozen(weight) for _, weight in fp8.frozen_weights(model)]
-    parameters, size = sum(q.data.numel() for q in held), fp8.frozen_bytes(model)
+    held = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
+    parameters, size = sum(q.data.numel() for q in held), frozen_bytes(model)
     each = {"bytes_per_parameter": size / parameters} if parameters else {}
     return {"weights": len(held), "parameters": parameters, "bytes": size, **each}
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from octavo import checkpoint, fp8, parallel
 from octavo.config import Config
@@ -19,6 +17,9 @@ from octavo.train.setup import frozen_base
 from octavo.train.setup.phase import Phase
 from octavo.train.step.precision_schedule import Course
 from octavo.train.step.step import Stepper
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -44,5 +45,5 @@ class Job:
     background: checkpoint.Background | None = None  # what writes checkpoints beside the steps (`run.save: async`)
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         return self.stepper.model

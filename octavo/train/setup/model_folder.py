@@ -19,22 +19,22 @@ def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
     processor  the model's, or only its tokenizer
     """
     folder = Path(cfg.model.path)
-    found = []
+    sentences = []
     if (end := stop_tokens.unstated_end(folder, processor)) is not None:
-        found.append(_of_end(cfg, end))
+        sentences.append(_of_end(cfg, end))
     rows, largest = models.read_config(folder).get_text_config().vocab_size, models.largest_id(processor)
     if largest >= rows:
-        found.append(
+        sentences.append(
             f"the tokenizer has tokens up to number {largest}, and the model's embedding {rows} rows: a row of data "
             "that holds one above is refused. Take the tokenizer that belongs to the model"
         )
     if letters := models.missing_letters(processor, folder):
         named = ", ".join(letters[:_NAMED]) + (", ..." if len(letters) > _NAMED else "")
-        found.append(
+        sentences.append(
             f"the tokenizer has no token for {len(letters)} of the 62 letters and digits of ASCII ({named}): they "
             "vanish from all texts. Take the tokenizer that belongs to the model"
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def _of_end(cfg: Config, end: stop_tokens.EndToken) -> str:

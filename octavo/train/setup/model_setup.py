@@ -9,19 +9,25 @@ is sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from octavo import fp8, models
 from octavo.config import Config
+from octavo.fp8.blocks import grouped_attention
+from octavo.fp8.delayed import move_scaling
+from octavo.fp8.memory import ChunkedHead, synchronize_per_layer
 from octavo.models.folder.quantization import read_quantization
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.forward.forward import chunked_head, model_dtype
 from octavo.train.setup import frozen_base
 from octavo.train.setup.resolve_config import random_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Lows = dict[str, torch.Tensor]
 
@@ -34,14 +40,15 @@ def assemble_model(
     say: Callable[[str], None] = lambda text: None,
     ranks: int = 1,
     others: Iterable[fp8.Plan] = (),
-) -> tuple[nn.Module, Lows, models.Deferred | models.Drawn | None]:
+) -> tuple[PreTrainedModel, Lows, models.Deferred | models.Drawn | None]:
     """The model that a configuration trains: loaded, frozen, its layers in FP8 as planned (`others`: plans that it will
     turn to), with adapters under `lora` and the critic of PPO. Beside it the lower halves of fp32 weights where the
     optimizer keeps them; and what fills the model once it is sharded, if it has no values yet.
 
     Raises ModelError, PlanError and AdapterError, each with its fix.
     """
-    unread, lows = (None, {}) if ranks == 1 else (_deferred(cfg, device, say), {})
+    lows: Lows = {}
+    unread = None if ranks == 1 else _deferred(cfg, device, say)
     if unread is None:
         model, lows = load_weights(cfg, device, say)
     else:
@@ -51,7 +58,7 @@ def assemble_model(
     if cfg.lora is None and model_dtype(cfg) == torch.bfloat16:
         _all_bf16(model, say)
     fp8.apply(model, plan, others)
-    fp8.move_scaling(model, device)
+    move_scaling(model, device)
     if cfg.lora is not None:
         from octavo import adapters
 
@@ -65,11 +72,14 @@ def assemble_model(
 def _all_bf16(model: nn.Module, say: Callable[[str], None]) -> None:
     """Weights that train are BF16 where the optimizer has what fp32 holds besides (`optimizer.master`), also those that
     a family asks for in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 all the same)."""
-    kept = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
-    for _, parameter in kept:
+    in_fp32 = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
+    for _, parameter in in_fp32:
         parameter.data = parameter.data.to(torch.bfloat16)
-    if kept:
-        say(f"note: {len(kept)} weights that this family keeps in fp32 are BF16 (optimizer.master): {kept[0][0]}, ...")
+    if in_fp32:
+        say(
+            f"note: {len(in_fp32)} weights that this family keeps in fp32 are BF16 (optimizer.master): "
+            f"{in_fp32[0][0]}, ..."
+        )
 
 
 def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> models.Deferred | models.Drawn | None:
@@ -86,7 +96,7 @@ def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> 
     return models.defer(cfg.model.path, model_dtype(cfg), device, **_codes(cfg, say), say=say)
 
 
-def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) -> tuple[nn.Module, Lows]:
+def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) -> tuple[PreTrainedModel, Lows]:
     """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
     halves of fp32 weights where the optimizer keeps them."""
     path = cfg.model.path
@@ -108,26 +118,30 @@ def _say_drawn(cfg: Config, say: Callable[[str], None]) -> None:
 
 def _codes(cfg: Config, say: Callable[[str], None]) -> dict[str, Any]:
     """What loading is told of FP8, where there is any on disk or asked for."""
-    found, kinds = _say_dequantized(cfg, say), cfg.model.load_in_fp8.kinds
-    if not kinds and found is None:
+    quantization, kinds = _say_dequantized(cfg, say), cfg.model.load_in_fp8.kinds
+    if not kinds and quantization is None:
         return {}
     return {"load_in_fp8": kinds or None, "keep_fp8": frozen_base.keeps_codes(cfg)}
 
 
 def _say_dequantized(cfg: Config, say: Callable[[str], None]) -> models.Quantization | None:
     """How the folder is quantized; `say` gets it where codes do not stay codes."""
-    found = read_quantization(cfg.model.path)
-    if found is not None and not frozen_base.keeps_codes(cfg):
+    quantization = read_quantization(cfg.model.path)
+    if quantization is not None and not frozen_base.keeps_codes(cfg):
         why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"
-        say(f"note: {cfg.model.path} is in FP8 ({found}); its weights are dequantized while they are read: {why}")
-    return found
+        say(
+            f"note: {cfg.model.path} is in FP8 ({quantization}); its weights are dequantized while they are read: {why}"
+        )
+    return quantization
 
 
-def keep_less(model: nn.Module, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]) -> None:
+def keep_less(
+    model: PreTrainedModel, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]
+) -> None:
     """What blocks keep for backward beside their FP8 layers: attention without repeated heads, recomputation."""
     if any(plan.policy.activations_of(component) == "fp8" for component in family.components):
         try:
-            models.use_attention(model, fp8.grouped_attention)
+            models.use_attention(model, grouped_attention)
         except models.ModelError as error:  # it keeps more, and is as right
             say(f"note: attention keeps what it does in high precision: {error}")
     blocks = family.layers(model)
@@ -141,16 +155,16 @@ def keep_less(model: nn.Module, family: models.Family, plan: fp8.Plan, cfg: Conf
                 f"train.recompute.{component}: {how}, and this {family.name} has no {component}. Remove it"
             )
         try:
-            fp8.recompute(of_component, how)
+            fp8.activation_checkpointing(of_component, how)
         except ValueError as error:
             raise TrainError(f"train.recompute.{component}: {error}") from error
     if cfg.train.offload_activations:
         fp8.offload_activations(blocks)
     if cfg.train.synchronize_per_layer:
-        fp8.synchronize_per_layer(blocks)
+        synchronize_per_layer(blocks)
 
 
-def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> fp8.ChunkedHead | None:
+def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> ChunkedHead | None:
     """The head that gives losses without full logits, where the model allows it; else None, and `say` gets why."""
     if cfg.train.logits == "full":
         return None

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,12 +19,18 @@ from octavo import fp8, models, parallel
 from octavo.base import accelerator
 from octavo.config import Config, Rule
 from octavo.config.sections.names import COMPONENTS
+from octavo.fp8.planning import Schedule
+from octavo.fp8.proof import Prediction
+from octavo.fp8.proof import predict as predict_step
 from octavo.parallel import ulysses_of
 from octavo.train.errors import TrainError
 from octavo.train.forward import routing
 from octavo.train.forward.forward import model_dtype
 from octavo.train.setup import frozen_base, parallel_limits
 from octavo.train.setup.token_counts import Tokens, attention_flops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,7 @@ class Planned:
     plan: fp8.Plan
     family: models.Family
     notes: Sequence[str] = ()
-    prediction: fp8.Prediction | None = None
+    prediction: Prediction | None = None
     ranks: int = 1
     reference: str | None = None
     steps: Sequence[str] = ()
@@ -83,21 +90,21 @@ def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
 
 
 def scheduled(
-    cfg: Config, plan: fp8.Plan, model: nn.Module | None = None, measurements: fp8.Measurements | None = None
-) -> fp8.Schedule:
+    cfg: Config, plan: fp8.Plan, model: PreTrainedModel | None = None, measurements: fp8.Measurements | None = None
+) -> Schedule:
     """The plans of the run, of which ``plan`` is the one outside of the spans that rules have."""
     if all(rule.steps is None for rule in plan.policy.rules):
-        return fp8.Schedule(plan)
+        return Schedule(plan)
     assert cfg.train.steps is not None
     return fp8.schedule(model_of(cfg)[0] if model is None else model, plan, cfg.train.steps, measurements)
 
 
-def spans_told(schedule: fp8.Schedule) -> tuple[str, ...]:
+def spans_told(schedule: Schedule) -> tuple[str, ...]:
     """A sentence for each stretch of steps in which other rules hold; none where all hold in all steps."""
     return tuple(
         f"steps {span.first} to {span.last}: {sum(row.fp8 for row in span.plan.rows)} of {len(span.plan.rows)} linear "
         f"layers in FP8, {100 * span.plan.share:.1f} % of linear FLOPs"
-        + (f" ({told})" if (told := _recipes(span.plan)) else "")
+        + (f" ({recipes})" if (recipes := _recipes(span.plan)) else "")
         for span in schedule.spans
     )
 
@@ -111,7 +118,7 @@ def leaves_open(cfg: Config) -> bool:
     return cfg.fp8.plan is not None or policy_from(cfg).asks_auto
 
 
-def model_of(cfg: Config) -> tuple[nn.Module, models.Family]:
+def model_of(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
     """(model without weights, family), frozen as the run would freeze it, since a frozen layer has no wgrad, and with
     frozen FP8 weights where the run loads codes.
 
@@ -145,7 +152,7 @@ def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp
 
 def plan_model(
     cfg: Config,
-    model: nn.Module,
+    model: PreTrainedModel,
     family: models.Family,
     ranks: int = 1,
     tokens: Tokens | None = None,
@@ -172,11 +179,11 @@ def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
         return
     codes = [r.name for r in plan.rows if r.fp8 and (r.row.codes is not None or plan.policy.param_of(r.component))]
     for block in plan.blocks:
-        beside = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
-        found = next((name for name in codes if name.startswith(f"{beside}.")), None)
-        if block.fused and found is not None:
+        parent = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
+        layer = next((name for name in codes if name.startswith(f"{parent}.")), None)
+        if block.fused and layer is not None:
             raise fp8.PlanError(
-                f"{block.name} is planned to be fused and train.compile is true, but the weight of {found} is FP8 "
+                f"{block.name} is planned to be fused and train.compile is true, but the weight of {layer} is FP8 "
                 "(param, or a frozen base) and finds its codes outside compiled graphs. Use fuse: off, or "
                 "train.compile: false."
             )
@@ -199,10 +206,10 @@ def samples_of(cfg: Config) -> int:
     return cfg.train.global_batch
 
 
-def predict(plan: fp8.Plan, model: nn.Module, tokens: Tokens) -> fp8.Prediction | None:
+def predict(plan: fp8.Plan, model: PreTrainedModel, tokens: Tokens) -> Prediction | None:
     """What a measured plan predicts for a step, attention estimated; None where nothing was measured."""
     attention = attention_flops(model.config, tokens)
-    return fp8.predict(plan, {} if attention is None else {"attention": attention})
+    return predict_step(plan, {} if attention is None else {"attention": attention})
 
 
 def plan_run(
@@ -211,7 +218,7 @@ def plan_run(
     count: Callable[[models.Family, nn.Module], Tokens],
     saved: Path | None,
     say: Callable[[str], None],
-) -> tuple[fp8.Schedule, models.Family, tuple[str, ...], fp8.Prediction | None]:
+) -> tuple[Schedule, models.Family, tuple[str, ...], Prediction | None]:
     """(plans, family, notes, prediction) at the start of a run. A collective where the plan is measured.
 
     `count` counts tokens, if they are needed; `saved` is the plan of the run that is continued (None: a new run).
@@ -226,20 +233,20 @@ def plan_run(
 
     def work() -> dict:
         tokens = count(family, model).shared(cfg.parallel.context)
-        found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
-        return {"tokens": list(astuple(tokens)), "found": found.to_json()}
+        measurements = measured(cfg, model, family, world.device, tokens, _progress_of(say))
+        return {"tokens": list(astuple(tokens)), "found": measurements.to_json()}
 
     answer = world.from_main(work)
     tokens = Tokens(*answer["tokens"])
-    found = fp8.Measurements.from_json(answer["found"])
-    plan, family, notes = plan_model(cfg, model, family, world.size, tokens, found)
-    plans = scheduled(cfg, plan, model, found)
+    measurements = fp8.Measurements.from_json(answer["found"])
+    plan, family, notes = plan_model(cfg, model, family, world.size, tokens, measurements)
+    plans = scheduled(cfg, plan, model, measurements)
     return plans, family, (*notes, *spans_told(plans)), predict(plan, model, tokens)
 
 
 def measured(
     cfg: Config,
-    model: nn.Module,
+    model: PreTrainedModel,
     family: models.Family,
     device: torch.device,
     tokens: Tokens,
@@ -247,8 +254,10 @@ def measured(
     cache: Path | None = None,
 ) -> fp8.Measurements:
     """Measure what the configuration allows, with the user's cache or the one named. Raises MeasureError."""
-    policy, kept = policy_from(cfg), fp8.Cache(cache)
-    return fp8.measure(model, policy, family.components, tokens.counts, device=device, cache=kept, progress=progress)
+    policy, measurements = policy_from(cfg), fp8.MeasurementCache(cache)
+    return fp8.measure(
+        model, policy, family.components, tokens.counts, device=device, cache=measurements, progress=progress
+    )
 
 
 def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
@@ -264,7 +273,7 @@ def stays(model: nn.Module) -> list[str]:
     return [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
 
 
-def _notes(plan: fp8.Plan, model: nn.Module, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
+def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
     notes = list(plan.notes)
     notes += stays(model)
     if ranks > 1 and any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows):

@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from octavo import fp8, models
+from octavo import models
 from octavo.base.recipe_specs import FITTING
 from octavo.config import Config, override
-from octavo.data.loaders.from_config import packs_of
-from octavo.data.loaders.rows_from_config import rows_of_an_epoch
+from octavo.data.loaders.from_config import count_packs
+from octavo.data.loaders.rows_from_config import count_epoch_rows
+from octavo.fp8.weights import FROZEN
 from octavo.models.folder.quantization import read_quantization
 
 
@@ -29,7 +30,7 @@ def resolve_recipe(cfg: Config) -> Config:
     quantization = read_quantization(cfg.model.path)
     if quantization is None:
         return cfg
-    fits = quantization.spec.block == fp8.FROZEN[quantization.kind].block
+    fits = quantization.spec.block == FROZEN[quantization.kind].block
     section = cfg.fp8.model_copy(update={"recipe": FITTING[quantization.kind][0] if fits else "off"})
     return cfg.model_copy(update={"fp8": section})
 
@@ -45,13 +46,19 @@ def resolve_steps(cfg: Config, say: Callable[[str], None] = lambda text: None) -
         return cfg
     if cfg.data.packing:
         say("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
-        unit, total = "packs", float(packs_of(data_settings(cfg), processor_of(cfg), epochs))
+        unit, total = "packs", float(count_packs(data_settings(cfg), processor_of(cfg), epochs))
     else:
-        unit, total = "rows", epochs * rows_of_an_epoch(cfg, partial(processor_of, cfg))
+        unit, total = "rows", epochs * count_epoch_rows(cfg, partial(processor_of, cfg))
     steps = max(1, math.ceil(round(total / batch, 9)))  # rounded: 0.1 of 30 rows is 3.0000000000000004
     each = round(total / epochs, 1)
     say(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
     return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
+
+
+def total_steps(cfg: Config) -> int:
+    """`train.steps` of a configuration whose epochs were counted."""
+    assert cfg.train.steps is not None, "resolve_steps counts train.epochs before a run directory exists"
+    return cfg.train.steps
 
 
 def resolve_video(cfg: Config) -> Config:

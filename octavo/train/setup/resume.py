@@ -11,7 +11,8 @@ from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.fp8.optim import former_coat
-from octavo.fp8.planning import document
+from octavo.fp8.planning import Schedule, document
+from octavo.fp8.proof import Prediction
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
 from octavo.train.run_dir import run_dir
@@ -49,10 +50,10 @@ def keep_plan(
     directory: Path,
     saved: Path | None,
     family: str,
-    plans: fp8.Schedule,
+    plans: Schedule,
     plan: fp8.Plan,
     notes: tuple[str, ...],
-    prediction: fp8.Prediction | None,
+    prediction: Prediction | None,
 ) -> None:
     """Write the run's plan.json, unless the run continues by the one in its directory and that is complete: a
     checkpoint keeps less of a plan than `write_plan` writes. One of version 0.4.0 with layers that ran as one GEMM is

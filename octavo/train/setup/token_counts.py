@@ -42,9 +42,9 @@ class Tokens:
             return self
         part = {name: -(-n // ranks) for name, n in self.counts.items() if not name.startswith("image_")}
         patches, out = (self.counts.get(name, 0) for name in ("image_encoder", "image_projector"))
-        own = min(patches, max(self.image, -(-patches // ranks)))
-        features = -(-out * own // patches) if patches else 0
-        seen = {"image_encoder": own, "image_projector": features}
+        share = min(patches, max(self.image, -(-patches // ranks)))
+        features = -(-out * share // patches) if patches else 0
+        seen = {"image_encoder": share, "image_projector": features}
         row = max(-(-self.row // ranks), features + 2 if features else 0)
         part |= {name: n for name, n in seen.items() if name in self.counts}
         return Tokens(part, row, self.image, self.sample or self.row)
@@ -89,8 +89,10 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
         counts["image_encoder"] = _of_full(with_image, patches, rows)
         counts["image_projector"] = _of_full(with_image, features, rows)
         image = max(1, sum(patches) // sum(images))
-        more = _rounded(counts["image_encoder"]) / counts["image_encoder"]
-        room = math.ceil(counts["image_projector"] * more) + _of_full(with_image, images, rows)  # a word behind each
+        rounding = _rounded(counts["image_encoder"]) / counts["image_encoder"]
+        room = math.ceil(counts["image_projector"] * rounding) + _of_full(
+            with_image, images, rows
+        )  # a word behind each
         if room > decoder:
             decoder = max(room, _of_full(with_image, [batch["input_ids"].numel() for batch in with_image], rows))
             counts |= {"foundation": decoder, "lm_head": decoder}
@@ -108,27 +110,27 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
     return Tokens(known, row, image, sample, sound)
 
 
-def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Tokens:
+def given(cfg: Config, family: models.Family, tokens: Mapping[str, int]) -> Tokens:
     """The tokens that a user names, for every component of the family.
 
     Raises TrainError for a component that the model lacks, or one that has no tokens given.
     """
-    unknown = [name for name in asked if name not in family.components]
+    unknown = [name for name in tokens if name not in family.components]
     if unknown:
         raise TrainError(
             f"tokens were given for {', '.join(unknown)}, which {family.name} lacks; it has "
             f"{', '.join(family.components)}"
         )
     follow = ("lm_head", "image_projector", "audio_projector")
-    lacking = [name for name in family.components if name not in asked and name not in follow]
+    lacking = [name for name in family.components if name not in tokens and name not in follow]
     if lacking:
         raise TrainError(f"tokens are missing for {', '.join(lacking)}; give each its tokens a forward, 0 for none")
-    counts = dict(asked)
-    counts.setdefault("lm_head", asked.get("foundation", 0))
+    counts = dict(tokens)
+    counts.setdefault("lm_head", tokens.get("foundation", 0))
     if "image_projector" in family.components:
-        counts.setdefault("image_projector", asked.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
+        counts.setdefault("image_projector", tokens.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
     if "audio_projector" in family.components:
-        counts.setdefault("audio_projector", asked.get("audio_encoder", 0) // 2)  # pooled by two
+        counts.setdefault("audio_projector", tokens.get("audio_encoder", 0) // 2)  # pooled by two
     rows = rows_of(cfg)
     image, sound = counts.get("image_encoder", 0) // rows, 0
     if counts.get("audio_encoder", 0):

@@ -41,7 +41,7 @@ def compile_blocks(model: nn.Module, family: models.Family, twice: bool = False)
 
         config.donated_buffer = False
     for _, block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)
     return len(blocks)
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,12 @@ from octavo.parallel import World
 from octavo.train.forward.losses import IGNORE
 from octavo.train.step.update import Loss
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 MOST = 4  # shapes that are captured
 _HANDLED = ("input_ids", "attention_mask", "labels", "meta")  # of a batch; a mask of ones says nothing
-_BESIDE = ("keep", "target", "weight", "scale")  # what is held of it and the model does not get
+_NOT_THE_MODELS = ("keep", "target", "weight", "scale")  # inputs of a graph that the model does not get
 
 LossAt = Callable[[dict[str, Any], Tensor, Tensor, Tensor], Loss]
 
@@ -50,7 +53,7 @@ class _Captured:
     """A graph, what it reads, where it leaves the loss's parts, the parameters it adds gradients to, and its GEMMs."""
 
     graph: Graph
-    given: dict[str, Tensor]
+    inputs: dict[str, Tensor]
     parts: Tensor
     reached: list[nn.Parameter]
     tape: fp8.GemmCounts
@@ -61,7 +64,7 @@ class Graphs:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         device: torch.device,
         loss_at: LossAt,
         say: Callable[[str], None] = lambda text: None,
@@ -86,10 +89,10 @@ class Graphs:
         if (why := _why_not(batch, target)) is not None:
             self._eagerly(why)
             return None
-        given = {"input_ids": batch["input_ids"], "keep": keep, "target": target, "weight": weight}
-        given |= {} if scale is None else {"scale": torch.tensor(scale)}
-        given |= {name: value for name, value in batch.items() if name not in _HANDLED}
-        key = tuple((name, *value.shape) for name, value in given.items())
+        inputs = {"input_ids": batch["input_ids"], "keep": keep, "target": target, "weight": weight}
+        inputs |= {} if scale is None else {"scale": torch.tensor(scale)}
+        inputs |= {name: value for name, value in batch.items() if name not in _HANDLED}
+        key = tuple((name, *value.shape) for name, value in inputs.items())
         self._seen[key] += 1
         if key not in self._captured:
             if self._seen[key] < 2:
@@ -98,32 +101,32 @@ class Graphs:
                 self._eagerly(f"{MOST} shapes of micro-batches are captured, and this is another one")
                 return None
             try:
-                self._captured[key] = self._capture(given, batch["meta"])
+                self._captured[key] = self._capture(inputs, batch["meta"])
             except Exception as error:  # whatever cannot be captured is the answer, and is said
                 self._off = True
                 self._eagerly(f"a step cannot be captured ({first_line(error)})")
                 return None
-        found = self._captured[key]
-        for name, value in given.items():
-            found.given[name].copy_(value, non_blocking=True)
-        self._hold(found.reached)
-        found.graph.replay()
-        observe.replayed(found.tape)
+        captured = self._captured[key]
+        for name, value in inputs.items():
+            captured.inputs[name].copy_(value, non_blocking=True)
+        self._hold(captured.reached)
+        captured.graph.replay()
+        observe.replayed(captured.tape)
         self.replays += 1
-        return found.parts.clone()
+        return captured.parts.clone()
 
     def _eagerly(self, why: str) -> None:
         if why not in self._said:
             self._said.add(why)
             self.say(f"train.cuda_graphs: runs without a graph: {why}")
 
-    def _capture(self, given: dict[str, Tensor], meta: Any) -> _Captured:
-        held = {name: value.to(self.device, copy=True) for name, value in given.items()}
+    def _capture(self, inputs: dict[str, Tensor], meta: Any) -> _Captured:
+        held = {name: value.to(self.device, copy=True) for name, value in inputs.items()}
 
         def work() -> Tensor:
-            inputs = {name: value for name, value in held.items() if name not in _BESIDE}
+            batch = {name: value for name, value in held.items() if name not in _NOT_THE_MODELS}
             with models.without_masks(self.model):
-                loss = self.loss_at({**inputs, "meta": meta}, held["keep"], held["target"], held["weight"])
+                loss = self.loss_at({**batch, "meta": meta}, held["keep"], held["target"], held["weight"])
             (loss.total * held["scale"] if "scale" in held else loss.total).backward()
             return loss.parts
 
@@ -210,7 +213,7 @@ def why_never(plan: fp8.Plan, world: World) -> str | None:
         "delayed scaling follows forwards on the host; use another recipe": late,
         "codes of weights that are FP8 between steps are made outside; use fp8.param: false": held,
     }
-    return next((why for why, found in obstacles.items() if found), None)
+    return next((why for why, applies in obstacles.items() if applies), None)
 
 
 def why_not_this(model: nn.Module, family: models.Family, balance: float) -> str | None:
@@ -225,4 +228,4 @@ def why_not_this(model: nn.Module, family: models.Family, balance: float) -> str
         f"{family.name} takes sound, which no graph holds in this version": family.has_audio,
         "a vision tower that is trained runs in every batch, and reads image sizes; freeze image_encoder": tower,
     }
-    return next((why for why, found in obstacles.items() if found), None)
+    return next((why for why, applies in obstacles.items() if applies), None)

@@ -41,8 +41,8 @@ class LossScale:
         """That of a run, None where nothing computes in FP16."""
         if cfg.train.precision != "fp16":
             return None
-        asked = cfg.train.loss_scale
-        return cls() if asked in (None, "dynamic") else cls(float(asked), moves=False)
+        setting = cfg.train.loss_scale
+        return cls() if setting in (None, "dynamic") else cls(float(setting), moves=False)
 
     def after(self, applied: bool, loss_finite: bool) -> bool:
         """A step is done. True: gradients overflowed, and the scale fell. A loss that is not finite itself says nothing

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.fp8.memory import Row, SavedBytes, count_saved
-from octavo.fp8.weights import plain
+from octavo.fp8.weights import codes_of_frozen, is_frozen, plain
 
 MASTERS = ("master", "master_low")
 
@@ -39,9 +39,9 @@ class Memory:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with count_saved(self.model, self.family.layers(self.model)) as found:
+        with count_saved(self.model, self.family.layers(self.model)) as saved:
             yield
-        rows = [row for row in made_by_model(found.report()) if row.kind == "activation"]
+        rows = [row for row in made_by_model(saved.report()) if row.kind == "activation"]
         logits = sum(row.bytes for row in rows if not row.module or self.family.component_of(row.module) == "lm_head")
         self.activations = max(self.activations, sum(row.bytes for row in rows) - logits)
         self.logits = max(self.logits, logits)
@@ -58,7 +58,7 @@ class Memory:
             "master": _bytes(v for key, v in states if key in MASTERS),
             "gradients": _bytes(p.grad for p in weights if p.grad is not None),
             "optimizer": _bytes(v for key, v in states if key not in MASTERS),
-            "codes": fp8.code_bytes(self.model),
+            "codes": fp8.weight_cache_bytes(self.model),
             "activations": self.activations,
             "logits": self.logits,
             "peak_rss": peak_rss(),
@@ -84,28 +84,28 @@ def peak_rss() -> int:
 
 def weight_bytes(model: nn.Module) -> int:
     """Parameters of a model that nobody trains, and FP8 codes beside them."""
-    return _bytes(model.parameters()) + fp8.code_bytes(model)
+    return _bytes(model.parameters()) + fp8.weight_cache_bytes(model)
 
 
-def made_by_model(found: SavedBytes) -> Iterator[Row]:
+def made_by_model(saved: SavedBytes) -> Iterator[Row]:
     """Rows from the first module's on, as they were made: what comes before is the batch, on the model's device and in
     its dtype."""
-    return itertools.dropwhile(lambda row: not row.module, found.rows)
+    return itertools.dropwhile(lambda row: not row.module, saved.rows)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages on this rank, each once."""
-    found = {}
+    storages = {}
     for tensor in tensors:
         for part in _parts(tensor):
             storage = part.untyped_storage()
-            found[str(storage.device), storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+            storages[str(storage.device), storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     """What holds a tensor's values on this rank: itself, or codes and scales of a frozen FP8 weight."""
-    if not fp8.is_frozen(tensor):
+    if not is_frozen(tensor):
         return (plain(tensor),)
-    q = fp8.codes_of_frozen(tensor)
+    q = codes_of_frozen(tensor)
     return (q.data, q.scale)

@@ -20,7 +20,7 @@ from octavo.train.errors import TrainError
 def refuse_weights(model: nn.Module, world: World, when: str) -> None:
     """Raise TrainError where a weight is not finite, on every rank the same. One pass over the weights and one wait for
     the device; a collective."""
-    bad = fp8.not_finite(model.named_parameters())
+    bad = fp8.find_nonfinite(model.named_parameters())
     if all_bad := [name for names in world.gather_objects(bad) for name in names]:
         first = next(name for name, _ in model.named_parameters() if name in all_bad)
         raise TrainError(
@@ -43,16 +43,16 @@ def first_source(model: nn.Module, run: Callable[[], Any], world: World | None =
 
 def _first_here(model: nn.Module, run: Callable[[], Any]) -> tuple[int, str]:
     """(how little it says, the sentence) of this rank."""
-    found: list[str] = []
+    culprits: list[str] = []
     names = {module: name for name, module in model.named_modules()}
 
     def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        if not found and not _good(output) and _good(args) and _good(kwargs):
-            found.append(f"the forward of {names[module] or type(module).__name__} ({type(module).__name__})")
+        if not culprits and not _good(output) and _good(args) and _good(kwargs):
+            culprits.append(f"the forward of {names[module] or type(module).__name__} ({type(module).__name__})")
 
-    def backward(module: nn.Module, given: Any, taken: Any) -> None:
-        if not found and not _good(given) and _good(taken):
-            found.append(f"the backward of {names[module] or type(module).__name__} ({type(module).__name__})")
+    def backward(module: nn.Module, grad_inputs: Any, grad_outputs: Any) -> None:
+        if not culprits and not _good(grad_inputs) and _good(grad_outputs):
+            culprits.append(f"the backward of {names[module] or type(module).__name__} ({type(module).__name__})")
 
     leaves = [module for module in model.modules() if not any(True for _ in module.children())]
     forward_hooks = [module.register_forward_hook(after, with_kwargs=True) for module in model.modules()]
@@ -68,8 +68,8 @@ def _first_here(model: nn.Module, run: Callable[[], Any]) -> tuple[int, str]:
         run()
     finally:
         _remove([*forward_hooks, *backward_hooks])
-    if found:
-        return 0, f"{found[0]} produced the first value that is not finite"
+    if culprits:
+        return 0, f"{culprits[0]} produced the first value that is not finite"
     bad = [name for name, p in model.named_parameters() if p.grad is not None and not _good(p.grad)]
     if bad:
         return 1, f"the gradient of {bad[-1]} is not finite, though every activation is"

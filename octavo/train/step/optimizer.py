@@ -60,9 +60,9 @@ def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
 
     Squares of gradients that fp32 itself cannot hold do not count.
     """
-    found: list[Tensor] = []
+    counts: list[Tensor] = []
     if not isinstance(optimizer, fp8.AdamW):
-        yield found
+        yield counts
         return
 
     def count(p: Tensor, group: dict[str, Any], factor: float | Tensor | None) -> None:
@@ -70,14 +70,15 @@ def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
         if "exp_avg_sq_codes" not in state:
             return
         optimizer.settle()  # states may be in host memory, and on their way
+        assert p.grad is not None, "it is updated"
         gradient = plain(p.grad).float().flatten()
         moved = (gradient if factor is None else gradient * factor).square() * (1.0 - group["betas"][1])
         _, v = decode(p, group, state)
-        found.append(((moved > torch.finfo(torch.float32).tiny).to(v.device) & (v == 0)).sum())
+        counts.append(((moved > torch.finfo(torch.float32).tiny).to(v.device) & (v == 0)).sum())
 
     optimizer.watch = count
     try:
-        yield found
+        yield counts
     finally:
         optimizer.watch = None
 

@@ -14,6 +14,7 @@ from octavo import fp8
 from octavo.config import Config
 from octavo.config.sections.fp8_adapt import AdaptSection
 from octavo.fp8.adapting import Decision, Judge, Limits, Place, climbed, decide, ladders, wanted, work_of
+from octavo.fp8.planning import Schedule
 from octavo.parallel import World
 
 _Key = tuple[str, str]  # (layer, GEMM)
@@ -23,18 +24,18 @@ _Key = tuple[str, str]  # (layer, GEMM)
 class Course:
     """``places``: where those GEMMs stand that are not where the plan of their step has them."""
 
-    schedule: fp8.Schedule
+    schedule: Schedule
     adapt: AdaptSection | None = None
     places: dict[_Key, Place] = field(default_factory=dict)
     _ladders: list[tuple[fp8.Plan, dict[_Key, tuple[str, ...]]]] = field(default_factory=list)
     _newest: tuple[fp8.Plan, dict[_Key, tuple[str, int]], fp8.Plan] | None = None  # plan, moves, the plan with them
 
     @classmethod
-    def of(cls, cfg: Config, schedule: fp8.Schedule, counters: Mapping[str, Any]) -> Course:
+    def of(cls, cfg: Config, schedule: Schedule, counters: Mapping[str, Any]) -> Course:
         """With the places that a checkpoint's counters hold."""
-        kept = counters.get("adapt") or () if cfg.fp8.adapt is not None else ()
-        found = [dict(one) for one in kept]
-        return cls(schedule, cfg.fp8.adapt, {(one.pop("layer"), one.pop("gemm")): Place(**one) for one in found})
+        saved = counters.get("adapt") or () if cfg.fp8.adapt is not None else ()
+        entries = [dict(one) for one in saved]
+        return cls(schedule, cfg.fp8.adapt, {(one.pop("layer"), one.pop("gemm")): Place(**one) for one in entries})
 
     def to_json(self) -> list[dict[str, Any]]:
         """What a checkpoint keeps."""
@@ -66,8 +67,8 @@ class Course:
         if self.adapt is None or step % self.adapt.every:
             return None
         planned = self.schedule.at(step)
-        asked = wanted(planned, self._ladder(planned), self.places)
-        return Judge(asked) if asked else None
+        sites = wanted(planned, self._ladder(planned), self.places)
+        return Judge(sites) if sites else None
 
     def decide(self, step: int, judge: Judge, world: World) -> list[Decision]:
         """What follows from the figures of a step, equal on all ranks, whose figures are averaged. A collective."""
@@ -80,8 +81,8 @@ class Course:
     def _ladder(self, plan: fp8.Plan) -> dict[_Key, tuple[str, ...]]:
         """The ladders of a plan of the schedule, made once."""
         assert self.adapt is not None
-        found = next((made for of, made in self._ladders if of is plan), None)
-        if found is None:
-            found = ladders(plan, self.adapt.recipes)
-            self._ladders.append((plan, found))
-        return found
+        of_plan = next((known for of, known in self._ladders if of is plan), None)
+        if of_plan is None:
+            of_plan = ladders(plan, self.adapt.recipes)
+            self._ladders.append((plan, of_plan))
+        return of_plan

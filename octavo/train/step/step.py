@@ -9,14 +9,17 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from octavo import fp8, models
 from octavo.config import Config
 from octavo.fp8.adapting import Judge
+from octavo.fp8.delayed import reduce_scaling_state, scale_gradient_histories
+from octavo.fp8.memory import ChunkedHead
+from octavo.fp8.observe import Health
 from octavo.fp8.proof import Check
 from octavo.parallel import World
 from octavo.train.errors import TrainError
@@ -27,7 +30,10 @@ from octavo.train.step import compile
 from octavo.train.step.cuda_graphs import Graphs
 from octavo.train.step.memory_report import Memory
 from octavo.train.step.optimizer import counting_zeroed
-from octavo.train.step.update import Loss, Update, set_lr
+from octavo.train.step.update import AfterBackward, Loss, Update, set_lr
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Batches = Sequence[dict[str, Any]]
 VISION = ("image_encoder", "image_projector")
@@ -61,7 +67,7 @@ class StepResult:
     loss_tokens: int
     applied: bool
     counts: fp8.GemmCounts | None = None
-    health: fp8.Health | None = None
+    health: Health | None = None
     memory: Mapping[str, int] | None = None
     aux_loss: float | None = None
     experts: Mapping[str, Any] | None = None
@@ -85,14 +91,14 @@ class Stepper:
     """
 
     cfg: Config
-    model: nn.Module
+    model: PreTrainedModel
     family: models.Family
     update: Update
     world: World
     forward: Forward
     balance: float = 0.0
     load: ExpertLoad | None = None
-    head: fp8.ChunkedHead | None = None
+    head: ChunkedHead | None = None
     delayed: bool = True
     graphs: Graphs | None = None
     number: int = 0
@@ -101,9 +107,9 @@ class Stepper:
     doing: Callable[[str], None] = lambda what: None
 
     @classmethod
-    def of(cls, plain: Stepper, **more: Any) -> Self:
+    def of(cls, plain: Stepper, **own_fields: Any) -> Self:
         """The stepper of a phase: all that `plain` has, and `more`, which this class has besides."""
-        return cls(**{one.name: getattr(plain, one.name) for one in fields(plain)}, **more)
+        return cls(**{one.name: getattr(plain, one.name) for one in fields(plain)}, **own_fields)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -129,8 +135,7 @@ class Stepper:
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
             with counting_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
                 for batch in batches:  # forward and backward(): gradients add up, or update each weight at once
-                    if graphs and (parts := self._replayed(graphs, batch, denominator)) is not None:
-                        self.update.add(parts)
+                    if graphs and self._replayed(graphs, batch, denominator):
                         continue
                     share = batch["meta"].tokens / tokens
                     for loss in self.losses(batch, denominator, share, memory):
@@ -145,7 +150,7 @@ class Stepper:
         kinds = memory.report(self.optimizer) if memory else None
         self.optimizer.zero_grad(set_to_none=True)
         if self.world.size > 1:
-            fp8.reduce_scaling_state(self.model)
+            reduce_scaling_state(self.model)
         loss, aux = done.parts.tolist()
         scale, overflow = self._rescale(done.applied, math.isfinite(loss + aux))
         padding = {"padding": 1 - float(totals[1]) / float(totals[3])} if self.cfg.data.packing else {}
@@ -155,10 +160,15 @@ class Stepper:
             int(sum(zeroed)) if zeroed else None, padding, scale, overflow,
         )  # fmt: skip
 
-    def _replayed(self, graphs: Graphs, batch: dict[str, Any], denominator: float) -> Tensor | None:
-        """A micro-batch by a CUDA graph, where it can be."""
+    def _replayed(self, graphs: Graphs, batch: dict[str, Any], denominator: float) -> bool:
+        """Run a micro-batch by a CUDA graph if it can be; whether it was."""
         scale = self.update.scale
-        return graphs.run(batch, *self.judged(batch, denominator), None if scale is None else scale.value)
+        parts = graphs.run(batch, *self.judged(batch, denominator), None if scale is None else scale.value)
+        if parts is None:
+            return False
+        assert isinstance(self.update, AfterBackward), "graphs with updates in backward are refused by the rules"
+        self.update.add(parts)
+        return True
 
     def _rescale(self, applied: bool, finite: bool) -> tuple[float | None, bool]:
         """(what losses were multiplied by, whether that was too much); the next step's may be another."""
@@ -166,7 +176,7 @@ class Stepper:
             return None, False
         before, overflow = scale.value, scale.after(applied, finite)
         if scale.value != before:  # delayed scaling compares gradients of steps
-            fp8.scale_gradient_histories(self.model, scale.value / before)
+            scale_gradient_histories(self.model, scale.value / before)
         return before, overflow
 
     def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
@@ -207,15 +217,17 @@ class Stepper:
     def _losses(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
         """(c_t [B, P] at the positions `keep`, the load-balancing loss if it is asked for). `target` [B, P] is in host
         memory, where the head sees which tokens it need not judge without waiting for the device."""
-        more = {"label_smoothing": self.cfg.train.label_smoothing, "z_loss": self.cfg.train.z_loss}
-        with self.head.losses(target, **more) if self.head else nullcontext() as given:
+        smoothing, z_loss = self.cfg.train.label_smoothing, self.cfg.train.z_loss
+        head = self.head.losses(target, label_smoothing=smoothing, z_loss=z_loss) if self.head else nullcontext()
+        with head as by_head:
             if self.balance:
                 logits, aux = self.forward.balanced(batch, keep)
             else:
                 logits, aux = self.forward(batch, keep), None
-            if given is None:
-                return losses.cross_entropy(logits, target.to(self.world.device), **more), aux
-            return given.take(logits), aux
+            if by_head is None:
+                on_device = target.to(self.world.device)
+                return losses.cross_entropy(logits, on_device, label_smoothing=smoothing, z_loss=z_loss), aux
+            return by_head.take(logits), aux
 
     def backward(self, batch: dict[str, Any], denominator: float, share: float = 1.0) -> None:
         """Forward and backward of one micro-batch outside a step: gradients stay in `.grad`."""
@@ -235,13 +247,13 @@ class Stepper:
         once = self.world.context_rank == 0
         counts = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places]
         mine = [*(once * count for count in counts), plan]
-        *found, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
+        *sums, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
         if float(plans) != plan * self.world.size:
             raise TrainError(
                 f"rank {self.world.rank} and others have planned different packs of the same rows: their data, or the "
                 "token counts in their data caches, differ. Empty data.cache on every machine and start again"
             )
-        return torch.cat(found)
+        return torch.cat(sums)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint keeps beside model and optimizer; names of what is a rank's own carry the rank."""

@@ -48,8 +48,11 @@ class Outcome(NamedTuple):
 class Update(Protocol):
     """``scale``: what losses are multiplied by before backward, and gradients divided by after it (None: neither)."""
 
-    optimizer: torch.optim.Optimizer
     scale: LossScale | None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Read-only here, because an update in backward needs an :class:`octavo.fp8.AdamW`."""
 
     def backward(self, loss: Loss) -> None:
         """The backward of one micro-batch of a step."""
@@ -135,14 +138,14 @@ def _limited(parameters: Sequence[nn.Parameter], clip: float) -> Tensor:
 
     torch scales those of one mesh at a time, and adds up no norms of two: experts that are dealt to ranks have a mesh
     of their own."""
-    found: dict[Any, list[nn.Parameter]] = {}
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(mesh_of(parameter), []).append(parameter)
-    if len(found) < 2:
+        by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
+    if len(by_mesh) < 2:
         return full(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
     norm = gradient_norm(parameters)
-    for own in found.values():
-        clip_grads_with_norm_(own, clip or math.inf, norm)
+    for group in by_mesh.values():
+        clip_grads_with_norm_(group, clip or math.inf, norm)
     return norm
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from octavo import fp8
 from octavo.fp8.adapting import Judge, Limits, Place, climbed, decide, finer, ladders, wanted, work_of
 from octavo.fp8.observe import recorder
+from octavo.fp8.proof import Proof
 
 
 class Net(nn.Module):
@@ -99,7 +100,7 @@ def test_a_layer_that_turned_computes_as_one_that_was_made_so_and_back(tmp_path)
     before, parameters = step(model, batch()), list(model.parameters())
     words = {("up", "fwd"): "blockwise", ("up", "wgrad"): "bf16", ("down", "dgrad"): "rowwise"}
     moved = climbed(plan, ladders(plan), {key: Place(ladders(plan)[key].index(w), w) for key, w in words.items()})
-    assert fp8.turn(model, plan, moved) == ("up", "down")
+    assert fp8.switch_plan(model, plan, moved) == ("up", "down")
     file = fp8.save_plan(moved, tmp_path / "moved.json")  # a plan file has the words of mixed recipes
     fresh = Net()
     again = fp8.load_plan(file, fresh)
@@ -108,11 +109,11 @@ def test_a_layer_that_turned_computes_as_one_that_was_made_so_and_back(tmp_path)
     assert same(turned, step(fp8.apply(fresh, again), batch())) and not same(turned, before)
     with fp8.count_gemms() as counts:
         step(model, batch())
-    fp8.Proof(moved).observe(counts, {"foundation": 1})
+    Proof(moved).observe(counts, {"foundation": 1})
     with pytest.raises(fp8.ProofError, match="wgrad planned on"):
-        fp8.Proof(plan).observe(counts, {"foundation": 1})
-    assert fp8.turn(model, moved, plan) == ("up", "down") and same(step(model, batch()), before)
-    assert fp8.turn(model, plan, plan) == () and all(
+        Proof(plan).observe(counts, {"foundation": 1})
+    assert fp8.switch_plan(model, moved, plan) == ("up", "down") and same(step(model, batch()), before)
+    assert fp8.switch_plan(model, plan, plan) == () and all(
         a is b for a, b in zip(parameters, model.parameters(), strict=True)
     )
 
@@ -131,15 +132,15 @@ def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_t
     assert same(step(model, x), step(stock, x))
     with fp8.count_gemms() as counts:
         step(model, x)
-    proof = fp8.Proof(plans.at(1), parts=["foundation"])
+    proof = Proof(plans.at(1), parts=["foundation"])
     proof.observe(counts, {"foundation": 1})
-    fp8.turn(model, plans.at(2), plans.at(3))
+    fp8.switch_plan(model, plans.at(2), plans.at(3))
     plain = Net()
     assert same(step(model, x), step(fp8.apply(plain, main), x))
     with fp8.count_gemms() as counts:
         step(model, x)
     with pytest.raises(fp8.ProofError, match="planned in high precision, 1 fwd ran on"):
-        fp8.Proof(plans.at(1), parts=["foundation"]).observe(counts, {"foundation": 1})
+        Proof(plans.at(1), parts=["foundation"]).observe(counts, {"foundation": 1})
     proof.follow(plans.at(3), 3)
     assert proof.pending == {"foundation"}
     proof.observe(counts, {"foundation": 1})
@@ -155,15 +156,15 @@ def test_what_cannot_turn_is_refused_before_anything_has() -> None:
     model, plan = ready("delayed")
     other = fp8.plan(Net(), "blockwise")
     with pytest.raises(fp8.PlanError, match="amax histories"):
-        fp8.turn(model, plan, other)
+        fp8.switch_plan(model, plan, other)
     model = Net()
     off = fp8.plan(model, fp8.Policy("off"))
     fp8.apply(model, off)
     with pytest.raises(fp8.PlanError, match="no FP8 layer"):
-        fp8.turn(model, off, other)
+        fp8.switch_plan(model, off, other)
     model, plan = ready("blockwise", components={"lm_head": "blockwise"})
     with pytest.raises(fp8.PlanError, match="head"):
-        fp8.turn(model, plan, fp8.plan(Net(), "rowwise"))
+        fp8.switch_plan(model, plan, fp8.plan(Net(), "rowwise"))
     assert model.up.recipe.name == "blockwise"
     for policy, why in (
         ({"recipe": "delayed"}, "amax histories"),
@@ -230,7 +231,7 @@ def test_a_gemm_in_high_precision_is_tried_in_the_recipe_below_and_computes_as_i
     model, plan = ready()
     ladder = ladders(plan)
     places = {key: Place(len(ladder[key]) - 1, "bf16", step=1) for key in ladder}
-    fp8.turn(model, plan, climbed(plan, ladder, places))
+    fp8.switch_plan(model, plan, climbed(plan, ladder, places))
     stock, x = Net(), batch(1e6)
     judge = Judge(wanted(plan, ladder, places))
     with judge.attached():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec
+from octavo.fp8.metrics import saturation
 from tests.fp8 import oracle
 
 TENSOR = {fmt: CastSpec(fmt, (-1, -1), "fp32") for fmt in oracle.FACTS}
@@ -51,7 +51,7 @@ def test_values_beyond_the_scale_saturate(fmt: str) -> None:
     np.testing.assert_array_equal(q.data.view(torch.uint8).numpy(), codes)
     assert cast.dequantize(q)[0, 3:5].tolist() == [-largest / 2, largest / 2]
     assert q.scale.tolist() == [[0.5]]
-    assert fp8.saturation(x, q) == pytest.approx(2 / 6)
+    assert saturation(x, q) == pytest.approx(2 / 6)
 
 
 def test_a_cast_under_its_own_scale_is_the_current_cast() -> None:

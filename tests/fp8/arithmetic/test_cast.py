@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
+from octavo.fp8.metrics import sqnr, underflow
 from tests.fp8 import oracle
 
 KINDS = ("fp32", "pow2", "e8m0")
@@ -174,7 +174,7 @@ def test_a_sign_survives_an_underflow() -> None:
 def test_gradients_of_any_magnitude_keep_their_digits(magnitude: float, kind: str) -> None:
     x = torch.from_numpy((np.random.default_rng(2).normal(size=(64, 256)) * magnitude).astype(np.float32))
     q = check(x, CastSpec("e4m3", (1, 128), kind))
-    assert fp8.sqnr(x, q) > 31 and fp8.underflow(x, q) < 0.001
+    assert sqnr(x, q) > 31 and underflow(x, q) < 0.001
 
 
 # --- shapes and strides --------------------------------------------------------------------------------------------

@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 from octavo import fp8, models
 from octavo.fp8.blocks.gated_mlp import GatedMlp
 from octavo.fp8.blocks.rmsnorm import RmsNorm
+from octavo.fp8.planning import unfuse
+from octavo.fp8.proof import Proof
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure.skeleton import is_vision_config
 from octavo.models.tiny.configs import tiny_config
@@ -40,7 +42,7 @@ def made(family):
 def train(model, inputs, plan, forwards, steps=3, lowered=False):
     """The losses of a few steps; the first one proven."""
     fp8.apply(model, plan)
-    optimizer, proof, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), fp8.Proof(plan), []
+    optimizer, proof, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), Proof(plan), []
     for _ in range(steps):
         with fp8.count_gemms() as counts, torch.autocast("cpu", torch.bfloat16, enabled=lowered):
             loss = model(**inputs).loss
@@ -72,7 +74,7 @@ def test_a_few_steps_beside_unfused_ones(family, lowered):
     assert all(m._taken and not m._misses for m in twin.modules() if isinstance(m, RmsNorm))
     assert proof == proof2 and proof["fp8_gemms"] > 0 and not proof["missing"]
     assert fused == pytest.approx(separate, rel=2e-2 if lowered else 2e-3) and fused[-1] < fused[0]
-    fp8.unfuse(twin)
+    unfuse(twin)
     assert not any(isinstance(m, GatedMlp | RmsNorm) for m in twin.modules())
 
 

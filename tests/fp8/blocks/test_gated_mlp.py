@@ -19,6 +19,8 @@ from octavo.fp8.blocks import gated_mlp
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.reference import swiglu_backward
+from octavo.fp8.metrics import calc_diff
+from octavo.fp8.observe import uncounted
 from octavo.fp8.weights import cache as weights
 from tests.fp8.remembered import held_bytes
 
@@ -70,7 +72,7 @@ def near(found, exact, dtype):
     tolerance = {torch.float32: 2**-12, torch.bfloat16: 2**-3}[dtype]
     gap = (found.float() - exact.float()).abs().max()
     assert gap <= tolerance * exact.float().abs().max(), (float(gap), float(exact.float().abs().max()))
-    assert fp8.calc_diff(found, exact) < (1e-6 if dtype == torch.float32 else 5e-3)
+    assert calc_diff(found, exact) < (1e-6 if dtype == torch.float32 else 5e-3)
 
 
 def assert_near(plain, twin, x, inner=lambda m, x: m(x), needs_x=True, dtype=None):
@@ -233,7 +235,7 @@ def test_activation_checkpointing(reentrant, monkeypatch):
     assert_near(plain, twin, torch.randn(9, 72), lambda m, x: checkpoint(m, x, use_reentrant=reentrant))
     inside = lambda m, x: checkpoint(lambda x: m(x) * 1, x * 1, use_reentrant=reentrant)  # noqa: E731
     assert_near(plain, twin, torch.randn(9, 72), inside)
-    with fp8.uncounted():
+    with uncounted():
         assert_near(plain, twin, torch.randn(9, 72))
     assert ran["fused"] == 5
 
@@ -259,7 +261,7 @@ def test_codes_of_weights_are_cast_once_a_step_and_never_stale():
         twin.load_state_dict(plain.state_dict())
     assert all(getattr(twin, c)._site.codes.casts == 2 for c in CHILDREN)
     twin(x), plain(x)
-    assert fp8.code_bytes(twin) == fp8.code_bytes(plain) > 0
+    assert fp8.weight_cache_bytes(twin) == fp8.weight_cache_bytes(plain) > 0
 
 
 def wrap_in_adapter(m):
@@ -368,7 +370,7 @@ def test_fsdp(mesh_of_one, reshard, monkeypatch):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert ran["fused"] == 3
     if reshard:
-        assert fp8.code_bytes(twin) == 0
+        assert fp8.weight_cache_bytes(twin) == 0
 
 
 def test_a_graph_capture_keeps_its_own_codes_of_weights(monkeypatch):

@@ -22,6 +22,7 @@ from octavo.fp8.blocks import gated_mlp, rmsnorm
 from octavo.fp8.dense import inputs
 from octavo.fp8.dense.swap import unswap
 from octavo.fp8.kernels import registry
+from octavo.fp8.metrics import calc_diff
 from octavo.models.tiny.configs import tiny_config
 from tests.fp8.remembered import held_bytes
 
@@ -166,7 +167,7 @@ def assert_near(plain, twin, x, inner=lambda m, x: m(x), tolerance=None):
             assert found.dtype == exact.dtype
             error = (found.float() - exact.float()).abs().max()
             assert error <= (tolerance or 2**-8) * exact.float().abs().max()
-            assert fp8.calc_diff(found, exact) < (tolerance or 1e-6)
+            assert calc_diff(found, exact) < (tolerance or 1e-6)
 
 
 def test_values_gradients_and_counts_are_those_of_the_stock_norm():

@@ -13,6 +13,8 @@ from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 from octavo import fp8, models
 from octavo.fp8.dense.swap import Swapped
 from octavo.fp8.memory.accounting import count_saved
+from octavo.fp8.planning import unfuse
+from octavo.fp8.proof import Proof
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from octavo.models.structure.skeleton import is_vision_config
 from octavo.models.tiny.configs import tiny_config
@@ -43,7 +45,7 @@ def made(family, dtype=torch.float32):
 def train(model, inputs, plan, forwards, lowered, steps=3):
     """(losses, gradients of the first step, what was proven)."""
     fp8.apply(model, plan)
-    optimizer, proof, losses, first = torch.optim.AdamW(model.parameters(), lr=1e-3), fp8.Proof(plan), [], {}
+    optimizer, proof, losses, first = torch.optim.AdamW(model.parameters(), lr=1e-3), Proof(plan), [], {}
     for step in range(steps):
         with fp8.count_gemms() as counts, torch.autocast("cpu", torch.bfloat16, enabled=lowered):
             loss = model(**inputs).loss
@@ -94,7 +96,7 @@ def test_a_few_steps_beside_16_bits(family, fuse):
     assert min(c for n, c in cosines.items() if dws[n].norm() > 1e-4) > 0.97, min(cosines.items(), key=lambda kv: kv[1])
     assert sorted(cosines.values())[len(cosines) // 2] > 0.99
     names = {n for n, _ in twin.named_modules()}
-    fp8.unfuse(twin)
+    unfuse(twin)
     assert not any(isinstance(m, Swapped) for m in twin.modules()) and names == {n for n, _ in twin.named_modules()}
 
 

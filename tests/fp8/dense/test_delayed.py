@@ -9,6 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from octavo import fp8
+from octavo.fp8.arithmetic import quantize_with_scale
+from octavo.fp8.delayed import reduce_scaling_state
+from octavo.fp8.metrics import calc_diff
+from octavo.fp8.observe import uncounted
 from tests import ranks
 
 
@@ -49,9 +53,9 @@ def test_the_history_rolls_per_forward_and_its_largest_sets_the_scale():
     assert x_history(m)[:4].tolist() == [2, 1, 4, 0] and dy_history(m)[:4].tolist() == [1, 1, 1, 0]
     x = torch.randn(4, 32).clamp(-1, 1) * 3
     got = m(x)
-    q = fp8.quantize_with_scale(x, torch.tensor(4 / 448), m[0].recipe.fwd.a)
+    q = quantize_with_scale(x, torch.tensor(4 / 448), m[0].recipe.fwd.a)
     w = fp8.dequantize(fp8.quantize(m[0].weight, m[0].recipe.fwd.b))
-    assert fp8.calc_diff(got, fp8.dequantize(q) @ w.t()) < 1e-10
+    assert calc_diff(got, fp8.dequantize(q) @ w.t()) < 1e-10
     for _ in range(m[0].recipe.delayed.length):
         m(filled(0.5))
     assert x_history(m).max() == 0.5
@@ -138,7 +142,7 @@ def test_recomputation_tells_inputs_of_equal_amax_apart(reentrant, mode, order):
         outs = []
         for i, x in enumerate(xs):
             m.train(mode != "eval")
-            with fp8.uncounted() if mode == "uncounted" else nullcontext():
+            with uncounted() if mode == "uncounted" else nullcontext():
                 outs.append(call(m, x.clone().requires_grad_()))
             m.train()
             for _ in range(16):
@@ -157,7 +161,7 @@ def test_recomputing_an_uncounted_dummy_gives_finite_gradients(reentrant, value)
     m = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
     fp8.apply(m, fp8.plan(m, "delayed"))
     x = torch.full((8, 64), value, requires_grad=True)
-    with fp8.uncounted():
+    with uncounted():
         y = checkpoint(m, x, use_reentrant=reentrant)
     (y.sum() * 0).backward()
     assert all(bool((p.grad == 0).all()) for p in m.parameters()) and bool((x.grad == 0).all())
@@ -211,7 +215,7 @@ def in_ddp(world):
     for amax in (1, 2):
         wrapped(filled(amax * (10 if world.rank else 1))).sum().backward()
     own = x_history(m)[:3].tolist()
-    fp8.reduce_scaling_state(wrapped)
+    reduce_scaling_state(wrapped)
     return {"own": own, "reduced": x_history(m)[:3].tolist(), "names": list(wrapped.state_dict())}
 
 

@@ -139,7 +139,7 @@ def test_nothing_waits_that_keeps_fp8(recipe, fuse, how):
     plan = fp8.plan(m, policy)
     fp8.apply(m, plan)
     assert {b.kind for b in plan.blocks if b.saves} >= {"norm", "gated MLP", "attention"}
-    fp8.recompute(m.named_children(), how)
+    fp8.activation_checkpointing(m.named_children(), how)
     x = torch.randn(2, 24, 64, dtype=torch.bfloat16, requires_grad=True)
     with NeverWaits() as watch:
         for _ in range(2):

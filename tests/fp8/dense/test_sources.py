@@ -6,11 +6,12 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.arithmetic import cast
-from octavo.fp8.blocks import attention_output
+from octavo.fp8.blocks import attention_output, grouped_attention
 from octavo.fp8.dense import inputs, sources
 from octavo.fp8.dense.inputs import Source, forget
 from octavo.fp8.dense.sources import SPEC
 from octavo.fp8.memory.accounting import count_saved
+from octavo.fp8.planning import unfuse
 
 
 @pytest.mark.parametrize("k", [1, 16, 72, 80, 127, 128, 129, 300])
@@ -190,7 +191,7 @@ def test_a_copy_of_attentions_output_is_nobodys():
 def test_unfuse_takes_the_mark_off():
     model = attention(activations="fp8")
     assert "_source" in model[0].o_proj.__dict__
-    fp8.unfuse(model)
+    unfuse(model)
     assert "_source" not in model[0].o_proj.__dict__
 
 
@@ -205,7 +206,7 @@ def test_v_does_not_hold_the_q_and_k_of_its_gemm():
             return attention(turn(q), turn(key), v)
 
         with count_saved(nn.Identity()) as k:
-            y = attend(fp8.grouped_attention)
+            y = attend(grouped_attention)
         assert torch.equal(y, attend(nn.functional.scaled_dot_product_attention))
         sizes.append(sum(r.bytes for r in k.report().rows if r.kind == "activation" and r.dtype == torch.bfloat16))
     one = 64 * 128 * 2

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from octavo import fp8
+from octavo.fp8.proof import Proof
 
 STEPS, ACCUMULATE, LAYERS = 4, 2, 2
 
@@ -52,7 +53,7 @@ def test_a_stock_trainer_trains_in_fp8(tmp_path, checkpointing):
     for row in plan.rows:
         if row.fp8:
             assert counts[row.name, "fwd", "reference"] == counts[row.name, "wgrad", "reference"] == micro
-    fp8.Proof(plan).observe(counts, {"foundation": micro})
+    Proof(plan).observe(counts, {"foundation": micro})
     # One cast a step, whatever the accumulation and recomputation.
     layer = model.model.layers[1].mlp.up_proj
     assert isinstance(layer, fp8.Linear) and layer._site.codes.casts == STEPS

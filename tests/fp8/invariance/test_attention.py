@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo import fp8
-from octavo.fp8.invariance import attention
+from octavo.fp8.invariance.attention import attention
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -173,7 +173,7 @@ def test_a_forward_that_runs_again_runs_as_before() -> None:
             return self.mlp(x)
 
     block = Block()
-    fp8.recompute([("block", block)], "full")
+    fp8.activation_checkpointing([("block", block)], "full")
     with Rows():
         y = block(random(3, 24).requires_grad_())
     y.sum().backward()

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import deepgemm_backend, registry
 from octavo.fp8.kernels.groups import TILE, Routing, route
+from octavo.fp8.metrics import calc_diff
 
 BACKEND, REFERENCE = registry.get("deepgemm"), registry.get("reference")
 CUDA = torch.device("cuda")
@@ -127,7 +127,7 @@ def test_gemms_equal_the_reference(library: list[object], op: str, m: int, n: in
     for dtype, bound in ((torch.float32, 1e-10), (torch.bfloat16, 3e-6)):
         y = getattr(BACKEND, f"gemm_{op}")(a_q, b_q, dtype)
         assert y.shape == right.shape and y.dtype is dtype and y.is_contiguous()
-        assert fp8.calc_diff(y, right) < bound
+        assert calc_diff(y, right) < bound
     # The number of tokens is compiled into no kernel.
     forward = [((1, 1, 128), "nk"), ((1, 128, 128), "nk")]
     assert library == ([((1, 1, 128), "mn")] if op == "wgrad" else forward)
@@ -193,7 +193,7 @@ def test_groups_equal_the_loop_over_experts(library: list[object], op: str) -> N
         if sizes[e]:
             part = Quantized(x_q.data[rows], x_q.scale[rows], x_q.spec)
             expected[rows] = getattr(REFERENCE, f"gemm_{op}")(part, each[e], torch.bfloat16)
-    assert fp8.calc_diff(y, expected) < 1e-6 and not y[expected.abs().sum(1) == 0].any()
+    assert calc_diff(y, expected) < 1e-6 and not y[expected.abs().sum(1) == 0].any()
 
 
 def test_groups_that_it_would_round_twice_are_tritons(library: list[object]) -> None:
@@ -208,9 +208,9 @@ def test_groups_that_it_would_round_twice_are_tritons(library: list[object]) -> 
     real = routing.pair_of < 3
     for asked in ((torch.float32, None), (torch.bfloat16, bias), (torch.float32, bias)):
         found, want = (b.grouped_fwd(x_q, w_q, groups, *asked)[real] for b in (BACKEND, REFERENCE))
-        assert found.dtype is asked[0] and fp8.calc_diff(found, want) < (1e-10 if asked[0] is torch.float32 else 1e-5)
+        assert found.dtype is asked[0] and calc_diff(found, want) < (1e-10 if asked[0] is torch.float32 else 1e-5)
     found, want = (b.grouped_dgrad(x_q, w_q, groups, torch.float32)[real] for b in (BACKEND, REFERENCE))
-    assert fp8.calc_diff(found, want) < 1e-10 and not library
+    assert calc_diff(found, want) < 1e-10 and not library
     with pytest.raises(CastError, match="grouped_fwd: operands of"):
         BACKEND.grouped_fwd(x_q._replace(data=x_q.data[:64]), w_q, groups, torch.bfloat16)
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import RECIPES, recipe
 from octavo.fp8.kernels.registry import get
+from octavo.fp8.metrics import calc_diff
 from tests.fp8 import oracle
 
 REFERENCE = get("reference")
@@ -63,7 +63,7 @@ def test_every_recipe_on_every_shape(name: str, gemm: str, shape: tuple[int, int
     out = run(gemm, a_q, b_q)
     expected = torch.from_numpy(exact(gemm, in_float64(a_q), in_float64(b_q)))
     assert out.dtype == torch.float32 and out.shape == expected.shape
-    assert fp8.calc_diff(out, expected) < 1e-10
+    assert calc_diff(out, expected) < 1e-10
     if 0 in shape:
         assert bool((out == 0).all())
 
@@ -99,7 +99,7 @@ def test_magnitudes_that_differ_by_row_and_column(name: str, gemm: str, shape: t
     b_q = cast.quantize(scaled(b, b_dim, -along, cols), casts.b)
     out = run(gemm, a_q, b_q) / torch.from_numpy(2.0 ** (rows[:, None] + cols[None, :])).float()
     assert torch.equal(out, plain)
-    error = fp8.calc_diff(out, torch.from_numpy(exact(gemm, a.double().numpy(), b.double().numpy())))
+    error = calc_diff(out, torch.from_numpy(exact(gemm, a.double().numpy(), b.double().numpy())))
     assert error < (2.5e-3 if "e5m2" in (casts.a.format, casts.b.format) else 1e-3)
 
 
@@ -115,8 +115,8 @@ def test_a_coarser_block_would_be_noticed(name: str) -> None:
     fine = run("fwd", cast.quantize(a * rows, casts.a), cast.quantize(b, casts.b))
     coarse_spec = CastSpec("e4m3", (-1, -1), "pow2")
     coarse = run("fwd", cast.quantize(a * rows, coarse_spec), cast.quantize(b, casts.b))
-    assert fp8.calc_diff(fine * weight, expected * weight) < 1e-3
-    assert fp8.calc_diff(coarse * weight, expected * weight) > 0.1
+    assert calc_diff(fine * weight, expected * weight) < 1e-3
+    assert calc_diff(coarse * weight, expected * weight) > 0.1
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -136,7 +136,7 @@ def test_scales_of_your_own() -> None:
     for a_block, b_block in (((1, 64), (48, -1)), ((16, -1), (-1, 7)), ((-1, -1), (13, 64))):
         a_q, b_q = (cast.quantize(t, CastSpec("e4m3", s, "fp32")) for t, s in ((a, a_block), (b, b_block)))
         expected = torch.from_numpy(exact("fwd", in_float64(a_q), in_float64(b_q)))
-        assert fp8.calc_diff(run("fwd", a_q, b_q), expected) < 1e-10
+        assert calc_diff(run("fwd", a_q, b_q), expected) < 1e-10
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -174,12 +174,12 @@ def test_autocast_and_lowered_precision_do_not_reach_in(name: str) -> None:
     try:
         for precision in ("high", "medium"):
             torch.set_float32_matmul_precision(precision)
-            assert fp8.calc_diff(run("fwd", a_q, b_q), expected) < 1e-12
+            assert calc_diff(run("fwd", a_q, b_q), expected) < 1e-12
             # Values with all 24 bits, so that BF16 products would show on any machine that has them.
             spec = CastSpec("e4m3", (1, 64), "fp32")
             a_f, b_f = cast.quantize(a, spec), cast.quantize(b, spec)
             exact_out = torch.from_numpy(exact("fwd", in_float64(a_f), in_float64(b_f)))
-            assert fp8.calc_diff(run("fwd", a_f, b_f), exact_out) < 1e-10
+            assert calc_diff(run("fwd", a_f, b_f), exact_out) < 1e-10
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -10,8 +10,8 @@ pytest.importorskip("triton")
 
 from octavo import fp8
 from octavo.fp8.arithmetic.recipe import recipe
-from octavo.fp8.invariance import KERNELS, attention, devices, row_mm
-from octavo.fp8.invariance.attention import Seen, _forward
+from octavo.fp8.invariance import KERNELS, devices, row_mm
+from octavo.fp8.invariance.attention import Seen, _forward, attention
 from octavo.fp8.kernels.groups import route
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import gemm, row_attention, row_products, row_sums, rows, tiles

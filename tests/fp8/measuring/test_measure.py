@@ -11,14 +11,14 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.kernels import registry
-from octavo.fp8.measuring import choose, timing
+from octavo.fp8.measuring import Machine, choose, timing
 from octavo.fp8.measuring import measure as measurements
 from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured, cases_of
 from octavo.fp8.measuring.timing import Timed, time_calls
 from octavo.fp8.proof.prediction import predict
 
 measure = importlib.import_module("octavo.fp8.measuring.bench")  # fp8.measure is the function
-GPU = fp8.Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"})
+GPU = Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"})
 TOKENS = {"foundation": 64, "lm_head": 64}
 
 
@@ -107,19 +107,19 @@ def test_time_calls_sees_which_is_slower():
 
 def test_each_distinct_shape_is_one_case():
     model = Net()
-    cases = cases_of(model, fp8.topology(model), TOKENS)
+    cases = cases_of(model, fp8.describe_layers(model), TOKENS)
     assert set(cases) == {f"layers.{i}.{n}" for i in range(3) for n in "qk"} | {"frozen"}
     assert set(cases.values()) == {
         Case("linear", 64, 32, 32, True), Case("linear", 64, 16, 32, True), Case("linear", 64, 48, 32, frozen=True),
     }  # fmt: skip
-    assert not cases_of(model, fp8.topology(model), {"foundation": 0})
+    assert not cases_of(model, fp8.describe_layers(model), {"foundation": 0})
 
 
 def test_an_input_without_gradient_needs_no_dgrad():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     model[1].requires_grad_(True)
     model.append(nn.Linear(8, 8).requires_grad_(False))
-    cases = cases_of(model, fp8.topology(model), {"foundation": 4})
+    cases = cases_of(model, fp8.describe_layers(model), {"foundation": 4})
     assert [cases[n].dgrad for n in "012"] == [False, False, True]
     assert "frozen no dgrad" in str(cases["0"])
 
@@ -295,7 +295,7 @@ def test_measurements_are_kept_and_found_again(tmp_path):
         calls.append(name)
         return by_size(case, name)
 
-    cache = fp8.Cache(tmp_path / "deep" / "m.json")
+    cache = fp8.MeasurementCache(tmp_path / "deep" / "m.json")
     first = measured(model, seconds=count, cache=cache)
     assert len({str(c) for c in first.cases}) == 3 and calls
     calls.clear()
@@ -303,7 +303,7 @@ def test_measurements_are_kept_and_found_again(tmp_path):
     again = measured(model, seconds=count, cache=cache, progress=lambda *a: seen.append(a))
     assert again == first and not calls
     assert seen[0][:2] == (0, 3) and seen[-1] == (3, 3, "")
-    other = fp8.measure(model, "auto", None, TOKENS, timer=fake(count), cache=cache, machine=fp8.Machine("L4", "8.9"))
+    other = fp8.measure(model, "auto", None, TOKENS, timer=fake(count), cache=cache, machine=Machine("L4", "8.9"))
     assert calls and other.machine.gpu == "L4"  # another GPU measures for itself
     assert len(json.loads(cache.path.read_text())["machines"]) == 2
     calls.clear()
@@ -313,7 +313,7 @@ def test_measurements_are_kept_and_found_again(tmp_path):
 def test_a_cache_of_version_0_4_0_is_read_without_what_it_measured_together(tmp_path):
     path = tmp_path / "m.json"
     path.write_bytes((Path(__file__).parents[1] / "planning/files/measurements-0.4.0.json").read_bytes())
-    cases = fp8.Cache(path).load(fp8.Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"}))
+    cases = fp8.MeasurementCache(path).load(Machine("Fake H200", "9.0", "999.1", "2.11", "13.0", {"reference": "1"}))
     assert {(c.kind, c.n, c.bias) for c in cases} == {
         ("linear", 256, True),
         ("linear", 128, True),
@@ -321,12 +321,12 @@ def test_a_cache_of_version_0_4_0_is_read_without_what_it_measured_together(tmp_
     }
     assert {e.seconds for m in cases.values() for e in m.entries.values()} == {1e-3, 5e-4}
     case, found = next(iter(cases.items()))
-    fp8.Cache(path).put(fp8.Machine("L4", "8.9"), case, found)
-    assert "sisters" not in path.read_text() and fp8.Cache(path).load(fp8.Machine("L4", "8.9")) == {case: found}
+    fp8.MeasurementCache(path).put(Machine("L4", "8.9"), case, found)
+    assert "sisters" not in path.read_text() and fp8.MeasurementCache(path).load(Machine("L4", "8.9")) == {case: found}
 
 
 def test_a_killed_measurement_keeps_what_it_has(tmp_path):
-    model, cache, done = Net(), fp8.Cache(tmp_path / "m.json"), []
+    model, cache, done = Net(), fp8.MeasurementCache(tmp_path / "m.json"), []
 
     def dies(case, name):
         if name == HIGH:
@@ -359,7 +359,7 @@ def test_a_killed_measurement_keeps_what_it_has(tmp_path):
 def test_a_damaged_cache_says_so(tmp_path, text):
     (tmp_path / "m.json").write_text(text)
     with pytest.raises(fp8.MeasureError, match=r"m.json holds no measurements of this version.*Delete it"):
-        fp8.Cache(tmp_path / "m.json").load(GPU)
+        fp8.MeasurementCache(tmp_path / "m.json").load(GPU)
 
 
 def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch, tmp_path):

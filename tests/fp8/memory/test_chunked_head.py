@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from octavo.fp8.dense.swap import unswap
-from octavo.fp8.memory.chunked_head import ChunkedHead, chunked_head
+from octavo.fp8.memory.chunked_head import ChunkedHead, chunk_head
 from octavo.fp8.memory.chunked_loss import linear_cross_entropy
 from octavo.models.tiny.configs import CHECKPOINTS, tiny_config
 
@@ -54,7 +54,7 @@ def test_losses_come_out_of_the_described_families_where_logits_do(family: str):
     want.sum().backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    head = chunked_head(model)
+    head = chunk_head(model)
     assert isinstance(head, ChunkedHead) and isinstance(head, nn.Linear) and list(model.state_dict()) == names
     with head.losses(target) as given:
         loss = given.take(model(**inputs).logits)
@@ -74,7 +74,7 @@ def plain_losses(logits: Tensor, target: Tensor, **options) -> Tensor:
 def test_outside_the_with_the_head_gives_logits():
     model, (inputs, target) = tiny("qwen3"), asked()
     want = model(**inputs).logits
-    head = chunked_head(model)
+    head = chunk_head(model)
     assert torch.equal(model(**inputs).logits, want)
     with head.losses(target):
         assert model(**inputs).logits.shape == (2, 3)
@@ -89,7 +89,7 @@ def test_options_reach_the_loss():
     model, (inputs, target) = tiny("llama"), asked()
     logits = model(**inputs).logits
     want = plain_losses(logits, target, label_smoothing=0.1) + 0.01 * logits.logsumexp(-1) ** 2 * (target != IGNORE)
-    with chunked_head(model).losses(target, label_smoothing=0.1, z_loss=0.01, chunk=1) as given:
+    with chunk_head(model).losses(target, label_smoothing=0.1, z_loss=0.01, chunk=1) as given:
         torch.testing.assert_close(given.take(model(**inputs).logits), want, rtol=2e-6, atol=4e-6)
 
 
@@ -98,11 +98,11 @@ def test_log_probabilities_and_entropy_at_a_temperature():
     logs = (model(**inputs).logits / 0.7).log_softmax(-1)
     known = target != IGNORE
     want = logs.gather(-1, target.clamp(min=0).unsqueeze(-1)).squeeze(-1) * known
-    with chunked_head(model).log_probs(target, temperature=0.7, entropy=True, chunk=1) as given:
+    with chunk_head(model).log_probs(target, temperature=0.7, entropy=True, chunk=1) as given:
         found = given.take(model(**inputs).logits)
     torch.testing.assert_close(found, want, rtol=2e-6, atol=4e-6)
     torch.testing.assert_close(given.entropy, -(logs.exp() * logs).sum(-1) * known, rtol=2e-6, atol=4e-6)
-    with chunked_head(model).log_probs(target) as given:
+    with chunk_head(model).log_probs(target) as given:
         given.take(model(**inputs).logits).sum().backward()
     assert given.entropy is None and model.get_output_embeddings().weight.grad is not None
 
@@ -125,7 +125,7 @@ SMALL = {
 def test_a_model_that_changes_its_logits_is_refused(config):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    reason = chunked_head(model)
+    reason = chunk_head(model)
     assert isinstance(reason, str) and "changes the logits after its head" in reason
     assert type(model.lm_head) is nn.Linear
 
@@ -139,13 +139,13 @@ def test_further_families_on_the_meta_device(config):
     with torch.device("meta"):
         multimodal = hasattr(config, "vision_config")
         model = (AutoModelForImageTextToText if multimodal else AutoModelForCausalLM).from_config(config)
-    assert isinstance(chunked_head(model), ChunkedHead)
+    assert isinstance(chunk_head(model), ChunkedHead)
 
 
 def test_fake_tensors_have_no_values_to_look_at():
     with FakeTensorMode():
         model, (inputs, target) = tiny("qwen3"), asked()
-        head = chunked_head(model)
+        head = chunk_head(model)
         with head.losses(target) as given:
             loss = model(**inputs).logits
         given.take(loss).sum().backward()
@@ -154,7 +154,7 @@ def test_fake_tensors_have_no_values_to_look_at():
 
 def test_a_change_that_the_probe_did_not_see_stops_the_step():
     model, (inputs, target) = tiny("qwen3"), asked()
-    head = chunked_head(model)
+    head = chunk_head(model)
     for change in (lambda x: 2 * x, lambda x: x.mul_(2), lambda x: x[:, :2], lambda x: x.clone()):
         with head.losses(target) as given:
             logits = change(model(**inputs).logits)
@@ -168,7 +168,7 @@ def test_a_change_that_the_probe_did_not_see_stops_the_step():
 
 def test_misuse_is_reported():
     model, (inputs, target) = tiny("qwen3"), asked()
-    head = chunked_head(model)
+    head = chunk_head(model)
     with head.losses(target):
         model(**inputs)
         with pytest.raises(RuntimeError, match="called twice"):
@@ -182,18 +182,18 @@ def test_misuse_is_reported():
 def test_heads_of_another_kind_are_refused_with_the_reason():
     model = tiny("qwen3")
     model.lm_head.register_forward_hook(lambda *_: None)
-    assert "hooks into its head" in chunked_head(model)
+    assert "hooks into its head" in chunk_head(model)
     model = tiny("qwen3")
     model.lm_head = nn.Sequential(nn.Linear(64, 512))
-    assert chunked_head(model) == "its head is a torch.nn.modules.container.Sequential, not a plain nn.Linear"
-    assert "names no output embeddings" in chunked_head(nn.Linear(2, 2))
-    assert "names no output embeddings" in chunked_head(tiny("qwen3").model)
+    assert chunk_head(model) == "its head is a torch.nn.modules.container.Sequential, not a plain nn.Linear"
+    assert "names no output embeddings" in chunk_head(nn.Linear(2, 2))
+    assert "names no output embeddings" in chunk_head(tiny("qwen3").model)
 
 
 def test_copies_pickles_and_the_way_back():
     model, (inputs, target) = tiny("qwen3"), asked()
-    head = chunked_head(model)
-    assert chunked_head(model) is head
+    head = chunk_head(model)
+    assert chunk_head(model) is head
     want = model(**inputs).logits
     with head.losses(target):
         twin = copy.deepcopy(model)
@@ -211,7 +211,7 @@ def test_under_fsdp_the_weight_is_gathered_where_the_head_runs(mesh_of_one):
     want.sum().backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    head = chunked_head(model)
+    head = chunk_head(model)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh_of_one)
     fully_shard(model, mesh=mesh_of_one)

@@ -6,7 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from octavo import fp8
+from octavo.fp8.memory import ChunkedHead, chunk_head
 from octavo.fp8.memory.head_gemms import Call, begin
+from octavo.fp8.metrics import calc_diff
+from octavo.fp8.proof import Proof
 from tests.fp8.memory.test_chunked_head import asked, tiny
 
 ROWS = 512  # the vocabulary of the tiny models
@@ -29,8 +32,8 @@ def results(model: nn.Module, chunk: int | None, seed: int = 0) -> list[Tensor]:
         logits = model(**inputs).logits.float()
         each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
     else:
-        head = fp8.chunked_head(model)
-        assert isinstance(head, fp8.ChunkedHead)
+        head = chunk_head(model)
+        assert isinstance(head, ChunkedHead)
         with head.losses(target, chunk=chunk) as given:
             each = given.take(model(**inputs).logits)
     each.sum().backward()
@@ -47,9 +50,9 @@ def test_losses_and_gradients_are_those_of_its_logits(recipe):
     if recipe != "tensorwise":  # whose scale is that of a chunk's rows of the weight
         torch.testing.assert_close(got[0], want[0], rtol=2e-6, atol=4e-6)
     for a, b, exact in zip(got, want, high, strict=True):
-        error = fp8.calc_diff(b, exact)  # what FP8 costs at all
-        assert fp8.calc_diff(a, b) <= max(4 * error, 1e-6)
-    assert fp8.calc_diff(want[0], high[0]) > 1e-9  # it is FP8
+        error = calc_diff(b, exact)  # what FP8 costs at all
+        assert calc_diff(a, b) <= max(4 * error, 1e-6)
+    assert calc_diff(want[0], high[0]) > 1e-9  # it is FP8
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8"])
@@ -76,7 +79,7 @@ def test_the_plan_shows_it_and_the_proof_counts_it():
     (row,) = [r for r in plan.rows if r.kind == "lm_head"]
     assert row.fp8 and row.reason == "component lm_head"
     assert "lm_head" in plan.table() and plan.share == 0.0
-    proof = fp8.Proof(plan)
+    proof = Proof(plan)
     with fp8.count_gemms() as counts:
         results(model, 1)
         results(model, 1, seed=1)
@@ -98,7 +101,7 @@ def test_weights_are_cast_once_a_step_whatever_the_chunks():
     for chunk in (1, 3, 1):  # more room in the second forward: the partition stays
         results(model, chunk)
     assert codes.casts == parts and len(codes) == parts
-    assert fp8.code_bytes(model) == ROWS * 64 + parts * 4
+    assert fp8.weight_cache_bytes(model) == ROWS * 64 + parts * 4
     torch.optim.AdamW(model.parameters(), lr=1e-3).step()
     results(model, 1)
     assert codes.casts == 2 * parts and len(codes) == parts
@@ -133,7 +136,7 @@ def test_a_tied_embedding_keeps_its_values_and_gets_both_gradients():
 def test_without_targets_or_with_a_frozen_weight():
     model, _ = planned()
     inputs, target = asked()
-    with fp8.chunked_head(model).losses(torch.full_like(target, -100)) as given:
+    with chunk_head(model).losses(torch.full_like(target, -100)) as given:
         loss = given.take(model(**inputs).logits)
     loss.sum().backward()
     assert not loss.any() and not model.lm_head.weight.grad.any()
@@ -161,7 +164,7 @@ def test_who_must_be_named():
         with pytest.raises(fp8.PlanError, match=r"lm_head.*asks for what a head cannot do. Give it a recipe"):
             fp8.Policy(components={"lm_head": wrong})
     delayed = fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", rules=(fp8.Rule("lm_head", "delayed"),))))
-    assert "delayed scaling" in str(fp8.chunked_head(delayed))
+    assert "delayed scaling" in str(chunk_head(delayed))
 
 
 def test_a_plan_file_holds_it(tmp_path):
@@ -179,4 +182,4 @@ def test_the_blocks_are_codes_of_rows(monkeypatch):
     other, _ = planned(backend="reference")
     assert torch.equal(results(model, 1)[0], results(other, 1)[0])
     held = model.lm_head._site.codes._codes
-    assert len(held) == ROWS // 128 and all(layout.lies(q, 1) for q in held.values())
+    assert len(held) == ROWS // 128 and all(layout.is_k_major(q, 1) for q in held.values())

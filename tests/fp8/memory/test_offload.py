@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.memory.offload import offload, synchronize_per_layer
-from octavo.fp8.memory.recompute import recompute
+from octavo.fp8.memory.recompute import activation_checkpointing
 from tests import ranks
 from tests.fp8.blocks.test_fused_models import made
 from tests.fp8.memory.test_recompute import Block, same, stack, step
@@ -165,7 +165,7 @@ def test_fp8_layers_move_codes(how):
     for offloads in (False, True):
         model = stack(2)
         fp8.apply(model, fp8.plan(model, "blockwise"))
-        recompute(model.named_children(), how)
+        activation_checkpointing(model.named_children(), how)
         copies = offloaded(model) if offloads else None
         with fp8.count_gemms() as counts:
             steps.append(step(model))
@@ -183,7 +183,7 @@ def test_a_model_that_saves_fp8_goes_through_its_graph_twice(how):
     for offloads in (False, True):
         model, described, inputs = made("qwen3")
         fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="on", activations="fp8"), described.components))
-        recompute(described.layers(model), how)
+        activation_checkpointing(described.layers(model), how)
         if offloads:
             offload(described.layers(model), least=1, copies=Slow())
         loss = model.train()(**inputs, use_cache=False).loss

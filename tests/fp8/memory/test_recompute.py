@@ -15,7 +15,8 @@ from transformers import Qwen3Config
 from octavo import fp8, models
 from octavo.base.model_families import trained_families
 from octavo.fp8.memory.accounting import SavedBytes, count_saved
-from octavo.fp8.memory.recompute import recompute
+from octavo.fp8.memory.recompute import activation_checkpointing
+from octavo.fp8.proof import Proof
 from octavo.models.forward.unused_towers import dummy_image_inputs
 from tests import ranks
 from tests.fp8.blocks.test_fused_models import made
@@ -68,7 +69,7 @@ class Block(nn.Module):
 def stack(depth: int = 2, dropout: float = 0.0, how: str = "none") -> nn.Sequential:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(dropout=dropout) for _ in range(depth)))
-    recompute(model.named_children(), how)
+    activation_checkpointing(model.named_children(), how)
     return model
 
 
@@ -92,11 +93,11 @@ def test_values_gradients_and_dropout_are_those_of_one_run(how, dropout):
 
 def test_what_runs_again_has_a_name():
     model = stack(1)
-    assert recompute(model.named_children(), "none") == ()
-    assert recompute([("layers.0", model[0])], "selective") == (
+    assert activation_checkpointing(model.named_children(), "none") == ()
+    assert activation_checkpointing([("layers.0", model[0])], "selective") == (
         "layers.0.norm1", "layers.0.attn.q_norm", "layers.0.norm2", "layers.0.mlp",
     )  # fmt: skip
-    assert recompute([("layers.0", stack(1)[0])], "full") == ("layers.0",)
+    assert activation_checkpointing([("layers.0", stack(1)[0])], "full") == ("layers.0",)
 
 
 def count(how: str) -> SavedBytes:
@@ -158,15 +159,15 @@ def test_blocks_that_are_compiled_recompute_without_leaving_the_graph(how):
 
 def test_what_cannot_be_is_refused():
     with pytest.raises(ValueError, match="one of none, selective, full; found 'some'"):
-        recompute(stack().named_children(), "some")
+        activation_checkpointing(stack().named_children(), "some")
     with pytest.raises(ValueError, match="no blocks at all"):
-        recompute([], "full")
+        activation_checkpointing([], "full")
     with pytest.raises(ValueError, match="already"):
-        recompute(stack(how="selective").named_children(), "full")
+        activation_checkpointing(stack(how="selective").named_children(), "full")
     with pytest.raises(ValueError, match="no MLP beside its attention.*norm1"):
         block = Block()
         del block.mlp
-        recompute([("0", block)], "selective")
+        activation_checkpointing([("0", block)], "selective")
     block = stack(1, how="full")[0]
     block._plain.forward = Block.forward
     for name in ("past_key_values", "cache"):  # transformers 5.24 has another word
@@ -193,12 +194,12 @@ def family_step(family: str, how: str, policy: fp8.Policy) -> tuple[Tensor, dict
     model, described, inputs = vision_model() if family == "internvl" else made(family)
     plan = fp8.plan(model, policy, described.components)
     fp8.apply(model, plan)
-    recompute(described.layers(model), how)
+    activation_checkpointing(described.layers(model), how)
     with fp8.count_gemms() as counts:
         loss = model.train()(**inputs, use_cache=False).loss
         loss.backward()
     vision = {"image_encoder": 1, "image_projector": 1} if described.has_vision else {}
-    fp8.Proof(plan).observe(counts, {"foundation": 1, **vision})
+    Proof(plan).observe(counts, {"foundation": 1, **vision})
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, counts
 
 
@@ -238,7 +239,7 @@ def sharded(world) -> list[list[float]]:
         described = models.describe(model)
         fp8.apply(model, fp8.plan(model, "blockwise", components=described.components))
         if how is not None:
-            recompute(described.layers(model), how)
+            activation_checkpointing(described.layers(model), how)
             parallel.shard(model, described, world)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05 if how is None else 0.05 / world.size)
         out = []
@@ -273,7 +274,7 @@ def test_bytes_per_token_of_the_stock_layer(how, kib, monkeypatch):
 
 
 def _apply(model: nn.Module, how: str) -> nn.Module:
-    recompute(model.layers.named_children(), how)
+    activation_checkpointing(model.layers.named_children(), how)
     return model
 
 

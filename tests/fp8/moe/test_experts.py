@@ -12,7 +12,10 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from octavo import fp8
+from octavo.fp8.metrics import cosine
+from octavo.fp8.moe import Experts
 from octavo.fp8.moe import experts as moe
+from octavo.fp8.proof import Proof
 from tests.fp8.moe.expert_modules import FAMILIES, SMALL, E, H, I, made, routed
 
 
@@ -36,7 +39,7 @@ def test_fp8_experts_stay_near_the_stock_ones(family, recipe):
     stock = FAMILIES[family]()
     names = list(stock.state_dict())
     ours = convert(copy.deepcopy(stock), recipe)
-    assert isinstance(ours, fp8.Experts) and isinstance(ours, type(stock)) and list(ours.state_dict()) == names
+    assert isinstance(ours, Experts) and isinstance(ours, type(stock)) and list(ours.state_dict()) == names
     a, b = routed(40), routed(40)
     y, z = ours(*a), stock(*b)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
@@ -45,7 +48,7 @@ def test_fp8_experts_stay_near_the_stock_ones(family, recipe):
     pairs = [(y, z), (a[0].grad, b[0].grad), (a[2].grad, b[2].grad)]
     pairs += [(p.grad, q.grad) for p, q in zip(ours.parameters(), stock.parameters(), strict=True)]
     for got, want in pairs:
-        assert fp8.cosine(got, want) > 0.985
+        assert cosine(got, want) > 0.985
 
 
 @pytest.mark.parametrize(("recipe", "calls", "idle"), [("blockwise", E, 0), ("delayed", 3, 3)])
@@ -138,7 +141,7 @@ def test_copies_and_pickles():
     ours = convert(FAMILIES["gpt_oss"](), "delayed")
     y = ours(*routed())
     twin = copy.deepcopy(ours)
-    assert isinstance(twin, fp8.Experts) and torch.equal(ours.eval()(*routed()), twin.eval()(*routed()))
+    assert isinstance(twin, Experts) and torch.equal(ours.eval()(*routed()), twin.eval()(*routed()))
     thawed = pickle.loads(pickle.dumps(ours))
     assert torch.equal(thawed(*routed()), ours(*routed())) and y.shape == (10, H)
     with torch.no_grad():
@@ -201,7 +204,7 @@ def test_a_whole_qwen3_moe_trains_with_a_passing_proof():
     fp8.apply(model, plan)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    proof = fp8.Proof(plan)
+    proof = Proof(plan)
     ids = torch.randint(0, 64, (2, 7), generator=torch.Generator().manual_seed(0))
     with fp8.count_gemms() as counts:
         for _ in range(2):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.fp8.moe.experts import PROJECTIONS
-from octavo.fp8.weights import fp8_rows
+from octavo.fp8.proof import Proof
+from octavo.fp8.weights import codes_of_frozen, fp8_rows
 
 E, H, I = 5, 160, 32  # noqa: E741
 HOW = ("grouped", "dgrad in BF16", "fwd in BF16", "saved")
@@ -85,13 +86,13 @@ def test_they_are_the_experts_of_their_values(cls: type[Plain], kind: str, how: 
         assert all(r.fp8 and (r.row.codes is not None) is codes for r in plan.rows)
         fp8.apply(model, plan)
         x, index, share = routed()
-        proof = fp8.Proof(plan)
+        proof = Proof(plan)
         with fp8.count_gemms() as counts:
             y = model["experts"](x, index, share)
             y.sum().backward()
         proof.observe(counts, {"foundation": 1})
         found.append((y.detach(), x.grad))
-        assert fp8.fingerprint(model) == before and (not codes or fp8.code_bytes(model) == 0)
+        assert fp8.fingerprint(model) == before and (not codes or fp8.weight_cache_bytes(model) == 0)
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
@@ -119,14 +120,14 @@ def test_they_move_as_codes(cls: type[Plain]) -> None:
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu", torch.bfloat16)):
         assert fp8.fingerprint(twin) == before
         assert torch.equal(twin["experts"](x, index, share), y)
-    with pytest.raises(RuntimeError, match=r"Call fp8.thaw\(model\)"):
+    with pytest.raises(RuntimeError, match=r"Call fp8.dequantize_weights\(model\)"):
         model.float()
     state = fp8.fp8_state_dict(model)
     assert state["experts.gate_up_proj"].shape == (E, 2 * I, H)  # as the GEMM multiplies, however it is stored
     assert state["experts.gate_up_proj_scale_inv"].shape == (E, 1, 2)
     other = built(cls, "block")
-    fp8.codes_of_frozen(other["experts"].down_proj).data.view(torch.uint8).zero_()
+    codes_of_frozen(other["experts"].down_proj).data.view(torch.uint8).zero_()
     fp8.load_fp8_state_dict(other, state)
     assert fp8.fingerprint(other) == before
-    values = fp8.thaw(other)["experts"].gate_up_proj
+    values = fp8.dequantize_weights(other)["experts"].gate_up_proj
     assert values.is_contiguous() and torch.equal(values, built(cls, "block", codes=False)["experts"].gate_up_proj)

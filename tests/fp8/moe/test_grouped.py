@@ -13,9 +13,10 @@ from octavo.fp8.kernels import reference_grouped, registry
 from octavo.fp8.kernels.groups import TILE, of_expert, real_rows, route, spans
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import Backend
+from octavo.fp8.moe import Experts, grouped_high
 from octavo.fp8.moe import experts as moe
-from octavo.fp8.moe import grouped_high
 from octavo.fp8.moe.grouped import why_not_grouped
+from octavo.fp8.proof import Proof
 
 E, H, I = 5, 144, 40  # noqa: E741
 SPECS = [
@@ -159,7 +160,7 @@ def converted(block, chosen, backend="reference"):
     device = block.gate_up_proj.device
     grouped = {g: registry.select(f"grouped_{g}", recipe_or_spec=chosen, device=device, requested=backend)
                for g in ("fwd", "dgrad", "wgrad") if chosen.gemm(g) is not None}  # fmt: skip
-    return fp8.Experts.convert(block, {name: Site(name, chosen, grouped) for name in moe.PROJECTIONS})
+    return Experts.convert(block, {name: Site(name, chosen, grouped) for name in moe.PROJECTIONS})
 
 
 def inputs(name, top_k, dtype=torch.float32):
@@ -402,7 +403,7 @@ def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(back
         with fp8.count_gemms() as counts:
             given = inputs("uneven", 2)
             results_of[name] = results(model["experts"], model, given, torch.ones_like(given[0]))
-        proof = fp8.Proof(plan)
+        proof = Proof(plan)
         proof.observe(counts, {"foundation": 1})
         noted = "2 rows of experts run expert by expert: ungrouped: it knows no groups" in plan.notes
         assert noted == (name == "ungrouped") and (counts.idle["experts.down_proj"] == 1) == noted

@@ -10,6 +10,7 @@ from octavo import fp8
 from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe import experts as saved_experts
+from octavo.fp8.planning import unfuse
 from tests.fp8.blocks.test_mlp import Rounded, cosine
 from tests.fp8.moe.expert_modules import FAMILIES, H, routed
 from tests.fp8.moe.test_experts import convert
@@ -100,5 +101,5 @@ def test_the_plan_says_so_and_copies_keep_it():
     assert [(b.name, b.kind, b.saves) for b in plan.blocks] == [("experts", "experts", True)]
     assert any("1 modules of experts keep gate and up in FP8" in n for n in plan.notes)
     fp8.apply(block, plan)
-    fp8.unfuse(block)
+    unfuse(block)
     assert saved_experts.MARK not in block["experts"].__dict__

@@ -7,8 +7,10 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.arithmetic import cast, metrics
+from octavo.fp8 import metrics
+from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.formats import decode
+from octavo.fp8.metrics import cosine, saturation, sqnr, underflow
 from octavo.fp8.observe.recorder import muted, watching
 
 BLOCKS = ((1, 128), (128, 1), (128, 128), (-1, -1), (1, -1), (-1, 1), (32, 1))
@@ -25,7 +27,7 @@ def inputs(shape, g):
 
 
 def one_by_one(x, q):
-    return metrics.Figures(fp8.sqnr(x, q), fp8.underflow(x, q), fp8.saturation(x, q), int(decode(q.data).isnan().sum()))
+    return metrics.Figures(sqnr(x, q), underflow(x, q), saturation(x, q), int(decode(q.data).isnan().sum()))
 
 
 @pytest.mark.parametrize(("fmt", "kind"), [("e4m3", "fp32"), ("e4m3", "e8m0"), ("e5m2", "pow2")])
@@ -70,7 +72,7 @@ def test_an_operand_is_decoded_once_for_all_collectors(monkeypatch):
 def test_cosine_leaves_its_arguments_alone():
     a, b = torch.randn(9, dtype=torch.float64), torch.randn(9, dtype=torch.float64)
     kept = a.clone(), b.clone()
-    found = fp8.cosine(a, b)
+    found = cosine(a, b)
     assert torch.equal(a, kept[0]) and torch.equal(b, kept[1])
     assert found == float((a / float(a.norm())) @ (b / float(b.norm())))
 
@@ -90,7 +92,7 @@ def test_a_muted_backward_runs_again_what_a_watched_forward_saved(how: str):
 
     m = nn.Sequential(Block(), Block())
     fp8.apply(m, fp8.plan(m, "blockwise"))
-    fp8.recompute([("0", m[0]), ("1", m[1])], how)
+    fp8.activation_checkpointing([("0", m[0]), ("1", m[1])], how)
     x = torch.randn(8, 64, requires_grad=True)
     with fp8.health() as heard:
         loss = m(x).square().mean()

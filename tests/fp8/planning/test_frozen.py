@@ -11,6 +11,9 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.memory.accounting import count_saved
+from octavo.fp8.metrics import calc_diff
+from octavo.fp8.proof import Proof
+from octavo.fp8.weights import codes_of_frozen, frozen_bytes, frozen_from_codes, frozen_weights
 
 RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
 
@@ -73,7 +76,7 @@ def test_it_is_the_layer_of_its_values(kind: str, how: str) -> None:
         if not codes:
             continue
         assert fp8.fingerprint(model) == before and len(before) == 6
-        assert fp8.code_bytes(model) == 0  # no second byte a parameter, between steps or after one
+        assert fp8.weight_cache_bytes(model) == 0  # no second byte a parameter, between steps or after one
         assert not any(gemm == "wgrad" for (_, gemm, _), n in counts.items() if n)
         fp8.invalidate(model)
         with fp8.health() as health:
@@ -82,7 +85,7 @@ def test_it_is_the_layer_of_its_values(kind: str, how: str) -> None:
         assert all("w" not in row for row in health.table().values())
         with fp8.high_precision(model):
             high = model(x)
-        thawed = fp8.thaw(built(kind))
+        thawed = fp8.dequantize_weights(built(kind))
         assert torch.equal(high, thawed(x))
     (y, dx, size), (y_values, dx_values, size_values) = found
     assert torch.equal(y, y_values) and torch.equal(dx, dx_values) and size == size_values
@@ -93,7 +96,7 @@ def test_a_step_is_proved(kind: str) -> None:
     model = built(kind, trained=True)
     plan = fp8.plan(model, fp8.Policy(recipe=RECIPES[kind]))
     fp8.apply(model, plan)
-    proof = fp8.Proof(plan)
+    proof = Proof(plan)
     with fp8.count_gemms() as counts:
         model(batch()).float().square().mean().backward()
     proof.observe(counts, {"foundation": 1})
@@ -121,7 +124,7 @@ def test_recomputed_blocks_give_the_same() -> None:
     for how in ("none", "full"):
         model = built("row", trained=True)
         fp8.apply(model, fp8.plan(model, "rowwise"))
-        fp8.recompute([(str(i), model[i]) for i in (1, 2)], how)
+        fp8.activation_checkpointing([(str(i), model[i]) for i in (1, 2)], how)
         model(batch()).float().square().mean().backward()
         results.append(model[0].weight.grad)
     assert torch.equal(*results)
@@ -132,7 +135,7 @@ def test_training_beside_it_changes_no_code(kind: str) -> None:
     model = built(kind, trained=True)
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=RECIPES[kind])))
     before = fp8.fingerprint(model)
-    codes = {n: copy.deepcopy(fp8.codes_of_frozen(w)) for n, w in fp8.frozen_weights(model)}
+    codes = {n: copy.deepcopy(codes_of_frozen(w)) for n, w in frozen_weights(model)}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for step in range(20):
@@ -143,8 +146,8 @@ def test_training_beside_it_changes_no_code(kind: str) -> None:
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
     assert fp8.fingerprint(model) == before
-    for name, weight in fp8.frozen_weights(model):
-        q = fp8.codes_of_frozen(weight)
+    for name, weight in frozen_weights(model):
+        q = codes_of_frozen(weight)
         assert torch.equal(q.data.view(torch.uint8), codes[name].data.view(torch.uint8))
         assert torch.equal(q.scale, codes[name].scale)
 
@@ -177,7 +180,7 @@ def test_delayed_takes_codes_of_a_tensor() -> None:
     model.train()
     x = batch().requires_grad_()
     model(x).sum().backward()
-    assert x.grad.isfinite().all() and fp8.code_bytes(model) == 0
+    assert x.grad.isfinite().all() and fp8.weight_cache_bytes(model) == 0
 
 
 def test_auto_takes_what_fits() -> None:
@@ -193,7 +196,7 @@ def test_the_plan_says_what_is_frozen(tmp_path) -> None:
     model = built("row")
     plan = fp8.plan(model, fp8.Policy(recipe="rowwise", rules=(fp8.Rule("**.down_proj", recipe="off"),)))
     notes = "\n".join(plan.notes)
-    size = fp8.frozen_bytes(model)
+    size = frozen_bytes(model)
     assert f"6 weights hold frozen FP8 codes (6 rowwise): {size:,} bytes" in notes and "cast weights twice" not in notes
     assert "2 of 6 layers with frozen codes stay in high precision and compute with dequantized values" in notes
     assert "cast for it from dequantized values at each backward, and not kept" in notes
@@ -230,15 +233,15 @@ def test_a_compiled_model_is_the_model(backend: str) -> None:
     y.float().square().mean().backward()
     if backend == "aot_eager":
         assert torch.equal(y, want)
-    assert fp8.calc_diff(y, want) < 1e-4 and model[0].weight.grad is not None
+    assert calc_diff(y, want) < 1e-4 and model[0].weight.grad is not None
     with pytest.raises(torch._dynamo.exc.Unsupported, match="or frozen"):
         torch.compile(model[2], backend=backend, fullgraph=True)(x)
     torch._dynamo.reset()
 
 
 def test_one_function_multiplies_by_the_codes_too() -> None:
-    q = fp8.codes_of_frozen(fp8.freeze_weight(torch.randn(64, 128), "block"))
-    weight = fp8.frozen(q.data, q.scale * 1.3, fp8.CastSpec("e4m3", (128, 128), "fp32"), torch.float32)
+    q = codes_of_frozen(fp8.freeze_weight(torch.randn(64, 128), "block"))
+    weight = frozen_from_codes(q.data, q.scale * 1.3, fp8.CastSpec("e4m3", (128, 128), "fp32"), torch.float32)
     x = batch().float().requires_grad_()
     y = fp8.linear(x, weight)
     y.sum().backward()

@@ -75,7 +75,7 @@ def meta(build):
 
 
 def by_name(model, components=None):
-    return {r.name: r for r in fp8.topology(model, components)}
+    return {r.name: r for r in fp8.describe_layers(model, components)}
 
 
 def test_a_llama_is_foundation_and_lm_head():
@@ -220,12 +220,14 @@ def test_subclasses_frozen_and_shared_weights():
     rows = by_name(model)
     assert (rows["b"].kind, rows["b"].type) == ("subclass", "Odd") and rows["mha.out_proj"].kind == "subclass"
     assert rows["a"].frozen and rows["c"].frozen and rows["a"].tied == ("c.weight",) and rows["a"].bias
-    alone = fp8.topology(nn.Linear(4, 4))
+    alone = fp8.describe_layers(nn.Linear(4, 4))
     assert [(r.name, r.kind) for r in alone] == [("", "linear")]
 
 
 def test_a_converted_model_has_the_same_rows():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    before = fp8.topology(model)
+    before = fp8.describe_layers(model)
     fp8.apply(model, fp8.plan(model))
-    assert [(r.name, r.kind, r.shape) for r in fp8.topology(model)] == [(r.name, r.kind, r.shape) for r in before]
+    assert [(r.name, r.kind, r.shape) for r in fp8.describe_layers(model)] == [
+        (r.name, r.kind, r.shape) for r in before
+    ]

@@ -9,6 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
+from octavo.fp8.observe import uncounted
+from octavo.fp8.proof import Proof
 
 
 class Model(nn.Module):
@@ -41,7 +43,7 @@ def ready(policy=IN_PART, freeze=()):
     for name in freeze:
         model.get_submodule(name).requires_grad_(False)
     plan = fp8.plan(model, policy)
-    return fp8.apply(model, plan), plan, fp8.Proof(plan)
+    return fp8.apply(model, plan), plan, Proof(plan)
 
 
 def step(model, micro=2, images=True):
@@ -100,7 +102,7 @@ def test_one_layer_called_both_checkpointed_and_plainly(reentrant):
     m = nn.Sequential(nn.Linear(16, 16))
     plan = fp8.plan(m, "blockwise")
     fp8.apply(m, plan)
-    proof = fp8.Proof(plan)
+    proof = Proof(plan)
     with fp8.count_gemms() as counts:
         x = torch.randn(3, 16, requires_grad=True)
         m(checkpoint(m, x, use_reentrant=reentrant)).sum().backward()
@@ -126,7 +128,7 @@ def test_uncounted_work_of_one_thread_hides_nothing_of_another():
     gate = threading.Event()
 
     def dummies():
-        with fp8.uncounted():
+        with uncounted():
             for _ in range(200):
                 model(torch.randn(2, 16), torch.randn(2, 16))
         gate.set()
@@ -154,10 +156,10 @@ def test_uncounted_work_of_one_thread_hides_nothing_of_another():
 def test_many_uncounted_blocks_before_their_backward():
     model, _, _ = ready()
     with fp8.count_gemms() as counts:
-        with fp8.uncounted():
+        with uncounted():
             first = checkpoint(model.layers[0], torch.randn(2, 16, requires_grad=True), use_reentrant=False)
         for _ in range(1100):
-            with fp8.uncounted():
+            with uncounted():
                 torch.ones(1, requires_grad=True) * 1
         first.sum().backward()
     assert not {k: n for k, n in counts.items() if n}
@@ -167,7 +169,7 @@ def test_what_comes_right_behind_an_uncounted_block_counts():
     model, _, _ = ready()
     x = torch.randn(3, 16, requires_grad=True)
     with fp8.count_gemms() as counts:
-        with fp8.uncounted():
+        with uncounted():
             dummy = model.visual[0](x)
         y = checkpoint(model.layers[0], x, use_reentrant=True)  # whose node is the next one, and runs layers.0 again
         (y.sum() + 0 * dummy.sum()).backward()
@@ -265,7 +267,7 @@ def test_a_forward_that_is_recomputed_twice():
 def test_dummies_do_not_count():
     model, plan, proof = ready()
     with fp8.count_gemms() as counts:
-        with fp8.uncounted():
+        with uncounted():
             image = model.merger(model.visual[1](model.visual[0](torch.randn(3, 16))))
         model.recompute = True
         (model(torch.randn(3, 16)).sum() + 0 * image.sum()).backward()

@@ -200,9 +200,9 @@ def test_rowwise_keeps_two_layouts_and_blockwise_one():
         for _ in range(3):
             m(X.clone().requires_grad_()).sum().backward()
         assert casts(m) == len(m[0]._site.codes) == count
-        assert count * 32 * 64 < fp8.code_bytes(m) <= count * (32 * 64 + 4 * 64)
+        assert count * 32 * 64 < fp8.weight_cache_bytes(m) <= count * (32 * 64 + 4 * 64)
         fp8.invalidate(m)
-        assert fp8.code_bytes(m) == 0
+        assert fp8.weight_cache_bytes(m) == 0
 
 
 def test_a_weight_offloaded_for_the_backward_is_cast_there_and_leaves_the_cache_alone():
@@ -265,5 +265,5 @@ def test_codes_are_counted_once_wherever_they_lie(recipe):
         model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)).to(device)
         fp8.apply(model, fp8.plan(model, recipe))
         model(torch.ones(4, 32, device=device, requires_grad=True)).sum().backward()
-        found.append(fp8.code_bytes(model))
+        found.append(fp8.weight_cache_bytes(model))
     assert found[0] == found[1] >= 2 * 32 * 32 * (1 + (recipe == "rowwise"))

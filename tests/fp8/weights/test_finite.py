@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from octavo import fp8
-from octavo.fp8.weights import Fp8Weight
+from octavo.fp8.weights import Fp8Weight, codes_of_frozen
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -18,7 +18,7 @@ def test_one_value_among_many_is_found_and_the_largest_finite_ones_are_not(dtype
     bad = good.view(-1, 2).mT.clone()
     bad[at % 2, at // 2] = value  # not contiguous
     named = [("empty", good[:0]), ("b", bad), ("good", good), ("whole", torch.arange(3)), ("a", bad.mT)]
-    assert fp8.not_finite(named) == ["b", "a"]
+    assert fp8.find_nonfinite(named) == ["b", "a"]
 
 
 def test_codes_their_scales_and_masters_are_looked_at():
@@ -26,11 +26,11 @@ def test_codes_their_scales_and_masters_are_looked_at():
     e8m0 = torch.tensor([0, 254, 127], dtype=torch.uint8)
     values = {"frozen": fp8.freeze_weight(weight), "e8m0": e8m0.view(torch.float8_e8m0fnu)}
     values["master"] = Fp8Weight.of(weight, fp8.freeze_weight(weight).source)
-    assert not fp8.not_finite(values.items())
-    fp8.codes_of_frozen(values["frozen"]).data.view(torch.uint8)[129, 255] = 0xFF
-    assert fp8.not_finite(values.items()) == ["frozen"]
+    assert not fp8.find_nonfinite(values.items())
+    codes_of_frozen(values["frozen"]).data.view(torch.uint8)[129, 255] = 0xFF
+    assert fp8.find_nonfinite(values.items()) == ["frozen"]
     values["scaled"] = fp8.freeze_weight(weight)
-    fp8.codes_of_frozen(values["scaled"]).scale[1, 1] = torch.inf
+    codes_of_frozen(values["scaled"]).scale[1, 1] = torch.inf
     e8m0[2] = 0xFF
     weight[3, 4] = torch.nan
-    assert fp8.not_finite(values.items()) == ["frozen", "e8m0", "master", "scaled"]
+    assert fp8.find_nonfinite(values.items()) == ["frozen", "e8m0", "master", "scaled"]

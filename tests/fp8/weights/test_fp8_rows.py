@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from octavo import fp8
+from octavo.fp8.kernels import select
 from octavo.fp8.weights import fp8_rows
 from octavo.fp8.weights.fp8_rows import Need, Shards
 
@@ -15,7 +16,7 @@ SHAPES = [(300, 200), (128, 128), (7, 33), (5, 16), (1, 40), (513, 130)]
 
 def needs(name, grouped=False, transposed=False):
     recipe = fp8.recipe(name)
-    backend = fp8.select("fwd", recipe_or_spec=recipe, device=torch.device("cpu"), requested="reference").backend
+    backend = select("fwd", recipe_or_spec=recipe, device=torch.device("cpu"), requested="reference").backend
     found = [Need(recipe.fwd.b, backend, 1, transposed, grouped)]
     return found if recipe.dgrad.b == recipe.fwd.b else [*found, Need(recipe.dgrad.b, backend, 0, transposed, grouped)]
 

@@ -232,7 +232,7 @@ def test_tied_layers_share_one_parameter_and_its_codes():
     for m in models:
         m(x).sum().backward()
     assert torch.equal(models[0].a.weight.grad, model.a.weight.grad)
-    assert fp8.code_bytes(model) == 2 * (48 * 48 + 4) < fp8.code_bytes(models[0])
+    assert fp8.weight_cache_bytes(model) == 2 * (48 * 48 + 4) < fp8.weight_cache_bytes(models[0])
     twin = copy.deepcopy(model)
     assert twin.a.weight is twin.b.weight and twin.a._site.codes is twin.b._site.codes is not model.a._site.codes
     state = model.state_dict(keep_vars=True)
@@ -317,12 +317,12 @@ def test_codes_that_are_cast_at_each_use_are_the_same_and_take_no_room(recipe, f
         for _ in range(2):
             loss_of(model).backward()
         model.zero_grad()
-    assert fp8.code_bytes(keep) > 0
-    assert fp8.code_bytes(recast) == 0 and casts(recast) > casts(keep)
+    assert fp8.weight_cache_bytes(keep) > 0
+    assert fp8.weight_cache_bytes(recast) == 0 and casts(recast) > casts(keep)
     assert same(train(keep), train(recast))
     twin = copy.deepcopy(recast)
     loss_of(twin).backward()
-    assert fp8.code_bytes(twin) == 0, "a copy goes on so"
+    assert fp8.weight_cache_bytes(twin) == 0, "a copy goes on so"
 
 
 def test_compiled_code_leaves_the_layer_out_or_says_why():

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from octavo import fp8
+from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_bytes, frozen_from_codes, frozen_weights, is_frozen
 
-KINDS = tuple(fp8.FROZEN)
+KINDS = tuple(FROZEN)
 
 
 def layer(kind: str, dtype: torch.dtype = torch.bfloat16, outputs: int = 300, inputs: int = 200) -> nn.Linear:
@@ -25,38 +26,38 @@ def layer(kind: str, dtype: torch.dtype = torch.bfloat16, outputs: int = 300, in
 def checkpoint(kind: str, dtype: torch.dtype = torch.bfloat16) -> nn.Linear:
     """As layer, with scales of a checkpoint: no powers of two."""
     made = layer(kind, dtype)
-    q = fp8.codes_of_frozen(made.weight)
+    q = codes_of_frozen(made.weight)
     spec = fp8.CastSpec("e4m3", q.spec.block, "fp32")
-    made.weight = fp8.frozen(q.data, q.scale * torch.rand_like(q.scale).add(0.5), spec, dtype)
+    made.weight = frozen_from_codes(q.data, q.scale * torch.rand_like(q.scale).add(0.5), spec, dtype)
     return made
 
 
 def wipe(module: nn.Linear) -> nn.Linear:
-    fp8.codes_of_frozen(module.weight).data.view(torch.uint8).zero_()
+    codes_of_frozen(module.weight).data.view(torch.uint8).zero_()
     return module
 
 
 def test_codes_that_cannot_be_are_refused() -> None:
-    q = fp8.codes_of_frozen(layer("block").weight)
+    q = codes_of_frozen(layer("block").weight)
     with pytest.raises(ValueError, match=r"have scales of shape \[3, 2\]"):
-        fp8.frozen(q.data, q.scale.T.contiguous(), q.spec)
+        frozen_from_codes(q.data, q.scale.T.contiguous(), q.spec)
     with pytest.raises(ValueError, match=r"found \[3, 2\] in torch.bfloat16"):
-        fp8.frozen(q.data, q.scale.bfloat16(), q.spec)
+        frozen_from_codes(q.data, q.scale.bfloat16(), q.spec)
     with pytest.raises(ValueError, match="takes codes of torch.float8_e4m3fn"):
-        fp8.frozen(q.data.view(torch.uint8), q.scale, q.spec)
+        frozen_from_codes(q.data.view(torch.uint8), q.scale, q.spec)
     with pytest.raises(ValueError, match="Only experts are stored transposed"):
-        fp8.frozen(q.data, q.scale, q.spec, transposed=True)
+        frozen_from_codes(q.data, q.scale, q.spec, transposed=True)
     with pytest.raises(ValueError, match="no kind 'channel'"):
         fp8.freeze_weight(torch.zeros(4, 4), "channel")
     with pytest.raises(ValueError, match="is no frozen FP8 weight"):
-        fp8.codes_of_frozen(torch.zeros(4, 4))
+        codes_of_frozen(torch.zeros(4, 4))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stock_layer_computes_with_its_values(kind: str) -> None:
     made = layer(kind)
     values = made.weight.dequantize()
-    assert torch.equal(values, fp8.dequantize(fp8.codes_of_frozen(made.weight), torch.bfloat16))
+    assert torch.equal(values, fp8.dequantize(codes_of_frozen(made.weight), torch.bfloat16))
     x = torch.randn(5, 200, dtype=torch.bfloat16, requires_grad=True)
     y = made(x)
     y.sum().backward()
@@ -74,10 +75,9 @@ def test_copies_have_the_very_codes(kind: str, make) -> None:
     before = fp8.fingerprint(made)
     twins = [copy.deepcopy(made), pickle.loads(pickle.dumps(made))]
     for twin in twins:
-        assert isinstance(twin.weight, nn.Parameter) and fp8.is_frozen(twin.weight)
+        assert isinstance(twin.weight, nn.Parameter) and is_frozen(twin.weight)
         assert (
-            fp8.fingerprint(twin) == before
-            and fp8.codes_of_frozen(twin.weight).spec == fp8.codes_of_frozen(made.weight).spec
+            fp8.fingerprint(twin) == before and codes_of_frozen(twin.weight).spec == codes_of_frozen(made.weight).spec
         )
         assert torch.equal(twin.weight.dequantize(), made.weight.dequantize())
         wipe(twin)  # memory of its own
@@ -85,16 +85,16 @@ def test_copies_have_the_very_codes(kind: str, make) -> None:
     made.to("cpu").to(torch.bfloat16).bfloat16().to("cpu", torch.bfloat16).cpu()  # nothing to do
     assert fp8.fingerprint(made) == before
     away = copy.deepcopy(made).to("meta")
-    assert fp8.is_frozen(away.weight) and fp8.codes_of_frozen(away.weight).data.is_meta
+    assert is_frozen(away.weight) and codes_of_frozen(away.weight).data.is_meta
 
 
 def test_tied_weights_stay_tied() -> None:
     first, second = layer("block"), layer("block")
     second.weight = first.weight
     both = copy.deepcopy(nn.ModuleList([first, second]))
-    assert both[0].weight is both[1].weight and len(list(fp8.frozen_weights(both))) == 1
-    fp8.thaw(both)
-    assert both[0].weight is both[1].weight and not fp8.is_frozen(both[0].weight)
+    assert both[0].weight is both[1].weight and len(list(frozen_weights(both))) == 1
+    fp8.dequantize_weights(both)
+    assert both[0].weight is both[1].weight and not is_frozen(both[0].weight)
 
 
 CONVERSIONS = {
@@ -118,10 +118,12 @@ def test_another_dtype_is_refused(how: str, applied: bool) -> None:
         fp8.apply(model, fp8.plan(model, fp8.Policy(rules=(fp8.Rule("2", recipe="off"),))))
     x = torch.randn(3, 200, dtype=torch.bfloat16)
     before, y = fp8.fingerprint(model), model(x)
-    with pytest.raises(RuntimeError, match=r"shape \[300, 200\].*drop its codes and scales. Call fp8.thaw\(model\)"):
+    with pytest.raises(
+        RuntimeError, match=r"shape \[300, 200\].*drop its codes and scales. Call fp8.dequantize_weights\(model\)"
+    ):
         CONVERSIONS[how](model)
     assert fp8.fingerprint(model) == before and torch.equal(model(x), y)
-    fp8.thaw(model).float()
+    fp8.dequantize_weights(model).float()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
@@ -136,9 +138,9 @@ def test_a_model_of_transformers_refuses_and_stays() -> None:
     before = fp8.fingerprint(model)
     assert len(before) == 7
     model.to(torch.bfloat16).to("cpu")  # what TRL calls
-    with pytest.raises(RuntimeError, match="Call fp8.thaw"):
+    with pytest.raises(RuntimeError, match="Call fp8.dequantize_weights"):
         model.to(torch.float32)
-    with pytest.raises(RuntimeError, match="Call fp8.thaw"):
+    with pytest.raises(RuntimeError, match="Call fp8.dequantize_weights"):
         model.half()
     assert fp8.fingerprint(model) == before
     with pytest.raises(RuntimeError, match=r"A gradient was asked of a frozen FP8 weight of shape \[32, 32\]"):
@@ -157,7 +159,10 @@ def test_writes_and_gradients_are_refused() -> None:
         lambda: setattr(made.weight, "requires_grad", True),
         lambda: made.requires_grad_(True),
     ):
-        with torch.no_grad(), pytest.raises(RuntimeError, match=r"a frozen FP8 weight of shape .*fp8.thaw\(model\)"):
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match=r"a frozen FP8 weight of shape .*fp8.dequantize_weights\(model\)"),
+        ):
             write()
     made.requires_grad_(False)
     with pytest.raises(RuntimeError, match="no values in memory"):
@@ -176,7 +181,7 @@ def test_reading_gives_values() -> None:
     assert torch.equal(made[:, 3:7], values[:, 3:7]) and torch.equal(made[5], values[5])
     assert torch.zeros_like(made).sum() == 0 and type(torch.zeros_like(made)) is torch.Tensor
     for part, own in zip(made.split(77), values.split(77), strict=True):
-        assert fp8.is_frozen(part) and torch.equal(part.dequantize(), own)
+        assert is_frozen(part) and torch.equal(part.dequantize(), own)
 
 
 @pytest.mark.parametrize("applied", [False, True])
@@ -199,9 +204,9 @@ def test_reading_in_another_dtype_gives_values_and_changes_nothing(applied: bool
         assert type(read) is torch.Tensor and torch.equal(read, values), name
     assert torch.equal(weight.float().norm(dim=1), values.norm(dim=1)) and weight.norm().isfinite()
     assert weight.half().dtype is torch.float16 and weight.double().dtype is torch.float64
-    with torch.no_grad(), pytest.raises(RuntimeError, match=r"fp8.thaw\(model\)"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"fp8.dequantize_weights\(model\)"):
         weight.data = weight.data.to(torch.float32)  # what kbit preparation and mixed-precision casts do
-    assert fp8.fingerprint(model) == before and fp8.is_frozen(model[0].weight)
+    assert fp8.fingerprint(model) == before and is_frozen(model[0].weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,7 +226,7 @@ def test_state_dicts_carry_codes(kind: str, applied: bool) -> None:
     torch.save(plain, file)  # plain tensors: no code runs when they are read
     file.seek(0)
     plain = torch.load(file, weights_only=True)
-    q = fp8.codes_of_frozen(one[0].weight)
+    q = codes_of_frozen(one[0].weight)
     assert plain["0.weight"].dtype is torch.float8_e4m3fn and torch.equal(plain[f"0.weight{suffix}"], q.scale)
     for load in (
         lambda: other.load_state_dict(one.state_dict()),
@@ -235,7 +240,9 @@ def test_state_dicts_carry_codes(kind: str, applied: bool) -> None:
     values = {**one.state_dict(), "0.weight": one[0].weight.dequantize()}
     with pytest.raises(RuntimeError, match=r"0.weight.*a frozen FP8 weight of shape \[300, 200\]"):
         other.load_state_dict(values)
-    with pytest.raises(ValueError, match=r"0.weight is a frozen FP8 weight.*holds torch.bfloat16.*fp8.thaw"):
+    with pytest.raises(
+        ValueError, match=r"0.weight is a frozen FP8 weight.*holds torch.bfloat16.*fp8.dequantize_weights"
+    ):
         fp8.load_fp8_state_dict(other, values)
     with pytest.raises(ValueError, match="without the scales 0.weight_scale"):
         fp8.load_fp8_state_dict(other, {k: v for k, v in plain.items() if "_scale" not in k})
@@ -250,13 +257,13 @@ def test_state_dicts_carry_codes(kind: str, applied: bool) -> None:
 def test_the_fingerprint_knows_scales_and_shapes_and_no_adapters() -> None:
     made = layer("row")
     before = fp8.fingerprint(made)
-    fp8.codes_of_frozen(made.weight).scale[3] *= 2
+    codes_of_frozen(made.weight).scale[3] *= 2
     assert fp8.fingerprint(made) != before
     inside = nn.ModuleDict({"q": nn.ModuleDict({"base_layer": layer("row")})})
     assert fp8.fingerprint(inside) == {"q.weight": before["weight"]}
-    q = fp8.codes_of_frozen(layer("tensor").weight)
-    turned = fp8.frozen(q.data.view(200, 300), q.scale, q.spec)
-    module = nn.ParameterDict({"a": fp8.frozen(q.data, q.scale, q.spec), "b": turned})
+    q = codes_of_frozen(layer("tensor").weight)
+    turned = frozen_from_codes(q.data.view(200, 300), q.scale, q.spec)
+    module = nn.ParameterDict({"a": frozen_from_codes(q.data, q.scale, q.spec), "b": turned})
     assert fp8.fingerprint(module)["a"] != fp8.fingerprint(module)["b"]
 
 
@@ -268,4 +275,4 @@ def test_a_byte_a_parameter_at_real_widths(kind: str, most: float) -> None:
     model = nn.ParameterList(fp8.freeze_weight(torch.empty(s, device="meta"), kind) for s in (*linear, *experts))
     params = sum(p.numel() for p in model)
     assert params == sum(torch.Size(s).numel() for s in (*linear, *experts))
-    assert params < fp8.frozen_bytes(model) <= most * params < 1.02 * params
+    assert params < frozen_bytes(model) <= most * params < 1.02 * params

@@ -70,9 +70,11 @@ def test_dora_begins_at_the_norms_of_the_values() -> None:
 @pytest.mark.parametrize("dora", [True, False])
 def test_starts_that_change_the_base_are_refused_by_name(start: str, dora: bool) -> None:
     name = start.partition("_")[0]
-    with pytest.raises(RuntimeError, match=f"start '{name}' of adapter 'mine'.*another init_lora_weights.*fp8.thaw"):
+    with pytest.raises(
+        RuntimeError, match=f"start '{name}' of adapter 'mine'.*another init_lora_weights.*fp8.dequantize_weights"
+    ):
         peft.get_peft_model(base(), lora(init_lora_weights=start, use_dora=dora), adapter_name="mine")
-    thawed = peft.get_peft_model(fp8.thaw(base(applied=False)), lora(init_lora_weights=start))
+    thawed = peft.get_peft_model(fp8.dequantize_weights(base(applied=False)), lora(init_lora_weights=start))
     assert thawed(torch.randn(3, 64, dtype=torch.bfloat16)).isfinite().all()
 
 
@@ -82,7 +84,7 @@ def test_a_merge_names_octavo_merge(kind: str, how: str) -> None:
     model = peft.get_peft_model(base(), READ[kind])
     before = fp8.fingerprint(model.base_model.model)
     more = {"safe_merge": True} if how.startswith("safe") else {}
-    with pytest.raises(RuntimeError, match="frozen FP8 weight.*`octavo merge`.*fp8.thaw"):
+    with pytest.raises(RuntimeError, match="frozen FP8 weight.*`octavo merge`.*fp8.dequantize_weights"):
         getattr(model, how.removeprefix("safe "))(**more)
     assert fp8.fingerprint(model.base_model.model) == before
 

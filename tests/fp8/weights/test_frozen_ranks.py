@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from octavo import fp8
-from octavo.fp8.weights import fp8_rows
+from octavo.fp8.weights import codes_of_frozen, fp8_rows, frozen_bytes, is_frozen
 from octavo.parallel import World, shard
 from tests import ranks
 
@@ -133,7 +133,7 @@ class Seen:
 
     def look(self, name: str, key: str, want: dict[str, fp8.Quantized], module: nn.Module, *_: object) -> None:
         weight, w = module._parameters[key], want[name]
-        q = fp8.codes_of_frozen(weight)
+        q = codes_of_frozen(weight)
         self.count += 1
         if not torch.equal(q.data.view(torch.uint8), w.data.view(torch.uint8)) or not torch.equal(q.scale, w.scale):
             self.wrong.append(name)
@@ -144,7 +144,7 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
     share = float(world.rank == 0)
     for kind, dtype in cases:
         single = _build(kind, getattr(torch, dtype))
-        want = {name: fp8.codes_of_frozen(p) for name, p in single.named_parameters() if fp8.is_frozen(p)}
+        want = {name: codes_of_frozen(p) for name, p in single.named_parameters() if is_frozen(p)}
         before, state = fp8.fingerprint(single), fp8.fp8_state_dict(single)
         expected = _step(single)
         model = _build(kind, getattr(torch, dtype))
@@ -155,8 +155,8 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
                 mesh = torch.distributed.init_device_mesh("cpu", (1,))
                 for part in (*model, model):
                     fully_shard(part, mesh=mesh)
-        local = {n: p._local_tensor for n, p in model.named_parameters() if fp8.is_frozen(p)}
-        whole = sum(p.numel() for p in model.parameters() if fp8.is_frozen(p))
+        local = {n: p._local_tensor for n, p in model.named_parameters() if is_frozen(p)}
+        whole = sum(p.numel() for p in model.parameters() if is_frozen(p))
         seen = Seen(model, want)
         found = _step(model, share=share)
         checks = {
@@ -165,8 +165,8 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
             "undecoded": not decode.called,
             "looked": seen.count == 2 * len(want),
             "print": fp8.fingerprint(model) == before == fp8.fingerprint(single),
-            "local": all(fp8.is_frozen(p) for p in local.values()),
-            "bytes": fp8.frozen_bytes(model) / whole,
+            "local": all(is_frozen(p) for p in local.values()),
+            "bytes": frozen_bytes(model) / whole,
             "codes": _equal(fp8.fp8_state_dict(model), fp8.fp8_state_dict(single)),
         }
         # Values, codes that are loaded again, and what stays refused.
@@ -174,15 +174,15 @@ def _all(world: World, cases: list[tuple[str, str]]) -> dict:
         read = single[0].up.base_layer.weight.dequantize()
         checks["values"] = not share or torch.equal(values["0.up.base_layer.weight"], read)
         for p in local.values():
-            fp8.codes_of_frozen(p).data.view(torch.uint8).zero_()
+            codes_of_frozen(p).data.view(torch.uint8).zero_()
         checks["zeroed"] = fp8.fingerprint(model) != before
         fp8.load_fp8_state_dict(model, state)
         checks["loaded"] = fp8.fingerprint(model) == before
-        for wrong in (lambda m: m.to(torch.float32), lambda m: fp8.thaw(m)):
+        for wrong in (lambda m: m.to(torch.float32), lambda m: fp8.dequantize_weights(m)):
             try:
                 wrong(model)
             except RuntimeError as error:
-                checks.setdefault("refused", []).append("fp8.thaw" in str(error))
+                checks.setdefault("refused", []).append("fp8.dequantize_weights" in str(error))
         checks["after"] = all(math.isfinite(float(t.float().sum())) for t in _step(model, 1))
         answer[f"{kind} {dtype}"] = checks
     return answer

@@ -11,9 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo import fp8
 from octavo.fp8.arithmetic import cast
-from octavo.fp8.kernels import deepgemm_backend, registry, torch_backend
+from octavo.fp8.kernels import deepgemm_backend, names, registry, torch_backend
 from octavo.fp8.kernels.layout import ALIGN, k_major
 from octavo.fp8.planning.frozen import fitted
+from octavo.fp8.weights import codes_of_frozen, frozen_from_codes
 
 RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
 BLOCKS = {"row": (1, -1), "block": (128, 128), "tensor": (-1, -1)}
@@ -26,10 +27,10 @@ def weight(kind: str, n: int, k: int) -> nn.Parameter:
     values = torch.randn(n, k, generator=g) * torch.exp2(torch.randint(-4, 5, (n, 1), generator=g).float())
     q = cast.quantize(values, fp8.CastSpec("e4m3", BLOCKS[kind], "fp32"))
     assert not torch.equal(q.scale, torch.exp2(q.scale.log2().round()))
-    return fp8.frozen(q.data, q.scale, q.spec, torch.float32)
+    return frozen_from_codes(q.data, q.scale, q.spec, torch.float32)
 
 
-@pytest.fixture(params=[name for name in ("reference", "triton") if name in fp8.backends()])
+@pytest.fixture(params=[name for name in ("reference", "triton") if name in names()])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "triton":
         pytest.importorskip("triton")
@@ -60,15 +61,15 @@ def test_both_gemms_are_those_of_the_values(kind: str, n: int, k: int, backend: 
     for found, a, b in ((y, x_q, values.t()), (x.grad, dy_q, again)):
         assert ((found.double() - a @ b).abs() <= 2**-20 * (a.abs() @ b.abs()) + 1e-30).all()
     assert fp8.fingerprint(layer) == before
-    scales = 4 * fp8.codes_of_frozen(own).scale.numel()  # kept in dgrad's order where that is another; no code is
-    assert fp8.code_bytes(layer) in (0, scales)
+    scales = 4 * codes_of_frozen(own).scale.numel()  # kept in dgrad's order where that is another; no code is
+    assert fp8.weight_cache_bytes(layer) in (0, scales)
 
 
 @pytest.mark.parametrize("kind", RECIPES)
 @pytest.mark.parametrize("n,k", SHAPES)
 def test_codes_are_brought_into_line_for_any_tensor_core(kind: str, n: int, k: int) -> None:
     """Where FSDP2 or a checkpoint left them: the values of each operand are the same, its padding holds zeros."""
-    q = fp8.codes_of_frozen(weight(kind, n, k))
+    q = codes_of_frozen(weight(kind, n, k))
     for contract in (1, 0) if kind != "row" else (1,):
         operand = k_major(q, contract)
         codes = operand.codes.float()
@@ -90,7 +91,7 @@ def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(deepgemm_backend, "_any_scale", lambda *_, hopper=hopper: hopper)
         for op in ("fwd", "dgrad", "grouped_fwd"):
             why_not = made.supports(op, own, cuda, None)
-            assert (why_not is None) is hopper and (hopper or "keeps the exponents of scales alone" in why_not)
+            assert (why_not is None) is hopper and (hopper or "keeps only the exponents of scales" in why_not)
         assert made.supports("fwd", fp8.recipe("blockwise"), cuda, None) is None
 
 
@@ -98,7 +99,7 @@ def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatc
 def test_torch_takes_its_products(kind: str) -> None:
     """What scaled_mm is handed of such a weight passes its own checks, asked of fake tensors on a GPU."""
     chosen = fp8.recipe(RECIPES[kind], format="e4m3")
-    q, x_q = fp8.codes_of_frozen(weight(kind, 256, 384)), cast.quantize(torch.randn(32, 384), chosen.fwd.a)
+    q, x_q = codes_of_frozen(weight(kind, 256, 384)), cast.quantize(torch.randn(32, 384), chosen.fwd.a)
     product = torch_backend.lay_out("fwd", x_q, q)
     with FakeTensorMode(), torch.no_grad():
         fake = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in product[1:]]

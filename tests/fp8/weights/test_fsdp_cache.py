@@ -11,6 +11,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from octavo import fp8
+from octavo.fp8.delayed import reduce_scaling_state
 from octavo.fp8.weights import cache
 from octavo.fp8.weights.shards import plain
 from tests import ranks
@@ -118,7 +119,7 @@ def delayed(rank, size):
     fp8.apply(m, fp8.plan(m, "delayed"))
     m(torch.full((2, 4), 1.0 + rank))
     m(torch.full((2, 4), 5.0 - rank))
-    fp8.reduce_scaling_state(m)
+    reduce_scaling_state(m)
     assert fp8.scaling_state(m)["0.fp8_amax_x"][0, :3].tolist() == [5, size, 0]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
+from octavo.fp8.weights import stale_codes, stale_sentence
 from tests.fp8.moe.expert_modules import FAMILIES, E, H
 
 X = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
@@ -41,13 +42,13 @@ WRITES = {
 def test_a_write_through_data_is_found_and_named(how: str) -> None:
     model = network()
     model(X).square().sum().backward()
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []
     WRITES[how](model[1].weight)
-    assert fp8.stale_codes(model) == ["1"]
+    assert stale_codes(model) == ["1"]
     fp8.invalidate(model)
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []
     model(X)
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
@@ -57,12 +58,12 @@ def test_steps_leave_no_stale_codes_and_writes_do_in_every_recipe(recipe: str, c
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     for step in range(3):
         model(X * 10.0**step).square().sum().backward()
-        assert fp8.stale_codes(model, draw=step) == []
+        assert stale_codes(model, draw=step) == []
         optimizer.step()
-        assert fp8.stale_codes(model) == [], "what a step makes old is cast again, and no fault"
+        assert stale_codes(model) == [], "what a step makes old is cast again, and no fault"
     model(X)
     model[2].weight.data.mul_(1.01)
-    assert fp8.stale_codes(model) == (["2"] if codes != "recast" else [])
+    assert stale_codes(model) == (["2"] if codes != "recast" else [])
 
 
 def test_values_at_the_edges_are_no_fault() -> None:
@@ -71,14 +72,14 @@ def test_values_at_the_edges_are_no_fault() -> None:
         model[0].weight[3], model[0].weight[4, 5] = 0.0, float("nan")
         model[1].weight[:, 7], model[1].weight[8, 9] = 1e-30, float("inf")
     model(X)
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []
     with torch.no_grad():
         model[0].weight[5] = 0.0
     model(X)
     model[0].weight.data[5].neg_()  # a zero of the other sign
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []
     model[1].weight.data[:, 100] = 3.0
-    assert fp8.stale_codes(model) == ["1"]
+    assert stale_codes(model) == ["1"]
 
 
 def test_a_large_weight_is_sampled_and_all_rows_come_round() -> None:
@@ -86,7 +87,7 @@ def test_a_large_weight_is_sampled_and_all_rows_come_round() -> None:
     fp8.apply(model, fp8.plan(model, "tensorwise"))
     model(torch.randn(2, 1024))
     model[0].weight.data[19].mul_(1.5)
-    seen = [draw for draw in range(16) if fp8.stale_codes(model, draw) == ["0"]]
+    seen = [draw for draw in range(16) if stale_codes(model, draw) == ["0"]]
     assert len(seen) == 1, "a sample of 32 rows of 512"
 
 
@@ -97,7 +98,7 @@ def test_writes_that_layers_see_are_no_fault() -> None:
         model[0].weight.mul_(2)
         model[1].weight.copy_(torch.randn_like(model[1].weight))
     model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()})
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -108,9 +109,9 @@ def test_experts_are_looked_at_too(family: str, recipe: str) -> None:
     fp8.apply(model, fp8.plan(model, recipe))
     chosen = torch.arange(8).view(4, 2) % E
     model["experts"](torch.randn(4, H), chosen, torch.rand(4, 2)).sum().backward()
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []
     model["experts"].down_proj.data[1].mul_(1.01)
-    assert fp8.stale_codes(model) == ["experts.down_proj"]
+    assert stale_codes(model) == ["experts.down_proj"]
 
 
 @pytest.mark.parametrize("how", ["merge_adapter", "merge_and_unload"])
@@ -118,11 +119,11 @@ def test_a_merge_of_peft_on_fp8_layers_is_found(how: str) -> None:
     model = network()
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["1"], init_lora_weights=False))
     wrapped(X)
-    assert fp8.stale_codes(wrapped) == []
+    assert stale_codes(wrapped) == []
     merged = getattr(wrapped, how)() or wrapped
-    (name,) = fp8.stale_codes(merged)
+    (name,) = stale_codes(merged)
     assert name.split(".")[-2:] == ["1", "base_layer"] if how == "merge_adapter" else name == "1"
-    assert "Call octavo.fp8.invalidate(model)" in fp8.stale_sentence([name])
+    assert "Call octavo.fp8.invalidate(model)" in stale_sentence([name])
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
@@ -132,9 +133,9 @@ def test_a_weight_that_begins_at_zero_and_grows_by_little(recipe: str) -> None:
     with torch.no_grad():
         model[1].weight.zero_()
     model(X)
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []
     model[1].weight.data.copy_(torch.randn_like(model[1].weight) * 1e-5)
-    assert fp8.stale_codes(model) == ["1"]
+    assert stale_codes(model) == ["1"]
     fp8.invalidate(model)
     model(X)
-    assert fp8.stale_codes(model) == []
+    assert stale_codes(model) == []

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.weights import sums
+from octavo.fp8.weights import changed_weights, sums, weight_sums
 
 X = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
 
@@ -19,10 +19,10 @@ def model() -> nn.Module:
 
 
 def changed(m: nn.Module, write) -> list[str]:
-    before = fp8.weight_sums(m)
+    before = weight_sums(m)
     with torch.no_grad():
         write()
-    return fp8.changed_weights(before, fp8.weight_sums(m))
+    return changed_weights(before, weight_sums(m))
 
 
 def test_what_only_reads_or_casts_again_changes_nothing():
@@ -56,6 +56,6 @@ def test_pieces_that_change_places_are_seen_and_any_length_has_a_sum(monkeypatch
     m = model()
     m.register_parameter("odd", nn.Parameter(torch.arange(1, 8, dtype=torch.float16)))
     m.register_parameter("none", nn.Parameter(torch.zeros(0)))
-    assert not changed(m, lambda: m.odd.neg_().neg_()) and fp8.weight_sums(m)["none"] == 0
+    assert not changed(m, lambda: m.odd.neg_().neg_()) and weight_sums(m)["none"] == 0
     assert changed(m, lambda: m.odd[6].add_(1)) == ["odd"]
     assert changed(m, lambda: m[0].weight.copy_(m[0].weight.flatten().roll(16).view(32, 64))) == ["0.weight"]

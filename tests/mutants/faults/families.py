@@ -6,13 +6,13 @@ area(
     "families",
     (
         "families-width-in-the-tower", "models/structure/structure.py",
-        "into not in widths and _puts_out(child) == into", "_puts_out(child) == into",
+        "decoder_width not in widths and _output_width(child) ==", "_output_width(child) ==",
         "of a tower as wide as its decoder, any child is taken for the projector",
         "models/test_describe.py",
     ),
     (
         "families-single-parameters", "models/structure/structure.py",
-        "own = (root,) if root and", "own = () if root and",
+        "itself = (root,) if root and", "itself = () if root and",
         "single parameters of a module in parts belong to nothing",
         "models/test_describe.py",
     ),
@@ -24,7 +24,7 @@ area(
     ),
     (
         "families-sound-in-the-projector", "models/structure/structure.py",
-        'if not sees or _of_sound(glob) == (of == "audio")]', 'if not sees or of == "image"]',
+        'if not takes_images or _is_audio(glob) == (kind == "audio")]', 'if not takes_images or kind == "image"]',
         "what leads from an audio tower is the projector's too",
         "models/test_describe.py",
     ),

@@ -413,7 +413,7 @@ area(
     ),
     (
         "dead-weights-are-saved", "checkpoint/run_state/writing.py",
-        'if bad := fp8.not_finite(here(state)): raise CheckpointError( f"after',
+        'if bad := fp8.find_nonfinite(here(state)): raise CheckpointError( f"after',
         'if bad := []: raise CheckpointError( f"after',
         "a checkpoint is written of NaN",
         "train/test_dead.py -k 'whatever or optimizer'",

@@ -13,6 +13,8 @@ import torch
 from octavo import adapters, fp8, models, train
 from octavo.checkpoint.export import export
 from octavo.checkpoint.export.values import values_of
+from octavo.fp8.metrics import calc_diff
+from octavo.fp8.weights import codes_of_frozen, frozen_weights
 from octavo.train import TrainError, artifacts
 from octavo.train.artifacts import load_target
 
@@ -60,7 +62,7 @@ def test_each_is_told_apart(runs, place):
 
 def test_a_lora_run_opens_with_the_codes_that_it_trained_over(runs):
     model, _, notes = artifacts.look(runs / "lora").open()
-    assert {fp8.codes_of_frozen(w).spec.block for _, w in fp8.frozen_weights(model)} == {(1, -1)}
+    assert {codes_of_frozen(w).spec.block for _, w in frozen_weights(model)} == {(1, -1)}
     assert any(
         float(p.detach().abs().max()) > 0 for n, p in adapters.adapter_parameters(model) if "lora_B" in n
     )  # trained
@@ -76,8 +78,8 @@ def test_the_adapter_folder_computes_as_its_run(runs):
     assert torch.equal(logits(run), logits(worn))
     assert "frozen codes" in notes[-1]
     other, _, _ = artifacts.look(runs / "lora/adapter").open(dtype=torch.bfloat16)
-    assert not list(fp8.frozen_weights(other))  # the base as its folder has it
-    assert fp8.calc_diff(logits(run), logits(other)) < 1e-2
+    assert not list(frozen_weights(other))  # the base as its folder has it
+    assert calc_diff(logits(run), logits(other)) < 1e-2
 
 
 def test_codes_are_multiplied_as_they_are_or_dequantized(runs):
@@ -87,9 +89,9 @@ def test_codes_are_multiplied_as_they_are_or_dequantized(runs):
     same, _, _ = found.open(recipe="off")
     assert fp8.fingerprint(same) == fp8.fingerprint(kernels) != {}
     values, _, _ = found.open(load_in_fp8="off")
-    assert not list(fp8.frozen_weights(values))
+    assert not list(frozen_weights(values))
     assert torch.equal(logits(same), logits(values))  # the reference is the dequantized model
-    assert 0 < fp8.calc_diff(logits(kernels), logits(values)) < 1e-2
+    assert 0 < calc_diff(logits(kernels), logits(values)) < 1e-2
     with fp8.count_gemms() as counts:
         logits(same)
     assert counts.total(fp8=True) == 0
@@ -102,7 +104,7 @@ def test_only_the_layers_with_codes_run_in_fp8(runs):
     policy = load_target.fitting(model, family)
     assert policy is not None and policy.recipe == "off"
     plan = fp8.plan(model, policy, family.components)
-    coded = {name.removesuffix(".weight") for name, _ in fp8.frozen_weights(model)}
+    coded = {name.removesuffix(".weight") for name, _ in frozen_weights(model)}
     assert {row.name for row in plan.rows if row.fp8} == coded
     assert load_target.fitting(models.load(runs / "full/../fp8", keep_fp8=False), family) is None
 

@@ -46,9 +46,9 @@ class NvilaProcessor(Telling, ProcessorMixin):
         self.image_token_ids = [tokenizer.get_vocab()[token] for token in MEDIA if token in tokenizer.get_vocab()]
         _check(config, tokenizer)
         super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[call-arg]
-        image_processor.of(config)
-        cells = config.vision_config.image_size // config.vision_config.patch_size
-        self.tile_tokens, self.newlines = config.tile_tokens(cells, cells), config.newlines
+        image_processor.configure(config)
+        patches = config.tile_side // config.patch_side
+        self.tile_tokens, self.newlines = config.tile_tokens(patches, patches), config.newlines
         self.grids = bool(config.s2_scales)
 
     @staticmethod

@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,9 @@ from octavo import adapters, fp8, models
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.dense import backends_for
-from octavo.fp8.memory import ACTIVATION, SavedBytes, count_saved
+from octavo.fp8.memory import ACTIVATION, ChunkedHead, SavedBytes, count_saved
+from octavo.fp8.observe import uncounted
+from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_from_codes, is_frozen
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory.micro_batch import micro_batch
 from octavo.train.forward import critic, losses, routing
@@ -43,6 +45,9 @@ from octavo.train.setup import frozen_base
 from octavo.train.setup.model_setup import keep_less
 from octavo.train.setup.token_counts import Tokens
 from octavo.train.step.memory_report import made_by_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -65,12 +70,18 @@ class FakeForward:
     def times(self, rows: int) -> FakeForward:
         """What so many times the tokens keep, in rows of the same length."""
 
-        def more(found: Mapping[str, int]) -> dict[str, int]:
-            return {name: rows * size for name, size in found.items()}
+        def scaled(sizes: Mapping[str, int]) -> dict[str, int]:
+            return {name: rows * size for name, size in sizes.items()}
 
-        names = ("blocks", "outside", "largest", "recomputed")
-        scaled = {name: more(getattr(self, name)) for name in names}
-        return replace(self, **scaled, logits=rows * self.logits, shared=rows * self.shared)
+        return replace(
+            self,
+            blocks=scaled(self.blocks),
+            outside=scaled(self.outside),
+            largest=scaled(self.largest),
+            recomputed=scaled(self.recomputed),
+            logits=rows * self.logits,
+            shared=rows * self.shared,
+        )
 
     @property
     def activations(self) -> int:
@@ -78,7 +89,7 @@ class FakeForward:
 
 
 def fake_forward(
-    model: nn.Module,
+    model: PreTrainedModel,
     family: models.Family,
     plan: fp8.Plan,
     tokens: Tokens,
@@ -105,14 +116,16 @@ def fake_forward(
     log.disabled = True  # it prints the traceback of what is told below in a sentence
     try:
         dressed = model if dressed is None else dressed
-        found = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
+        counted = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
         routers = [row.name for row in plan.rows if row.kind == "router"] if routing.coefficient(cfg, model) else []
         if not routers or head_alone:
-            return found
-        more = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
+            return counted
+        with_balance = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
         _, standing = _shrunk(model, family, _kinds(dressed, family, plan))
         some = sum(any(name.startswith(f"{block}.") for block in standing) for name in routers)
-        return replace(found, logits=found.logits + (more.logits - found.logits) * len(routers) // max(1, some))
+        return replace(
+            counted, logits=counted.logits + (with_balance.logits - counted.logits) * len(routers) // max(1, some)
+        )
     except (RuntimeError, ValueError, AttributeError, LookupError, TypeError, ArithmeticError) as error:
         if isinstance(error, TrainError):
             raise
@@ -125,7 +138,7 @@ def fake_forward(
 
 
 def _counted(
-    model: nn.Module,
+    model: PreTrainedModel,
     dressed: nn.Module,
     family: models.Family,
     plan: fp8.Plan,
@@ -156,16 +169,16 @@ def _counted(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
         counting = count_saved(small, blocks)
-        with _nothing_older(), fp8.uncounted(), counting as counted, _ForFakeTensors(), computing:
+        with _nothing_older(), uncounted(), counting as counted, _ForFakeTensors(), computing:
             if autocast is None and "pixel_values" in batch:  # as octavo.train.forward.forward does
                 batch["pixel_values"] = batch["pixel_values"].to(dtype)
             if balanced:
                 batch["output_router_logits"] = True
             loss = _loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
-        found = counted.report()
+        report = counted.report()
     del loss
     weights = set() if autocast is None else {(autocast, tuple(p.shape)) for p in small.parameters()}
-    return _scaled(found, small, family, standing, weights)
+    return _scaled(report, small, family, standing, weights)
 
 
 def _of_this(cfg: Config, family: models.Family) -> Config:
@@ -173,43 +186,45 @@ def _of_this(cfg: Config, family: models.Family) -> Config:
     device: what is moved to the host is kept all the same, and counted by
     :mod:`octavo.train.estimate.memory.footprint`."""
     ways = {component: how for component, how in cfg.train.recompute if component in family.components}
-    there = {"offload_activations": False, "synchronize_per_layer": False}
-    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **there})
+    without_device = {"offload_activations": False, "synchronize_per_layer": False}
+    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **without_device})
     return cfg.model_copy(update={"train": train})
 
 
-def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: fp8.ChunkedHead | None, cfg: Config) -> Tensor:
+def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHead | None, cfg: Config) -> Tensor:
     """The loss of a micro-batch in which the tokens at the positions ``keep`` predict the next."""
     target = batch["input_ids"][:, keep]
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
-    more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
+    trim: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
     if cfg.train.phase in BEYOND_SFT:
-        with critic.values(model, alone=False) if critic.wanted(cfg) else nullcontext([]) as found:
+        nothing: list[Tensor] = []
+        values = critic.values(model, alone=False) if critic.wanted(cfg) else nullcontext(nothing)
+        with values as of_critic:
             logs = _of_log_probs(model, batch, keep if trims else None, target, head, cfg)
-        return sum((values.sum() for values in found), logs)
+        return sum((value.sum() for value in of_critic), logs)
     smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
     if head is None:
-        out = model(**batch, **more, use_cache=False)
+        out = model(**batch, **trim, use_cache=False)
         loss = losses.cross_entropy(out.logits if trims else out.logits[:, keep], target, **smooth).sum()
     else:
-        with head.losses(target, **smooth, chunk=target.numel()) as given:
-            out = model(**batch, **more, use_cache=False)
-            loss = given.take(out.logits).sum()
+        with head.losses(target, **smooth, chunk=target.numel()) as by_head:
+            out = model(**batch, **trim, use_cache=False)
+            loss = by_head.take(out.logits).sum()
     balance = getattr(out, "aux_loss", None)
     return loss if balance is None else loss + balance
 
 
 def _of_log_probs(
-    model: nn.Module, batch: dict[str, Any], keep: Tensor | None, target: Tensor, head: fp8.ChunkedHead | None,
+    model: nn.Module, batch: dict[str, Any], keep: Tensor | None, target: Tensor, head: ChunkedHead | None,
     cfg: Config,
 ) -> Tensor:  # fmt: skip
     """The same in phases that learn from log-probabilities; what their objectives keep is a few numbers a token."""
-    more: dict[str, Any] = {"use_cache": False} | ({} if keep is None else {"logits_to_keep": keep})
+    options: dict[str, Any] = {"use_cache": False} | ({} if keep is None else {"logits_to_keep": keep})
     entropy = cfg.train.phase == "rl"
     if head is not None:
-        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as given:
-            return given.take(model(**batch, **more).logits).sum()
-    logits = model(**batch, **more).logits
+        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as by_head:
+            return by_head.take(model(**batch, **options).logits).sum()
+    logits = model(**batch, **options).logits
     return fp8.log_probs(logits if keep is not None else logits[:, : target.shape[1]], target).sum()
 
 
@@ -229,8 +244,8 @@ def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tupl
 
 
 def _shrunk(
-    model: nn.Module, family: models.Family, kinds: list[tuple[str, Any]], head_alone: bool = False
-) -> tuple[nn.Module, dict[str, int]]:
+    model: PreTrainedModel, family: models.Family, kinds: list[tuple[str, Any]], head_alone: bool = False
+) -> tuple[PreTrainedModel, dict[str, int]]:
     """A copy with the blocks that are needed, and block -> how many of the model's it stands for (0: a neighbour)."""
     members: dict[Any, list[int]] = {}
     towers: dict[str, list[int]] = {}
@@ -309,11 +324,11 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
 def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
     """Exchange every parameter and buffer for a fake one on the CPU, floating parameters in ``dtype``, adapters and a
     critic in their own; frozen FP8 weights get fake codes; ties stay."""
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     beside = {id(p) for n, p in model.named_parameters() if adapters.is_adapter_parameter(n) or critic.owns(n)}
 
     def fake(tensor: Tensor) -> Tensor:
-        if fp8.is_frozen(tensor):
+        if is_frozen(tensor):
             return frozen(tensor)
         parameter = isinstance(tensor, nn.Parameter)
         kind = dtype if parameter and tensor.is_floating_point() and id(tensor) not in beside else tensor.dtype
@@ -322,17 +337,18 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         return nn.Parameter(empty, requires_grad=tensor.requires_grad) if parameter else empty
 
     def frozen(tensor: Tensor) -> Tensor:
-        q = fp8.codes_of_frozen(tensor)
+        q = codes_of_frozen(tensor)
         with mode:
             codes = torch.empty(q.data.shape, dtype=q.data.dtype, device="cpu")
             scale = torch.empty(q.scale.shape, dtype=q.scale.dtype, device="cpu")
-        return fp8.frozen(codes, scale, q.spec, dtype, transposed=tensor.turned)
+        turned = isinstance(tensor, Fp8Weight) and tensor.turned
+        return frozen_from_codes(codes, scale, q.spec, dtype, transposed=turned)
 
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
-                    held[name] = made.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
+                    held[name] = fakes.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
         if isinstance(module, fp8.weights.CachesWeights):
             module.own_weights()
 
@@ -396,7 +412,7 @@ _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defau
 
 
 def _scaled(
-    found: SavedBytes,
+    report: SavedBytes,
     small: nn.Module,
     family: models.Family,
     standing: Mapping[str, int],
@@ -405,7 +421,7 @@ def _scaled(
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
     copies = shared = logits = 0
-    for row in made_by_model(found):
+    for row in made_by_model(report):
         if row.kind != ACTIVATION:
             shared += row.bytes
         elif not row.module or family.component_of(row.module) == "lm_head":

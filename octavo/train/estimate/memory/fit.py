@@ -115,8 +115,8 @@ class Fit:
 
 def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] = ()) -> Fit:
     """Search. ``held``: dotted keys whose value in the configuration is not to be changed."""
-    kept = frozenset(held)
-    every = list(_settings(sizes, card, ranks, kept))
+    fixed = frozenset(held)
+    every = list(_settings(sizes, card, ranks, fixed))
     best_time = min(s.seconds for s in every)
     every = [replace(s, relative=s.seconds / best_time) for s in every]
     fitting = [s for s in every if s.over(card) <= 0]
@@ -125,8 +125,10 @@ def propose(sizes: Footprints, card: Card, ranks: int = 1, held: Iterable[str] =
     if best is None:
         makes = (n for n in RANKS if n > ranks and _makes(sizes.cfg, n))
         wider = (n for n in makes if samples_of(sizes.cfg) % data_ranks(sizes.cfg, n) == 0)
-        more = next((n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, kept))), None)
-        return Fit(card, None, (), (), (), smallest, more, len(every))
+        fitting_ranks = next(
+            (n for n in wider if any(s.over(card) <= 0 for s in _settings(sizes, card, n, fixed))), None
+        )
+        return Fit(card, None, (), (), (), smallest, fitting_ranks, len(every))
     ahead = sorted((s for s in every if s.over(card) > 0 and s.seconds < best.seconds), key=lambda s: s.seconds)
     reasons, exacter = tuple(_reasons(best, every, card, sizes, ranks)), _first(_exacter(best, fitting))
     return Fit(card, best, reasons, exacter, _first(_spread(ahead)), smallest, None, len(every))
@@ -147,41 +149,41 @@ def _settings(sizes: Footprints, card: Card, ranks: int, held: frozenset[str]) -
         ways = [{c: how for c, how in cfg.train.recompute if c in towers}]
     batches = [cfg.train.micro_batch] if "train.micro_batch" in held else _batches(cfg, ranks)
     given_all = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
-    bases = [(given, changed(cfg, given)) for given in given_all]
-    bases = [(given, base) for given, base in bases if not refused(base)]
+    bases = [(values_of, changed(cfg, values_of)) for values_of in given_all]
+    bases = [(values_of, base) for values_of, base in bases if not refused(base)]
     standing = [sizes.standing(base, ranks) for _, base in bases]
     limit = card.usable if min(standing, default=0) <= card.usable else max(standing, default=0)
     rows_of = {micro: micro * max(1, sizes.tokens.rows // cfg.train.micro_batch) for micro in batches}
-    found: dict[Any, FakeForward | None] = {}  # what a forward keeps, by all that it depends on
+    forwards: dict[Any, FakeForward | None] = {}  # what a forward keeps, by all that it depends on
 
-    def kept_by(made: Config, way: Mapping[str, str]) -> FakeForward | None:
-        made = sizes.computing(made, ranks)
-        key = (made.fp8.activations, *sizes.forward_of(made), made.train.logits, *way.values())
-        rows = rows_of[made.train.micro_batch]
-        if key not in found:
-            found[key] = _kept(sizes, made, way)
-        one = found[key]
-        if one is not None and (*key, rows) not in found:
-            found[*key, rows] = one.times(rows)
-        return one and found[*key, rows]
+    def kept_by(candidate: Config, way: Mapping[str, str]) -> FakeForward | None:
+        candidate = sizes.computing(candidate, ranks)
+        key = (candidate.fp8.activations, *sizes.forward_of(candidate), candidate.train.logits, *way.values())
+        rows = rows_of[candidate.train.micro_batch]
+        if key not in forwards:
+            forwards[key] = _kept(sizes, candidate, way)
+        one = forwards[key]
+        if one is not None and (*key, rows) not in forwards:
+            forwards[*key, rows] = one.times(rows)
+        return one and forwards[*key, rows]
 
-    for (given, base), still in zip(bases, standing, strict=True):
+    for (values_of, base), still in zip(bases, standing, strict=True):
         if still > limit:
             continue
         for micro in batches:
-            if given["optimizer.update"] == "backward" and samples_of(cfg) > micro * data_ranks(cfg, ranks):
+            if values_of["optimizer.update"] == "backward" and samples_of(cfg) > micro * data_ranks(cfg, ranks):
                 continue
-            made = changed(base, {"train.micro_batch": micro})
+            candidate = changed(base, {"train.micro_batch": micro})
             for way in ways:
-                if given["train.offload_activations"] and set(way.values()) == {"full"}:
+                if values_of["train.offload_activations"] and set(way.values()) == {"full"}:
                     continue
-                kept = kept_by(made, way)
-                if kept is None:
+                forward = kept_by(candidate, way)
+                if forward is None:
                     continue
-                size = sizes.put_together(made, kept, rows_of[micro], ranks)
-                named = {key: value for key, value in given.items() if key not in decided}
+                size = sizes.put_together(candidate, forward, rows_of[micro], ranks)
+                named = {key: value for key, value in values_of.items() if key not in decided}
                 settings = {**named, "train.recompute": _named(way), "train.micro_batch": micro}
-                yield Setting(settings, size, _seconds(sizes, made, way, size, kept, ranks))
+                yield Setting(settings, size, _seconds(sizes, candidate, way, size, forward, ranks))
 
 
 def _makes(cfg: Config, ranks: int) -> bool:
@@ -232,11 +234,11 @@ def _kept(sizes: Footprints, cfg: Config, way: Mapping[str, str]) -> FakeForward
 
 
 def _seconds(
-    sizes: Footprints, cfg: Config, way: Mapping[str, str], found: Footprint, kept: FakeForward, ranks: int
+    sizes: Footprints, cfg: Config, way: Mapping[str, str], footprint: Footprint, saved: FakeForward, ranks: int
 ) -> float:
     """An estimate of one step on one rank; see this file's head."""
     steps = micro_steps_of(cfg, ranks)
-    forward = sizes.forward_flops(found.tokens)
+    forward = sizes.forward_flops(footprint.tokens)
     again = sum(forward.get(c, 0.0) * {"none": 0.0, "selective": SELECTIVE, "full": 1.0}[how] for c, how in way.items())
     total = 3 * sum(forward.values()) + again
     twice = cfg.optimizer.update == "backward" and cfg.train.clip > 0
@@ -245,16 +247,16 @@ def _seconds(
     if sizes.chunks(cfg):
         total += forward.get("lm_head", 0.0)
     compute = steps * total / FLOPS
-    weights, grads = found.kinds["weights"], sizes.elements * (2 if cfg.optimizer.master != "fp32" else 4)
-    states = found.kinds["optimizer"] + found.kinds["master"] + (found.host if cfg.optimizer.offload else 0)
+    weights, grads = footprint.kinds["weights"], sizes.elements * (2 if cfg.optimizer.master != "fp32" else 4)
+    states = footprint.kinds["optimizer"] + footprint.kinds["master"] + (footprint.host if cfg.optimizer.offload else 0)
     moved = 3 * weights * steps + 2 * grads * steps + 2 * (weights + states)
     if cfg.fp8.weight_codes == "recast":
         moved += 2 * 3 * sizes.elements * steps
     if cfg.fp8.activations == "fp8":
-        moved += kept.activations * steps
+        moved += saved.activations * steps
     seconds = compute + moved / HBM
     if cfg.train.offload_activations:
-        seconds += max(0.0, 2 * steps * (kept.activations - found.kinds["activations"]) / LINK - compute)
+        seconds += max(0.0, 2 * steps * (saved.activations - footprint.kinds["activations"]) / LINK - compute)
     if cfg.optimizer.offload:
         seconds += 2 * states / LINK
     return seconds
@@ -264,11 +266,11 @@ def _inexact(settings: Settings) -> tuple[int, ...]:
     return tuple(ranked[settings[key]] for key, ranked in _EXACT.items() if key in settings)
 
 
-def _fastest(found: list[Setting]) -> Setting | None:
-    if not found:
+def _fastest(settings: list[Setting]) -> Setting | None:
+    if not settings:
         return None
-    limit = TIE * min(s.seconds for s in found)
-    tied = [s for s in found if s.seconds <= limit]
+    limit = TIE * min(s.seconds for s in settings)
+    tied = [s for s in settings if s.seconds <= limit]
     return min(tied, key=lambda s: (_inexact(s.settings), s.seconds))
 
 
@@ -284,10 +286,10 @@ def _reasons(best: Setting, every: list[Setting], card: Card, sizes: Footprints,
         before = values[values.index(value) - 1] if value in values else off
         other = index.get(_key({**best.settings, key: before}))
         if other is None:  # its weights and states alone are too much, or it is against a rule
-            made = changed(sizes.cfg, {**best.settings, key: before})
-            if refused(made):
+            without = changed(sizes.cfg, {**best.settings, key: before})
+            if refused(without):
                 continue
-            total = sizes.of(made, ranks).total
+            total = sizes.of(without, ranks).total
         else:
             total = other.footprint.total
         what = f"with {key}: {_word(before)} it would need {gb(total)}, "
@@ -302,18 +304,18 @@ def _key(settings: Settings) -> tuple[str, ...]:
     return tuple(f"{key}={value}" for key, value in sorted(settings.items()))
 
 
-def _first(found: Iterable[Setting], most: int = 3) -> tuple[Setting, ...]:
-    return tuple(itertools.islice(found, most))
+def _first(settings: Iterable[Setting], most: int = 3) -> tuple[Setting, ...]:
+    return tuple(itertools.islice(settings, most))
 
 
 def _exacter(best: Setting, fitting: list[Setting]) -> Iterator[Setting]:
     """The fastest of each way to round less than the best."""
     here, seen = _inexact(best.settings), set()
     for setting in sorted(fitting, key=lambda s: s.seconds):
-        there = _inexact(setting.settings)
-        if there == here or there in seen or any(a > b for a, b in zip(there, here, strict=True)):
+        inexact = _inexact(setting.settings)
+        if inexact == here or inexact in seen or any(a > b for a, b in zip(inexact, here, strict=True)):
             continue
-        seen.add(there)
+        seen.add(inexact)
         yield setting
 
 
@@ -336,8 +338,8 @@ def _word(value: Any) -> str:
 
 def settings_of(cfg: Config) -> Settings:
     """What a configuration says where a proposal may say otherwise."""
-    found = {key: value_of(cfg, key) for key in (*_CHOICES, "train.recompute", "train.micro_batch")}
-    return {**found, "train.recompute": _named(dict(cfg.train.recompute))}
+    values = {key: value_of(cfg, key) for key in (*_CHOICES, "train.recompute", "train.micro_batch")}
+    return {**values, "train.recompute": _named(dict(cfg.train.recompute))}
 
 
 def gb(size: float) -> str:

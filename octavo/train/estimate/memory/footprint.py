@@ -22,10 +22,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from octavo import fp8, models
 from octavo.adapters.experts import stock_name
@@ -43,6 +42,9 @@ from octavo.train.estimate.memory.rollout import Rollout, Rollouts, copied
 from octavo.train.forward.forward import autocast_dtype, gathers_bf16, model_dtype, why_not_chunked
 from octavo.train.setup import frozen_base, planning
 from octavo.train.setup.token_counts import Tokens, attention_flops
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 KINDS = (
     "weights", "master", "gradients", "optimizer", "codes", "reference", "kv_cache",
@@ -82,7 +84,7 @@ class Footprint:
         return max(self.update, self.rollout.total if self.rollout else 0)
 
     def to_json(self) -> dict[str, Any]:
-        more = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
+        by_moment = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
         return {
             "ranks": self.ranks,
             "tokens": {
@@ -97,7 +99,7 @@ class Footprint:
             "host": self.host,
             "staging": self.staging,
             "workspace": dict(self.parts),
-            **more,
+            **by_moment,
         }
 
 
@@ -115,7 +117,7 @@ class Footprints:
     """
 
     def __init__(
-        self, cfg: Config, model: nn.Module, family: models.Family, plan: fp8.Plan, tokens: Tokens,
+        self, cfg: Config, model: PreTrainedModel, family: models.Family, plan: fp8.Plan, tokens: Tokens,
         device: str = accelerator.CARD, copy: bool = False, usable: int | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
@@ -142,16 +144,16 @@ class Footprints:
         if key not in self._plans:
             policy = planning.policy_from(cfg)
             saving = saving_of(policy, self.family.components)
-            given = self.plan.rows, policy.fuse == "on", saving, self.family.components
-            self._plans[key] = replace(self.plan, policy=policy, blocks=blocks_of(self.model, *given))
+            inputs = self.plan.rows, policy.fuse == "on", saving, self.family.components
+            self._plans[key] = replace(self.plan, policy=policy, blocks=blocks_of(self.model, *inputs))
         return self._plans[key]
 
     def forward(self, cfg: Config, rows: int) -> FakeForward:
         """What a forward of so many rows keeps: one is counted, and more keep as much each."""
         key = (_of_plan(cfg)[:-2], self.forward_of(cfg), cfg.train.recompute, cfg.train.logits)
         if key not in self._forwards:
-            kept = self._fake_forward(cfg)
-            self._forwards[key] = replace(kept, recomputed=self._recomputed(cfg, kept))
+            counted = self._fake_forward(cfg)
+            self._forwards[key] = replace(counted, recomputed=self._recomputed(cfg, counted))
         return self._forwards[key].times(rows)
 
     def logits_of(self, cfg: Config) -> int:
@@ -175,13 +177,15 @@ class Footprints:
         tokens = _one_row(self.tokens)
         return fake_forward(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone, self.dressed)
 
-    def _recomputed(self, cfg: Config, kept: FakeForward) -> dict[str, int]:
+    def _recomputed(self, cfg: Config, counted: FakeForward) -> dict[str, int]:
         """What a block keeps while its backward runs that it did not keep before."""
-        again = [component for component, how in cfg.train.recompute if how != "none" and kept.largest.get(component)]
+        again = [
+            component for component, how in cfg.train.recompute if how != "none" and counted.largest.get(component)
+        ]
         if not again:
             return {}
         whole = self.forward(changed(cfg, {"train.recompute": "none"}), 1)
-        return {component: whole.largest[component] - kept.largest[component] for component in again}
+        return {component: whole.largest[component] - counted.largest[component] for component in again}
 
     def of(self, cfg: Config, ranks: int = 1) -> Footprint:
         """The footprint of a configuration that differs from the first in switches of memory and ``micro_batch``."""
@@ -193,35 +197,35 @@ class Footprints:
         seen = {"train.gather": "stored", "optimizer.master": "bf16+sr"}  # BF16 weights, for what a forward keeps
         return changed(cfg, seen) if gathers_bf16(cfg, ranks) else cfg
 
-    def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
+    def put_together(self, cfg: Config, counted: FakeForward, rows: int, ranks: int = 1) -> Footprint:
         """The footprint, given what a forward keeps."""
         plan, layout = self.plan_of(cfg), layout_of(cfg, ranks)
-        kept, tokens = part(kept, _rows(self.tokens, rows), layout.context)
+        counted, tokens = part(counted, _rows(self.tokens, rows), layout.context)
         still = self.still(cfg, layout)
-        activations = resident = kept.activations
+        activations = resident = counted.activations
         if cfg.train.offload_activations:  # a block's are on their way out or in, the next one's are used
-            resident = sum(kept.outside.values()) + kept.copies + 2 * max(kept.largest.values(), default=0)
-        parts = self._workspace(cfg, plan, kept, tokens, ranks, layout)
+            resident = sum(counted.outside.values()) + counted.copies + 2 * max(counted.largest.values(), default=0)
+        parts = self._workspace(cfg, plan, counted, tokens, ranks, layout)
         kinds = {
             **still,
             "kv_cache": 0,
             "activations": min(activations, resident),
-            "logits": kept.logits,
+            "logits": counted.logits,
             "workspace": sum(parts.values()),
         }
         host = activations - kinds["activations"]
         if cfg.optimizer.offload:
             host += kinds["master"] + kinds["optimizer"]
             kinds["master"] = kinds["optimizer"] = 0
-        of = {name: kept.blocks.get(name, 0) + kept.outside.get(name, 0) for name in tokens.counts}
+        of = {name: counted.blocks.get(name, 0) + counted.outside.get(name, 0) for name in tokens.counts}
         per_token = {name: of[name] / count for name, count in tokens.counts.items() if count and of[name]}
         rollout = None
         if self._rollouts is not None:
             always = {name: size for name, size in still.items() if name != "gradients" and kinds[name]}
             dtype, autocast = self.forward_of(self.computing(cfg, ranks))
-            more = sum(parts.get(name, 0) for name in ("codes", "values"))
-            more += self._gather(cfg, plan, layout.expert)[0] if ranks > 1 else 0
-            rollout = self._rollouts.of(cfg, always, tokens, autocast or dtype, more, ranks)
+            transient = sum(parts.get(name, 0) for name in ("codes", "values"))
+            transient += self._gather(cfg, plan, layout.expert)[0] if ranks > 1 else 0
+            rollout = self._rollouts.of(cfg, always, tokens, autocast or dtype, transient, ranks)
         staging = states.saved(cfg, self.held, ranks) if cfg.run.save == "async" else 0
         return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout, staging)
 
@@ -251,7 +255,7 @@ class Footprints:
         return {kind: self._standing[kind, ranks, on] for kind, (on, _) in kinds.items()}
 
     def _workspace(
-        self, cfg: Config, plan: fp8.Plan, kept: FakeForward, tokens: Tokens, ranks: int, layout: Layout
+        self, cfg: Config, plan: fp8.Plan, counted: FakeForward, tokens: Tokens, ranks: int, layout: Layout
     ) -> dict[str, int]:  # fmt: skip
         """What comes and goes, at the moment when most of it is there while all activations still are:
 
@@ -277,13 +281,13 @@ class Footprints:
         if self.chunks(cfg):
             most = CHUNK_OF_CPU if self.device == "cpu" else CHUNK
             chunk = min(most, positions * about.vocabulary)
-            codes = 2 if "lm_head" in about.fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
+            codes = 2 if "lm_head" in about.in_fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
             loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden
         else:
             loss = positions * about.vocabulary * (low + 4 + low)
         blocks = max(
-            tokens.counts.get(name, 0) * wide * (3 * low + (6 if name in about.fp8 else 0))
-            + kept.recomputed.get(name, 0)
+            tokens.counts.get(name, 0) * wide * (3 * low + (6 if name in about.in_fp8 else 0))
+            + counted.recomputed.get(name, 0)
             for name, wide in about.widest.items()
         )
         inner, outer = (states.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
@@ -328,7 +332,7 @@ class Footprints:
             held, plan = states.dealt(self.held, plan, ways)
             both = states.gathered(cfg, held, plan), states.ungathered(cfg, held)
             self._gathered[key] = tuple(
-                found.get("", 0) + 2 * max((size for name, size in found.items() if name), default=0) for found in both
+                sizes.get("", 0) + 2 * max((size for name, size in sizes.items() if name), default=0) for sizes in both
             )
         return self._gathered[key]
 
@@ -365,8 +369,8 @@ class Footprints:
         """Bytes of the hidden states of a row between two blocks, which is what a block recomputed in full keeps."""
         config = self.model.config
         towers = {"image_encoder": "vision_config", "audio_encoder": "audio_config"}
-        own = getattr(config, towers[component]) if component in towers else config.get_text_config()
-        width = own.hidden_size
+        section = getattr(config, towers[component]) if component in towers else config.get_text_config()
+        width = section.hidden_size
         return _one_row(self.tokens).counts.get(component, 0) * width * states.width(cfg)
 
     @cached_property
@@ -383,7 +387,7 @@ class _About:
     vocabulary: int
     hidden: int
     widest: Mapping[str, int]
-    fp8: frozenset[str]
+    in_fp8: frozenset[str]
     largest: int
     largest_inside: int
     codes: int
@@ -471,11 +475,11 @@ class Card:
     @classmethod
     def parse(cls, text: str) -> Card:
         """``80GB``, ``24GiB``, ``141``. Raises TrainError for anything else."""
-        given = text.strip().lower()
-        number, unit = given, 1e9
+        words = text.strip().lower()
+        number, unit = words, 1e9
         for ending, size in (("gib", 2.0**30), ("gb", 1e9)):
-            if given.endswith(ending):
-                number, unit = given[: -len(ending)], size
+            if words.endswith(ending):
+                number, unit = words[: -len(ending)], size
                 break
         try:
             value = float(number)

@@ -27,21 +27,25 @@ def layout_of(cfg: Config, ranks: int) -> Layout:
         raise TrainError(str(error)) from error
 
 
-def part(kept: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, Tokens]:
+def part(whole: FakeForward, tokens: Tokens, context: int) -> tuple[FakeForward, Tokens]:
     """What one of so many ranks keeps of a forward, and its tokens; images stay whole."""
     if context == 1:
-        return kept, tokens
-    own = tokens.shared(context)
+        return whole, tokens
+    shared = tokens.shared(context)
 
-    def less(found: Mapping[str, int]) -> dict[str, int]:
-        of = {name: (own.counts.get(name, 1), tokens.counts.get(name, context)) for name in found}
-        return {name: _share(size, *of[name]) for name, size in found.items()}
+    def shares(sizes: Mapping[str, int]) -> dict[str, int]:
+        counts = {name: (shared.counts.get(name, 1), tokens.counts.get(name, context)) for name in sizes}
+        return {name: _share(size, *counts[name]) for name, size in sizes.items()}
 
-    names = ("blocks", "outside", "largest", "recomputed")
-    scaled = {name: less(getattr(kept, name)) for name in names}
-    copies = {"copies": kept.copies, "shared": kept.shared}  # of weights, and of positions, which all have
-    here = replace(kept, **scaled, logits=-(-kept.logits // context), **copies)
-    return here, own
+    here = replace(  # 16-bit copies of weights and the positions are on every rank, so they are not divided
+        whole,
+        blocks=shares(whole.blocks),
+        outside=shares(whole.outside),
+        largest=shares(whole.largest),
+        recomputed=shares(whole.recomputed),
+        logits=-(-whole.logits // context),
+    )
+    return here, shared
 
 
 def _share(size: int, part: int, whole: int) -> int:

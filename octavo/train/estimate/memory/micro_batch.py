@@ -7,10 +7,10 @@ at is real: ids, grids, sizes of images, how many a row has.
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from octavo import models
@@ -18,11 +18,14 @@ from octavo.models.structure import anyres
 from octavo.train.errors import TrainError
 from octavo.train.setup.token_counts import Tokens
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 """By what names families ask which tokens are an image's: for positions, two-way attention, experts."""
 
 
-def micro_batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
+def micro_batch(model: PreTrainedModel, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
     """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
     ids = torch.zeros(tokens.rows, tokens.row, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -32,9 +35,14 @@ def micro_batch(model: nn.Module, family: models.Family, tokens: Tokens, mode: F
     if family.has_audio and tokens.sound:
         batch |= _sounds(model.config, ids, tokens.counts["audio_encoder"], family.audio_token_id, mode)
     if family.has_vision:
-        of_image = (ids == family.image_token_id).to(torch.int64)
+        of_image = (ids == _placeholder(family.image_token_id)).to(torch.int64)
         batch |= {name: of_image for name in _KINDS if name in inspect.signature(model.forward).parameters}
     return batch
+
+
+def _placeholder(token: int | None) -> int:
+    assert token is not None, "a family with a tower has a placeholder for what the tower encodes"
+    return token
 
 
 def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
@@ -49,9 +57,10 @@ def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: Fake
             f"{places} places of sounds are {each} sounds in a row of {ids.shape[1]} tokens, and each takes "
             f"{hearing.least} or more. Give fewer tokens for audio_encoder, or more for foundation (train.seq_length)"
         )
+    placeholder = _placeholder(token)
     for number in range(many):
         row, start = number // each, (number % each) * (length + 1) + 1
-        ids[row, start : start + length] = token
+        ids[row, start : start + length] = placeholder
     with mode:
         heard = torch.empty((many, hearing.bins, hearing.frames), dtype=torch.float32, device="cpu")
     mask = torch.zeros(many, hearing.frames, dtype=torch.int64)
@@ -60,13 +69,13 @@ def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: Fake
 
 
 class _Images(NamedTuple):
-    """The images of a micro-batch: ``each`` in every row, of ``length`` tokens; ``shape`` of `pixel_values`; ``more``
-    that the tower wants."""
+    """The images of a micro-batch: ``each`` in every row, of ``length`` tokens; ``shape`` of `pixel_values`; further
+    ``inputs`` of the tower."""
 
     each: int
     length: int
     shape: tuple[int, ...]
-    more: dict[str, Tensor]
+    inputs: dict[str, Tensor]
 
 
 def _images(
@@ -75,23 +84,24 @@ def _images(
     """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
     vision, rows = models.vision_of(config), len(ids)
     if vision.sized:
-        found = _cut_alone(config, vision, patches, rows)
+        layout = _cut_alone(config, vision, patches, rows)
     elif vision.kind == "tiles":
-        found = _tiles(vision, patches, image, rows)
+        layout = _tiles(vision, patches, image, rows)
     else:
-        found = _whole(vision, patches, image, rows, ids.shape[1])
-    each, length, shape, more = found
+        layout = _whole(vision, patches, image, rows, ids.shape[1])
+    each, length, shape, inputs = layout
     if each * (length + 1) > ids.shape[1]:
         raise TrainError(
             f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "
             f"{ids.shape[1]} tokens. Give fewer tokens for image_encoder, or more for foundation (train.seq_length)"
         )
+    placeholder = _placeholder(token)
     for i in range(each):  # a token of text between two images
         start = i * (length + 1)
-        ids[:, start + 1 : start + 1 + length] = token
+        ids[:, start + 1 : start + 1 + length] = placeholder
     with mode:
         pixels = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return {"pixel_values": pixels, **more}
+    return {"pixel_values": pixels, **inputs}
 
 
 def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: int) -> _Images:
@@ -118,13 +128,13 @@ def _tiles(vision: models.Vision, patches: int, image: int, rows: int) -> _Image
     """Tiles, each of which is an image by itself; of several scales images as large as they are on average."""
     of_one = vision.cells + vision.own if not vision.scales else max(vision.cells, image)
     each = max(1, round(patches / of_one / rows))
-    frames, count, more = 1, 1, {}
+    frames, count, inputs = 1, 1, {}
     if vision.scales:
         count = vision.features(round(image / vision.cells) * vision.cells) // vision.length or 1
         frames += -(-vision.smaller // count) if of_one > vision.cells * vision.smaller else 0
-        more = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
+        inputs = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
     lead = (each * rows * frames * count, *(1,) * (vision.axes - 4))
-    return _Images(each, count * vision.length + vision.ends, (*lead, vision.channels, *vision.tile), more)
+    return _Images(each, count * vision.length + vision.ends, (*lead, vision.channels, *vision.tile), inputs)
 
 
 def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _Images:
@@ -134,8 +144,8 @@ def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _
     each, alone = -(-tiles // vision.most), tiles > 1
     size = anyres.nearest(config, round(tiles / each)) if alone else vision.tile
     length, count = anyres.tokens(config, size, alone), anyres.tiles(config, size, alone)
-    more = {
+    inputs = {
         "image_sizes": torch.tensor([size]).repeat(each * rows, 1),
         "batch_num_images": torch.full((each * rows,), 1 if alone else 2),
     }
-    return _Images(each, length, (each * rows, count, vision.channels, *vision.tile), more)
+    return _Images(each, length, (each * rows, count, vision.channels, *vision.tile), inputs)

@@ -58,13 +58,13 @@ class Rollouts:
         self._found: dict[Any, generation.Bytes] = {}
 
     def of(
-        self, cfg: Config, standing: Mapping[str, int], tokens: Tokens, dtype: torch.dtype, more: int, ranks: int
+        self, cfg: Config, standing: Mapping[str, int], tokens: Tokens, dtype: torch.dtype, transient: int, ranks: int
     ) -> Rollout:
         """Of one rank. ``standing``: what is there in every moment; ``dtype``: what the model computes in; ``more``: of
         one weight or block, what comes and goes in any forward."""
         rl = cfg.rl
         assert rl is not None
-        own = max(1, rl.prompts * rl.group // ranks)
+        completions = max(1, rl.prompts * rl.group // ranks)
         prompt = max(1, tokens.row - rl.max_new_tokens)
         patches = tokens.counts.get("image_encoder", 0) // tokens.rows
         never = (0,) if patches else ()  # whichever token stands for images
@@ -74,7 +74,7 @@ class Rollouts:
         check_pages(rl, prompt, generation.PAGE)
 
         def shape(sequences: int) -> generation.Shape:
-            return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, given=rl.pages)
+            return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, limit=rl.pages)
 
         def predicted(sequences: int) -> generation.Bytes:
             key = (shape(sequences), rl.kv, dtype, sampling)
@@ -82,16 +82,16 @@ class Rollouts:
                 self._found[key] = generation.predict(self.config, shape(sequences), rl.kv, dtype, sampling, in_place)
             return self._found[key]
 
-        still = sum(standing.values()) + more
-        slots = min(rl.slots or own, own)
+        still = sum(standing.values()) + transient
+        slots = min(rl.slots or completions, completions)
         if rl.slots is None and rl.pages is not None:
-            slots = generation.most_that_fit(slots, lambda count: shape(count).takes <= shape(count).pages) or 1
+            slots = generation.most_that_fit(slots, lambda count: shape(count).needed_pages <= shape(count).pages) or 1
         if rl.slots is None and self.usable is not None:
             room = self.usable - still
             slots = generation.most_that_fit(slots, lambda count: predicted(count).total <= room) or 1
-        found = predicted(slots)
-        kinds = {**standing, "kv_cache": found.held, "workspace": found.total - found.held + more}
-        return Rollout(kinds, slots, own, generation.bytes_of_token(self.config, rl.kv, dtype))
+        chosen = predicted(slots)
+        kinds = {**standing, "kv_cache": chosen.held, "workspace": chosen.total - chosen.held + transient}
+        return Rollout(kinds, slots, completions, generation.bytes_of_token(self.config, rl.kv, dtype))
 
 
 def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
@@ -110,11 +110,11 @@ def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Conf
     FP8 codes of what stays in high precision."""
     model = models.empty(config).requires_grad_(False)
     frozen_base.into_codes(model, plan)
-    found = states.held(model, family)
-    frozen = states.frozen_of(found)
+    parameters = states.held(model, family)
+    frozen = states.frozen_of(parameters)
 
     def count(cfg: Config, plan: fp8.Plan, ranks: int) -> int:
         codes = states.codes(plan, (), ranks, frozen) if ranks == 1 else 0
-        return states.weights(cfg, found, ranks) + codes
+        return states.weights(cfg, parameters, ranks) + codes
 
     return count

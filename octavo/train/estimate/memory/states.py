@@ -19,7 +19,7 @@ from octavo import adapters, fp8, models
 from octavo.adapters.experts import stock_name
 from octavo.config import Config
 from octavo.fp8.arithmetic import GROUP, CastSpec, layout
-from octavo.fp8.weights import Shards
+from octavo.fp8.weights import Fp8Weight, Shards, codes_of_frozen, is_frozen
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
 
@@ -84,8 +84,8 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
             p.requires_grad,
             inside.get(name, ""),
             family.component_of(name.rpartition(".")[0]) or "foundation",
-            fp8.codes_of_frozen(p).spec if fp8.is_frozen(p) else None,
-            fp8.is_frozen(p) and p.turned,
+            codes_of_frozen(p).spec if is_frozen(p) else None,
+            is_frozen(p) and isinstance(p, Fp8Weight) and p.turned,
             adapters.is_adapter_parameter(name) or critic.owns(name),
             mixed and p.dtype == torch.float32 and not p.requires_grad,
         )
@@ -98,9 +98,9 @@ def width(cfg: Config) -> int:
     return model_dtype(cfg).itemsize
 
 
-def sent_width(cfg: Config, own: int) -> int:
+def sent_width(cfg: Config, width_of_weight: int) -> int:
     """Bytes of an element that is kept in ``own``, and of its gradient, on their way between ranks."""
-    return min(2, own) if cfg.train.gather == "bf16" else own
+    return min(2, width_of_weight) if cfg.train.gather == "bf16" else width_of_weight
 
 
 def adapter_width(cfg: Config) -> int:
@@ -113,38 +113,38 @@ def trained_width(cfg: Config) -> int:
     return width(cfg) if cfg.lora is None else adapter_width(cfg)
 
 
-def weights(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
-    return sum(p.bytes(cfg, ranks) for p in found)
+def weights(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
+    return sum(p.bytes(cfg, ranks) for p in parameters)
 
 
-def master(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+def master(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
     """What makes a BF16 weight exactly fp32: its other 16 bits, or of adapters in BF16 all 32. An fp32 weight is its
     own master."""
     beside = 4 if trained_width(cfg) == 2 and cfg.optimizer.master == "fp32" else 0
     each = 2 if cfg.optimizer.master == "bf16+16" else beside
-    return each * sum(p.elements(ranks) for p in found if p.trained)
+    return each * sum(p.elements(ranks) for p in parameters if p.trained)
 
 
-def gradients(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+def gradients(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
     """After backward; none where each is used and freed in backward."""
     if cfg.optimizer.update == "backward":
         return 0
-    return sum(p.width(cfg) * p.elements(ranks) for p in found if p.trained)
+    return sum(p.width(cfg) * p.elements(ranks) for p in parameters if p.trained)
 
 
-def states(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+def states(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
     """Both moments."""
     element, group = STATES[cfg.optimizer.states]
-    trained = [p.elements(ranks) for p in found if p.trained]
+    trained = [p.elements(ranks) for p in parameters if p.trained]
     return sum(_STEP + element * n + group * math.ceil(n / GROUP) for n in trained)
 
 
-def saved(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
+def saved(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
     """What a checkpoint holds of rank 0's part: of a LoRA run what is trained, else all but frozen codes; and what the
     optimizer keeps of it, without `run.save_states` that of weights alone."""
-    found = tuple(p for p in found if p.trained or (cfg.lora is None and p.codes is None))
-    of = master(cfg, found, ranks) + (states(cfg, found, ranks) if cfg.run.save_states else 0)
-    return weights(cfg, found, ranks) + of
+    parameters = tuple(p for p in parameters if p.trained or (cfg.lora is None and p.codes is None))
+    of = master(cfg, parameters, ranks) + (states(cfg, parameters, ranks) if cfg.run.save_states else 0)
+    return weights(cfg, parameters, ranks) + of
 
 
 def codes(
@@ -187,20 +187,20 @@ def backward_reaches(model: nn.Module) -> frozenset[str]:
     parameter in the order of the modules, which is the order of execution in the models that Octavo knows. Of sibling
     projections, which have one input (q, k and v; gate and up), the first decides for all, whichever it is: Whisper's
     and SigLIP's is k."""
-    found: set[str] = set()
+    reached: set[str] = set()
     decided: dict[tuple[str, str], bool] = {}
     trained = False
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         if decided.setdefault((parent, _SIBLINGS.get(last, last)), trained):
-            found.add(name)
+            reached.add(name)
         trained = trained or any(p.requires_grad for p in module.parameters(recurse=False))
-    return frozenset(found)
+    return frozenset(reached)
 
 
-def frozen_of(found: Iterable[Held]) -> frozenset[str]:
+def frozen_of(parameters: Iterable[Held]) -> frozenset[str]:
     """The stock names of frozen FP8 weights."""
-    return frozenset(stock_name(p.name) for p in found if p.codes is not None)
+    return frozenset(stock_name(p.name) for p in parameters if p.codes is not None)
 
 
 def fp8_weights(plan: fp8.Plan) -> tuple[fp8.PlanRow, ...]:
@@ -225,22 +225,22 @@ def multiplies_by_codes(row: fp8.PlanRow, codes: CastSpec | None) -> bool:
 
 def casts_of(row: fp8.PlanRow) -> list[CastSpec]:
     """The casts of a weight: the forward's, and dgrad's where that has another."""
-    found = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
-    return list(dict.fromkeys(found))
+    casts = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
+    return list(dict.fromkeys(casts))
 
 
 def shard_of_codes(shape: tuple[int, ...], casts: Iterable[CastSpec], ranks: int) -> int:
     """Codes and scales that each of the ranks keeps, and sends, of a matrix [N, K] or of experts [E, N, K]:
     :class:`octavo.fp8.weights.fp8_rows.Rows`, as large on every rank."""
-    found = 0
+    total = 0
     for spec in casts:
         shards = Shards(shape[0], ranks, 0)
         if len(shape) == 3:
-            found += shards.chunk * bytes_of((shape[1], shape[2]), spec)
+            total += shards.chunk * bytes_of((shape[1], shape[2]), spec)
             continue
         scales = shards.blocks(spec.block[0]) * layout(1, shape[1], spec.block).grid[1]
-        found += shards.chunk * shape[1] + scales * _scale_width(spec)
-    return found
+        total += shards.chunk * shape[1] + scales * _scale_width(spec)
+    return total
 
 
 def _whole(row: fp8.PlanRow) -> tuple[int, ...]:
@@ -281,13 +281,14 @@ def experts_of(plan: fp8.Plan) -> frozenset[str]:
     return frozenset(row.name for row in plan.rows if row.row.experts and row.kind == "experts")
 
 
-def dealt(found: Iterable[Held], plan: fp8.Plan, ways: int) -> tuple[tuple[Held, ...], fp8.Plan]:
+def dealt(parameters: Iterable[Held], plan: fp8.Plan, ways: int) -> tuple[tuple[Held, ...], fp8.Plan]:
     """(parameters, plan) with the experts of a layer that one of so many ranks has."""
     if ways == 1:
-        return tuple(found), plan
+        return tuple(parameters), plan
     names = experts_of(plan)
-    own = (
-        replace(p, shape=(-(-p.shape[0] // ways), *p.shape[1:])) if stock_name(p.name) in names else p for p in found
+    local = (
+        replace(p, shape=(-(-p.shape[0] // ways), *p.shape[1:])) if stock_name(p.name) in names else p
+        for p in parameters
     )
     rows = (
         replace(row, row=replace(row.row, experts=-(-row.row.experts // ways)))
@@ -295,29 +296,29 @@ def dealt(found: Iterable[Held], plan: fp8.Plan, ways: int) -> tuple[tuple[Held,
         else row
         for row in plan.rows
     )
-    return tuple(own), replace(plan, rows=tuple(rows))
+    return tuple(local), replace(plan, rows=tuple(rows))
 
 
-def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
+def gathered(cfg: Config, parameters: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
     """Block -> bytes of its weights when FSDP2 has gathered them, with their codes; the root under ""."""
-    out = sent(cfg, found, plan)
-    frozen = frozen_of(found)
+    out = sent(cfg, parameters, plan)
+    frozen = frozen_of(parameters)
     exchanged = {row.name for row in fp8_weights(plan)}
     for row in plan.rows:
         home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
-        kept = plan.policy.weight_codes != "recast" and weight_name(row) not in frozen
-        if kept and row.name not in exchanged:
+        cached = plan.policy.weight_codes != "recast" and weight_name(row) not in frozen
+        if cached and row.name not in exchanged:
             out[home] = out.get(home, 0) + codes_of(row, _held_gemms(plan, row))
     return out
 
 
-def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
+def sent(cfg: Config, parameters: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
     """Block -> bytes of its weights as all ranks together send them; the root under "".
 
     FP8 weights are sent as codes and scales, and have no values then.
     """
     out: dict[str, int] = {}
-    for p in found:
+    for p in parameters:
         out[p.block] = out.get(p.block, 0) + p.bytes(cfg, each=sent_width(cfg, p.width(cfg)))
     each = sent_width(cfg, width(cfg))
     for row in fp8_weights(plan):
@@ -326,9 +327,9 @@ def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
     return out
 
 
-def ungathered(cfg: Config, found: Iterable[Held]) -> dict[str, int]:
+def ungathered(cfg: Config, parameters: Iterable[Held]) -> dict[str, int]:
     """Block -> bytes of its whole gradients before they are summed over ranks; the root under ""."""
     out: dict[str, int] = {}
-    for p in found:
+    for p in parameters:
         out[p.block] = out.get(p.block, 0) + (sent_width(cfg, p.width(cfg)) * p.elements() if p.trained else 0)
     return out

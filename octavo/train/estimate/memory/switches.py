@@ -47,11 +47,11 @@ def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
             continue
         if key == "train.logits" and not sizes.chunks(changed(cfg, {key: "chunked"})):
             continue
-        found = value_of(cfg, key)
+        current = value_of(cfg, key)
         if key == "train.recompute":
-            ways = {how for _, how in found}
-            found = ways.pop() if len(ways) == 1 else found.foundation
-        at = values.index(found) if found in values else 0
+            ways = {how for _, how in current}
+            current = ways.pop() if len(ways) == 1 else current.foundation
+        at = values.index(current) if current in values else 0
         others = ([values[0]] if at else []) + list(values[at + 1 :])
         for other in others:
             tried = changed(cfg, {key: other})
@@ -63,4 +63,4 @@ def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
             except TrainError:  # nothing of this model could be run again so
                 continue
             on = other == values[0] and at > 0
-            yield Switch(key, found if on else other, on, saved if on else -saved, cost)
+            yield Switch(key, current if on else other, on, saved if on else -saved, cost)

@@ -78,11 +78,11 @@ class Cluster:
     @classmethod
     def parse(cls, text: str) -> Cluster:
         """``h100x8x8``, or the path of a YAML file. Raises TrainError for anything else."""
-        if (found := re.fullmatch(r"([a-z0-9]+?)x(\d{1,4})x(\d{1,5})", text.lower())) and found[1] in GPUS:
-            return cls(found[1], *GPUS[found[1]], int(found[2]), int(found[3]), fitted())._checked(text)
+        if (match := re.fullmatch(r"([a-z0-9]+?)x(\d{1,4})x(\d{1,5})", text.lower())) and match[1] in GPUS:
+            return cls(match[1], *GPUS[match[1]], int(match[2]), int(match[3]), fitted())._checked(text)
         if not text.endswith((".yaml", ".yml")):
             close = nearest(text.lower().split("x")[0], GPUS)
-            hint = f" (did you mean {close}x8x8?)" if close and not found else ""
+            hint = f" (did you mean {close}x8x8?)" if close and not match else ""
             raise TrainError(
                 f"--cluster {text[:60]!r} is no cluster{hint}: give a kind of GPU, how many a node has and how many "
                 f"nodes, as in h100x8x8, or a YAML file of bandwidths. Kinds are {', '.join(GPUS)}"
@@ -94,8 +94,8 @@ class Cluster:
         wrong += [f"speeds.{f.name}" for f in fields(Speeds) if not getattr(self.speeds, f.name) > 0]
         if wrong:
             raise TrainError(f"{where}: {', '.join(wrong)} must be above 0")
-        if more := [f"speeds.{name}" for name in SHARES if getattr(self.speeds, name) > 1]:
-            raise TrainError(f"{where}: {', '.join(more)} must be at most 1: a share of what the data sheet promises")
+        if above := [f"speeds.{name}" for name in SHARES if getattr(self.speeds, name) > 1]:
+            raise TrainError(f"{where}: {', '.join(above)} must be at most 1: a share of what the data sheet promises")
         return self
 
 
@@ -113,34 +113,34 @@ GPUS: dict[str, tuple[float, float, Card, float, float, float]] = {
 @cache
 def fitted() -> Speeds:
     """The constants that `benchmarks/cost.py` fitted to published figures."""
-    found = read_json(SPEEDS_FILE)
-    return Speeds(**{f.name: float(found["speeds"][f.name]) for f in fields(Speeds)})
+    constants = read_json(SPEEDS_FILE)
+    return Speeds(**{f.name: float(constants["speeds"][f.name]) for f in fields(Speeds)})
 
 
 def _of_file(path: str) -> Cluster:
-    found = parse(read_text(path, TrainError), path, fix=WHOLE)
-    if found.problems:
-        raise TrainError("\n".join(map(str, found.problems)))
-    given: dict[str, Any] = dict(found.value)
+    parsed = parse(read_text(path, TrainError), path, fix=WHOLE)
+    if parsed.problems:
+        raise TrainError("\n".join(map(str, parsed.problems)))
+    values: dict[str, Any] = dict(parsed.value)
     names = {f.name for f in fields(Cluster)}
-    speeds = given.pop("speeds", None) or {}
-    if missing := sorted(names - given.keys() - {"speeds"}):
+    speeds = values.pop("speeds", None) or {}
+    if missing := sorted(names - values.keys() - {"speeds"}):
         raise TrainError(f"{path}: {', '.join(missing)} missing; {WHOLE}")
     known = {f.name for f in fields(Speeds)}
     if not isinstance(speeds, dict):
         raise TrainError(f"{path}: speeds must be a mapping of {', '.join(sorted(known))}")
-    if unknown := sorted({*(given.keys() - names), *(f"speeds.{name}" for name in set(speeds) - known)}):
+    if unknown := sorted({*(values.keys() - names), *(f"speeds.{name}" for name in set(speeds) - known)}):
         raise TrainError(f"{path}: nothing is called {', '.join(unknown)}; a cluster has {', '.join(sorted(names))}")
-    gpu, memory = given.pop("gpu"), given.pop("memory")
+    gpu, memory = values.pop("gpu"), values.pop("memory")
     if not isinstance(gpu, str):
         raise TrainError(f"{path}: gpu must be a name, found {gpu!r}")
     try:
         card = Card.parse(str(memory))
     except TrainError as error:
         raise TrainError(f"{path}: memory: {error}") from error
-    numbers = {**given, **{f"speeds.{name}": value for name, value in speeds.items()}}
+    numbers = {**values, **{f"speeds.{name}": value for name, value in speeds.items()}}
     bad = [name for name, value in numbers.items() if isinstance(value, bool) or not isinstance(value, int | float)]
-    bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(given[name], int)]
+    bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(values[name], int)]
     if bad:
         raise TrainError(f"{path}: {', '.join(bad)} must be a number, of GPUs and nodes a whole one")
-    return Cluster(gpu=gpu, memory=card, **given, speeds=replace(fitted(), **speeds))._checked(path)
+    return Cluster(gpu=gpu, memory=card, **values, speeds=replace(fitted(), **speeds))._checked(path)

@@ -23,24 +23,27 @@ def groups(
     cfg: Config, held: Iterable[Held], plan: fp8.Plan, reached: Collection[str], layout: Layout
 ) -> tuple[Group, ...]:
     """The groups of this layout. ``reached``: see :func:`octavo.train.estimate.memory.states.backward_reaches`."""
-    own = states.experts_of(plan) if layout.expert > 1 else frozenset()
+    dealt = states.experts_of(plan) if layout.expert > 1 else frozenset()
     held, plan = states.dealt(held, plan, layout.expert)
     coded = {states.weight_name(row): row for row in states.fp8_weights(plan)}
     backward = _in_backward(held, reached)
-    found: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])
+    sizes: dict[tuple[str, int], list[int]] = defaultdict(lambda: [0, 0])  # bytes: gathered, reduced
     for p in held:
         name, shape = stock_name(p.name), p.shape or (1,)
-        ranks = layout.sharded // (layout.expert if name in own else 1)
+        ranks = layout.sharded // (layout.expert if name in dealt else 1)
         casts = states.casts_of(coded[name]) if name in coded else [p.codes] if p.codes is not None else []
         turned = p.turned or (name in coded and len(shape) == 3 and shape[1:] != coded[name].shape)
         each = states.sent_width(cfg, p.width(cfg)) * p.elements(ranks)
-        sums = found[p.block, ranks]
+        sums = sizes[p.block, ranks]
         if casts:
             sums[0] += states.shard_of_codes((shape[0], *(shape[1:][::-1] if turned else shape[1:])), casts, ranks)
         else:
             sums[0] += each
         sums[1] += each if p.trained else 0
-    return tuple(Group(block, ranks, *sums, block in backward) for (block, ranks), sums in found.items())
+    return tuple(
+        Group(block, ranks, gathered, reduced, block in backward)
+        for (block, ranks), (gathered, reduced) in sizes.items()
+    )
 
 
 def _in_backward(held: Iterable[Held], reached: Collection[str]) -> frozenset[str]:
@@ -48,6 +51,6 @@ def _in_backward(held: Iterable[Held], reached: Collection[str]) -> frozenset[st
     (a frozen tower's last), which FSDP2 fetches ahead for nothing. The root stays gathered."""
     blocks = list(dict.fromkeys(p.block for p in held if p.block))
     trained = {p.block for p in held if p.trained}
-    found = [b for b in blocks if b in trained or any(name.startswith(f"{b}.") for name in reached)]
-    ahead = blocks[: blocks.index(found[0])][-1:] if found else []
-    return frozenset(found + ahead)
+    visited = [b for b in blocks if b in trained or any(name.startswith(f"{b}.") for name in reached)]
+    ahead = blocks[: blocks.index(visited[0])][-1:] if visited else []
+    return frozenset(visited + ahead)

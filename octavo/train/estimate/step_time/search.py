@@ -50,8 +50,8 @@ class Found:
         if slower < TIE - 1:
             return "as fast, and sends for longer" if self.estimate.sending > best.estimate.sending else "as fast"
         mine, other = (_each(e) for e in (self.estimate, best.estimate))
-        more = {kind: size - other.get(kind, 0.0) for kind, size in mine.items()}
-        return f"{slower:+.0%} time, {max(more, key=lambda kind: more[kind])}"
+        difference = {kind: size - other.get(kind, 0.0) for kind, size in mine.items()}
+        return f"{slower:+.0%} time, {max(difference, key=lambda kind: difference[kind])}"
 
 
 def search(sizes: Footprints, cluster: Cluster, decoder: Decoder) -> list[Found]:
@@ -67,11 +67,11 @@ def search(sizes: Footprints, cluster: Cluster, decoder: Decoder) -> list[Found]
             f"than ranks, and rows of {sizes.cfg.train.seq_length} tokens cannot be shared further. Raise "
             "train.global_batch or train.seq_length, or take fewer GPUs"
         )
-    fastest = max((found.estimate.rate for found in out if found.over <= 0), default=0.0)
+    fastest = max((candidate.estimate.rate for candidate in out if candidate.over <= 0), default=0.0)
 
-    def order(found: Found) -> tuple[bool, bool, float, float]:
-        near = found.estimate.rate * TIE >= fastest
-        return found.over > 0, not near, found.estimate.sending if near else 0.0, -found.estimate.rate
+    def order(candidate: Found) -> tuple[bool, bool, float, float]:
+        near = candidate.estimate.rate * TIE >= fastest
+        return candidate.over > 0, not near, candidate.estimate.sending if near else 0.0, -candidate.estimate.rate
 
     return sorted(out, key=order)
 
@@ -81,9 +81,9 @@ def evaluate(sizes: Footprints, cfg: Config, cluster: Cluster) -> Found:
     layout = Layout.of(cluster.ranks, cfg.parallel)
     steps = max(1, -(-samples_of(cfg) // (layout.replicate * layout.shard * cfg.train.micro_batch)))
     work = work_of(sizes, cfg, steps)
-    found = estimate(work, Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads), cluster)
+    predicted = estimate(work, Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads), cluster)
     memory = sizes.of(cfg, cluster.ranks).total
-    return Found(found, memory, memory - cluster.memory.usable)
+    return Found(predicted, memory, memory - cluster.memory.usable)
 
 
 def meshes(cfg: Config, ranks: int, decoder: Decoder) -> Iterator[Config]:
@@ -107,6 +107,6 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _each(found: Estimate) -> dict[str, float]:
+def _each(predicted: Estimate) -> dict[str, float]:
     """Seconds a token of everything that takes time, what is waited for under the exchange that takes longest."""
-    return {kind: share * found.seconds / found.tokens for kind, share in found.shares.items()}
+    return {kind: share * predicted.seconds / predicted.tokens for kind, share in predicted.shares.items()}

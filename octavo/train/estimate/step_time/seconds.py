@@ -66,10 +66,10 @@ class Estimate:
     @property
     def shares(self) -> dict[str, float]:
         """What takes which share of the time: compute, update, and each exchange that is waited for."""
-        found = {"compute": sum(self.computing.values()), "update": self.update, **self.exposed}
+        parts = {"compute": sum(self.computing.values()), "update": self.update, **self.exposed}
         if self.waited:
-            found[max(self.beside, key=lambda kind: self.beside[kind])] = self.waited
-        return {kind: size / self.seconds for kind, size in found.items() if size > 0}
+            parts[max(self.beside, key=lambda kind: self.beside[kind])] = self.waited
+        return {kind: size / self.seconds for kind, size in parts.items() if size > 0}
 
     @property
     def bound(self) -> str:
@@ -109,10 +109,10 @@ def compute(work: Work, cluster: Cluster, sharers: int = 1) -> dict[str, float]:
         "experts_fp8": cluster.fp8 * speeds.fp8 * speeds.experts,
         "attention": cluster.bf16 * speeds.attention,
     }  # fmt: skip
-    found = {kind: size / sharers / rates[kind] for kind, size in work.computed.items()}
+    seconds = {kind: size / sharers / rates[kind] for kind, size in work.computed.items()}
     passes = (speeds.compiled if work.compiled else speeds.eager) * (1 + work.rows.again / 3)
-    found["memory"] = passes * work.elements * work.rows.width / sharers / cluster.hbm
-    return found
+    seconds["memory"] = passes * work.elements * work.rows.width / sharers / cluster.hbm
+    return seconds
 
 
 def rings_of(mesh: Mesh) -> dict[str, Ring]:

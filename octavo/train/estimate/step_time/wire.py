@@ -58,8 +58,8 @@ class Mesh:
 
     def __str__(self) -> str:
         axes = self.layout
-        told = {"replicate": axes.replicate, "shard": axes.shard, "context": axes.context, "expert": axes.expert}
-        return " ".join(f"{name} {size}" for name, size in told.items() if size > 1 or name == "shard")
+        sizes = {"replicate": axes.replicate, "shard": axes.shard, "context": axes.context, "expert": axes.expert}
+        return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "shard")
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ class Rows:
 def weights(groups: Iterable[Group], copies: int, twice: bool = False) -> dict[str, int]:
     """What FSDP2 moves: gather, reduce, sum. ``twice``: backward runs twice, the second time over all groups anew
     (`optimizer.update: backward` with `train.clip`)."""
-    found, backwards = {"gather": 0, "reduce": 0, "sum": 0}, 2 if twice else 1
+    moved, backwards = {"gather": 0, "reduce": 0, "sum": 0}, 2 if twice else 1
     for group in groups:
         gathers = 1 + group.again + (twice and (group.again or not group.name))
-        found["gather"] += (group.ranks - 1) * group.gathered * gathers
-        found["reduce"] += (group.ranks - 1) * group.reduced * backwards
-        found["sum"] += reduced(group.reduced, copies) * backwards
-    return found
+        moved["gather"] += (group.ranks - 1) * group.gathered * gathers
+        moved["reduce"] += (group.ranks - 1) * group.reduced * backwards
+        moved["sum"] += reduced(group.reduced, copies) * backwards
+    return moved
 
 
 def context(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
@@ -154,8 +154,8 @@ def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
     ranks, forwards = mesh.layout.expert, 1 + rows.again_experts
     sent = decoder.choices * (rows.tokens // mesh.layout.context) * (ranks - 1) / ranks
     plain = int(decoder.sparse * sent * decoder.hidden * rows.width * (forwards + 1))
-    there, back = (coded(decoder.sparse, rows.width) for coded in (decoder.rows, decoder.gradients))
-    moved = int(sent * decoder.hidden * (there * forwards + back))
+    dispatched, back = (coded(decoder.sparse, rows.width) for coded in (decoder.rows, decoder.gradients))
+    moved = int(sent * decoder.hidden * (dispatched * forwards + back))
     counts = decoder.sparse * forwards * 8 * decoder.experts * (ranks - 1) // ranks
     return {"dispatch": moved, "combine": plain, "counts": counts}
 
@@ -164,8 +164,8 @@ def total(
     groups: Iterable[Group], decoder: Decoder, rows: Rows, mesh: Mesh, twice: bool = False
 ) -> dict[str, int]:  # fmt: skip
     """Bytes that come to a rank in a micro-batch, by kind; without kinds of which there are none."""
-    found = weights(groups, mesh.layout.replicate, twice) | context(decoder, rows, mesh) | experts(decoder, rows, mesh)
-    return {kind: size for kind, size in found.items() if size}
+    moved = weights(groups, mesh.layout.replicate, twice) | context(decoder, rows, mesh) | experts(decoder, rows, mesh)
+    return {kind: size for kind, size in moved.items() if size}
 
 
 def by_collective(kinds: Mapping[str, int]) -> dict[str, int]:

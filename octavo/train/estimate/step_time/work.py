@@ -9,7 +9,7 @@ for each 6), and blocks that are recomputed run a second forward.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,9 +57,9 @@ class Work:
     @property
     def computed(self) -> dict[str, float]:
         """FLOPs that a GPU does, by kind."""
-        found = {kind: size * (FLASH if kind == "attention" else 1) for kind, size in self.flops.items()}
-        backwards = {kind: size - self.forward.get(kind, 0.0) for kind, size in found.items()} if self.twice else {}
-        return {kind: size + self.again.get(kind, 0.0) + backwards.get(kind, 0.0) for kind, size in found.items()}
+        flops = {kind: size * (FLASH if kind == "attention" else 1) for kind, size in self.flops.items()}
+        backwards = {kind: size - self.forward.get(kind, 0.0) for kind, size in flops.items()} if self.twice else {}
+        return {kind: size + self.again.get(kind, 0.0) + backwards.get(kind, 0.0) for kind, size in flops.items()}
 
 
 def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
@@ -91,8 +91,8 @@ def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
 
 def linear_flops(rows: Iterable[fp8.PlanRow], tokens: Tokens) -> tuple[dict[str, float], dict[str, float]]:
     """(forward and backward, forward alone): kind -> FLOPs of all linear layers."""
-    flops: Counter[str] = Counter()
-    forward: Counter[str] = Counter()
+    flops: defaultdict[str, float] = defaultdict(float)
+    forward: defaultdict[str, float] = defaultdict(float)
     for row in rows:
         of = "experts_" if row.kind == "experts" else ""
         one = 2.0 * row.shape[0] * row.shape[1] * (row.row.experts_per_token or 1)
@@ -117,13 +117,13 @@ def decoder_of(config: Any, plan: fp8.Plan, exchange: str = "stored") -> Decoder
         len({row.row.module for row in experts}), max((row.row.experts or 0 for row in experts), default=0),
         max((row.row.experts_per_token or 0 for row in experts), default=0),
         text.hidden_size * (1 + deep) if vision is not None else 0,
-        *(Coded(*found) for found in coded(plan, size, text.hidden_size) if exchange == "fp8"),
+        *(Coded(*part) for part in coded(plan, size, text.hidden_size) if exchange == "fp8"),
     )  # fmt: skip
 
 
 def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, float]) -> dict[str, float]:
     """FLOPs of forwards in backward, by kind."""
-    out: Counter[str] = Counter()
+    out: defaultdict[str, float] = defaultdict(float)
     for component, how in cfg.train.recompute:
         rows = tuple(row for row in plan.rows if row.component == component and row.kind != "lm_head")
         for kind, size in linear_flops(rows, tokens)[1].items():
@@ -135,15 +135,15 @@ def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, 
 def _elements(config: Any, tokens: Tokens) -> float:
     """Values of hidden states between operations of blocks, of all towers."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
-    found = float(tokens.counts.get("foundation", 0) * text.hidden_size * text.num_hidden_layers)
-    depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", 0)
-    found += tokens.counts.get("image_encoder", 0) * depth * getattr(vision, "hidden_size", 0)
+    total = float(tokens.counts.get("foundation", 0) * text.hidden_size * text.num_hidden_layers)
+    depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None) or 0
+    total += tokens.counts.get("image_encoder", 0) * depth * getattr(vision, "hidden_size", 0)
     sound = getattr(config, "audio_config", None)
     places = tokens.counts.get("audio_encoder", 0)
-    return found + (places * sound.hidden_size * sound.num_hidden_layers if sound is not None and places else 0)
+    return total + (places * sound.hidden_size * sound.num_hidden_layers if sound is not None and places else 0)
 
 
 def _updated(sizes: Footprints, cfg: Config, layout: Layout) -> float:
     """Weights, master and moments read and written, gradients read."""
-    found = sizes.still(cfg, layout)
-    return 2.0 * (found["weights"] + found["master"] + found["optimizer"]) + found["gradients"]
+    sizes_held = sizes.still(cfg, layout)
+    return 2.0 * (sizes_held["weights"] + sizes_held["master"] + sizes_held["optimizer"]) + sizes_held["gradients"]
