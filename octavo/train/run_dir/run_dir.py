@@ -248,7 +248,7 @@ def settle(start: Start, world: World, say: Callable[[str], None] = lambda text:
             if problems and any(step > start.step for step in checkpoint.steps(folder)):
                 raise TrainError(f"{problems[0]}: run.resume=auto would continue from it. Delete it, and start again")
         for place in (folder, start.directory / MILESTONES):
-            if others := checkpoint.others(place):
+            if others := checkpoint.foreign_entries(place):
                 say(
                     f"note: the run did not write these in {place}, and neither reads nor deletes them: "
                     f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.OTHER}"
