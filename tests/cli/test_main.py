@@ -91,8 +91,8 @@ def test_every_command_has_help(name, capsys):
             ["plan", "x.yaml", "--tokens", "foundation=" + "9" * 5000],
             "below 10**12, as in foundation=8192, found 'foun",
         ),
-        (["generate", "m", "--prompt", "a\udc80"], "--prompt holds bytes that are no UTF-8"),
-        (["generate", "m", "--prompt", "a", "--stop", "a\udc80"], "--stop holds bytes that are no UTF-8"),
+        (["generate", "m", "--prompt", "a\udc80"], "--prompt is not UTF-8"),
+        (["generate", "m", "--prompt", "a", "--stop", "a\udc80"], "--stop is not UTF-8"),
         (["tiny", "llama", "d", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, found '-1'"),
     ],
 )
