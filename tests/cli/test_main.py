@@ -67,7 +67,7 @@ def test_every_command_has_help(name, capsys):
         ),
         (
             ["plan", "run.yaml", "fp8.plan=p.json", "fp8.recipe=off"],
-            "fp8.plan: a plan file is given, and the recipe is",
+            "fp8.plan: a plan file is set, and the recipe is",
         ),
         (["train", "run.yaml", "--fp8-recipe", "mxfp8", "--fp8-format", "hybrid"], "mxfp8 has no hybrid format"),
         (["train", "run.yaml", "--frobnicate"], "unrecognized arguments: --frobnicate"),

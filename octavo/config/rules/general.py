@@ -203,7 +203,7 @@ def _phase(config: Sections) -> Iterator[Finding]:
     if data.split_turns and phase != "sft":
         yield finding("data.split_turns", f"phase {phase} does not split conversations", "remove it", "train.phase")
     elif data.split_turns and data.train_on_prompt:
-        reason = "what was said before a question would be learned again in each of its rows"
+        reason = "the turns before a question would be learned again in each of its rows"
         yield finding("data.split_turns", reason, "remove one of them", "data.train_on_prompt")
     if not data.join and phase != "pretrain":
         yield finding("data.join", f"phase {phase} does not join rows", "remove it", "train.phase")
