@@ -107,7 +107,7 @@ def test_it_follows_in_python_as_well():
         ("load_in_fp8: row", "fp8: {recipe: blockwise}", "x.yaml:5: fp8.recipe: blockwise does not multiply by the "
          "codes of load_in_fp8: rowwise (foundation); use rowwise, off (high precision, from the codes' values), "
          "or load_in_fp8: blockwise"),
-        ("load_in_fp8: row", "fp8: {foundation: {recipe: mxfp8}}", "x.yaml:5: fp8.foundation.recipe: mxfp8 does not multiply"),
+        ("load_in_fp8: row", "fp8: {foundation: {recipe: mxfp8}}", "x.yaml:5: fp8.foundation.recipe: mxfp8 does not"),
         ("load_in_fp8: row", "fp8: {recipe: auto}", "auto chooses a recipe, and codes fit only some (foundation)"),
         ("load_in_fp8: block, keep_fp8: false", "", "x.yaml:1: model.keep_fp8: false dequantizes the weights"),
         ("load_in_fp8: block", "fp8: {weight_codes: recast, foundation: {}}", "has no effect on weights"),

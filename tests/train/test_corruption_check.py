@@ -176,7 +176,7 @@ def test_octavo_train_ends_with_1(make, uncounted, faulty, monkeypatch, capsys) 
     assert main(["train", str(file)]) == 1
     assert "step 2 computed wrongly" in capsys.readouterr().err
     page = (Path(cfg.run.dir) / "page.html").read_text()
-    assert "A device computed wrongly" in page and "fwd of model.visual.blocks.0.attn.qkv (faulty)" in page
+    assert "A device computed wrong results" in page and "fwd of model.visual.blocks.0.attn.qkv (faulty)" in page
 
 
 @pytest.mark.usefixtures("seen")
