@@ -108,7 +108,7 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["generate", "model", "--prompt", " "], 2, "--prompt is empty"),
         (["generate", "model", "--prompt", "a", "--image", "no.png"], 2, "there is no image file no.png"),
         (["generate", "model", "--prompt", "a", "--image", "run.yaml"], 1, "run.yaml"),
-        (["generate", "model", "--prompt", "a", "--step", "1"], 2, "model is no run directory; leave --step out"),
+        (["generate", "model", "--prompt", "a", "--step", "1"], 2, "model is not a run directory; remove --step"),
         (["generate", "model"], 2, "the following arguments are required: --prompt"),
         (["plan"], 2, "name a configuration file, or a published model"),
         (["plan", "run.yaml", "--fit", "80GB", "--card", "80GB"], 2, "--fit proposes a setting and nothing else"),

@@ -277,7 +277,7 @@ def test_the_defaults_are_the_healthy_column_of_the_trust_table():
         (["fp8.param=true"], "weights are codes of one recipe between steps"),
         (["fp8.foundation={param: true, recipe: rowwise}"], "fp8.foundation.param"),
         (["fp8.recipe=delayed"], "the amax histories of delayed scaling"),
-        (["lora={}"], "a frozen base beside adapters"),
+        (["lora={}"], "the frozen base of adapters has one recipe"),
         (["train.exchange=fp8"], "ranks exchange the codes of one recipe"),
         (["train.phase=preference"], "held against a reference or a rollout"),
         (["fp8.adapt={every: 61}"], "no step of 60 is a check; use at most 60"),
