@@ -47,5 +47,5 @@ def test_others_wait_for_a_reason(config, reason, monkeypatch):
 def test_a_run_of_one_that_waits_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(models, "read_config", lambda path: Gemma3Config())
     monkeypatch.setitem(RECORDS, "gemma3", replace(RECORDS["gemma3"], why_not="of this reason"))
-    with pytest.raises(TrainError, match="'gemma3' is planned here and not trained: of this reason"):
+    with pytest.raises(TrainError, match="'gemma3' can be planned but not trained: of this reason"):
         check_family(SimpleNamespace(model=SimpleNamespace(path="somewhere")))

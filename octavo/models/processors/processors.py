@@ -141,8 +141,8 @@ def load_processor(
     path: str | Path,
     max_pixels: int | None = None,
     min_pixels: int | None = None,
-    template_args: Mapping[str, Any] | None = None,
-    video: Mapping[str, Any] | None = None,
+    template_args: Mapping[str, object] | None = None,
+    video: Mapping[str, object] | None = None,
 ) -> ProcessorMixin | TextProcessor:
     """The processor of a local model folder, chosen by `config.json`'s model_type: AutoProcessor's class, but with
     Pillow if torchvision is missing (`pixels_by` returns which), and always with Pillow for videos.

@@ -124,7 +124,7 @@ area(
     ),
     (
         "images-alone-come-first", "parallel/images.py",
-        "own.sort(key=lambda n: not alone[n])", "own.sort()",
+        "images.sort(key=lambda n: not single[n])", "images.sort()",
         "a tower that is told how many images a row has cuts others than those that are alone",
         "parallel/test_context_models.py",
     ),
