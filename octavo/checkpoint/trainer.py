@@ -56,13 +56,8 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self._checks = 0  # number of checks of codes so far
         self._exchanged = False  # whether a callback may have written weights since the last check
 
-<<<<<<< HEAD
     def state(self) -> dict[str, object]:
-        """What the Trainer writes down with a checkpoint."""
-=======
-    def state(self) -> dict[str, Any]:
         """Return the state that the Trainer saves with a checkpoint."""
->>>>>>> ckpt
         histories = {} if self._model is None else fp8.scaling_state(self._model)
         return {"args": {}, "attributes": {"histories": {name: rows.tolist() for name, rows in histories.items()}}}
 

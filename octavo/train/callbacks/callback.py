@@ -278,7 +278,7 @@ class Run:
             ) from error
 
     def _fixed(self, args: Sequence[Any]) -> dict[str, Any]:
-        """Name -> value of what a callback may not change; figures as JSON. Raises for row entries that are not JSON."""
+        """Name -> value of what a callback may not change; figures as JSON. Raises if a row entry is not JSON."""
         fixed = {f"run.{name}": value for name, value in vars(self).items() if not name.startswith("_")}
         fixed |= {f"run.{name}": json.dumps(getattr(self, name)) for name in ("row", "eval", "memory", "gain")}
         for step in (it for it in args if isinstance(it, Step)):
