@@ -66,7 +66,7 @@ def train_loader(
     encodes, sources = rows_to_learn(cfg, processor, cfg.data.train, cfg.run.seed)
     mixture = Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
     loader: Loader | PackLoader
-    if cfg.data.packing:
+    if cfg.data.packing:  # packs are planned from token counts, which the cache shares between ranks and runs
         pairs = zip(sources, cfg.data.train, strict=True)
         known = [open_counts(source, encodes, cache_folder(cfg), identity_of(dataset)) for source, dataset in pairs]
         loader = PackLoader(

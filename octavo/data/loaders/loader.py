@@ -321,8 +321,8 @@ def run_workers(
     processed: Any, chunks: Places, workers: int, timeout: float = math.inf, ahead: int | None = None
 ) -> Generator[list[tuple[Place, Any]], None, None]:
     """(place, result of `processed` for it) in order, computed by worker processes, each up to `ahead` chunks in
-    advance (None: about :data:`AHEAD` rows). Raises WorkerDied, with the worker and the fix, if a worker dies or delivers no
-    rows within `timeout` seconds."""
+    advance (None: about :data:`AHEAD` rows). Raises WorkerDied, with the worker and the fix, if a worker dies or
+    delivers no rows within `timeout` seconds."""
     outer = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(

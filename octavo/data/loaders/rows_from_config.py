@@ -168,7 +168,7 @@ def prepare(cfg: Config, processor: Any, say: Say) -> None:
 
 
 def prompt_columns(cfg: Config, datasets: Iterable[Dataset]) -> list[str]:
-    """The columns that rewards receive for these data sets: those of every prompt, and the keys that any row has.
+    """The columns that rewards receive for these data sets: the columns of every prompt, and the keys that any row has.
     Raises `DataError`."""
     of_rows = {name for dataset in datasets for name in read(dataset, "prompts", cache_folder(cfg)).columns()}
     return [*COLUMNS, *sorted(of_rows - {*COLUMNS})]

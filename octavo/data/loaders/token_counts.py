@@ -123,8 +123,10 @@ class Counts:
             pass
 
 
-def open_counts(source: Source | Split | Joined | Sealed, encoder: Encoder, folder: Path | None, more: str) -> Counts:
-    """The token counts of a data set in the cache; `more`: everything that determines its rows except its file and the
+def open_counts(
+    source: Source | Split | Joined | Sealed, encoder: Encoder, folder: Path | None, depends_on: str
+) -> Counts:
+    """The token counts of a data set in the cache; `depends_on`: all that determines its rows, except its file and the
     encoder. Raises DataError if the cache cannot be used."""
     if isinstance(source, Joined | Sealed):
         return Counts(len(source), encoder.seq_length)
@@ -135,8 +137,10 @@ def open_counts(source: Source | Split | Joined | Sealed, encoder: Encoder, fold
         np.zeros(length, "<i4").tofile(file)
 
     what = [of.kind, of.format, str(of.images), *([] if questions is None else ["split", len(of)])]
-    key = json.dumps([FORM, length, *what, more, _print_of(encoder)])
-    return Counts(length, encoder.seq_length, cache.cached_file(folder, of.rows.path, write, more=key, form="counts"))
+    key = json.dumps([FORM, length, *what, depends_on, _print_of(encoder)])
+    return Counts(
+        length, encoder.seq_length, cache.cached_file(folder, of.rows.path, write, depends_on=key, form="counts")
+    )
 
 
 def _print_of(encoder: Encoder) -> str:

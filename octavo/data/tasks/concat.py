@@ -109,10 +109,10 @@ def is_plain_text(source: Source) -> bool:
 
 def join(
     source: Source, encoder: DocumentEncoder, on_bad: str, seed: int | None, folder: Path | None = None,
-    say: cache.Say = cache.quiet, more: str = "",
+    say: cache.Say = cache.quiet, depends_on: str = "",
 ) -> Joined:  # fmt: skip
     """The documents of a source, joined; their tokens come from the cache or are computed now. `seed`: of their order
-    (None: file order); `more`: everything else in the data set's configuration that determines its rows.
+    (None: file order); `depends_on`: everything else in the data set's configuration that determines its rows.
 
     Raises `DataError`: with on_bad="error" a `BadSample` for a bad row, and if every row is bad.
     """
@@ -124,7 +124,7 @@ def join(
     def write(file: Path, progress: Callable[[float], None]) -> None:
         _write(source, encoder, on_bad, file, progress)
 
-    key = json.dumps([FORM, source.format, len(source), more, _print_of(encoder)])
+    key = json.dumps([FORM, source.format, len(source), depends_on, _print_of(encoder)])
     file = cache.cached_file(folder, source.rows.path, write, say, key, "tokens")
     vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, so not the number of tokens
     joined = Joined(source.name, file, encoder.seq_length, seed, vocabulary)

@@ -224,9 +224,9 @@ def parse_labelled(raw: object, format: str, *, file: str | Path, row: int, imag
 
 
 def _conversation(
-    raw: Any, told: TurnsAndNames, file: str, row: int, identity: str | None, images: Path
+    raw: object, turns: TurnsAndNames, file: str, row: int, identity: str | None, images: Path
 ) -> Conversation:
-    return conversation_of(raw, *told, images, file=file, row=row, identity=identity, sounds=False)
+    return conversation_of(raw, *turns, images, file=file, row=row, identity=identity, sounds=False)
 
 
 def collate_pairs(pairs: Sequence[Pair], pad_id: int) -> dict[str, Any]:
@@ -269,13 +269,13 @@ def _collate_labelled(pairs: Sequence[tuple[LabelledSample, Sample]], pad_id: in
     return batch | {"desirable": good, "crossed": collate([crossed for _, crossed in pairs], pad_id)}
 
 
-def _crossed(sample: Sample, other: Sample, most: int, alone: bool) -> Sample:
-    """The prompt of `sample` with the answer of `other`, at most `most` tokens; `alone`: without labels."""
+def _crossed(sample: Sample, other: Sample, most: int, single: bool) -> Sample:
+    """The prompt of `sample` with the answer of `other`, at most `most` tokens; `single`: without labels."""
     start, theirs = _answer_start(sample), _answer_start(other)
     answer = other.input_ids[theirs:]
     ids = np.concatenate([sample.input_ids[:start], answer])[:most]
     labels = np.concatenate([np.full_like(ids[:start], IGNORE), other.labels[theirs:]])[:most]
-    if alone:
+    if single:
         labels[:] = IGNORE
     kinds = None
     if sample.mm_token_type_ids is not None:

@@ -208,7 +208,7 @@ def samples_of(row: Sample | Pair) -> tuple[Sample, ...]:
 
 def holds_pairs(note: Note | None) -> bool:
     """Whether a sealed data set contains pairs."""
-    return note is not None and note.more.get("phase") == "preference"
+    return note is not None and note.details.get("phase") == "preference"
 
 
 def read_sealed(dataset: Dataset) -> Sealed:

@@ -83,7 +83,7 @@ class Source:
         return np.diff(ends, prepend=0)
 
     def columns(self) -> list[str]:
-        """The columns for rewards that any row has, in addition to those of every prompt."""
+        """The columns for rewards that any row has, in addition to the columns of every prompt."""
         return extra_columns(self.rows.keys(), self.format)
 
 

@@ -128,8 +128,8 @@ def first_turns(conversation: Conversation, stop: int, context: int) -> Conversa
     return replace(conversation, turns=turns, context_answers=context, **files)
 
 
-def split(source: SplitSource, folder: Path | None = None, say: cache.Say = cache.quiet, more: str = "") -> Split:
-    """A source split at its questions; their numbers come from the cache or are counted now. `more`: everything else in
+def split(source: SplitSource, folder: Path | None = None, say: cache.Say = cache.quiet, depends_on: str = "") -> Split:
+    """A source split at its questions; their numbers come from the cache or are counted now. `depends_on`: all else in
     the data set's configuration that determines its rows. Raises `DataError` if the cache cannot be used."""
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
@@ -141,5 +141,5 @@ def split(source: SplitSource, folder: Path | None = None, say: cache.Say = cach
                 progress(row / len(source))
         np.concatenate([[0], np.cumsum(counts)]).astype("<i8").tofile(file)
 
-    key = json.dumps([FORM, source.format, len(source), more])
+    key = json.dumps([FORM, source.format, len(source), depends_on])
     return Split(source, cache.cached_file(folder, source.rows.path, write, say, key, "questions"))
