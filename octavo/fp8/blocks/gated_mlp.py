@@ -16,8 +16,8 @@ Where activations are to be saved in FP8 (:mod:`octavo.fp8.dense.sources`), it i
 up in blocks of 1 x 128: h is computed from the decoded ones, in the forward too, and the backward makes its codes for
 wgrad again, bit for bit.
 
-Casts, weight codes, GEMMs, counts and backends are those that the three layers have alone. Values differ by rounding:
-the stock module rounds silu(gate) and then the product, this one h alone; backward likewise rounds once. Of a layer
+Casts, weight codes, GEMMs, counts and backends are the ones of the three separate layers. Values differ by rounding:
+the stock module rounds silu(gate) and then the product, this one only h; backward likewise rounds once. Of a layer
 whose bias is trained, the gradients are written in the dtype of the GEMMs after all, since their sums must be exact.
 
 A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
@@ -56,7 +56,7 @@ _PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
-    """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
+    """Fuse the gated MLPs of a model with FP8 layers; returns (name, the reason against it or None) of each."""
     mlps = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
     fp8 = [(n, m) for n, m in mlps if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
     return tuple((name, fuse(module)) for name, module in fp8)

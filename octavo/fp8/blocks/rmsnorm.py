@@ -1,4 +1,4 @@
-"""RMSNorms that hand their codes to the FP8 layers behind them.
+"""RMSNorms that pass their codes to the FP8 layers that read their output.
 
 A block's norm feeds layers that cast its output y [M, K] at once: q, k and v; gate and up. One kernel can compute y and
 those codes together, so that y is not read again for them::
@@ -49,14 +49,14 @@ FEEDS = (
 """(norm, its neighbour in a block, the layers of that neighbour which multiply the norm's output)."""
 
 _POST = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-"""In blocks with one of these, post_attention_layernorm is what it says: it comes behind attention, before no MLP."""
+"""In blocks with one of these, post_attention_layernorm follows attention, as its name says, and no MLP follows it."""
 
 _EPS = ("variance_epsilon", "eps")
 _MISSES = 2  # in a row, after which a norm makes no more codes
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
-    """Let the norms before FP8 layers make their codes; returns (name, what stands against it or None) of each."""
+    """Let the norms before FP8 layers make their codes; returns (name, the reason against it or None) of each."""
     fp8 = [(name, norm, fp8_of(layers)) for name, norm, layers in fed(model)]
     return tuple((name, fuse(norm, layers)) for name, norm, layers in fp8 if layers)
 
@@ -75,7 +75,7 @@ def fuse(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> st
 
 
 def save(norm: nn.Module) -> str | None:
-    """Let an RMSNorm keep FP8 codes of its input; returns what stands against it, if anything does."""
+    """Let an RMSNorm keep FP8 codes of its input; returns the reason against it, if there is one."""
     reason = why_not_save(norm)
     if reason is None:
         _swap(norm, (), True)
@@ -130,9 +130,9 @@ def _behind(layers: Sequence[Planned]) -> str | None:
         return "delayed scaling casts by a history of each layer"
     wanted = [(_specs(r), [p.backends.get(g) for g in ("fwd", "wgrad")]) for p, r in zip(layers, recipes, strict=True)]
     if any(w != wanted[0] for w in wanted):
-        return "the layers behind it want different casts"
+        return "the layers after it want different casts"
     if wanted[0][0] == (None, None):
-        return "the layers behind it cast nothing"
+        return "the layers after it cast nothing"
     return None
 
 
@@ -141,7 +141,7 @@ def _eps(norm: nn.Module) -> float | None:
 
 
 def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
-    """The casts of x that a layer asks for: those of fwd and of wgrad."""
+    """The casts of x that a layer asks for, of fwd and of wgrad."""
     fwd, wgrad = recipe.fwd, recipe.wgrad
     return None if fwd is None else fwd.a, None if wgrad is None else wgrad.b
 
@@ -191,7 +191,7 @@ def _promotes(norm: nn.Module) -> bool:
 
 
 class RmsNorm(Swapped):
-    """The forward of an RMSNorm that leaves codes behind, or keeps codes of its input; see the module's docstring."""
+    """The forward of an RMSNorm that leaves codes for other layers, or keeps codes of its input; see the module."""
 
     _feeds: tuple[Linear, ...]
     _eps: float
@@ -228,7 +228,7 @@ class RmsNorm(Swapped):
         return y
 
     def traced(self, x: Tensor) -> Tensor | None:
-        """Codes are made wherever a layer behind asks for them: nobody can look whether they were taken."""
+        """Codes are made wherever a later layer asks for them: a graph cannot look whether they were taken."""
         layers = [m for m in self._feeds if isinstance(m, Linear) and not m._fp8_param]
         weight: Tensor = self.weight  # type: ignore[assignment]
         if self._saves or not layers or layers[0]._site.x == (None, None) or not x.dim() or not x.numel():
@@ -253,7 +253,7 @@ class RmsNorm(Swapped):
 
 
 def _lowered(x: Tensor, out: torch.dtype) -> torch.dtype:
-    """The dtype in which the layers behind take an output of dtype ``out``."""
+    """The dtype in which the next layers take an output of dtype ``out``."""
     return compute_dtype(x if x.dtype == out else x.new_empty(0, dtype=out))
 
 

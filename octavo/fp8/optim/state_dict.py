@@ -1,4 +1,4 @@
-"""Loading state dicts into `fp8.AdamW`: its own as they are, those of torch's AdamW encoded.
+"""Load state dicts into `fp8.AdamW`: its own as they are, state dicts of torch's AdamW encoded.
 
 `torch.optim.Optimizer.load_state_dict` casts floating states to the parameter's dtype, which would turn float8 codes
 and fp32 scales into BF16, and it takes what it is given. Here everything is checked before anything is changed, and
@@ -91,9 +91,9 @@ def load(
 
 
 def former_coat(optimizer: Optimizer) -> str | None:
-    """What is to be told of moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
-    group exact where it is a multiple of 1/16 now; None where all are. k stands beside the codes, so that they decode
-    as they did there, and the next step writes them anew."""
+    """A warning about moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
+    group exact where it is a multiple of 1/16 now; None where all are. k is stored with the codes, so that they decode
+    as they did there, and the next step writes them again."""
     for group in optimizer.param_groups:
         for p in group["params"] if group.get("states") == "coat" else []:
             for key in ("exp_avg_figures", "exp_avg_sq_figures"):

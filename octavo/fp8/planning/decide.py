@@ -1,10 +1,10 @@
-"""The plan: which linear layer will run in which recipe on which backend, and why; made before a weight is touched.
+"""Make the plan: which linear layer will run in which recipe on which backend, and why. No weight is read.
 
 ``plan`` applies a :class:`Policy` to the layers of a model (:func:`describe_layers`; a model on the meta device will
 do) and returns one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16.
 
 With measurements (:func:`octavo.fp8.measure`) a layer runs in FP8 only where that was measured to win; the
-recipe "auto" then takes the fastest. Without, "auto" goes by the table of :mod:`octavo.fp8.measuring.choose`.
+recipe "auto" then takes the fastest. Without, "auto" uses the table of :mod:`octavo.fp8.measuring.choose`.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Proof:
         return f"Proof({summary(self.plan.rows)}; {waits})"
 
     def follow(self, plan: Plan, step: int) -> None:
-        """From ``step`` on another plan holds, which is to be proven anew."""
+        """Another plan holds from ``step`` on, and its proof starts from nothing."""
         if self._spans:
             self._end(step - 1)
         self.plan, self.pending = plan, {r.component for r in plan.rows if r.fp8} | self.parts
@@ -125,7 +125,7 @@ class Proof:
         ]
 
     def _add(self, counts: GemmCounts) -> None:
-        """Everything that ran belongs into the share, whichever components the caller asked to check."""
+        """Add everything that ran to the share, whichever components the caller asked to check."""
         rows = {r.name: r for r in self.plan.rows}
         for key, calls in counts.items():
             layer, gemm, backend = key
