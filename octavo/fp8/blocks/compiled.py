@@ -106,7 +106,7 @@ def rmsnorm(
     results = torch.ops.octavo.rmsnorm(compiled.matrix(x), weight, eps, row, col, first, out, low)
     y = results[0].view(x.shape)
     if row or col:
-        compiled.leave(y, low, row, col, results[2:])
+        compiled.attach_codes(y, low, row, col, results[2:])
     return y
 
 
@@ -225,4 +225,4 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
 torch.library.register_autograd("octavo::rmsnorm", _rmsnorm_backward, setup_context=_keep_norm, lib=_lib)
 torch.library.register_autograd("octavo::gated_mlp", _mlp_backward, setup_context=_keep_mlp, lib=_lib)
-torch.library.register_autograd("octavo::swiglu_backward", compiled.no_more, lib=_lib)
+torch.library.register_autograd("octavo::swiglu_backward", compiled.refuse_second_derivative, lib=_lib)

@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.blocks.probe import compare_mlp, exchanged, is_idle, layer_of, small_mlp, trial, wrong_dtype
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import Source, behind, source_of, without_autocast
+from octavo.fp8.dense.inputs import Source, source_of, with_source, without_autocast
 from octavo.fp8.dense.swap import Swapped, computable, hooked, probe, swap
 from octavo.fp8.weights.shards import is_whole, ordinary
 
@@ -164,7 +164,7 @@ def run(module: nn.Module, mlp_parts: Parts, x: Tensor) -> Tensor | None:
     del inner  # they are not needed while the last layer runs
     if source is None:
         return last(h)
-    with behind(h, source):
+    with with_source(h, source):
         return last(h)
 
 

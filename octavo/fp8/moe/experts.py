@@ -34,7 +34,7 @@ from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import random, trial
 from octavo.fp8.dense import delayed, sources
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import Source, behind, compute_dtype
+from octavo.fp8.dense.inputs import Source, compute_dtype, with_source
 from octavo.fp8.dense.linear import Call, three_gemms
 from octavo.fp8.dense.swap import put
 from octavo.fp8.kernels.groups import Groups, route
@@ -268,7 +268,7 @@ def mixture(
         gate_up = project("gate_up_proj", x, groups)
     else:  # an adapter of a frozen weight keeps the tokens, not a row for each choice
         again = partial(rows_of, top_k=top_k, dtype=dtype)
-        with behind(x, Source((tokens.detach(), pair_of), again)):
+        with with_source(x, Source((tokens.detach(), pair_of), again)):
             gate_up = project("gate_up_proj", x, groups)
     if saves:
         y = gated(gate, gate_up, lambda h: project("down_proj", h, groups))
@@ -308,7 +308,7 @@ def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Ten
     h, source = mlp.product(gate, gate_up)
     if source is None:
         return down(h)
-    with behind(h, source):
+    with with_source(h, source):
         return down(h)
 
 

@@ -288,7 +288,7 @@ def _observe(run: Run, number: int, batches: Batches) -> Observe:
 
 def _write(run: Run, step: Step) -> None:
     step.wanted = bool(step.wanted or run.logs(step.number) or _WRITTEN & step.row.keys())
-    if step.wanted and (waited := run.waited()):
+    if step.wanted and (waited := run.take_waited()):
         step.row["save_seconds"] = waited
     if run.log is not None and step.wanted:
         run.log.write(step.row, run.job.progress.health if "health" in step.row else None)
