@@ -174,8 +174,8 @@ def decide(
     work: Mapping[Key, Work],
     limits: Limits,
 ) -> tuple[dict[Key, Place], list[Decision]]:
-    """(where GEMMs stand from the next step on, what was decided), of those whose figures were ``read``, by rung: where
-    they stand, unless that is high precision, and a rung below. Others stay where they are."""
+    """(places of GEMMs from the next step on, decisions). ``read``: figures of a GEMM by rung, of its own rung, unless
+    that is high precision, and of the one below. GEMMs without figures do not move."""
     now = {key: standing(place, ladders[key]) if key in ladders else place for key, place in places.items()}
     check = _Check(step, now, read, ladders, work, limits)
     climbing = [key for key in ladders if read.get(key) and check.look(key)]

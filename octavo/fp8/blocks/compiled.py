@@ -159,6 +159,7 @@ def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]
     dws: list[Tensor | None] = [None] * 3
     dbs: list[Tensor | None] = [None] * 3
     parts, down = gemms(ctx.key), gemms(ctx.down_key)
+    # The operators and their order are those of the eager backward, so that gradients have the same bits.
     if needs[5]:
         dbs[2] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
     row, col = down.operand("dgrad", 0) if ctx.needs_h else "", down.operand("wgrad", 0) if needs[2] else ""

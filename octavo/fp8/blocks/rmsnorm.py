@@ -7,16 +7,17 @@ those codes together, so that y is not read again for them::
     backward   n = x * rstd,  g = dy * weight       dx = rstd * (g - n * mean(g * n))      dw = sum over rows of dy * n
 
 both in fp32, y rounded once (Hugging Face's norms round before the weight as well). y is returned as ever, and its
-codes are left for the layers to find (:func:`octavo.fp8.dense.inputs.offer`): whoever is called with y casts nothing,
-and whoever is not, or wants another cast, does what it always did. Under autocast the codes are those of y lowered.
+codes are left for the layers to find (:func:`octavo.fp8.dense.inputs.offer`): a layer that is called with y casts
+nothing, and one with another input or another cast computes as without this. Under autocast y is lowered before it is
+cast.
 What a forward keeps is rstd (fp32, one a row), the weight, and x; of x only FP8 codes where activations are to be saved
 so (:mod:`octavo.fp8.dense.sources`): then y comes from x as ever, and the backward reads the decoded codes. A norm that
-saves need not feed anybody: those of q and k, and the last one of a model, do it too.
+saves need not feed an FP8 layer: the norms of q and k, and the last one of a model, save as well.
 
 Which norm feeds which layers is known by the names of a block's children (:data:`FEEDS`). A norm must give the stock
 forward's output on random input and random weights first (:func:`matches_stock`): Gemma's, which multiply by 1 +
-weight, and norms that subtract a mean stay as they are. A norm whose codes nobody takes twice in a row makes none any
-more. Under ``torch.compile`` it is an operator of the graph (:mod:`octavo.fp8.blocks.compiled`).
+weight, and norms that subtract a mean stay as they are. A norm whose codes are not used twice in a row stops
+making them. Under ``torch.compile`` it is an operator of the graph (:mod:`octavo.fp8.blocks.compiled`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def fp8_of(layers: Sequence[nn.Module]) -> tuple[Linear, ...]:
 
 def fuse(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> str | None:
     """Let a norm make the codes of the FP8 layers that it feeds (and keep codes of its input, with ``saves``); returns
-    what stands against it, if anything does."""
+    the reason against it, if there is one."""
     reason = why_not(norm, [p for m in layers if (p := planned(m)) is not None])
     if reason is None:
         _swap(norm, layers, saves)

@@ -101,7 +101,7 @@ class _Bench:
         self.low = accelerator.low_precision(device) or torch.float32
         if case.kind == "experts":
             if experts is None:
-                raise MeasureError(f"{case} needs the module of experts that it stands for.")
+                raise MeasureError(f"{case} needs its module of experts.")
             self.stock = _empty_copy(experts, device, dtype)
         else:
             self.stock = nn.Linear(case.k, case.n, bias=case.bias, device=device, dtype=dtype)

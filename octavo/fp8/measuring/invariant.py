@@ -47,6 +47,7 @@ def batch_invariant(model: nn.Module) -> AbstractContextManager[object]:
 
 def why_not_batch_invariant(model: nn.Module) -> str | None:
     """Why this model cannot be invariant, with what fixes it; None if nothing is known against it."""
+    # Only what is known before a forward is looked at; the mode refuses the rest when the model calls it.
     for device in {p.device: None for p in model.parameters() if p.device.type != "meta"}:
         if (reason := why_not_rows(device)) is not None:
             return (

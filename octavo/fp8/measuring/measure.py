@@ -125,6 +125,7 @@ def measure(
         if case in known and names <= known[case].entries.keys():
             measurements.cases[case] = _only(known[case], names)
             continue
+        # The family's own module is the BF16 side of experts; a linear layer is built from its sizes.
         experts = stock[case] if case.kind == "experts" else None
         measurements.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
         accelerator.empty_cache(where)

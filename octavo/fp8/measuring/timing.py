@@ -71,6 +71,7 @@ def time_calls(
             function()
     clock.settle()
     names = list(functions)
+    # Both orders must weigh the same: an odd round would favour the candidates that it calls first.
     rounds += rounds % 2
     began, done = time.perf_counter(), 0
     while done < rounds and (done < min(4, rounds) or done % 2 or time.perf_counter() - began < budget):

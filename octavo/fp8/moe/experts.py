@@ -291,7 +291,7 @@ def _with_beside(project: Project, beside: Beside, name: str, x: Tensor, groups:
     return y if extra is None else y + extra(x, groups)
 
 
-# --- what is saved in FP8 between the projections and behind them ------------------------------------------------
+# --- what is saved in FP8 between the projections and after them -------------------------------------------------
 
 MARK = "_saves_rows"
 """In the __dict__ of a module of experts that saves FP8."""

@@ -1,7 +1,7 @@
 """The linear layer of all experts at once in FP8: the three GEMMs of a linear layer, grouped.
 
 With the rows of all experts x [R, K] (laid out by :mod:`octavo.fp8.kernels.groups`), w [E, N, K] and dy [R, N], each
-expert e alone::
+expert e separately::
 
     fwd    y_e  = x_e @ w_e.T (+ bias_e)     dgrad  dx_e = dy_e @ w_e     wgrad  dw_e = dy_e.T @ x_e
 

@@ -191,6 +191,7 @@ def _observe_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         rows = inputs[1].numel() if len(inputs) > 1 and isinstance(inputs[1], Tensor) else 0
     else:
         rows = x.numel() // max(watched.gemms[0][2], 1)
+    # Read now: whether a gradient is due is decided by the forward, and may change before the backward.
     needs_x = x.requires_grad
     needs_w = any(p.requires_grad and p.dim() > 1 for p in module._parameters.values() if p is not None)
     seen = [(recorder.begin(name, False, False, grad=True), 2 * rows * n * k) for name, n, k in watched.gemms]

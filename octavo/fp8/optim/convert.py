@@ -191,6 +191,7 @@ def encode(parameter: Tensor, group: Group, state: Mapping[str, Tensor], m: Tens
 
     for a, b in _chunks(first + (first in edges), last - (last - 1 in edges)):
         store([(a, b)], None)
+    # Groups that a border cuts come last and together: their ranks exchange extrema, in one order on all ranks.
     if cut:
         agree = sharded.Agreement([(parameter, 0)], [(0, g) for g in edges], m.device)
         if edges:

@@ -1,9 +1,9 @@
 """Optimizer states in host memory: each batch of pieces is on the device only while it is updated.
 
-States (moments, and the lower halves or fp32 copies of master weights) lie pinned in host memory; weights and gradients
+States (moments, and the lower halves or fp32 copies of master weights) are in pinned host memory; weights and gradients
 stay where they are. A step goes through the pieces in batches of about 64 MiB of states. While one batch is updated,
 the next comes in on one side stream and the last goes back on another, so that PCI Express works in both directions at
-once beside the arithmetic::
+once during the arithmetic::
 
     inward    |  fetch 0  |  fetch 1  |  fetch 2  |
     update                | update 0  | update 1  | update 2  |

@@ -31,7 +31,7 @@ def load(
     fresh: Callable[[Tensor, Group], dict[str, Tensor]],
 ) -> None:
     """Fill an `fp8.AdamW` from a state dict of one, or of torch's AdamW, whose moments are encoded (a collective where
-    a group of 128 lies on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
+    a group of 128 is on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
     ``fresh`` are the optimizer's methods.
 
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
@@ -65,6 +65,7 @@ def load(
             f"The state dict has a state of parameter {unknown[0]!r} ({len(unknown)} such in all), which is in none of "
             f"its groups of {sizes[0]} parameters. Load a state dict as optimizer.state_dict() gave it, whole."
         )
+    # Everything is checked before the first tensor is written: a refused dict leaves the optimizer as it was.
     work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, document["state"])]
     for group, former in zip(mine, saved, strict=True):
         group.update({key: copy.deepcopy(former[key]) for key in group if key in former and key != "params"})
@@ -119,6 +120,7 @@ class _Entry(NamedTuple):
 
 
 def _checked(group: Group, saved: Group, state: Mapping[int, Mapping[str, Tensor]]) -> Iterator[_Entry]:
+    # torch's AdamW has no formats of states; its moments are encoded as they are loaded.
     foreign = "states" not in saved
     first: list[str | None] = saved.get("param_names") or group.get("param_names") or [None] * len(group["params"])
     names = [

@@ -58,6 +58,7 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
     by_module: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
         by_module.setdefault(row.row.module, []).append(row)
+    # Checked before any layer is converted: a plan that cannot be switched to must not leave a half-converted model.
     pairs = [pair for other in others for pair in _changes(plan, other)]
     for old, new in pairs:
         if (why := _why_fixed(plan, old, new)) is not None:

@@ -66,6 +66,7 @@ def plan(
         raise PlanError("A plan by measurements needs the tokens that they were made with. Give tokens as well.")
     decided = decisions(model, policy, components, tokens, step)
     device = device_of(model)
+    # Times of FP8 that is emulated on a CPU would switch every layer off: they are shown and decide nothing.
     used = None if measurements is None or measurements.machine.emulated else measurements
     cases = cases_of(model, [row for row, _, _ in decided], tokens) if used is not None and tokens is not None else {}
     chooser = _Chooser(policy, device, used, micro_steps)

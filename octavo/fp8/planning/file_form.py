@@ -56,6 +56,7 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
                 f"{path} has no usable {key!r}: {state}, where {wanted} belongs. Edit only layers, or save the plan "
                 "again."
             )
+    # Each line is matched with each layer: a bound keeps a damaged or hostile file from taking hours.
     if len(document["layers"]) > MOST_LINES:
         raise PlanError(f"{path} has {len(document['layers']):,} lines in layers, and {MOST_LINES:,} are the most.")
     if not document["layers"]:

@@ -128,7 +128,7 @@ def _saved(name: str, kind: str, why: str | None) -> PlanBlock:
     return PlanBlock(name, kind, False, "", why is None, "activations: fp8" if why is None else why)
 
 
-_FUSED = ((MLP, "run as one function"), (NORM, "hand their codes to the layers behind them"))
+_FUSED = ((MLP, "run as one function"), (NORM, "pass their codes to the layers after them"))
 _SAVED = (
     (NORM, "norms keep FP8 codes of their input"),
     (MLP, "gated MLPs keep gate and up in FP8"),

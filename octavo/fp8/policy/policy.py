@@ -300,7 +300,7 @@ class Decision:
 
     def allowed(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
         """The recipes that this decision admits by name: none for off, ``candidates`` for auto (without those that the
-        settings beside it exclude), else the one. Raises PlanError for a pair that cannot be."""
+        other settings exclude), else the one. Raises PlanError for a pair that cannot be."""
         out: dict[str, Recipe] = {}
         errors: list[str] = []
         for name in candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):

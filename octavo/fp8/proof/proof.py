@@ -89,6 +89,7 @@ class Proof:
         for (layer, gemm, backend), calls in counts.items():
             if calls:
                 ran[layer][gemm, backend] = calls
+        # Before the checks: the share that is reported includes the step that fails them.
         self._add(counts)
         problems: list[str] = []
         for component, n in forwards.items():
@@ -188,6 +189,7 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: 
     if forward + idle == 0:
         return [f"planned {want} fwd, counted none"]
     out = []
+    # The head of chunked losses runs as many GEMMs as the vocabulary has blocks, and at least one a forward.
     if forward < want if row.kind == "lm_head" else (forward + idle) % want:
         out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
     due = {g: counts.due(row.name, g) for g in _BACKWARD}
