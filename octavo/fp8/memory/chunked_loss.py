@@ -208,7 +208,7 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
     if transformed():
         raise RuntimeError(
             "losses without logits were asked for under a transform of torch.func (grad, vmap, jvp, ...), and they are "
-            "differentiated by torch.autograd alone; any leading dimensions will do in place of vmap"
+            "differentiated by torch.autograd only; any leading dimensions will do in place of vmap"
         )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(

@@ -22,7 +22,7 @@ raises :class:`PartialUpdate`, since no weight can be taken back.
 
 The optimizer itself is not changed. A parameter that got no gradient (an expert without tokens, a frozen one) does not
 change, as in ``torch.optim``. A parameter that is used twice is stepped when both parts have been added; only
-reentrant checkpointing around both of its uses shows the parts one by one, and is refused as a second backward. With FSDP2
+reentrant checkpointing around both of its uses shows them one by one, and is refused as a second backward. With FSDP2
 hooks see the sharded gradient after its reduction, in the same order on every rank, and the norm takes one all-reduce.
 A parameter with a group of 128 that a shard's border cuts (:mod:`octavo.fp8.optim.sharded`) takes two small all-reduces
 of its own here (one with coat, none with fp32 and bf16 states); an ordinary step has two for all such parameters.
