@@ -77,7 +77,7 @@ def test_a_family_is_added_by_its_record_its_processor_and_its_small_checkpoint(
     monkeypatch.setitem(RECORDS, "exaone4_5", record)
 
     # 2. the processor
-    class ExaoneImageTextProcessor(stock.TellingWithoutVideo, library.Exaone4_5_Processor):
+    class ExaoneImageTextProcessor(stock.TraitsWithoutVideo, library.Exaone4_5_Processor):
         image_class = stock.Qwen2VLImages
 
     monkeypatch.setitem(stock.PROCESSORS, "ExaoneImageTextProcessor", ExaoneImageTextProcessor)

@@ -157,7 +157,6 @@ class Steps:
     next pack, in a stream of packs.
     """
 
-    rows: int
     place = (0, 0, 0)
 
     def __init__(
@@ -253,7 +252,7 @@ class Loader(Steps):
         if self.workers and numbers:
             made = run_workers(self._processed, chunks, self.workers, self.timeout)
         else:
-            made = (zip(chunk, self._processed[chunk], strict=True) for chunk in chunks)
+            made = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
         rows = itertools.chain.from_iterable(made)
         try:
             while True:
@@ -372,8 +371,11 @@ def _begin_worker(worker: int) -> None:
         os.setpgid(0, 0)
     trainer = multiprocessing.parent_process()
     # Not os.getppid() where the trainer itself is the parent: it may have died before this line.
-    indirect = trainer is None or multiprocessing.get_start_method() == "forkserver"
-    parent = os.getppid() if indirect else trainer.pid
+    if trainer is None or multiprocessing.get_start_method() == "forkserver":
+        parent = os.getppid()
+    else:
+        assert trainer.pid is not None  # it has started
+        parent = trainer.pid
     threading.Thread(target=_end_with, args=(parent,), name="end with the trainer", daemon=True).start()
 
 

@@ -80,8 +80,10 @@ def decode_videos(
 ) -> list[Shot]:
     """Videos by their names, decoded as a model of this processor takes them; `fps`: the rate of those that are folders
     of frames. Raises `DataError`."""
+    if not paths:
+        return []
     videos = getattr(processor, "videos", None)
-    if paths and videos is None:
+    if videos is None:
         raise DataError(f"{paths[0]} is a video, and videos of this model are not taken here")
     limits = FileLimits() if cfg is None else file_limits(cfg)
     try:

@@ -145,7 +145,8 @@ def _write(
     source: Source, encoder: DocumentEncoder, on_bad: str, file: Path, progress: Callable[[float], None]
 ) -> None:
     dtype = np.dtype("<u2" if len(encoder.tokenizer) <= 1 << 16 else "<u4")
-    edges, records = array("q", [0]), []
+    edges = array("q", [0])
+    records: list[dict[str, Any]] = []
     with open(file, "wb") as out:
         for row, texts in _batches(source, encoder, on_bad, records):
             for ids in encoder.tokens_of(texts):

@@ -117,11 +117,11 @@ def _interleaved(raw: dict[str, Any]) -> tuple[Sequence[Text | ImageRef], list[N
                 f"place {place} has the text {shown(text)} and the image {shown(image)}; expected one of the two, as "
                 "text or file name, and null for the other"
             )
-        if name is None:
-            parts.append(Text(text))
-        else:
+        if name is not None:
             parts.append(ImageRef(len(names)))
             names.append(name)
+        elif text is not None:
+            parts.append(Text(text))
     return parts, names
 
 

@@ -109,21 +109,23 @@ class PromptEncoder(Encoder):
         return PromptSample(**vars(made), answer=row.answer, columns=row.columns, pictures=of.images)
 
     def _videos_as_images(self, sample: Sample) -> Sample:
-        """A sample whose videos have become images."""
+        """A sample with the frames of its videos as images."""
         if "video_grid_thw" not in sample.extra:
             return sample
-        own = {"input_ids": sample.input_ids[None], "mm_token_type_ids": sample.mm_token_type_ids[None],
-               "pixel_values": sample.pixel_values, "image_grid_thw": sample.image_grid_thw}  # fmt: skip
-        own |= {name: one.values for name, one in sample.extra.items()}
-        found = self.processor.as_images({name: torch.from_numpy(x) for name, x in own.items() if x is not None})
+        kinds = sample.mm_token_type_ids
+        assert kinds is not None  # processors that take videos return token types
+        arrays = {"input_ids": sample.input_ids[None], "mm_token_type_ids": kinds[None],
+                  "pixel_values": sample.pixel_values, "image_grid_thw": sample.image_grid_thw}  # fmt: skip
+        arrays |= {name: one.values for name, one in sample.extra.items()}
+        converted = self.processor.as_images({name: torch.from_numpy(x) for name, x in arrays.items() if x is not None})
         return replace(
             sample,
-            input_ids=found["input_ids"][0].numpy(),
-            mm_token_type_ids=found["mm_token_type_ids"][0].numpy(),
-            pixel_values=found["pixel_values"].numpy(),
-            image_grid_thw=found["image_grid_thw"].numpy(),
-            images=len(found["image_grid_thw"]),
-            extra={name: one for name, one in sample.extra.items() if name in found},
+            input_ids=converted["input_ids"][0].numpy(),
+            mm_token_type_ids=converted["mm_token_type_ids"][0].numpy(),
+            pixel_values=converted["pixel_values"].numpy(),
+            image_grid_thw=converted["image_grid_thw"].numpy(),
+            images=len(converted["image_grid_thw"]),
+            extra={name: one for name, one in sample.extra.items() if name in converted},
             films=(),
             videos=0,
         )

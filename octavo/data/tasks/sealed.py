@@ -136,7 +136,8 @@ class Sealed(Mapped):
         return Sample(
             ids, labels, images=found["images"], answers=_pairs(found["answers"]), length=found["length"],
             lost=found["lost"], extra=more, places=_pairs(found["places"]), file=self.name, row=row,
-            sounds=found["sounds"], **own,
+            sounds=found["sounds"], mm_token_type_ids=own.get("mm_token_type_ids"),
+            pixel_values=own.get("pixel_values"), image_grid_thw=own.get("image_grid_thw"),
         )  # fmt: skip
 
 

@@ -79,7 +79,7 @@ class Source:
         if sizes is None:
             return None
         ends = np.minimum(np.cumsum(sizes), self._length)
-        return np.diff(ends, prepend=0)  # type: ignore[no-any-return]
+        return np.diff(ends, prepend=0)
 
     def columns(self) -> list[str]:
         """What any row of the file has for rewards, beside what every prompt has."""

@@ -101,7 +101,7 @@ class Split:
         """As of a `Source`."""
         if (sizes := self.source.shards) is None:
             return None
-        return np.diff(self._begins[np.cumsum(sizes)], prepend=0)  # type: ignore[no-any-return]
+        return np.diff(self._begins[np.cumsum(sizes)], prepend=0)
 
 
 def questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:

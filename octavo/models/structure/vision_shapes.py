@@ -29,7 +29,7 @@ class Vision:
     channels channels of a pixel times frames of a patch
     merge    patches that become one feature, in each direction (patches, whole)
     tile     (height, width) of a tile; `least`: of the smallest tile that the tower takes
-    own      patches that the tower prepends to those of a tile
+    prefix   patches that the tower prepends to a tile's
     length   features of a tile; `ends`: placeholders for line breaks after them in the text, or their maximum
     scales   tiles of each of several scales as a square: the tower receives an image at all scales, and an image of
              fewer tiles than the last scale has at one scale (NVILA)
@@ -44,7 +44,7 @@ class Vision:
     merge: int = 1
     tile: tuple[int, int] = (0, 0)
     least: tuple[int, int] = (0, 0)
-    own: int = 0
+    prefix: int = 0
     length: int = 0
     ends: int = 0
     scales: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Vision:
             pixels = pixels.flatten(0, 1)
             pixels = pixels[pixels.flatten(1).any(1)]
         cells = (pixels.shape[-2] // self.patch[0]) * (pixels.shape[-1] // self.patch[1])
-        return [cells + self.own] * len(pixels)
+        return [cells + self.prefix] * len(pixels)
 
     @property
     def smaller(self) -> int:
@@ -82,7 +82,7 @@ class Vision:
     def seen(self, tiles: int) -> tuple[int, int]:
         """(patches through the tower, features) of an image of at most `tiles` tiles."""
         if not self.scales:
-            return tiles * (self.cells + self.own), tiles * self.length
+            return tiles * (self.cells + self.prefix), tiles * self.length
         if tiles < self.scales[-1]:
             return self.cells, self.length
         return self.cells * (tiles + self.smaller), tiles * self.length
@@ -92,7 +92,7 @@ class Vision:
         if self.scales:
             tiles = patches // self.cells
             return self.length * (tiles - self.smaller if tiles > self.smaller else tiles)
-        return patches // self.merge**2 if self.kind != "tiles" else (patches - self.own) * self.length // self.cells
+        return patches // self.merge**2 if self.kind != "tiles" else (patches - self.prefix) * self.length // self.cells
 
     def smallest(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """The smallest black image, as arguments of `get_image_features`."""
@@ -128,7 +128,7 @@ def vision_of(config: PreTrainedConfig) -> Vision:
         vision = config.vision_config
         cut = "patches" if hasattr(vision, "spatial_merge_size") else "whole" if vision.model_type == "pixtral" else ""
     if not cut:
-        raise ModelError(f"how images come to the tower of model_type {config.model_type!r} is not known to Octavo")
+        raise ModelError(f"Octavo does not know how images enter the tower of model_type {config.model_type!r}")
     return _CUTS[cut](config, _pair(config.vision_config.patch_size), _channels(config.vision_config))
 
 

@@ -1,8 +1,8 @@
 """Shared parts of small checkpoints: their table, decoders and towers of a few hundred thousand parameters, and files
 of processors.
 
-Widths are multiples of 16, 32 and 64 if those of the published models are, and ragged if theirs are. "small" trains
-well from scratch within minutes on a CPU; "mini" is for tests.
+Widths are multiples of 16, 32 and 64 where the published models' are, and ragged where theirs are. "small" trains well
+from scratch within minutes on a CPU; "mini" is for tests.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def processor_files(
     image, entries   the fields of preprocessor_config.json and of processor_config.json besides the classes
     video            the fields in which frames of videos differ from images
     """
-    # Each file repeats the processor's class: AutoProcessor reads it from whichever it opens first.
+    # Each file has the processor's class, because AutoProcessor may read it from any of them.
     common = {**_HALF, "processor_class": processor}
     files = {
         "preprocessor_config.json": {**image, **common, "image_processor_type": image_processor},
@@ -150,7 +150,7 @@ def vision_ids(ids: Ids) -> VisionIds:
 
 
 def rope(rotated: int, **fields: Any) -> dict[str, Any]:
-    """Rotary of three axes over `rotated` numbers of a head; most of its angles are those of time."""
+    """Rotary of three axes over `rotated` numbers of a head; most of its angles are for time."""
     half = rotated // 2
     section = [half - 2 * (half // 3), half // 3, half // 3]  # time, height, width
     return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section, **fields}

@@ -74,7 +74,7 @@ area(
     ),
     (
         "sounds-places-of-a-row", "train/setup/token_counts.py",
-        "sound = models.hearing_of(models.read_config(cfg.model.path)).positions",
+        "sound = models.audio_of(models.read_config(cfg.model.path)).positions",
         'sound = counts["audio_encoder"] // rows',
         "several sounds of a row attend to each other, in figures of a plan",
         "train/test_hearing.py",
@@ -124,7 +124,7 @@ area(
     ),
     (
         "images-alone-come-first", "parallel/images.py",
-        "own.sort(key=lambda n: not alone[n])", "own.sort()",
+        "images.sort(key=lambda n: not single[n])", "images.sort()",
         "a tower that is told how many images a row has cuts others than those that are alone",
         "parallel/test_context_models.py",
     ),
