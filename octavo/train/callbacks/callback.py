@@ -278,7 +278,7 @@ class Run:
             ) from error
 
     def _fixed(self, args: Sequence[Any]) -> dict[str, Any]:
-        """Name -> value of what a callback may not change; figures as JSON. Raises for row entries that are not JSON."""
+        """What a callback may not change, by name; figures as JSON. Raises for row entries that are not JSON."""
         fixed = {f"run.{name}": value for name, value in vars(self).items() if not name.startswith("_")}
         fixed |= {f"run.{name}": json.dumps(getattr(self, name)) for name in ("row", "eval", "memory", "gain")}
         for step in (it for it in args if isinstance(it, Step)):
