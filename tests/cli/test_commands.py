@@ -209,7 +209,7 @@ def test_a_cpu_measures_nothing(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--measure"]) == 2
     assert "--measure needs a GPU: on a CPU FP8 is emulated" in capsys.readouterr().err
     assert main(["plan", "run.yaml", "fp8.recipe=auto"]) == 0
-    assert "nothing was measured; recipes are those of the documented table" in capsys.readouterr().out
+    assert "nothing was measured; recipes come from the documented table" in capsys.readouterr().out
 
 
 @pytest.mark.long
