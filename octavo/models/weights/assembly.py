@@ -37,7 +37,7 @@ _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 
 def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind (of `fp8.weights.FROZEN`, by its name or that of its recipe: row or rowwise). A single word
+    """component -> kind (of `fp8.weights.FROZEN`, by its name or its recipe's name: row or rowwise). A single word
     applies to the language model, and True means `row`. Raises ModelError for unknown names."""
     names = ", ".join(NAME_OF_KIND.values())
     if isinstance(load_in_fp8, bool):
@@ -286,6 +286,7 @@ def _kinds(
     """parameter -> kind, for parameters that are quantized during loading. Codes on disk must have the requested
     kind."""
     in_fp8 = {origin.name for origin in mapping.origins if keep_fp8 and any(e.is_codes for e in origin.stored)}
+    # Codes on disk are kept as they are: requantizing them to another kind would add a second rounding error.
     kinds: dict[str, str] = {}
     for component, kind in wanted.items():
         mine = [n for n, row in rows.items() if row.component == component and row.kind in _QUANTIZED]
