@@ -126,7 +126,7 @@ class MPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As :mod:`octavo.models.custom.mpt.initial` says."""
+        """Initialise linear layers and embeddings by :mod:`octavo.models.custom.mpt.initial`."""
         if not isinstance(module, nn.Linear | nn.Embedding):
             super()._init_weights(module)
         elif not module.weight.is_meta:  # models that are loaded are built on meta: their init_config is not needed
