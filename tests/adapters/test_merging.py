@@ -209,7 +209,7 @@ def test_a_small_change_survives_in_high_precision_weights(run: Path, tmp_path: 
     ("ask", "message"),
     [
         ({"format": "fp4"}, "there is no format 'fp4'; there are bf16, fp8-block"),
-        ({"base": "fp8"}, "was not trained over FP8 codes"),
+        ({"base": "fp8"}, "has no record of training on FP8 codes"),
         ({"base": "nowhere"}, "nowhere was given as the base of"),
         ({"include": ["image_encoder"]}, "bf16 has none"),
         ({"include": ["lm_head"], "format": "fp8-dynamic"}, "'lm_head' cannot be included"),
@@ -235,7 +235,7 @@ def test_the_command(folder: Folder, coded: Folder, tmp_path: Path, capsys: pyte
     assert found["delta"]["weights"][0].keys() >= {"name", "kept", "error", "cosine", "changed", "drowned"}
     assert "folded into the high-precision weights" in err
     for argv, message in (
-        ([adapter, base], "is the very folder"),
+        ([adapter, base], "is the folder that is exported"),
         ([adapter, adapter.parent], "is a folder above the one"),
         ([base, tmp_path / "new"], "is a whole model: there is no adapter to merge. Use octavo export"),
         ([tmp_path / "nothing", tmp_path / "new"], "there is no folder"),
