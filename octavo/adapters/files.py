@@ -39,7 +39,10 @@ from octavo.models.folder import headers
 from octavo.models.folder.folder import pickles
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from octavo.config import LoraSection
+    from octavo.fp8.policy import Row
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Files of a folder that may be replaced: PEFT's files, and others that users commonly add to an adapter.
@@ -134,7 +137,7 @@ def save(
     return final
 
 
-def _document(model: nn.Module, base: str) -> dict[str, Any]:
+def _document(model: nn.Module, base: str) -> dict[str, object]:
     """The content of adapter_config.json: LoraConfig's fields, with sets sorted."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or NAME not in configs:
@@ -155,7 +158,7 @@ def _plain(value: Any) -> Any:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_config(directory: str | Path) -> Any:
+def read_config(directory: str | Path) -> LoraConfig:
     """The LoraConfig of an adapter's folder, if Octavo implements it exactly.
 
     Raises AdapterError for a folder that is no adapter's, JSON that cannot be read, another kind of adapter (IA3,
@@ -248,7 +251,7 @@ def load(model: nn.Module, directory: str | Path, say: Say = lambda text: None, 
         raise AdapterError("the model has adapters already, and takes one set. Load it again.")
     config, state = read_config(directory), read_state(directory)
     names = _fitting(model, config, state, Path(directory))
-    resolved = copied(config)
+    resolved: Any = copied(config)  # PEFT's types do not allow sets, which it accepts and stores
     of_experts = experts.parameters_of(model)
     resolved.target_modules = {name for name in names if name not in of_experts}
     resolved.target_parameters = [name for name in names if name in of_experts] or None
@@ -285,7 +288,7 @@ def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping
         raise AdapterError(f"{where} does not fit this model: {'; '.join(wrong)}. It was made for another base.")
 
 
-def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
+def _fitting(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
     """The targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors that the
     targets need."""
     # PEFT resolves the names, so that the same modules are adapted as in PEFT; the shapes are then checked exactly.
@@ -334,7 +337,7 @@ def _kind(model: nn.Module, name: str) -> str:
 
 
 def _shapes(
-    name: str, row: Any, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
+    name: str, row: Row, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
 ) -> dict[str, tuple[int, ...]]:
     from peft.utils.other import get_pattern_key
 

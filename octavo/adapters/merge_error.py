@@ -28,7 +28,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +85,7 @@ class Weight:
     def drowned(self) -> float:
         return self.error * math.sqrt(self.rank / self.inputs)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         figures = ("relative", "kept", "error", "cosine", "changed", "drowned")
         return {"name": self.name, "fp8": self.fp8, **{figure: getattr(self, figure) for figure in figures}}
 
@@ -180,7 +179,7 @@ class MergeErrors:
         """Weights in high precision with ``kept`` below :data:`KEPT`: BF16 rounds too."""
         return [w for w in self.weights.values() if not w.fp8 and w.delta and w.elements and w.kept < KEPT]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "relative": self.relative,
             "kept": self.kept,

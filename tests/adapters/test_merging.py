@@ -209,7 +209,7 @@ def test_a_small_change_survives_in_high_precision_weights(run: Path, tmp_path: 
     ("ask", "message"),
     [
         ({"format": "fp4"}, "there is no format 'fp4'; there are bf16, fp8-block"),
-        ({"base": "fp8"}, "was not trained over FP8 codes"),
+        ({"base": "fp8"}, "has no record of training on FP8 codes"),
         ({"base": "nowhere"}, "nowhere was given as the base of"),
         ({"include": ["image_encoder"]}, "bf16 has none"),
         ({"include": ["lm_head"], "format": "fp8-dynamic"}, "'lm_head' cannot be included"),

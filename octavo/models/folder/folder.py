@@ -376,7 +376,7 @@ def write_config(
     source: Path,
     target: Path,
     dtype: torch.dtype,
-    quantization: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, object] | None = None,
     encrypted: encryption.Folder | None = None,
 ) -> None:
     """Write the source's config.json to `target` with the dtype and the quantization of the written weights, and

@@ -67,7 +67,9 @@ else:
 
 
 class _WithoutVideo(WithDeadline):
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
+    def __init__(
+        self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: object
+    ):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
 
 
@@ -171,7 +173,7 @@ class InternVLImageTextProcessor(_VideoTraits, WithDeadline, InternVLProcessor):
         tokenizer: Any = None,
         image_seq_length: int = 256,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
         super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
 
@@ -203,7 +205,7 @@ class PixtralImageTextProcessor(ProcessorTraits, ProcessorMixin):
         patch_size: int = 16,
         spatial_merge_size: int = 1,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         self.patch_size, self.spatial_merge_size = patch_size, spatial_merge_size
@@ -311,7 +313,7 @@ class SmolVLMImageTextProcessor(ProcessorTraits, _PlainTemplates, SmolVLMProcess
         tokenizer: Any = None,
         image_seq_len: int = 169,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
         def token(name: str, default: str) -> str:
             return getattr(tokenizer, name, None) or default

@@ -132,7 +132,7 @@ class Videos:
         return [-(-frames // self.depth), height // self.patch, width // self.patch]
 
     def __call__(
-        self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata] | None = None, **_: Any
+        self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata] | None = None, **_: object
     ) -> BatchFeature:
         """The output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and resized
         frames: `pixel_values_videos` and `video_grid_thw`; for tiles a list of [frames, 3, height, width]."""

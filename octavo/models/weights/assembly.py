@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -185,13 +184,15 @@ def refuse_other_kinds(folder: Path, model: PreTrainedModel, origins: Iterable[O
 _OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 
 
-def _without(names: set[str], patterns: Any, name_of: Callable[[str], str] = lambda text: text) -> set[str]:
+def _without(
+    names: set[str], patterns: Iterable[str] | None, name_of: Callable[[str], str] = lambda text: text
+) -> set[str]:
     if not patterns:
         return names
     return {name for name in names if not any(re.search(pattern, name_of(name)) for pattern in patterns)}
 
 
-def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, Any, Any]]:
+def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """(tensors on disk, their shape, the expected shape) of an origin that does not fit; conversion rules raise their
     own errors."""
     if origin.converter is not None:
@@ -211,7 +212,7 @@ def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, Any, Any
     return []
 
 
-def refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
+def refuse_incomplete(folder: Path, info: Mapping[str, Iterable[object]]) -> None:
     """Raise ModelError if a loading report has keys that are missing, unexpected or mis-shaped, or errors."""
     wrong = []
     for key, what in (

@@ -18,7 +18,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
@@ -83,7 +84,7 @@ class Sources:
     origins: list[Origin]
     unknown: list[Stored]
     twice: list[tuple[Stored, Stored]]
-    rules: list[Any]
+    rules: list[WeightTransform]
 
 
 def sources(model: PreTrainedModel, stored: Iterable[Stored], experts: Container[str] = ()) -> Sources:
@@ -131,7 +132,7 @@ class _Offer(NamedTuple):
 class _Names:
     """A function from a name on disk to (parameter, the rule's pattern, the converting rule or None)."""
 
-    def __init__(self, model: PreTrainedModel, rules: list[Any], wanted: dict[str, Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, rules: list[WeightTransform], wanted: dict[str, Tensor]) -> None:
         self._wanted = wanted
         self._prefix = model.base_model_prefix
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -150,7 +151,9 @@ class _Names:
                     return other
         return renamed
 
-    def _by(self, name: str, renamings: list[Any], rules: list[Any]) -> tuple[str, str, WeightConverter | None]:
+    def _by(
+        self, name: str, renamings: list[WeightRenaming], rules: list[WeightConverter]
+    ) -> tuple[str, str, WeightConverter | None]:
         renamed, pattern = rename_source_key(name, renamings, rules, self._prefix, self._wanted)
         return renamed, pattern or "", next((r for r in rules if pattern in r.source_patterns), None)
 

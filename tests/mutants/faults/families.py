@@ -81,7 +81,7 @@ area(
     ),
     (
         "families-token-by-index", "models/structure/structure.py",
-        'return getattr(config, "image_token_index", None) if found is None else found', "return found",
+        'return getattr(config, "image_token_index", None) if token is None else token', "return token",
         "older configurations have no token for an image",
         "models/test_describe.py",
     ),
