@@ -56,7 +56,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self._checks = 0  # number of checks of codes so far
         self._exchanged = False  # whether a callback may have written weights since the last check
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return the state that the Trainer saves with a checkpoint."""
         histories = {} if self._model is None else fp8.scaling_state(self._model)
         return {"args": {}, "attributes": {"histories": {name: rows.tolist() for name, rows in histories.items()}}}

@@ -210,7 +210,7 @@ def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tu
         load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, say=terminal.note
     )
     if args.template_arg:
-        chat.give(processor, {**processor.template_args, **dict(args.template_arg)}, target.base)
+        chat.set_template_args(processor, {**processor.template_args, **dict(args.template_arg)}, target.base)
     cfg = target.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
     loaded = [image_refs.load(file, megapixels) for file in args.image]

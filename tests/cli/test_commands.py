@@ -108,7 +108,7 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["generate", "model", "--prompt", " "], 2, "--prompt is empty"),
         (["generate", "model", "--prompt", "a", "--image", "no.png"], 2, "there is no image file no.png"),
         (["generate", "model", "--prompt", "a", "--image", "run.yaml"], 1, "run.yaml"),
-        (["generate", "model", "--prompt", "a", "--step", "1"], 2, "model is no run directory; leave --step out"),
+        (["generate", "model", "--prompt", "a", "--step", "1"], 2, "model is not a run directory; remove --step"),
         (["generate", "model"], 2, "the following arguments are required: --prompt"),
         (["plan"], 2, "name a configuration file, or a published model"),
         (["plan", "run.yaml", "--fit", "80GB", "--card", "80GB"], 2, "--fit proposes a setting and nothing else"),
@@ -442,7 +442,7 @@ def test_a_family_that_is_planned_alone_is_shown_without_memory(here, monkeypatc
     from octavo import models
 
     monkeypatch.setattr(models, "why_not_trained", lambda config: "its forward takes more")
-    known = "model_type 'qwen3_vl' is planned here and not trained: its forward takes more"
+    known = "model_type 'qwen3_vl' can be planned but not trained: its forward takes more"
     assert main(["plan", "run.yaml", "--save", "alone.json"]) == 0
     out = capsys.readouterr().out
     assert "blocks.{0,1}.mlp.linear_fc1" in out and f"note: {known}; its memory is not predicted" in out

@@ -67,7 +67,7 @@ def test_every_command_has_help(name, capsys):
         ),
         (
             ["plan", "run.yaml", "fp8.plan=p.json", "fp8.recipe=off"],
-            "fp8.plan: a plan file is given, and the recipe is",
+            "fp8.plan: a plan file is set, and the recipe is",
         ),
         (["train", "run.yaml", "--fp8-recipe", "mxfp8", "--fp8-format", "hybrid"], "mxfp8 has no hybrid format"),
         (["train", "run.yaml", "--frobnicate"], "unrecognized arguments: --frobnicate"),
@@ -91,8 +91,8 @@ def test_every_command_has_help(name, capsys):
             ["plan", "x.yaml", "--tokens", "foundation=" + "9" * 5000],
             "below 10**12, as in foundation=8192, found 'foun",
         ),
-        (["generate", "m", "--prompt", "a\udc80"], "--prompt holds bytes that are no UTF-8"),
-        (["generate", "m", "--prompt", "a", "--stop", "a\udc80"], "--stop holds bytes that are no UTF-8"),
+        (["generate", "m", "--prompt", "a\udc80"], "--prompt is not UTF-8"),
+        (["generate", "m", "--prompt", "a", "--stop", "a\udc80"], "--stop is not UTF-8"),
         (["tiny", "llama", "d", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, found '-1'"),
     ],
 )

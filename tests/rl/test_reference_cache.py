@@ -162,11 +162,11 @@ def test_rows_and_files_that_are_not_what_they_were_are_named(preferring: Make, 
 @pytest.mark.parametrize(
     ("over", "found"),
     [
-        (["preference={loss: kto, reference: disk}"], "kto also asks of answers to other prompts of a step"),
+        (["preference={loss: kto, reference: disk}"], "kto also needs answers to other prompts of a step"),
         (["preference={loss: orpo, reference: disk}"], "orpo has none"),
         (
             ["train.phase=rl", "train.global_batch=2", "rl={rewards: [exact_match], reference: disk}"],
-            "completions are new in every step, so nothing about them can be computed before the first",
+            "completions are new in every step, so the reference cannot be computed before the first",
         ),
     ],
 )

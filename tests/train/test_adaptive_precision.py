@@ -206,7 +206,7 @@ def test_rules_with_spans_hold_in_their_steps_alone(make):
     assert losses(cfg)[:4] == losses(high)[:4] and losses(cfg)[4] != losses(high)[4]
     assert [row["fp8_share"] for row in rows_of(cfg)] == [0.0] * 4 + [1.0] * 3 + [0.0] * 3
     assert any("steps 1 to 4: 0 of 15 linear layers in FP8" in line for line in said.lines)
-    assert any("step 5: rules turn 14 layers; 100.0 % of linear FLOPs" in line for line in said.lines)
+    assert any("step 5: rules switch 14 layers; 100.0 % of linear FLOPs" in line for line in said.lines)
     proof = json.loads((Path(cfg.run.dir) / "proof.json").read_text())
     assert [(s["steps"], s["share"]) for s in proof["spans"]] == [([1, 4], 0.0), ([5, 7], 1.0), ([8, None], 0.0)]
     again = make(rules, "fp8.adapt=false", "train.steps=10", f"run.resume={cfg.run.dir}/checkpoints/step_6", dir="on")
@@ -277,7 +277,7 @@ def test_the_defaults_are_the_healthy_column_of_the_trust_table():
         (["fp8.param=true"], "weights are codes of one recipe between steps"),
         (["fp8.foundation={param: true, recipe: rowwise}"], "fp8.foundation.param"),
         (["fp8.recipe=delayed"], "the amax histories of delayed scaling"),
-        (["lora={}"], "a frozen base beside adapters"),
+        (["lora={}"], "the frozen base of adapters has one recipe"),
         (["train.exchange=fp8"], "ranks exchange the codes of one recipe"),
         (["train.phase=preference"], "held against a reference or a rollout"),
         (["fp8.adapt={every: 61}"], "no step of 60 is a check; use at most 60"),

@@ -230,7 +230,7 @@ def test_an_overflow_halves_the_scale_and_training_goes_on(text):
     assert (result.status, result.skipped, result.overflowed) == ("finished", 0, 1)
     before, skipped, after = planted.weights[1:4]
     assert torch.equal(before, skipped) and not torch.equal(skipped, after)
-    assert any("step 3 skipped: gradients overflowed FP16 at a loss scale of 65536; the next step takes 32768" in line
+    assert any("step 3 skipped: gradients overflowed FP16 at a loss scale of 65536; the next step uses 32768" in line
                for line in said)  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def test_what_no_smaller_scale_mends_ends_like_any_gradient_that_is_not_finite(t
     """Dynamic: from 4 to 2 and 1, then ten steps that are as dead as they look."""
     monkeypatch.setattr(LossScale, "of", classmethod(_from_four))
     cfg = text(over, "train.steps=20", "fp8.recipe=off")
-    about = "multiplied by 1024 .*lower it" if "1024" in over else "holds nothing beyond 65504.*use train.precision"
+    about = "multiplied by 1024 .*lower it" if "1024" in over else "has no values beyond 65504.*use train.precision"
     with pytest.raises(TrainError, match=f"10 steps in a row, up to step {steps}, .*layers.1.mlp.*{about}"):
         train.run(cfg, callbacks=[Overflows(factor=math.inf)])
     kinds = ["overflow" if "overflow" in row else "skipped" for row in rows_of(cfg)]

@@ -47,7 +47,7 @@ from octavo.models.folder.chat import check_template
 from octavo.models.folder.folder import at, check_companions, companions
 from octavo.models.folder.quantization import to_config
 from octavo.models.processors import stop_tokens
-from octavo.models.processors.companions import write_beside
+from octavo.models.processors.companions import write_companions
 from octavo.models.processors.stop_tokens import EndToken
 
 LARGEST = 5 * 10**9  # bytes of a file, the default of transformers
@@ -212,7 +212,7 @@ def export(
         writer.finish()
         shards.finish()
         quantization = None if plan.quantization is None else to_config(plan.quantization)
-        end = write_beside(source, folder, torch.bfloat16, quantization)
+        end = write_companions(source, folder, torch.bfloat16, quantization)
         done = Exported(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
             dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened), end,

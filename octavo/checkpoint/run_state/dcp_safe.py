@@ -4,7 +4,7 @@ DCP unpickles in two places, and each runs any code that the file names:
 
 1. `.metadata`, with a bare `pickle.load`. `SafeReader` reads it with an unpickler that admits, by name, only the dozen
    classes that DCP writes there; then it checks the resulting object, including the file names in it.
-2. Every entry that is not a tensor ("byte entry"), with `torch.load(weights_only=False)`. `TensorsOnly` refuses a
+2. Every entry that is not a tensor ("byte entry"), with an unrestricted `torch.load`. `TensorsOnly` refuses a
    checkpoint that holds one. Octavo writes none: everything but tensors is JSON in state.json.
 
 The tensors themselves are zip streams of `torch.save` inside `*.distcp`, which DCP opens with `weights_only=True`;

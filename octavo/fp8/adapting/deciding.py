@@ -115,8 +115,8 @@ class Decision:
         return f"{self.figure} {_shown(name, self.value)}, {most} {_shown(name, self.threshold)}"
 
     def __str__(self) -> str:
-        told = {"yields": "gives its budget to one that is worse; ", "refused": "wanted, the budget is spent; "}
-        return f"{self.layer} {self.gemm}: {self.before} to {self.after}: {told.get(self.kind, '')}{self.cause}"
+        prefixes = {"yields": "gives its budget to one that is worse; ", "refused": "wanted, the budget is spent; "}
+        return f"{self.layer} {self.gemm}: {self.before} to {self.after}: {prefixes.get(self.kind, '')}{self.cause}"
 
 
 def _shown(name: str, value: float) -> str:
@@ -145,8 +145,8 @@ def _parts(work: Work) -> tuple[float, float]:
 
 def _worst(figures: Sequence[Figure], gemm: str, limits: Limits) -> _Worst | None:
     """The figure with the largest error; None of nothing."""
-    found = [_Worst(*_error(figure, gemm, limits)) for figure in figures]
-    return max(found, key=lambda one: one.error, default=None)
+    errors = [_Worst(*_error(figure, gemm, limits)) for figure in figures]
+    return max(errors, key=lambda one: one.error, default=None)
 
 
 def _error(figure: Figure, gemm: str, limits: Limits) -> tuple[float, Figure, float]:
@@ -217,8 +217,8 @@ class _Check:
         return self._worst[key, rung]
 
     def error(self, key: Key) -> float:
-        found = self.worst(key, self.at(key).rung)
-        return 0.0 if found is None else found.error
+        worst = self.worst(key, self.at(key).rung)
+        return 0.0 if worst is None else worst.error
 
     def count(self) -> None:
         """What is in high precision by moves, those that need it least first: what makes room goes from the front."""
@@ -244,14 +244,14 @@ class _Check:
     def climb(self, key: Key) -> None:
         """A step up. Into high precision as far as there is budget, or where a holder is so much better off."""
         place = self.at(key)
-        found = self.worst(key, place.rung)
-        assert found is not None
-        if self.ladders[key][place.rung + 1] != HIGH or self.make_room(key, found.error):
-            self.move(key, place.rung + 1, "leaves", found)
+        worst = self.worst(key, place.rung)
+        assert worst is not None
+        if self.ladders[key][place.rung + 1] != HIGH or self.make_room(key, worst.error):
+            self.move(key, place.rung + 1, "leaves", worst)
             return
         self.places[key] = replace(place, healthy=0, refused=True)
         if not place.refused:
-            self.decisions.append(self.decision(key, place.rung + 1, "refused", found))
+            self.decisions.append(self.decision(key, place.rung + 1, "refused", worst))
 
     def make_room(self, key: Key, error: float) -> bool:
         """Whether a GEMM fits into the budget, maybe in place of those that need it least."""
@@ -281,13 +281,13 @@ class _Check:
         room = 1e-9  # of sums of shares
         return flops <= self.limits.budget + room and (self.limits.time is None or time <= self.limits.time + room)
 
-    def move(self, key: Key, rung: int, kind: str, found: _Worst) -> None:
-        made = self.decision(key, rung, kind, found)
-        self.decisions.append(made)
-        self.places[key] = Place(rung, made.after, step=self.step, why=made.cause) if rung else Place()
+    def move(self, key: Key, rung: int, kind: str, worst: _Worst) -> None:
+        decision = self.decision(key, rung, kind, worst)
+        self.decisions.append(decision)
+        self.places[key] = Place(rung, decision.after, step=self.step, why=decision.cause) if rung else Place()
 
-    def decision(self, key: Key, rung: int, kind: str, found: _Worst) -> Decision:
+    def decision(self, key: Key, rung: int, kind: str, worst: _Worst) -> Decision:
         ladder = self.ladders[key]
-        figure, value = str(found.figure), found.figure.value
+        figure, value = str(worst.figure), worst.figure.value
         words = ladder[self.at(key).rung], ladder[rung]
-        return Decision(self.step, *key, *words, kind, figure, value, found.threshold)
+        return Decision(self.step, *key, *words, kind, figure, value, worst.threshold)

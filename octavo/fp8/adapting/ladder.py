@@ -50,10 +50,10 @@ def ladders(plan: Plan, named: Sequence[str] | None = None) -> dict[Key, tuple[s
             begins = row.recipe.name if word == "fp8" else word
             able = []
             for other in finer(begins, named):
-                asked = (other, row.shape, row.kind, gemm)
-                if asked not in known:
-                    known[asked] = _can(plan, row, recipe(other), gemm)
-                able += [other] if known[asked] else []
+                question = (other, row.shape, row.kind, gemm)
+                if question not in known:
+                    known[question] = _can(plan, row, recipe(other), gemm)
+                able += [other] if known[question] else []
             out[row.name, gemm] = (begins, *able, HIGH)
     return out
 
@@ -63,18 +63,18 @@ def casts(plan: Plan, ladder: Mapping[Key, Sequence[str]]) -> dict[Key, list[Gem
     rows = {row.name: row for row in plan.rows}
     out: dict[Key, list[Gemm]] = {}
     for (layer, gemm), rungs in ladder.items():
-        own = rows[layer].recipe
-        first = None if own is None else own.gemm(gemm)
+        base = rows[layer].recipe
+        first = None if base is None else base.gemm(gemm)
         assert first is not None
-        out[layer, gemm] = [first, *(made for word in rungs[1:-1] if (made := recipe(word).gemm(gemm)) is not None)]
+        out[layer, gemm] = [first, *(g for word in rungs[1:-1] if (g := recipe(word).gemm(gemm)) is not None)]
     return out
 
 
 def wanted(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> dict[Key, dict[int, Gemm]]:
     """What a check has to try of each GEMM: where it stands, and the rung below."""
     return {
-        key: {rung: made[rung] for rung in (place.rung - 1, place.rung) if 0 <= rung < len(made)}
-        for key, made in casts(plan, ladder).items()
+        key: {rung: gemms[rung] for rung in (place.rung - 1, place.rung) if 0 <= rung < len(gemms)}
+        for key, gemms in casts(plan, ladder).items()
         for place in (standing(places.get(key, Place()), ladder[key]),)
     }
 
@@ -111,14 +111,14 @@ def _climbed(plan: Plan, row: PlanRow, places: Mapping[Key, Place]) -> PlanRow:
     words = {gemm: place.word for gemm, place in moves.items()}
     changed: dict[str, Any] = {gemm: None if word == HIGH else recipe(word).gemm(gemm) for gemm, word in words.items()}
     mixed = replace(row.recipe, **changed)
-    told = [
+    reasons = [
         f"adapt: {gemm} {'in high precision' if words[gemm] == HIGH else words[gemm]} since step {place.step} "
         f"({place.why})"
         for gemm, place in moves.items()
     ]
     off = all(mixed.gemm(gemm) is None for gemm in GEMMS)
     picked = {} if off else _selections(plan, row, mixed, tuple(changed))
-    return replace(row, recipe=None if off else mixed, selections=picked, reason="; ".join([row.reason, *told]))
+    return replace(row, recipe=None if off else mixed, selections=picked, reason="; ".join([row.reason, *reasons]))
 
 
 def _selections(plan: Plan, row: PlanRow, mixed: Recipe, changed: Sequence[str]) -> dict[str, Selection]:
@@ -128,8 +128,8 @@ def _selections(plan: Plan, row: PlanRow, mixed: Recipe, changed: Sequence[str])
     if row.kind == "experts":
         return backends_for(mixed, *where)
     chosen = backends_for(mixed, *where, changed)
-    found = {gemm: chosen.get(gemm) if gemm in changed else row.selections.get(gemm) for gemm in GEMMS}
-    return {gemm: selection for gemm, selection in found.items() if selection is not None}
+    selections = {gemm: chosen.get(gemm) if gemm in changed else row.selections.get(gemm) for gemm in GEMMS}
+    return {gemm: selection for gemm, selection in selections.items() if selection is not None}
 
 
 def _gemms(row: PlanRow) -> list[str]:
@@ -139,9 +139,9 @@ def _gemms(row: PlanRow) -> list[str]:
     return [g for g in GEMMS if row.recipe.gemm(g) is not None and not (g == "wgrad" and row.row.frozen)]
 
 
-def _can(plan: Plan, row: PlanRow, made: Recipe, gemm: str) -> bool:
+def _can(plan: Plan, row: PlanRow, mixed: Recipe, gemm: str) -> bool:
     try:
-        backends_for(made, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,))
+        backends_for(mixed, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,))
     except BackendError:
         return False
     return True

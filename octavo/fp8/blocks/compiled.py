@@ -103,10 +103,10 @@ def rmsnorm(
     row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1)
     first, low = row or col, compiled.lowered(x.device.type, out)
     col = col if trains else ""
-    made = torch.ops.octavo.rmsnorm(compiled.matrix(x), weight, eps, row, col, first, out, low)
-    y = made[0].view(x.shape)
+    results = torch.ops.octavo.rmsnorm(compiled.matrix(x), weight, eps, row, col, first, out, low)
+    y = results[0].view(x.shape)
     if row or col:
-        compiled.leave(y, low, row, col, made[2:])
+        compiled.attach_codes(y, low, row, col, results[2:])
     return y
 
 
@@ -129,8 +129,8 @@ def _gated_mlp(
     return compiled.product(h, h_scale, x.shape[0], down, down_bias, dtype, down_fwd.fwd), g, u, w, w_scale
 
 
-def _gated_mlp_fake(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    dtype, _, _, h_col = more[-4:]
+def _gated_mlp_fake(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    dtype, _, _, h_col = arguments[-4:]
     g, u = (x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in (gate, up))
     return x.new_empty(x.shape[0], down.shape[0], dtype=dtype), g, u, *packed_fake(g, h_col, 0)
 
@@ -144,11 +144,11 @@ def _keep_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None
     ctx.needs_h, (ctx.dtype, ctx.key, ctx.down_key, _) = needs_h, inputs[11:]
     ctx.x_dtype, ctx.inputs, ctx.width = x.dtype, x.shape[1], down.shape[1]
     ctx.dtypes = [None if t is None else t.dtype for t in (gate, up, down, *biases)]
-    kept = {"gate": gate if needs_x else None, "up": up if needs_x else None, "down": down if needs_h else None}
-    kept |= dict(zip(("g", "u"), output[1:3] if needs_h else (None, None), strict=True))
-    kept |= dict(zip(("x", "x_scale"), inputs[9:11] if any(weights[:2]) else (None, None), strict=True))
-    kept |= dict(zip(("h", "h_scale"), output[3:5] if weights[2] else (None, None), strict=True))
-    sources.save(ctx, **kept)
+    tensors = {"gate": gate if needs_x else None, "up": up if needs_x else None, "down": down if needs_h else None}
+    tensors |= dict(zip(("g", "u"), output[1:3] if needs_h else (None, None), strict=True))
+    tensors |= dict(zip(("x", "x_scale"), inputs[9:11] if any(weights[:2]) else (None, None), strict=True))
+    tensors |= dict(zip(("h", "h_scale"), output[3:5] if weights[2] else (None, None), strict=True))
+    sources.save(ctx, **tensors)
 
 
 def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
@@ -185,8 +185,8 @@ def _gradients(
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The codes of dgate and of dup; their sums too where a bias asks for them, which are of exact values."""
     if not any(ctx.needs[4:6]):
-        made = torch.ops.octavo.swiglu_backward(dh, gate, up, row, col)
-        return made[:4], made[4:]
+        codes = torch.ops.octavo.swiglu_backward(dh, gate, up, row, col)
+        return codes[:4], codes[4:]
     pair = swiglu_backward(dh, gate, up)
     for i, d in enumerate(pair):
         if ctx.needs[4 + i]:
@@ -196,8 +196,8 @@ def _gradients(
 
 def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     backend, specs = _fused("swiglu_backward", dh.device, row, col)
-    made = backend.swiglu_backward_quantize(dh, gate, up, *specs)
-    return *packed_pair(gate, *made[:2]), *packed_pair(up, *made[2:])
+    codes = backend.swiglu_backward_quantize(dh, gate, up, *specs)
+    return *packed_pair(gate, *codes[:2]), *packed_pair(up, *codes[2:])
 
 
 def _swiglu_backward_fake(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
@@ -225,4 +225,4 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
 torch.library.register_autograd("octavo::rmsnorm", _rmsnorm_backward, setup_context=_keep_norm, lib=_lib)
 torch.library.register_autograd("octavo::gated_mlp", _mlp_backward, setup_context=_keep_mlp, lib=_lib)
-torch.library.register_autograd("octavo::swiglu_backward", compiled.no_more, lib=_lib)
+torch.library.register_autograd("octavo::swiglu_backward", compiled.refuse_second_derivative, lib=_lib)

@@ -57,8 +57,8 @@ _PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
-    found = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
-    fp8 = [(n, m) for n, m in found if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
+    mlps = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
+    fp8 = [(n, m) for n, m in mlps if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
     return tuple((name, fuse(module)) for name, module in fp8)
 
 
@@ -80,19 +80,19 @@ def why_not(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
     if (reason := exchanged(module)) is not None:
         return reason
-    more = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
-    if more:
-        return f"it holds {', '.join(more)} besides a gated MLP's layers"
-    found = [p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and is_whole(p.layer.weight)]
-    if len(found) < len(CHILDREN):
+    extra = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
+    if extra:
+        return f"it holds {', '.join(extra)} besides a gated MLP's layers"
+    whole = [p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and is_whole(p.layer.weight)]
+    if len(whole) < len(CHILDREN):
         return "not all of its layers are whole FP8 layers"
-    gate, up, _ = found
+    gate, up, _ = whole
     if gate.recipe != up.recipe or gate.backends != up.backends:
         return "gate_proj and up_proj have different recipes or backends"
-    reason = next((r for p in found if (r := _recipe_why_not(p.recipe)) is not None), None)
+    reason = next((r for p in whole if (r := _recipe_why_not(p.recipe)) is not None), None)
     if reason is not None:
         return reason
-    shapes = [tuple(p.layer.weight.shape) for p in found]
+    shapes = [tuple(p.layer.weight.shape) for p in whole]
     if shapes[1] != shapes[0] or shapes[2][1] != shapes[0][0]:
         return f"weights of {', '.join(map(str, shapes))} do not follow each other"
     return matches_stock(module)
@@ -144,10 +144,10 @@ class GatedMlp(Swapped):
         act = self._modules.get("act_fn")
         if self._saves or act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return None
-        found = [m for m in layers if type(m) is Linear and not hooked(m) and not m._fp8_param]
-        if len(found) < len(CHILDREN) or not x.dim() or not x.numel():
+        linears = [m for m in layers if type(m) is Linear and not hooked(m) and not m._fp8_param]
+        if len(linears) < len(CHILDREN) or not x.dim() or not x.numel():
             return None
-        gate, up, down = found
+        gate, up, down = linears
         if x.shape[-1] != gate.weight.shape[1] or x.dtype not in sources.DTYPES:
             return None
         weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
@@ -198,8 +198,8 @@ class _Needs(NamedTuple):
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
-        asked = [call.grad and n for n in ctx.needs_input_grad]
-        needs = _Needs(asked[0], tuple(asked[2:5]), tuple(asked[5:]))
+        wants_grad = [call.grad and n for n in ctx.needs_input_grad]
+        needs = _Needs(wants_grad[0], tuple(wants_grad[2:5]), tuple(wants_grad[5:]))
         gate, _, down = call.sites
         dgrads = (needs.x, needs.x, needs.h)
         seen = [
@@ -207,21 +207,21 @@ class _Mlp(torch.autograd.Function):
             for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
         seen[0].shown = seen[1].shown = False  # dgate and dup are cast without being written
-        given, way = Input(x, gate), DENSE if call.grad else NO_GRADIENT
+        source, way = Input(x, gate), DENSE if call.grad else NO_GRADIENT
 
         def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:
             weight = parameters[at]
             assert weight is not None
             bias = parameters[3 + at]
-            return gemms.fwd(call.sites[at], way, None, x_q, weight, WHOLE, bias, given.dtype, seen[at])
+            return gemms.fwd(call.sites[at], way, None, x_q, weight, WHOLE, bias, source.dtype, seen[at])
 
-        with given.autocast_off:
-            x_row, x_col = given.codes(gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
+        with source.autocast_off:
+            x_row, x_col = source.codes(gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
             (g, g_w), (u, u_w) = forward(0, x_row), forward(1, x_row)
             pair: list[Tensor | Quantized] = [g, u]
             if call.saves:
                 pair = [sources.keep(g), sources.keep(u)]
-                g, u = (sources.decoded(q, given.dtype) for q in pair)
+                g, u = (sources.decoded(q, source.dtype) for q in pair)
             h_row, h_col = _codes_of_h(
                 down, g, u, down.x.row, down.x.col if needs.weights[2] and not call.saves else None
             )
@@ -231,8 +231,8 @@ class _Mlp(torch.autograd.Function):
         again = needs.h or (call.saves and needs.weights[2])
         saved_g, saved_u = pair if again else (None, None)
         sources.save(ctx, x_col=x_col, h_col=h_col, gate=saved_g, up=saved_u, **weights, **codes)
-        ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, given.forget
-        ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
+        ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, source.forget
+        ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, source.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
@@ -289,8 +289,8 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
                 dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
         return cast_matrix(pair[0], row, col), cast_matrix(pair[1], row, col)
     backend = sources.fused_backend("swiglu_backward", site, dh.device)
-    made = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
-    return made[:2], made[2:]
+    codes = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
+    return codes[:2], codes[2:]
 
 
 def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, held: dict[str, Any]) -> Tensor:

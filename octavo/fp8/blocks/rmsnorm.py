@@ -159,18 +159,18 @@ def matches_stock(norm: nn.Module) -> str | None:
     if (reason := wrong_dtype("its weight is", (weight,))) is not None:
         return reason
     generator = random()
-    own = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.dtype)
+    random_weight = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.dtype)
     # Rows with a mean, rows of all sizes, among them those in which eps counts.
     x = torch.randn(12, weight.shape[0], generator=generator, device="cpu") + 0.5
     x = (x * 10.0 ** torch.arange(-5.0, 1.0, 0.5, device="cpu").unsqueeze(1)).to(weight.dtype)
     try:
-        stock = _stock(norm, own, x)
+        stock = _stock(norm, random_weight, x)
     except Exception as error:  # a forward that is not known may fail in any way
         return fails("a matrix", error)
     if (reason := unlike(stock, x)) is not None:
         return reason
     wide = x.float()
-    ours = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * own.float()).to(x.dtype)
+    ours = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * random_weight.float()).to(x.dtype)
     allowed = max(2 * torch.finfo(x.dtype).eps, 16 * torch.finfo(torch.float32).eps) * stock.float().abs()
     allowed = allowed + torch.finfo(x.dtype).tiny
     reason = off(stock, ours, allowed, f"the output of {type(norm).__name__} is not x / rms(x) * weight")
@@ -223,8 +223,8 @@ class RmsNorm(Swapped):
         saves = self._saves and torch.is_grad_enabled()
         call = _Call(self._eps, row, col, backend, out, _lowered(x, out), saves, [])
         y = _RmsNorm.apply(x, weight, call)
-        if call.made:
-            self.__dict__["_taken"] = inputs.offer(y, call.low, (call.row, call.col), (call.made[0], call.made[1]))
+        if call.codes:
+            self.__dict__["_taken"] = inputs.offer(y, call.low, (call.row, call.col), (call.codes[0], call.codes[1]))
         return y
 
     def traced(self, x: Tensor) -> Tensor | None:
@@ -265,7 +265,7 @@ class _Call(NamedTuple):
     out: torch.dtype
     low: torch.dtype
     saves: bool
-    made: list[Quantized | None]  # the codes under ``row`` and ``col``, filled by the forward
+    codes: list[Quantized | None]  # those under ``row`` and ``col``, filled by the forward
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -277,7 +277,7 @@ class _RmsNorm(torch.autograd.Function):
             y_MK, rstd_M, *codes = call.backend.rmsnorm_quantize(x_MK, weight, call.eps, row, col, call.out, call.low)
             saved = sources.keep(x_MK) if call.saves and any(ctx.needs_input_grad) else None
         if (row, col) != (None, None):
-            call.made.extend(codes)
+            call.codes.extend(codes)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         sources.save(ctx, x=x if saved is None else saved, weight=weight, rstd=rstd_M)
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.

@@ -137,11 +137,11 @@ class _Bench:
 
         def run() -> tuple[Tensor, ...]:
             nonlocal turn
-            given, dy = self.inputs[turn % 2]
+            inputs, dy = self.inputs[turn % 2]
             turn += 1
             with self._autocast():
-                y = module(*given)
-            wanted = [t for t in (given[0], *module.parameters()) if t.requires_grad]
+                y = module(*inputs)
+            wanted = [t for t in (inputs[0], *module.parameters()) if t.requires_grad]
             return (y, *torch.autograd.grad(y, wanted, dy.to(y.dtype))) if wanted else (y,)
 
         return run
@@ -167,8 +167,8 @@ def _cold(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _timed(entry: Entry, warm: Timed, cold: Timed | None) -> Entry:
-    more = 0.0 if cold is None else max(0.0, cold.device - warm.device)
-    return replace(entry, seconds=warm.device, host=warm.host, weights=more, spread=warm.spread)
+    cast_seconds = 0.0 if cold is None else max(0.0, cold.device - warm.device)
+    return replace(entry, seconds=warm.device, host=warm.host, weights=cast_seconds, spread=warm.spread)
 
 
 def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

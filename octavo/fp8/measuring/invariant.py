@@ -58,8 +58,8 @@ def why_not_batch_invariant(model: nn.Module) -> str | None:
             if (reason := _spans_rows(site.recipe)) is not None:
                 return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe {_BY_ROW}"
             backend = site.selections["fwd"].backend.name if site.recipe.fwd is not None else "reference"
-            own = next((p.device.type for p in module.parameters() if p.device.type in KERNELS), None)
-            able = ("reference",) if own is None else ("triton", "reference")
+            device_type = next((p.device.type for p in module.parameters() if p.device.type in KERNELS), None)
+            able = ("reference",) if device_type is None else ("triton", "reference")
             if backend not in able:
                 return f"{site.name} runs on {backend}, which tiles by the number of rows. Use fp8.backend: {able[0]}"
         if isinstance(module, nn.Dropout) and module.p > 0:

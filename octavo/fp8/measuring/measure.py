@@ -59,10 +59,10 @@ class MeasurementCache:
         if not os.path.lexists(self.path):
             return []
         try:
-            found = safe_read.read_json(self.path)
-            if found["octavo_measurements"] != _FORMAT:
-                raise ValueError(f"it has format {found['octavo_measurements']}, this version writes {_FORMAT}")
-            return [Measurements.from_json(m) for m in found["machines"]]
+            document = safe_read.read_json(self.path)
+            if document["octavo_measurements"] != _FORMAT:
+                raise ValueError(f"it has format {document['octavo_measurements']}, this version writes {_FORMAT}")
+            return [Measurements.from_json(m) for m in document["machines"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MeasureError(
                 f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: "
@@ -106,32 +106,32 @@ def measure(
         )
     where = device_of(model) if device is None else torch.device(device)
     machine = Machine.here(where) if machine is None else machine
-    asked = decisions(model, policy, components, tokens)
-    cases = cases_of(model, [row for row, _, _ in asked], tokens)
+    decided = decisions(model, policy, components, tokens)
+    cases = cases_of(model, [row for row, _, _ in decided], tokens)
     modules = dict(model.named_modules())
     todo: dict[Case, dict[Recipe, None]] = {}
     stock: dict[Case, nn.Module] = {}
-    for row, decision, why_not in asked:
+    for row, decision, why_not in decided:
         allowed = decision.allowed(policy.candidates) if why_not is None and row.name in cases else {}
         if allowed:
             todo.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
             stock.setdefault(cases[row.name], modules[row.module])
     known = {} if cache is None else cache.load(machine)
-    found = Measurements(machine)
+    measurements = Measurements(machine)
     for number, (case, recipes) in enumerate(todo.items()):
         progress(number, len(todo), str(case))
         wanted = sorted(recipes, key=lambda r: RANKED.index(r.name))
         names = {HIGH, *(name for name, _, _ in candidates(case, wanted, where, policy.backend))}
         if case in known and names <= known[case].entries.keys():
-            found.cases[case] = _only(known[case], names)
+            measurements.cases[case] = _only(known[case], names)
             continue
         experts = stock[case] if case.kind == "experts" else None
-        found.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
+        measurements.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
         accelerator.empty_cache(where)
         if cache is not None:
-            cache.put(machine, case, found.cases[case])
+            cache.put(machine, case, measurements.cases[case])
     progress(len(todo), len(todo), "")
-    return found
+    return measurements
 
 
 def _only(measured: Measured, names: set[str]) -> Measured:

@@ -55,8 +55,8 @@ class Given:
         site = head._site if isinstance(head, Linear) else None
         if site is not None and not site.selections:  # for a moment of high precision
             site = None
-        found = self._judge(hidden, head.weight, self.target, head.bias, site, **self._options)
-        self._losses, self.entropy = found if isinstance(found, tuple) else (found, None)
+        judged = self._judge(hidden, head.weight, self.target, head.bias, site, **self._options)
+        self._losses, self.entropy = judged if isinstance(judged, tuple) else (judged, None)
         self._version = self._losses._version
         return self._losses
 
@@ -102,8 +102,8 @@ class ChunkedHead(Swapped):
         is waiting for a forward already.
         """
         options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk": chunk}
-        with self._asked(Given(head_losses, target, **options)) as given:
-            yield given
+        with self._asked(Given(head_losses, target, **options)) as targets:
+            yield targets
 
     @contextmanager
     def log_probs(
@@ -112,28 +112,28 @@ class ChunkedHead(Swapped):
         """The same with log-probabilities [B, P] at the targets, 0 where there is none, of softmax(x / temperature);
         with ``entropy`` also that of this distribution, nats [B, P], as ``given.entropy`` after the forward."""
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "chunk": chunk}
-        with self._asked(Given(head_log_probs, target, **options)) as given:
-            yield given
+        with self._asked(Given(head_log_probs, target, **options)) as targets:
+            yield targets
 
     @contextmanager
-    def _asked(self, given: Given) -> Iterator[Given]:
+    def _asked(self, targets: Given) -> Iterator[Given]:
         if self.__dict__.get("_given") is not None:
             raise RuntimeError(
                 "`with head.losses(...)` was entered inside another one of the same head; leave it first"
             )
-        self.__dict__["_given"] = given
+        self.__dict__["_given"] = targets
         try:
-            yield given
+            yield targets
         finally:
             self.__dict__["_given"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given: Given | None = self.__dict__.get("_given")
-        if given is None:
+        targets: Given | None = self.__dict__.get("_given")
+        if targets is None:
             return self._stock.forward(self, *args, **kwargs)
         (hidden,) = (*args, *kwargs.values())
         assert isinstance(self, nn.Linear)
-        return given.judge(hidden, self)
+        return targets.judge(hidden, self)
 
 
 def chunk_head(model: nn.Module) -> ChunkedHead | str:

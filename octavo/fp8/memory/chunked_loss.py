@@ -79,13 +79,13 @@ def head_losses(
     """:func:`linear_cross_entropy` of a head whose GEMMs run at ``site`` (None: in high precision)."""
     needs = _Needs(total=label_smoothing > 0.0)
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, needs, chunk, site)
-    loss = found.lse - found.at_target
-    if found.total is not None:
-        uniform = found.lse - found.total / weight.shape[0]
+    statistics = _statistics(tokens, weight, bias, needs, chunk, site)
+    loss = statistics.lse - statistics.at_target
+    if statistics.total is not None:
+        uniform = statistics.lse - statistics.total / weight.shape[0]
         loss = (1.0 - label_smoothing) * loss + label_smoothing * uniform
     if z_loss:
-        loss = loss + z_loss * found.lse.square()
+        loss = loss + z_loss * statistics.lse.square()
     return tokens.spread(loss)
 
 
@@ -123,9 +123,9 @@ def head_log_probs(
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site)
-    logs = tokens.spread(found.at_target - found.lse)
-    return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
+    statistics = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site)
+    logs = tokens.spread(statistics.at_target - statistics.lse)
+    return logs if statistics.entropy is None else (logs, tokens.spread(statistics.entropy))
 
 
 @overload
@@ -155,9 +155,9 @@ def log_probs(
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).to(logits.device)
     tokens = _Tokens(rows, flat, None, flat != ignore_index, target.shape)
-    found = _statistics(tokens, None, None, _Needs(entropy=entropy, temperature=temperature), None)
-    logs = tokens.spread(found.at_target - found.lse)
-    return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
+    statistics = _statistics(tokens, None, None, _Needs(entropy=entropy, temperature=temperature), None)
+    logs = tokens.spread(statistics.at_target - statistics.lse)
+    return logs if statistics.entropy is None else (logs, tokens.spread(statistics.entropy))
 
 
 class _Tokens(NamedTuple):
@@ -383,5 +383,5 @@ def _dx(
     if g_total is not None:
         dx += g_total.unsqueeze(1)
     inside, at = _place(target, block)
-    there = dx.gather(1, at).squeeze(1)
-    return dx.scatter_(1, at, torch.where(inside, there + g_target, there).unsqueeze(1))
+    at_target = dx.gather(1, at).squeeze(1)
+    return dx.scatter_(1, at, torch.where(inside, at_target + g_target, at_target).unsqueeze(1))

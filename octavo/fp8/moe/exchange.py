@@ -90,8 +90,8 @@ class Exchange:
         dist.all_to_all_single(theirs, mine, group=self.group)
         sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
         here = torch.arange(mine.shape[1], device=chosen.device).repeat(self.ranks)
-        own = here.repeat_interleave(theirs.view(-1), output_size=sum(received))
-        return Dealt(order[: sum(sent)], place, sent, received, own, self)
+        expert_of_row = here.repeat_interleave(theirs.view(-1), output_size=sum(received))
+        return Dealt(order[: sum(sent)], place, sent, received, expert_of_row, self)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -114,12 +114,12 @@ class _Exchanged(torch.autograd.Function):
 
 def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, coding: Coding | None) -> Tensor:
     message = rows.contiguous() if coding is None else coding.pack(rows)
-    there = message.new_empty(sum(received), message.shape[1])
-    dist.all_to_all_single(there, message, received, sent, group=group)
-    return there if coding is None else coding.unpack(there, rows.shape[1], rows.dtype)
+    received_rows = message.new_empty(sum(received), message.shape[1])
+    dist.all_to_all_single(received_rows, message, received, sent, group=group)
+    return received_rows if coding is None else coding.unpack(received_rows, rows.shape[1], rows.dtype)
 
 
 def parameter(module: nn.Module, name: str) -> Tensor | None:
     """A parameter of a module of experts, or a None; of experts that are dealt to ranks, those here."""
-    found = module._parameters.get(name)
-    return experts_here(found) if found is not None and EXCHANGE in module.__dict__ else found
+    value = module._parameters.get(name)
+    return experts_here(value) if value is not None and EXCHANGE in module.__dict__ else value

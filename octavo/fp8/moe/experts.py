@@ -34,7 +34,7 @@ from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import random, trial
 from octavo.fp8.dense import delayed, sources
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import Source, behind, compute_dtype
+from octavo.fp8.dense.inputs import Source, compute_dtype, with_source
 from octavo.fp8.dense.linear import Call, three_gemms
 from octavo.fp8.dense.swap import put
 from octavo.fp8.kernels.groups import Groups, route
@@ -90,7 +90,7 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
 
     def project(name: str, rows: Tensor, groups: Groups) -> Tensor:
         weights, biases = _matrices(module, name), _biases(module, name)
-        return one_by_one(rows, groups, lambda e, own: F.linear(own, weights[e], biases[e]))[0]
+        return one_by_one(rows, groups, lambda e, expert_rows: F.linear(expert_rows, weights[e], biases[e]))[0]
 
     with torch.no_grad():
         stock = module(x, index, share).double()
@@ -184,10 +184,10 @@ class Experts(CachesWeights):
             return grouped_gemms(x, bias, call)
         weights, biases = _matrices(self, name), _biases(self, name)
 
-        def run(expert: int, own: Tensor) -> Tensor:
+        def run(expert: int, rows: Tensor) -> Tensor:
             part = WeightSlice(expert, transposed)
             call = Call(site, weight, part, grad, self.training)
-            return three_gemms(own, weights[expert], biases[expert], call)
+            return three_gemms(rows, weights[expert], biases[expert], call)
 
         y, ran = one_by_one(x, groups, run)
         recorder.idle(site.name, groups.experts - ran)
@@ -215,8 +215,8 @@ def _fp8_class(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(stock: type[nn.Module]) -> nn.Module:
-    made = _fp8_class(stock)
-    return made.__new__(made)
+    fp8_class = _fp8_class(stock)
+    return fp8_class.__new__(fp8_class)
 
 
 def _matrices(module: nn.Module, name: str) -> tuple[Tensor, ...]:
@@ -229,9 +229,9 @@ def _matrices(module: nn.Module, name: str) -> tuple[Tensor, ...]:
 
 def _gate(module: nn.Module, gate_up: Tensor) -> Tensor:
     """[m, 2I] -> [m, I], by the family's own rule where it has one."""
-    own = getattr(module, "_apply_gate", None)
-    if own is not None:
-        return own(gate_up)
+    family_gate = getattr(module, "_apply_gate", None)
+    if family_gate is not None:
+        return family_gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return module.act_fn(gate) * up  # type: ignore[operator]
 
@@ -268,7 +268,7 @@ def mixture(
         gate_up = project("gate_up_proj", x, groups)
     else:  # what stands beside a frozen weight keeps the tokens, not a row for each choice
         again = partial(rows_of, top_k=top_k, dtype=dtype)
-        with behind(x, Source((tokens.detach(), pair_of), again)):
+        with with_source(x, Source((tokens.detach(), pair_of), again)):
             gate_up = project("gate_up_proj", x, groups)
     if saves:
         y = gated(gate, gate_up, lambda h: project("down_proj", h, groups))
@@ -308,7 +308,7 @@ def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Ten
     h, source = mlp.product(gate, gate_up)
     if source is None:
         return down(h)
-    with behind(h, source):
+    with with_source(h, source):
         return down(h)
 
 

@@ -56,8 +56,8 @@ def _class(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(stock: type[nn.Module]) -> nn.Module:
-    made = _class(stock)
-    return made.__new__(made)
+    high_class = _class(stock)
+    return high_class.__new__(high_class)
 
 
 class _Rows(torch.autograd.Function):

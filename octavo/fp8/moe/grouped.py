@@ -57,8 +57,8 @@ class Grouped(Dense):
         self.tensors, self.sizes = groups[:3], groups.sizes
 
     def restored(self, tensors: Sequence[Tensor]) -> tuple[Dense, list[Tensor]]:
-        sizes, starts, tiles, *more = tensors
-        return Grouped(Groups(sizes, starts, tiles, self.groups.rows), self.transposed), more
+        sizes, starts, tiles, *rest = tensors
+        return Grouped(Groups(sizes, starts, tiles, self.groups.rows), self.transposed), rest
 
     def cast(self, x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """In one pass where one backend can do both: all of them give the same codes."""
@@ -122,28 +122,28 @@ class Grouped(Dense):
         for expert, span in spans(self.groups):
             seen.product(gemm, a[span], b[span] if gemm == "wgrad" else b[expert])
 
-    def result(self, seen: Seen, found: Result) -> None:
+    def result(self, seen: Seen, product: Result) -> None:
         """Of one expert with rows, whose GEMM is as large as those of all in the mean."""
-        there = list(spans(self.groups))
-        if not there:
+        filled = list(spans(self.groups))
+        if not filled:
             return
-        expert, span = there[seen.pick(len(there))]
+        expert, span = filled[seen.pick(len(filled))]
 
         def own(x: Tensor | None, rows: bool) -> Tensor | None:
             return None if x is None else x[span] if rows else x[expert]
 
-        b_q, wgrad = found.b_q, found.gemm == "wgrad"
+        b_q, wgrad = product.b_q, product.gemm == "wgrad"
         part = (lambda out: self._stored(out)[expert]) if wgrad else (lambda out: out[span])
         mine = of_expert(b_q, expert, span) if wgrad else Quantized(b_q.data[expert], b_q.scale[expert], b_q.spec)
         seen.result(
-            found._replace(
-                a=own(found.a, True),
-                a_q=of_expert(found.a_q, expert, span),
-                b=own(found.b, wgrad),
+            product._replace(
+                a=own(product.a, True),
+                a_q=of_expert(product.a_q, expert, span),
+                b=own(product.b, wgrad),
                 b_q=mine,
-                bias=own(found.bias, False),
-                out=part(found.out),
-                again=lambda: part(found.again()),
+                bias=own(product.bias, False),
+                out=part(product.out),
+                again=lambda: part(product.again()),
             )
         )
 
@@ -168,10 +168,10 @@ def one_by_one(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) 
 
     With no row at all the first expert runs on none, so that its weights belong to the graph. Waits for the device.
     """
-    found = list(spans(groups)) or [(0, slice(0, 0))]
+    filled = list(spans(groups)) or [(0, slice(0, 0))]
     parts = []
-    for expert, span in found:
+    for expert, span in filled:
         y = run(expert, x[span])
         parts.append(F.pad(y, (0, 0, 0, -y.shape[0] % TILE)))
     y = torch.cat(parts)
-    return F.pad(y, (0, 0, 0, groups.rows - y.shape[0])), len(found)
+    return F.pad(y, (0, 0, 0, groups.rows - y.shape[0])), len(filled)

@@ -27,7 +27,7 @@ def fwd(x: Tensor, w: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
     if _native(x, w):
         y = _native_rows(x, w.mT, groups)
         return y if bias is None else y + of_rows(bias, groups)
-    return _each(x, w.shape[1], groups, lambda e, own: F.linear(own, w[e], None if bias is None else bias[e]))
+    return _each(x, w.shape[1], groups, lambda e, rows: F.linear(rows, w[e], None if bias is None else bias[e]))
 
 
 def dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
@@ -35,7 +35,7 @@ def dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     w = w.to(dy.dtype)
     if _native(dy, w):
         return _native_rows(dy, w, groups)
-    return _each(dy, w.shape[2], groups, lambda e, own: own @ w[e])
+    return _each(dy, w.shape[2], groups, lambda e, rows: rows @ w[e])
 
 
 def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
@@ -54,8 +54,8 @@ def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tens
 def bias_grad(dy: Tensor, groups: Groups) -> Tensor:
     """db [E, N], fp32: the sum of each expert's rows dy [R, N], in a fixed order."""
     tiles = without_padding(dy, groups).view(-1, TILE, dy.shape[1]).sum(1, dtype=torch.float32)
-    own = groups.tiles == torch.arange(groups.experts, device=dy.device).unsqueeze(1)
-    return (own.double() @ tiles.double()).float()
+    is_of_expert = groups.tiles == torch.arange(groups.experts, device=dy.device).unsqueeze(1)
+    return (is_of_expert.double() @ tiles.double()).float()
 
 
 def of_rows(values: Tensor, groups: Groups) -> Tensor:

@@ -165,11 +165,11 @@ def watch(module: nn.Module, watched: Watched) -> None:
     module.__dict__[_MARK] = watched
 
 
-def _watch_modules(more: int) -> None:
+def _watch_modules(change: int) -> None:
     """One hook for all modules, present only while somebody counts: a module nobody counts pays nothing."""
     global _hook, _counts
     with _lock:
-        _counts += more
+        _counts += change
         if _counts and _hook is None:
             _hook = nn.modules.module.register_module_forward_hook(_observe_module, with_kwargs=True)
         elif not _counts and _hook is not None:
@@ -182,13 +182,13 @@ def _observe_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     watched = module.__dict__.get(_MARK)
     if watched is None:
         return
-    given = [*args, *kwargs.values()]
-    if not given or not isinstance(given[0], Tensor):
+    inputs = [*args, *kwargs.values()]
+    if not inputs or not isinstance(inputs[0], Tensor):
         return
-    x = given[0]
+    x = inputs[0]
     y = output[0] if isinstance(output, tuple) else output
     if watched.routed:
-        rows = given[1].numel() if len(given) > 1 and isinstance(given[1], Tensor) else 0
+        rows = inputs[1].numel() if len(inputs) > 1 and isinstance(inputs[1], Tensor) else 0
     else:
         rows = x.numel() // max(watched.gemms[0][2], 1)
     needs_x = x.requires_grad

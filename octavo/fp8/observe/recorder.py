@@ -224,11 +224,11 @@ class Seen:
         """Which of ``count`` experts is to be checked."""
         return _checkers[0].pick(count) if _checkers else 0
 
-    def result(self, found: Result) -> None:
+    def result(self, product: Result) -> None:
         """What came of a GEMM among ``checked``; of no row there is nothing to check."""
-        if found.out.numel():
+        if product.out.numel():
             for checker in _checkers:
-                checker.on_result(self.layer, found)
+                checker.on_result(self.layer, product)
 
 
 def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> Seen:
@@ -323,6 +323,8 @@ def phase() -> Phase:
         node = torch._C._current_autograd_node()
         if node is not None:
             # Autograd's own threads (one a GPU) make no nodes: there the node may be any thread's.
-            own = getattr(_state, "spans", None)
-            counted = not any(s.hold(node._sequence_nr()) for s in ([own] if own is not None else list(_all_spans)))
+            thread_spans = getattr(_state, "spans", None)
+            counted = not any(
+                s.hold(node._sequence_nr()) for s in ([thread_spans] if thread_spans is not None else list(_all_spans))
+            )
     return Phase(counted, recompute)

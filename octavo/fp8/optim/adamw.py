@@ -227,8 +227,8 @@ def _mark(p: Tensor) -> tuple[int, int, int]:
 def _honour(weight: Tensor, master: Tensor) -> None:
     """Let `master` (fp32 [n]) be what somebody wrote into `weight` (BF16 [n]) where it no longer rounds to that; all
     other elements keep their bits. Waits for the device only where the master lies in host memory."""
-    for own, found in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):
-        own.copy_(torch.where(own.to(found.dtype) != found, found.float(), own))
+    for exact, low in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):
+        exact.copy_(torch.where(exact.to(low.dtype) != low, low.float(), exact))
 
 
 def _fits(p: Tensor, group: Group, state: Mapping[str, Tensor]) -> None:
@@ -244,13 +244,13 @@ def _fits(p: Tensor, group: Group, state: Mapping[str, Tensor]) -> None:
     if not state:
         return
     wanted = {k.name: k.dtype for k in layout.state_specs(group["states"], group["master"], p.dtype)}
-    found = {name: x.dtype for name, x in state.items() if name != "step"}
+    dtypes = {name: x.dtype for name, x in state.items() if name != "step"}
     shape = next(x.shape for name, x in state.items() if name != "step" and name not in layout.PER_GROUP)
-    if found != wanted or shape != p.shape:
+    if dtypes != wanted or shape != p.shape:
         raise ValueError(
             f"A parameter of shape {list(p.shape)} is {_name(p.dtype)} with states={group['states']!r} and "
             f"master={group['master']!r}, for which {_listed(wanted)} are expected; its state was made for "
-            f"shape {list(shape)} and has {_listed(found)}. Put back what was changed after its first step, or make a "
+            f"shape {list(shape)} and has {_listed(dtypes)}. Put back what was changed after its first step, or make a "
             "new optimizer (fp8.AdamW.copy_state converts states from one to another)."
         )
 

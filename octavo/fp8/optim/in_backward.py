@@ -78,12 +78,12 @@ class UpdateInBackward:
             )
         self.optimizer = optimizer
         self._model = model if isinstance(model, nn.Module) else None
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        given = list(model.parameters() if isinstance(model, nn.Module) else model)
-        foreign = sum(p.requires_grad and id(p) not in own for p in given)
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
+        foreign = sum(p.requires_grad and id(p) not in known for p in parameters)
         if foreign:
             raise ValueError(
-                f"{foreign} of {len(given)} parameters ask for a gradient and are not in the optimizer, so nobody "
+                f"{foreign} of {len(parameters)} parameters ask for a gradient and are not in the optimizer, so nobody "
                 "would free it. Freeze them (requires_grad_(False)) or give them to the optimizer."
             )
         self._hooks: dict[int, Any] = {}
@@ -284,12 +284,16 @@ def _total(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:
     parts: dict[Any, list[Tensor]] = {}
     for p in parameters:  # also those without a gradient here: ranks must agree on the collectives
         of_ranks = (p.device_mesh, sharded_over(p)) if is_dtensor(p) else None  # type: ignore[attr-defined]
-        found = parts.setdefault(of_ranks, [])
+        part_norms = parts.setdefault(of_ranks, [])
         if id(p) in norms:
-            found.append(norms[id(p)])
+            part_norms.append(norms[id(p)])
     squares = []
-    for of_ranks, found in parts.items():
-        square = torch.stack(found).square().sum() if found else torch.zeros((), device=plain(parameters[0]).device)
+    for of_ranks, part_norms in parts.items():
+        square = (
+            torch.stack(part_norms).square().sum()
+            if part_norms
+            else torch.zeros((), device=plain(parameters[0]).device)
+        )
         if of_ranks is not None:
             mesh, over = of_ranks
             for dim in over:

@@ -26,10 +26,10 @@ PER_GROUP = frozenset(spec.name for kind in LAYOUT.values() for spec in kind if 
 
 def state_specs(states: str, master: str, dtype: torch.dtype) -> tuple[StateSpec, ...]:
     """The state tensors of a parameter of `dtype`, beside `step`."""
-    found = LAYOUT[states]
+    moment_specs = LAYOUT[states]
     if dtype == torch.bfloat16 and master == "fp32":
-        return (*found, StateSpec("master", torch.float32))
-    return (*found, StateSpec("master_low", torch.int16)) if master == "bf16+16" else found
+        return (*moment_specs, StateSpec("master", torch.float32))
+    return (*moment_specs, StateSpec("master_low", torch.int16)) if master == "bf16+16" else moment_specs
 
 
 def groups(elements: int) -> int:
@@ -63,12 +63,12 @@ def fresh(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     """A parameter's state before its first step, in its group's formats: both moments zero, its `master` its value."""
     here = plain(parameter)
     first, last = touched(span(parameter))
-    made: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
+    state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
     for spec in state_specs(group["states"], group["master"], here.dtype):
         if spec.row is None:
-            made[spec.name] = like(parameter, torch.zeros(here.shape, dtype=spec.dtype, device=here.device))
+            state[spec.name] = like(parameter, torch.zeros(here.shape, dtype=spec.dtype, device=here.device))
         else:
-            made[spec.name] = torch.zeros((last - first, *spec.row), dtype=spec.dtype, device=here.device)
-    if "master" in made:
-        plain(made["master"]).copy_(here)
-    return made
+            state[spec.name] = torch.zeros((last - first, *spec.row), dtype=spec.dtype, device=here.device)
+    if "master" in state:
+        plain(state["master"]).copy_(here)
+    return state

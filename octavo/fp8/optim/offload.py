@@ -83,16 +83,16 @@ class StreamTransfers:
         return accelerator.pinned((size,), torch.uint8, self._on)
 
     def device(self, size: int) -> Tensor:
-        made = torch.empty(size, dtype=torch.uint8, device=self._on)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._on)
         self._inward.wait_stream(accelerator.current_stream(self._on))  # which may still use what was freed there
-        return made
+        return buffer
 
     def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
         for other in behind:
             self._inward.wait_event(self._left[other])
         with self._inward:
-            for there, here in pairs:
-                there.copy_(here, non_blocking=True)
+            for on_device, here in pairs:
+                on_device.copy_(here, non_blocking=True)
             self._arrived[slot].record(self._inward)
 
     def arrive(self, slot: int) -> None:
@@ -101,8 +101,8 @@ class StreamTransfers:
     def write_back(self, slot: int, pairs: Pairs) -> None:
         self._outward.wait_stream(accelerator.current_stream(self._on))
         with self._outward:
-            for there, here in pairs:
-                here.copy_(there, non_blocking=True)
+            for on_device, here in pairs:
+                here.copy_(on_device, non_blocking=True)
             self._left[slot].record(self._outward)
 
     def settle(self) -> None:
@@ -167,9 +167,9 @@ class Offload:
     def host(self, like: Tensor) -> Tensor:
         """A copy of a plain tensor in host memory, pinned where that means something."""
         flat = self._move.host(like.numel() * like.element_size())
-        made = flat.view(like.dtype).view(like.shape)
-        made.copy_(like)
-        return made
+        copy = flat.view(like.dtype).view(like.shape)
+        copy.copy_(like)
+        return copy
 
     def step(
         self,
@@ -236,18 +236,18 @@ class Offload:
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[_Batch]:
         """Pieces, cut where they are too large, as many together as a batch holds."""
-        found: list[Piece] = []
+        group: list[Piece] = []
         held = 0
         for piece in pieces:
-            for own in self._cut(piece) if piece.weight.numel() else ():
-                size = _bytes(own)
-                if found and held + size > self.batch:
-                    yield _batch(found)
-                    found, held = [], 0
-                found.append(own)
+            for cut in self._cut(piece) if piece.weight.numel() else ():
+                size = _bytes(cut)
+                if group and held + size > self.batch:
+                    yield _batch(group)
+                    group, held = [], 0
+                group.append(cut)
                 held += size
-        if found:
-            yield _batch(found)
+        if group:
+            yield _batch(group)
 
     def _cut(self, piece: Piece) -> Iterator[Piece]:
         """Parts of at most a batch's size that begin where a group of the whole parameter begins."""
@@ -286,13 +286,13 @@ class OffloadedAdamW(AdamW):
 
     def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """As AdamW's, on the host."""
-        made = super().fresh(p, group)
+        state = super().fresh(p, group)
         offload = of(plain(p).device)
-        for name, x in made.items():
+        for name, x in state.items():
             if name != "step":
-                there = offload.host(plain(x))
-                made[name] = _local(x, there) if is_dtensor(x) else there
-        return made
+                on_host = offload.host(plain(x))
+                state[name] = _local(x, on_host) if is_dtensor(x) else on_host
+        return state
 
     def run(self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
         """As AdamW's, with states that come to the device of their weight and go back."""

@@ -97,8 +97,8 @@ class Agreement:
                 ranks, slot = slots[edge]
                 columns[ranks].append(column)
                 places[ranks].append(slot)
-        self._columns = {ranks: self._index(found) for ranks, found in columns.items()}
-        self._places = {ranks: self._index(found) for ranks, found in places.items()}
+        self._columns = {ranks: self._index(numbers) for ranks, numbers in columns.items()}
+        self._places = {ranks: self._index(numbers) for ranks, numbers in places.items()}
 
     def _index(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(self._device, non_blocking=True)

@@ -41,31 +41,31 @@ def load(
     groups, groups of other sizes, states of parameters in no group, other formats of states, missing or foreign
     tensors, other shapes or dtypes.
     """
-    given = dict(state_dict)
+    document = dict(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = before(optimizer, given)
-        given = given if changed is None else changed
-    lacking = [key for key in ("state", "param_groups") if key not in given]
+        changed = before(optimizer, document)
+        document = document if changed is None else changed
+    lacking = [key for key in ("state", "param_groups") if key not in document]
     if lacking:
         raise ValueError(
-            f"The state dict has {', '.join(map(str, given)) or 'nothing'}, and lacks {' and '.join(lacking)}. Give "
+            f"The state dict has {', '.join(map(str, document)) or 'nothing'}, and lacks {' and '.join(lacking)}. Give "
             "what optimizer.state_dict() gave: of a checkpoint that holds more, its part of the optimizer."
         )
     settle()
-    mine, saved = optimizer.param_groups, given["param_groups"]
+    mine, saved = optimizer.param_groups, document["param_groups"]
     sizes = [[len(g["params"]) for g in groups] for groups in (saved, mine)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"The state dict has groups of {sizes[0]} parameters, this optimizer groups of {sizes[1]}. Make the "
             "optimizer with the groups that were saved."
         )
-    unknown = [number for number in given["state"] if all(number not in g["params"] for g in saved)]
+    unknown = [number for number in document["state"] if all(number not in g["params"] for g in saved)]
     if unknown:
         raise ValueError(
             f"The state dict has a state of parameter {unknown[0]!r} ({len(unknown)} such in all), which is in none of "
             f"its groups of {sizes[0]} parameters. Load a state dict as optimizer.state_dict() gave it, whole."
         )
-    work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, given["state"])]
+    work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, document["state"])]
     for group, former in zip(mine, saved, strict=True):
         group.update({key: copy.deepcopy(former[key]) for key in group if key in former and key != "params"})
     for entry in work:
@@ -126,11 +126,11 @@ def _checked(group: Group, saved: Group, state: Mapping[int, Mapping[str, Tensor
         for name, i, p in zip(first, saved["params"], group["params"], strict=True)
     ]
     if foreign:
-        asked = [key for key in ("amsgrad", "maximize") if saved.get(key)]
-        if asked:
+        unsupported = [key for key in ("amsgrad", "maximize") if saved.get(key)]
+        if unsupported:
             raise ValueError(
-                f"The state dict is of an AdamW with {' and '.join(asked)}, beginning with {names[:1]}; fp8.AdamW has "
-                "neither. Train on with torch.optim.AdamW, or begin with fresh states."
+                f"The state dict is of an AdamW with {' and '.join(unsupported)}, beginning with {names[:1]}; "
+                "fp8.AdamW has neither. Train on with torch.optim.AdamW, or begin with fresh states."
             )
     else:
         for key in ("states", "master"):

@@ -204,30 +204,30 @@ def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
 
 
 def _check_same_model(model: nn.Module, plan: Plan) -> None:
-    found = {r.name: (r.kind, r.shape, r.codes) for r in describe_layers(model, plan.components)}
+    present = {r.name: (r.kind, r.shape, r.codes) for r in describe_layers(model, plan.components)}
     planned = {r.name: (r.kind, r.shape, r.row.codes) for r in plan.rows}
 
     def shown(row: tuple[str, tuple[int, int], object] | None) -> str:
         codes = "" if row is None or row[2] is None else f" with frozen FP8 codes ({row[2]})"
         return "nothing" if row is None else f"{row[0]} {list(row[1])}{codes}"
 
-    for name in [*planned, *found]:
-        if not _same(planned.get(name), found.get(name)):
-            has, wants = shown(found.get(name)), shown(planned.get(name))
+    for name in [*planned, *present]:
+        if not _same(planned.get(name), present.get(name)):
+            has, wants = shown(present.get(name)), shown(planned.get(name))
             raise PlanError(
                 f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
                 "model."
             )
 
 
-def _same(planned: tuple[str, tuple[int, int], Any] | None, found: tuple[str, tuple[int, int], Any] | None) -> bool:
+def _same(planned: tuple[str, tuple[int, int], Any] | None, present: tuple[str, tuple[int, int], Any] | None) -> bool:
     """Whether a row is the one that was planned. That all scales of codes are powers of two is known only once they are
     read: a plan for any scales serves them too."""
-    if planned is None or found is None or None in (planned[2], found[2]):
-        return planned == found
-    mine, theirs = planned[2], found[2]
+    if planned is None or present is None or None in (planned[2], present[2]):
+        return planned == present
+    mine, theirs = planned[2], present[2]
     scales = mine.scale == theirs.scale or (mine.scale, theirs.scale) == ("fp32", "pow2")
-    return planned[:2] == found[:2] and (mine.format, mine.block) == (theirs.format, theirs.block) and scales
+    return planned[:2] == present[:2] and (mine.format, mine.block) == (theirs.format, theirs.block) and scales
 
 
 class Fusion(NamedTuple):

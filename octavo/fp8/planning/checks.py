@@ -33,14 +33,14 @@ def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], st
     ``step`` in high precision is asked for by a rule with a span."""
     parts = {c: p for c, p in policy.components.items() if p.recipe not in (None, OFF, AUTO)}
     rules = [rule for rule in policy.rules if rule.recipe not in (None, OFF, AUTO)]
-    asked = [(f"component {c!r}", [r for r in rows if r.component == c]) for c in parts]
-    asked += [(rule.title, [r for r in rows if applies(rule, r.row)]) for rule in rules]
-    for what, found in asked:
+    requests = [(f"component {c!r}", [r for r in rows if r.component == c]) for c in parts]
+    requests += [(rule.title, [r for r in rows if applies(rule, r.row)]) for rule in rules]
+    for what, matching in requests:
         # A later rule or a measurement may switch a layer off again: that is met. What cannot be converted is not.
-        if not any(r.name in able for r in found):
-            why = "; ".join(dict.fromkeys(f"{r.name}: {r.reason}" for r in found[:3]))
+        if not any(r.name in able for r in matching):
+            why = "; ".join(dict.fromkeys(f"{r.name}: {r.reason}" for r in matching[:3]))
             raise PlanError(
-                f"{what} asks for FP8, but none of its {len(found)} layers can run in FP8 ({why}). Take it out."
+                f"{what} asks for FP8, but none of its {len(matching)} layers can run in FP8 ({why}). Take it out."
             )
     if step is None and policy.at(None).asks_fp8 and not any(r.fp8 or r.decided for r in rows):
         why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
@@ -82,13 +82,13 @@ def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
     notes = []
     if any(_by_tensor(row) for row in rows):
         late = any(r.recipe is not None and r.recipe.delayed is not None for r in rows)
-        more = "; fp8.delayed.reduce_scaling_state shares the histories of delayed scaling" if late else ""
-        notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
+        advice = "; fp8.delayed.reduce_scaling_state shares the histories of delayed scaling" if late else ""
+        notes.append(f"per-tensor amax is local to each data-parallel rank{advice}")
     casts_weights = [row.recipe for row in rows if row.recipe is not None and row.row.codes is None]
     twice = sorted({_name_of(recipe) for recipe in casts_weights if len(recipe.weight_casts()) > 1})
     if twice:
-        kept = " at each use" if policy.weight_codes == "recast" else ": 2 bytes of codes a parameter"
-        notes.append(f"{' and '.join(twice)} cast weights twice{kept}")
+        where = " at each use" if policy.weight_codes == "recast" else ": 2 bytes of codes a parameter"
+        notes.append(f"{' and '.join(twice)} cast weights twice{where}")
     return notes
 
 
@@ -124,16 +124,16 @@ def _output_note(rows: Sequence[PlanRow]) -> list[str]:
     ]
 
 
-def measured_notes(policy: Policy, found: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
+def measured_notes(policy: Policy, measurements: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
     """Whether times decided, and what was not measured."""
-    if found is None or found.machine.emulated:
+    if measurements is None or measurements.machine.emulated:
         if not policy.asks_auto:
             return ()
-        where = "" if found is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
+        where = "" if measurements is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
         return (f"recipe auto: nothing was measured{where}; recipes are those of the documented table (docs/plan.md)",)
     unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.decided)]
-    more = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
-    return (f"measured on {found.machine.gpu}: a layer runs in FP8 only where that won{more}",)
+    unmeasured = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
+    return (f"measured on {measurements.machine.gpu}: a layer runs in FP8 only where that won{unmeasured}",)
 
 
 def kernels_of(plans: Sequence[Plan], device: torch.device) -> dict[str, Check]:

@@ -50,7 +50,7 @@ def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str,
 
     Raises PlanError where one was asked for by name that does not.
     """
-    out = {name: own for name, recipe in allowed.items() if (own := fitted(recipe, codes)) is not None}
+    out = {name: matching for name, recipe in allowed.items() if (matching := fitted(recipe, codes)) is not None}
     if not out and decision.recipe not in (AUTO, OFF):
         kind = kind_of(codes)
         fix = f"recipe {NAME_OF_KIND[kind]!r}" if kind in NAME_OF_KIND else "another checkpoint"

@@ -115,9 +115,9 @@ class Schedule:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Each plan once, the main one first."""
-        found = [self.main]
-        found += [span.plan for span in self.spans if not any(span.plan is one for one in found)]
-        return tuple(found)
+        distinct = [self.main]
+        distinct += [span.plan for span in self.spans if not any(span.plan is one for one in distinct)]
+        return tuple(distinct)
 
     @property
     def parts(self) -> frozenset[str]:

@@ -90,8 +90,8 @@ class PlanRow:
 
     def to_json(self) -> dict[str, object]:
         recipe: dict[str, str] | None = None
-        if (own := self.recipe) is not None:
-            recipe = {"name": own.name, "format": own.format, **own.words()}
+        if (casts := self.recipe) is not None:
+            recipe = {"name": casts.name, "format": casts.format, **casts.words()}
         return {
             **self.row.to_json(),
             "recipe": recipe,

@@ -110,9 +110,9 @@ class Rule:
                 )
 
 
-def _are_steps(found: Any) -> bool:
-    whole = len(found) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in found)
-    return whole and 1 <= found[0] <= found[1]
+def _are_steps(steps: Any) -> bool:
+    whole = len(steps) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in steps)
+    return whole and 1 <= steps[0] <= steps[1]
 
 
 @dataclass(frozen=True)
@@ -194,12 +194,12 @@ class Policy:
         for where, name in self._recipes():
             if name not in (OFF, AUTO, *RECIPES):
                 raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
-        given = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
-        unknown = [c for c in given if c not in RECIPES]
-        if unknown or not given:
-            found = ", ".join(map(repr, unknown)) or "none"
-            raise PlanError(f"candidates of 'auto' are recipes: {', '.join(RECIPES)}; found {found}.")
-        object.__setattr__(self, "candidates", tuple(dict.fromkeys(given)))
+        candidates = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
+        unknown = [c for c in candidates if c not in RECIPES]
+        if unknown or not candidates:
+            listed = ", ".join(map(repr, unknown)) or "none"
+            raise PlanError(f"candidates of 'auto' are recipes: {', '.join(RECIPES)}; found {listed}.")
+        object.__setattr__(self, "candidates", tuple(dict.fromkeys(candidates)))
 
     def __repr__(self) -> str:
         return _short_repr(self)
@@ -230,15 +230,15 @@ class Policy:
 
     def activations_of(self, component: str) -> str:
         """What blocks of a component keep: its own answer, else that of the whole model."""
-        given = self.components.get(component)
-        return self.activations if given is None or given.activations is None else given.activations
+        part = self.components.get(component)
+        return self.activations if part is None or part.activations is None else part.activations
 
     def param_of(self, component: str) -> bool:
         """Whether weights of a component are FP8 between steps: its own answer, else that of the whole model."""
-        given = self.components.get(component)
+        part = self.components.get(component)
         if component == HEAD:  # the embedding may be the same tensor, and looks values up
             return False
-        return self.param if given is None or given.param is None else given.param
+        return self.param if part is None or part.param is None else part.param
 
     def at(self, step: int | None) -> Policy:
         """What is asked for in a step, in which only rules that hold exist; None: in one outside of all spans."""
@@ -289,10 +289,10 @@ class Decision:
 
     def over(self, level: ComponentPolicy | Rule, source: str) -> Decision:
         """This decision with what ``level`` asks put on top."""
-        asked: dict[str, Any] = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
+        settings: dict[str, Any] = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
         if isinstance(level, Rule):
-            asked |= {"why": level.why, "backends": level.backends}
-        return replace(self, **asked, source=source) if asked else self
+            settings |= {"why": level.why, "backends": level.backends}
+        return replace(self, **settings, source=source) if settings else self
 
     def reason(self, word: str = "") -> str:
         """Who decided, ``word``, and the remark."""
@@ -317,33 +317,33 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     """The decision for a layer of ``component`` that ``rules`` match (in their order)."""
     assert policy.recipe is not None  # settled when the policy was made
     decision = Decision(policy.recipe, policy.format, policy.fwd, policy.dgrad, policy.wgrad, "the whole model")
-    given = policy.components.get(component)
-    if component == HEAD and (given is None or given.recipe is None):
+    level = policy.components.get(component)
+    if component == HEAD and (level is None or level.recipe is None):
         decision = replace(decision, recipe=OFF, source=f"{HEAD} stays unless asked")
     on = [name for name, part in policy.components.items() if part.recipe not in (None, OFF)]
     if policy.recipe == OFF and on and component != HEAD:
         decision = replace(decision, source=f"stays: {' and '.join(on)} alone {'is' if len(on) == 1 else 'are'} named")
-    if given is not None:
-        decision = decision.over(given, f"component {component}" if given.recipe is not None else decision.source)
+    if level is not None:
+        decision = decision.over(level, f"component {component}" if level.recipe is not None else decision.source)
     for rule in rules:
         decision = decision.over(rule, rule.source)
     return decision
 
 
-def _made(kind: Any, given: Any, where: str) -> Any:
+def _made(kind: Any, value: Any, where: str) -> Any:
     """A level as it is, or made of the mapping or (for a component) the recipe's name that was given."""
-    if isinstance(given, kind):
-        return given
-    if kind is ComponentPolicy and isinstance(given, str):
-        return ComponentPolicy(recipe=given)
-    if not isinstance(given, Mapping):
-        raise PlanError(f"{where}: found {given!r} where a {kind.__name__} or a mapping with its fields belongs.")
+    if isinstance(value, kind):
+        return value
+    if kind is ComponentPolicy and isinstance(value, str):
+        return ComponentPolicy(recipe=value)
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{where}: found {value!r} where a {kind.__name__} or a mapping with its fields belongs.")
     known = [f.name for f in fields(kind)]
-    unknown = [k for k in given if k not in known]
-    if unknown or (kind is Rule and "match" not in given):
+    unknown = [k for k in value if k not in known]
+    if unknown or (kind is Rule and "match" not in value):
         what = f"unknown fields {', '.join(map(repr, unknown))}" if unknown else "no 'match'"
         raise PlanError(f"{where} has {what}; the fields are {', '.join(known)}.")
-    return kind(**given)
+    return kind(**value)
 
 
 def _short_repr(level: Policy | ComponentPolicy | Rule) -> str:

@@ -83,8 +83,8 @@ def _adapter_part(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...
     segments = name.split(".") if name else []
     for depth, child in enumerate(segments):
         parent = modules.get(".".join(segments[:depth]))
-        own = modules.get(".".join(segments[: depth + 1]))
-        if parent is not None and not hasattr(own, "base_layer") and _adds(parent, child):
+        module = modules.get(".".join(segments[: depth + 1]))
+        if parent is not None and not hasattr(module, "base_layer") and _adds(parent, child):
             return tuple(segments[depth:])
     return ()
 
@@ -151,5 +151,5 @@ def _narrow(shape: tuple[int, int]) -> bool:
 def _names(rule: Rule, row: Row, part: Sequence[str]) -> bool:
     """Whether a rule gives a layer a recipe by a word of ``part``; a glob that happens to match does not."""
     words = [segment for segment in rule.match.split(".") if segment.strip("*?")]
-    named = any(fnmatchcase(own, word) for own in part for word in words)
+    named = any(fnmatchcase(segment_name, word) for segment_name in part for word in words)
     return rule.recipe is not None and named and matches(rule.match, row.name)

@@ -67,17 +67,17 @@ def size_of(count: int) -> int:
     return min(count, max(LEAST, -(-count // ROUND)))
 
 
-def drawn(there: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
+def drawn(candidates: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
     """Those of check ``number`` (0 the first): the next ones of a row in which each round has all of them, in an order
     of its own."""
-    if not there:
+    if not candidates:
         return ()
-    size, found = size_of(len(there)), []
+    size, chosen = size_of(len(candidates)), []
     for place in range(number * size, (number + 1) * size):
-        order = list(there)
-        random.Random(f"{seed} {place // len(there)}").shuffle(order)
-        found.append(order[place % len(there)])
-    return tuple(dict.fromkeys(found))
+        order = list(candidates)
+        random.Random(f"{seed} {place // len(candidates)}").shuffle(order)
+        chosen.append(order[place % len(candidates)])
+    return tuple(dict.fromkeys(chosen))
 
 
 class Check:
@@ -85,8 +85,8 @@ class Check:
     ``faults`` are what differed, in the order of the step, ``done`` how much was compared, ``stale`` the layers whose
     codes are those of a former weight."""
 
-    def __init__(self, asked: Iterable[Site], draw: int = 0) -> None:
-        self.sites = tuple(asked)
+    def __init__(self, chosen: Iterable[Site], draw: int = 0) -> None:
+        self.sites = tuple(chosen)
         self.faults: list[Fault] = []
         self.done = Compared()
         self.stale: list[str] = []
@@ -118,6 +118,6 @@ class Check:
             return
         # Selective checkpointing and whoever counts memory look at each operation; these are not the model's.
         with torch.no_grad(), _disable_current_modes():
-            found = compare(result, self._random, self.done)
-        if found is not None:
-            self.faults.append(Fault(Site(layer, result.gemm), result.backend, found))
+            difference = compare(result, self._random, self.done)
+        if difference is not None:
+            self.faults.append(Fault(Site(layer, result.gemm), result.backend, difference))

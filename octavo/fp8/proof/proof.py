@@ -100,15 +100,15 @@ class Proof:
                 problems.append(f"{component}: no backward reached any of its FP8 layers")
             for row in rows:
                 each = n * ((row.row.experts or self.dealt) // self.dealt)
-                found = _mismatches(row, counts, ran[row.name], each, row.name in unused)
-                problems += [f"{row.name}: {p}" for p in found]
+                mismatches = _mismatches(row, counts, ran[row.name], each, row.name in unused)
+                problems += [f"{row.name}: {p}" for p in mismatches]
             self.unused += [u for u in unused if u not in self.unused]
         problems += self._strays(ran)
         if problems:
             self.missing += problems
-            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            rest = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ProofError(
-                f"FP8 did not run as planned: {'; '.join(problems[:5])}{more}. Every layer of the plan must be called "
+                f"FP8 did not run as planned: {'; '.join(problems[:5])}{rest}. Every layer of the plan must be called "
                 "as a module in each forward of its component; leave a layer out with a rule (recipe: off) if the "
                 "model does not use it so."
             )
@@ -139,9 +139,9 @@ class Proof:
 
     def share(self, component: str | None = None) -> float | None:
         """Share of the counted linear FLOPs that ran in FP8 (0 to 1), all or of one component; None before any."""
-        kept = {k: v for k, v in self._flops.items() if component in (None, k[0])}
-        total = sum(kept.values())
-        return sum(v for k, v in kept.items() if k[2]) / total if total else None
+        counted = {k: v for k, v in self._flops.items() if component in (None, k[0])}
+        total = sum(counted.values())
+        return sum(v for k, v in counted.items() if k[2]) / total if total else None
 
     def report(self) -> dict[str, Any]:
         """What was counted, as JSON types: ``share`` and ``shares`` (of linear FLOPs in FP8, by component),

@@ -64,7 +64,7 @@ def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
 
 def _operands(model: nn.Module) -> dict[str, _Operands]:
     """Parameter, by its name in the stock model -> how its layer computes, for all that are not in high precision."""
-    found = {}
+    operands = {}
     for path, module in model.named_modules():
         sites = sites_of(module) if isinstance(module, CachesWeights) else {}
         for name, weight in module.named_parameters(recurse=False):
@@ -73,7 +73,7 @@ def _operands(model: nn.Module) -> dict[str, _Operands]:
                 delayed = name in sites and sites[name].recipe.delayed is not None
                 parts = [part for part in f"{path}.{name}".split(".") if part not in _WRAPPERS]
                 stock = ".".join(parts).removeprefix("base_model.model.")
-                found[stock] = _Operands() if fwd is None else _Operands(fwd.a, fwd.b, delayed)
+                operands[stock] = _Operands() if fwd is None else _Operands(fwd.a, fwd.b, delayed)
                 if codes is not None:
-                    found[stock] = found[stock]._replace(w=codes)
-    return found
+                    operands[stock] = operands[stock]._replace(w=codes)
+    return operands

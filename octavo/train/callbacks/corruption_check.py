@@ -28,20 +28,20 @@ from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.step.step import Batches
 
-NAMED = 3  # faults that a message tells
+NAMED = 3  # most faults that a message describes
 
 
 class Checking(Callback):
-    """Checks every `run.check_every`-th step. A fault stops the run on all ranks before the step is written or saved;
-    rows of checked steps say how many GEMMs were computed again (`checked`, of all ranks)."""
+    """Checks every `run.check_every`-th step. A fault stops the run on all ranks before the step is logged or saved;
+    rows of checked steps have the number of recomputed GEMMs of all ranks (`checked`)."""
 
     def begin(self, run: Run) -> None:
         self.clean = 0
-        self.exchanged = True  # weights may have been, since the last step
+        self.exchanged = True  # whether weights may have been swapped since the last step
         every, count = run.cfg.run.check_every, len(sites(run.job.plan))
         size = size_of(count)
         run.say(
-            f"every {every} steps {size} of {count} FP8 GEMMs are computed again; all have come round after "
+            f"every {every} steps {size} of {count} FP8 GEMMs are recomputed, all of them within "
             f"{every * -(-count // max(size, 1))} steps (run.check_every)"
         )
 
@@ -105,9 +105,9 @@ def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
     who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
     messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
     rest = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
-    since = f"the last check that found nothing was at step {clean}" if clean else "no check before it in this session"
+    since = f"the last check without a fault was at step {clean}" if clean else "no check before it in this session"
     return (
         f"step {number} computed wrongly on {' and '.join(who)}. {messages}{rest}. The step is not saved ({since}). "
-        "Take that device out, or run octavo doctor there first, and continue with run.resume=auto, or from an older "
-        "checkpoint with run.resume=PATH if a later one is in doubt"
+        "Remove that device, or run octavo doctor on it first, and continue with run.resume=auto, or from an older "
+        "checkpoint with run.resume=PATH if you doubt the newest"
     )

@@ -1,4 +1,4 @@
-"""How a run shows itself: a progress bar on a terminal, plain lines elsewhere, nothing without a console."""
+"""The display of a run: a progress bar on a terminal, plain lines elsewhere, nothing without a console."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Display:
         self._figures = self._doing = ""
 
     def begin(self, done: int, steps: int) -> None:
-        """Start at `done` steps of `steps`."""
+        """Start after `done` of `steps` steps."""
         self.steps = steps
         if self.console is None or not self.console.is_terminal:
             return
@@ -34,7 +34,7 @@ class Display:
         self._bar.start()
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Show a finished step."""
         if self.console is None:
             return
         if self._bar is not None:
@@ -47,13 +47,13 @@ class Display:
             self.say(f"step {row['step']}/{self.steps}  {_figures(row)}")
 
     def doing(self, what: str) -> None:
-        """What of a step is done now; the bar shows it, lines do not."""
+        """Show the current part of a step; only the bar does, not plain lines."""
         if self._bar is not None and what != self._doing:
             self._doing = what
             self._bar.update(self._task, figures=f"{what}  {self._figures}")
 
     def say(self, text: str) -> None:
-        """A line beside the bar."""
+        """Print a line above the bar."""
         if self.console is not None:
             prefix = f"{self.label}: " if self.label and "\n" not in text else ""
             self.console.print(prefix + text, highlight=False, markup=False, soft_wrap=True)
@@ -65,7 +65,7 @@ class Display:
 
 
 def _figures(row: Mapping[str, Any]) -> str:
-    if "reward" in row:  # of reinforcement learning, whose loss says nothing
+    if "reward" in row:  # reinforcement learning, where the loss means little
         rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
         parts = [f"reward {_of(row['reward'])}", f"length {_of(row['length'], '.1f')}", f"tokens/s {rates}"]
     else:
@@ -97,5 +97,5 @@ def _figures(row: Mapping[str, Any]) -> str:
 
 
 def _of(value: float | None, form: str = ".3f") -> str:
-    """A figure; a dash for one of nothing."""
+    """A formatted figure; a dash for None."""
     return "-" if value is None else format(value, form)

@@ -232,7 +232,7 @@ area(
     ),
     (
         "cache-without-its-slots", "train/estimate/memory/rollout.py",
-        '"kv_cache": found.held', '"kv_cache": found.cache',
+        '"kv_cache": chosen.held', '"kv_cache": chosen.cache',
         "what is kept of each sequence is not predicted",
         "rl/test_memory.py",
     ),

@@ -104,7 +104,7 @@ area(
     ),
     (
         "template-args-of-few-words-alone", "models/folder/chat.py",
-        "{**more, **kwargs}", "kwargs",
+        "{**args_of_template, **kwargs}", "kwargs",
         "renderings by transformers itself lack the variables",
         "data/test_thinking.py",
     ),
@@ -293,7 +293,7 @@ area(
     ),
     (
         "loss-by-sample", "train/forward/losses.py",
-        "known / (found[:, None] if edges is None else found[_sample_of(edges)])", "known / known.sum().clamp(min=1)",
+        "known / (counts[:, None] if edges is None else counts[_sample_of(edges)])", "known / known.sum().clamp(min=1)",
         "loss: sample weighs samples by their lengths",
         "train/test_losses.py",
     ),
@@ -506,7 +506,7 @@ area(
     ),
     (
         "seed-may-change", "train/run_dir/run_dir.py",
-        'found["run"] = {"seed": cfg.run.seed}', 'found["run"] = {}',
+        'values["run"] = {"seed": cfg.run.seed}', 'values["run"] = {}',
         "a run goes on with another seed",
         "train/test_resume.py -k 'not kill_9'",
     ),

@@ -131,7 +131,7 @@ def test_a_base_that_changed_since_is_refused(runs, tmp_path, place):
     data = bytearray(file.read_bytes())
     data[-9] ^= 64
     file.write_bytes(data)
-    with pytest.raises(TrainError, match="is not the one that .* was trained beside"):
+    with pytest.raises(TrainError, match="is not the one with which .* was trained"):
         artifacts.look(tmp_path / "run").open()
 
 

@@ -48,7 +48,7 @@ def _placeholder(token: int | None) -> int:
 def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
     """As many sounds as the tokens of the encoder make, as long as the rows of ``ids`` have room for: the tower takes
     each for the longest."""
-    hearing = models.hearing_of(config)
+    hearing = models.audio_of(config)
     many = max(1, round(places / hearing.positions))
     each = -(-many // len(ids))  # in one row
     length = min(hearing.features, (ids.shape[1] - 1) // each - 1)
@@ -126,7 +126,7 @@ def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: i
 
 def _tiles(vision: models.Vision, patches: int, image: int, rows: int) -> _Images:
     """Tiles, each of which is an image by itself; of several scales images as large as they are on average."""
-    of_one = vision.cells + vision.own if not vision.scales else max(vision.cells, image)
+    of_one = vision.cells + vision.prefix if not vision.scales else max(vision.cells, image)
     each = max(1, round(patches / of_one / rows))
     frames, count, inputs = 1, 1, {}
     if vision.scales:
