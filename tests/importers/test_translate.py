@@ -482,7 +482,7 @@ def test_the_command_writes_whole_files_and_overwrites_none(tmp_path: Path, monk
     assert "recipe: off" in before and "recipe: rowwise" in after
     (tmp_path / "streamed.yaml").write_text((THEIRS / "axolotl_qlora.yaml").read_text() + "streaming: true\n")
     assert main(["import", "streamed.yaml", "-o", "q.yaml"]) == 1
-    assert "refuses q.yaml as it stands" in capsys.readouterr().out and (tmp_path / "q.yaml").exists()
+    assert "Octavo refuses q.yaml: " in capsys.readouterr().out and (tmp_path / "q.yaml").exists()
     for wrong in (["-o", "run.txt"], ["-o", "a.yaml", "--root", "nowhere"], ["-o", "a.yaml", "--set", "no-name=1"]):
         assert main(["import", file, *wrong]) == 2
     assert main(["import", "gone.yaml", "-o", "a.yaml"]) == 2
