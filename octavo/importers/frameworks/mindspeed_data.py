@@ -74,7 +74,7 @@ def _thinking(draft: Draft, u: Under) -> None:
     elif u.flag("enable_thinking") is False:
         why = "reasoning is taken out of answers there; here it is read, and has no loss"
         draft.put("data.mask_reasoning", True, key, why=why)
-    elif key not in draft.given or u.has("enable_thinking"):
+    elif key not in draft.source_keys or u.has("enable_thinking"):
         draft.put("data.mask_empty_think", False, key, why="an empty block of thinking has loss there")
     else:
         draft.same(key, why="an empty block of thinking has no loss (data.mask_empty_think)")
