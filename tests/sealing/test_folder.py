@@ -157,7 +157,10 @@ def test_codes_that_cannot_move_with_their_scales_are_named(checkpoint, key, tmp
     )
     raw = json.loads((source / "config.json").read_text())
     block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    for more, words in (({}, r"lm_head\.weight is in FP8, but tokens .*load_in_fp8"), ({"scale_fmt": "ue8m0"}, "one byte")):
+    for more, words in (
+        ({}, r"lm_head\.weight is in FP8, but tokens .*load_in_fp8"),
+        ({"scale_fmt": "ue8m0"}, "one byte"),
+    ):
         (source / "config.json").write_text(json.dumps(raw | {"quantization_config": block | more}))
         with pytest.raises(SealError, match=words):
             seal_model(source, tmp_path / "twin", key)

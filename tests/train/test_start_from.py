@@ -132,7 +132,8 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
         train.run(make(*over, f"run.start_from={whole.dir}", "run.resume=auto", dir="stopped"))
     state = first.dir / "checkpoints" / "step_2" / "state.json"
     state.write_bytes(state.read_bytes() + b" ")
-    with pytest.raises(train.TrainError, match="first/checkpoints/step_2, whose contents have changed since; restore it"):
+    changed = "first/checkpoints/step_2, whose contents have changed since; restore it"
+    with pytest.raises(train.TrainError, match=changed):
         train.run(make(*over, "run.resume=auto", dir="stopped"))
     shutil.rmtree(first.dir)
     assert train.run(make(*over, "run.resume=auto", dir="stopped")).losses() == whole.losses()
