@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the error for values that argparse cannot judge."""
+"""Arguments that several commands share, and the error for values that argparse cannot check."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TARGETS = {
     **dict.fromkeys(("export", "merge", "tiny", "digits", "text", "examples"), ("directory",)),
     **dict.fromkeys(("decrypt", "seal", "unseal"), ("target",)),
     **dict.fromkeys(("import", "compare", "bisect", "bench", "report"), ("out",)),
-    "encrypt": ("target", "new_key"), "demo": ("dir",),  # convert looks itself: it has two spellings
+    "encrypt": ("target", "new_key"), "demo": ("dir",),  # convert checks itself: it accepts two spellings
 }  # fmt: skip
-OVERRIDES_HELP = "settings that win over the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
+OVERRIDES_HELP = "settings that override the file, e.g. train.lr=3e-4 data.train.0.max_samples=100"
 
 
 class UsageError(ValueError):
-    """The command line asks for something that cannot be; exit code 2."""
+    """The command line is wrong; exit code 2."""
 
 
 def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> None:
@@ -41,7 +41,7 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
         "file", metavar="FILE.yaml", nargs=file, help="the configuration (octavo schema lists its keys)"
     )
     parser.add_argument("overrides", metavar="key=value", nargs="*", help=OVERRIDES_HELP)
-    # flags known from elsewhere; each is another name of an override
+    # flags that users of other trainers know; each is another name of an override
     group = parser.add_argument_group("FP8 of the whole model (as fp8.recipe=, fp8.format=, fp8.param=true)")
     names = _names(RecipeName)
     group.add_argument("--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=", ".join(names))
@@ -50,8 +50,8 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
 
 
 def check_paths(words: Sequence[str]) -> None:
-    """Refuse paths that no command can work with, before one begins. Raises UsageError for a name that is there and is
-    not UTF-8, which no report, index or table could hold, and for links that lead in a circle."""
+    """Refuse paths that no command can use, before the command begins. Raises UsageError for an existing name that is
+    not UTF-8, which no report, index or table could hold, and for symbolic links that form a loop."""
     for word in words:
         shown = printable(word)
         try:
@@ -59,18 +59,18 @@ def check_paths(words: Sequence[str]) -> None:
                 word.encode()
             os.stat(word)
         except UnicodeEncodeError:
-            if not os.path.lexists(word):  # half a character: no path, and the command says what it is instead
+            if not os.path.lexists(word):  # half a character: not a path, and the command reports it
                 continue
-            raise UsageError(f"{shown}: its name is not UTF-8; rename it, or name it by a link") from None
+            raise UsageError(f"{shown}: its name is not UTF-8; rename it, or use a link to it") from None
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise UsageError(f"{shown}: its links lead in a circle; name the file or folder itself") from None
-        except ValueError:  # a NUL: no path, and the command says what it is instead
+        except ValueError:  # a NUL: not a path, and the command reports it
             pass
 
 
 def check_targets(command: str, args: argparse.Namespace) -> None:
-    """What a command is asked to write has a name that can be used. Raises UsageError."""
+    """Check the names of the files and folders that a command will write. Raises UsageError."""
     for name in TARGETS.get(command, ()):
         if isinstance(target := getattr(args, name, None), str | Path) and "\0" not in str(target):
             target_folder.check_target(target, UsageError)
@@ -78,14 +78,14 @@ def check_targets(command: str, args: argparse.Namespace) -> None:
 
 def overrides(args: argparse.Namespace) -> list[str]:
     """``key=value`` arguments and flags as one list of overrides, flags last."""
-    found = list(args.overrides)
+    words = list(args.overrides)
     if args.fp8_recipe:
-        found.append(f"fp8.recipe={args.fp8_recipe}")
+        words.append(f"fp8.recipe={args.fp8_recipe}")
     if args.fp8_format:
-        found.append(f"fp8.format={args.fp8_format}")
+        words.append(f"fp8.format={args.fp8_format}")
     if args.fp8_param_gather:
-        found.append("fp8.param=true")
-    return found
+        words.append("fp8.param=true")
+    return words
 
 
 def config(args: argparse.Namespace) -> Config:
@@ -97,8 +97,8 @@ def config(args: argparse.Namespace) -> Config:
 
 
 def require_files(cfg: Config, file: str | None) -> Config:
-    """The configuration with folders for names of the hub. Raises UsageError with all that it names and that is not
-    there: files, and trackers' packages."""
+    """The configuration with local folders for names on the hub. Raises UsageError that lists every missing file and
+    every missing package of a tracker."""
     cfg, lost = resolve_files(cfg, file)
     if (why := environment.missing_trackers(cfg.run.trackers)) is not None:
         lost.append(why)
@@ -108,7 +108,7 @@ def require_files(cfg: Config, file: str | None) -> Config:
 
 
 def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
-    """The configuration with folders for names of the hub, and what it names and is not there, a sentence each."""
+    """The configuration with local folders for names on the hub, and a sentence for each file that is missing."""
     if lost := missing_files(cfg, file):
         return cfg, lost
     try:
@@ -118,39 +118,40 @@ def resolve_files(cfg: Config, file: str | None) -> tuple[Config, list[str]]:
 
 
 def missing_files(cfg: Config, file: str | None) -> list[str]:
-    """What a configuration names and is not there, a sentence each, but for names of the hub and URLs. No torch."""
+    """A sentence for each path of a configuration that does not exist, except names on the hub and URLs. Needs no
+    torch."""
     model = cfg.model.path
-    found = [] if Path(model).is_dir() or hub.is_name(model) else [("model.path", model, "folder")]
+    absent = [] if Path(model).is_dir() or hub.is_name(model) else [("model.path", model, "folder")]
     named_files = [
         (f"data.{of}.{n}", entry) for of in ("train", "eval") for n, entry in enumerate(getattr(cfg.data, of))
     ]
     for key, entry in named_files:
         elsewhere = hub.is_name(entry.path) or is_url(entry.path)
-        found += [] if Path(entry.path).exists() or elsewhere else [(f"{key}.path", entry.path, "file")]
+        absent += [] if Path(entry.path).exists() or elsewhere else [(f"{key}.path", entry.path, "file")]
         if entry.images is not None and not Path(entry.images).is_dir():
-            found.append((f"{key}.images", entry.images, "folder"))
-    lost = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in found]
+            absent.append((f"{key}.images", entry.images, "folder"))
+    lost = [f"{key}: there is no {kind} {path}{_from_here(path, file)}" for key, path, kind in absent]
     if Path(model).is_dir() and not (Path(model) / "config.json").exists():
-        lost.insert(0, f"model.path: {model} is no model folder: it has no config.json")
+        lost.insert(0, f"model.path: {model} is not a model folder: it has no config.json")
     return lost
 
 
 def _from_here(path: str, file: str | None) -> str:
-    """A hint where the path would be right seen from the working directory, while a file's are seen from the file."""
+    """A hint if the path exists relative to the working directory; paths in a file are relative to the file."""
     if file is None:
         return ""
     folder = Path(file).absolute().parent
     here = Path(os.path.normpath(Path.cwd() / os.path.relpath(path, folder)))
     if str(here) == path or not here.exists():
         return ""
-    return f" (paths in {file} are seen from its folder; from there {here} is {os.path.relpath(here, folder)})"
+    return f" (paths in {file} are relative to its folder; from there {here} is {os.path.relpath(here, folder)})"
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports of torch and transformers: what they make stays, so that looking for garbage meanwhile finds none
-    and takes a fifth of the time. It is set apart for good, where a command is the first to import them: half a million
-    objects, which later collections, one a step that counts memory, would go through as well."""
+    """Context of imports of torch and transformers without garbage collection: imported objects stay, so collections
+    would find nothing and take a fifth of the time. If this is the first import of torch, the half million objects are
+    also frozen, so that later collections (one for each step that counts memory) do not visit them."""
     first = "torch" not in sys.modules
     gc.disable()
     try:
@@ -162,16 +163,16 @@ def importing() -> Iterator[None]:
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
-    """``--key-file``: the key of what is encrypted."""
+    """Add ``--key-file``, the key of encrypted files."""
     parser.add_argument(
         "--key-file",
         metavar="FILE",
-        help=f"key of what is encrypted or sealed (else {encryption.FILE} or {encryption.VALUE})",
+        help=f"key of encrypted or sealed files (default: {encryption.FILE} or {encryption.VALUE})",
     )
 
 
 def use_key(args: argparse.Namespace) -> None:
-    """Hand the key's file on, to ranks and workers too, as their environment does; it wins over what is set there."""
+    """Set the key's file in the environment, which ranks and workers inherit; it overrides what is set there."""
     if getattr(args, "key_file", None) is not None:
         os.environ.pop(encryption.VALUE, None)
         os.environ[encryption.FILE] = os.path.abspath(args.key_file)
@@ -180,7 +181,7 @@ def use_key(args: argparse.Namespace) -> None:
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """``--json``: the same content for programs."""
+    """Add ``--json``: the same content for programs."""
     parser.add_argument("--json", action="store_true", help="print JSON on stdout, and nothing else there")
 
 
@@ -197,12 +198,12 @@ def natural(text: str) -> int:
 def share(text: str) -> float:
     """An argparse type: a number above 0 and below 10."""
     try:
-        found = float(text)
+        value = float(text)
     except ValueError:
-        found = math.nan
-    if not 0 < found < 10:
+        value = math.nan
+    if not 0 < value < 10:
         raise argparse.ArgumentTypeError(f"expected a share above 0, such as 0.02, found {named(text)}")
-    return found
+    return value
 
 
 def _whole(text: str, least: int) -> int:

@@ -1,4 +1,4 @@
-"""Times Octavo's kernels, layers and training steps beside high precision and other libraries.
+"""Times Octavo's kernels, layers and training steps, and compares them with high precision and other libraries.
 
 octavo bench linear
 octavo bench all --out benchmarks/results
@@ -22,17 +22,19 @@ SUITES = ("cast", "gemm", "linear", "moe", "optimizer", "layer", "step", "memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    suites = f"all, {', '.join(SUITES)}; or report and folders of figures, which are held against those to reach"
+    suites = f"all, {', '.join(SUITES)}; or report and folders of figures, to compare them with the goals"
     parser.add_argument("suite", nargs="+", metavar="SUITE", help=suites)
     parser.add_argument("--device", metavar="NAME", help="cuda or cpu; default: the GPU if there is one")
-    parser.add_argument("--small", action="store_true", help="small sizes (always so on a CPU)")
-    parser.add_argument("--shape", metavar="NAME", help="the published size of models (default qwen3_vl_8b)")
-    parser.add_argument("--tokens", type=arguments.positive, metavar="N", help="of a call, instead of each suite's own")
+    parser.add_argument("--small", action="store_true", help="small sizes (always on a CPU)")
+    parser.add_argument("--shape", metavar="NAME", help="published model size (default qwen3_vl_8b)")
+    parser.add_argument(
+        "--tokens", type=arguments.positive, metavar="N", help="tokens of a call (default: each suite's own)"
+    )
     parser.add_argument("--layers", type=arguments.positive, metavar="N", help="step: only the first N decoder blocks")
     parser.add_argument(
-        "--budget", type=_seconds, metavar="SECONDS", help="let a suite begin no case after so many seconds"
+        "--budget", type=_seconds, metavar="SECONDS", help="start no new case of a suite after this many seconds"
     )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON there, a file for each suite")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write JSON there, one file for each suite")
     arguments.add_json(parser)
 
 
@@ -52,14 +54,14 @@ def run(args: argparse.Namespace) -> int:
     here = list(dict.fromkeys((accelerator.here().type, "cpu")))
     name = args.device or here[0]
     if re.fullmatch(r"\w+(:[0-9]+)?", name) is None or name.partition(":")[0] not in here:
-        raise bench.BenchError(f"--device {name} is not here; use {' or '.join(here)}.")
+        raise bench.BenchError(f"--device {name} is not available; use {' or '.join(here)}.")
     device = torch.device(name)
     if args.shape is not None:
         from octavo import models
 
         models.shape_model(args.shape)  # an unknown name is refused before anything is timed
     if args.out is not None:
-        bench.folder(args.out)  # as is a place where nothing can be written
+        bench.folder(args.out)  # also refuse a folder that cannot be written
     names = list(SUITES) if "all" in args.suite else list(dict.fromkeys(args.suite))
     small = args.small or device.type == "cpu"
     session = bench.Bench(
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         for path in bench.keep(result, args.out):
             terminal.note(f"wrote {path}")
     if not result.rows:
-        terminal.note("nothing was timed; see above for what was left out or absent, and why")
+        terminal.note("nothing was timed; see above for what was skipped or absent, and why")
     return 0 if result.rows else 1
 
 
@@ -90,9 +92,9 @@ def _show(result: Any) -> None:
     for (candidate, why), cases in absent.items():
         print(f"absent: {candidate} ({len(cases)} case{'s' * (len(cases) > 1)}): {why}")
     for line in result.cut:
-        print(f"left out: {line}")
+        print(f"skipped: {line}")
     if noisy := record.noisy(result):
-        print(f"note: {len(noisy)} of {len(result.rows)} rows vary by more than 50 % between quartiles: noise")
+        print(f"note: noise: {len(noisy)} of {len(result.rows)} rows vary by more than 50 % between quartiles")
     if result.small:
         print("note: small sizes; FP8 on a CPU is emulated, so these ratios say nothing about a GPU")
 

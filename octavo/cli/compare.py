@@ -1,10 +1,10 @@
-"""The trial, three runs: high precision, high precision with another seed, and FP8, on the same data.
+"""Runs a trial of three runs on the same data: high precision, high precision with another seed, and FP8.
 
-Before the first run it says what it can be expected to decide; --power says that and trains nothing. --factorial trains
-every combination of components in FP8, and tells what each of them costs.
+Before the first run it prints what the trial can be expected to decide; --power only prints that. --factorial trains
+every combination of components in FP8 and reports the cost of each.
 Writes report.html (one file, opens offline), report.json and PNG plots. Exit code: 0 pass or warn, 1 fail,
-3 undecided: nothing speaks against FP8, and the report says what more would decide. More runs can be asked for later:
-those that are there are read.
+3 undecided: no evidence against FP8, and the report says which further runs would decide. Runs can be added later;
+runs that are already trained are read.
   octavo compare run.yaml
   octavo compare run.yaml --recipes blockwise,tensorwise --out trial
   octavo compare run.yaml --forks 3 --savings
@@ -29,35 +29,35 @@ from octavo.config.yaml.problems import nearest
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser)
-    parser.add_argument("--recipes", metavar="A,B", help="FP8 recipes to try (default: the file's own)")
+    parser.add_argument("--recipes", metavar="A,B", help="FP8 recipes to try (default: the file's recipe)")
     parser.add_argument("--out", metavar="DIR", help="folder of the report and the runs (default: <run.dir>-compare)")
-    parser.add_argument("--fresh", action="store_true", help="train runs again that were trained before")
+    parser.add_argument("--fresh", action="store_true", help="train all runs again")
     parser.add_argument(
-        "--jobs", type=arguments.positive, default=1, metavar="N", help="runs that train at a time (default 1)"
+        "--jobs", type=arguments.positive, default=1, metavar="N", help="runs that train at the same time (default 1)"
     )
     parser.add_argument(
         "--nproc", metavar="N", type=launch_ranks.processes, default=1, help="processes of each run, or auto: one a GPU"
     )
     parser.add_argument(
-        "--savings", action="store_true", help="train also what tells what each memory saving cost, a run for each"
+        "--savings", action="store_true", help="also train a run for each memory saving, to measure what it costs"
     )
     parser.add_argument(
         "--forks", type=arguments.natural, default=0, metavar="N",
-        help="forks of high precision at two thirds of the run, in each precision, say 3: they decide the loss "
-        "(default 0; phases rl and preference, where held-out answers decide, have none)",
+        help="forks of high precision at two thirds of the run, in each precision, e.g. 3; they decide the loss "
+        "(default 0; phases rl and preference have none: held-out answers decide there)",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", type=arguments.positive, default=1, metavar="N",
-        help="whole runs in each precision, in pairs of one seed (default 1, which makes no interval)",
+        help="whole runs in each precision, in pairs with the same seed (default 1, which gives no interval)",
     )  # fmt: skip
     parser.add_argument(
         "--factorial", metavar="A,B",
-        help="two to four components: train every combination of them in FP8, with --seeds seeds, and tell what each "
-        "costs (docs/trials.md)",
+        help="two to four components: train every combination of them in FP8 with --seeds seeds, and report the cost "
+        "of each (docs/trials.md)",
     )  # fmt: skip
     parser.add_argument(
         "--power", action="store_true",
-        help="say what this trial can be expected to decide and which runs it takes, and train nothing",
+        help="print what this trial can be expected to decide and which runs it needs; train nothing",
     )  # fmt: skip
     parser.add_argument("--verbose", action="store_true", help="show the plan layer by layer, with all its notes")
     arguments.add_json(parser)
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     cfg = arguments.config(args)
     if args.nproc != 1 and args.jobs > 1:
-        raise arguments.UsageError("--jobs trains runs beside each other, --nproc each over processes; give one")
+        raise arguments.UsageError("--jobs trains runs at the same time, --nproc each run over processes; use one")
     recipes = chosen(cfg, args.recipes)
     components = factors(args.factorial)
     cfg = arguments.require_files(cfg, args.file)
@@ -80,45 +80,45 @@ def run(args: argparse.Namespace) -> int:
     nproc = 1 if args.nproc == 1 else launch_ranks.how_many(args.nproc)
     directory = args.out or f"{cfg.run.dir}-compare"
     target_folder.check_target(directory, arguments.UsageError)
-    asked = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}
-    asked["factorial"] = components
+    options = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}
+    options["factorial"] = components
     if args.power:
-        return print_design(design.design(cfg, recipes, directory, **asked), args.json)
+        return print_design(design.design(cfg, recipes, directory, **options), args.json)
     how = {"jobs": args.jobs, "nproc": nproc, "tell": plan_printer(args.verbose)}
-    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **asked, **how)
+    verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **options, **how)
     code = print_verdict(verdict, args.json)
     say = terminal.note if args.json else print
     for component in factorial_cells.costly(verdict.effects):
-        say(f"{component} costs more than its margin; what of it does: {_bisect(component, args, verdict.data)}")
+        say(f"{component} costs more than its margin; to find the cause: {_bisect(component, args, verdict.data)}")
     say(f"report: {Path(directory) / 'report' / 'report.html'}")
     say(f"next: {_next(code, args, cfg)}")
     return code
 
 
 def print_design(design: Any, as_json: bool) -> int:
-    """Says what a trial can be expected to decide and which runs it takes."""
+    """Print what a trial can be expected to decide and which runs it needs."""
     if as_json:
         terminal.show_json(design.to_json())
         return 0
     print("\n".join(design.lines))
     runs = design.to_json()["runs"]
-    print(f"{len(runs)} runs, {sum(run['trained'] for run in runs)} of them trained already:")
+    print(f"{len(runs)} runs, {sum(run['trained'] for run in runs)} of them already trained:")
     for number, run in enumerate(runs, 1):
-        print(f"  {number:>3}  {run['label']}{', trained already' if run['trained'] else ''}")
+        print(f"  {number:>3}  {run['label']}{', already trained' if run['trained'] else ''}")
     return 0
 
 
 def _bisect(component: str, args: argparse.Namespace, data: Any) -> str:
-    """The search in the FP8 of this component alone."""
+    """The command that searches with only this component in FP8."""
     factorial = data["factorial"]
-    own = [f"fp8.recipe={args.recipes}", "fp8.plan=null"] if args.recipes else []
+    recipe = [f"fp8.recipe={args.recipes}", "fp8.plan=null"] if args.recipes else []
     others = [name for name in (*factorial["components"], *factorial["left_out"]) if name != component]
     off = [f"fp8.{name}.recipe=off" for name in others]
-    return shlex.join(["octavo", "bisect", args.file, *arguments.overrides(args), *own, *off])
+    return shlex.join(["octavo", "bisect", args.file, *arguments.overrides(args), *recipe, *off])
 
 
 def factors(text: str | None) -> tuple[str, ...]:
-    """The components of a factorial trial, checked before anything heavy is imported."""
+    """The components of a factorial trial, checked before torch is imported."""
     if text is None:
         return ()
     from octavo.report import ReportError
@@ -131,24 +131,24 @@ def factors(text: str | None) -> tuple[str, ...]:
 
 
 def _next(code: int, args: argparse.Namespace, cfg: Config) -> str:
-    """The command that a person would want now."""
-    own = [*(["--out", args.out] * bool(args.out)), *(["--nproc", str(args.nproc or "auto")] * (args.nproc != 1))]
-    same = shlex.join(["octavo", "compare", args.file, *arguments.overrides(args), *own])
+    """The command to run next."""
+    options = [*(["--out", args.out] * bool(args.out)), *(["--nproc", str(args.nproc or "auto")] * (args.nproc != 1))]
+    same = shlex.join(["octavo", "compare", args.file, *arguments.overrides(args), *options])
     if code == 0:
         return shlex.join(["octavo", "train", args.file, *arguments.overrides(args)])
     if code == 1:
-        return f"open the report: it says what failed; then another recipe, {same} --recipes ..."
+        return f"read the report for what failed, then try another recipe: {same} --recipes ..."
     if cfg.train.phase in BEYOND_SFT:
         return f"{same} --seeds {args.seeds + 2}"
     if args.factorial:
         recipe = ["--recipes", args.recipes] if args.recipes else []
-        more = shlex.join([*recipe, "--factorial", args.factorial, "--seeds", str(args.seeds + 2)])
-        return f"do what each undecided claim says above; more seeds are {same} {more}"
-    return f"do what each undecided claim says above, then {same} --fresh"
+        further = shlex.join([*recipe, "--factorial", args.factorial, "--seeds", str(args.seeds + 2)])
+        return f"follow the advice of each undecided claim above; for more seeds: {same} {further}"
+    return f"follow the advice of each undecided claim above, then run {same} --fresh"
 
 
 def chosen(cfg: Config, text: str | None) -> list[str] | None:
-    """The recipes to try, each checked against the configuration now and not after the first run has trained."""
+    """The recipes to try, each checked against the configuration before the first run."""
     if text is None:
         return None
     names = list(dict.fromkeys(one_word(name.strip()) for name in text.split(",") if name.strip()))

@@ -1,7 +1,7 @@
-"""Shows what this machine can run, what it cannot, and the fix. Exit code 1 where something required is broken.
+"""Shows what this machine can run, what it cannot, and how to fix it. Exit code 1 if something required is broken.
 
-octavo doctor --all          everything one by one
-octavo doctor --families     what each model of images, sound and text can do here; --all adds parts
+octavo doctor --all          all checks one by one
+octavo doctor --families     what each model of images, audio and text can do here; --all adds its parts
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from octavo.cli import arguments, terminal
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_json(parser)
     parser.add_argument(
-        "--all", action="store_true", help="list everything one by one, with the fix for what is optional and absent"
+        "--all", action="store_true", help="list all checks one by one, with the fix for absent optional packages"
     )
     parser.add_argument(
         "--families",
         action="store_true",
-        help="list the models of images, sound and text of the installed transformers",
+        help="list the models of images, audio and text in the installed transformers",
     )
 
 
@@ -41,21 +41,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def families(args: argparse.Namespace) -> int:
-    """Which models of images, sound and text train here, are planned alone, or are refused, and why."""
+    """List the models of images, audio and text: which train here, can only be planned, or are refused, and why."""
     with arguments.importing():
         from octavo.models.forward import survey
-    found = list(survey.survey())
+    rows = list(survey.survey())
     if args.json:
-        terminal.show_json([one.to_json() for one in found])
+        terminal.show_json([one.to_json() for one in rows])
         return 0
     which = range(len(survey.COLUMNS)) if args.all else (0, len(survey.COLUMNS) - 1)
-    terminal.show_table([survey.COLUMNS[i] for i in which], [[one.cells[i] for i in which] for one in found])
-    print(f"\n{survey.summary(found)}")
+    terminal.show_table([survey.COLUMNS[i] for i in which], [[one.cells[i] for i in which] for one in rows])
+    print(f"\n{survey.summary(rows)}")
     return 0
 
 
 def show(report: Any, everything: bool) -> None:
-    """The checks as one table, what each shortcoming means with its fix, and one line that sums up."""
+    """Print the checks as a table, the meaning and the fix of each failure, and a line that sums up."""
     rows = _all_rows(report) if everything else _short_rows(report)
     terminal.show_table(("", "what", "found"), rows)
     for check in report.of("fail", "warn", *(["absent"] if everything else [])):
@@ -78,7 +78,7 @@ def _all_rows(report: Any) -> list[tuple[str, str, str]]:
 
 
 def _short_rows(report: Any) -> list[tuple[str, str, str]]:
-    """What works in one row an area; everything else by itself."""
+    """The passed checks of an area in one row; every other check in a row."""
     rows: list[tuple[str, str, str]] = []
     for area in dict.fromkeys(check.area for check in report.checks):
         checks = [check for check in report.checks if check.area == area]

@@ -1,14 +1,14 @@
-"""Encrypts a file, or a folder with all that is in it: a model, data, a run directory (AES-256-GCM).
+"""Encrypts a file, or a folder with everything in it: a model, data, a run directory (AES-256-GCM).
 
-octavo encrypt --new-key octavo.key                        make a key, for this user alone
+octavo encrypt --new-key octavo.key                        create a key, readable only by this user
 octavo encrypt models/qwen secret/qwen --key-file octavo.key
-octavo encrypt old new --old-key old.key --key-file new.key   encrypt anew with another key
+octavo encrypt old new --old-key old.key --key-file new.key   encrypt again with another key
 
-A folder's files are bound to their paths in it: files that are exchanged, missing or added are refused by name, when it
-is read and when it is decrypted. Copy and move it as a whole, with its files.octavo.
+The files of a folder are bound to their paths in it: exchanged, missing or added files are refused by name when the
+folder is read or decrypted. Copy and move it as a whole, with its files.octavo.
 
-Names stay; every command reads what is encrypted as if it was not, given the key (--key-file, OCTAVO_KEY_FILE or
-OCTAVO_KEY). What is encrypted already is copied as it is. Nothing is overwritten, and SRC stays: delete it yourself.
+File names stay. With the key (--key-file, OCTAVO_KEY_FILE or OCTAVO_KEY) every command reads encrypted files like plain
+ones. Files that are already encrypted are copied unchanged. Nothing is overwritten, and SRC stays: delete it yourself.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ from octavo.cli import arguments, encrypt_decrypt
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", nargs="?", type=Path, help="a file or a folder")
-    parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="where it goes; must not be there")
-    parser.add_argument("--new-key", metavar="FILE", type=Path, help="make a key and write it to FILE, readable by you")
-    parser.add_argument("--old-key", metavar="FILE", type=Path, help="what is encrypted in SRC, with this key, is anew")
+    parser.add_argument("target", metavar="DST", nargs="?", type=Path, help="the target; must not exist")
+    parser.add_argument(
+        "--new-key", metavar="FILE", type=Path, help="create a key and write it to FILE, readable only by you"
+    )
+    parser.add_argument("--old-key", metavar="FILE", type=Path, help="encrypt again what this key encrypted in SRC")
 
 
 def run(args: argparse.Namespace) -> int:
     if args.new_key is not None:
         if args.source is not None:
-            raise arguments.UsageError("--new-key makes a key and nothing else; encrypt with it in a second command")
+            raise arguments.UsageError("--new-key only creates a key; encrypt with it in a second command")
         key = write_new(args.new_key)
-        print(f"wrote {args.new_key}, the key {key.id.hex()}. Keep a copy elsewhere: without it nothing is read again")
+        print(f"wrote {args.new_key}, key {key.id.hex()}. Keep a copy elsewhere: without it encrypted files are lost")
         return 0
     if args.source is None or args.target is None:
-        raise arguments.UsageError("name what is encrypted and where it goes: octavo encrypt SRC DST")
+        raise arguments.UsageError("name a source and a target: octavo encrypt SRC DST")
     key, old = encryption.find(), None if args.old_key is None else from_file(args.old_key)
     _check_purpose(args.source, old)
     work = _Encryption(key, old)
     encrypt_decrypt.convert(args.source, args.target, work, "encrypting")
     source, target = printable(args.source), printable(args.target)
     counts = encrypt_decrypt.count_summary(work.counts)
-    print(f"{target}: {counts} (key {key.id.hex()}). {source} is as it was: delete it where it is not needed")
+    print(f"{target}: {counts} (key {key.id.hex()}). {source} is unchanged: delete it if you do not need it")
     return 0
 
 
 class _Encryption:
-    """Encrypts what is plain, and what the old key opens. Each folder with a list of its files, and the whole, is bound
-    anew; without an old key a folder that is encrypted stays as it is."""
+    """Encrypts plain files and files that the old key opens. Each folder with a list of its files, and the whole, gets
+    a new list; without an old key, encrypted folders stay unchanged."""
 
     def __init__(self, key: encryption.Key, old: encryption.Key | None) -> None:
         self.key, self.old = key, old
@@ -68,14 +70,14 @@ class _Encryption:
         self._single = False
 
     def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
-        """Raises Exchanged for files that are missing from a folder with a list, or that nobody listed; Refused for a
-        part of such a folder, whose files are no good without the rest."""
+        """Raises Exchanged for files that are missing from a folder with a list or are not on the list, and Refused for
+        a part of such a folder, whose files cannot be read without the rest."""
         self._single = made is None
         roots = [folder for folder in (source, *sorted(source.rglob("*"))) if has_list(folder)]
         if self.old is None and source not in roots and root_of(source) is not None:
             self._refuse_part(source, files)
         for root in roots:
-            with suppress(encryption.WrongKey):  # of a third key: it is copied as it is, and nothing of it can be seen
+            with suppress(encryption.WrongKey):  # a third key's files are copied unchanged and cannot be checked
                 encryption.check_folder(root, added=self.old is None, key=self.old or self.key)
         if made is not None:
             anew = roots if self.old is not None else []
@@ -86,15 +88,15 @@ class _Encryption:
         if any(map(encryption.is_encrypted, files)):
             raise encrypt_decrypt.Refused(
                 f"{printable(source)} is part of {printable(root_of(source))}, which is encrypted as a whole: "
-                "its files are bound to their paths there. Copy all of that folder, or bind them anew with --old-key"
+                "its files are bound to their paths there. Copy the whole folder, or bind them again with --old-key"
             )
 
     def named(self, file: Path) -> str | None:
-        """All keep their names; a list that is written anew is no file to encrypt."""
+        """All files keep their names; a list that is written again is not encrypted as a file."""
         return None if self.old is not None and file.name == encryption.LIST else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
-        """As :class:`octavo.cli.encrypt_decrypt.Conversion` has it."""
+        """See :class:`octavo.cli.encrypt_decrypt.Conversion`."""
         plain: BinaryIO = opened
         listed, encrypted = is_list(file), encrypt_decrypt.is_encrypted(opened)
         if listed and self.old is not None:
@@ -123,7 +125,7 @@ class _Encryption:
         self._note(path, writer.tag.hex())
 
     def finish(self) -> None:
-        """Write the lists, those of inner folders first, which are files of the outer ones."""
+        """Write the lists of folders, inner folders first: their lists are files of the outer folders."""
         for folder in sorted(self._folders.values(), key=lambda folder: -len(folder.root.parts)):
             inside = {path: kind for path, kind in self._kinds.items() if path.is_relative_to(folder.root)}
             folder.write_list(inside)
@@ -131,14 +133,14 @@ class _Encryption:
                 self._kinds[folder.root / encryption.LIST] = reader.tag.hex()
 
     def _place(self, file: Path, path: Path) -> Place | None:
-        """What a file is bound to: its path in the innermost folder with a list."""
+        """The place that a file is bound to: its path in the innermost folder with a list."""
         for root in file.parents:
             if root in self._folders:
                 return self._folders[root].place(path)
         return None
 
     def _checked(self, file: Path) -> str:
-        """The tag of an encrypted file that is copied as it is: not one of another place, where its key is given."""
+        """The tag of an encrypted file that is copied unchanged. With its key, its place is checked first."""
         try:
             with encryption.Reader.of(file, self.key) as reader:
                 encryption.check_file(file, reader, self.key)
@@ -155,16 +157,16 @@ class _Encryption:
 
 
 def _check_purpose(source: Path, old: encryption.Key | None) -> None:
-    """Raises Refused where what is encrypted was sealed with the same key, as its note says."""
-    own = fingerprint(encryption.process_secret()).encode()
+    """Raises Refused if a folder in the source was sealed with the same key, according to its note."""
+    key_id = fingerprint(encryption.process_secret()).encode()
     for file in source.rglob(NOTE) if source.is_dir() else [source.with_name(NOTE)]:
         raw = file.read_bytes() if file.is_file() else b""
         if encryption.has_magic(raw):
             try:
                 raw = encryption.decrypted(raw, file, old)
-            except encryption.WrongKey:  # of a third key: it is copied as it is, and nothing of it can be seen
+            except encryption.WrongKey:  # a third key's files are copied unchanged and cannot be checked
                 continue
-        if own in raw:
+        if key_id in raw:
             raise encrypt_decrypt.Refused(
-                f"{file.parent} was sealed with the key that is given for files. {ONE_PURPOSE}"
+                f"{file.parent} was sealed with the key that is used here for files. {ONE_PURPOSE}"
             )

@@ -1,4 +1,4 @@
-"""What `octavo encrypt` and `octavo decrypt` share: one file or a whole folder, into a new one, whole or not at all."""
+"""The shared part of `octavo encrypt` and `octavo decrypt`: convert a file or a folder into a new one, atomically."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ PIECE = 1 << 22
 
 
 class Refused(arguments.UsageError):
-    """What is asked for cannot be, or the disk is full."""
+    """The conversion is not possible, or the disk is full."""
 
 
 class Conversion(Protocol):
-    """What is done with each file."""
+    """The operation on each file."""
 
     def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
-        """Look at all of them before the first is written. `made`: the folder that is being written, None of a file."""
+        """Check all files before the first is written. `made`: the folder that is being written; None for a single
+        file."""
 
     def named(self, file: Path) -> str | None:
-        """What a file is called in the target; None: it is left out."""
+        """The name of a file in the target; None: skip it."""
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
-        """Write a stored file as another one, which is at `path`; yields the bytes read, piece by piece."""
+        """Convert a stored file into the one at `path`; yields the number of bytes of each piece that was read."""
 
     def finish(self) -> None:
-        """All of a folder is written."""
+        """Called when all files of a folder are written."""
 
 
 def convert(source: Path, target: Path, conversion: Conversion, what: str) -> int:
-    """Write `source`, a file or a folder with all that is in it, as `target`, which must not be there; gives the number
-    of files. Files and folders keep their modes. Raises Refused, and VaultError for what cannot be read."""
+    """Convert `source`, a file or a folder with everything in it, into `target`, which must not exist. Returns the
+    number of files. Files and folders keep their modes. Raises Refused, and VaultError for files that cannot be
+    read."""
     if not source.exists():
-        raise Refused(f"{printable(source)} is not there")
+        raise Refused(f"{printable(source)} does not exist")
     if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and target_folder.is_free(target)):
-        raise Refused(f"{printable(target)} is there already, and nothing is overwritten; name another")
+        raise Refused(f"{printable(target)} already exists, and nothing is overwritten; choose another name")
     if target.resolve().is_relative_to(source.resolve()):
-        raise Refused(f"{printable(target)} lies in {printable(source)}; name a place outside of it")
+        raise Refused(f"{printable(target)} is inside {printable(source)}; choose a target outside of it")
     if not target.absolute().parent.is_dir():
-        raise Refused(f"{printable(target.parent)} is no folder; make it first, or name another place")
+        raise Refused(f"{printable(target.parent)} is not a folder; create it first, or choose another target")
     files = _files(source, conversion.named) if source.is_dir() else _regular([source])
     total, done = sum(file.stat().st_size for file in files), 0
     with terminal.progress(what) as progress:
@@ -87,7 +89,7 @@ def _write_folder(
         for folder, mode in modes.items():
             (made / folder).chmod(mode | 0o700)  # else it could not be moved, nor removed
         atomic_write.sync_tree(made)
-    if not fixed:  # a volume keeps its own
+    if not fixed:  # a mounted volume keeps its mode
         modes[Path()] = stat.S_IMODE(source.stat().st_mode) & 0o777
     for folder in reversed(modes):
         (target / folder).chmod(modes[folder])
@@ -96,7 +98,7 @@ def _write_folder(
 def _write_file(source: Path, target: Path, one: Callable[[Path, Path], None]) -> None:
     aside = target.with_name(f".{target.name}.part")
     try:
-        aside.unlink(missing_ok=True)  # of one that was killed
+        aside.unlink(missing_ok=True)  # left by a command that was killed
         one(source, aside)
         atomic_write.swap(aside, target)
     except OSError as error:
@@ -108,27 +110,27 @@ def _write_file(source: Path, target: Path, one: Callable[[Path, Path], None]) -
 
 
 def _private(path: Path) -> BinaryIO:
-    """A new file that only this user may read, until its own mode is set."""
+    """A new file that only this user can read until its final mode is set."""
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
 
 
 def _files(source: Path, named: Callable[[Path], str | None]) -> list[Path]:
-    """All that is in a folder, but for locks. Raises Refused for what would be left out, or lie where another does."""
+    """All files of a folder except locks. Raises Refused for entries that would be skipped or have the same target."""
     entries = sorted(file for file in source.rglob("*") if file.name != ".lock")
     if odd := next((file for file in entries if file.is_symlink() and (file.is_dir() or not file.exists())), None):
         what = "a folder, which is not followed" if odd.is_dir() else "nothing"
-        raise Refused(f"{printable(odd)} is a link to {what}; put what is meant in its place, or remove the link")
+        raise Refused(f"{printable(odd)} is a link to {what}; replace it by its target, or remove it")
     stored = _regular([file for file in entries if not file.is_dir()])
     files, places = [file for file in stored if named(file) is not None], dict[Path, Path]()
     for file in files:
         name = str(named(file))
         if (other := places.setdefault(file.with_name(name), file)) is not file:
-            raise Refused(f"{printable(other)} and {printable(file)} would both be {name}; do them one by one")
+            raise Refused(f"{printable(other)} and {printable(file)} would both become {name}; convert them one by one")
     return files
 
 
 def _regular(files: list[Path]) -> list[Path]:
-    """The same. Raises Refused for what is no regular file: opening a pipe would wait for who writes to it."""
+    """The same files. Raises Refused for one that is not regular: opening a pipe would wait for a writer."""
     for file in files:
         if (kind := safe_read.kind_of(file)) is not None:
             raise Refused(f"{printable(file)} is {kind}, not a file; remove it from the folder")
@@ -136,24 +138,24 @@ def _regular(files: list[Path]) -> list[Path]:
 
 
 def _stored(file: Path) -> BinaryIO:
-    """A regular file as it stands on the disk."""
+    """Open a regular file as it is on the disk."""
     return _regular([file])[0].open("rb")
 
 
 def lines(opened: BinaryIO, file: Path, key: encryption.Key | None = None) -> Iterator[tuple[int, bytes]]:
-    """(bytes read, what it holds) of each line of an encrypted list; `key`: the process's, unless given."""
+    """(bytes read, content) of each line of an encrypted list; `key` None: the process's key."""
     for number, line in enumerate(opened, 1):
-        if line.endswith(b"\n"):  # half a line is what a kill leaves
+        if line.endswith(b"\n"):  # a killed writer leaves half a line
             yield len(line), encryption.decrypted_line(line[:-1], f"{file}, line {number},", key)
 
 
 def pieces(opened: BinaryIO) -> Iterator[bytes]:
-    """A file from where it stands to its end."""
+    """The rest of a file, from its current position, in pieces."""
     return iter(lambda: opened.read(PIECE), b"")
 
 
 def is_encrypted(opened: BinaryIO) -> bool:
-    """By the first bytes."""
+    """Whether a file is encrypted, by its first bytes."""
     begins = encryption.has_magic(opened.read(8))
     opened.seek(0)
     return begins

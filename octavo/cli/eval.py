@@ -1,11 +1,11 @@
-"""Evaluates a run, a folder or an adapter on held-out data: loss, and exact match per question.
+"""Evaluates a run, a model folder or an adapter on held-out data: loss, and exact match for each question.
 
 octavo eval runs/first
 octavo eval runs/first --step 200 --recipe off         the same weights in high precision
-octavo eval ./served --config run.yaml                 a folder, plain or FP8, on the data.eval of that file
+octavo eval ./served --config run.yaml                 a folder, plain or FP8, on data.eval of that file
 octavo eval runs/lora/adapter --base ./Qwen3-VL-8B --config run.yaml
-octavo eval runs/grpo --answers 200                    and generate answers, for their rewards and lengths
-octavo eval runs/lora --base both                      over the FP8 base and over its high-precision weights: the gap
+octavo eval runs/grpo --answers 200                    also generate answers, for their rewards and lengths
+octavo eval runs/lora --base both                      on the FP8 base and on its high-precision weights
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ BOTH = "both"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a run, a Hugging Face folder, or an adapter folder")
-    parser.add_argument("--config", metavar="FILE.yaml", help="whose data.eval is asked: needed where TARGET is no run")
+    parser.add_argument("--config", metavar="FILE.yaml", help="file with data.eval; required unless TARGET is a run")
     parser.add_argument(
         "--answers", metavar="N", type=arguments.natural, default=None,
-        help="also generate greedy answers to the last question of the first N rows (0: of all), and say what the "
-        "rewards of the configuration are for them (exact_match where it has none)",
+        help="also generate greedy answers to the last question of the first N rows (0: all), and report the rewards "
+        "of the configuration for them (exact_match if it has none)",
     )  # fmt: skip
     parser.add_argument(
-        "--max-new-tokens", type=arguments.positive, metavar="N", help="of --answers; default: rl.max_new_tokens, or 64"
+        "--max-new-tokens",
+        type=arguments.positive,
+        metavar="N",
+        help="limit of --answers; default: rl.max_new_tokens, or 64",
     )
     generate.add_target_options(parser, base="FOLDER|both")
     arguments.add_json(parser)
@@ -37,17 +40,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     both = args.base == BOTH
     if both and args.answers is not None:
-        raise arguments.UsageError("--base both evaluates twice and generates nothing; leave --answers or both out")
+        raise arguments.UsageError("--base both evaluates twice and generates nothing; remove --answers or both")
     if args.max_new_tokens is not None and args.answers is None:
-        raise arguments.UsageError("--max-new-tokens is of generated answers: add --answers N, or leave it out")
+        raise arguments.UsageError("--max-new-tokens applies to generated answers: add --answers N, or remove it")
     if both and args.load_in_fp8 == "off":
-        raise arguments.UsageError("--base both evaluates over FP8 and without; leave --load-in-fp8 off out")
+        raise arguments.UsageError("--base both evaluates with an FP8 base and without; remove --load-in-fp8 off")
     cfg = None
     if args.config is not None:
         from octavo.config import load_config
 
         cfg = load_config(args.config)
-    found = generate.look(args, None if both else args.base)
+    target = generate.look(args, None if both else args.base)
 
     from octavo.train import artifacts
 
@@ -58,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
         work = functools.partial(rl.evaluate_target, answers=args.answers, max_new_tokens=args.max_new_tokens)
     with terminal.progress("evaluating", bytes=False) as progress:
         result = work(
-            found, cfg, load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step,
+            target, cfg, load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step,
             say=terminal.note, progress=progress,
         )  # fmt: skip
     if args.json:
@@ -71,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show_rows(rows: list[dict[str, Any]]) -> None:
-    """Evaluations, one a row."""
+    """Print a table of evaluations, one in each row."""
     matches = "exact_match"
     shown = [row | ({matches: f"{100 * row[matches]:.1f} %"} if matches in row else {}) for row in rows]
     names = [name.replace("_", " ") for name in shown[0]]
@@ -80,12 +83,12 @@ def show_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def show_bases(result: dict[str, Any]) -> None:
-    """The rows of both bases, and what lies between them."""
+    """Print the evaluations on both bases and the differences."""
     show_rows(result["bases"])
     gap, weights = result["gap"], result["weights"]
     sqnr = "" if weights["sqnr_db"] is None else f", {weights['sqnr_db']:.1f} dB in the geometric mean"
     exact = f" and exact match {100 * gap['exact_match']:+.2f} points" if "exact_match" in gap else ""
-    print(f"\nOver the FP8 base the loss is {gap['loss']:+.4g} nats{exact} against its high-precision weights.")
+    print(f"\nOn the FP8 base the loss is {gap['loss']:+.4g} nats{exact} compared with its high-precision weights.")
     print(
         f"{weights['count']} FP8 weights differ from them by {weights['relative']:.2%} on average{sqnr}, at most by "
         f"{weights['worst']['relative']:.2%} ({weights['worst']['name']})."

@@ -1,4 +1,4 @@
-"""Copies the example configurations into a folder of yours.
+"""Copies the example configurations into a folder.
 
 octavo examples examples
 octavo plan examples/qwen3_vl_8b_lora_24gb.yaml --shape qwen3_vl_8b --card 24GB
@@ -14,7 +14,7 @@ import octavo
 from octavo.base import atomic_write, target_folder
 from octavo.cli.arguments import UsageError
 
-#: a link to the project's examples/; a wheel holds the files
+#: a link to examples/ in the repository; a wheel contains the files
 SOURCE = Path(octavo.__file__).parent / "examples"
 
 
@@ -25,10 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     target = Path(args.directory)
     if not target_folder.is_free(target):
-        raise UsageError(f"{target} is there and not empty; name a new folder, nothing is overwritten")
-    with atomic_write.folder(target, UsageError, replace=False) as made:
-        shutil.copytree(SOURCE, made, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
-        atomic_write.sync_tree(made)
+        raise UsageError(f"{target} exists and is not empty; name a new folder, nothing is overwritten")
+    with atomic_write.folder(target, UsageError, replace=False) as folder:
+        shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
+        atomic_write.sync_tree(folder)
     written = sorted(file for file in target.rglob("*") if file.is_file())
-    print(f"wrote {len(written)} files to {target}; what each one shows is in {target / 'README.md'}")
+    print(f"wrote {len(written)} files to {target}; {target / 'README.md'} describes each one")
     return 0

@@ -9,7 +9,7 @@ fp8-block    DeepSeek's layout: blocks of 128 x 128, dynamic activations; layers
 fp8-dynamic  compressed-tensors: a scale for each output channel, activations by token; takes every size
 fp8-tensor   compressed-tensors: a scale for each tensor, one for q, k and v and one for gate and up
 
-Weights that trained in blocks of the format are written with the very codes that trained.
+Weights that trained in blocks of the format are written with the codes that they trained with.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ INCLUDE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="RUN_OR_MODEL", help="a run directory, or a model folder")
-    parser.add_argument("directory", metavar="DIR", help="where to: new, empty, or an earlier export")
+    parser.add_argument("directory", metavar="DIR", help="folder to write: new, empty, or an earlier export")
     parser.add_argument("--format", metavar="NAME", choices=FORMATS, required=True, help=", ".join(FORMATS))
-    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="of one weight file, default 5GB")
+    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="largest weight file, default 5GB")
     add_shared(parser)
 
 
@@ -34,7 +34,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
     """The options of export that merge has too."""
     parser.add_argument(
         "--include", metavar="COMPONENT", choices=INCLUDE, nargs="+", action="extend", default=[],
-        help=f"in FP8 too, beside the language model's layers: {', '.join(INCLUDE)}",
+        help=f"components in FP8 in addition to the language model: {', '.join(INCLUDE)}",
     )  # fmt: skip
     parser.add_argument(
         "--step", type=arguments.positive, metavar="N", help="of a run: this checkpoint, not the newest"

@@ -74,15 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _rate(text: str) -> float:
     """An argparse type: frames a second."""
-    if (found := frames_a_second(text)) is None:
+    if (rate := frames_a_second(text)) is None:
         raise argparse.ArgumentTypeError(f"expected {FRAMES_A_SECOND}, found {text!r}")
-    return found
+    return rate
 
 
 def _variable(text: str) -> tuple[str, Any]:
-    """NAME=VALUE, the value as JSON has it, else a text."""
-    name, given, value = text.partition("=")
-    if not given or not name:
+    """An argparse type: NAME=VALUE; the value is JSON, else text."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     try:
         return name, json.loads(value)
@@ -91,24 +91,24 @@ def _variable(text: str) -> tuple[str, Any]:
 
 
 def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") -> None:
-    """How a target is opened: the options that generate and eval share."""
+    """Add the options of opening a target, which generate and eval share."""
     recipes, kinds = ", ".join(RECIPES), ", ".join(FROZEN)
     parser.add_argument(
         "--recipe", metavar="NAME", type=one_word, choices=RECIPES, help=f"FP8 recipe of the whole model: {recipes}"
     )
     parser.add_argument("--backend", metavar="NAME", default="auto", help="kernels, e.g. reference (octavo doctor)")
-    parser.add_argument("--base", metavar=base, help="of adapters: another base than the one they name")
+    parser.add_argument("--base", metavar=base, help="for adapters: another base than the one that they name")
     parser.add_argument(
         "--load-in-fp8", metavar="NAME", type=one_word, choices=FROZEN, help=f"quantize while loading: {kinds}"
     )
     parser.add_argument(
-        "--step", type=arguments.positive, metavar="N", help="of a run: this checkpoint, not the newest"
+        "--step", type=arguments.positive, metavar="N", help="for a run: this checkpoint instead of the newest"
     )
 
 
 def look(args: argparse.Namespace, base: str | None) -> Any:
-    """The target of the command line. Raises UsageError for a path that is no folder, and for options that do not
-    belong to what it holds; TrainError for folders that hold nothing that could be opened."""
+    """The target of the command line. Raises UsageError for a path that is not a folder and for options that do not
+    apply to the target; TrainError for folders without a model that can be opened."""
     folder = Path(args.target)
     if not folder.exists():
         raise UsageError(f"there is no folder {folder}; name a run, a Hugging Face folder or an adapter folder")
@@ -117,14 +117,14 @@ def look(args: argparse.Namespace, base: str | None) -> Any:
         from octavo.fp8 import kernels
         from octavo.train import artifacts
 
-    found = artifacts.look(folder, base)
-    if args.step is not None and found.kind != "run":
-        raise UsageError(f"--step chooses a checkpoint of a run, and {folder} is no run directory; leave --step out")
+    target = artifacts.look(folder, base)
+    if args.step is not None and target.kind != "run":
+        raise UsageError(f"--step chooses a checkpoint of a run, and {folder} is not a run directory; remove --step")
     if args.backend != "auto" and args.recipe == "off":
-        raise UsageError("--backend names the kernels of an FP8 recipe, and --recipe off has none; leave one out")
+        raise UsageError("--backend names the kernels of an FP8 recipe, and --recipe off has none; remove one of them")
     if args.backend not in ("auto", *kernels.names()):
         raise UsageError(f"there is no backend {args.backend!r}; there are {', '.join(('auto', *kernels.names()))}")
-    return found
+    return target
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,24 +135,26 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"there is no video {missing[0]}")
     folders = [file for file in args.video if Path(file).is_dir()]
     if args.fps is not None and not folders:
-        what = f"{args.video[0]} is a file of video, which says its own" if args.video else "no --video is given"
-        raise UsageError(f"--fps tells the rate of a folder of frames, and {what}; leave it out")
+        what = f"{args.video[0]} is a video file, which has its own rate" if args.video else "there is no --video"
+        raise UsageError(f"--fps is the rate of a folder of frames, and {what}; remove it")
     for prompt in args.prompt:
         if not prompt.strip():
             raise UsageError("--prompt is empty; ask something")
     for option, texts in (("--prompt", args.prompt), ("--stop", args.stop)):
         if any(text.encode(errors="replace").decode() != text for text in texts):
-            raise UsageError(f"{option} holds bytes that are no UTF-8; write it as UTF-8")
+            raise UsageError(f"{option} is not UTF-8; write it as UTF-8")
     if args.samples > 1 and not args.temperature:
         raise UsageError(
-            f"--samples {args.samples} without --temperature would be one answer {args.samples} times; give one"
+            f"--samples {args.samples} without --temperature would be one answer {args.samples} times; set "
+            f"--temperature"
         )
-    found = look(args, args.base)
-    if folders and args.fps is None and _folder_fps(found.cfg) is None:
-        raise UsageError(f"--video {folders[0]} is a folder of frames, whose rate nobody says; add --fps, its frames a "
-                         "second")  # fmt: skip
-    _check_sealed(found.base, args)
-    answers, gemms, notes = ask(found, args)
+    target = look(args, args.base)
+    if folders and args.fps is None and _folder_fps(target.cfg) is None:
+        raise UsageError(
+            f"--video {folders[0]} is a folder of frames without a known rate; add --fps, its frames per second"
+        )
+    _check_sealed(target.base, args)
+    answers, gemms, notes = ask(target, args)
     single = len(args.prompt) == args.samples == 1
     if args.json:
         said = {"answer": answers[0][0]} if single else {"answers": answers}
@@ -170,28 +172,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_sealed(base: Path, args: argparse.Namespace) -> None:
-    """A sealed model is asked in its own words, and shown nothing. Raises UsageError."""
+    """A sealed model takes only sealed words and no images. Raises UsageError."""
     from octavo import models
     from octavo.base.seal_note import read_note
 
     if read_note(base, UsageError) is None:
         return
     if shown := [*args.image, *args.video]:
-        raise UsageError(f"{base} is sealed: it takes pixels in the order of a key, and those of {shown[0]} are in "
-                         "their own. Ask the plain model, which octavo unseal gives back")  # fmt: skip
+        raise UsageError(
+            f"{base} is sealed: it takes pixels permuted by a key, and {shown[0]} is not permuted. Use the plain "
+            f"model, "
+            "which octavo unseal restores"
+        )
     known = models.load_tokenizer(base).get_vocab()
     if strange := next((word for prompt in args.prompt for word in prompt.split() if word not in known), None):
-        raise UsageError(f"{base} is sealed, and {strange!r:.40} is none of its words: octavo seal text makes them of "
-                         "a question, octavo unseal text reads its answer")  # fmt: skip
+        raise UsageError(
+            f"{base} is sealed, and {strange!r:.40} is not one of its words: octavo seal text translates a question, "
+            "octavo unseal text its answer"
+        )
 
 
 def _folder_fps(cfg: Any) -> float | None:
-    """The rate of folders of frames by the configuration of a run; None where it says none, or there is no run."""
+    """The rate of folders of frames in the configuration of a run; None without one."""
     video = None if cfg is None else cfg.data.video
     return None if video is None else video.folder_fps
 
 
-def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
+def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
     """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
     from octavo import fp8, generation, models
     from octavo.data.loaders.rows_from_config import decode_videos
@@ -199,18 +206,18 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
     from octavo.models.folder import chat
     from octavo.train.forward.forward import autocast_dtype
 
-    model, processor, notes = found.open(
+    model, processor, notes = target.open(
         load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, say=terminal.note
     )
     if args.template_arg:
-        chat.give(processor, {**processor.template_args, **dict(args.template_arg)}, found.base)
-    cfg = found.cfg
+        chat.set_template_args(processor, {**processor.template_args, **dict(args.template_arg)}, target.base)
+    cfg = target.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
     loaded = [image_refs.load(file, megapixels) for file in args.image]
     if hasattr(processor, "sound_limits") and any(audio_refs.PLACEHOLDER in prompt for prompt in args.prompt):
         raise UsageError(
-            f"--prompt has a place for a sound ({audio_refs.PLACEHOLDER}), and none can be given here in this version; "
-            "ask by transformers' generate, or hold answers against rows with `octavo eval`"
+            f"--prompt has a placeholder for audio ({audio_refs.PLACEHOLDER}), and this command does not take audio in "
+            "this version; use generate of transformers, or evaluate rows with `octavo eval`"
         )
     sees = not isinstance(processor, models.TextProcessor)
     videos = decode_videos(args.video, processor, cfg, args.fps)
@@ -229,8 +236,8 @@ def ask(found: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tup
 
 
 def _messages(system: str | None, prompt: str, counts: dict[str, int], sees: bool) -> list[dict[str, Any]]:
-    """A question as training writes it: in parts for models that see images. `counts`: of images and videos, by their
-    placeholders."""
+    """A question in the form of training: in parts for vision-language models. `counts`: placeholder -> number of
+    images or videos."""
     turns = (("system", system), ("user", prompt))
     messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns if text]
     if sees:
@@ -241,7 +248,7 @@ def _messages(system: str | None, prompt: str, counts: dict[str, int], sees: boo
 
 
 def _parts(prompt: str, counts: dict[str, int]) -> list[dict[str, Any]]:
-    """The text of a question, and its images and videos where it says so, else before it. Raises UsageError."""
+    """The parts of a question: text, and images and videos at their placeholders, else first. Raises UsageError."""
     types = {PLACE: "image", VIDEO: "video"}
     first: list[dict[str, Any]] = []
     for place, count in counts.items():
@@ -249,7 +256,7 @@ def _parts(prompt: str, counts: dict[str, int]) -> list[dict[str, Any]]:
         if not places:
             first += [{"type": what}] * count
         elif places != count:
-            raise UsageError(f"--prompt has {places} places for {what}s ({place}), and {count} {what}s are given")
+            raise UsageError(f"--prompt has {places} places for {what}s ({place}), and there are {count} {what}s")
     parts = [
         {"type": types[piece]} if piece in types else {"type": "text", "text": piece}
         for piece in re.split(f"({PLACE}|{VIDEO})", prompt)

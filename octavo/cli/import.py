@@ -1,15 +1,15 @@
-"""Translates a configuration of another framework, and says what became of every key.
+"""Translates a configuration of another framework, and reports what became of every key.
 
 octavo import llama3_lora_sft.yaml -o run.yaml                LLaMA-Factory, axolotl, LLM-Foundry, MindSpeed-MM
 octavo import qwen3_vl.yaml pretrain.sh -o run.yaml           LoongForge: the model's YAML, and the launch script
 octavo import sft_qwen_fp8.sh -o run.yaml --world 8           VILA, COAT, ms-swift: a launch script, read and never run
 
-Writes OUT.yaml, each line with where it came from, and beside it OUT.report.md: keys that were translated, that Octavo
-does anyway, that have no equivalent here (and why), that did nothing there, and that are unknown. An MPT that the file
-describes by numbers becomes a model's folder, OUT_model.
+Writes OUT.yaml, each line with its origin, and OUT.report.md: the keys that were translated, that Octavo does by
+default, that have no equivalent here (and why), that had no effect there, and that are unknown. An MPT that the file
+describes by its sizes becomes a model folder, OUT_model.
 
-Exit codes: 0 done; 1 Octavo refuses the file as it stands, and the report says what to change; 2 nothing was written; 4
-keys that decide numbers of the training have no translation, and the last line counts them (--allow-lost accepts that).
+Exit codes: 0 done; 1 Octavo refuses the result, and the report says what to change; 2 nothing was written; 4 keys that
+affect training results have no translation, and the last line lists them (--allow-lost accepts that).
 """
 
 from __future__ import annotations
@@ -27,34 +27,45 @@ if TYPE_CHECKING:
 
 #: exit codes, as in octavo/cli/main.py
 DONE, REFUSED, LOST = 0, 1, 4
-#: lost keys that the last line names
+#: lost keys that the last line lists
 _SHOWN = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help="YAML, JSON, a launch script (.sh) or flags (.txt)")
-    parser.add_argument("flags", metavar="FLAGS-FILE", nargs="?", help="the launch script or flags it is started with")
+    parser.add_argument("flags", metavar="FLAGS-FILE", nargs="?", help="its launch script or flags")
     parser.add_argument("-o", "--out", metavar="OUT.yaml", required=True, help="the file to write")
     parser.add_argument(
-        "--from", dest="framework", metavar="NAME", help="whose file it is; absent: recognised by its keys"
+        "--from", dest="framework", metavar="NAME", help="framework of the file; default: detected by its keys"
     )
     parser.add_argument(
-        "--world", type=arguments.positive, metavar="N", help="processes that trained there; absent: as the launch says"
+        "--world",
+        type=arguments.positive,
+        metavar="N",
+        help="processes that trained there; default: as in the launch script",
     )
     parser.add_argument(
-        "--rows", type=arguments.positive, metavar="N", help="rows of the training data, which make shares into steps"
+        "--rows",
+        type=arguments.positive,
+        metavar="N",
+        help="rows of the training data, to convert epochs and shares into steps",
     )
     parser.add_argument(
-        "--root", metavar="DIR", default=".", help="what their relative paths are seen from; absent: this folder"
+        "--root", metavar="DIR", default=".", help="folder of its relative paths; default: the working directory"
     )
     parser.add_argument("--set", dest="variables", metavar="NAME=VALUE", action="append", default=[],
-                        help="a variable that the script leaves open; may be repeated")  # fmt: skip
+                        help="a variable that the script does not set; may be repeated")  # fmt: skip
     names = [name for name in (*RECIPES, "auto") if name != "off"]
     parser.add_argument(
-        "--fp8-recipe", metavar="NAME", choices=names, help=f"train in FP8 though they did not: {', '.join(names)}"
+        "--fp8-recipe",
+        metavar="NAME",
+        choices=names,
+        help=f"train in FP8 although the file does not: {', '.join(names)}",
     )
     parser.add_argument(
-        "--allow-lost", action="store_true", help="exit with 0 though keys that decide numbers have no translation"
+        "--allow-lost",
+        action="store_true",
+        help="exit with 0 although keys that affect training results have no translation",
     )
     parser.add_argument("--force", action="store_true", help="overwrite files of an earlier translation")
     arguments.add_json(parser)
@@ -66,28 +77,32 @@ def run(args: argparse.Namespace) -> int:
 
     out = Path(args.out)
     for option, word in (("-o", args.out), ("--root", args.root), *(("--set", word) for word in args.variables)):
-        if any("\ud800" <= letter <= "\udfff" for letter in word):  # what the shell gave were other bytes
-            raise UsageError(f"{option} {word}: it is no UTF-8 text, and the file would hold it. Choose another name.")
+        if any("\ud800" <= letter <= "\udfff" for letter in word):  # the shell passed other bytes
+            raise UsageError(f"{option} {word}: is not UTF-8, and the file would contain it. Choose another name.")
     if out.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"-o {args.out}: a configuration is a .yaml file")
+        raise UsageError(f"-o {args.out}: the file must end with .yaml")
     if not Path(args.root).is_dir():
         raise UsageError(f"--root {args.root}: there is no such folder")
     try:
-        made = _translated(args, out)
+        translation = _translated(args, out)
     except importers.TranslateError as error:
         raise UsageError(str(error)) from error
-    contents = {**made.extra, made.report: importers.markdown(made), made.out: made.content}
-    there = [str(path) for path in contents if path.exists()]
-    if there and not args.force:
-        raise UsageError(f"{' and '.join(there)} would be overwritten; name another file, or give --force")
+    contents = {
+        **translation.extra,
+        translation.report: importers.markdown(translation),
+        translation.out: translation.content,
+    }
+    existing = [str(path) for path in contents if path.exists()]
+    if existing and not args.force:
+        raise UsageError(f"{' and '.join(existing)} would be overwritten; name another file, or use --force")
     for path, text in contents.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write.write_text(path, text)
     if args.json:
-        terminal.show_json(importers.plain(made))
+        terminal.show_json(importers.plain(translation))
     else:
-        _show(made, out)
-    return REFUSED if made.refused else LOST if made.lost_keys and not args.allow_lost else DONE
+        _show(translation, out)
+    return REFUSED if translation.refused else LOST if translation.lost_keys and not args.allow_lost else DONE
 
 
 def _translated(args: argparse.Namespace, out: Path) -> Translation:
@@ -106,32 +121,32 @@ def _translated(args: argparse.Namespace, out: Path) -> Translation:
 
 
 def _variables(words: list[str]) -> dict[str, str]:
-    found = {}
+    variables = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--set {word}: expected NAME=VALUE, with the name of a variable of the script")
-        found[name] = value
-    return found
+        variables[name] = value
+    return variables
 
 
-def _show(made: Translation, out: Path) -> None:
+def _show(translation: Translation, out: Path) -> None:
     from octavo import importers
     from octavo.config.yaml.problems import brief
 
-    print(f"{made.sources} ({made.framework}) -> {out}, {made.report.name}")
+    print(f"{translation.sources} ({translation.framework}) -> {out}, {translation.report.name}")
     for kind, heading in importers.HEADINGS.items():
-        rows = [row for row in made.rows if row.kind == kind]
+        rows = [row for row in translation.rows if row.kind == kind]
         if rows:
             print(f"\n{heading}: {len(rows)}")
             shown = rows if kind in ("dead", "unknown") else []
             for row in shown:
                 print(f"  {row.given.place}: {brief(row.given.key, 60)}: {brief(row.why, 240)}")
-    for note in made.notes:
+    for note in translation.notes:
         print(f"\nnote: {brief(note, 400)}")
-    for problem in made.refused:
-        print(f"\nOctavo refuses {out.name} as it stands: {problem}")
-    if line := importers.lost_line(made):
-        listed = ", ".join(brief(key, 60) for key in made.lost_keys[:_SHOWN])
-        unlisted = len(made.lost_keys) - _SHOWN
+    for problem in translation.refused:
+        print(f"\nOctavo refuses {out.name}: {problem}")
+    if line := importers.lost_line(translation):
+        listed = ", ".join(brief(key, 60) for key in translation.lost_keys[:_SHOWN])
+        unlisted = len(translation.lost_keys) - _SHOWN
         print(f"\n{line}: {listed}" + (f" and {unlisted} more" if unlisted > 0 else ""))

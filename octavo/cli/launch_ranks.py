@@ -1,9 +1,9 @@
-"""`octavo train FILE --nproc N`: this machine's processes of a run, started, watched and ended together.
+"""`octavo train FILE --nproc N`: starts, watches and ends this machine's processes of a run.
 
-What torchrun does on one machine, by the same variables (RANK, WORLD_SIZE, ...) and its own kind of store, without what
-a person does not need: a signal reaches every process once and nobody is killed while it saves (run.timeout bounds
-that), an exit code stays what the run's own is, and an error is printed without the launcher's traceback. Several
-machines are torchrun's: `torchrun --nnodes ... -m octavo train FILE`.
+It does what torchrun does on one machine, with the same variables (RANK, WORLD_SIZE, ...) and the same kind of store.
+In addition, a signal reaches every process once, no process is killed while it saves (run.timeout bounds that), the
+exit code is the run's, and an error is printed without the launcher's traceback. For several machines use torchrun:
+`torchrun --nnodes ... -m octavo train FILE`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from octavo.cli.arguments import UsageError, positive
 
 LOOK = 0.2  # seconds between looks at the processes
-MERCY = 30.0  # seconds that those left have to end once one has failed, as under torchrun
+MERCY = 30.0  # seconds that the other processes have to end once one has failed, as under torchrun
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
@@ -30,28 +30,29 @@ def processes(text: str) -> int | None:
     return None if text == "auto" else positive(text)
 
 
-def how_many(asked: int | None) -> int:
-    """The number of processes. Raises UsageError for more than there are GPUs, and under torchrun."""
+def how_many(count: int | None) -> int:
+    """The number of processes; None: one for each GPU. Raises UsageError for more than there are GPUs, and under
+    torchrun."""
     if "WORLD_SIZE" in os.environ:
         raise UsageError(
-            "--nproc starts the processes of a run, and torchrun has started this one; leave one of them out"
+            "--nproc starts the processes of a run, and torchrun has started this one; use only one of them"
         )
     from octavo.base import accelerator
 
     gpus = accelerator.count()
-    if asked is None:
+    if count is None:
         return max(1, gpus)
-    if gpus and asked > gpus:
-        raise UsageError(f"--nproc {asked}: this machine has {gpus} GPU(s), one for each process; use --nproc auto")
-    return asked
+    if gpus and count > gpus:
+        raise UsageError(f"--nproc {count}: this machine has {gpus} GPU(s), one for each process; use --nproc auto")
+    return count
 
 
 def launch(words: Sequence[str], count: int) -> int:
-    """Run `octavo WORDS...` as `count` ranks; the exit code of the first that failed, else that of rank 0. What ranks
-    but the first print on stderr is shown where one fails."""
+    """Run `octavo WORDS...` as `count` ranks. Returns the exit code of the first rank that failed, else rank 0's. The
+    stderr of ranks other than 0 is printed only if they fail."""
     from torch.distributed import TCPStore
 
-    from octavo.report.trial.parallel_runs import COMMAND  # which ends, saved, where this process is no more
+    from octavo.report.trial.parallel_runs import COMMAND  # it saves and ends if this process disappears
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -66,7 +67,7 @@ def launch(words: Sequence[str], count: int) -> int:
             subprocess.Popen(
                 [sys.executable, "-c", COMMAND, str(os.getpid()), *words], stderr=error,
                 env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                start_new_session=True,  # a terminal's Ctrl-C comes from here alone, once
+                start_new_session=True,  # the terminal's Ctrl-C must not reach ranks directly, but once, from here
             )
             for rank, error in enumerate([None, *errors])
         ]  # fmt: skip
@@ -74,7 +75,7 @@ def launch(words: Sequence[str], count: int) -> int:
             stack.callback(process.kill)
         with _forwarding(ranks):
             code, ended = _end(ranks)
-        said: dict[tuple[int, str], list[int]] = {}  # what all of them refuse is told once
+        said: dict[tuple[int, str], list[int]] = {}  # an error that all ranks report is printed once
         for rank, error in enumerate(errors, 1):
             error.seek(0)
             if ranks[rank].returncode and (text := error.read().strip()):
@@ -84,14 +85,17 @@ def launch(words: Sequence[str], count: int) -> int:
             print(f"{who}, exit code {ended_by}:\n{text}", file=sys.stderr)
         for rank in (rank for rank, process in enumerate(ranks) if process.returncode == -9):
             if rank not in ended:
-                print(f"rank {rank} was killed by another hand. Where no person and no scheduler did it, host memory "
-                      "was full: the kernel's log (dmesg) says so", file=sys.stderr)  # fmt: skip
+                print(
+                    f"rank {rank} was killed by SIGKILL from outside. If neither a user nor a scheduler sent it, host "
+                    "memory was full: the kernel's log (dmesg) says so",
+                    file=sys.stderr,
+                )
     return code
 
 
 @contextmanager
 def _forwarding(ranks: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
-    """Signals go to every rank. One that is ignored (nohup) stays so."""
+    """Context that forwards signals to every rank. An ignored signal (nohup) stays ignored."""
 
     def forward(number: int, frame: object) -> None:
         for process in ranks:
@@ -110,8 +114,8 @@ def _forwarding(ranks: Sequence[subprocess.Popen[Any]]) -> Iterator[None]:
 
 
 def _end(ranks: Sequence[subprocess.Popen[Any]]) -> tuple[int, list[int]]:
-    """Wait for all; the exit code, and the ranks that were killed here. A rank that fails by itself takes the others
-    along: asked to end, then made to."""
+    """Wait for all ranks. Returns the exit code and the ranks that were killed here. When a rank fails, the others are
+    terminated, and killed after :data:`MERCY` seconds."""
     failed, since = 0, 0.0
     ended: list[int] = []
     while running := [process for process in ranks if process.poll() is None]:

@@ -1,14 +1,15 @@
-"""The entry point: finds the command, imports its file alone, turns what goes wrong into a sentence and an exit code.
+"""The entry point: imports the module of the command, and turns errors into a message and an exit code.
 
 Exit codes:
 0    done
-1    the work failed, or the verdict is bad
-2    wrong usage or configuration; where 1 is a verdict, work that failed
+1    the work failed, or the verdict is fail
+2    wrong usage or configuration; for commands with a verdict also work that failed
 3    the verdict is undecided (compare, demo)
-4    done, but keys that decide numbers have no translation (import)
+4    done, but keys that affect training results have no translation (import)
 130  interrupted; 143 and 129: ended by SIGTERM and SIGHUP
 
-Octavo's own errors are written for users and printed as they are; anything else is a defect and keeps its traceback.
+Octavo's own errors are written for users and printed without a traceback; any other error is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -29,49 +30,50 @@ from octavo.cli.stop_signals import Stopped, stop_signals
 
 DONE, FAILED, WRONG, INTERRUPTED = 0, 1, 2, 130
 
-#: commands whose exit code 1 means the verdict fail, and nothing else; 3 is undecided, of compare and demo
+#: commands whose exit code 1 means only the verdict fail; 3 means undecided (compare, demo)
 VERDICTS = ("compare", "demo", "verify")
 
-#: commands that catch SIGTERM and SIGHUP themselves: a rank that leaves in the middle of a collective leaves the others
-#: waiting, so training ends between steps or at once
+#: commands that handle SIGTERM and SIGHUP themselves: a rank that ended during a collective would leave the others
+#: waiting, so training ends between steps
 OWN_SIGNALS = ("train",)
 
-#: commands that read nothing which may be encrypted
+#: commands that read no encrypted files
 KEYLESS = ("bench", "doctor", "tiny", "digits", "examples", "text", "schema", "demo", "convert", "import")
 
-#: command -> what it does, in the order a newcomer meets them; each is octavo/cli/<command>.py
+#: command -> what it does, in the order in which new users need them; each is octavo/cli/<command>.py
 COMMANDS: dict[str, str] = {
-    "demo": "the whole story on real handwriting: train a tiny Qwen3-VL in FP8 beside high precision, write the report",
-    "train": "run one training job from a YAML file",
-    "plan": "show which layer would run in which recipe and why; reads no weights",
-    "compare": "train high precision and FP8 on the same data and seeds; exit code = the verdict",
-    "bisect": "find which layer, GEMM or feature breaks a run, by short runs; leaves a configuration that works",
-    "report": "write the page of a run, or of several side by side",
+    "demo": "train a tiny Qwen3-VL on real handwriting in FP8 and in high precision, and write the report",
+    "train": "run a training job from a YAML file",
+    "plan": "show which recipe and kernel every layer would use, and why; reads no weights",
+    "compare": "train high precision and FP8 on the same data and seeds; the exit code is the verdict",
+    "bisect": "find the layer, GEMM or feature that breaks a run, by short runs; writes a configuration that works",
+    "report": "write the page of a run, or of several runs compared",
     "eval": "evaluate a run, a model folder or an adapter on held-out data",
     "generate": "ask a trained model about an image",
-    "merge": "fold an adapter into a model folder, in BF16 or FP8; measures what of it FP8 keeps",
-    "export": "write a run or a model folder in BF16 or FP8, as servers load it",
-    "verify": "examine a model or adapter folder; a verdict for transformers, vLLM and SGLang",
-    "encrypt": "encrypt a model, data or a run directory; every command reads what is encrypted, given the key",
-    "decrypt": "write what is encrypted in plain; what was changed is refused",
+    "merge": "merge an adapter into a model folder, in BF16 or FP8; measures how much of it FP8 keeps",
+    "export": "write a run or a model folder in BF16 or FP8, for inference servers",
+    "verify": "verify a model or adapter folder; a verdict for transformers, vLLM and SGLang",
+    "encrypt": "encrypt a model, data or a run directory; with the key, every command reads it",
+    "decrypt": "decrypt files; modified files are refused",
     "convert": "convert between Hugging Face folders and DCP checkpoints (MindSpeed-MM), bit for bit",
-    "seal": "write the permuted twin of a model, a data set or an adapter, by a key that training never sees",
-    "unseal": "give back weights or an adapter that were trained sealed, for the plain model",
-    "bench": "time kernels, layers and steps beside high precision and other libraries",
-    "doctor": "what this machine can run, what it cannot, and the fix",
+    "seal": "write a sealed (permuted) copy of a model, a data set or an adapter, by a key that training never sees",
+    "unseal": "restore weights or an adapter that were trained sealed, for the plain model",
+    "bench": "time kernels, layers and steps, compared with high precision and other libraries",
+    "doctor": "show what this machine can run, what it cannot, and how to fix it",
     "tiny": "write a small checkpoint of a real architecture",
-    "digits": "write the embedded dataset of handwritten digits",
+    "digits": "write the built-in dataset of handwritten digits",
     "examples": "copy the example configurations into a folder",
     "text": "write a dataset of plain text: source and documentation of the installed Python",
-    "import": "translate a configuration of another framework, and say what became of every key",
+    "import": "translate a configuration of another framework, and report what became of every key",
     "schema": "print the JSON schema of the configuration, for editors",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs ``octavo ARGV...`` and returns the exit code. Never calls ``sys.exit`` itself."""
+    """Run ``octavo ARGV...`` and return the exit code. Never calls ``sys.exit`` itself."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # Before torch is loaded: threads that spin while they wait cost a small model ten times its work beside others.
+    # Before torch is loaded: on a shared machine, threads that spin while they wait cost a small model ten times its
+    # work.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         with nullcontext() if arguments and arguments[0] in OWN_SIGNALS else stop_signals():
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse: --help (0) or wrong usage (2)
         return stop.code if isinstance(stop.code, int) else WRONG
     except KeyboardInterrupt:
-        if argv is None:  # the process ends: one more Ctrl-C ends it at once, and not in a traceback of what it closes
+        if argv is None:  # the process is ending: a second Ctrl-C must end it at once, without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("octavo: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -88,14 +90,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"octavo: ended by {stop.name}", file=sys.stderr, flush=True)
         return 128 + stop.number
     except BrokenPipeError:
-        # the reader (head, less) has left; give the interpreter nothing to flush into it
+        # The reader (head, less) has closed the pipe; the interpreter must not flush into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except Exception as error:
         sentence = _sentence(error)
         if sentence is None:
             raise
-        shown = "\n".join(map(printable, sentence.split("\n")))  # names of files and fields are others' words
+        shown = "\n".join(map(printable, sentence.split("\n")))  # names of files and fields are untrusted
         print(f"octavo {arguments[0]}: {shown}", file=sys.stderr)
         return WRONG if _is_config_error(error) or arguments[0] in VERDICTS else FAILED
 
@@ -123,7 +125,7 @@ def _dispatch(words: list[str]) -> int:
     if name not in KEYLESS:
         arguments.add_key(parser)
     arguments.check_paths(rest)
-    # key=value may stand before and after options
+    # key=value may come before and after options
     args = parser.parse_intermixed_args(rest)
     arguments.check_targets(name, args)
     arguments.use_key(args)
@@ -131,8 +133,8 @@ def _dispatch(words: list[str]) -> int:
     if old := read_in_version_1():
         others = f" and {len(old) - 1} more are" if len(old) > 1 else " is"
         print(
-            f"note: {printable(old[0])}{others} encrypted in version 1 of the form, which binds no names: exchanged "
-            "files are not seen. Encrypt anew: octavo encrypt SRC DST --old-key KEY --key-file KEY",
+            f"note: {printable(old[0])}{others} encrypted in version 1 of the format, which does not bind names: "
+            "exchanged files are not detected. Encrypt again: octavo encrypt SRC DST --old-key KEY --key-file KEY",
             file=sys.stderr,
         )
     return code
@@ -161,22 +163,22 @@ def _unknown(name: str) -> int:
     return WRONG
 
 
-#: what the machine refuses, and what helps; any other OSError is a defect
+#: errors of the machine and their fixes; any other OSError is a bug
 _REFUSALS = {
-    errno.EACCES: "choose a folder that you may use",
-    errno.EROFS: "choose a folder that can be written to",
+    errno.EACCES: "choose a folder that you have access to",
+    errno.EROFS: "choose a folder that is writable",
     errno.ENOSPC: "free some space, or choose another disk",
     errno.EDQUOT: "free some of your quota, or choose another disk",
     errno.ENOTDIR: "a part of the path is a file; choose a folder",
     errno.EISDIR: "it is a folder; name a file",
-    errno.EEXIST: "it is in the way; choose another name",
-    errno.EIO: "the disk, or its server, fails; see to it, then continue with run.resume=auto",
-    errno.ESTALE: "the file system was lost; see to its server, then continue with run.resume=auto",
+    errno.EEXIST: "it already exists; choose another name",
+    errno.EIO: "the disk, or its server, fails; repair it, then continue with run.resume=auto",
+    errno.ESTALE: "the file system was lost; check its server, then continue with run.resume=auto",
     errno.ENAMETOOLONG: "choose a shorter name",
-    errno.ELOOP: "its links lead in a circle; choose another path",
+    errno.ELOOP: "its symbolic links form a loop; choose another path",
 }
 
-#: how gloo and NCCL say that a peer is gone, out of whichever collective was under way (a gradient's, a norm's)
+#: errors of gloo and NCCL for a lost peer, from any collective
 _LOST = (
     ("gloo/transport", "Connection closed by peer"),
     ("gloo/transport", "Connection reset by peer"),
@@ -187,24 +189,24 @@ _LOST = (
 
 
 def _sentence(error: Exception) -> str | None:
-    """What to tell the user, or None for a defect, which keeps its traceback.
+    """The message for the user, or None for a bug, which keeps its traceback.
 
-    Octavo's own error classes name what was asked, what was found and the fix; a full disk, a locked folder, a
-    full GPU and a lost peer are the machine's word.
+    Octavo's error classes have complete messages; errors of the machine (a full disk, a locked folder, a full GPU, a
+    lost peer) get one here.
     """
     if type(error).__module__.split(".")[0] == "octavo":
         return str(error)
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return f"{error.strerror}: {error.filename or 'a file'}; {_REFUSALS[error.errno]}"
-    if isinstance(error, RuntimeError | MemoryError):  # torch is there, or nothing asked for much
+    if isinstance(error, RuntimeError | MemoryError):  # without torch little memory was used
         from octavo.train.loop.out_of_memory import SMALLER, what_is_full
 
         if (full := what_is_full(error)) is not None:
             return f"{full}; {SMALLER}"
     if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST):
         return (
-            "another process of this run died or no longer answers; its own message, further up or in its log, has the "
-            "cause. Start all of them again with the same torchrun command and run.resume=auto, which continues from "
+            "another process of this run died or no longer responds; its message, further up or in its log, has the "
+            "cause. Restart all processes with the same torchrun command and run.resume=auto, which continues from "
             f"the last checkpoint. ({first_line(error)})"
         )
     return None

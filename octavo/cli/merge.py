@@ -1,12 +1,12 @@
-"""Folds the adapters of a LoRA run, or of a PEFT folder, into a model folder that stands alone.
+"""Merges the adapters of a LoRA run, or of a PEFT folder, into a complete model folder.
 
 octavo merge runs/lora merged
 octavo merge runs/lora merged-fp8 --format fp8-block --base high
 octavo merge my-adapter merged --base Qwen3-VL-8B-Instruct
 
-By default the adapter is folded into the weights that training saw: the values of FP8 codes where the base was loaded
-in FP8. Written in FP8, what of the adapter's change survives is measured on the very codes, weight by weight; a merge
-that would round the adapter away is refused, and nothing is written.
+By default the adapter is merged into the weights of training: the values of the FP8 codes if the base was loaded in
+FP8. For an FP8 format, how much of the adapter's change survives the rounding is measured on the codes, weight by
+weight; a merge that would round the adapter away is refused, and nothing is written.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from octavo.cli.export import FORMATS, add_shared, device
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="RUN_OR_ADAPTER", help="a run of octavo train with lora, or a PEFT folder")
-    parser.add_argument("directory", metavar="DIR", help="where to write: new, empty, or an earlier export")
+    parser.add_argument("directory", metavar="DIR", help="folder to write: new, empty, or an earlier export")
     parser.add_argument(
         "--format", metavar="NAME", choices=FORMATS, default="bf16", help=f"{', '.join(FORMATS)}; default bf16"
     )
     parser.add_argument(
         "--base",
         metavar="fp8|high|DIR",
-        help="what to fold into: the FP8 codes that training saw, the base folder's high-precision weights, or another "
-        "folder (default: fp8 where training saw codes)",
+        help="base to merge into: the FP8 codes of training, the base folder's high-precision weights, or another "
+        "folder (default: fp8 if training used codes)",
     )
-    parser.add_argument("--anyway", action="store_true", help="write FP8 though it rounds the adapter away")
+    parser.add_argument("--anyway", action="store_true", help="write FP8 even if it rounds the adapter away")
     add_shared(parser)
 
 

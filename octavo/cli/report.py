@@ -1,9 +1,9 @@
 """Writes the page of a run, finished or not: curves, held-out figures and answers, FP8 health, memory, plan and proof.
-Several runs stand side by side: their curves, last figures, and the settings that differ. A run that trains writes its
-own page as it goes, RUN/page.html.
+For several runs the page compares their curves, last figures and differing settings. A running training writes and
+updates RUN/page.html itself.
 
 octavo report runs/first
-octavo report runs/first runs/second -o beside.html
+octavo report runs/first runs/second -o compared.html
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from octavo.cli.arguments import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run directory, as octavo train wrote it")
     parser.add_argument(
-        "-o", "--out", metavar="OUT.html", help="the page (default: RUN/page.html; of several runs, runs.html here)"
+        "-o", "--out", metavar="OUT.html", help="the page (default: RUN/page.html; for several runs, runs.html here)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     out = Path(args.out or (f"{args.runs[0]}/page.html" if len(args.runs) == 1 else "runs.html"))
     if out.suffix != ".html":
-        raise UsageError(f"-o {out}: a page ends with .html; its picture stands beside it, with .png")
+        raise UsageError(f"-o {out}: a page must end with .html; its picture is written next to it, as .png")
     if lost := [run for run in args.runs if not Path(run).is_dir()]:
-        raise UsageError(f"there is no run directory {', '.join(lost)}; name what octavo train wrote (run.dir)")
+        raise UsageError(
+            f"there is no run directory {', '.join(lost)}; name a directory that octavo train wrote (run.dir)"
+        )
 
     from octavo.report.run import run_page
 

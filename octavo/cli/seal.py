@@ -1,15 +1,15 @@
-"""Writes the permuted twin of a model folder, a data set or an adapter, by a key that training never sees.
+"""Writes a sealed (permuted) copy of a model folder, a data set or an adapter, by a key that training never sees.
 
-octavo seal key seal.key                                                    32 random bytes, for your eyes alone
+octavo seal key seal.key                                                    32 random bytes, readable only by you
 octavo seal model ./Qwen3-VL-8B-Instruct ./twin --key-file seal.key
 octavo seal data rows.jsonl ./sealed-rows --model ./Qwen3-VL-8B-Instruct --key-file seal.key train.seq_length=4096
 octavo seal adapter ./adapter ./sealed-adapter --model ./twin --key-file seal.key
 octavo seal text "What is this?" --model ./Qwen3-VL-8B-Instruct --key-file seal.key
 
-What is read may be encrypted, with a key of its own: --files-key. What is written is plain: octavo encrypt it.
-A sealed run takes the twin, the sealed rows and `data.sealed: true`; `octavo unseal` gives its weights back for the
-plain model. Settings of data (key=value) are given here, since rows become numbers here. What all this hides and what
-it does not, a permutation being no encryption, is in docs/confidential.md.
+Sources may be encrypted, with another key: --files-key. Targets are written in plain: encrypt them with octavo encrypt.
+A sealed run takes the sealed model, the sealed rows and `data.sealed: true`; `octavo unseal` restores its weights for
+the plain model. Settings of data (key=value) belong to this command, because it turns rows into numbers. A permutation
+is not encryption: docs/confidential.md says what it hides and what it does not.
 """
 
 from __future__ import annotations
@@ -40,25 +40,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
     """The arguments of seal and unseal."""
-    parser.add_argument("source", metavar="SRC", help="what is read; of key the file to write, of text the text")
-    parser.add_argument("target", metavar="DST", nargs="?", help="a folder that does not exist yet; none of key, text")
-    parser.add_argument("--files-key", metavar="FILE", help="the key of what is read, where that is encrypted")
+    parser.add_argument("source", metavar="SRC", help="source; for key the file to write, for text the text")
+    parser.add_argument(
+        "target", metavar="DST", nargs="?", help="a folder that does not exist yet; not for key and text"
+    )
+    parser.add_argument("--files-key", metavar="FILE", help="the key of encrypted sources")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     needs_model = args.what in ("data", "adapter", "text")
-    alone = args.what in ("key", "text")
+    no_target = args.what in ("key", "text")
     if args.what == "data" and args.target is not None and "=" in args.target:
         args.target, args.settings = None, [args.target, *args.settings]
-    check(args, alone, needs_model, key=args.what != "key")
+    check(args, no_target, needs_model, key=args.what != "key")
     if args.settings and args.what != "data":
-        raise arguments.UsageError(f"{args.settings[0]} belongs to seal data; leave it out")
+        raise arguments.UsageError(f"{args.settings[0]} is a setting of seal data; remove it")
 
     if args.what == "key":
         target_folder.check_target(args.source, arguments.UsageError)
         new_secret(args.source)
-        return _say(args, {"key_file": args.source}, f"{args.source}: a new key. Who loses it unseals nothing")
+        return _say(args, {"key_file": args.source}, f"{args.source}: a new key. Without it nothing can be unsealed")
 
     from octavo import sealing
 
@@ -67,27 +69,29 @@ def run(args: argparse.Namespace) -> int:
         words = sealing.seal_text(args.source, args.model, key)
         return _say(args, {"text": words}, words)
     if args.what == "adapter":
-        made = sealing.seal_adapter(args.source, args.target, args.model, key)
-        say_plain(encrypted, made)
-        return _say(args, {"directory": str(made), "key": key.fingerprint}, f"{made}: sealed, key {key.fingerprint}")
+        adapter = sealing.seal_adapter(args.source, args.target, args.model, key)
+        say_plain(encrypted, adapter)
+        return _say(
+            args, {"directory": str(adapter), "key": key.fingerprint}, f"{adapter}: sealed, key {key.fingerprint}"
+        )
     with terminal.progress("seal") as progress:
         if args.what == "data":
             rows = sealing.seal_data(args.source, args.target, args.model, key, args.settings, progress=progress)
             say_plain(encrypted, rows.directory)
-            words = f"{rows.directory}: {rows.rows} rows, {rows.left} of them left out, key {key.fingerprint}"
+            words = f"{rows.directory}: {rows.rows} rows, {rows.left} of them skipped, key {key.fingerprint}"
             return _say(args, {**vars(rows), "directory": str(rows.directory), "key": key.fingerprint}, words)
         done = sealing.seal_model(args.source, args.target, key, progress=progress)
     say_plain(encrypted, done.directory)
-    tried = "not tried: even few of its blocks are too large" if done.difference is None else (
-        f"answers as the plain one (random weights, logits within {done.difference:.0e})"
+    tried = "not tested: even a few of its blocks are too large" if done.difference is None else (
+        f"answers like the plain model (random weights, logits within {done.difference:.0e})"
     )  # fmt: skip
     words = f"{done.directory}: {done.tensors} tensors, {done.bytes / 1e9:.3g} GB, key {key.fingerprint}; {tried}"
     return _say(args, {**vars(done), "directory": str(done.directory), "key": key.fingerprint}, words)
 
 
 def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
-    """The key that seals, which opens no file from here on, and of what is read an encrypted file, if there is one, of
-    which this process has the key then. Raises UsageError for a key of both purposes."""
+    """The sealing key, which is then removed from the environment so that it opens no file, and an encrypted file among
+    the sources, if there is one. Raises UsageError for a key that is used for both purposes."""
     from octavo import sealing
     from octavo.data.storage.cache import files_of
 
@@ -105,21 +109,21 @@ def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
         encrypted = next(filter(encryption.is_encrypted, files), None)
     if encrypted is not None and args.files_key is None:
         raise arguments.UsageError(
-            f"{encrypted} is encrypted: name its key with --files-key FILE. The key that seals opens no files"
+            f"{encrypted} is encrypted: name its key with --files-key FILE. The sealing key does not open files"
         )
     return key, encrypted
 
 
 def say_plain(encrypted: Path | None, target: object) -> None:
-    """What is written is plain, as of every command that is asked for a folder, though what was read is not."""
+    """Print a note that the target is plain although a source was encrypted."""
     if encrypted is not None:
-        terminal.note(f"{encrypted} is encrypted, and {target} is not: octavo encrypt it where that matters")
+        terminal.note(f"{encrypted} is encrypted, and {target} is not: run octavo encrypt on it if that matters")
 
 
-def check(args: argparse.Namespace, alone: bool, needs_model: bool, key: bool) -> None:
-    """That what is asked for has its arguments. Raises UsageError."""
-    if alone != (args.target is None):
-        raise arguments.UsageError(f"{args.what} takes {'no DST' if alone else 'SRC and DST'}")
+def check(args: argparse.Namespace, no_target: bool, needs_model: bool, key: bool) -> None:
+    """Check that the command has the arguments that it needs, and no others. Raises UsageError."""
+    if no_target != (args.target is None):
+        raise arguments.UsageError(f"{args.what} takes {'no DST' if no_target else 'SRC and DST'}")
     if needs_model != (args.model is not None):
         raise arguments.UsageError(f"{args.what} {'needs' if needs_model else 'takes no'} --model FOLDER")
     if not key and args.key_file is not None:

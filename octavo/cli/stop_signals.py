@@ -1,8 +1,8 @@
-"""SIGTERM and SIGHUP end a command as Ctrl-C does: by an exception, so that what is half-written is removed.
+"""SIGTERM and SIGHUP end a command like Ctrl-C: by an exception, so that half-written files are removed.
 
-The default action of both ends the process at once, and no ``finally`` runs: what `octavo decrypt` had written in plain
-would stay on the disk. A process that is killed (SIGKILL) still leaves it; the next command that writes there removes
-it (:mod:`octavo.base.atomic_write`).
+The default action of both signals ends the process at once, and no ``finally`` runs: plain text that `octavo decrypt`
+had written would stay on the disk. A process that is killed (SIGKILL) still leaves it; the next command that writes
+there removes it (:mod:`octavo.base.atomic_write`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasat
 
 
 class Stopped(BaseException):
-    """A signal asked the process to end. No ``except Exception`` takes it for an error of the work."""
+    """A signal asked the process to end. It is no ``Exception``, so that ``except Exception`` does not catch it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -32,12 +32,13 @@ class Stopped(BaseException):
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Inside, the first SIGTERM, SIGHUP or SIGINT raises `Stopped` or KeyboardInterrupt in the main thread.
+    """Inside this context, the first SIGTERM, SIGHUP or SIGINT raises `Stopped` or KeyboardInterrupt in the main
+    thread.
 
-    A SIGTERM or SIGHUP after the first signal changes nothing, so that the removal is not cut short (schedulers repeat
-    their signals); a second SIGINT interrupts it. What is ignored (nohup) stays ignored, and a handler that somebody
-    else installed stays in place. Outside the main thread nothing can be caught, and nothing is changed. A child
-    process that inherits the handlers by a fork ends as it would without them.
+    A SIGTERM or SIGHUP after the first signal has no effect, so that it does not interrupt the clean-up (schedulers
+    repeat their signals); a second SIGINT does interrupt it. Ignored signals (nohup) stay ignored, and handlers of
+    other code stay in place. Outside the main thread nothing is changed. A forked child process that inherits the
+    handlers ends as it would without them.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Calm output: rich tables where a person looks on, aligned text where a file or a pipe does, JSON where asked for."""
+"""Output: rich tables on a terminal, aligned text in a file or a pipe, JSON with --json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.base.safe_read import finite, printable
 
-#: how a status is shown to a person; the word alone must do where there is no colour
+#: colours of a status; without colours the word has to suffice
 STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", "absent": "dim"}
 
 
@@ -31,16 +31,17 @@ def show_table(
         print(plain_table(columns, rows, title=title, right=right))
 
 
-WIDTH = 80  # columns of a table where nobody says how wide the terminal is
+WIDTH = 80  # columns of a table where the width of the terminal is unknown
 _NARROWEST = 12  # columns of text that a table leaves each cell
 
 
 def plain_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", right: Sequence[int] = ()
 ) -> str:
-    """Aligned text of :data:`WIDTH` columns where words allow it, two spaces between columns, nothing cut off: the
-    widest columns of text are wrapped, at spaces."""
+    """A table as aligned text of :data:`WIDTH` columns, two spaces between columns. Nothing is cut off: the widest
+    columns of text are wrapped at spaces, and a long word makes the table wider."""
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
+    # Shrink the widest column that can be wrapped until the table fits, or nothing is left to shrink.
     while (over := sum(widths) + 2 * (len(widths) - 1) - WIDTH) > 0:
         wrapped = [i for i in range(len(widths)) if i not in right and widths[i] > _NARROWEST]
         if not wrapped:
@@ -62,12 +63,12 @@ def plain_table(
 
 
 def note(text: str) -> None:
-    """A line beside the result: on stderr, so that stdout stays the result alone."""
+    """Print a line to stderr, so that stdout holds only the result."""
     print(_escaped(text), file=sys.stderr)
 
 
 def say(text: str) -> None:
-    """A line of the result, which may name files: their names are others' words, and a terminal obeys none of them."""
+    """Print a line of the result. File names in it are untrusted: control characters are escaped."""
     print(_escaped(text))
 
 
@@ -76,21 +77,21 @@ def _escaped(text: str) -> str:
 
 
 def console(*, stderr: bool = True) -> Any:
-    """A rich console for progress; on stderr unless told otherwise, so that stdout holds results alone. Lines are
-    wrapped where a person looks on, and whole in a file or a pipe."""
+    """A rich console for progress; on stderr by default, so that stdout holds only results. Lines are wrapped on a
+    terminal, and whole in a file or a pipe."""
     from rich.console import Console
 
-    made = Console(stderr=stderr)
-    made.soft_wrap = not made.is_terminal
-    return made
+    rich_console = Console(stderr=stderr)
+    rich_console.soft_wrap = not rich_console.is_terminal
+    return rich_console
 
 
 @contextmanager
 def progress(
     label: str, *, bytes: bool = True, elsewhere: Callable[[int, int, str], None] = lambda done, total, name: None
 ) -> Iterator[Callable[..., None]]:
-    """A bar of bytes or of pieces on a terminal: gives what is called with (done, in all, the name of what is at work).
-    Where nobody looks on it is ``elsewhere``, which does nothing."""
+    """A progress bar of bytes or pieces on a terminal: yields a function of (done, total, name of the current piece).
+    Without a terminal it calls ``elsewhere``, which does nothing by default."""
     shown = console()
     if not shown.is_terminal:
         yield lambda done, total, name="": elsewhere(done, total, name)
@@ -105,7 +106,7 @@ def progress(
 
 
 def number(value: Any) -> str:
-    """A figure for a table: four significant digits, whole numbers as they are, a dash for none."""
+    """A figure for a table: four significant digits, whole numbers unchanged, a dash for None."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, (int, float)):

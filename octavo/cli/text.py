@@ -1,4 +1,4 @@
-"""Writes a set of plain text to pretrain on: source and documentation of the installed Python, split by file.
+"""Writes a data set of plain text for pretraining: source and documentation of the installed Python, split by file.
 
 octavo text ./text
 """
@@ -15,6 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from octavo.data.builtin import text
 
-    made = text.write(args.directory)
-    print(f"wrote {made.rows['train']} documents to train on and {made.rows['test']} held out to {args.directory}")
+    dataset = text.write(args.directory)
+    print(
+        f"wrote {dataset.rows['train']} documents to train on and {dataset.rows['test']} held out to {args.directory}"
+    )
     return 0

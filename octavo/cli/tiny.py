@@ -1,4 +1,4 @@
-"""Writes a small checkpoint of a real architecture: config, safetensors, tokenizer, processor. Random weights.
+"""Writes a small checkpoint of a real architecture with random weights: config, safetensors, tokenizer, processor.
 
 octavo tiny qwen3_vl ./tiny-qwen3-vl
 """

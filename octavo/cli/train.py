@@ -2,8 +2,8 @@
 
 octavo train run.yaml
 octavo train run.yaml train.lr=3e-4 --fp8-recipe rowwise
-octavo train run.yaml run.resume=auto                          continue where the run stopped
-octavo train run.yaml --nproc 8                                on 8 GPUs of this machine (auto: on all)
+octavo train run.yaml run.resume=auto                          resume the run
+octavo train run.yaml --nproc 8                                on 8 GPUs of this machine (auto: all)
 torchrun --nnodes 2 ... -m octavo train run.yaml               on several machines
 """
 
@@ -29,21 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=launch_ranks.processes,
         default=1,
-        help="processes on this machine, or auto: one a GPU",
+        help="processes on this machine, or auto: one for each GPU",
     )
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read the file and run it: :mod:`octavo.train.loop.loop`, in the phase that the file names
-    (:mod:`octavo.rl.run`)."""
-    cfg = arguments.config(args)  # before torch is imported: a wrong file is answered at once
+    """Read the configuration and train: :mod:`octavo.train.loop.loop`, in its phase (:mod:`octavo.rl.run`)."""
+    cfg = arguments.config(args)  # before torch is imported, so that errors in the file are reported at once
     cfg = arguments.require_files(cfg, args.file)
 
     if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
-        Layout.of(count, cfg.parallel)  # which each rank would refuse
+        Layout.of(count, cfg.parallel)  # refuse a wrong mesh once, not on each rank
         return launch_ranks.launch(_words(args), count)
     with arguments.importing():
         from octavo import rl
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     page, console = Page(), terminal.console(stderr=args.json)
     result = rl.run(cfg, console=console, tell=plan_printer(args.verbose, page.expect), watchers=[page])
-    if os.environ.get("RANK", "0") == "0":  # torchrun starts this once a rank; one of them speaks
+    if os.environ.get("RANK", "0") == "0":  # torchrun starts this for each rank; only rank 0 prints
         if args.json:
             terminal.show_json(dataclasses.asdict(result))
         else:
@@ -61,28 +60,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """The command line of one of several processes."""
+    """The command line of each of several processes."""
     flags = [f"--{name.replace('_', '-')}" for name in ("fp8_param_gather", "verbose", "json") if getattr(args, name)]
     valued = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in ("fp8_recipe", "fp8_format")]
     return ["train", args.file, *args.overrides, *flags, *(word for pair in valued if pair[1] for word in pair)]
 
 
-def plan_printer(verbose: bool, predicted: Callable[[Any], None] = lambda found: None) -> Callable[[Any], list[str]]:
-    """What makes the lines about the plan: in short, or layer by layer. `predicted` gets the memory that they tell."""
+def plan_printer(
+    verbose: bool, predicted: Callable[[Any], None] = lambda footprint: None
+) -> Callable[[Any], list[str]]:
+    """A function that returns the lines about a plan: in short, or layer by layer. `predicted` receives the memory
+    prediction that they print."""
     from octavo import rl
     from octavo.cli.plan import layers
     from octavo.train.loop.summary import in_full, summary
 
     def tell(planned: Any) -> list[str]:
         cfg = planned.cfg
-        more = dataclasses.replace(planned, reference=rl.reference_of(cfg), steps=rl.sentences(cfg, planned.ranks))
-        return in_full(more, layers, predicted) if verbose else summary(more, predicted)
+        with_phase = dataclasses.replace(
+            planned, reference=rl.reference_of(cfg), steps=rl.sentences(cfg, planned.ranks)
+        )
+        return in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
 
     return tell
 
 
 def print_result(result: Any) -> None:
-    """How the run ended, in a few lines."""
+    """Print how the run ended, in a few lines."""
     first = ("reward",) if "reward" in result.final else ("loss", "rewards/accuracies", "rewards/margins")
     shown = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
     pairs = {name: terminal.number(result.final[name]) for name in shown if name in result.final}
@@ -100,11 +104,13 @@ def print_result(result: Any) -> None:
     if result.gain and "failed" in result.gain:
         pairs["FP8 gain"] = f"not measured: {result.gain['failed']}"
     elif result.gain:
-        pairs["FP8 gain"] = f"{100 * result.gain['gain']:+.1f} % in forward and backward, measured over high precision"
+        pairs["FP8 gain"] = (
+            f"{100 * result.gain['gain']:+.1f} % in forward and backward, measured against high precision"
+        )
     if result.skipped:
         pairs["skipped steps"] = str(result.skipped)
     if result.overflowed:
-        pairs["FP16 overflows"] = f"{result.overflowed} steps skipped, each with half the scale from then on"
+        pairs["FP16 overflows"] = f"{result.overflowed} steps skipped; each halved the loss scale"
     print(f"{result.status} after step {result.steps}: {result.dir}")
     width = max(map(len, pairs), default=0)
     for name, value in pairs.items():
@@ -112,7 +118,7 @@ def print_result(result: Any) -> None:
 
 
 def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None:
-    """What was written where, and the next command."""
+    """Print what was written where, and the next command."""
     names = "hf", "adapter", "page.html", "metrics.jsonl", "proof.json"
     written = [name for name in names if (result.dir / name).exists()]
     print(f"wrote {', '.join(str(result.dir / name) for name in written)}")
@@ -120,15 +126,15 @@ def print_next_steps(result: Any, cfg: Config, args: argparse.Namespace) -> None
 
 
 def _next(result: Any, cfg: Config, args: argparse.Namespace) -> str:
-    """The command that a person would want now."""
+    """The command to run next."""
     if result.status == "stopped":
         ranks = os.environ.get("WORLD_SIZE", "1")
         several = ["--nproc", ranks] if ranks != "1" and ranks == os.environ.get("LOCAL_WORLD_SIZE") else []
         goes_on = ["run.resume=auto"]
-        if not cfg.run.save_states:  # nothing continues from weights alone
+        if not cfg.run.save_states:  # a run cannot resume without optimizer states
             goes_on = [f"run.start_from={result.dir}", f"run.dir={result.dir}-2"]
-        own = tuple(word.partition("=")[0] + "=" for word in ("run.resume", *goes_on))
-        words = [word for word in arguments.overrides(args) if not word.startswith(own)]
+        replaced = tuple(word.partition("=")[0] + "=" for word in ("run.resume", *goes_on))
+        words = [word for word in arguments.overrides(args) if not word.startswith(replaced)]
         return shlex.join(["octavo", "train", args.file, *words, *goes_on, *several])
     run = shlex.quote(str(result.dir))
     if cfg.data.eval and not result.eval:

@@ -1,12 +1,12 @@
-"""Gives back what was trained sealed, for the plain model, by the key that sealed it.
+"""Restores what was trained sealed, for the plain model, with the key that sealed it.
 
 octavo unseal model runs/sealed/hf ./trained --key-file seal.key --model ./Qwen3-VL-8B-Instruct
 octavo unseal adapter runs/sealed/adapter ./adapter --key-file seal.key --model ./Qwen3-VL-8B-Instruct
 octavo unseal text "t17 t4005" --key-file seal.key --model ./Qwen3-VL-8B-Instruct
 
---model is the plain folder: of a model tokenizer and processor are copied from it (without it weights and configuration
-are written alone), of an adapter it is the base. Weights come back bit for bit. What is read may be encrypted, with a
-key of its own: --files-key. What is written is plain: octavo encrypt it.
+--model is the plain folder: for a model, tokenizer and processor are copied from it (without it only weights and
+configuration are written); for an adapter, it is the base. Weights are restored bit for bit. Sources may be encrypted,
+with another key: --files-key. Targets are written in plain: encrypt them with octavo encrypt.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             model = sealing.unseal_model(args.source, args.target, key, args.model, progress=progress)
         seal.say_plain(encrypted, model.directory)
         document = {"directory": str(model.directory), "tensors": model.tensors, "bytes": model.bytes}
-        missing = "" if args.model else "; tokenizer and processor are yet to be copied from the plain model"
+        missing = "" if args.model else "; copy tokenizer and processor from the plain model"
         words = f"{model.directory}: {model.tensors} tensors, {model.bytes / 1e9:.3g} GB{missing}"
     if args.json:
         terminal.show_json(document)

@@ -1,10 +1,10 @@
-"""Examines a model folder (plain, FP8) or an adapter folder: will transformers, vLLM and SGLang read what was meant?
+"""Verifies a model folder (plain, FP8) or an adapter folder: do transformers, vLLM and SGLang load it correctly?
 
 octavo verify DIR                      files, names, scales, skip lists, every value; a verdict for each loader
-octavo verify DIR --against BASE       also every tensor's error beside the folder it was made from
-octavo verify DIR --quick              all but values: headers, config.json, tokenizer, template, processor
+octavo verify DIR --against BASE       also the error of every tensor compared with the folder it was made from
+octavo verify DIR --quick              everything except values: headers, config.json, tokenizer, template, processor
 
-Exit code 1 where something is wrong; warnings do not fail.
+Exit code 1 if something is wrong; warnings do not fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from octavo.base.safe_read import printable
 from octavo.cli import arguments, terminal
 
-_SHOWN = 3  # findings of one kind that are shown to a person, and compared tensors
+_SHOWN = 3  # findings of one kind, and unread files, that are printed without --all
 _ROWS = 10
 
 
@@ -26,14 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", metavar="DIR", help="the folder it was made from (for an adapter: its base), plain or FP8"
     )
-    parser.add_argument("--quick", action="store_true", help="read no values: headers, settings, tokenizer alone")
+    parser.add_argument("--quick", action="store_true", help="read no values, only headers, settings and tokenizer")
     parser.add_argument("--all", action="store_true", help="list every finding and every compared tensor")
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.quick and args.against is not None:
-        raise arguments.UsageError("--quick reads no values, and --against compares them; leave one of them out")
+        raise arguments.UsageError("--quick reads no values, and --against compares them; remove one of them")
     for folder in filter(None, (args.directory, args.against)):
         if not Path(folder).is_dir():
             raise arguments.UsageError(f"{folder} is not a folder; name a Hugging Face folder or a PEFT adapter folder")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(verified: Any, everything: bool) -> None:
-    """What was found in words, the worst errors, the verdicts as a table, and one line that sums up."""
+    """Print the findings, the largest errors, the verdicts as a table, and a line that sums up."""
     size = f"{verified.size / 1e9:.2f} GB" if verified.size >= 1e8 else f"{verified.size / 1e6:.2f} MB"
     codes = f", {verified.fp8} of them FP8 codes" if verified.fp8 else ""
     terminal.say(f"{verified.directory}: {verified.form}; {verified.tensors} tensors{codes}, {size}")
@@ -97,10 +97,10 @@ def _show_compared(verified: Any, everything: bool) -> None:
             (c.tensor, c.status, terminal.number(c.error), terminal.number(c.bound), f"{c.sqnr:.1f}", c.codes or "-")
             for c in rows
         ],
-        title=f"beside {verified.against}, worst first",
+        title=f"compared with {verified.against}, worst first",
         right=(2, 3, 4),
     )
     same = sum(c.codes == "identical" for c in verified.compared)
     exact = sum(c.error == 0 for c in verified.compared)
-    codes = f", {same} with the very codes" if same else ""
+    codes = f", {same} with identical codes" if same else ""
     print(f"{len(verified.compared)} tensors compared, {exact} equal{codes}.")

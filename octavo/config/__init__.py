@@ -1,6 +1,6 @@
-"""What a run may say. ``load_config("run.yaml", ["train.lr=3e-4"])`` gives a checked, frozen :class:`Config`.
+"""The configuration of a run: ``load_config("run.yaml", ["train.lr=3e-4"])`` returns a checked, frozen :class:`Config`.
 
-No torch is imported here, so a wrong file is answered at once, with every problem in it.
+This package does not import torch, so a wrong file is reported at once, with every problem in it.
 """
 
 from octavo.config.config import Config

@@ -1,4 +1,4 @@
-"""Tree -> Config, or every problem of it: its line, and what :mod:`octavo.config.error_texts` says of it."""
+"""Tree -> Config, or every problem with its line and message (:mod:`octavo.config.error_texts`)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from octavo.config.error_texts import sentence
 from octavo.config.merge import Tree
 from octavo.config.rules import general
 from octavo.config.yaml.document import Path
-from octavo.config.yaml.problems import MOST_TOLD, ConfigError, Place, Problem, dotted
+from octavo.config.yaml.problems import MOST_SHOWN, ConfigError, Place, Problem, dotted
 
-#: stand-ins for what must be given, while rules over the rest are checked
+#: placeholders for required keys, so that rules over the other keys can be checked
 _REQUIRED: tuple[tuple[str, str, Any], ...] = (
     ("model", "path", "-"), ("data", "train", [{"path": "-"}]), ("train", "phase", "sft"),
 )  # fmt: skip
 
 
 def to_config(tree: Tree) -> Config:
-    """Validates; raises :class:`ConfigError` with all problems of files, overrides, types and rules together.
+    """Validate; raises :class:`ConfigError` with all problems of files, overrides, types and rules together.
 
-    Beyond :data:`MOST_TOLD` problems of types nothing is worked out: names to suggest are dear, and rules would follow.
+    Beyond :data:`MOST_SHOWN` problems of types, messages and rules are skipped: searching names to suggest is
+    expensive.
     """
     if tree.broken:
         raise ConfigError(tree.problems)
@@ -39,14 +40,15 @@ def to_config(tree: Tree) -> Config:
         details = [d for d in error.errors(include_url=False) if d["type"] != "default_factory_not_called"]
         details = _without_consequences(_once(details), tree)
         details.sort(key=lambda detail: order(tree.place(tuple(detail["loc"]))))
-        untold = len(details[MOST_TOLD:])
-        problems += [_problem(detail, tree) for detail in details[:MOST_TOLD]]
+        untold = len(details[MOST_SHOWN:])
+        problems += [_problem(detail, tree) for detail in details[:MOST_SHOWN]]
         bad = [tuple(detail["loc"]) for detail in details]
         config = None if untold else _repaired(tree.value, bad)
     if config is not None:
         lost = any(problem.key == "extends" for problem in problems)
         for finding in general.check(config):
-            if lost and finding.reason == general.ABSENT:  # what is extended would have brought it
+            # A key that is absent because `extends` failed is not a second problem.
+            if lost and finding.reason == general.ABSENT:
                 continue
             if not any(_touches(path, b) for path in (finding.path, *finding.needs) for b in bad):
                 problems.append(Problem(tree.place(finding.path), dotted(finding.path), finding.reason, finding.fix))
@@ -56,8 +58,8 @@ def to_config(tree: Tree) -> Config:
 
 
 def _once(details: list[ErrorDetails]) -> list[ErrorDetails]:
-    """Of a key that takes a word or a whole number, pydantic says why a value is neither: the number's reason is kept,
-    under the key's own name."""
+    """For a key that takes a word or a whole number, pydantic reports why a value is neither; keep only the number's
+    error, under the name of the key."""
     kept_details: list[ErrorDetails] = []
     for detail in details:
         last = str(detail["loc"][-1]) if detail["loc"] else ""
@@ -69,8 +71,8 @@ def _once(details: list[ErrorDetails]) -> list[ErrorDetails]:
 
 
 def _without_consequences(details: list[ErrorDetails], tree: Tree) -> list[ErrorDetails]:
-    """Only what the user wrote: no key that a broken `extends` would have brought, no list as empty whose entries are
-    named."""
+    """Drop errors that follow from others: keys that a broken `extends` would have set, and lists that count as empty
+    because their entries are wrong."""
     lost = any(problem.key == "extends" for problem in tree.problems)
     places = [tuple(detail["loc"]) for detail in details]
 
@@ -96,22 +98,22 @@ def _touches(path: Path, bad: Path) -> bool:
 
 
 def _repaired(value: dict[str, Any], bad: list[Path]) -> Config | None:
-    """The same configuration without what is wrong, so that the rules over the rest can be checked in the same go."""
-    for whole_lists in (False, True):  # a list entry may not stand without the key that was wrong in it
-        mended = copy.deepcopy(value)
+    """The configuration without its wrong values, so that the rules over the other keys can be checked too."""
+    for whole_lists in (False, True):  # a list entry may be invalid without the key that was removed from it
+        repaired = copy.deepcopy(value)
         for path in bad:
-            _remove(mended, path, whole_lists)
+            _remove(repaired, path, whole_lists)
         for section, key, filler in _REQUIRED:
-            mended.setdefault(section, {}).setdefault(key, filler)
+            repaired.setdefault(section, {}).setdefault(key, filler)
         try:
-            return Config.model_validate(mended, context={"rules": "later"})
+            return Config.model_validate(repaired, context={"rules": "later"})
         except ValidationError:
             continue
     return None
 
 
 def _remove(node: Any, path: Path, whole_lists: bool) -> None:
-    """Takes out ``path``; an entry of a list takes the list along, since it would shift the places of the others."""
+    """Remove ``path``; for an entry of a list remove the list, because the other entries would change places."""
     for depth, part in enumerate(path):
         last = depth == len(path) - 1
         if not isinstance(node, dict) or part not in node:
@@ -131,6 +133,6 @@ def _remove(node: Any, path: Path, whole_lists: bool) -> None:
 def _problem(detail: ErrorDetails, tree: Tree) -> Problem:
     path: Path = tuple(detail["loc"])
     if detail["type"] == "missing" and isinstance(path[-1], int):
-        path = path[:-1]  # a list of fixed length is named as a whole
+        path = path[:-1]  # a list of fixed length is reported as a whole
     reason, fix = sentence(detail, path)
     return Problem(tree.place(path), dotted(path), reason, fix)

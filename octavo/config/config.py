@@ -1,5 +1,4 @@
-"""``Config``: all sections of a run (:mod:`octavo.config.sections.all_sections`) with the rules over them kept
-(``rules``)."""
+"""``Config``: all sections of a run (:mod:`octavo.config.sections.all_sections`), checked by the rules (``rules``)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ from octavo.config.sections.names import COMPONENTS, FROZEN, frozen_word
 
 
 class Config(Sections):
-    """One training run, whole: what :func:`octavo.config.load_config` returns and ``config.yaml`` in a run holds."""
+    """The complete configuration of a training run: :func:`octavo.config.load_config` returns it, and a run's
+    ``config.yaml`` contains it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -24,7 +24,7 @@ class Config(Sections):
 
     @model_validator(mode="after")
     def _obeys_the_rules(self, info: ValidationInfo) -> Config:
-        # the loader checks the rules itself, to name the lines; whoever builds a Config in Python sees them here
+        # The loader checks the rules itself, to report lines; for a Config built in Python they are checked here.
         if not (info.context and info.context.get("rules") == "later"):
             findings = [f"{'.'.join(map(str, f.path))}: {f.reason}; {f.fix}" for f in check(self)]
             if findings:
@@ -33,19 +33,19 @@ class Config(Sections):
 
 
 def with_recipes(data: Any) -> Any:
-    """The raw configuration with the recipes that follow from what is named in it.
+    """The raw configuration with the recipes that follow from its other settings.
 
-    A component that `model.load_in_fp8` names takes the recipe that multiplies by such codes, unless it has its own.
-    Where `fp8.recipe` is absent, components that are named (other than to be `off`) run in FP8 and no others do; where
-    none is, the whole model does, as the codes of the language model say or else `blockwise`. Where a plan file
-    decides, or somebody wrote `recipe: off`, nothing is added. What is malformed is left to validation.
+    A component that `model.load_in_fp8` names takes the recipe that multiplies by such codes, unless it has a recipe.
+    If `fp8.recipe` is absent, only the components that are named (other than `off`) run in FP8; if none is named, the
+    whole model does, in the recipe of the language model's codes or else in `blockwise`. With a plan file or `recipe:
+    off` nothing is added. Malformed values are left to validation.
     """
     fp8 = _raw(data.get("fp8", {})) if isinstance(data, dict) else None
     if not isinstance(fp8, dict) or fp8.get("plan") is not None or fp8.get("recipe") == "off":
         return data
-    given = {name: _raw(fp8.get(name)) for name in COMPONENTS}
-    parts: dict[str, dict] = {name: part or {} for name, part in given.items() if isinstance(part, dict | None)}
-    named = [name for name in parts if given[name] is not None and parts[name].get("recipe") != "off"]
+    sections = {name: _raw(fp8.get(name)) for name in COMPONENTS}
+    parts: dict[str, dict] = {name: part or {} for name, part in sections.items() if isinstance(part, dict | None)}
+    named = [name for name in parts if sections[name] is not None and parts[name].get("recipe") != "off"]
     wanted = {name: recipe for name, recipe in _implied(data).items() if name in parts}
     added = dict(fp8)
     if "recipe" not in fp8 and named:
@@ -60,12 +60,12 @@ def with_recipes(data: Any) -> Any:
 
 
 def of_whole_model(data: dict[str, Any]) -> Any:
-    """The recipe of the whole model where FP8 is asked for without naming one."""
+    """The recipe of the whole model if FP8 is requested without a recipe."""
     return _implied(data).get("foundation", USUAL)
 
 
 def _implied(data: dict[str, Any]) -> dict[str, str]:
-    """Component -> the recipe that multiplies by the codes it is loaded as."""
+    """Component -> the recipe that multiplies by the codes that it is loaded as."""
     model = _raw(data.get("model"))
     kinds = _raw(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None
     words = {name: frozen_word(kind) for name, kind in kinds.items()} if isinstance(kinds, dict) else {}
@@ -73,5 +73,5 @@ def _implied(data: dict[str, Any]) -> dict[str, str]:
 
 
 def _raw(value: Any) -> Any:
-    """A section that was built in Python as the mapping of what was named in it."""
+    """A section that was built in Python as a mapping of its explicitly set fields; other values unchanged."""
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value

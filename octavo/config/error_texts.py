@@ -1,6 +1,6 @@
-"""The texts of errors about keys and values: what was found, the nearest name, the fix, in the user's words.
+"""Messages for errors in keys and values: what was found, the nearest name, the fix.
 
-Errors of YAML itself have theirs in :mod:`octavo.config.yaml.document`, what may not be combined in the rules.
+Messages for errors in YAML are in :mod:`octavo.config.yaml.document`, for combinations of settings in the rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.config.sections.names import FROZEN, RECIPES
 from octavo.config.yaml.document import Path, scalar
 from octavo.config.yaml.problems import dotted, named, nearest
 
-#: names from other trainers' files, and where they live here
+#: settings of other trainers -> their keys here
 ELSEWHERE = {
     "learning_rate": "train.lr", "max_steps": "train.steps", "num_steps": "train.steps", "max_iters": "train.steps",
     "max_length": "train.seq_length", "max_seq_length": "train.seq_length", "cutoff_len": "train.seq_length",
@@ -38,7 +38,7 @@ ELSEWHERE = {
 
 
 def sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
-    """What was found and the fix, for one of pydantic's errors at ``path``."""
+    """(what was found, the fix) for one of pydantic's errors at ``path``."""
     kind, value, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     if kind == "extra_forbidden":
         return "unknown key", _where_instead(path)
@@ -69,9 +69,9 @@ def sentence(detail: ErrorDetails, path: Path) -> tuple[str, str]:
         name, word = limits[kind]
         return f"must be {word} {_limit(context[name])}, found {named(value)}", ""
     if kind in ("too_short", "string_too_short") and isinstance(path[-1], int):  # an item of a list of texts
-        return "must not be empty", "give a text there, or leave the entry out"
+        return "must not be empty", "write a text, or remove the entry"
     if kind in ("too_short", "string_too_short"):
-        return "must not be empty", f"give the {path[-1]} ({_field_help(path).rstrip('.')})"
+        return "must not be empty", f"set {path[-1]} ({_field_help(path).rstrip('.')})"
     if kind in ("too_long", "missing"):
         return f"expected {len(_default(path))} values, found {named(value)}", f"e.g. {_in_yaml(_default(path))}"
     return str(detail["msg"]), ""
@@ -100,7 +100,7 @@ def _type_fix(kind: str, value: Any, path: Path) -> str:
             return "indent its keys under it"
         if kind == "model_type":
             return "remove the line for the defaults, or indent its keys under it"
-        return "remove the line for the default, or give a value"
+        return "remove the line for the default, or write a value"
     quoted = isinstance(value, str) and not isinstance(scalar(value), str)
     if quoted and kind in ("int_type", "float_type", "bool_type"):
         return f"write {value} without quotes"
@@ -119,7 +119,7 @@ def _type_fix(kind: str, value: Any, path: Path) -> str:
 
 
 def _short_form(path: Path, value: str) -> str:
-    """What was meant by a lone word where a section belongs, e.g. `foundation: rowwise`."""
+    """The fix for a single word where a section is expected, e.g. `foundation: rowwise`."""
     section = _section(path)
     first = next(iter(section.model_fields)) if section else ""
     if section is AttentionSection:
@@ -140,7 +140,7 @@ def _short_form(path: Path, value: str) -> str:
 
 
 def _where_instead(path: Path) -> str:
-    """The name that was probably meant by an unknown key."""
+    """The fix for an unknown key: the name that was probably meant."""
     section, name = _section(path[:-1]), str(path[-1])
     if section is None:
         return ""
@@ -163,7 +163,7 @@ def _fields(path: Path) -> dict[str, Any]:
 
 
 def _section(path: Path) -> type[BaseModel] | None:
-    """The type of the section at ``path``, or None where there is none."""
+    """The type of the section at ``path``; None if there is no section."""
     here: Any = Config
     for part in path:
         if isinstance(part, int):
@@ -175,7 +175,7 @@ def _section(path: Path) -> type[BaseModel] | None:
 
 
 def _inner(annotation: Any) -> Any:
-    """``Component | None`` -> Component; ``tuple[Dataset, ...]`` -> Dataset; Annotated is looked through."""
+    """``Component | None`` -> Component; ``tuple[Dataset, ...]`` -> Dataset; Annotated is unwrapped."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return _inner(typing.get_args(annotation)[0])
@@ -191,13 +191,13 @@ def _options(path: Path) -> tuple[Any, ...]:
 
 
 def _default(path: Path) -> list[Any]:
-    """The default of a field that holds a list; empty where it has none."""
+    """The default of a list field; empty if it has none."""
     field = _fields(path[:-1]).get(str(path[-1]))
     return list(field.default) if field and isinstance(field.default, tuple) else []
 
 
 def _in_yaml(values: list[Any]) -> str:
-    """A list as YAML writes it in a line."""
+    """A list in YAML's flow style."""
     return f"[{', '.join(str(value) for value in values)}]"
 
 

@@ -1,4 +1,4 @@
-"""A configuration on its way out: as resolved YAML that loads again, and as the JSON schema that editors read."""
+"""Export a configuration as resolved YAML that loads again, and the JSON schema for editors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA_FILE = Path(__file__).with_name("octavo.schema.json")
 
 
 class _Representer(RoundTripRepresenter):
-    """Quotes every text that would be read back as something else, by our own reading of YAML."""
+    """Quotes every text that Octavo's YAML reader would read back as another value."""
 
     def represent_text(self, text: str) -> ScalarNode:
         # Unquoted, a line or control character is folded or dropped; in double quotes it is escaped.
@@ -33,13 +33,14 @@ _Representer.add_representer(str, _Representer.represent_text)
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration, every default written out. Loading it gives an equal :class:`Config`,
-    but for a word of an older version, which is written as what it means."""
+    """The resolved configuration with every default. Loading it returns an equal :class:`Config`, except for a word of
+    an older version, which is written in its current form."""
     return "".join(_lines(plain(config)))
 
 
 def _lines(tree: dict[str, Any]) -> Iterator[str]:
-    """The mapping as a block. Its entries are dumped one by one: configurations of a process have most in common."""
+    """The mapping in block style. Entries are dumped one by one and cached, because the configurations of a process
+    share most of them."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
             yield _dumped(json.dumps({key: 0})).removesuffix(" 0\n") + "\n"
@@ -62,8 +63,8 @@ def _dumped(entry: str) -> str:
 def json_schema() -> dict[str, Any]:
     """The JSON schema (2020-12) of a configuration file.
 
-    A file may leave out what the file it extends gives, so nothing outside list entries is required here;
-    :func:`octavo.config.load_config` demands the rest of the merged whole.
+    A file may omit keys that a file which it extends sets, so nothing outside list entries is required here;
+    :func:`octavo.config.load_config` checks the merged result.
     """
     schema = Config.model_json_schema()
     for name, part in schema["$defs"].items():
@@ -83,5 +84,5 @@ def json_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as the file ``octavo.schema.json`` holds it."""
+    """The schema as in the file ``octavo.schema.json``."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"

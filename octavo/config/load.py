@@ -1,4 +1,4 @@
-"""The three ways to a :class:`Config`: a file, text, another configuration. All take ``key=value`` overrides."""
+"""The three ways to load a :class:`Config`: a file, text, another configuration; all with ``key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _FP8 = tuple(name for name in typing.get_args(RecipeName) if name != "off")
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, whole: bool = False) -> Config:
-    """Reads ``path`` (with what it extends), applies the overrides in order and validates the whole.
+    """Read ``path`` (and the files that it extends), apply the overrides in order, and validate the result.
 
-    ``path`` None means overrides alone. Relative paths in a file are seen from that file, those in an override from
-    the current folder; ``run.dir`` and ``run.resume`` stay as written. ``whole`` asks for FP8 in every component, also
-    where the file names some and no ``fp8.recipe``. Raises :class:`ConfigError` with every problem.
+    ``path`` None: only overrides. Relative paths in a file are relative to that file, those in an override to the
+    working directory; ``run.dir`` and ``run.resume`` stay as written. ``whole`` requests FP8 in every component, even
+    if the file names some and no ``fp8.recipe``. Raises :class:`ConfigError` with every problem.
     """
     tree = Tree(str(path) if path is not None else "the command line")
     if path is not None:
@@ -30,7 +30,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, whole
 def load_config_text(
     text: str, overrides: Sequence[str] = (), *, source: str = "<text>", base: str | Path = "."
 ) -> Config:
-    """As :func:`load_config`, from YAML text; ``base`` is the folder that its relative paths are seen from."""
+    """Like :func:`load_config`, from YAML text; ``base`` is the folder of its relative paths."""
     tree = Tree(source)
     read_string(tree, text, Path(base))
     return _finish(tree, overrides)
@@ -42,12 +42,12 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
 
 
 def plain(config: Config) -> dict:
-    """The configuration as mappings, lists and scalars. Beside a plan file there is no recipe: it would be ignored, and
-    a recipe that somebody writes there is refused."""
-    found = config.model_dump(mode="json")
+    """The configuration as mappings, lists and scalars. With a plan file the default recipe is omitted: an explicit
+    recipe with a plan is refused."""
+    values = config.model_dump(mode="json")
     if config.fp8.plan is not None and config.fp8.recipe == type(config.fp8).model_fields["recipe"].default:
-        del found["fp8"]["recipe"]
-    return found
+        del values["fp8"]["recipe"]
+    return values
 
 
 def _finish(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Config:
@@ -62,8 +62,8 @@ def _finish(tree: Tree, overrides: Sequence[str], whole: bool = False) -> Config
 
 
 def _let_a_plan_win(tree: Tree) -> None:
-    """`fp8.plan=FILE` over a file that names a recipe takes its place, as later wins; a recipe of the command line
-    stands beside the plan and is refused, and so is one in the file that names the plan."""
+    """An override `fp8.plan=FILE` replaces a recipe in the file, because later settings win. A recipe on the command
+    line, or in the file that names the plan, conflicts with the plan and is refused."""
     fp8 = tree.value.get("fp8")
     if not isinstance(fp8, dict) or not isinstance(fp8.get("plan"), str) or one_word(fp8.get("recipe")) not in _FP8:
         return
@@ -73,8 +73,8 @@ def _let_a_plan_win(tree: Tree) -> None:
 
 
 def _let_a_length_win(tree: Tree) -> None:
-    """`train.steps=N` over a file that says epochs takes their place, as later wins, and the other way round; both in
-    one place are refused."""
+    """An override `train.steps=N` replaces epochs in the file, because later settings win, and vice versa; both in one
+    place are refused."""
     train = tree.value.get("train")
     if not isinstance(train, dict) or train.get("steps") is None or train.get("epochs") is None:
         return

@@ -1,7 +1,7 @@
-"""Files and overrides -> one tree of plain values that still knows where each of its keys was written.
+"""Files and overrides -> one tree of plain values that records where each of its keys was written.
 
-Later wins: the files of ``extends`` in their order, then the file itself, then ``key=value``. Mappings merge,
-everything else (lists too) replaces. Paths are made absolute here, against the file that wrote them.
+Later settings win: the files of ``extends`` in their order, then the file itself, then ``key=value``. Mappings merge,
+everything else (also lists) is replaced. Paths are made absolute here, relative to the file that contains them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from octavo.config.sections.text_types import is_reward_path, is_url, not_a_path
 from octavo.config.yaml.document import MOST_CHARACTERS, MOST_LEVELS, Document, Path, read_text, read_value
 from octavo.config.yaml.problems import Place, Problem, dotted, named, nearest
 
-#: files that one configuration may be joined from; files that extend each other in pairs are read 2, 4, 8 ... times
+#: most files of one configuration; files that extend each other in pairs are read 2, 4, 8 ... times
 MOST_FILES = 100
 
 
 @dataclass
 class Tree:
-    """Merged values with the :class:`Place` of each path, and every problem met on the way."""
+    """Merged values with the :class:`Place` of each path, and every problem of reading them."""
 
     source: str
     value: dict[str, Any] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class Tree:
         self.problems.append(Problem(place, key, reason, fix))
 
     def place(self, path: Path) -> Place:
-        """Where ``path`` was written, or else the nearest thing around it that was."""
+        """Where ``path`` was written, else the place of the closest enclosing key."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
@@ -47,18 +47,18 @@ class Tree:
 
 
 def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), origin: Place | None = None) -> None:
-    """Merges a file, its ``extends`` first, into ``tree``. ``chain`` is the files being read, to find a cycle."""
+    """Merge a file, its ``extends`` first, into ``tree``. ``chain``: the files being read, to detect a cycle."""
     tree.files += 1
     why = not_a_path(str(path))
     if tree.files > MOST_FILES:
-        why = f"is one file more than the {MOST_FILES} that are joined"
+        why = f"is one file more than the limit of {MOST_FILES}"
     if why is not None:
         reason = f"{named(str(path))} {why}"
         tree.problem(origin or Place(str(path)), "extends" if origin else "", reason, "name a YAML file")
         tree.broken = True
         return
     shown = _shown(path)
-    real = FilePath(os.path.realpath(path))  # Path.resolve raises where links lead in a circle
+    real = FilePath(os.path.realpath(path))  # Path.resolve raises if symbolic links form a loop
     if real in chain:
         names = " -> ".join(_shown(p) for p in (*chain[chain.index(real) :], real))
         reason = f"the files extend each other ({names})"
@@ -71,12 +71,12 @@ def read_file(tree: Tree, path: FilePath, chain: tuple[FilePath, ...] = (), orig
 
 
 def read_string(tree: Tree, text: str, base: FilePath) -> None:
-    """Merges YAML text into ``tree``; its relative paths and ``extends`` are seen from the folder ``base``."""
+    """Merge YAML text into ``tree``; its relative paths and ``extends`` are relative to the folder ``base``."""
     _merge_document(tree, read_text(text, tree.source), base, ())
 
 
 def apply_override(tree: Tree, text: str) -> None:
-    """Applies one ``a.b.0.c=value``. A problem names the override's own text."""
+    """Apply one ``a.b.0.c=value``. A problem names the override's text."""
     place = Place(f"override `{text}`")
     tree.overrides.append(place.source)
     name, equals, right = text.partition("=")
@@ -84,14 +84,14 @@ def apply_override(tree: Tree, text: str) -> None:
     if not equals or not all(parts):
         fix = "write key=value, e.g. train.lr=3e-4"
         if text.endswith((".yaml", ".yml")):
-            fix = "name one FILE.yaml; a second one is joined to it by `extends:` in the file"
+            fix = "name one FILE.yaml; use `extends:` in the file to merge another one"
         tree.problem(place, "", "not of the form key=value", fix)
         return
     if len(parts) > MOST_LEVELS:
         tree.problem(place, "", f"the key has {len(parts):,} parts", "octavo schema lists the keys")
         return
     if parts[0] == "extends":
-        tree.problem(place, "extends", "files are not joined by an override", "write it in the file")
+        tree.problem(place, "extends", "an override cannot extend files", "write it in the file")
         return
     value, problems = read_value(right, place.source)
     tree.problems += [Problem(p.place, name.strip(), p.reason, p.fix) for p in problems]
@@ -112,7 +112,7 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
         if not last and present is not None:
             node = present
             continue
-        for further in reversed(parts[depth + 1 :]):  # the sections on the way that nobody has written yet
+        for further in reversed(parts[depth + 1 :]):  # the sections between that are not written yet
             if further.isdecimal():
                 where = dotted(parts[: parts.index(further)])
                 reason = f"there is no list here, so no entry {further}"
@@ -133,7 +133,7 @@ def _set(tree: Tree, parts: list[str], value: Any, place: Place) -> None:
 
 
 def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | int | None:
-    """The key or list index that ``part`` means inside ``node``; None where it means nothing (a problem is noted)."""
+    """The key or list index that ``part`` means in ``node``; None, with a problem in ``tree``, if it has no meaning."""
     where = dotted(path)
     fix = f"set the whole list: {where}=[...]"
     if isinstance(node, list):
@@ -147,7 +147,7 @@ def _step(tree: Tree, node: Any, path: Path, part: str, place: Place) -> str | i
             tree.problem(place, dotted((*path, part)), f"there is no list at `{where}`", fix)
             return None
         return part
-    tree.problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and holds no keys", f"set `{where}` itself")
+    tree.problem(place, dotted((*path, part)), f"`{where}` is {named(node)} and has no keys", f"set `{where}` itself")
     return None
 
 
@@ -170,7 +170,7 @@ def _merge_document(tree: Tree, document: Document, folder: FilePath, chain: tup
 
 
 def _merge(path: Path, node: dict[str, Any], value: dict[str, Any]) -> Iterator[Path]:
-    """Puts ``value`` over what stands at ``path``; yields each path that is replaced whole."""
+    """Merge ``value`` into ``node`` at ``path``; yields each path that is replaced completely."""
     for key, child in value.items():
         here = (*path, key)
         if isinstance(child, dict) and isinstance(node.get(key), dict):
@@ -181,17 +181,17 @@ def _merge(path: Path, node: dict[str, Any], value: dict[str, Any]) -> Iterator[
 
 
 def _replace_places(tree: Tree, places: Mapping[Path, Place], replaced: Container[Path]) -> None:
-    """Those of ``places`` at or below what was ``replaced``, in place of those that the tree had there."""
+    """Set the tree's places at and below the ``replaced`` paths to those in ``places``."""
 
     def below(path: Path) -> bool:
         return any(path[:length] in replaced for length in range(1, len(path) + 1))
 
-    kept = {path: place for path, place in tree.places.items() if not below(path)}
-    tree.places = kept | {path: place for path, place in places.items() if below(path)}
+    unchanged = {path: place for path, place in tree.places.items() if not below(path)}
+    tree.places = unchanged | {path: place for path, place in places.items() if below(path)}
 
 
 def _absolute(value: Any, path: Path, folder: FilePath) -> Any:
-    """``value`` with every file path in it made absolute; ``path`` says where in the configuration it stands."""
+    """``value`` with every file path in it made absolute; ``path``: its path in the configuration."""
     if isinstance(value, dict):
         return {key: _absolute(child, (*path, key), folder) for key, child in value.items()}
     if isinstance(value, list):
@@ -234,7 +234,7 @@ def _neighbour(path: FilePath) -> str:
 
 
 def _shown(path: FilePath) -> str:
-    """A file's name as a message gives it: from the current folder where it lies below that."""
+    """A file's name for a message: relative to the working directory if it is inside."""
     absolute = FilePath(os.path.normpath(path.absolute()))
     here = FilePath.cwd()
     return str(absolute.relative_to(here)) if absolute.is_relative_to(here) else str(absolute)

@@ -23,7 +23,7 @@ from octavo.base import atomic_write
 from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
-from octavo.checkpoint.hf_folder import LARGEST, planned
+from octavo.checkpoint.hf_folder import LARGEST, plan_parts
 from octavo.models.folder.folder import companions, copy_companions, one_folder, read_companion, read_json
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
@@ -151,7 +151,7 @@ def _weights(
 ) -> tuple[int, int]:  # fmt: skip
     """Write every tensor, permuted; return (number, bytes)."""
     codes = coded(source, stock, axes)
-    parts = [p for p in planned(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
+    parts = [p for p in plan_parts(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
     with open_weights(source, bool(codes.matrices))[0] as opened:
         shapes = {name: one.shape for name, one in opened.stored.items()}
     plain = [

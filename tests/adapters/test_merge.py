@@ -136,7 +136,7 @@ def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
 
 def test_without_adapters_or_with_merged_ones_it_says_so(folder: Folder) -> None:
     model = models.load(folder("qwen3"))
-    with pytest.raises(adapters.AdapterError, match="no adapters that could be merged"):
+    with pytest.raises(adapters.AdapterError, match="no adapters to merge"):
         merged(model)
     model = adapted(folder("qwen3"))
     next(iter(adapters.attached(model).values())).merge()

@@ -235,7 +235,7 @@ def test_the_command(folder: Folder, coded: Folder, tmp_path: Path, capsys: pyte
     assert found["delta"]["weights"][0].keys() >= {"name", "kept", "error", "cosine", "changed", "drowned"}
     assert "folded into the high-precision weights" in err
     for argv, message in (
-        ([adapter, base], "is the very folder"),
+        ([adapter, base], "is the folder that is exported"),
         ([adapter, adapter.parent], "is a folder above the one"),
         ([base, tmp_path / "new"], "is a whole model: there is no adapter to merge. Use octavo export"),
         ([tmp_path / "nothing", tmp_path / "new"], "there is no folder"),

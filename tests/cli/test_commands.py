@@ -108,7 +108,7 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["generate", "model", "--prompt", " "], 2, "--prompt is empty"),
         (["generate", "model", "--prompt", "a", "--image", "no.png"], 2, "there is no image file no.png"),
         (["generate", "model", "--prompt", "a", "--image", "run.yaml"], 1, "run.yaml"),
-        (["generate", "model", "--prompt", "a", "--step", "1"], 2, "model is no run directory; leave --step out"),
+        (["generate", "model", "--prompt", "a", "--step", "1"], 2, "model is not a run directory; remove --step"),
         (["generate", "model"], 2, "the following arguments are required: --prompt"),
         (["plan"], 2, "name a configuration file, or a published model"),
         (["plan", "run.yaml", "--fit", "80GB", "--card", "80GB"], 2, "--fit proposes a setting and nothing else"),
@@ -209,7 +209,7 @@ def test_a_cpu_measures_nothing(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--measure"]) == 2
     assert "--measure needs a GPU: on a CPU FP8 is emulated" in capsys.readouterr().err
     assert main(["plan", "run.yaml", "fp8.recipe=auto"]) == 0
-    assert "nothing was measured; recipes are those of the documented table" in capsys.readouterr().out
+    assert "nothing was measured; recipes come from the documented table" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -346,7 +346,7 @@ def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("If FP8 changes nothing") and sum("from 4 held-out rows" in line for line in told) == 2
     assert "Effect on held-out loss: +-1.1 % from 2 seeds, margin 0.25 %: passes with 18 %, 80 % takes 5" in told[5]
-    at = told.index("8 runs, 0 of them trained already:")
+    at = told.index("8 runs, 0 of them already trained:")
     assert told[at + 3].split() == ["3", "FP8", "in", "image_encoder,", "seed", "0"] and len(told) == at + 9
     assert main([*asked, "--power", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -62,7 +62,7 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(pr
     program("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
     assert launch_ranks.launch([], 2) == 137
     told = capfd.readouterr().err
-    assert "rank 1 was killed by another hand." in told and "dmesg" in told and "rank 0" not in told
+    assert "rank 1 was killed by SIGKILL from outside." in told and "dmesg" in told and "rank 0" not in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

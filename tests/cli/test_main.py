@@ -67,7 +67,7 @@ def test_every_command_has_help(name, capsys):
         ),
         (
             ["plan", "run.yaml", "fp8.plan=p.json", "fp8.recipe=off"],
-            "fp8.plan: a plan file is given, and the recipe is",
+            "fp8.plan: a plan file is set, and the recipe is",
         ),
         (["train", "run.yaml", "--fp8-recipe", "mxfp8", "--fp8-format", "hybrid"], "mxfp8 has no hybrid format"),
         (["train", "run.yaml", "--frobnicate"], "unrecognized arguments: --frobnicate"),
@@ -77,7 +77,7 @@ def test_every_command_has_help(name, capsys):
         ),
         (["compare", "run.yaml", "--recipes", "off"], "off is the reference of every recipe"),
         (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
-        (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc each over processes; give one"),
+        (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc each run over processes; use one"),
         (
             ["compare", "run.yaml", "--factorial", "foundtion,image_encoder"],
             "did you mean foundation? there are image_e",
@@ -91,8 +91,8 @@ def test_every_command_has_help(name, capsys):
             ["plan", "x.yaml", "--tokens", "foundation=" + "9" * 5000],
             "below 10**12, as in foundation=8192, found 'foun",
         ),
-        (["generate", "m", "--prompt", "a\udc80"], "--prompt holds bytes that are no UTF-8"),
-        (["generate", "m", "--prompt", "a", "--stop", "a\udc80"], "--stop holds bytes that are no UTF-8"),
+        (["generate", "m", "--prompt", "a\udc80"], "--prompt is not UTF-8"),
+        (["generate", "m", "--prompt", "a", "--stop", "a\udc80"], "--stop is not UTF-8"),
         (["tiny", "llama", "d", "--seed", "-1"], "argument --seed: expected a whole number of at least 0, found '-1'"),
     ],
 )
@@ -324,7 +324,7 @@ def test_what_a_file_names_and_is_not_there_is_told_at_once(command, tmp_path, m
     assert "from there" in told[0] and ("--shape qwen3_vl_8b" in told[0]) == (command == "plan")
     assert main([command, "configs/run.yaml", "model.path=Qwen3-VL-8B-Instruct", "data.eval=[]"]) == 2
     told = capsys.readouterr().err
-    assert "no model folder: it has no config.json" in told.splitlines()[0]
+    assert "is not a model folder: it has no config.json" in told.splitlines()[0]
     assert "data.train.0.path: there is no file" in told
 
 

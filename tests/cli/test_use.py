@@ -159,7 +159,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (["generate", "model", *ASK[:2], "--max-new-tokens", "5000"], 1, "the model's context is 4096 tokens"),
         (["generate", "model", *ASK, "--template-arg", "mood=0"], 1, "has no place for the variable mood"),
         (["generate", "model", *ASK, "--template-arg", "enable_thinking"], 2, "'enable_thinking' is not NAME=VALUE"),
-        (["generate", "fp8", *ASK, "--step", "1"], 2, "fp8 is no run directory; leave --step out"),
+        (["generate", "fp8", *ASK, "--step", "1"], 2, "fp8 is not a run directory; remove --step"),
         (["generate", "fp8", *ASK, "--backend", "warp"], 2, "there is no backend 'warp'; there are auto,"),
         (["generate", "fp8", *ASK, "--backend", "reference", "--recipe", "off"], 2, "--recipe off has none"),
         (["generate", "fp8", *ASK, "--base", "model"], 1, "is a whole model: only adapters have a base"),
@@ -170,14 +170,18 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (["eval", "model"], 1, "--config FILE.yaml (its data.eval)"),
         (["eval", "model", "--config", "no.yaml"], 2, "there is no file no.yaml"),
         (["eval", "model", "--config", "run.yaml", "--base", "both"], 1, "has no adapters, so it has one base"),
-        (["eval", "lora", "--base", "both", "--load-in-fp8", "off"], 2, "leave --load-in-fp8 off out"),
+        (["eval", "lora", "--base", "both", "--load-in-fp8", "off"], 2, "remove --load-in-fp8 off"),
         (["eval", "lora", "--step", "7"], 1, "no checkpoint of step 7; there are 2"),
         (["convert", "hf_to_dcp", "nowhere", "x"], 1, "nowhere is not a folder"),
         (["convert", "hf_to_dcp", "model", "digits"], 1, "digits exists, and nothing is overwritten"),
         (["convert", "hf_to_dcp", "model", "model/x"], 1, "model/x lies in model, which is only read"),
-        (["convert", "dcp_to_hf", "model", "x"], 1, "it is no DCP checkpoint"),
+        (["convert", "dcp_to_hf", "model", "x"], 1, "it is not a DCP checkpoint"),
         (["convert", "dcp_to_hf", "lora/checkpoints/step_2", "x"], 1, "octavo export RUN"),
-        (["convert", "lora_hf_to_dcp", "model", "x"], 1, "a whole model: convert it with hf_to_dcp"),
+        (
+            ["convert", "lora_hf_to_dcp", "model", "x"],
+            1,
+            "holds a whole model, not adapter_model.safetensors: convert it with hf_to_dcp",
+        ),
         (["convert", "dcp_to_hf", "model", "x", "--is-lora-base"], 2, "--is-lora-base belongs to hf_to_dcp"),
         (["convert", "hf_to_dcp", "model", "x", "--like", "model"], 2, "--like belongs to dcp_to_hf; leave it out"),
         (["convert", "hf_to_mm", "model", "x"], 2, "hf_to_mm: there are hf_to_dcp, dcp_to_hf, lora_hf_to_dcp"),
@@ -255,7 +259,7 @@ def test_training_leaves_a_page_and_report_writes_it_anywhere(here, tmp_path, ca
     pages = [page.read_text().split("<h2>Curves", 1)[1] for page in (own, again)]
     assert pages[0] == pages[1] and "predicted" in pages[0]  # the head says when it was written
     for argv, code, said in (
-        (["report", "lora", "-o", "a.pdf"], 2, "-o a.pdf: a page ends with .html"),
+        (["report", "lora", "-o", "a.pdf"], 2, "-o a.pdf: a page must end with .html"),
         (["report", "lora", "digits/nothing"], 2, "there is no run directory digits/nothing"),
         (["report", "digits"], 1, "digits has no config.yaml; is it a run directory of Octavo?"),
     ):

@@ -29,7 +29,7 @@ def test_steps_and_epochs_take_each_others_place_as_later_wins():
     assert (steps.train.steps, steps.train.epochs) == (7, None)
     again = override(steps, ["train.epochs=1"])
     assert (again.train.steps, again.train.epochs) == (None, 1)
-    with pytest.raises(ConfigError, match="1 epochs beside 7 steps"):
+    with pytest.raises(ConfigError, match="1 epochs and 7 steps both"):
         override(cfg, ["train.steps=7", "train.epochs=1"])
 
 
@@ -172,9 +172,9 @@ def test_a_url_of_data_stays_as_it_is(tmp_path):
     with pytest.raises(ConfigError) as caught:
         override(cfg, ["data.eval=[{path: x.json, fetch_gb: 1, shuffle_buffer: 9}]", "data.train.0.stream=true"])
     told = [str(problem) for problem in caught.value.problems]
-    assert len(told) == 3 and "fetch_gb: is of data sets at a URL alone; remove it" in told[0]
-    assert "data.train.0.stream: what lies at a URL is fetched file by file" in told[2]
-    assert "data.eval.0.shuffle_buffer: held-out rows come in the order of their file" in told[1]
+    assert len(told) == 3 and "fetch_gb: applies only to data sets at a URL; remove it" in told[0]
+    assert "data.train.0.stream: files at a URL are fetched one by one" in told[2]
+    assert "data.eval.0.shuffle_buffer: held-out rows are read in the order of their file" in told[1]
 
 
 def test_overrides_reach_everything():
@@ -307,5 +307,5 @@ def test_a_plan_takes_the_place_of_an_earlier_recipe_and_loads_again():
     assert override(cfg, ["fp8.recipe=rowwise", "fp8.plan=null"]).fp8.recipe == "rowwise"
     assert override(load_config_text(text, []), ["fp8.plan=p.json"]).fp8.plan == cfg.fp8.plan
     for source, over in ((text, ["fp8.recipe=blockwise", "fp8.plan=p.json"]), (to_yaml(cfg), ["fp8.recipe=blockwise"])):
-        with pytest.raises(ConfigError, match="override `fp8.recipe=blockwise`: fp8.recipe: has no effect beside"):
+        with pytest.raises(ConfigError, match="override `fp8.recipe=blockwise`: fp8.recipe: has no effect with"):
             load_config_text(source, over)

@@ -93,7 +93,7 @@ def test_it_follows_in_python_as_well():
     more = {"data": DataSection(train=({"path": "a.json"},)), "train": TrainSection(steps=3), "lora": LoraSection()}
     cfg = Config(model=ModelSection(path="m", load_in_fp8=LoadInFp8Section(foundation="row")), **more)
     assert cfg.fp8.recipe == "rowwise"
-    with pytest.raises(ValueError, match="blockwise multiplies by other codes"):
+    with pytest.raises(ValueError, match="blockwise does not multiply by the codes of load_in_fp8"):
         Config(model=ModelSection(path="m", load_in_fp8="row"), fp8=Fp8Section(recipe="blockwise"), **more)
 
 
@@ -104,14 +104,14 @@ def test_it_follows_in_python_as_well():
         ("load_in_fp8: 1", "", "expected a word or a mapping, found 1"),
         ("load_in_fp8: {foundation: rows}", "", "'rows'; did you mean rowwise? one of rowwise, blockwise, tensorwise"),
         ("load_in_fp8: {tower: row}", "", "x.yaml:1: model.load_in_fp8.tower: unknown key; valid here: foundation"),
-        ("load_in_fp8: row", "fp8: {recipe: blockwise}", "x.yaml:5: fp8.recipe: blockwise multiplies by other codes "
-         "than those of load_in_fp8: rowwise (foundation); use rowwise, off (high precision, from the codes' values), "
+        ("load_in_fp8: row", "fp8: {recipe: blockwise}", "x.yaml:5: fp8.recipe: blockwise does not multiply by the "
+         "codes of load_in_fp8: rowwise (foundation); use rowwise, off (high precision, from the codes' values), "
          "or load_in_fp8: blockwise"),
-        ("load_in_fp8: row", "fp8: {foundation: {recipe: mxfp8}}", "x.yaml:5: fp8.foundation.recipe: mxfp8 multiplies"),
-        ("load_in_fp8: row", "fp8: {recipe: auto}", "auto chooses a recipe, and codes are made for one (foundation)"),
+        ("load_in_fp8: row", "fp8: {foundation: {recipe: mxfp8}}", "x.yaml:5: fp8.foundation.recipe: mxfp8 does not"),
+        ("load_in_fp8: row", "fp8: {recipe: auto}", "auto chooses a recipe, and codes fit only some (foundation)"),
         ("load_in_fp8: block, keep_fp8: false", "", "x.yaml:1: model.keep_fp8: false dequantizes the weights"),
         ("load_in_fp8: block", "fp8: {weight_codes: recast, foundation: {}}", "has no effect on weights"),
-        ("", "fp8: {param: true}", "x.yaml:5: fp8.param: param keeps trained weights beside their codes, and the base"),
+        ("", "fp8: {param: true}", "x.yaml:5: fp8.param: param keeps trained weights and their codes, and the base"),
         ("", "fp8: {foundation: {param: true}}", "fp8.foundation.param: param keeps trained weights"),
         ("", "fp8: {fwd: bf16, dgrad: bf16}", "a frozen base has no wgrad, so with fwd and dgrad in bf16 nothing"),
         ("", "optimizer: {master: bf16+sr}", "bf16+sr updates BF16 parameters, and lora.dtype keeps A and B in fp32; "
@@ -126,8 +126,8 @@ def test_what_does_not_go_together(model, more, message):
     "lora, message",
     [
         ("{targets: [fundation]}", "lora.targets.0: unknown component 'fundation'; did you mean foundation?"),
-        ("{dora: true, dropout: 0.1}", "lora.dropout: DoRA with dropout would need the base layer's product"),
-        ("{targets: ['q_proj|k_proj']}", "is neither a component nor a glob over module names: it is no regular"),
+        ("{dora: true, dropout: 0.1}", "lora.dropout: DoRA with dropout would also need the base layer's product"),
+        ("{targets: ['q_proj|k_proj']}", "is neither a component nor a glob over module names: it is not a regular"),
         ("{exclude: ['a b']}", "lora.exclude.0: 'a b' is neither a component nor a glob over module names: module"),
         ("{targets: []}", "lora.targets: must not be empty"),
         ("{r: 8}", "lora.r: unknown key; that is `lora.rank`"),
@@ -143,8 +143,8 @@ def test_wrong_adapters(lora, message):
 
 def test_codes_are_for_what_is_not_trained():
     message = message_of("load_in_fp8: {foundation: row, image_encoder: row}, freeze: [image_encoder]", "")
-    assert message.startswith("x.yaml:1: model.load_in_fp8.foundation: FP8 codes are not trained, and without `lora`")
-    assert "train adapters beside them (`lora: {}`), or freeze the component (model.freeze: [foundation])" in message
+    assert message.startswith("x.yaml:1: model.load_in_fp8.foundation: FP8 codes cannot be trained, and without `lora`")
+    assert "train adapters (`lora: {}`), or freeze the component (model.freeze: [foundation])" in message
     assert read("load_in_fp8: {image_encoder: row}, freeze: [image_encoder]", "").fp8.image_encoder.recipe == "rowwise"
 
 
@@ -162,7 +162,7 @@ def test_adapters_in_bf16_take_every_master():
 
 def test_the_base_changes_by_override_with_its_recipe():
     cfg = read("load_in_fp8: block")
-    assert "blockwise multiplies by other codes" in str(_fails(cfg, ["model.load_in_fp8=row"]))
+    assert "blockwise does not multiply by the codes of load_in_fp8" in str(_fails(cfg, ["model.load_in_fp8=row"]))
     assert override(cfg, ["model.load_in_fp8=row", "fp8.recipe=rowwise"]).fp8.recipe == "rowwise"
 
 

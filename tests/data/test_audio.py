@@ -129,7 +129,7 @@ def test_what_no_row_may_say(folder, names, text, said):
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
         ("cut.wav", "is truncated: 80.. bytes fewer are there"),  # libsndfile takes the half that is there
-        ("piped.flac", "does not say how long it is"),
+        ("piped.flac", "has no length in its header"),
         ("noise.wav", "cannot be decoded"),
     ],
 )
@@ -228,7 +228,7 @@ def test_no_sound_is_passed_over_in_silence(folder, processor):
         encoder.encode(pair.chosen)
     with pytest.raises(BadSample, match="writes <audio> in its text, but names no sound"):
         encoder.encode(row(folder, wav="half.wav"))
-    with pytest.raises(BadSample, match="the model hears and sees nothing"):
+    with pytest.raises(BadSample, match="the model takes no images"):
         encoder.encode(row(folder, text="<image>what?", image="half.wav"))
 
 
@@ -247,13 +247,13 @@ def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, p
         Encoder(processor, 128).encode(row(folder, text="<|AUDIO|>what?"))
     with pytest.raises(models.ModelError, match="1 sounds were given for 0 placeholders"):
         processor(text=["none"], audio=[np.zeros(4000, np.float32)])
-    with pytest.raises(models.ModelError, match="sees nothing. Remove the limit"):
+    with pytest.raises(models.ModelError, match="a model without images. Remove the limit"):
         models.load_processor(folder / "tiny", max_pixels=4096)
 
 
 def test_without_their_packages_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
-    with pytest.raises(DataError, match="the model hears 16000, and soxr resamples, .*octavo.audio") as other:
+    with pytest.raises(DataError, match="the model takes 16000, and soxr resamples, .*octavo.audio") as other:
         audio_files.load(folder / "slow.wav", audio_files.Limits(RATE, 961, RATE))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(DataError, match=r"pip install 'octavo\[audio\]'") as caught:

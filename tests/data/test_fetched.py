@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from octavo.cli.arguments import missing
+from octavo.cli.arguments import missing_files
 from octavo.config import Dataset, load_config_text
 from octavo.data import DataError, Loader, Mixture, read
 from octavo.data.batching.collate import micro_batches
@@ -161,7 +161,7 @@ def test_several_who_want_a_file_fetch_it_once(there, tmp_path, monkeypatch):
         rows = [*pool.map(lambda store: [len(open_shard(store, shard)) for shard in found[:2]], stores)]
     assert rows == [[10, 10]] * 4 and len(asked) == 2
     shard = found[3]
-    with fetched.cache.locked(tmp_path / "store" / f".{shard.key}.lock"):
+    with fetched.cache.lock(tmp_path / "store" / f".{shard.key}.lock"):
         assert stores[0].file(shard, wait=False) is None  # somebody is at it
     assert stores[0].file(shard, wait=False) is not None
 
@@ -261,10 +261,10 @@ def test_an_index_is_held_to_its_files(tmp_path):
     assert not rows.store.folder.exists() and rows[59]["id"] == "59"
     rows = opened([{**entries[0], "nsamples": 12}, *entries[1:]])
     assert len(rows) == 62
-    with pytest.raises(DataError, match=r"part-00\.tar has 10 rows, and 12 are said of it: it changed, was not copied"):
+    with pytest.raises(DataError, match=r"part-00\.tar has 10 rows, and 12 were expected: it changed, was not copied"):
         rows[3]
     for wrong, message in (
-        (entries[1:], r"index\.json is not of these files: part-00\.tar is there, and the index does not name it"),
+        (entries[1:], r"index\.json does not match these files: part-00\.tar is there, and the index does not name it"),
         ([*entries, {"url": "s3://x/z.tar", "nsamples": 1}], r"z\.tar is missing, and the index names it"),
         ([{"url": "z.tar"}], "lacks 'shardlist.0.nsamples'"),
     ):
@@ -317,7 +317,7 @@ def test_a_full_disk_says_so(there, tmp_path, monkeypatch):
 
 def test_windows_that_do_not_fit_are_refused_at_once(there):
     source = read(Dataset(path=there, shuffle_buffer=30, fetch_gb=3e-6))
-    with pytest.raises(DataError, match=r"30 rows are shuffled together, which lie in files of up to .* raise it, or"):
+    with pytest.raises(DataError, match=r"30 rows are shuffled together, which are in files of up to .* raise it, or"):
         loader(source)
 
 
@@ -361,4 +361,4 @@ def test_processes_share_a_folder_that_holds_less_than_they_read(there, tmp_path
 
 def test_commands_do_not_look_for_a_url_here(there):
     cfg = load_config_text(f"model: {{path: an/original}}\ndata: {{train: [{{path: '{there}'}}]}}\ntrain: {{steps: 1}}")
-    assert missing(cfg, None) == [] and input_fingerprints.fingerprints(cfg)["data"][there]["size"] > 0
+    assert missing_files(cfg, None) == [] and input_fingerprints.fingerprints(cfg)["data"][there]["size"] > 0

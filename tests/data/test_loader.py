@@ -171,13 +171,13 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
 
 ORPHANS = """
 import itertools, multiprocessing, time
-from octavo.data.loaders.loader import by_workers, _Chunks
+from octavo.data.loaders.loader import run_workers, _Chunks
 
 class Rows:  # each is more than a pipe holds: the workers wait with full hands
     def __getitem__(self, places):
         return [bytes(1 << 20)]
 
-stream = by_workers(Rows(), _Chunks(itertools.count(), 1), 2)
+stream = run_workers(Rows(), _Chunks(itertools.count(), 1), 2)
 next(stream)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(600)

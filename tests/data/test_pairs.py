@@ -113,10 +113,10 @@ def test_longer_prompts_and_images(folder):
         ({"chosen": [USER, LEFT], "rejected": [USER, LEFT, USER, RIGHT]}, "share 2 turn.* with nothing and user"),
         ({"prompt": "a", "chosen": USER, "rejected": LEFT}, "has no assistant turn, so there is nothing"),
         ({"prompt": "a <image>", "chosen": "b", "rejected": "c"}, "names no image"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["../a.png"]}, "lies outside the image folder"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["../a.png"]}, "is outside the image folder"),
         ({side: [{"role": "user", "content": [{"type": "image", "image": f"{side}.png"}]}, answer]
           for side, answer in (("chosen", LEFT), ("rejected", RIGHT))},
-         "has the image 'chosen.png' in the prompt of chosen and 'rejected.png' in that of rejected"),
+         "has the image 'chosen.png' in the prompt of chosen and 'rejected.png' in the prompt of rejected"),
         ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, r"'instruction' is \['a'\]; expected text"),
     ],
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_bad_pairs_are_named(folder, row, reason):
 
 
 def test_a_format_is_not_taken_and_ignored(folder):
-    with pytest.raises(DataError, match="format is llava, and preferences are told by their keys; leave it out"):
+    with pytest.raises(DataError, match="format is llava, and preferences are read by their keys; leave it out"):
         pairs(folder, [ONE["messages"]], format="llava")
 
 

@@ -36,7 +36,7 @@ def source(folder):
 def same(one, other):
     if isinstance(one, DataError):
         return type(one) is type(other) and str(one) == str(other)
-    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(one) if field.name != "more"]
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(one) if field.name != "extra"]
     further = [{name: (per, x.tolist()) for name, (per, x) in sample.extra.items()} for sample in (one, other)]
     alike = all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
     return alike and further[0] == further[1]

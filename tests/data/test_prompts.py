@@ -200,7 +200,7 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16, on_long="error").encode(row)
     with pytest.raises(DataError, match="on_long is cut, and the end of a prompt is what is asked; set it to drop"):
         PromptEncoder(models("qwen3"), 100, on_long="cut")
-    with pytest.raises(DataError, match="train_on_prompt is true, and completions alone are learned from"):
+    with pytest.raises(DataError, match="train_on_prompt is true, and only completions are learned from"):
         PromptEncoder(models("qwen3"), 100, train_on_prompt=True)
     with pytest.raises(DataError, match="seq_length is 16, 16 of it are kept .* nothing is left for a prompt"):
         PromptEncoder(models("qwen3"), 16, reserve=16)

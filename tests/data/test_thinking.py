@@ -200,7 +200,7 @@ def test_reasoning_that_never_ends_or_leads_nowhere_is_refused(folder, encoder):
         ):
             made.encode(folder.read([row(answer)])[0])
     for template in ("qwen3_5", "qwen3_vl"):
-        with pytest.raises(BadSample, match="turn 2 is an assistant turn without text behind its reasoning"):
+        with pytest.raises(BadSample, match="turn 2 is an assistant turn without text after its reasoning"):
             encoder(template).encode(folder.read([row("<think>r1</think>\n")])[0])
 
 
@@ -242,7 +242,7 @@ def test_reasoning_without_marks_cannot_be_masked(folder, encoder):
     ("change", "message"),
     [
         ({"reasoning_content": 7}, "turn 2 has the reasoning_content 7; expected text"),
-        ({"reasoning_content": "r", "thinking": "s"}, "turn 2 has reasoning of its own in reasoning_content and"),
+        ({"reasoning_content": "r", "thinking": "s"}, "turn 2 has different reasoning in reasoning_content and"),
         ({"role": "user", "reasoning_content": "r"}, "turn 2, of the user, has reasoning_content; only an assistant's"),
         ({"reasoning": "\ud800"}, "its text holds half a character"),
         ({"content": " ", "reasoning": "r"}, "turn 2 is an assistant turn without text"),

@@ -179,7 +179,7 @@ def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monke
             decoded.append(frame.pts)
             yield frame
 
-    monkeypatch.setattr(video_files, "_decoded", counted)
+    monkeypatch.setattr(video_files, "_frames_from", counted)
     assert np.abs(np.array(greys(folder / name, 1, 21)) - [GREYS[1], GREYS[21]]).max() <= 2
     assert name != "a.mp4" or len(decoded) <= 1 + 2 + 4  # the first, 0 and 1, 18 to 21
 
@@ -247,7 +247,7 @@ def test_the_cover_of_a_song_is_no_video(tmp_path):
         sound.rate = 16000
         container.mux(song.encode(sound))
         container.mux(song.encode())
-    with pytest.raises(Mismatch, match="holds sound alone"):
+    with pytest.raises(Mismatch, match="holds only sound"):
         video_files.select_frames(tmp_path / "song.mp4", Every())
 
 
@@ -371,9 +371,9 @@ def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
         ("noise.mp4", {}, "cannot be decoded|holds no"),
         ("empty.mp4", {}, "is empty"),
         ("text.mp4", {}, "none of mp4, mov, webm and mkv"),
-        ("sound.mp4", {}, "holds sound alone"),
+        ("sound.mp4", {}, "holds only sound"),
         ("nothing", {}, "a folder without a frame"),
-        ("frames", {}, "whose rate nobody says; give the row `fps`, or set data.video.folder_fps"),
+        ("frames", {}, "is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"),
         ("a.mp4", {"seconds": 2.0}, "is 3 s long, and 2 are the most .data.video.max_seconds"),
         ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, and 2 are the most"),
         ("a.mp4", {"megabytes": 1e-4}, "MB, and 0.0001 are the most .data.video.max_megabytes"),
@@ -417,7 +417,8 @@ def test_who_takes_no_videos_says_so(folder, processors, models):
             Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
     with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder))
-    with pytest.raises(BadSample, match="which the generation engine does not take: videos of qwen2_5_vl stand in"):
+    sentence = "which the generation engine does not take: videos of qwen2_5_vl have positions in seconds"
+    with pytest.raises(BadSample, match=sentence):
         PromptEncoder(processors["qwen2_5_vl"], 512).encode(prompt(folder))
 
 
@@ -535,7 +536,7 @@ def test_a_row_is_cut_in_front_of_a_video_and_never_in_it(folder, processors, ki
         Encoder(processors[kind], 8, on_long="error").encode(held)
     with pytest.raises(LongSample):
         Encoder(processors[kind], len(whole.input_ids) - 1).encode(held)
-    with pytest.raises(LongSample, match="falls into a video, which goes whole, and nothing to learn is left"):
+    with pytest.raises(LongSample, match="falls into a video, which is removed whole, and nothing to learn is left"):
         Encoder(processors[kind], first[1] - 1, on_long="cut").encode(held)
 
 
@@ -556,7 +557,7 @@ def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
 def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
     shutil.copytree(folder / "frames", tmp_path / "f")
     (tmp_path / "f" / "f99.png").symlink_to(folder / "i.png")
-    with pytest.raises(Mismatch, match="whose f99.png lies elsewhere"):
+    with pytest.raises(Mismatch, match="whose f99.png is a link out of it; copy the file there"):
         video_files.select_frames(Frames(tmp_path / "f", 4.0), Every())
 
 

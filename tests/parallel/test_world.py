@@ -195,7 +195,8 @@ def test_a_rank_that_does_not_come_is_named_by_the_one_that_waits(tmp_path):
             pair[1 - fails].join(60)
             assert pair[1 - fails].exitcode == 0
             said = (tmp_path / str(number)).read_text()
-            start = rf"a collective failed on rank {1 - fails} of 2 at step 7, forward and backward \(run.timeout: {seconds:g} s"
+            where = f"rank {1 - fails} of 2 at step 7, forward and backward"
+            start = rf"a collective failed on {where} \(run.timeout: {seconds:g} s"
             assert re.match(rf"{start}\): {words}", said), said
     finally:
         for process in itertools.chain(*pairs):

@@ -152,23 +152,23 @@ def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
     forks = next(claim for claim in verdict.claims if claim.name == "loss_forks")
     assert "3 forks" in forks.sentence and len(verdict.lines) == 5
     trajectories = verdict.claims[3].sentence
-    assert "3 pairs of seeds" in trajectories and "the seed alone moves" in trajectories
+    assert "3 pairs of seeds" in trajectories and "another seed changes" in trajectories
 
 
 @pytest.mark.parametrize(
     ("planted", "expected", "sentence"),
     [
-        ({"questions": False}, {"accuracy": UNDECIDED, "loss_same_weights": UNDECIDED}, "name some in data.eval"),
+        ({"questions": False}, {"accuracy": UNDECIDED, "loss_same_weights": UNDECIDED}, "set data.eval"),
         ({"lr": 0.0}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "no step of high precision changed a weight"),
-        ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "nothing that held-out data show"),
-        ({"learns": False, "questions": False}, {"loss_forks": UNDECIDED}, "learned nothing that its losses show"),
+        ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "learned nothing by held-out data"),
+        ({"learns": False, "questions": False}, {"loss_forks": UNDECIDED}, "learned nothing by its losses"),
         ({"no_forks": "forks of 4 steps", "forks": 0}, {"loss_forks": UNDECIDED}, "forks of 4 steps"),
         ({"forks": 1}, {"loss_forks": UNDECIDED}, "ask for 3 or more"),
         ({"forks": 0}, {"loss_forks": UNTRIED, "accuracy": PASS}, "--forks 3"),
         ({"shift": 0.02}, {"loss_forks": FAIL}, "for the worse"),
         ({"fp8": 0.9}, {"accuracy": FAIL}, "for the worse"),
         ({"drift": 0.01}, {"loss_same_weights": FAIL, "accuracy": PASS}, "for the worse"),
-        ({"gemms": 0}, {"loss_same_weights": FAIL}, "nothing was judged in FP8"),
+        ({"gemms": 0}, {"loss_same_weights": FAIL}, "nothing was evaluated in FP8"),
         ({"proof": {**GOOD_PROOF, "fp8_gemms": 0}}, {"accuracy": PASS}, "no FP8 GEMM was counted"),
     ],
 )  # fmt: skip
@@ -221,7 +221,7 @@ def test_a_fork_that_is_not_sound_fails_the_claim(cfg, tmp_path: Path) -> None:
     skipping = [(a, replace(r, skipped=(90, 91)) if a.number else r) for a, r in records]
     assert "skipped 2 of 40 steps" in claim_of(skipping).sentence
     other = [(a, replace(r, plan={"rows": r.plan["rows"][1:]}) if a.of and a.number else r) for a, r in records]
-    assert "was planned otherwise than FP8 blockwise (1 layers, first model.visual" in claim_of(other).sentence
+    assert "has another plan than FP8 blockwise (1 layers, first model.visual" in claim_of(other).sentence
     high = [(a, replace(r, proof={}) if a.of and a.number else r) for a, r in records]
     assert claim_of(high).status == FAIL and "nothing shows that FP8 ran" in claim_of(high).sentence
     broken = [(a, replace(r, failure="step 90: weights") if a.of and a.number else r) for a, r in records]

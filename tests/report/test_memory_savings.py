@@ -106,7 +106,7 @@ def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch
     monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"loss": "", "gap": ""}, []))
     verdict = compare(saving, None, tmp_path, forks=0)
     text = (tmp_path / "report" / "report.html").read_text()
-    assert "What each saving cost" in text and "+ update in backward" in text
+    assert "The cost of each memory saving" in text and "+ update in backward" in text
     assert "-17 %" in text  # from a fifth of 5000 tokens a second to a sixth
     rows = json.loads((tmp_path / "report" / "report.json").read_text())["savings"]
     assert [row["label"] for row in rows] == [*order, "+ update in backward"]

@@ -56,7 +56,7 @@ def test_verdict_is_in_the_first_line(page) -> None:
         '<h1><span class="pill pass">pass</span> FP8 blockwise (pass) beside fp32: held-out accuracy pass'
     )
     assert "94.0 % of linear FLOPs counted in FP8" in body.split("</h1>")[0]
-    assert 'class="pill untried">untried' in body and "--forks 3 tries it" in body
+    assert 'class="pill untried">untried' in body and "--forks 3 tests it" in body
 
 
 def test_every_section_is_there(page) -> None:
@@ -140,7 +140,7 @@ def test_page_survives_what_is_missing(trial, tmp_path: Path) -> None:
     assert verdict.status == "fail" and verdict.exit_code == 1
     assert any("proof.json" in reason for reason in verdict.reasons)
     html = write(verdict, records, tmp_path / "report")[0].read_text()
-    for text in ("The run left no proof", "No health figures were recorded", "recorded no memory figures"):
+    for text in ("The run wrote no proof", "No health figures were recorded", "recorded no memory figures"):
         assert text in html
     assert "Accuracy" not in re.findall(r"<h2>(.*?)</h2>", html)
     json.loads((tmp_path / "report" / "report.json").read_text())

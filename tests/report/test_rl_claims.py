@@ -139,7 +139,7 @@ def test_nothing_learned_is_undecided(planted) -> None:
 def test_without_held_out_data_the_verdict_says_what_is_missing(planted) -> None:
     verdict = judge(planted(), Trial(seeds=3))
     assert verdict.status == "undecided" and verdict.exit_code == 3
-    assert "name some in data.eval: held-out answers alone decide in phase rl" in verdict.claims[0].sentence
+    assert "set data.eval: only held-out answers decide in phase rl" in verdict.claims[0].sentence
     assert by_name(verdict)["reward_gap"].low is not None  # is reported all the same
 
 
@@ -150,7 +150,7 @@ def test_gap_of_rewards_is_of_the_last_third_over_pairs_of_seeds(planted) -> Non
     assert (found.figure, found.low, found.high) == pytest.approx((0.01, low, high))
     assert found.status == "reported" and found.margin is None and "0.61 in FP8, 0.6 in high" in found.sentence
     one = by_name(judge(planted(gaps=(0.03,)), Trial()))["reward_gap"]
-    assert one.low is None and one.shown == "+0.03" and "--seeds 3 gives one" in one.sentence
+    assert one.low is None and one.shown == "+0.03" and "gives no interval: use --seeds 3" in one.sentence
 
 
 def test_what_training_gained(planted) -> None:
@@ -182,9 +182,9 @@ def test_a_seed_that_failed_fails_the_claim(planted, tmp_path: Path) -> None:
 
 def test_prompts_are_held_together_and_tokens_are_not(planted) -> None:
     data = {c.name: c for c in judge(planted(), Trial(seeds=3)).checks}["same_data"]
-    assert data.status == "pass" and "prompts shown of all 30 steps" in data.sentence
+    assert data.status == "pass" and "recorded prompts of all 30 steps" in data.sentence
     other = next(c for c in judge(planted(row=4), Trial(seeds=3)).checks if c.name == "same_data")
-    assert other.status == "fail" and "30 steps asked other prompts" in other.sentence
+    assert other.status == "fail" and "30 steps had other prompts" in other.sentence
     drawn = planted(cfg=configured("rl", "rl.dynamic_sampling=true"), row=4)  # further prompts are drawn, runs part
     assert not [c for c in judge(drawn, Trial(seeds=3)).checks if c.name == "same_data"]
 
@@ -197,8 +197,8 @@ def test_page(planted, tmp_path: Path) -> None:
     heads = re.findall(r"<h2>(.*?)</h2>", html)
     assert heads[:5] == ["Claims", "Checks", "Learning", "Completions", "Accuracy"] and "Loss" not in heads
     assert {image.name for image in images} == {"claims.png", "learning.png", "gap.png", "health.png", "memory.png"}
-    assert "stays about 0 whatever the policy is worth" in html and "no claims on losses" in html
-    assert f"<p>Steps 1 to {STEPS} learnt by the weights and FP8 codes that wrote their completions" in html
+    assert "stays about 0, however good the policy is" in html and "no claims on losses" in html
+    assert f"<p>Steps 1 to {STEPS} updated the weights and FP8 codes that wrote their completions" in html
     assert "&lt;b&gt;8&lt;/b&gt;" in html and "7" * LENGTH + " ..." in html and "7" * (LENGTH + 1) not in html
     assert not re.search(r"\bnan\b", html) and "before training</td>" in html and "rollout, tokens written" in html
     assert [step["step"] for step in data["completions"][0]["steps"]] == [1, 16, 30]
@@ -216,9 +216,9 @@ def test_page_of_preferences(planted, tmp_path: Path) -> None:
     html = write(judge(records, Trial()), records, tmp_path / "report")[0].read_text()
     heads = re.findall(r"<h2>(.*?)</h2>", html)
     assert "Learning" in heads and "Completions" not in heads and "Margin of rewards" in html
-    drawing = next(d for d in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL) if "Pairs told apart" in d)
+    drawing = next(d for d in re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL) if "Pairs in order" in d)
     assert "high precision, seed 1" in drawing and not re.search(r"\bnan\b", html)
-    costs = html.split("What each saving cost")[1].split("</table>")[0]
+    costs = html.split("The cost of each memory saving")[1].split("</table>")[0]
     assert "margin, by this saving" in costs and re.search(r"\+ optimizer.*?0\.0100", costs, flags=re.DOTALL)
 
 
@@ -273,7 +273,7 @@ def test_which_runs_a_trial_of_rewards_has(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("octavo.report.trial.held_out.judge_model", lambda *_: judged(0.5, 3.0))
     monkeypatch.setattr("octavo.report.trial.held_out.judge_run", judge_run)
     monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"learning": "", "gap": ""}, []))
-    with pytest.raises(ReportError, match="forks=2: they hold losses against each other, and in phase rl losses"):
+    with pytest.raises(ReportError, match="forks=2: forks compare losses, and in phase rl losses"):
         compare(configured("rl"), None, tmp_path / "trial", forks=2)
     assert asked == []
     runs = ["high-precision", "high-precision-seed-1", "fp8-blockwise", "fp8-blockwise-seed-1"]

@@ -127,7 +127,7 @@ def test_the_sum_of_small_gaps_is_a_large_one() -> None:
     [
         ({"level": "batch"}, "token, sequence, geometric.*'batch'"),
         ({"action": "drop"}, "truncate, mask.*'drop'"),
-        ({"high": 0.9}, "hold 1 between them.*high 0.9"),
+        ({"high": 0.9}, "must include 1, .*high 0.9"),
         ({"low": 1.5}, "low 1.5"),
         ({"low": -1.0}, "low -1.0"),
     ],

@@ -152,7 +152,7 @@ def test_options_are_those_of_the_losses():
         (["train.z_loss=0.1"], "train.z_loss", "is not for phase preference"),
         (["train.phase=sft", "preference={beta: 0.2}"], "preference", "has no effect in phase sft"),
         (["rl={rewards: [exact_match]}"], "rl", "has no effect in phase preference"),
-        (["train.phase=rl"], "rl", "nothing says what is rewarded"),
+        (["train.phase=rl"], "rl", "there are no rewards"),
         (["data.train=[{path: a, format: prompt}]"], "data.train.0.format", "rows that are asked are for phase rl"),
     ],
 )

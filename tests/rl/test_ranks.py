@@ -175,4 +175,4 @@ def test_a_gap_ends_both_ranks_with_the_layer(reinforcing: Make):
     found = both(reinforcing("rl.max_gap=1e-3", "run.timeout=30"), _perturb)
     assert [code for code, _ in found] == [1, 1]
     for _, said in found:
-        assert f"the layer that differs first is {LAYER}, by 0.05 of" in said
+        assert f"the first layer that differs is {LAYER}, by 0.05 of" in said

@@ -162,11 +162,11 @@ def test_rows_and_files_that_are_not_what_they_were_are_named(preferring: Make, 
 @pytest.mark.parametrize(
     ("over", "found"),
     [
-        (["preference={loss: kto, reference: disk}"], "kto also asks of answers to other prompts of a step"),
+        (["preference={loss: kto, reference: disk}"], "kto also needs answers to other prompts of a step"),
         (["preference={loss: orpo, reference: disk}"], "orpo has none"),
         (
             ["train.phase=rl", "train.global_batch=2", "rl={rewards: [exact_match], reference: disk}"],
-            "completions are new in every step, so nothing about them can be computed before the first",
+            "completions are new in every step, so the reference cannot be computed before the first",
         ),
     ],
 )
@@ -177,4 +177,4 @@ def test_where_nothing_can_be_computed_before_it_is_refused(preferring: Make, ov
 
 def test_the_plan_says_that_it_takes_no_memory(preferring: Make):
     cfg = preferring(DISK)
-    assert rl.reference_of(cfg) == "disk" and "kept on disk, and takes no memory" in rl.sentences(cfg)[1]
+    assert rl.reference_of(cfg) == "disk" and "kept on disk, no memory" in rl.sentences(cfg)[1]

@@ -172,9 +172,7 @@ def test_rows_that_are_asked_one_by_one_see_the_original_arguments(folder: Path)
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        pytest.param(
-            "floods", "wrote [0-9]+ bytes without an end to the socket of its process", id="as fast as it can"
-        ),
+        pytest.param("floods", "wrote [0-9]+ bytes without an end to the socket of its process", id="at full speed"),
         pytest.param("drips", "gave no answer within 1 s, and was ended|bytes without an end", id="byte by byte"),
         pytest.param("answers_itself", r"wrote '\{\"values\": \[9.0", id="an answer of its own"),
         pytest.param("answers_ahead", 'wrote \'.*"turn": 0', id="answers to other questions"),

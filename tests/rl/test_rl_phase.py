@@ -167,7 +167,7 @@ def test_what_is_drawn_in_place_of_equal_groups_is_not_equal_and_length_is_punis
     pairs = [*zip(rewards[::2], rewards[1::2], strict=True)]
     assert row["sampling/draws"] > 1 and pairs and all(a != b for a, b in pairs)
     alike = ("rl.rewards=[{reward: regex, pattern: '.?'}]", "rl.overlong=4", "rl.stop=[a, e, i, o]")
-    with pytest.raises(TrainError, match="take rewards or prompts that tell completions apart"):
+    with pytest.raises(TrainError, match="use rewards or prompts that distinguish completions"):
         rl.run(cfg := reinforcing(*over, *alike, "fp8.recipe=off", dir="alike"))
     (row,) = rows_of(cfg)
     assert row["empty"] and row["sampling/draws"] == 4, "a length tells completions apart, and is no merit"
@@ -285,17 +285,21 @@ def test_a_reward_that_gives_no_number_is_named(talking: Make, tmp_path: Path, b
         (["rl.rewards=[{reward: format}]"], "rl.rewards.0", "needs a pattern"),
         (["rl.rewards=[{reward: exact_match, tolerance: 1.0}]"], "rl.rewards.0.tolerance", "has no effect"),
         (["rl.rewards=[exact]"], "rl.rewards.0", "there is no reward `exact`"),
-        (["rl.stop=['']"], "rl.stop.0", "must not be empty; give a text there, or leave"),
+        (["rl.stop=['']"], "rl.stop.0", "must not be empty; write a text, or remove"),
         (['rl.stop=["\\ud800"]'], "rl.stop.0", "half a character"),
-        (["lora={rank: 4, targets: ['']}"], "lora.targets.0", "must not be empty; give a text there, or leave"),
-        (["rl.group=1"], "rl.group", "no others to be better than"),
+        (["lora={rank: 4, targets: ['']}"], "lora.targets.0", "must not be empty; write a text, or remove"),
+        (["rl.group=1"], "rl.group", "has no others to be compared with"),
         (["rl.critic_lr=1e-3"], "rl.critic_lr", "no effect on grpo, which has no critic"),
         (["rl.gamma=0.9", "rl.algorithm=rloo"], "rl.gamma", "no effect on rloo"),
-        (["rl.algorithm=ppo", "rl.advantage=group"], "rl.advantage", "compares no group"),
+        (["rl.algorithm=ppo", "rl.advantage=group"], "rl.advantage", "does not compare groups"),
         (["rl.algorithm=ppo", "rl.dynamic_sampling=true"], "rl.dynamic_sampling", "compares with its critic"),
-        (["rl.algorithm=ppo", "lora={rank: 4}", "rl.value_weight=0.5"], "rl.value_weight", "takes no notice"),
-        (["rl.mini_batches=3"], "rl.mini_batches", "cannot be cut into 3"),
-        (["rl.max_new_tokens=128"], "rl.max_new_tokens", "leave no place for a prompt"),
+        (
+            ["rl.algorithm=ppo", "lora={rank: 4}", "rl.value_weight=0.5"],
+            "rl.value_weight",
+            "AdamW is invariant to a factor",
+        ),
+        (["rl.mini_batches=3"], "rl.mini_batches", "cannot be split into 3"),
+        (["rl.max_new_tokens=128"], "rl.max_new_tokens", "leave no room for a prompt"),
         (["rl.invariant=true", "fp8.recipe=tensorwise"], "fp8.recipe", "share a scale between rows"),
         (["rl.invariant=true", "rl.kv=fp8"], "rl.kv", "other keys and values"),
         (["rl.correction=off", "rl.correction_high=3.0"], "rl.correction_high", "since rl.correction is off"),
@@ -306,7 +310,7 @@ def test_a_reward_that_gives_no_number_is_named(talking: Make, tmp_path: Path, b
         (["rl.algorithm=gspo", "rl.reference=copy"], "rl.reference", "since rl.kl is absent and gspo has none"),
         (["data.on_long=cut"], "data.on_long", "the end of a prompt"),
         (["rl.reference=base"], "rl.reference", "there are none"),
-        (["rl.reference=copy", "lora={rank: 4}"], "rl.reference", "is there and takes no byte"),
+        (["rl.reference=copy", "lora={rank: 4}"], "rl.reference", "the base without adapters takes no memory"),
         (["train.global_batch=16"], "train.global_batch", "a step is rl.prompts x rl.group"),
         (["train.compile=true"], "train.compile", "is not for phase rl"),
         (["run.gain_steps=2"], "run.gain_steps", "is not for phase rl"),

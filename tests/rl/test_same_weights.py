@@ -115,7 +115,7 @@ def test_the_proof_says_which_steps_were_held_to_it(reinforcing: Make):
 def test_a_gap_names_the_layer_that_differs_first(reinforcing: Make, over: tuple[str, ...]):
     """Keys and values of the rollout in FP8: attention of the first layer differs, in what it hands to its o_proj."""
     cfg = reinforcing("rl.kv=fp8", "rl.max_gap=1e-5", *over)
-    found = r"differs first is model\.layers\.0\.self_attn \(in what it hands to its o_proj\), by 0\.0"
+    found = r"first layer that differs is model\.layers\.0\.self_attn \(in the input of its o_proj\), by 0\.0"
     with pytest.raises(TrainError, match=r"step 1: .* rl.max_gap is 1e-05: the layer that " + found):
         rl.run(cfg)
     assert not rows_of(cfg)
@@ -135,7 +135,7 @@ def test_a_layer_that_computes_otherwise_in_rollouts_is_named(
 
     monkeypatch.setattr(RlPhase, "begin", planted)
     tiny.write(family, tmp_path / "model", size="mini")
-    with pytest.raises(TrainError, match=rf"differs first is {re.escape(layer)}, by 0\.05 of"):
+    with pytest.raises(TrainError, match=rf"first layer that differs is {re.escape(layer)}, by 0\.05 of"):
         rl.run(reinforcing("rl.max_gap=1e-3", f"model.path={tmp_path / 'model'}"))
 
 

@@ -247,7 +247,7 @@ def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
     ):
         assert main(line) == 2 and words in capsys.readouterr().err and not Path(target).exists()
     assert main(["unseal", "model", stored, target, "--key-file", seal, "--files-key", files, *model]) == 0
-    assert "is encrypted, and" in (said := capsys.readouterr().err) and "octavo encrypt it" in said
+    assert "is encrypted, and" in (said := capsys.readouterr().err) and "run octavo encrypt on it" in said
     name = "model.safetensors"
     assert (Path(target) / name).read_bytes() == (place / "text" / name).read_bytes()
     monkeypatch.setenv(encryption.FILE, seal)
@@ -295,7 +295,7 @@ def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatc
     for line, words in (
         (["seal", "data", "a", "b", *key], "--model FOLDER"),
         (["seal", "model", "a", *key], "SRC and DST"),
-        (["seal", "model", "a", "b", "train.steps=1", *key], "belongs to seal data"),
+        (["seal", "model", "a", "b", "train.steps=1", *key], "train.steps=1 is a setting of seal data"),
         (["unseal", "adapter", "a", "b", *key], "--model FOLDER"),
         (["unseal", "model", str(tmp_path / "gone"), "b", *key], "gone is no folder"),
     ):

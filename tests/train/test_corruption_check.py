@@ -176,7 +176,7 @@ def test_octavo_train_ends_with_1(make, uncounted, faulty, monkeypatch, capsys) 
     assert main(["train", str(file)]) == 1
     assert "step 2 computed wrongly" in capsys.readouterr().err
     page = (Path(cfg.run.dir) / "page.html").read_text()
-    assert "A device computed wrongly" in page and "fwd of model.visual.blocks.0.attn.qkv (faulty)" in page
+    assert "A device computed wrong results" in page and "fwd of model.visual.blocks.0.attn.qkv (faulty)" in page
 
 
 @pytest.mark.usefixtures("seen")
@@ -202,8 +202,8 @@ def test_the_rank_is_named_and_all_of_them_stop(make, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("over", "said"),
     [
-        (("train.compile=true",), "a compiled graph shows nobody what its GEMMs multiply"),
-        (("train.cuda_graphs=true",), "a CUDA graph shows nobody what its GEMMs multiply"),
+        (("train.compile=true",), "the operands of GEMMs in a compiled graph cannot be read"),
+        (("train.cuda_graphs=true",), "the operands of GEMMs in a CUDA graph cannot be read"),
         (("fp8.recipe=off",), "checks FP8 GEMMs, and nothing runs in FP8"),
         (("run.check_every=7",), "no step of 6 is a check; use at most 6"),
         (("run.check_every=-1",), "run.check_every"),

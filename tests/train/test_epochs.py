@@ -46,7 +46,7 @@ def test_the_steps_of_epochs(make: Make, tmp_path: Path, epochs: float, sets: st
 
 def test_too_long_a_warmup_is_refused(make: Make, tmp_path: Path) -> None:
     cfg = make(f"data.train=[{{path: {rows(tmp_path / 'a.json', 8)}}}]", "train.epochs=1")
-    with pytest.raises(ConfigError, match="warmup 2 leaves nothing of 2 steps"):
+    with pytest.raises(ConfigError, match="warmup 2 takes all of 2 steps"):
         resolve_steps(cfg)
 
 

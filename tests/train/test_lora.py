@@ -145,7 +145,7 @@ def test_a_checkpoint_of_adapters_is_no_model_and_the_other_way_round(make):
 
     models_of = {run.dir.name: _model(load_config(run.dir / "config.yaml")) for run in (lora, full)}
     world = parallel.World()
-    with pytest.raises(CheckpointError, match=r"holds trained parameters alone \(28, first .*lora_A.*does not train"):
+    with pytest.raises(CheckpointError, match=r"holds only trained parameters \(28, first .*lora_A.*does not train"):
         checkpoint.load(steps["lora"], model=models_of["full"], optimizer=None, world=world)
     with pytest.raises(CheckpointError, match="holds a whole model, and not one of the parameters that this model"):
         checkpoint.load(steps["full"], model=models_of["lora"], optimizer=None, world=world)

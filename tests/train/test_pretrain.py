@@ -88,8 +88,8 @@ def test_captions_documents_and_talk_side_by_side(pretrain, place, tmp_path):
 
 def test_what_random_weights_cannot_be_beside_is_refused(pretrain):
     wrong = {
-        "lora={}": r"model.init: adapters are trained beside a base that has learnt",
-        "model.freeze=[lm_head]": r"model.init: what is frozen would keep its random numbers",
+        "lora={}": r"model.init: adapters need a trained base",
+        "model.freeze=[lm_head]": r"model.init: frozen parts would keep their random weights",
         "train.phase=preference": r"model.init: phase preference begins with a model that has learnt",
         "model.init=checkpoint model.init_std=0.1": r"model.init_std: has no effect on the weights of a checkpoint",
         "train.phase=sft data.join=false": r"data.join: phase sft joins no rows",
@@ -97,7 +97,7 @@ def test_what_random_weights_cannot_be_beside_is_refused(pretrain):
     for settings, found in wrong.items():
         with pytest.raises(ConfigError, match=found):
             pretrain(*settings.split())
-    with pytest.raises(ConfigError, match="frozen codes of random numbers would never learn"):
+    with pytest.raises(ConfigError, match="frozen codes of random weights would never be trained"):
         pretrain("model.load_in_fp8=rowwise", "lora={}")
 
 

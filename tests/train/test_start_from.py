@@ -98,10 +98,10 @@ def test_weights_alone_are_never_continued_and_say_what_to_do(make):
         ((f"run.resume={last}",), "else"),
         ((f"run.fork={last}",), "fork"),
     ):
-        with pytest.raises(train.TrainError, match=r"holds weights alone \(run.save_states: false\).*run.start_from="):
+        with pytest.raises(train.TrainError, match=r"holds only weights \(run.save_states: false\).*run.start_from="):
             train.run(make(*SAME, *over, dir=dir))
     model = object()
-    with pytest.raises(CheckpointError, match="no optimizer state in it"):
+    with pytest.raises(CheckpointError, match="it has no optimizer state to continue with"):
         checkpoint.load(last, model=model, optimizer=model, world=_One())  # type: ignore[arg-type]
     shutil.rmtree(directory / "checkpoints" / "step_2")
     # One with states beside it is offered; the run that begins anew is a run like any other, and ends with hf/.
@@ -132,8 +132,9 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
         train.run(make(*over, f"run.start_from={whole.dir}", "run.resume=auto", dir="stopped"))
     state = first.dir / "checkpoints" / "step_2" / "state.json"
     state.write_bytes(state.read_bytes() + b" ")
-    changed = "first/checkpoints/step_2, whose contents have changed since; restore it"
-    with pytest.raises(train.TrainError, match=changed):
+    with pytest.raises(
+        train.TrainError, match="first/checkpoints/step_2, whose contents have changed since; restore it"
+    ):
         train.run(make(*over, "run.resume=auto", dir="stopped"))
     shutil.rmtree(first.dir)
     assert train.run(make(*over, "run.resume=auto", dir="stopped")).losses() == whole.losses()
@@ -148,7 +149,7 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
         (("run.start_from={place}/digits",), "it is not a checkpoint and contains none"),
         (("run.start_from={full}", "model.path={place}/text"), "tensors that this model lacks, first .*another model"),
         (("run.start_from={full}", *LORA), "holds a whole model, and not one of the parameters that this model trains"),
-        (("run.start_from={lora}",), "holds trained parameters alone .*Continue it with the `lora` section"),
+        (("run.start_from={lora}",), "holds only trained parameters .*Continue it with the `lora` section"),
         (("run.start_from={lora}", "lora={rank: 4, alpha: 8}"), "lora.alpha was 32.0, is 8.0. Set them as they were"),
         (("run.start_from={lora}", *LORA, "model.path={other}"), "is not the one with which .* was trained"),
     ],

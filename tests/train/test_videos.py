@@ -94,8 +94,8 @@ def test_a_folder_of_frames_is_asked_about_by_its_rate(here, result, capsys):
     assert [shot.fps for shot in said] == [2, 0.5] and "answer" in capsys.readouterr().out
     clip = str(here / "clips" / "videos" / "test" / "00000.mp4")
     for words, found in (
-        ([str(frames)], "is a folder of frames, whose rate nobody says; add --fps"),
-        ([clip, "--fps", "2"], "--fps tells the rate of a folder of frames, and "),
+        ([str(frames)], "is a folder of frames without a known rate; add --fps"),
+        ([clip, "--fps", "2"], "--fps is the rate of a folder of frames, and "),
         *(
             ([str(frames), "--fps", value], "a number above 0, at most 1000, found")
             for value in ("0", "nan", "x", "1e4")
@@ -179,7 +179,7 @@ def test_packs_hold_clips(here):
 
 def test_a_family_without_videos_and_odd_values_are_refused(here, tmp_path):
     cfg = load_config_text(TEXT.format(here=here), [f"model.path={tiny.write('qwen3', tmp_path / 'm', size='mini')}"])
-    with pytest.raises(ModelError, match="videos of model_type 'qwen3' are not taken here"):
+    with pytest.raises(ModelError, match="Octavo takes no videos for model_type 'qwen3'"):
         resolve_video(cfg)
     with pytest.raises(ConfigError, match="fps"):
         load_config_text(TEXT.format(here=here).replace("fps: 4", "fps: 0"), ())
@@ -187,6 +187,6 @@ def test_a_family_without_videos_and_odd_values_are_refused(here, tmp_path):
 
 def test_digits_of_a_clip_are_asked_for_with_video_alone(tmp_path, capsys):
     assert main(["digits", str(tmp_path / "c"), "--frames", "2"]) != 0
-    assert "are of videos: add --video" in capsys.readouterr().err
+    assert "apply to videos: add --video" in capsys.readouterr().err
     assert main(["digits", str(tmp_path / "c"), "--video", "--digits", "2", "--train", "2", "--test", "1"]) == 0
     assert "wrote 2 training and 1 test videos" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a rule says: a :class:`Finding`; and what every rule about globs asks."""
+"""The result of a rule, a :class:`Finding`; and the check of globs that rules share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.config.yaml.document import Path
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that is broken at ``path``; ``needs`` are further keys it depends on."""
+    """A broken rule at ``path``; ``needs`` are further keys that it depends on."""
 
     path: Path
     reason: str
@@ -28,13 +28,15 @@ def _path(key: str) -> Path:
 
 
 def glob_problem(pattern: str) -> str | None:
-    """Why ``pattern`` is no glob over dotted module names, or None if it is one."""
+    """Why ``pattern`` is not a glob over dotted module names; None if it is."""
     if re.search(r"\s", pattern) or not pattern:
-        return "module names hold no spaces" if pattern else "it is empty"
+        return "module names have no spaces" if pattern else "it is empty"
     if "/" in pattern or "\\" in pattern:
         return "module names are joined by dots, not slashes"
     if re.search(r"[\^$|(){}+\[\]]", pattern):
-        return "it is no regular expression: only *, ? (within a segment) and ** (any number of segments) are special"
+        return (
+            "it is not a regular expression: only *, ? (within a segment) and ** (any number of segments) are special"
+        )
     for segment in pattern.split("."):
         if not segment:
             return "it has an empty segment (two dots in a row, or a dot at an end)"

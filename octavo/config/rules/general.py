@@ -1,4 +1,5 @@
-"""What a configuration may not combine, and what this version does not do yet. Each finding names the keys it needs."""
+"""Rules on combinations of settings, and on what this version does not support. Each finding names the keys it
+needs."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ FREEZABLE = (*COMPONENTS, "lm_head")
 GEMMS = ("fwd", "dgrad", "wgrad")
 _NOT_OF_HUB = "has no effect on a local path"
 _NOTHING_LEFT = "fwd, dgrad and wgrad are all bf16, so nothing would run in FP8"
-#: keys of `data`, and of a data set, that say how rows become numbers: nothing is left of that in sealed rows
+#: keys of `data`, and of a data set, that control how rows become numbers; sealed rows are numbers already
 _OF_ENCODING = (
     *("on_long", "join", "train_on_prompt", "max_pixels", "min_pixels", "max_image_megapixels", "video"),
     *("system", "template_args", "mask_empty_think", "mask_reasoning", "split_turns"),
@@ -31,7 +32,8 @@ _OF_DATA_FILES = ("revision", "split", "subset", "images", "stream", "fetch_gb",
 
 
 def check(config: Sections) -> list[Finding]:
-    """Every rule that ``config`` breaks. Those of a feature are asked where one of its keys is set."""
+    """The findings of all rules that ``config`` breaks. Rules of a feature are checked only if one of its keys is
+    set."""
     of_sections = (_model, _attention, _fp8, _data, _phase, _sealed, _train, _memory, _parallel, _run,
                    _corruption_checks)  # fmt: skip
     phase, frozen_codes = config.train.phase, config.model.load_in_fp8.kinds
@@ -62,35 +64,35 @@ def _model(config: Sections) -> Iterator[Finding]:
 
 
 def _init(config: Sections) -> Iterator[Finding]:
-    """What nothing but a checkpoint can be."""
+    """Settings that need the weights of a checkpoint."""
     model, phase = config.model, config.train.phase
     if model.init != "random":
         if model.init_std is not None:
             reason = "has no effect on the weights of a checkpoint"
             yield finding("model.init_std", reason, "remove it, or set `init: random`", "model.init")
         return
-    beside = (
-        ("lora", config.lora is not None, "adapters are trained beside a base that has learnt, and this one has not"),
-        ("model.load_in_fp8", bool(model.load_in_fp8.kinds), "frozen codes of random numbers would never learn"),
-        ("model.freeze", bool(model.freeze), "what is frozen would keep its random numbers"),
-        ("train.phase", phase in BEYOND_SFT, f"phase {phase} begins with a model that has learnt"),
+    conflicts = (
+        ("lora", config.lora is not None, "adapters need a trained base, and random weights are not"),
+        ("model.load_in_fp8", bool(model.load_in_fp8.kinds), "frozen codes of random weights would never be trained"),
+        ("model.freeze", bool(model.freeze), "frozen parts would keep their random weights"),
+        ("train.phase", phase in BEYOND_SFT, f"phase {phase} needs a trained model"),
     )
-    for key, is_there, reason in beside:
+    for key, is_there, reason in conflicts:
         if is_there:
             yield finding("model.init", reason, f"use `init: checkpoint`, or change {key}", key)
 
 
 def _attention(config: Sections) -> Iterator[Finding]:
-    """Kernels that are for packs alone, or for 16 bits."""
+    """Kernels that work only for packs, or only in 16 bits."""
     attention, kernel = config.model.attention, config.model.attention.foundation
     if "varlen" in attention.kernels.values() and config.train.precision == "fp32":
         reason = "varlen computes in 16 bits, and train.precision is fp32"
         yield finding("model.attention", reason, "use sdpa, or `precision: auto` or `bf16`", "train.precision")
     if attention.image_encoder == "flex":
-        reason, fix = "flex is for the language model's packs alone", "use varlen, which takes all images in one call"
+        reason, fix = "flex works only for the language model's packs", "use varlen, which takes all images in one call"
         yield finding("model.attention.image_encoder", reason, fix)
     if kernel in ("varlen", "flex") and not config.data.packing:
-        reason = f"{kernel} is for rows of several samples, and rows of a batch are padded"
+        reason = f"{kernel} is for rows of several samples, and without packing rows are padded"
         instead = "`{image_encoder: varlen}`" if kernel == "varlen" else "sdpa"
         yield finding("model.attention", reason, f"use {instead}, or set data.packing: true", "data.packing")
 
@@ -99,9 +101,9 @@ def _fp8(config: Sections) -> Iterator[Finding]:
     fp8 = config.fp8
     if lacks(fp8.recipe, fp8.format):
         reason = f"{fp8.recipe} has no {fp8.format} format"
-        yield finding("fp8.format", reason, f"use {_format_of(fp8.recipe)}, or leave `format` out", "fp8.recipe")
+        yield finding("fp8.format", reason, f"use {_format_of(fp8.recipe)}, or remove `format`", "fp8.recipe")
     if fp8.recipe != "off" and _all_bf16(fp8):
-        fix = "use `recipe: off`, or leave one of them fp8"
+        fix = "use `recipe: off`, or set one of them to fp8"
         yield finding("fp8.wgrad", _NOTHING_LEFT, fix, "fp8.fwd", "fp8.dgrad")
     yield from _plan(fp8)
     for name in COMPONENTS:
@@ -121,23 +123,23 @@ def _fp8(config: Sections) -> Iterator[Finding]:
 
 
 def _plan(fp8: Fp8Section) -> Iterator[Finding]:
-    """A plan file decides everything; what stands beside it would be ignored in silence."""
+    """A plan file decides everything; other settings would be ignored silently."""
     if fp8.plan is None:
         return
-    ignored = "has no effect beside fp8.plan, which decides for every layer"
+    ignored = "has no effect with fp8.plan, which decides for every layer"
     if fp8.recipe == "off":
-        yield finding("fp8.plan", "a plan file is given, and the recipe is off", "remove one of them", "fp8.recipe")
+        yield finding("fp8.plan", "a plan file is set, and the recipe is off", "remove one of them", "fp8.recipe")
     elif "recipe" in fp8.model_fields_set:
-        yield finding("fp8.recipe", ignored, "remove it, or take the recipe and no plan (fp8.plan=null)", "fp8.plan")
+        yield finding("fp8.recipe", ignored, "remove it, or use the recipe without a plan (fp8.plan=null)", "fp8.plan")
     settings = ("activations", "param", "weight_codes", "rules", "backend", "candidates", "fuse")
-    given = fp8.model_dump()
+    values = fp8.model_dump()
     for key in ("format", *GEMMS, *COMPONENTS, "lm_head", *settings):
-        if given[key] != Fp8Section.model_fields[key].get_default():
+        if values[key] != Fp8Section.model_fields[key].get_default():
             yield finding(f"fp8.{key}", ignored, "remove it, or edit the plan file", "fp8.plan")
 
 
 def _part(key: str, part: Component | Head | Rule, fp8: Fp8Section) -> Iterator[Finding]:
-    """A component or a rule: its own settings, and those it inherits from the model."""
+    """Rules on a component or a rule: its settings, and those that it inherits from the model."""
     recipe, form = f"{key}.recipe", f"{key}.format"
     if part.recipe == "off":
         for name in ("format", *GEMMS):
@@ -174,12 +176,12 @@ def _data(config: Sections) -> Iterator[Finding]:
                 if local and getattr(entry, key) is not None:
                     yield finding(f"{where}.{key}", _NOT_OF_HUB, "remove it", f"{where}.path")
             if entry.fetch_gb is not None and not is_url(entry.path):
-                yield finding(f"{where}.fetch_gb", "is of data sets at a URL alone", "remove it", f"{where}.path")
+                yield finding(f"{where}.fetch_gb", "applies only to data sets at a URL", "remove it", f"{where}.path")
             if entry.stream and is_url(entry.path):
-                reason = "what lies at a URL is fetched file by file, and read from what was fetched"
+                reason = "files at a URL are fetched one by one, and read from the fetched copies"
                 yield finding(f"{where}.stream", reason, "remove it, and see fetch_gb", f"{where}.path")
             if of == "eval" and entry.shuffle_buffer is not None:
-                reason = "held-out rows come in the order of their file"
+                reason = "held-out rows are read in the order of their file"
                 yield finding(f"{where}.shuffle_buffer", reason, "remove it")
     if data.min_pixels and data.max_pixels and data.min_pixels > data.max_pixels:
         reason = f"min_pixels {data.min_pixels} is above max_pixels {data.max_pixels}"
@@ -193,49 +195,49 @@ def _data(config: Sections) -> Iterator[Finding]:
 
 
 def _phase(config: Sections) -> Iterator[Finding]:
-    """Rows, and what is made of them, that `train.phase` has no use for."""
+    """Settings of rows that do not apply in the phase."""
     data, phase = config.data, config.train.phase
     if data.mask_reasoning and (data.train_on_prompt or phase == "pretrain"):
         by = "train.phase" if phase == "pretrain" else "data.train_on_prompt"
-        yield finding("data.mask_reasoning", "loss falls on all text, reasoning too", "remove one of them", by)
+        yield finding("data.mask_reasoning", "all text has loss, including reasoning", "remove one of them", by)
     if data.split_turns and phase != "sft":
-        yield finding("data.split_turns", f"phase {phase} splits no conversation", "remove it", "train.phase")
+        yield finding("data.split_turns", f"phase {phase} does not split conversations", "remove it", "train.phase")
     elif data.split_turns and data.train_on_prompt:
-        reason = "what was said before a question would be learned again in each of its rows"
+        reason = "the turns before a question would be learned again in each of its rows"
         yield finding("data.split_turns", reason, "remove one of them", "data.train_on_prompt")
     if not data.join and phase != "pretrain":
-        yield finding("data.join", f"phase {phase} joins no rows", "remove it", "train.phase")
+        yield finding("data.join", f"phase {phase} does not join rows", "remove it", "train.phase")
     for where in ("train", "eval"):
         for index, dataset in enumerate(getattr(data, where)):
             key = f"data.{where}.{index}.format"
             if dataset.format == "prompt" and phase != "rl":
-                reason = f"rows that are asked are for phase rl; phase {phase} needs answers to learn from"
-                yield finding(key, reason, "use rows that hold answers", "train.phase")
+                reason = f"rows of prompts are for phase rl; phase {phase} needs answers to learn from"
+                yield finding(key, reason, "use rows with answers", "train.phase")
             if dataset.format == "text" and phase != "pretrain":
                 reason = f"plain text is for phase pretrain; phase {phase} learns from answers"
-                yield finding(key, reason, "use `phase: pretrain`, or rows that hold answers", "train.phase")
+                yield finding(key, reason, "use `phase: pretrain`, or rows with answers", "train.phase")
 
 
 def _sealed(config: Sections) -> Iterator[Finding]:
-    """What has no meaning for rows that were made numbers before, and sealed."""
+    """Settings that do not apply to sealed rows, which are numbers already."""
     data = config.data
     if not data.sealed:
         return
     if config.train.phase == "rl":
-        reason = "phase rl rewards words, and sealed rows hold none"
+        reason = "phase rl rewards text, and sealed rows have none"
         yield finding("data.sealed", reason, "use another phase", "train.phase")
     if config.preference is not None and config.preference.loss == "kto":
-        reason = "of preferences pairs are sealed, and kto learns from labelled answers"
+        reason = "only pairs of preferences can be sealed, and kto learns from labelled answers"
         yield finding("data.sealed", reason, "use a loss of pairs", "preference.loss")
     for key in _OF_ENCODING:
         if getattr(data, key) != DataSection.model_fields[key].get_default():
             yield finding(f"data.{key}", "has no effect on sealed rows, which are numbers already",
-                          f"remove it, and give it to `octavo seal data` (data.{key}=...)", "data.sealed")  # fmt: skip
+                          f"remove it, and set it for `octavo seal data` (data.{key}=...)", "data.sealed")  # fmt: skip
     for name, sets in (("train", data.train), ("eval", data.eval)):
         for number, dataset in enumerate(sets):
             for key in _OF_DATA_FILES:
                 if getattr(dataset, key) != Dataset.model_fields[key].get_default():
-                    reason = "has no effect on a sealed data set, which is a folder of one form"
+                    reason = "has no effect on a sealed data set, whose format is fixed"
                     yield finding(f"data.{name}.{number}.{key}", reason, "remove it", "data.sealed")
 
 
@@ -250,13 +252,13 @@ def _train(config: Sections) -> Iterator[Finding]:
     if train.steps is None and train.epochs is None:
         yield finding("train.steps", ABSENT, "add `steps:` or `epochs:` under `train`", "train.epochs")
     if train.steps is not None and train.epochs is not None:
-        reason = f"{train.epochs:g} epochs beside {train.steps} steps, and each gives the length of the run"
-        yield finding("train.epochs", reason, "leave one of them out", "train.steps")
+        reason = f"{train.epochs:g} epochs and {train.steps} steps both set the length of the run"
+        yield finding("train.epochs", reason, "remove one of them", "train.steps")
     if train.epochs is not None and train.phase == "rl":
-        why = "in phase rl a step takes the prompts that it needs, and an epoch has no number of steps"
-        yield finding("train.epochs", why, "give train.steps", "train.phase")
+        why = "in phase rl a step takes as many prompts as it needs, so an epoch has no fixed number of steps"
+        yield finding("train.epochs", why, "set train.steps", "train.phase")
     if train.steps is not None and train.warmup >= train.steps:
-        reason = f"warmup {train.warmup} leaves nothing of {train.steps} steps"
+        reason = f"warmup {train.warmup} takes all of {train.steps} steps"
         yield finding("train.warmup", reason, f"use at most {train.steps - 1}", "train.steps")
     if train.min_lr > train.lr:
         yield finding("train.min_lr", f"min_lr {train.min_lr:g} is above lr {train.lr:g}", "lower it", "train.lr")
@@ -266,7 +268,7 @@ def _train(config: Sections) -> Iterator[Finding]:
 
 
 def _memory(config: Sections) -> Iterator[Finding]:
-    """What shrinks and what it needs."""
+    """Settings that save memory, and what they need."""
     train, optimizer, fp8 = config.train, config.optimizer, config.fp8
     other = train.precision in ("fp16", "fp32")
     if optimizer.master != "fp32" and other:
@@ -274,17 +276,17 @@ def _memory(config: Sections) -> Iterator[Finding]:
         fix = "use `precision: auto` or `bf16`, or `master: fp32`"
         yield finding("train.precision", reason, fix, "optimizer.master")
     if train.gather == "bf16" and other:
-        reason = f"weights that are gathered in BF16 do not compute in {train.precision}"
+        reason = f"weights that are gathered in BF16 cannot compute in {train.precision}"
         yield finding("train.gather", reason, "use `gather: stored`, or `precision: auto` or `bf16`", "train.precision")
     yield from _fp16(config)
     if train.gather == "bf16" and config.lora is not None:
-        reason = "adapters are gathered as they are stored, and the base is BF16 or codes anyway"
+        reason = "adapters are gathered as stored, and the base is BF16 or FP8 codes"
         yield finding("train.gather", reason, "remove it, and see lora.dtype", "lora")
     elif train.gather == "bf16" and optimizer.master != "fp32":
-        reason = f"has no effect: with master {optimizer.master} weights are BF16, and are gathered as such"
+        reason = f"has no effect: with master {optimizer.master} weights are BF16, and are gathered in BF16"
         yield finding("train.gather", reason, "remove it, or use `master: fp32`", "optimizer.master")
     if train.offload_activations and train.recompute.foundation == train.recompute.image_encoder == "full":
-        reason = "has next to nothing to move where every block is recomputed in full"
+        reason = "has almost nothing to move where every block is recomputed in full"
         fix = "remove it, or use `recompute: selective` or `none`"
         yield finding("train.offload_activations", reason, fix, "train.recompute")
     yield from _codes(fp8)
@@ -294,50 +296,50 @@ def _memory(config: Sections) -> Iterator[Finding]:
     fp8_kept += [f"fp8.{name}.activations" for name, part in parts if part and part.activations == "fp8"]
     if train.compile and fp8_kept:
         fix = "use `activations: bf16`, or `train.compile: false`"
-        yield finding(fp8_kept[0], "compiled blocks keep what the compiler decides to keep", fix, "train.compile")
+        yield finding(fp8_kept[0], "in compiled blocks the compiler decides what is kept", fix, "train.compile")
     if train.cuda_graphs:
         yield from _graphs(config)
 
 
 def _fp16(config: Sections) -> Iterator[Finding]:
-    """What FP16 cannot be beside, and the loss scale that is for it alone."""
+    """Settings that do not work with FP16, and the loss scale, which only FP16 uses."""
     train, scale = config.train, config.train.loss_scale
     if scale is not None and train.precision != "fp16":
-        reason = "only FP16 needs one, whose numbers go from 6e-8 to 65504; BF16 has fp32's range, by as many bits"
+        reason = "only FP16, whose range is 6e-8 to 65504, needs a loss scale; BF16 has the range of fp32"
         yield finding("train.loss_scale", reason, "remove it, or use `precision: fp16`", "train.precision")
     if isinstance(scale, int) and scale & (scale - 1):
-        reason, below = f"{scale} is no power of two, and would round every gradient", 1 << (scale.bit_length() - 1)
+        reason, below = f"{scale} is not a power of two, and would round every gradient", 1 << (scale.bit_length() - 1)
         yield finding("train.loss_scale", reason, f"use {below} or {2 * below}, or dynamic")
     if train.precision != "fp16":
         return
     if config.lora is not None:
-        reason = "the base of LoRA is BF16, and adapters compute as it does"
-        yield finding("train.precision", reason, "use `precision: auto`, `bf16` or `fp32`, or leave lora out", "lora")
+        reason = "the base of LoRA is BF16, and adapters compute in its dtype"
+        yield finding("train.precision", reason, "use `precision: auto`, `bf16` or `fp32`, or remove lora", "lora")
     if config.optimizer.update == "backward" and not train.clip:
-        reason = "a gradient that overflows FP16 would show after other weights of the step were updated"
+        reason = "an FP16 overflow would be detected after other weights of the step were updated"
         yield finding("optimizer.update", reason, "set train.clip, or use `update: step`", "train.precision")
 
 
 def _graphs(config: Sections) -> Iterator[Finding]:
-    """What no CUDA graph of a micro-batch can hold; a run refuses what its machine, plan and model add to that."""
+    """Settings that do not work in a CUDA graph. A run also refuses what its machine, plan and model do not support."""
     train = config.train
-    beside = (
+    conflicts = (
         ("train.compile", train.compile, "compiled blocks are not captured yet", "false"),
         ("train.recompute", any(how != "none" for _, how in train.recompute),
-         "what is recomputed asks for the state of random generators", "none"),
+         "recomputation reads the state of random generators", "none"),
         ("train.offload_activations", train.offload_activations, "activations go to the host", "false"),
         ("train.synchronize_per_layer", train.synchronize_per_layer, "it would wait after every block", "false"),
         ("optimizer.update", config.optimizer.update != "step", "weights would be updated within the graph", "step"),
     )  # fmt: skip
-    for key, is_on, reason, instead in beside:
+    for key, is_on, reason, instead in conflicts:
         if is_on:
             fix = f"use `{key}: {instead}`, or `train.cuda_graphs: false`"
             yield finding("train.cuda_graphs", reason, fix, key)
 
 
 def _codes(fp8: Fp8Section) -> Iterator[Finding]:
-    """What becomes of weights' codes: settings that no FP8 layer is there for, and two that contradict each other."""
-    if fp8.plan is not None:  # it decides, and what stands beside it is refused already
+    """Settings of weight codes that no FP8 layer uses, and settings that contradict each other."""
+    if fp8.plan is not None:  # `_plan` refuses other settings already
         return
     ruled = any(rule.recipe not in (None, "off") for rule in fp8.rules)
     parts = {name: part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}
@@ -348,37 +350,38 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
             needs = (f"fp8.{name}.recipe", "fp8.recipe", "fp8.rules")
             yield finding(f"fp8.{name}.param", reason, "remove it, or set a recipe", *needs)
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
-    asked = {"param": fp8.param, "weight_codes": fp8.weight_codes != "keep" and not head}
-    for key in (key for key, is_on in asked.items() if is_on and not on):
+    settings = {"param": fp8.param, "weight_codes": fp8.weight_codes != "keep" and not head}
+    for key in (key for key, is_on in settings.items() if is_on and not on):
         reason = "has no effect where nothing runs in FP8"
         yield finding(f"fp8.{key}", reason, "remove it, or set fp8.recipe", "fp8.recipe", "fp8.rules", *PARTS)
     held = [name for name in on if (fp8.param if (own := parts.get(name)) is None or own.param is None else own.param)]
     if fp8.weight_codes != "keep" and on and held == on and not head:
-        does = "keeps no codes between uses" if fp8.weight_codes == "recast" else "holds codes beside their weights"
+        does = "keeps no codes between uses" if fp8.weight_codes == "recast" else "keeps codes in addition to weights"
         reason = f"{fp8.weight_codes} {does}, and param keeps weights as codes between steps"
         yield finding("fp8.weight_codes", reason, "use one of them", "fp8.param", *PARTS)
 
 
 def _parallel(config: Sections) -> Iterator[Finding]:
-    """What the axes of a mesh may not be combined with."""
+    """Settings that do not work with the axes of a mesh."""
     axes, train = config.parallel, config.train
     if axes.context > 1 and train.phase in BEYOND_SFT:
-        reason = f"the rows of phase {train.phase} are not shared by ranks ({axes.context} are asked to)"
+        reason = f"ranks cannot share the rows of phase {train.phase} (context is {axes.context})"
         yield finding("parallel.context", reason, "use context: 1", "train.phase")
     elif axes.context > 1 and not config.data.packing:
-        reason = f"{axes.context} ranks share the tokens of packed rows, and rows are padded"
+        reason = f"{axes.context} ranks would share the tokens of packed rows, and rows are not packed"
         yield finding("parallel.context", reason, "set data.packing: true and train.micro_batch: 1", "data.packing")
     if axes.ulysses != "auto" and axes.context % axes.ulysses:
         reason = f"ulysses {axes.ulysses} does not divide context {axes.context}"
         yield finding("parallel.ulysses", reason, "use a divisor of it, or auto", "parallel.context")
     if axes.expert > 1 and config.train.phase in BEYOND_SFT:
         reason = (
-            f"experts are not dealt to ranks in phase {config.train.phase}, whose other forwards are not tried with it"
+            f"expert parallelism is not supported in phase {config.train.phase}: its other forwards are not tested "
+            f"with it"
         )
-        yield finding("parallel.expert", reason, "use `expert: 1`; experts are sharded all the same", "train.phase")
+        yield finding("parallel.expert", reason, "use `expert: 1`; FSDP2 still shards experts", "train.phase")
     if axes.expert > 1 and config.lora is not None:
-        reason = "experts are not dealt to ranks beside adapters, whose base is gathered in FP8 and has no gradients"
-        yield finding("parallel.expert", reason, "use `expert: 1`; experts are sharded all the same", "lora")
+        reason = "expert parallelism is not supported with adapters, whose base is gathered in FP8 and has no gradients"
+        yield finding("parallel.expert", reason, "use `expert: 1`; FSDP2 still shards experts", "lora")
 
 
 def _run(config: Sections) -> Iterator[Finding]:
@@ -398,33 +401,33 @@ def _run(config: Sections) -> Iterator[Finding]:
 
 
 def _beginnings(config: Sections) -> Iterator[Finding]:
-    """A run begins with one thing."""
+    """A run has only one starting point."""
     run, adapter = config.run, config.lora is not None and config.lora.adapter is not None
-    beside = (
-        ("run.resume", run.resume not in ("never", "auto"), "which continues a run with all that it had"),
-        ("run.fork", run.fork is not None, "which goes on with optimizer and place in the data too"),
-        ("lora.adapter", adapter, "and adapters begin with one of them"),
+    conflicts = (
+        ("run.resume", run.resume not in ("never", "auto"), "which continues a run with its full state"),
+        ("run.fork", run.fork is not None, "which also continues optimizer and position in the data"),
+        ("lora.adapter", adapter, "and adapters can start from only one of them"),
     )
-    for key, is_there, why in beside:
+    for key, is_there, why in conflicts:
         if run.start_from is not None and is_there:
-            yield finding("run.start_from", f"stands beside {key}, {why}", f"leave out one of them ({key})", key)
+            yield finding("run.start_from", f"is set together with {key}, {why}", f"remove one of them ({key})", key)
 
 
 def _corruption_checks(config: Sections) -> Iterator[Finding]:
-    """What checks for silent corruption (`run.check_every`) may not be combined with."""
+    """Settings that do not work with checks for silent corruption (`run.check_every`)."""
     key = "run.check_every"
     every, train = config.run.check_every, config.train
     if not every:
         return
-    beside = (
-        ("train.compile", train.compile, "a compiled graph shows nobody what its GEMMs multiply"),
-        ("train.cuda_graphs", train.cuda_graphs, "a CUDA graph shows nobody what its GEMMs multiply"),
+    conflicts = (
+        ("train.compile", train.compile, "the operands of GEMMs in a compiled graph cannot be read"),
+        ("train.cuda_graphs", train.cuda_graphs, "the operands of GEMMs in a CUDA graph cannot be read"),
     )
-    for other, is_on, reason in beside:
+    for other, is_on, reason in conflicts:
         if is_on:
             yield finding(other, reason, f"use false, or remove {key}", key)
     if train.steps is not None and every > train.steps:
-        yield finding(key, f"no step of {train.steps} is a check", f"use at most {train.steps}", "train.steps")
+        yield finding(key, f"none of {train.steps} steps is a check", f"use at most {train.steps}", "train.steps")
     fp8 = config.fp8
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
     if fp8.plan is None and not head and not fp8.in_use:

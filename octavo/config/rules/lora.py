@@ -1,4 +1,4 @@
-"""What frozen FP8 weights and adapters may not be combined with."""
+"""Rules on frozen FP8 weights and adapters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from octavo.config.yaml.problems import named, nearest
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """Every rule of `lora` and of `model.load_in_fp8` that a configuration breaks."""
+    """The findings on `lora` and on `model.load_in_fp8`."""
     yield from _loaded(config)
     if config.lora is not None:
         yield from _targets(config)
@@ -21,41 +21,41 @@ def rules(config: Sections) -> Iterator[Finding]:
 
 
 def _loaded(config: Sections) -> Iterator[Finding]:
-    """Weights that are loaded as codes: nothing trains them, and one recipe multiplies by them."""
+    """Rules on weights that are loaded as codes: they are not trained, and only certain recipes multiply by them."""
     fp8, kinds = config.fp8, config.model.load_in_fp8.kinds
     for name, kind in kinds.items():
         where = f"model.load_in_fp8.{name}"
         if config.lora is None and name not in config.model.freeze:
-            reason = f"FP8 codes are not trained, and without `lora` the parameters of {name} are"
-            fix = f"train adapters beside them (`lora: {{}}`), or freeze the component (model.freeze: [{name}])"
+            reason = f"FP8 codes cannot be trained, and without `lora` the parameters of {name} are"
+            fix = f"train adapters (`lora: {{}}`), or freeze the component (model.freeze: [{name}])"
             yield finding(where, reason, fix, "lora", "model.freeze")
-        if fp8.plan is not None:  # it names the recipes; the plan itself is held against the codes
+        if fp8.plan is not None:  # the plan names the recipes; it is compared with the codes when it is loaded
             continue
         recipe, fitting = fp8.recipe_of(name), FITTING[kind]
-        own = getattr(fp8, name)
+        part = getattr(fp8, name)
         if recipe not in (*fitting, "off"):
             other = next((recipes[0] for recipes in FITTING.values() if recipe in recipes), None)
             reason = (
-                "auto chooses a recipe, and codes are made for one"
+                "auto chooses a recipe, and codes fit only some"
                 if recipe == "auto"
-                else f"{recipe} multiplies by other codes than those of load_in_fp8: {fitting[0]}"
+                else f"{recipe} does not multiply by the codes of load_in_fp8: {fitting[0]}"
             )
             fix = f"use {' or '.join(fitting)}, off (high precision, from the codes' values)"
             fix += f", or load_in_fp8: {other}" if other else ""
-            named = f"fp8.{name}.recipe" if own and own.recipe is not None else "fp8.recipe"
+            named = f"fp8.{name}.recipe" if part and part.recipe is not None else "fp8.recipe"
             yield finding(named, f"{reason} ({name})", fix, where, f"fp8.{name}")
-        param = fp8.param if own is None or own.param is None else own.param
+        param = fp8.param if part is None or part.param is None else part.param
         if param and config.lora is None:
-            named = f"fp8.{name}.param" if own and own.param is not None else "fp8.param"
-            reason = f"param keeps trained weights beside their codes, and {name} is codes alone (load_in_fp8)"
+            named = f"fp8.{name}.param" if part and part.param is not None else "fp8.param"
+            reason = f"param keeps trained weights and their codes, and {name} has only codes (load_in_fp8)"
             yield finding(named, reason, f"use fp8.{name}.param: false", where, f"fp8.{name}")
     on = [name for name in COMPONENTS if fp8.recipe_of(name) != "off"]
     if fp8.plan is None and fp8.weight_codes == "recast" and kinds and on and set(on) <= set(kinds):
         reason = "has no effect on weights that are codes (model.load_in_fp8)"
         yield finding("fp8.weight_codes", reason, "remove it", "model.load_in_fp8", *PARTS)
     if kinds and config.lora is None and config.optimizer.master == "bf16+16":
-        reason = "bf16+16 splits every weight while it is read, and weights that become codes have no halves"
-        fix = "use fp32 or bf16+sr, or leave load_in_fp8 out"
+        reason = "bf16+16 splits every weight while it is read, and weights that become codes cannot be split"
+        fix = "use fp32 or bf16+sr, or remove load_in_fp8"
         yield finding("optimizer.master", reason, fix, "model.load_in_fp8", "lora")
     if kinds and not config.model.keep_fp8:
         reason = "false dequantizes the weights that load_in_fp8 would quantize"
@@ -86,11 +86,11 @@ def _lora(config: Sections) -> Iterator[Finding]:
     parts = {"fp8": fp8, **{f"fp8.{name}": part for name in COMPONENTS if (part := getattr(fp8, name)) is not None}}
     for key, part in parts.items():
         if part.param:
-            reason = "param keeps trained weights beside their codes, and the base of LoRA is not trained"
-            fix = "remove it; model.load_in_fp8 keeps the base as codes alone, which FSDP2 gathers as such"
+            reason = "param keeps trained weights and their codes, and the base of LoRA is not trained"
+            fix = "remove it; model.load_in_fp8 keeps only codes of the base, which FSDP2 gathers"
             yield finding(f"{key}.param", reason, fix, "lora")
     if lora.dora and lora.dropout:
-        reason = "DoRA with dropout would need the base layer's product of the dropped input as well"
+        reason = "DoRA with dropout would also need the base layer's product of the dropped input"
         yield finding("lora.dropout", reason, "use `dropout: 0`, or `dora: false`", "lora.dora")
     for key, part in parts.items():
         if fp8.plan is not None or part.recipe in (None, "off"):
@@ -98,5 +98,5 @@ def _lora(config: Sections) -> Iterator[Finding]:
         fwd, dgrad = part.fwd or fp8.fwd, part.dgrad or fp8.dgrad
         if fwd == dgrad == "bf16" and (part.wgrad or fp8.wgrad) == "fp8":
             reason = "a frozen base has no wgrad, so with fwd and dgrad in bf16 nothing would run in FP8"
-            fix = "use `recipe: off`, or leave one of them fp8"
+            fix = "use `recipe: off`, or set one of them to fp8"
             yield finding(f"{key}.fwd", reason, fix, "lora", "fp8.dgrad")

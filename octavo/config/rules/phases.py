@@ -1,4 +1,4 @@
-"""What the sections of reinforcement learning and of preferences need, and what cannot stand beside them."""
+"""Rules on the sections of reinforcement learning and of preferences."""
 
 from __future__ import annotations
 
@@ -26,34 +26,32 @@ _ONLY_OF = {
 
 
 def rules(config: Sections) -> Iterator[Finding]:
-    """Every rule of phases beyond SFT, and of their sections, that a configuration breaks."""
+    """The findings on phases rl and preference, and on their sections."""
     phase = config.train.phase
     if phase == "rl" and config.rl is None:
-        yield finding(
-            "rl", "train.phase is rl, and nothing says what is rewarded", "add e.g. `rl: {rewards: [exact_match]}`"
-        )
+        yield finding("rl", "train.phase is rl, and there are no rewards", "add e.g. `rl: {rewards: [exact_match]}`")
     for name in BEYOND_SFT:
         if phase != name and getattr(config, name) is not None:
             fix = f"use `phase: {name}`, or remove the section"
             yield finding(name, f"has no effect in phase {phase}", fix, "train.phase")
     if phase in BEYOND_SFT:
-        yield from _beside(config)
+        yield from _conflicts(config)
     if config.rl is not None:
         yield from _rl(config)
     if config.preference is not None:
         yield from _preference(config)
 
 
-def _beside(config: Sections) -> Iterator[Finding]:
-    """Settings of other sections that mean nothing here, or that this phase cannot do."""
+def _conflicts(config: Sections) -> Iterator[Finding]:
+    """Settings of other sections that have no effect in this phase, or that it does not support."""
     phase = config.train.phase
     keys = ["label_smoothing", "z_loss", "loss", "cuda_graphs", "router_aux_loss_coef"]
     keys += ["global_batch", "compile"] if phase == "rl" else []
     why = f"is not for phase {phase}"
-    more = {"global_batch": ": a step is rl.prompts x rl.group completions, in rl.mini_batches updates"}
+    details = {"global_batch": ": a step is rl.prompts x rl.group completions, in rl.mini_batches updates"}
     for key in keys:
         if _given(config.train, key, TrainSection):
-            yield finding(f"train.{key}", why + more.get(key, ""), "remove it", "train.phase")
+            yield finding(f"train.{key}", why + details.get(key, ""), "remove it", "train.phase")
     if config.data.train_on_prompt:
         yield finding("data.train_on_prompt", f"{why}, which learns from answers", "remove it", "train.phase")
     if phase == "rl" and _given(config.optimizer, "update", OptimizerSection):
@@ -72,15 +70,15 @@ def _rl(config: Sections) -> Iterator[Finding]:
     assert rl is not None
     yield from _critic(rl, config.lora is not None)
     if rl.group == 1 and rl.algorithm not in WITH_CRITIC:
-        yield finding("rl.group", "one completion a prompt has no others to be better than", "use 2 or more")
+        yield finding("rl.group", "a single completion has no others to be compared with", "use 2 or more")
     if rl.prompts % rl.mini_batches:
-        reason = f"{rl.prompts} prompts cannot be cut into {rl.mini_batches} equal mini_batches"
+        reason = f"{rl.prompts} prompts cannot be split into {rl.mini_batches} equal mini_batches"
         yield finding("rl.mini_batches", reason, "use a divisor of rl.prompts", "rl.prompts")
     if rl.max_new_tokens >= config.train.seq_length:
-        reason = f"{rl.max_new_tokens} new tokens leave no place for a prompt in seq_length {config.train.seq_length}"
+        reason = f"{rl.max_new_tokens} new tokens leave no room for a prompt in seq_length {config.train.seq_length}"
         yield finding("rl.max_new_tokens", reason, "lower it, or raise train.seq_length", "train.seq_length")
     if config.data.on_long == "cut":
-        reason = "the end of a prompt is what is asked"
+        reason = "it would cut the end of a prompt, which is the question"
         yield finding("data.on_long", reason, "use drop or error", "train.phase")
     if rl.overlong is not None and rl.overlong > rl.max_new_tokens:
         reason = f"{rl.overlong} tokens are more than the {rl.max_new_tokens} of a completion"
@@ -90,9 +88,9 @@ def _rl(config: Sections) -> Iterator[Finding]:
     idle |= {"kl": ("kl_estimator", "kl_in", "reference")} if no_kl else {}
     for by, names in idle.items():
         for name in (name for name in names if _given(rl, name, RlSection)):
-            reason = f"has no effect, since rl.{by} is {getattr(rl, by)}"
+            reason = f"has no effect, because rl.{by} is {getattr(rl, by)}"
             if getattr(rl, by) is None:
-                reason = f"has no effect, since rl.{by} is absent and {rl.algorithm} has none of its own"
+                reason = f"has no effect, because rl.{by} is absent and {rl.algorithm} has none by default"
             yield finding(f"rl.{name}", reason, f"remove it, or set rl.{by}", f"rl.{by}")
     for index, entry in enumerate(rl.rewards):
         where = f"rl.rewards.{index}"
@@ -104,37 +102,37 @@ def _rl(config: Sections) -> Iterator[Finding]:
                 fix = f"remove it; it is for {' and '.join(kinds)}"
                 yield finding(f"{where}.{name}", f"has no effect on {entry.reward}", fix)
         if not entry.weight:
-            yield finding(f"{where}.weight", "a reward of weight 0 is none", "give it a weight, or remove it")
+            yield finding(f"{where}.weight", "a reward of weight 0 has no effect", "set a weight, or remove it")
         if entry.reward not in BUILT_IN and not is_reward_path(entry.reward):
             fix = f"use {', '.join(BUILT_IN)}, FILE.py:FUNCTION, or the path of a folder such as ./reward_model"
             yield finding(where, f"there is no reward `{entry.reward}`", fix)
     if rl.invariant and rl.kv == "fp8":
-        reason = "rollouts would read other keys and values than training does"
-        yield finding("rl.kv", reason, "use `kv: bf16`, or leave invariant out", "rl.invariant")
+        reason = "rollouts would use other keys and values than training"
+        yield finding("rl.kv", reason, "use `kv: bf16`, or remove invariant", "rl.invariant")
     if rl.invariant and rl.stale:
         reason = "rollout and update of a step have other weights, so their log-probabilities are not the same bits"
-        yield finding("rl.stale", reason, "use `stale: 0`, or leave invariant out", "rl.invariant")
+        yield finding("rl.stale", reason, "use `stale: 0`, or remove invariant", "rl.invariant")
     if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].spans_rows:
         reason = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
-        yield finding("fp8.recipe", reason, f"use {listed(BY_ROW, 'or')}, or leave invariant out", "rl.invariant")
+        yield finding("fp8.recipe", reason, f"use {listed(BY_ROW, 'or')}, or remove invariant", "rl.invariant")
     if rl.reference == "disk":
-        reason = "completions are new in every step, so nothing about them can be computed before the first"
-        yield finding("rl.reference", reason, "use copy, or base beside adapters (lora)", "train.phase")
+        reason = "completions are new in every step, so the reference cannot be computed before the first"
+        yield finding("rl.reference", reason, "use copy, or base with adapters (lora)", "train.phase")
     yield from _reference("rl.reference", rl.reference, config.lora is not None)
 
 
 def _reference(where: str, kind: str, lora: bool) -> Iterator[Finding]:
-    """Who may be held to whom."""
+    """Whether the kind of reference fits the training."""
     if kind == "base" and not lora:
         fix = "use `reference: copy`, or train adapters (lora)"
-        yield finding(where, "base is the model without its adapters, and there are none", fix, "lora")
+        yield finding(where, "base is the model without its adapters, and there are no adapters", fix, "lora")
     if kind == "copy" and lora:
-        reason = "a copy of the base, where the base without adapters is there and takes no byte"
-        yield finding(where, reason, "use base, or leave it out", "lora")
+        reason = "a copy is not needed with adapters: the base without adapters takes no memory"
+        yield finding(where, reason, "use base, or remove it", "lora")
 
 
 def _critic(rl: RlSection, lora: bool) -> Iterator[Finding]:
-    """What goes with a critic, and what with groups."""
+    """Settings of critics, and of algorithms that compare groups."""
     if rl.algorithm not in WITH_CRITIC:
         for name in OF_CRITIC:
             if getattr(rl, name) is not None:
@@ -142,15 +140,13 @@ def _critic(rl: RlSection, lora: bool) -> Iterator[Finding]:
                 yield finding(f"rl.{name}", reason, f"remove it, or use {' or '.join(WITH_CRITIC)}", "rl.algorithm")
         return
     if rl.advantage is not None:
-        reason = f"{rl.algorithm} asks its critic for advantages, token by token, and compares no group"
+        reason = f"{rl.algorithm} takes advantages from its critic, token by token, and does not compare groups"
         yield finding("rl.advantage", reason, "remove it", "rl.algorithm")
     if rl.dynamic_sampling:
-        reason = f"groups of equal rewards teach {rl.algorithm} as others do: it compares with its critic"
+        reason = f"{rl.algorithm} learns from groups of equal rewards too: it compares with its critic"
         yield finding("rl.dynamic_sampling", reason, "remove it", "rl.algorithm")
     if lora and rl.value_weight is not None:
-        reason = (
-            "with adapters the critic shares no trained weight with the policy, and AdamW takes no notice of a factor"
-        )
+        reason = "with adapters the critic shares no trained weight with the policy, and AdamW is invariant to a factor"
         yield finding("rl.value_weight", reason, "use rl.critic_lr", "lora")
 
 
@@ -166,5 +162,5 @@ def _preference(config: Sections) -> Iterator[Finding]:
         yield finding("preference.reference", f"{preference.loss} has none", "remove it", "preference.loss")
     yield from _reference("preference.reference", preference.reference, config.lora is not None)
     if preference.reference == "disk" and preference.loss == "kto":
-        reason = "kto also asks of answers to other prompts of a step, which are other ones in each epoch"
-        yield finding("preference.reference", reason, "use copy, or base beside adapters (lora)", "preference.loss")
+        reason = "kto also needs answers to other prompts of a step, which differ in each epoch"
+        yield finding("preference.reference", reason, "use copy, or base with adapters (lora)", "preference.loss")

@@ -1,8 +1,8 @@
 """YAML 1.2 text -> plain values, with the line of every key.
 
-ruamel.yaml finds the structure; scalars are read here by the YAML 1.2 core schema, in six lines, so that ``3e-4`` is
-a number, ``off`` and ``no`` are words, and a ``%YAML 1.1`` header cannot change that. Nothing but mappings, lists and
-scalars is ever built: a tag (``!!python/...``) is a problem, not an instruction.
+ruamel.yaml parses the structure; scalars are read here by the YAML 1.2 core schema, so that ``3e-4`` is a number,
+``off`` and ``no`` are words, and a ``%YAML 1.1`` header cannot change that. Only mappings, lists and scalars are built:
+a tag (``!!python/...``) is reported as a problem.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 
-#: a longer scalar is no number: Python refuses to read such whole numbers, and no field takes them
+#: a longer scalar is text: Python refuses to parse such integers, and no field takes them
 _LONGEST = 1000
 
-#: no honest configuration comes near these: a text of so many characters, so many values in it (aliases, which can
-#: make a small file describe a huge one, count each time), so many levels
+#: limits far above real configurations: characters of a text, values in it (an alias counts each time, because aliases
+#: let a small file describe a huge one), levels of nesting
 MOST_CHARACTERS = 1_000_000
 MOST_VALUES = 10_000
 MOST_LEVELS = 32
@@ -39,10 +39,9 @@ MOST_LEVELS = 32
 
 @dataclass
 class Document:
-    """One YAML text: its ``value``, the :class:`Place` of every path in it, and what was wrong with the text itself.
+    """One YAML text: its ``value``, the :class:`Place` of every path in it, and the problems of the text itself.
 
-    ``broken`` says that the text could not be read as a mapping, so that looking for further problems in it would
-    only invent some.
+    ``broken``: the text could not be read as a mapping, so a search for further problems would report false ones.
     """
 
     value: dict[str, Any] = field(default_factory=dict)
@@ -69,8 +68,8 @@ def scalar(text: str) -> Any:
 
 
 def read_text(text: str, source: str, fix: str | None = None) -> Document:
-    """Reads one YAML mapping. Never raises for bad text: what is wrong lies in ``.problems``. ``fix``: what to do where
-    the file holds no mapping; None speaks of a run's configuration."""
+    """Read one YAML mapping. Never raises for bad text: problems are in ``.problems``. ``fix``: the fix to report if
+    the file is not a mapping; None: that of a run's configuration."""
     reader = _Reader(source)
     document = reader.document
     if len(text) > MOST_CHARACTERS:
@@ -87,7 +86,7 @@ def read_text(text: str, source: str, fix: str | None = None) -> Document:
     except (YAMLError, RecursionError, ValueError) as error:  # ValueError: what ruamel's own reading of numbers raises
         return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
     if node is None:
-        instead = fix or "give at least `model`, `data` and `train`, or `extends: other.yaml`"
+        instead = fix or "write at least `model`, `data` and `train`, or `extends: other.yaml`"
         return _broken(document, source, None, "the file is empty", instead)
     if not isinstance(value, dict):
         reason = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
@@ -98,7 +97,7 @@ def read_text(text: str, source: str, fix: str | None = None) -> Document:
 
 
 def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
-    """The right side of an override. Quotes, ``[`` and ``{`` begin YAML; all else is one plain scalar.
+    """The value of an override, and its problems. Quotes, ``[`` and ``{`` begin YAML; anything else is a plain scalar.
 
     So ``fp8.rules.0.match=**.layers.0.**`` and ``data.system=Answer: briefly`` need no second layer of quotes.
     """
@@ -121,13 +120,13 @@ class _TooMuchError(ValueError):
 
 
 class _Composer(Composer):
-    """Stops early: a long list costs 30 microseconds a value to find, before any of it can be judged."""
+    """Stops at :data:`MOST_VALUES`: composing takes 30 microseconds a value, before any value can be checked."""
 
     nodes = 0
 
     def __init__(self, loader: Any = None) -> None:
         super().__init__(loader)
-        self.warn_double_anchors = False  # YAML lets an anchor be set again; a warning would not say whose file it is
+        self.warn_double_anchors = False  # YAML allows it, and a warning would not name the file
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.nodes += 1
@@ -189,7 +188,7 @@ class _Reader:
         return result
 
     def merge(self, key: Node, child: Node, path: Path, result: dict[str, Any]) -> None:
-        """``<<: *base`` gives the keys that are not written out."""
+        """``<<: *base`` sets the keys that are not written explicitly."""
         sources = child.value if isinstance(child, SequenceNode) else [child]
         for source in sources:
             if not isinstance(source, MappingNode):
@@ -239,7 +238,7 @@ def _broken(document: Document, source: str, line: int | None, reason: str, fix:
 
 
 def _syntax(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
-    """Line, what was found and the fix, for what the YAML parser stumbled over."""
+    """(line, what was found, the fix) for an error of the YAML parser."""
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else None
     problem = str(error.problem or error.context or "cannot be read as YAML")
@@ -252,9 +251,13 @@ def _syntax(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
     if "another document" in problem:
         return line, "a second document begins (---)", "keep one document a file"
     if "mapping values are not allowed" in problem:
-        return line, "a `:` where no key can stand", "check this line's indentation, or quote the text that holds it"
+        return (
+            line,
+            "a `:` where no key is allowed",
+            "check this line's indentation, or quote the text that contains it",
+        )
     if "could not find expected ':'" in problem:
-        # the mark stands where the parser gave up; the context is the line that began a key
-        begun = error.context_mark.line + 1 if error.context_mark else line
-        return begun, "a line without `:`", "write `key: value`"
+        # The mark is where the parser gave up; the context is the line that began a key.
+        key_line = error.context_mark.line + 1 if error.context_mark else line
+        return key_line, "a line without `:`", "write `key: value`"
     return line, problem, "check brackets, quotes and indentation on and above this line"

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: where, which key, what was found, and the fix. All of it at once."""
+"""Problems of a configuration: place, key, reason and fix; all of them are reported at once."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from octavo.base.safe_read import printable
 
-#: as many problems are told one by one
-MOST_TOLD = 20
+#: the most problems that are printed; the others are counted
+MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class Place:
-    """A spot in a configuration: ``source`` is a file name or an override's text; line and column count from 1."""
+    """A position in a configuration: ``source`` is a file name or an override's text; line and column count from 1."""
 
     source: str
     line: int | None = None
@@ -27,7 +27,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing to mend. ``key`` is dotted (``data.train.0.path``) and empty where the whole file is meant."""
+    """One problem. ``key`` is dotted (``data.train.0.path``); empty means the whole file."""
 
     place: Place
     key: str
@@ -40,12 +40,12 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be used. ``problems`` holds the first :data:`MOST_TOLD` of those that were found, in
-    the order of the files; ``more`` counts the rest."""
+    """A configuration that cannot be used. ``problems`` holds the first :data:`MOST_SHOWN` problems, in the order of
+    the files; ``more`` counts the others."""
 
-    def __init__(self, problems: Sequence[Problem], more: int = 0):
-        self.problems: tuple[Problem, ...] = tuple(problems[:MOST_TOLD])
-        self.more = more + len(problems) - len(self.problems)
+    def __init__(self, problems: Sequence[Problem], unlisted: int = 0):
+        self.problems: tuple[Problem, ...] = tuple(problems[:MOST_SHOWN])
+        self.more = unlisted + len(problems) - len(self.problems)
         lines = [str(problem) for problem in self.problems]
         if len(lines) == 1 and not self.more:
             super().__init__(lines[0])
@@ -56,8 +56,8 @@ class ConfigError(ValueError):
 
 
 def nearest(name: str, valid: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The valid name most like ``name``, or None where nothing is close. Case and ``-`` against ``_`` do not count."""
-    if len(name) > 100:  # nobody's slip, and the comparison takes quadratic time
+    """The most similar valid name, or None if none is similar. Case and ``-`` versus ``_`` do not matter."""
+    if len(name) > 100:  # not a typing error, and the comparison takes quadratic time
         return None
     by_form = {v.lower().replace("-", "_"): v for v in valid}
     close = difflib.get_close_matches(name.lower().replace("-", "_"), by_form, n=1, cutoff=cutoff)
@@ -70,7 +70,7 @@ def dotted(path: Sequence[str | int]) -> str:
 
 
 def named(value: object) -> str:
-    """A value as a message shows it: short, quoted where it is text, with its YAML kind where that is the surprise."""
+    """A value for a message: short, text in quotes, with its YAML kind for null, booleans and collections."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):

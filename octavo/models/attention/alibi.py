@@ -16,7 +16,7 @@ from torch import Tensor
 
 def slopes(heads: int, largest: float = 8, device: torch.device | str | None = None) -> Tensor:
     """Slopes, fp32 [heads]: 2^(-largest * n / N) for n = 1 ... N, where N is `heads` rounded up to a power of two. If N
-    is larger than `heads`, first those of even n, then those of odd n, cut to `heads`, as in MPT."""
+    is larger than `heads`, slopes with even n come first, then slopes with odd n, cut to `heads`, as in MPT."""
     power = 2 ** math.ceil(math.log2(heads))
     values = torch.pow(2.0, -torch.arange(1, power + 1, dtype=torch.float32, device=device) * (largest / power))
     return values if power == heads else torch.cat([values[1::2], values[::2]])[:heads]

@@ -118,7 +118,7 @@ def _parts(model: PreTrainedModel, component: str | None) -> list[tuple[str, Pre
 
 def _register(attention: Attention | None, kernel: str | None) -> str:
     """Register an attention function with transformers; returns its name."""
-    # A number stands for the kernel because transformers handles every name with "flash" as one of its own.
+    # A number replaces the kernel's name, because transformers handles every name with "flash" as one of its own.
     number = [] if kernel is None else [str([*KERNELS, FLEX].index(kernel))]
     name = "_".join(["octavo", STOCK if attention is None else attention.__name__, *number])
     _kernels[name] = kernel
@@ -162,7 +162,7 @@ def without_masks(model: PreTrainedModel) -> Iterator[None]:
 
 
 def kernels_here() -> tuple[str, ...]:
-    """The available kernels: torch's and those of installed packages."""
+    """The available kernels: torch's and the kernels of installed packages."""
     return (*KERNELS, *(name for name, is_available in PACKAGES.items() if is_available()))
 
 

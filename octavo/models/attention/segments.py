@@ -135,7 +135,7 @@ under_way: ContextVar[PackedForward | None] = ContextVar("packed forward", defau
 
 def masks(**options: Any) -> Tensor | Segments | None:
     """The mask function of every attention that Octavo registers: torch's masks, and in a packed forward its segments
-    as the mask of a decoder. `options` are those of transformers' mask functions."""
+    as the mask of a decoder. `options`: the arguments of transformers' mask functions."""
     now = under_way.get()
     is_encoder = options["mask_function"] is bidirectional_mask_function
     if now is None or is_encoder or options["q_length"] != now.segments.tokens:
@@ -158,7 +158,7 @@ def attend(
 
     ``one`` computes one sample, as [1, H, t, D]; it may receive only the last queries of the sample. ``at_once``:
     whether flash attention may compute all samples in one call. ``whole``: computes all samples instead, as
-    [1, T, H, D]. Raises ModelError if the tokens are not those of the segments.
+    [1, T, H, D]. Raises ModelError if the number of tokens is not that in the segments.
     """
     now = under_way.get()
     # Afterwards the caller checks that every layer was here: a layer that ignored the segments would mix samples.
@@ -212,8 +212,8 @@ def varlen(
     keys: tuple[Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention [T, H, D] of q [1, H, T, D] over k and v [1, H_kv, S, D] by torch's ``varlen_attn``. ``keys``: the ends
-    of the keys of each span of queries, and their maximum (None: those of the queries). The last query of a span sees
-    all of its keys."""
+    of the keys of each span of queries, and their maximum (None: the same as for queries). The last query of a span
+    sees all of its keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))

@@ -1,8 +1,8 @@
 """How LLaVA-OneVision (2024) cuts an image, computed from the configuration and the image's size.
 
 The only image of a row becomes one tile of the whole image and the tiles of a grid, the best of `image_grid_pinpoints`.
-Padding is removed from the grid's features. They are downsampled if there are more than `vision_aspect_ratio`
-(anyres_max_9: those of nine tiles) allows, and get a line break after each line. Several images in a row are not cut:
+Padding is removed from the grid's features. They are downsampled if there are more than `vision_aspect_ratio` allows
+(anyres_max_9: as many as nine tiles have), and get a line break after each line. Several images in a row are not cut:
 each is one tile and one line break.
 """
 
@@ -21,8 +21,8 @@ def alone(counts: Iterable[int]) -> list[bool]:
 
 
 def tiles(config: PreTrainedConfig, size: Sequence[int], alone: bool) -> int:
-    """Tiles of an image of (height, width), including the tile of the whole image; ``alone``: it is the only image of
-    its row."""
+    """Tiles of an image of (height, width), including the tile of the whole image; the last argument is whether it is
+    the only image of its row."""
     if not alone:
         return 1
     rows, columns = _grid(config, size)

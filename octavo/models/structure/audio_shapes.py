@@ -20,7 +20,7 @@ legacy form, in which each placeholder is a whole sound."""
 
 
 @dataclass(frozen=True)
-class Hearing:
+class Audio:
     """How the sounds of one family enter its tower.
 
     bins       mel bins
@@ -48,7 +48,7 @@ class Hearing:
         return torch.zeros(1, self.bins, self.frames, device=device, dtype=dtype)
 
 
-def hearing_of(config: PreTrainedConfig) -> Hearing:
+def audio_of(config: PreTrainedConfig) -> Audio:
     """How audio enters the tower of a configuration's family. Raises ModelError for a family that Octavo does not
     know."""
     sound = getattr(config, "audio_config", None)
@@ -56,5 +56,5 @@ def hearing_of(config: PreTrainedConfig) -> Hearing:
         raise ModelError(f"model_type {config.model_type!r} takes no sound")
     if config.model_type == "qwen2_audio":
         places = sound.max_source_positions
-        return Hearing(sound.num_mel_bins, 2 * places, places, places // 2)
-    raise ModelError(f"how sound comes to the tower of model_type {config.model_type!r} is not known to Octavo")
+        return Audio(sound.num_mel_bins, 2 * places, places, places // 2)
+    raise ModelError(f"Octavo does not know how sound enters the tower of model_type {config.model_type!r}")

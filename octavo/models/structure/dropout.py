@@ -30,7 +30,7 @@ _RANDOM_ROUTERS = ("PhimoeTopKRouter",)
 
 
 def switch_off_dropout(model: nn.Module) -> tuple[str, ...]:
-    """Set every dropout probability of a model to 0, those of adapters included.
+    """Set every dropout probability of a model and its adapters to 0.
 
     Returns the probabilities that were not 0 in this and in earlier calls for the same model, for example
     ``attention_dropout 0.5 (28 modules)``. The configuration objects of the model are changed; the config.json that is

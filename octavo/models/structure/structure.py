@@ -1,6 +1,6 @@
 """Where the parts of a Hugging Face model are, found in the model itself.
 
-    decoder    ``get_decoder()``: takes embeddings of tokens, including those of images
+    decoder    ``get_decoder()``: takes embeddings of tokens, including image tokens
     head       ``get_output_embeddings()`` of the model, else of its decoder; ``score`` of a model that returns scores
     towers     ``get_encoder(modality="image")`` and, for a model that takes audio, ``get_encoder(modality="audio")``
     projector  every module outside these, including single parameters (``image_newline``); the children of the tower
@@ -163,7 +163,7 @@ def covering(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, 
     if root and not any(_inside(name, root) for name in apart):
         return (f"{root}.**",)
     module = model.get_submodule(root)
-    # A module with parameters of its own, outside its children, needs a glob that matches it alone.
+    # A module with direct parameters, outside its children, needs a glob that matches only the module itself.
     itself = (root,) if root and next(module.parameters(recurse=False), None) is not None else ()
     children = (f"{root}.{name}" if root else name for name, _ in module.named_children())
     return (*itself, *(glob for child in children for glob in covering(model, child, apart)))

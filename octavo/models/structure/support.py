@@ -32,7 +32,7 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
     if record is not None:
         return record.why_not or None
     if not is_vision_config(config):
-        return "how sound comes to its tower is not known to Octavo" if is_audio_config(config) else None
+        return "Octavo does not know how sound enters its tower" if is_audio_config(config) else None
     arguments = inspect.signature(image_text_class(type(config)).forward).parameters
     unknown = [
         name
@@ -42,5 +42,5 @@ def why_not_trained(config: PreTrainedConfig) -> str | None:
     if unknown:
         return f"its forward takes {', '.join(unknown[:3])}, which no family that trains here has"
     if sound := next((name for name in arguments if name.startswith(_SOUND)), None):
-        return f"it takes sounds ({sound}), and how they come to its tower is not known to Octavo"
-    return "its image processor and the cuts of its images are not known to Octavo"
+        return f"it takes sounds ({sound}), and Octavo does not know how they enter its tower"
+    return "Octavo knows neither its image processor nor how its images are cut"

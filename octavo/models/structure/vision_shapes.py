@@ -7,7 +7,7 @@ tiles     tiles of one size (InternVL, LLaVA-OneVision, SmolVLM, Gemma 3, NVILA)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ class Vision:
     channels channels of a pixel times frames of a patch
     merge    patches that become one feature, in each direction (patches, whole)
     tile     (height, width) of a tile; `least`: of the smallest tile that the tower takes
-    own      patches that the tower prepends to those of a tile
+    prefix   patches that the tower prepends to a tile's
     length   features of a tile; `ends`: placeholders for line breaks after them in the text, or their maximum
     scales   tiles of each of several scales as a square: the tower receives an image at all scales, and an image of
              fewer tiles than the last scale has at one scale (NVILA)
@@ -44,7 +44,7 @@ class Vision:
     merge: int = 1
     tile: tuple[int, int] = (0, 0)
     least: tuple[int, int] = (0, 0)
-    own: int = 0
+    prefix: int = 0
     length: int = 0
     ends: int = 0
     scales: tuple[int, ...] = ()
@@ -72,7 +72,7 @@ class Vision:
             pixels = pixels.flatten(0, 1)
             pixels = pixels[pixels.flatten(1).any(1)]
         cells = (pixels.shape[-2] // self.patch[0]) * (pixels.shape[-1] // self.patch[1])
-        return [cells + self.own] * len(pixels)
+        return [cells + self.prefix] * len(pixels)
 
     @property
     def smaller(self) -> int:
@@ -82,7 +82,7 @@ class Vision:
     def seen(self, tiles: int) -> tuple[int, int]:
         """(patches through the tower, features) of an image of at most `tiles` tiles."""
         if not self.scales:
-            return tiles * (self.cells + self.own), tiles * self.length
+            return tiles * (self.cells + self.prefix), tiles * self.length
         if tiles < self.scales[-1]:
             return self.cells, self.length
         return self.cells * (tiles + self.smaller), tiles * self.length
@@ -92,7 +92,7 @@ class Vision:
         if self.scales:
             tiles = patches // self.cells
             return self.length * (tiles - self.smaller if tiles > self.smaller else tiles)
-        return patches // self.merge**2 if self.kind != "tiles" else (patches - self.own) * self.length // self.cells
+        return patches // self.merge**2 if self.kind != "tiles" else (patches - self.prefix) * self.length // self.cells
 
     def smallest(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """The smallest black image, as arguments of `get_image_features`."""
@@ -128,7 +128,7 @@ def vision_of(config: PreTrainedConfig) -> Vision:
         vision = config.vision_config
         cut = "patches" if hasattr(vision, "spatial_merge_size") else "whole" if vision.model_type == "pixtral" else ""
     if not cut:
-        raise ModelError(f"how images come to the tower of model_type {config.model_type!r} is not known to Octavo")
+        raise ModelError(f"Octavo does not know how images enter the tower of model_type {config.model_type!r}")
     return _CUTS[cut](config, _pair(config.vision_config.patch_size), _channels(config.vision_config))
 
 
@@ -138,46 +138,46 @@ def _channels(vision: PreTrainedConfig) -> int:
     return getattr(vision, "num_channels", 3)
 
 
-def _patches(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _patches(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     vision = config.vision_config
     return Vision("patches", patch, channels * getattr(vision, "temporal_patch_size", 1), vision.spatial_merge_size)
 
 
-def _whole(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _whole(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     return Vision("whole", patch, channels, config.spatial_merge_size)
 
 
-def _tile(config: Any, patch: tuple[int, int]) -> tuple[tuple[int, int], int]:
+def _tile(config: PreTrainedConfig, patch: tuple[int, int]) -> tuple[tuple[int, int], int]:
     """The size of a tile, and its patches."""
     tile = _pair(config.vision_config.image_size)
     return tile, (tile[0] // patch[0]) * (tile[1] // patch[1])
 
 
-def _shuffled_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _shuffled_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, cells = _tile(config, patch)
     small = round(1 / config.downsample_ratio)
     least = (small * patch[0], small * patch[1])
     return Vision("tiles", patch, channels, 1, tile, least, 1, int(cells * config.downsample_ratio**2))
 
 
-def _stacked_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _stacked_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, cells = _tile(config, patch)
     return Vision("tiles", patch, channels, 1, tile, tile, 0, cells // config.scale_factor**2, axes=5)
 
 
-def _anyres_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _anyres_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, cells = _tile(config, patch)
     most = max(anyres.tiles(config, size, True) for size in config.image_grid_pinpoints)
     breaks = tile[0] // patch[0]  # of a tile in a grid of one column; in wider ones tiles share them
     return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, breaks, most=most, axes=5, sized=True)
 
 
-def _one_tile(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _one_tile(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, _ = _tile(config, patch)
     return Vision("tiles", patch, channels, 1, tile, tile, 0, config.mm_tokens_per_image)
 
 
-def _scaled_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _scaled_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, _ = _tile(config, patch)
     rows, columns = tile[0] // patch[0], tile[1] // patch[1]
     least = (config.merge * patch[0], config.merge * patch[1])
@@ -187,7 +187,7 @@ def _scaled_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
     return Vision("tiles", patch, channels, 1, tile, least, 0, length, ends=config.newlines, scales=squares, most=most)
 
 
-_CUTS: Mapping[str, Callable[[Any, tuple[int, int], int], Vision]] = {
+_CUTS: Mapping[str, Callable[[PreTrainedConfig, tuple[int, int], int], Vision]] = {
     "patches": _patches,
     "paired_patches": _patches,
     "whole": _whole,
@@ -200,5 +200,5 @@ _CUTS: Mapping[str, Callable[[Any, tuple[int, int], int], Vision]] = {
 """The `image_cut` of a record -> the function that computes :class:`Vision` from a configuration."""
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

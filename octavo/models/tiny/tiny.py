@@ -4,8 +4,8 @@
     tokenizer.json, tokenizer_config.json, chat_template.jinja
     preprocessor_config.json, video_preprocessor_config.json, processor_config.json    (families of images or audio)
 
-All entries name stock transformers classes, or those of families that Octavo implements. The same family, size, seed
-and texts give the same bytes (with the same versions of torch and transformers).
+All entries name stock transformers classes, or Octavo's classes of families that it implements. The same family, size,
+seed and texts give the same bytes (with the same versions of torch and transformers).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -68,7 +67,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     vocab = -(-len(ids) // 64) * 64
     config = small.config(size, vocab, ids)
     first = None if tokens.bos is None else ids[tokens.bos]
-    with quiet():  # SmolVLM's configuration warns that its pad_token_id is that of its decoder
+    with quiet():  # SmolVLM's configuration warns that its pad_token_id belongs to its decoder
         for part in (config, config.get_text_config()):
             part.eos_token_id, part.pad_token_id, part.bos_token_id = ids[tokens.eos], ids[tokens.pad], first
     auto = auto_class(config)
@@ -85,7 +84,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     _write_files(small.files, directory)
 
 
-def _write_files(files: Mapping[str, Mapping[str, Any]], directory: Path) -> None:
+def _write_files(files: Mapping[str, Mapping[str, object]], directory: Path) -> None:
     """Write the files of a processor and add its class to the tokenizer's."""
     for name, content in files.items():
         _dump(directory / name, content)
@@ -94,7 +93,7 @@ def _write_files(files: Mapping[str, Mapping[str, Any]], directory: Path) -> Non
         _dump(file, {**json.loads(file.read_text()), "processor_class": processor["processor_class"]})
 
 
-def _dump(file: Path, content: Mapping[str, Any]) -> None:
+def _dump(file: Path, content: Mapping[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

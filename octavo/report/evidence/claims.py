@@ -1,15 +1,15 @@
-"""What a trial can claim of FP8 training, and how sure it is: an estimate, a 95 % interval, and a margin fixed before.
+"""The claims of a trial about FP8 training: an estimate, a 95 % interval, and a margin that was fixed before.
 
-    accuracy            the same held-out questions, answered by what FP8 and what high precision trained
-    loss_same_weights   the weights that FP8 trained, judged in FP8 and in high precision on held-out data
-    loss_forks          both precisions go on from one checkpoint of high precision, with the same data; several seeds
-    loss_trajectories   whole runs in both precisions, in pairs of one seed
+    accuracy            the same held-out questions, answered by the models that FP8 and high precision trained
+    loss_same_weights   the weights that FP8 trained, evaluated in FP8 and in high precision on held-out data
+    loss_forks          both precisions continue from a checkpoint of high precision, with the same data; several seeds
+    loss_trajectories   whole runs in both precisions, in pairs with the same seed
 
-The margin is how much worse FP8 may be. A claim passes when its interval holds no greater harm, fails when it holds
-nothing less, and is undecided else: then it says how much more would decide. Noise never widens a margin. FP8 that is
-better than high precision by more than the margin warns: something else must differ. A pass needs two things more: that
-the trial could have shown a harm (high precision learned, its answers beat one answer to everything), and enough of it
-to make an interval.
+The margin is how much worse FP8 may be. A claim passes if its whole interval is within the margin, fails if the whole
+interval is beyond it, and is undecided otherwise: then it reports how many more units would decide. Noise never widens
+a margin. FP8 that is better than high precision by more than the margin gives a warning, because something else must
+differ. A pass also requires that the trial could have shown a harm (high precision learned, and its answers beat one
+answer to everything), and enough units for an interval.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from octavo.report.evidence.trust_table import FAIL, PASS, UNDECIDED, WARN, Chec
 
 ACCURACY_MARGIN = 0.01  # one point
 LOSS_MARGIN = 0.0025
-LEAST_FORK = 30  # steps: shorter forks have no time to part, so that they agree says little
-FEW = 10  # clusters whose answers differ: with fewer, how answers of a cluster hang together cannot be estimated
-MOST = 100_000  # what "how many more" counts up to
+LEAST_FORK = 30  # steps: shorter forks have no time to diverge, so their agreement means little
+FEW = 10  # clusters whose answers differ: with fewer, the correlation within a cluster cannot be estimated
+MOST = 100_000  # limit of the estimate of how many more units would decide
 
 Pieces = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One model on the held-out data: its answers as ``evaluate`` gives them, each with its ``source`` (the image or
-    document that it is about), and how many FP8 GEMMs gave them."""
+    """One model on the held-out data: its answers as ``evaluate`` returns them, each with its ``source`` (the image or
+    document that it is about), and the number of FP8 GEMMs that computed them."""
 
     pieces: tuple[dict[str, Any], ...]
     gemms: int = 0
 
     @property
     def loss(self) -> float:
-        """Mean loss, nats a token; NaN where nothing has a loss."""
+        """Mean loss in nats per token; NaN without losses."""
         tokens = sum(piece["tokens"] for piece in self.pieces)
         return sum(piece["loss"] for piece in self.pieces) / tokens if tokens else math.nan
 
 
 @dataclass
 class HeldOut:
-    """What was judged: the model ``before`` training, each run as it was trained, and in ``high`` precision the weights
-    that FP8 runs trained; the last two by the run's name."""
+    """Evaluations on held-out data: the model ``before`` training; by run name, each run as it was trained; and by run
+    name, the weights that FP8 runs trained in ``high`` precision."""
 
     before: Judged
     runs: dict[str, Judged] = field(default_factory=dict)
@@ -74,12 +74,12 @@ class Interval:
 
 
 def paired_accuracy(ours: Pieces, theirs: Pieces) -> Interval | None:
-    """Share of questions right, ours minus theirs, over the same questions; None with fewer than two sources.
+    """Share of correct answers, ours minus theirs, to the same questions; None with fewer than two sources.
 
-    Bonett and Price's interval of paired proportions (2012): Wald's after one question more of each kind on which the
-    two differ, so that no difference seen is not taken for certainty. Questions of one source (an image, a document)
-    hang together: they count as n / deff, where deff is the variance by clusters over that of independent questions;
-    where fewer than ten sources have answers that differ, each source counts once.
+    Bonett and Price's interval of paired proportions (2012): Wald's interval after adding one question of each kind on
+    which the two differ, so that no observed difference does not mean certainty. Questions of one source (an image, a
+    document) are correlated: they count as n / deff, where deff is the variance by clusters divided by the variance of
+    independent questions; if fewer than ten sources have answers that differ, each source counts once.
     """
     pairs = [(a, b) for a, b in _both(ours, theirs) if a["right"] is not None]
     d = np.array([int(a["right"]) - int(b["right"]) for a, b in pairs])
@@ -95,9 +95,9 @@ def paired_accuracy(ours: Pieces, theirs: Pieces) -> Interval | None:
     else:
         deff = n / count
     size = n / deff
-    more, fewer = (((d == sign).sum() / deff + 1) / (size + 2) for sign in (1, -1))
-    half = _t(count - 1) * math.sqrt((more + fewer - (more - fewer) ** 2) / (size + 2))
-    return Interval(mean, max(more - fewer - half, -1.0), min(more - fewer + half, 1.0), count)
+    better, worse = (((d == sign).sum() / deff + 1) / (size + 2) for sign in (1, -1))
+    half = _t(count - 1) * math.sqrt((better + worse - (better - worse) ** 2) / (size + 2))
+    return Interval(mean, max(better - worse - half, -1.0), min(better - worse + half, 1.0), count)
 
 
 def relative_loss(ours: Pieces, theirs: Pieces) -> Interval | None:
@@ -135,66 +135,67 @@ def one_answer(pieces: Pieces) -> float:
 
 
 def beats_one_answer(pieces: Pieces) -> bool:
-    """Whether these answers are better than one answer to everything, beyond chance (one-sided, 97.5 %)."""
+    """Whether the answers are better than one answer to everything, beyond chance (one-sided, 97.5 %)."""
     right = [bool(piece["right"]) for piece in pieces if piece["right"] is not None]
     n, floor = len(right), one_answer(pieces)
     return n > 0 and sum(right) / n > floor + 1.96 * math.sqrt(max(floor * (1 - floor), 1 / n) / n)
 
 
 def decide(
-    name: str, title: str, run: str, found: Interval | None, margin: float, *,
+    name: str, title: str, run: str, interval: Interval | None, margin: float, *,
     unit: str, scale: Callable[[float], str], worse: int, why_not: str = "", seen: str = "",
 ) -> Check:  # fmt: skip
     """The status of a claim.
 
     Args:
-        found: its estimate and interval; None where it has none, and ``why_not`` says why.
+        interval: the estimate and its interval; None without one, and ``why_not`` gives the reason.
         margin: how far the interval may reach on the worse side of zero.
-        unit: what more of would make the interval narrower, in the plural.
-        scale: writes a figure with its sign and unit.
-        worse: the sign of a harm: +1 of losses, -1 of accuracies. Outside on the other side only warns.
-        why_not: why the trial cannot pass this claim, whatever the interval; a harm that is seen still fails.
-        seen: what stands behind the interval, in words.
+        unit: the independent units of the interval, in the plural; more of them make it narrower.
+        scale: formats a figure with its sign and unit.
+        worse: the sign of a harm: +1 for losses, -1 for accuracies. Beyond the margin on the other side only warns.
+        why_not: why the trial cannot pass this claim, whatever the interval; an observed harm still fails.
+        seen: the data of the interval, in words.
     """
+    # The order matters: an observed harm fails even if the trial could not have passed.
     threshold = f"95 % interval {'below' if worse > 0 else 'above'} {scale(worse * margin)}"
-    if found is None:
+    if interval is None:
         return Check(name, title, run, None, "no interval", threshold, UNDECIDED, why_not, margin=margin)
-    shown = f"{scale(found.estimate)} ({scale(found.low)} to {scale(found.high)})"
-    outside = found.low > margin or found.high < -margin
-    if outside and worse * found.estimate > 0:
-        status, say = FAIL, "FP8 changed this training for the worse"
+    shown = f"{scale(interval.estimate)} ({scale(interval.low)} to {scale(interval.high)})"
+    outside = interval.low > margin or interval.high < -margin
+    if outside and worse * interval.estimate > 0:
+        status, say = FAIL, "FP8 made this training worse"
     elif why_not:
         status, say = UNDECIDED, why_not
     elif outside:
-        status, say = WARN, "better than high precision beyond the margin, so something else differs"
-    elif (found.high if worse > 0 else -found.low) <= margin:
+        status, say = WARN, "better than high precision by more than the margin, so something else differs"
+    elif (interval.high if worse > 0 else -interval.low) <= margin:
         status, say = PASS, ""
     else:
-        status, say = UNDECIDED, _more(found, abs(margin - worse * found.estimate), unit)
+        status, say = UNDECIDED, _units_needed(interval, abs(margin - worse * interval.estimate), unit)
     say = "; ".join(text for text in (seen, say) if text)
-    bounds = {"low": found.low, "high": found.high, "margin": margin}
-    return Check(name, title, run, found.estimate, shown, threshold, status, say, **bounds)
+    bounds = {"low": interval.low, "high": interval.high, "margin": margin}
+    return Check(name, title, run, interval.estimate, shown, threshold, status, say, **bounds)
 
 
-def _more(found: Interval, room: float, unit: str) -> str:
-    """How many more units would decide, if the estimate stayed where it is: so far from the margin."""
-    spread = found.half / _t(found.units - 1) * math.sqrt(found.units)
-    n = found.units
+def _units_needed(interval: Interval, room: float, unit: str) -> str:
+    """A sentence on how many more units would decide if the estimate stayed the same; ``room``: its distance from the
+    margin."""
+    spread = interval.half / _t(interval.units - 1) * math.sqrt(interval.units)
+    n = interval.units
     while n < MOST and _t(n - 1) * spread / math.sqrt(n) > room:
         n = max(n + 1, int(n * 1.02))
     if n >= MOST:
-        return f"so near the margin that more than {MOST:,} {unit} would be needed"
-    return f"about {n - found.units} more {unit} would decide"
+        return f"so close to the margin that more than {MOST:,} {unit} would be needed"
+    return f"about {n - interval.units} more {unit} would decide"
 
 
 def _both(ours: Pieces, theirs: Pieces) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The pieces that both were asked, in their order. Raises ReportError where one was asked what the other was not,
-    or something else was the right answer."""
-    asked, other = ([(p["file"], p["row"], p["answer"], p["said"]) for p in pieces] for pieces in (ours, theirs))
-    if asked != other:
+    """The pairs of answers to the same questions, in order. Raises ReportError if questions or right answers differ."""
+    questions, other = ([(p["file"], p["row"], p["answer"], p["said"]) for p in pieces] for pieces in (ours, theirs))
+    if questions != other:
         raise ReportError(
-            f"{len(ours)} and {len(theirs)} held-out answers are not of the same questions: the data changed during "
-            "the trial. --fresh trains and judges all runs again"
+            f"{len(ours)} and {len(theirs)} held-out answers are to different questions: the data changed during "
+            "the trial. --fresh trains and evaluates all runs again"
         )
     return list(zip(ours, theirs, strict=True))
 
@@ -205,7 +206,7 @@ def _numbers(names: Sequence[str]) -> np.ndarray:
 
 
 def _t(freedom: int) -> float:
-    """Student's t that 95 % lie within, on both sides."""
+    """The two-sided 95 % quantile of Student's t."""
     from scipy.stats import t
 
     return float(t.ppf(0.975, freedom))

@@ -1,13 +1,12 @@
-"""What a trial claims of reinforcement learning and of preferences, where held-out answers decide and losses do not.
+"""The claims of a trial in phases rl and preference, where held-out answers decide and losses do not.
 
-    accuracy         the same held-out questions, answered by what FP8 and what high precision trained, over all seeds
-    accuracy_seeds   the differences of single seeds: how sure they are of other seeds; reported
+    accuracy         the same held-out questions, answered by the models that FP8 and high precision trained, all seeds
+    accuracy_seeds   the differences of single seeds, with an interval over other seeds; reported
     accuracy_gained  the same questions after training in FP8 and before; reported
-    reward_gap       FP8's reward minus high precision's at the end of training, in pairs of one seed; reported
+    reward_gap       FP8's reward minus high precision's at the end of training, in pairs with the same seed; reported
 
-Only the first has a margin; its interval is that of other questions, asked of these seeds. What is reported has an
-interval and weighs nothing: a reward is what the run was told to raise, and what a gap of it is worth depends on the
-reward.
+Only the first has a margin; its interval covers other questions, with these seeds. Reported figures have an interval
+and do not count: the run optimizes the reward itself, and how much a gap of it matters depends on the reward.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ CLAIMS = (ACCURACY, "accuracy_seeds", "accuracy_gained", "reward_gap")
 
 
 class Panel(NamedTuple):
-    """A figure of these phases: its key in a record, its title and its word in tables, its unit, and whether it spans
-    orders of magnitude."""
+    """A figure of these phases: its key in a record, its title, its word in tables, its unit, and whether its axis is
+    logarithmic."""
 
     key: str
     title: str
@@ -53,7 +52,7 @@ class Panel(NamedTuple):
 
 
 _HELD_OUT = Panel("exact_match", "Held-out answers right", "right", "share")
-#: phase -> what its curves show, and its table at the end of training; the first is what gaps are taken of
+#: phase -> figures of its curves and of its table at the end of training; gaps are computed of the first
 PANELS = {
     "rl": (
         Panel("reward", "Reward", "reward", "mean of a step"),
@@ -67,8 +66,8 @@ PANELS = {
     ),
     "preference": (
         Panel("rewards/margins", "Margin of rewards", "margin", "chosen minus rejected"),
-        Panel("rewards/accuracies", "Pairs told apart", "told apart", "share"),
-        Panel("held_out_accuracies", "Held-out pairs told apart", "held out", "share"),
+        Panel("rewards/accuracies", "Pairs in order", "in order", "share"),
+        Panel("held_out_accuracies", "Held-out pairs in order", "held out", "share"),
         _HELD_OUT,
         Panel("rewards/chosen", "Reward of chosen answers", "chosen", "mean of a step"),
         Panel("rewards/rejected", "Reward of rejected answers", "rejected", "mean of a step"),
@@ -76,12 +75,12 @@ PANELS = {
 }
 #: phase -> why losses decide nothing in it
 NO_LOSSES = {
-    "rl": "The loss of reinforcement learning weighs completions by how much better than the others of their step they "
-    "are: it stays about 0 whatever the policy is worth. So there are no claims on losses of forks, of trajectories or "
+    "rl": "The loss of reinforcement learning weights completions by how much better they are than the others of their "
+    "step: it stays about 0, however good the policy is. So there are no claims on losses of forks, of trajectories or "
     "at the same weights.",
-    "preference": "The loss of preferences is relative to a reference and tends to 0 once answers are told apart, so a "
-    "gap of it says little of what the model answers. So there are no claims on losses of forks, of trajectories or at "
-    "the same weights.",
+    "preference": "The loss of preferences is relative to a reference and tends to 0 once the model ranks answers in "
+    "order, so a gap of it says little about the model's answers. So there are no claims on losses of forks, of "
+    "trajectories or at the same weights.",
 }
 
 
@@ -97,14 +96,14 @@ def claims_of(sides: Sides, trial: Trial) -> list[Check]:
     if wrong := unsound(sides, others):
         failed = Check(ACCURACY, TITLES[ACCURACY], run.label, None, "failed", "every run is sound", FAIL, wrong)
         return [failed]
-    found = accuracy_claim(sides, trial, changed_nothing(sides.reference[1]))
+    claim = accuracy_claim(sides, trial, changed_nothing(sides.reference[1]))
     if trial.held is None:
-        found = replace(found, sentence=f"{NO_DATA}: held-out answers alone decide in phase {run.cfg.train.phase}")
-    return [found, *_seeds(sides, trial), _gained(sides, trial), _reward(sides)]
+        claim = replace(claim, sentence=f"{NO_DATA}: only held-out answers decide in phase {run.cfg.train.phase}")
+    return [claim, *_seeds(sides, trial), _gained(sides, trial), _reward(sides)]
 
 
 def pairs_of(sides: Sides) -> list[tuple[RunRecord, RunRecord]]:
-    """(FP8, high precision) of each seed that both have, the trial's own first."""
+    """(FP8, high precision) of each seed that both have, the trial's seed first."""
     run = sides.fp8[0]
     high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
     others = [(r, high[a.cfg.run.seed]) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
@@ -112,7 +111,7 @@ def pairs_of(sides: Sides) -> list[tuple[RunRecord, RunRecord]]:
 
 
 def at_the_end(record: RunRecord, key: str) -> float:
-    """Mean of a figure over the last third of the recorded steps; NaN where none of them has it."""
+    """Mean of a figure over the last third of the recorded steps; NaN if none of them has it."""
     values = record.figures.get(key, np.array([]))[-max(1, record.steps.size // LAST) :]
     values = values[np.isfinite(values)]
     return float(values.mean()) if values.size else math.nan
@@ -130,36 +129,40 @@ def end_gap(ours: RunRecord, theirs: RunRecord, key: str) -> float:
 
 
 def same_prompts(run: str, ours: RunRecord, theirs: RunRecord) -> Check:
-    """Whether both runs were asked the same: the prompts of the completions that they kept, step by step."""
+    """Whether both runs had the same prompts: those of the completions that they recorded, step by step."""
     name, title, threshold = "same_data", "Same data", "equal prompts at every step"
-    mine, other = (_asked(record) for record in (ours, theirs))
+    mine, other = (_prompts(record) for record in (ours, theirs))
     both = mine.keys() & other.keys()
     if not both:
-        say = "the runs kept no completions of the same step; set rl.show"
+        say = "the runs recorded no completions of the same step; set rl.show"
         return Check(name, title, run, None, "not recorded", threshold, WARN, say)
     if differ := sorted(step for step in both if mine[step] != other[step]):
-        say = f"{len(differ)} steps asked other prompts than high precision, the first is {differ[0]}"
+        say = f"{len(differ)} steps had other prompts than high precision, the first is {differ[0]}"
         return Check(name, title, run, float(len(differ)), f"{len(differ)} differ", threshold, FAIL, say)
-    say = f"the prompts shown of all {len(both)} steps are those of high precision"
+    say = f"the recorded prompts of all {len(both)} steps are the same as in high precision"
     return Check(name, title, run, 0.0, "0 differ", threshold, PASS, say)
 
 
-def _asked(record: RunRecord) -> dict[int, list[tuple[str, int, int]]]:
-    found: dict[int, list[tuple[str, int, int]]] = {}
+def _prompts(record: RunRecord) -> dict[int, list[tuple[str, int, int]]]:
+    prompts: dict[int, list[tuple[str, int, int]]] = {}
     for row in record.completions:
-        found.setdefault(row["step"], []).append((row["file"], row["row"], row["sample"]))
-    return found
+        prompts.setdefault(row["step"], []).append((row["file"], row["row"], row["sample"]))
+    return prompts
 
 
 def _seeds(sides: Sides, trial: Trial) -> list[Check]:
-    """FP8's accuracy minus high precision's, one difference a seed; nothing with one seed."""
+    """FP8's accuracy minus high precision's, one difference for each seed; empty with one seed."""
     pairs = [] if trial.held is None else judged_pairs(sides, trial)
     if len(pairs) < 2:
         return []
     each = [paired.estimate for a, b in pairs if (paired := claims.paired_accuracy(a.pieces, b.pieces)) is not None]
-    found = claims.mean_gap(each)
-    say = f"{', '.join(map(points, each))}: what other seeds would give"
-    return [_reported("accuracy_seeds", "Held-out accuracy by seed", sides.fp8[0].label, found, _told(found), say)]
+    interval = claims.mean_gap(each)
+    say = f"{', '.join(map(points, each))}: the interval covers other seeds"
+    return [
+        _reported(
+            "accuracy_seeds", "Held-out accuracy by seed", sides.fp8[0].label, interval, _interval_text(interval), say
+        )
+    ]
 
 
 def _gained(sides: Sides, trial: Trial) -> Check:
@@ -168,14 +171,16 @@ def _gained(sides: Sides, trial: Trial) -> Check:
     if trial.held is None:
         return _reported(name, title, run, None, "", NO_DATA)
     ours = [mine for mine, _ in judged_pairs(sides, trial)]
-    found = claims.paired_accuracy(
+    interval = claims.paired_accuracy(
         [piece for judged in ours for piece in judged.pieces], [*trial.held.before.pieces] * len(ours)
     )
-    asked = [piece for piece in trial.held.before.pieces if piece["right"] is not None]
-    say = f"{sum(bool(p['right']) for p in asked)} of {len(asked)} right before training"
-    if found is None:
-        return _reported(name, title, run, None, "", f"{say}; questions of fewer than two sources have no interval")
-    return _reported(name, title, run, found, _told(found), f"after training in FP8 minus before it; {say}")
+    questions = [piece for piece in trial.held.before.pieces if piece["right"] is not None]
+    say = f"{sum(bool(p['right']) for p in questions)} of {len(questions)} right before training"
+    if interval is None:
+        return _reported(name, title, run, None, "", f"{say}; questions of fewer than two sources give no interval")
+    return _reported(
+        name, title, run, interval, _interval_text(interval), f"after training in FP8 minus before it; {say}"
+    )
 
 
 def _reward(sides: Sides) -> Check:
@@ -186,21 +191,25 @@ def _reward(sides: Sides) -> Check:
     gaps = [end_gap(ours, theirs, panel.key) for ours, theirs in pairs]
     mine, other = (np.mean([at_the_end(pair[side], panel.key) for pair in pairs]) for side in (0, 1))
     say = f"{mine:.4g} in FP8, {other:.4g} in high precision over the last third of the steps, {len(pairs)} seed(s)"
-    found = claims.mean_gap(gaps)
-    if found is None:
-        one = "one pair of seeds has no interval: --seeds 3 gives one" if len(gaps) == 1 else "a run has no figures"
+    interval = claims.mean_gap(gaps)
+    if interval is None:
+        one = "one pair of seeds gives no interval: use --seeds 3" if len(gaps) == 1 else "a run has no figures"
         shown = f"{gaps[0]:+.4g}" if math.isfinite(gaps[0]) else ""
         return _reported(name, title, run, None, shown, f"{say}; {one}")
-    return _reported(name, title, run, found, f"{found.estimate:+.4g} ({found.low:+.4g} to {found.high:+.4g})", say)
+    return _reported(
+        name, title, run, interval, f"{interval.estimate:+.4g} ({interval.low:+.4g} to {interval.high:+.4g})", say
+    )
 
 
-def _told(found: Interval | None) -> str:
-    return "" if found is None else f"{points(found.estimate)} ({points(found.low)} to {points(found.high)})"
+def _interval_text(interval: Interval | None) -> str:
+    return (
+        "" if interval is None else f"{points(interval.estimate)} ({points(interval.low)} to {points(interval.high)})"
+    )
 
 
-def _reported(name: str, title: str, run: str, found: Interval | None, shown: str, say: str) -> Check:
-    bounds = {} if found is None else {"low": found.low, "high": found.high}
-    figure = None if found is None else found.estimate
+def _reported(name: str, title: str, run: str, interval: Interval | None, shown: str, say: str) -> Check:
+    bounds = {} if interval is None else {"low": interval.low, "high": interval.high}
+    figure = None if interval is None else interval.estimate
     return Check(
         name, title, run, figure, shown or "no interval", "no margin: it decides nothing", REPORTED, say, **bounds
     )

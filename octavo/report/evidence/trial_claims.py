@@ -1,4 +1,4 @@
-"""The claims of a trial, taken from its runs: which figures each rests on, and why it may not be decided."""
+"""The claims of a trial: which figures of its runs each uses, and why it may remain undecided."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TITLES = {
     FORKS: "Loss of forks",
     SEEDS: "Loss of trajectories",
 }
-NO_DATA = "there is no held-out data; name some in data.eval"
+NO_DATA = "there are no held-out data; set data.eval"
 
 
 class Sides(NamedTuple):
-    """One FP8 run, the high-precision run beside it, and all runs of the trial."""
+    """One FP8 run, the high-precision run that it is compared with, and all runs of the trial."""
 
     fp8: tuple[Run, RunRecord]
     reference: tuple[Run, RunRecord]
@@ -33,8 +33,8 @@ class Sides(NamedTuple):
 
 
 def claims_of(sides: Sides, trial: Trial, noise: float) -> list[Check]:
-    """The four claims for one FP8 run; ``noise`` is how far apart the seed alone moves mean losses. Held-out data that
-    ask nothing, as plain text does, make no claim on accuracy."""
+    """The four claims for one FP8 run; ``noise``: how far the seed moves mean losses. Held-out data without questions,
+    such as plain text, give no claim on accuracy."""
     idle = learned_nothing(sides.reference[1], trial)
     asks = trial.held is None or any(piece["right"] is not None for piece in _reference(trial).pieces)
     return [
@@ -46,7 +46,7 @@ def claims_of(sides: Sides, trial: Trial, noise: float) -> list[Check]:
 
 
 def gap_of(record: RunRecord, reference: RunRecord, after: int = 0) -> float:
-    """Signed relative gap of the mean losses over the steps beyond ``after`` that both runs recorded."""
+    """Signed relative gap of the mean losses over the steps after ``after`` that both runs recorded."""
     mine, theirs = common(record, reference)
     later = record.steps[mine] > after
     return loss_gap(record.losses[mine][later], reference.losses[theirs][later])
@@ -58,17 +58,17 @@ def forks_begin(steps: int) -> int:
 
 
 def learned_nothing(record: RunRecord, trial: Trial) -> str:
-    """Why training in high precision shows nothing that FP8 could have lost; empty where it learned."""
+    """Why high precision learned nothing that FP8 could have lost; empty if it learned."""
     if why := changed_nothing(record):
         return why
     if trial.held is not None:
         before, after = trial.held.before, _reference(trial)
-        found = claims.relative_loss(after.pieces, before.pieces)
-        if found is not None and found.high < -LOSS_MARGIN:  # else a model that was never trained would do as well
+        change = claims.relative_loss(after.pieces, before.pieces)
+        if change is not None and change.high < -LOSS_MARGIN:  # else an untrained model would be as good
             return ""
         return (
-            f"high precision learned nothing that held-out data show (loss {before.loss:.4g} before, {after.loss:.4g} "
-            "after), so agreeing with it says nothing; train more steps"
+            f"high precision learned nothing by held-out data (loss {before.loss:.4g} before, {after.loss:.4g} "
+            "after), so agreement with it means nothing; train more steps"
         )
     losses = record.losses[np.isfinite(record.losses)]
     tenth = max(2, len(losses) // 10)
@@ -77,11 +77,11 @@ def learned_nothing(record: RunRecord, trial: Trial) -> str:
         error = math.sqrt(first.var(ddof=1) / tenth + last.var(ddof=1) / tenth)
         if first.mean() - last.mean() > 2 * error:
             return ""
-    return "high precision learned nothing that its losses show, so agreeing with it says nothing; train more steps"
+    return "high precision learned nothing by its losses, so agreement with it means nothing; train more steps"
 
 
 def changed_nothing(record: RunRecord) -> str:
-    """Why no step can have changed a weight; empty where some did."""
+    """Why no step changed a weight; empty if some did."""
     applied = ~np.isin(record.steps, (*record.skipped, *record.overflowed))
     if record.rates.size and not np.nan_to_num(record.rates[applied]).any():
         return "no step of high precision changed a weight: the learning rate was 0, or every step was skipped"
@@ -89,8 +89,7 @@ def changed_nothing(record: RunRecord) -> str:
 
 
 def judged_pairs(sides: Sides, trial: Trial) -> list[tuple[Judged, Judged]]:
-    """What FP8 and what high precision trained, on the held-out data: the trial's own seed, and others that both were
-    judged of."""
+    """(FP8, high precision) on the held-out data: the trial's seed, then other seeds for which both were evaluated."""
     assert trial.held is not None
     name, runs = sides.fp8[0].name, trial.held.runs
     high = {run.cfg.run.seed: runs[run.name] for run, _ in sides.runs if run.kind == "noise" and run.name in runs}
@@ -101,69 +100,69 @@ def judged_pairs(sides: Sides, trial: Trial) -> list[tuple[Judged, Judged]]:
 
 def _reference(trial: Trial) -> Judged:
     assert trial.held is not None
-    return next(iter(trial.held.runs.values()))  # high precision is judged first
+    return next(iter(trial.held.runs.values()))  # high precision is evaluated first
 
 
 def accuracy_claim(sides: Sides, trial: Trial, idle: str) -> Check:
-    """The claim on held-out accuracy, over all seeds that were judged; ``idle`` says why high precision learned
-    nothing (empty: it did)."""
+    """The claim on held-out accuracy, over all evaluated seeds; ``idle``: why high precision learned nothing (empty: it
+    learned)."""
     run = sides.fp8[0]
-    found, why, seen = None, NO_DATA, ""
+    interval, why, seen = None, NO_DATA, ""
     if trial.held is not None:
         pairs = judged_pairs(sides, trial)
         ours, others = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
-        found = claims.paired_accuracy(ours, others)
-        asked = sum(piece["right"] is not None for piece in pairs[0][1].pieces)
+        interval = claims.paired_accuracy(ours, others)
+        questions = sum(piece["right"] is not None for piece in pairs[0][1].pieces)
         mine, right = (sum(bool(p["right"]) for p in pieces) for pieces in (ours, others))
-        seen = f"{mine} of {asked * len(pairs)} right, high precision {right}"
+        seen = f"{mine} of {questions * len(pairs)} right, high precision {right}"
         seen += f", over {len(pairs)} seeds" if len(pairs) > 1 else ""
-        if found is None:
-            why = f"{asked} held-out questions about fewer than two images or documents have no interval"
+        if interval is None:
+            why = f"{questions} held-out questions about fewer than two images or documents give no interval"
         elif not (why := no_answers_to_lose(trial, idle)):
-            seen += f", about {found.units} sources"
+            seen += f", about {interval.units} sources"
     return decide(
-        ACCURACY, TITLES[ACCURACY], run.label, found, trial.accuracy_margin,
+        ACCURACY, TITLES[ACCURACY], run.label, interval, trial.accuracy_margin,
         unit="sources of questions", scale=points, worse=-1, why_not=why, seen=seen,
     )  # fmt: skip
 
 
 def no_answers_to_lose(trial: Trial, idle: str) -> str:
-    """Why accuracy cannot show what FP8 does; ``idle`` says why high precision learned nothing. Empty where it can."""
+    """Why accuracy cannot show the effect of FP8; ``idle``: why high precision learned nothing. Empty if it can."""
     assert trial.held is not None
     theirs = _reference(trial).pieces
     if not claims.beats_one_answer(theirs):
-        asked = [bool(piece["right"]) for piece in theirs if piece["right"] is not None]
+        right = [bool(piece["right"]) for piece in theirs if piece["right"] is not None]
         floor = percent(claims.one_answer(theirs), 1)
         return (
-            f"high precision answers {sum(asked)} of {len(asked)} questions, no better than one answer to all of them "
-            f"({floor}): there was nothing to lose. Train more steps, or ask more questions"
+            f"high precision answers {sum(right)} of {len(right)} questions, no better than one answer to all of them "
+            f"({floor}): there was nothing to lose. Train more steps, or add questions"
         )
     if not idle and _as_good(claims.paired_accuracy(trial.held.before.pieces, theirs), trial):
         return (
-            "the model before training answers as well as high precision does after it, within the margin, so "
-            "nothing was learned that FP8 could have lost; train more steps"
+            "the model before training answers as well as high precision after it, within the margin, so nothing was "
+            "learned that FP8 could have lost; train more steps"
         )
     return idle
 
 
 def _as_good(found: Interval | None, trial: Trial) -> bool:
-    """Whether no harm beyond the margin is seen."""
+    """Whether the interval is above the margin of harm."""
     return found is not None and found.low >= -trial.accuracy_margin
 
 
 def _same_weights(sides: Sides, trial: Trial) -> Check:
     run = sides.fp8[0]
-    found, why, seen = None, NO_DATA, ""
+    interval, why, seen = None, NO_DATA, ""
     if trial.held is not None:
         low, high = trial.held.runs[run.name], trial.held.high[run.name]
         if not low.gemms:
-            say = "the evaluation of what FP8 trained ran no FP8 GEMM: nothing was judged in FP8"
-            return Check(WEIGHTS, TITLES[WEIGHTS], run.label, 0.0, "no FP8", "judged in FP8", FAIL, say)
-        found = claims.relative_loss(low.pieces, high.pieces)
-        why = "" if found is not None else "held-out data of fewer than two images or documents have no interval"
+            say = "the evaluation of the FP8 run used no FP8 GEMM: nothing was evaluated in FP8"
+            return Check(WEIGHTS, TITLES[WEIGHTS], run.label, 0.0, "no FP8", "evaluated in FP8", FAIL, say)
+        interval = claims.relative_loss(low.pieces, high.pieces)
+        why = "" if interval is not None else "held-out data of fewer than two images or documents give no interval"
         seen = f"held-out loss {low.loss:.5g} in FP8, {high.loss:.5g} in high precision"
     return decide(
-        WEIGHTS, TITLES[WEIGHTS], run.label, found, LOSS_MARGIN,
+        WEIGHTS, TITLES[WEIGHTS], run.label, interval, LOSS_MARGIN,
         unit="images or documents", scale=per_cent, worse=1, why_not=why, seen=seen,
     )  # fmt: skip
 
@@ -171,37 +170,37 @@ def _same_weights(sides: Sides, trial: Trial) -> Check:
 def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
     run, name, title = sides.fp8[0], FORKS, TITLES[FORKS]
     if not trial.forks and not trial.no_forks:
-        say = "not asked for: --forks 3 tries it"
+        say = "not tested: --forks 3 tests it"
         return Check(
-            name, title, run.label, None, "not tried", f"95 % interval below {per_cent(LOSS_MARGIN)}", UNTRIED, say
+            name, title, run.label, None, "not tested", f"95 % interval below {per_cent(LOSS_MARGIN)}", UNTRIED, say
         )
     forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
     high = {a.number: (a, r) for a, r in sides.runs if a.kind == "fork" and not a.of}
     if wrong := unsound(sides, [*forks, *high.values()]):
         return Check(name, title, run.label, None, "failed", "every fork is sound", FAIL, wrong)
     gaps = fork_gaps(sides)
-    found = claims.mean_gap(gaps)
-    few = f"{len(gaps)} fork(s) have no interval; ask for 3 or more"
-    why = trial.no_forks or (idle if found is not None else few if len(gaps) < 2 else "a fork has no finite losses")
+    interval = claims.mean_gap(gaps)
+    few = f"{len(gaps)} fork(s) give no interval; use 3 or more"
+    why = trial.no_forks or (idle if interval is not None else few if len(gaps) < 2 else "a fork has no finite losses")
     return decide(
-        name, title, run.label, found, LOSS_MARGIN,
+        name, title, run.label, interval, LOSS_MARGIN,
         unit="forks", scale=per_cent, worse=1, why_not=why, seen=f"{len(gaps)} forks",
     )  # fmt: skip
 
 
 def fork_gaps(sides: Sides) -> list[float]:
-    """FP8's loss against high precision's in each fork of an FP8 run, over the fork's second half."""
+    """FP8's loss relative to high precision's in each fork of an FP8 run, over the fork's second half."""
     high = {a.number: r for a, r in sides.runs if a.kind == "fork" and not a.of}
     gaps = []
     for fork, record in ((a, r) for a, r in sides.runs if a.kind == "fork" and a.of == sides.fp8[0].name):
-        # Its first half is time to part in; with the reference's own seed high precision has gone on already.
+        # The first half is time to diverge. For the reference's seed, high precision's continuation exists already.
         middle = (fork.begins + fork.cfg.train.total_steps) // 2
         gaps.append(gap_of(record, high.get(fork.number, sides.reference[1]), after=middle))
     return gaps
 
 
 def pair_gaps(sides: Sides) -> list[float]:
-    """FP8's mean loss against high precision's of the same seed, for each seed; NaN where a run failed."""
+    """FP8's mean loss relative to high precision's with the same seed, for each seed; NaN if a run failed."""
     high = {a.cfg.run.seed: r for a, r in sides.runs if a.kind == "noise"}
     others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == sides.fp8[0].name]
     pairs = [math.nan if r.failure else gap_of(r, high[a.cfg.run.seed]) for a, r in others]
@@ -209,8 +208,8 @@ def pair_gaps(sides: Sides) -> list[float]:
 
 
 def unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
-    """Why forks or runs of other seeds cannot stand beside the FP8 run: one failed, skipped steps, did not run FP8
-    where its plan says, or was planned otherwise (as a trial that an earlier version began). Empty where all can."""
+    """Why forks or runs of other seeds cannot be compared with the FP8 run: one failed, skipped steps, did not run FP8
+    where its plan says, or has another plan (as in a trial that an earlier version began). Empty if all can."""
     plan = _planned(sides.fp8[1])
     for run, record in others:
         if record.failure:
@@ -222,14 +221,14 @@ def unsound(sides: Sides, others: Sequence[tuple[Run, RunRecord]]) -> str:
             return f"{run.label}: {check.sentence}"
         if run.of and (odd := {name for name, _ in plan ^ _planned(record)}):
             return (
-                f"{run.label} was planned otherwise than {sides.fp8[0].label} ({len(odd)} layers, first {min(odd)}); "
+                f"{run.label} has another plan than {sides.fp8[0].label} ({len(odd)} layers, first {min(odd)}); "
                 "--fresh trains all runs again"
             )
     return ""
 
 
 def _planned(record: RunRecord) -> set[tuple[str, str]]:
-    """What a run began with, layer by layer: moves of `fp8.adapt`, which differ by seed, are no part of it."""
+    """The plan that a run began with, layer by layer, without moves of `fp8.adapt`, which depend on the seed."""
     if lines := record.plan.get("layers"):
         return {(str(line.get("match")), f"{line.get('recipe')} {line.get('steps')}") for line in lines}
     return {(row["name"], str((row.get("recipe") or {}).get("name"))) for row in record.plan.get("rows", ())}
@@ -239,20 +238,20 @@ def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
     run, title = sides.fp8[0], TITLES[SEEDS]
     pairs = pair_gaps(sides)
     others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
-    apart = f"the seed alone moves mean losses by up to {percent(noise)}"
+    apart = f"another seed changes mean losses by up to {percent(noise)}"
     if trial.seeds == 1:
-        say = f"one pair of seeds, {per_cent(pairs[0])}, has no interval, and {apart}: --seeds 5 tries it"
+        say = f"one pair of seeds, {per_cent(pairs[0])}, gives no interval, and {apart}: --seeds 5 tests it"
         threshold = f"95 % interval below {per_cent(LOSS_MARGIN)}"
         far = pairs[0] > max(2 * noise, LOSS_MARGIN)
         status = WARN if far else UNTRIED
-        say += "; that is further than seeds explain" if far else ""
+        say += "; that is more than seeds explain" if far else ""
         return Check(SEEDS, title, run.label, pairs[0], per_cent(pairs[0]), threshold, status, say)
     if wrong := unsound(sides, others):
         return Check(SEEDS, title, run.label, None, "failed", "every run is sound", FAIL, wrong)
-    found = claims.mean_gap(pairs)
-    why = idle if found is not None else "a run has no finite losses"
+    interval = claims.mean_gap(pairs)
+    why = idle if interval is not None else "a run has no finite losses"
     return decide(
-        SEEDS, title, run.label, found, LOSS_MARGIN,
+        SEEDS, title, run.label, interval, LOSS_MARGIN,
         unit="pairs of seeds", scale=per_cent, worse=1, why_not=why, seen=f"{len(pairs)} pairs of seeds; {apart}",
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""The trust table of ``docs/numerics.md`` as functions: each row takes figures and says pass, warn or fail, and why.
-What the trial claims of the training itself is in :mod:`octavo.report.evidence.claims`.
+"""The trust table of ``docs/numerics.md`` as functions: each row takes figures and returns pass, warn or fail, and why.
+The claims of a trial about the training itself are in :mod:`octavo.report.evidence.claims`.
 
-A row returns a ``Check``: the figure, the threshold it was held against, the status and one plain sentence. The verdict
-is the worst of them. Shares are 0..1 here and per cent in the sentences; SQNR is in dB; losses are in nats per token.
+A row returns a ``Check``: the figure, its threshold, the status and a sentence. The verdict is the worst of them.
+Shares are 0..1 here and per cent in the sentences; SQNR is in dB; losses are in nats per token.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from typing import Any
 import numpy as np
 
 PASS, WARN, UNDECIDED, FAIL = "pass", "warn", "undecided", "fail"
-UNTRIED = "untried"  # a claim that nobody asked for: it says how it could be tried, and weighs nothing
-REPORTED = "reported"  # a figure with its interval and no margin: it weighs nothing either
+UNTRIED = "untried"  # a claim that was not tested: it says how to test it, and does not count
+REPORTED = "reported"  # a figure with its interval and no margin: it does not count either
 _RANK = {PASS: 0, WARN: 1, UNDECIDED: 2, FAIL: 3}
 
-# Stretches that a run is cut into to estimate the noise -> how many standard deviations hold 19 times out of 20, by
-# Student's t for as many differences whose mean is known to be zero.
+# Segments that a run is split into to estimate the noise -> standard deviations of a 95 % interval, by Student's t for
+# that many differences whose mean is known to be zero.
 STRETCHES = {6: 2.45, 20: 2.09}
 UNDERFLOW_WARN, UNDERFLOW_FAIL = 0.01, 0.05  # operands of fwd and dgrad
 UNDERFLOW_WARN_WGRAD = 0.20  # operands of wgrad
 SQNR_WARN = {"e4m3": 25.0, "e5m2": 20.0}
 COSINE_MEDIAN, COSINE_MIN = 0.99, 0.95
-COSINE_FAIL = 0.5  # half of the layers below it: their gradients are not those of this training
+COSINE_FAIL = 0.5  # if half of the layers are below it, their gradients have little to do with this training
 SKIPPED_WARN = 0.01  # of the steps
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the trust table, answered for one run. A claim (:mod:`octavo.report.evidence.claims`) has its 95 %
-    interval,
-    ``low`` to ``high``, and the ``margin`` that it must lie within."""
+    """One row of the trust table for one run. A claim (:mod:`octavo.report.evidence.claims`) also has its 95 %
+    interval, ``low`` to ``high``, and the ``margin`` that it must stay within."""
 
     name: str
     title: str
@@ -49,17 +48,17 @@ class Check:
     margin: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As ``report.json`` has it, where a run is called an arm."""
+        """The row in ``report.json``, where a run is called an arm."""
         return {"arm" if key == "run" else key: value for key, value in asdict(self).items()}
 
 
 def worst(statuses: Sequence[str]) -> str:
-    """The worst of several statuses; pass where there is none."""
+    """The worst of several statuses; pass if there is none."""
     return max((s for s in statuses if s not in (UNTRIED, REPORTED)), key=_RANK.__getitem__, default=PASS)
 
 
 def percent(value: float, digits: int = 2) -> str:
-    """A share as per cent: enough digits that a figure which is not zero never reads as zero."""
+    """A share in per cent, with enough digits that a figure other than zero is not shown as zero."""
     if value == 0 or not math.isfinite(value):
         return f"{100 * value:.{digits}f} %"
     while abs(100 * value) < 0.5 * 10**-digits and digits < 6:
@@ -70,7 +69,7 @@ def percent(value: float, digits: int = 2) -> str:
 def loss_gap(losses: np.ndarray, reference: np.ndarray) -> float:
     """Signed relative gap of two runs at the same steps: (mean loss - mean reference loss) / mean reference loss.
 
-    Steps in which either loss is not finite are left out of both means. NaN where nothing is left or the mean is 0.
+    Steps in which either loss is not finite are excluded from both means. NaN if no step is left or the mean is 0.
     """
     both = np.isfinite(losses) & np.isfinite(reference)
     if not both.any() or reference[both].mean() == 0:
@@ -79,27 +78,27 @@ def loss_gap(losses: np.ndarray, reference: np.ndarray) -> float:
 
 
 def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = None) -> float:
-    """How far the mean losses of two high-precision runs may lie apart by the seed alone, relative to the mean loss.
+    """How far the mean losses of two high-precision runs may differ because of the seed, relative to the mean loss.
 
-    One pair of seeds gives one draw of that gap, which is small by luck as often as large. So the run is cut into
-    stretches whose differences D count as independent draws: the gap of the means then has the standard deviation
+    One pair of seeds gives one sample of that gap, which is small by chance as often as large. So the run is split into
+    segments whose differences D count as independent samples: the gap of the means then has the standard deviation
     sqrt(sum D^2) / sum loss, and stays within t of them 19 times out of 20. Two seeds drift apart for many steps at a
-    time, so stretches must be long; few stretches make a rough estimate. The larger of two cuts is taken, and the
-    pair's own gap where that is larger still. In short runs the bound is still too narrow (docs/lab/demo.md).
+    time, so segments must be long, but few segments give a rough estimate. The larger result of two splits is used, and
+    the pair's own gap if that is larger still. In short runs the bound is still too narrow (docs/lab/demo.md).
 
-    ``steps`` is the length of the whole run where the curves are its beginning. NaN where nothing is finite.
+    ``steps``: the length of the whole run if the curves are its beginning. NaN without finite losses.
     """
     both = np.isfinite(losses) & np.isfinite(reference)
     total = float(np.abs(reference[both]).sum())
     if not total:
         return math.nan
     difference = np.where(both, losses - reference, 0.0)
-    found = [abs(float(difference.sum()))]
+    bounds = [abs(float(difference.sum()))]
     for stretches, deviations in STRETCHES.items():
         stretch = max(1, -(-(steps or len(losses)) // stretches))
         sums = np.add.reduceat(difference, np.arange(0, len(losses), stretch))
-        found.append(deviations * math.sqrt(float((sums**2).sum())))
-    return max(found) / total
+        bounds.append(deviations * math.sqrt(float((sums**2).sum())))
+    return max(bounds) / total
 
 
 def _worst_layer(by_layer: Mapping[str, float], largest: bool) -> tuple[str, float]:
@@ -116,7 +115,7 @@ def _unmeasured(name: str, title: str, run: str, threshold: str) -> Check:
 
 
 def no_wgrad(check: Check) -> Check:
-    """What a check of weight gradients says where there are none to look at."""
+    """The check of weight gradients for a run that has none."""
     say = "no weight gradients: every FP8 layer is frozen"
     return replace(check, figure=None, shown="none", status=PASS, sentence=say)
 
@@ -178,12 +177,12 @@ def check_nan_codes(run: str, by_layer: Mapping[str, int]) -> Check:
 
 
 def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
-    """FP8 GEMMs that did not run where planned: what the run's own count, ``proof.json``, says."""
+    """Whether FP8 GEMMs ran where planned, by the run's counts in ``proof.json``."""
     name, title, threshold = "fp8_gemms", "FP8 GEMMs ran where planned", "every planned GEMM counted"
     if not proof:
         return Check(
             name, title, run, None, "no proof", threshold, FAIL,
-            "the run left no proof.json, so nothing shows that FP8 ran; train it again",
+            "the run wrote no proof.json, so nothing shows that FP8 ran; train it again",
         )  # fmt: skip
     share, counted = proof.get("share"), int(proof.get("fp8_gemms") or 0)
     of_all = "" if share is None else f": {percent(float(share), 1)} of the linear FLOPs"
@@ -202,11 +201,11 @@ def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
 def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int, overflowed: Sequence[int] = ()) -> Check:
     """Steps whose loss or gradient was not finite, and whether the run reached its last step.
 
-    Up to 1 % of the steps warn, more fail: a run that did not apply its steps is not the training that was compared.
-    ``overflowed``, by which a loss scale finds its value in FP16, count as skipped beyond 1 % alone.
+    Up to 1 % of the steps warn, more fail: a run that did not apply its steps is not the training to compare.
+    ``overflowed`` steps, with which a loss scale finds its value in FP16, count as skipped only above 1 %.
     """
     name, title = "skipped_steps", "Steps skipped"
-    threshold = f"none; fails above {100 * SKIPPED_WARN:g} %, or where the run did not end"
+    threshold = f"none; fails above {100 * SKIPPED_WARN:g} %, or if the run did not finish"
     if len(overflowed) > SKIPPED_WARN * steps:
         skipped, overflowed = sorted((*skipped, *overflowed)), ()
     shown = f"{len(skipped)} of {steps}"
@@ -218,14 +217,14 @@ def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int, ov
         say = f"loss or gradient was not finite in {len(skipped)} steps, which were skipped: {first}"
         status = WARN if len(skipped) <= SKIPPED_WARN * steps else FAIL
         return Check(name, title, run, float(len(skipped)), shown, threshold, status, say)
-    but = f" but {len(overflowed)}, whose gradients overflowed FP16 until the loss scale fell" if overflowed else ""
+    but = f" except {len(overflowed)}, whose gradients overflowed FP16 until the loss scale fell" if overflowed else ""
     return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {steps} steps were finite and applied{but}")
 
 
 def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Check:
-    """Whether metrics.jsonl holds every step that it must: each multiple of ``every`` up to ``planned``.
+    """Whether metrics.jsonl has every required step: each multiple of ``every`` up to ``planned``.
 
-    A step without a line has no loss, so the means would be taken over what somebody left.
+    A step without a line has no loss, and the means would be computed over the remaining steps.
     """
     due = np.arange(every, planned + 1, every)
     missing = np.setdiff1d(due, steps)
@@ -235,11 +234,11 @@ def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Che
         first = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
         say = f"metrics.jsonl lacks {len(missing)} steps ({first}): the file was cut; train it again with --fresh"
         return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, say)
-    return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {len(due)} lines that were due are there")
+    return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {len(due)} required lines are present")
 
 
 def check_states(run: str, states: str, zeroed: int | None) -> Check:
-    """Second moments that became zero in quantized optimizer states; fp32 and bf16 states cannot lose one that way."""
+    """Second moments that became zero in quantized optimizer states; in fp32 and bf16 states none does."""
     name, title, threshold = "v_zero", "Second moments that became zero", "none"
     if states in ("fp32", "bf16"):
         say = f"optimizer states are {states}: none is rounded to zero by a quantizer"
@@ -253,7 +252,7 @@ def check_states(run: str, states: str, zeroed: int | None) -> Check:
 
 
 def check_same_data(run: str, tokens: np.ndarray, reference: np.ndarray) -> Check:
-    """Both runs must have read the same data: the tokens of every step are equal."""
+    """Whether both runs read the same data: equal numbers of tokens at every step."""
     name, title, threshold = "same_data", "Same data", "equal tokens at every step"
     known = np.isfinite(tokens) & np.isfinite(reference)
     differ = np.flatnonzero(known & (tokens != reference))

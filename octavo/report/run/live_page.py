@@ -1,7 +1,7 @@
-"""The page of a run while it trains: ``RUN/page.html``, and beside it ``page.png`` and ``memory.json``.
+"""The page of a run while it trains: ``RUN/page.html``, with ``page.png`` and ``memory.json``.
 
-Written behind evaluations and checkpoints and once a minute, as long as another page would not take more than
-:data:`SHARE` of the time, and at the end. It is a watcher of the run: what fails in it ends no run.
+It is written after evaluations and checkpoints and once a minute, as long as writing pages takes at most :data:`SHARE`
+of the time, and at the end. It is a watcher of the run: its errors do not end the run.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from octavo.train.estimate.memory import Footprint
 
 PAGE, MEMORY = "page.html", "memory.json"
 SHARE = 0.01
-FIRST = 1.0  # seconds that a page is taken to cost before one was written
-EVERY = 60.0  # seconds after which one is due in any case
+FIRST = 1.0  # assumed seconds for a page before the first one
+EVERY = 60.0  # seconds after which a page is written in any case
 
 
 class Page(train.Callback):
-    """Writes the page. ``predicted``: memory in bytes by kind, as it was told before the first step, else nothing."""
+    """Writes the page. ``predicted``: the memory prediction before the first step, kind -> bytes; empty without one."""
 
     predicted: Mapping[str, int] = MappingProxyType({})
     _history: History | None = None
-    _due, _cost, _spent = False, FIRST, 0.0
+    _requested, _cost, _spent = False, FIRST, 0.0
 
     def __str__(self) -> str:
         return PAGE
 
-    def expect(self, found: Footprint) -> None:
-        """The memory that was predicted; of phase rl the larger of its two moments, kind by kind."""
-        later = {} if found.rollout is None else found.rollout.kinds
-        kinds = dict.fromkeys([*found.kinds, *later])
-        self.predicted = {kind: max(found.kinds.get(kind, 0), later.get(kind, 0)) for kind in kinds}
+    def expect(self, footprint: Footprint) -> None:
+        """Set the predicted memory; for phase rl the larger of its two moments, kind by kind."""
+        later = {} if footprint.rollout is None else footprint.rollout.kinds
+        kinds = dict.fromkeys([*footprint.kinds, *later])
+        self.predicted = {kind: max(footprint.kinds.get(kind, 0), later.get(kind, 0)) for kind in kinds}
 
     def begin(self, run: train.Run) -> None:
         self._began = self._last = time.monotonic()
@@ -51,14 +51,14 @@ class Page(train.Callback):
             self._history = History.begin(run.directory)
             for row in rows_of(run.directory) if run.step else ():
                 self._history.add(row)
-        except Exception as error:  # a page is worth no run, not even one that has not begun
+        except Exception as error:  # an error of the page must not end the run
             self._give_up(run, error)
 
     def evaluated(self, run: train.Run, figures: Mapping[str, Any]) -> None:
-        self._due = True
+        self._requested = True
 
     def saved(self, run: train.Run, checkpoint: Path) -> None:
-        self._due = True
+        self._requested = True
 
     def end_step(self, run: train.Run, step: train.Step) -> None:
         if self._history is None:
@@ -66,7 +66,7 @@ class Page(train.Callback):
         if step.wanted:
             self._history.add(finite(step.row))
         now = time.monotonic()
-        due = self._due or now - self._last >= EVERY
+        due = self._requested or now - self._last >= EVERY
         if due and self._spent + self._cost < SHARE * (now - self._began):
             self._write(run, "running")
 
@@ -85,9 +85,9 @@ class Page(train.Callback):
         except Exception as error:
             self._give_up(run, error)
         self._last = time.monotonic()
-        self._due, self._cost = False, self._last - began
+        self._requested, self._cost = False, self._last - began
         self._spent += self._cost
 
     def _give_up(self, run: train.Run, error: Exception) -> None:
         self._history = None
-        run.say(f"warning: {PAGE} is not written; the run goes on ({first_line(error)})")
+        run.say(f"warning: {PAGE} is not written; the run continues ({first_line(error)})")

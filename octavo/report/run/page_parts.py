@@ -31,13 +31,13 @@ KINDS = {
     "logits": "logits",
     "workspace": "workspace",
 }
-#: totals that a run records beside the kinds. The peak of the process is not shown: all runs share one process
+#: totals that a run records in addition to the kinds. The peak of the process is not shown: all runs share a process
 TOTALS = {"peak_cuda": "peak of the GPU", "peak_device": "peak of the device"}
 NOT_KINDS = (*TOTALS, "peak_rss")
 
 
 def render(name: str, folder: Path = TEMPLATES, **values: Any) -> str:
-    """A page from its template in ``folder``; look and version are the same in all."""
+    """Render a page from its template in ``folder``; style and version are the same on all pages."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([folder, TEMPLATES]),
         autoescape=True,
@@ -52,13 +52,13 @@ def render(name: str, folder: Path = TEMPLATES, **values: Any) -> str:
 
 
 def memory_kinds(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
-    """Kinds of memory that any run recorded, in the order of ``KINDS``; peaks are no kinds."""
+    """Kinds of memory that any run recorded, in the order of ``KINDS``, without peaks."""
     seen = dict.fromkeys(kind for _, memory in bars for kind in memory if kind not in NOT_KINDS)
     return [kind for kind in KINDS if kind in seen] + [kind for kind in seen if kind not in KINDS]
 
 
 def unit_of(size: float) -> tuple[str, float]:
-    """KiB, MiB or GiB: the largest unit of which ``size`` bytes hold at least one."""
+    """(name, bytes) of the largest of KiB, MiB and GiB that is at most ``size`` bytes."""
     for name, unit in (("GiB", 2.0**30), ("MiB", 2.0**20)):
         if size >= unit:
             return name, unit
@@ -66,13 +66,13 @@ def unit_of(size: float) -> tuple[str, float]:
 
 
 def bytes_text(size: float) -> str:
-    """Bytes for people: 12.3 MiB."""
+    """Bytes as text: 12.3 MiB."""
     name, unit = unit_of(size)
     return f"{size / unit:.1f} {name}" if size else "0"
 
 
 def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of a plan that differ only in the numbers of their names, as one line each."""
+    """The rows of a plan, one entry for rows that differ only in the numbers of their names."""
     groups: dict[tuple, dict[str, Any]] = {}
     for row in plan.get("rows", ()):
         pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", row["name"])
@@ -91,8 +91,8 @@ def plan_groups(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def counted(proof: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The proof by component and GEMM: calls in FP8 with their backends, calls in high precision."""
+def gemm_counts(proof: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The counts of a proof by component and GEMM: calls in FP8 with their backends, calls in high precision."""
     rows = []
     for component, gemms in (proof.get("components") or {}).items():
         for gemm, calls in gemms.items() if isinstance(gemms, Mapping) else ():

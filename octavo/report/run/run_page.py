@@ -29,25 +29,24 @@ _PILLS = {"finished": "pass", "running": "reported", "stopped": "warn", "failed"
 
 
 def read(directories: Sequence[str | Path]) -> list[History]:
-    """The runs of a page. Raises ReportError for what is no run with a step in it, for a run that is named twice, and
-    for runs of several phases."""
-    found = [History.read(directory) for directory in directories]
-    homes = [run.directory.resolve() for run in found]
+    """The runs of a page. Raises ReportError for a folder that is not a run with at least one step, for a run that is
+    named twice, and for runs of several phases."""
+    runs = [History.read(directory) for directory in directories]
+    homes = [run.directory.resolve() for run in runs]
     if twice := next((home for n, home in enumerate(homes) if home in homes[:n]), None):
         raise ReportError(f"{twice} is named twice; name each run once")
-    if len(found) > run_plots.MOST:
-        raise ReportError(f"{len(found)} runs on one page: at most {run_plots.MOST} lines can be told apart")
-    phases = {run.cfg.train.phase: run.directory for run in found}
+    if len(runs) > run_plots.MOST:
+        raise ReportError(f"{len(runs)} runs on one page: at most {run_plots.MOST} lines can be distinguished")
+    phases = {run.cfg.train.phase: run.directory for run in runs}
     if len(phases) > 1:
-        told = ", ".join(f"{directory} is of phase {phase}" for phase, directory in phases.items())
-        raise ReportError(f"runs of several phases have no curves in common ({told}); make a page for each phase")
-    return found
+        listed = ", ".join(f"{directory} is of phase {phase}" for phase, directory in phases.items())
+        raise ReportError(f"runs of several phases have no curves in common ({listed}); make a page for each phase")
+    return runs
 
 
 def write(runs: Sequence[History], out: Path, status: str | None = None) -> tuple[Path, Path]:
-    """Write the page and its PNG; gives both. ``status`` of a single run, where the caller knows it: running, stopped.
-
-    Raises OSError where nothing can be written there.
+    """Write the page and its PNG; returns both paths. ``status`` of a single run, if the caller knows it: running,
+    stopped. Raises OSError if a file cannot be written.
     """
     image = out.with_suffix(".png")
     states = [status or _status(run) for run in runs]
@@ -84,18 +83,18 @@ def write(runs: Sequence[History], out: Path, status: str | None = None) -> tupl
         html = page_parts.render("runs.html.jinja", page_parts.TEMPLATES, **values, **_several(runs, labels, states))
     out.parent.mkdir(parents=True, exist_ok=True)
     atomic_write.write_bytes(image, picture, shared=True)
-    atomic_write.write_text(out, html, shared=True)  # last: where it is, its picture is
+    atomic_write.write_text(out, html, shared=True)  # last, so that a page always has its picture
     return out, image
 
 
 def names(runs: Sequence[History]) -> list[str]:
-    """What runs are called: the ends of their paths, as short as tells them apart."""
+    """The names of runs: the shortest ends of their paths that are distinct."""
     homes = [run.directory.resolve().parts for run in runs]
     for length in range(1, max(map(len, homes)) + 1):
-        found = ["/".join(home[-length:]) for home in homes]
-        if len(set(found)) == len(found):
+        ends = ["/".join(home[-length:]) for home in homes]
+        if len(set(ends)) == len(ends):
             break
-    return found
+    return ends
 
 
 def _status(run: History) -> str:
@@ -103,11 +102,11 @@ def _status(run: History) -> str:
 
 
 def _bars(runs: Sequence[History], labels: Sequence[str]) -> list[tuple[str, Mapping[str, int]]]:
-    """Memory by kind: of one run as measured and as predicted, of several as measured."""
+    """Memory by kind: measured and predicted for a single run, measured for several."""
     if len(runs) > 1:
         return [(label, run.memory) for label, run in zip(labels, runs, strict=True) if run.memory]
-    told = (("measured", runs[0].memory), ("predicted", runs[0].predicted))
-    return [(label, memory) for label, memory in told if memory]
+    both = (("measured", runs[0].memory), ("predicted", runs[0].predicted))
+    return [(label, memory) for label, memory in both if memory]
 
 
 def _memory_figure(bars: Sequence[tuple[str, Mapping[str, int]]]) -> Any:
@@ -117,16 +116,17 @@ def _memory_figure(bars: Sequence[tuple[str, Mapping[str, int]]]) -> Any:
 
 
 def _held(bars: Sequence[tuple[str, Mapping[str, int]]]) -> list[str]:
-    """The kinds of which anything was held."""
+    """The kinds with any bytes."""
     return [kind for kind in memory_kinds(bars) if any(memory.get(kind) for _, memory in bars)]
 
 
 def _one(run: History, status: str) -> dict[str, Any]:
-    """What the page of a single run has beside."""
+    """The values that only the page of a single run has."""
     proof = json_of(run.directory / "proof.json")
     layers = sorted(layer_health([run.layers]), key=lambda layer: min(layer.sqnr.values(), default=math.inf))
-    plain = [(step, dict(flat(found))) for step, found in run.evals]
-    plan = json_of(run.directory / "plan.json") if run.cfg.fp8.adapt is not None else run.plan  # which moves
+    plain = [(step, dict(flat(figures))) for step, figures in run.evals]
+    # With fp8.adapt the plan changes during the run.
+    plan = json_of(run.directory / "plan.json") if run.cfg.fp8.adapt is not None else run.plan
     return {
         "status": status,
         "line": _line(run),
@@ -135,7 +135,7 @@ def _one(run: History, status: str) -> dict[str, Any]:
         "steps": run.cfg.train.steps,
         "directory": str(run.directory),
         "evals": plain,
-        "judged": list(dict.fromkeys(key for _, found in plain for key in found)),
+        "judged": list(dict.fromkeys(key for _, figures in plain for key in figures)),
         "answers": run.answers(),
         "completions": run.completions(),
         "health": _health(run),
@@ -151,7 +151,7 @@ def _one(run: History, status: str) -> dict[str, Any]:
         "groups": page_parts.plan_groups(plan),
         "notes": plan.get("notes") or [],
         "proof": proof,
-        "counted": page_parts.counted(proof),
+        "counted": page_parts.gemm_counts(proof),
         "environment": flat(json_of(run.directory / "environment.json")),
     }
 
@@ -172,7 +172,7 @@ def _tiles(run: History, proof: Mapping[str, Any], status: str) -> list[dict[str
 
 
 def _key_figures(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What is told of a run first, in words and figures; an empty one is not known."""
+    """The key figures of a run as (words, text); an empty text means not known."""
 
     def of(key: str, text: Callable[[float], str], how: str = "newest") -> str:
         kind, _, name = key.partition("/")
@@ -183,15 +183,15 @@ def _key_figures(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]
     def share(value: float) -> str:
         return percent(value, 1)
 
-    own = {"rl": ("reward", "reward, last twentieth"), "preference": ("rewards/margins", "margin, last twentieth")}
-    first = own.get(run.cfg.train.phase, ("loss", "loss, last twentieth"))
+    by_phase = {"rl": ("reward", "reward, last twentieth"), "preference": ("rewards/margins", "margin, last twentieth")}
+    first = by_phase.get(run.cfg.train.phase, ("loss", "loss, last twentieth"))
     memory = sum(run.memory.get(kind, 0) for kind in memory_kinds([("", run.memory)]))
     return [
         (first[1], of(first[0], short)),
         ("held-out loss", of("eval/loss", short, "last")),
         ("held-out answers right", of("eval/exact_match", share, "last")),
         ("held-out reward", of("eval/reward", short, "last")),
-        ("held-out pairs told apart", of("eval/rewards/accuracies", share, "last")),
+        ("held-out pairs in order", of("eval/rewards/accuracies", share, "last")),
         ("of linear FLOPs in FP8, counted", share(float(proof["share"])) if proof.get("share") is not None else ""),
         ("tokens per second, median", of("tokens_per_s", lambda value: fixed(value, 0), "median")),
         ("seconds a step, median", of("seconds", short, "median")),
@@ -202,16 +202,16 @@ def _key_figures(run: History, proof: Mapping[str, Any]) -> list[tuple[str, str]
 def _health(run: History) -> list[dict[str, Any]]:
     """The newest figures of each component, the worst of its layers."""
     return [
-        {"component": component, "color": color, **{name: series.last for name, series in found.items()}}
-        for (component, found), color in zip(run.health.items(), run_plots.COLORS, strict=False)
+        {"component": component, "color": color, **{name: series.last for name, series in figures.items()}}
+        for (component, figures), color in zip(run.health.items(), run_plots.COLORS, strict=False)
     ]
 
 
 def _faults(line: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The faults of a check that say all that is told of them."""
-    told = {"rank", "host", "device", "said"}
-    found = line["faults"] if isinstance(line["faults"], list) else []
-    return [fault for fault in found if isinstance(fault, dict) and told <= fault.keys()]
+    """The faults of a check that have all fields of the page's table."""
+    fields = {"rank", "host", "device", "said"}
+    faults = line["faults"] if isinstance(line["faults"], list) else []
+    return [fault for fault in faults if isinstance(fault, dict) and fields <= fault.keys()]
 
 
 def _moves(run: History) -> list[dict[str, Any]]:
@@ -248,24 +248,24 @@ def _several(runs: Sequence[History], labels: Sequence[str], states: Sequence[st
 
 
 def differences(runs: Sequence[History]) -> list[tuple[str, list[str]]]:
-    """Settings in which runs differ, where they lie aside: the key, and the value of each run."""
+    """Settings in which runs differ, except their paths: the key, and the value of each run."""
     each = [dict(flat(run.cfg.model_dump(mode="json"))) for run in runs]
     keys = dict.fromkeys(key for settings in each for key in settings)
-    found = [
+    values_of = [
         (key, [settings.get(key, "") for settings in each]) for key in keys if key not in ("run.dir", "run.resume")
     ]
-    return [(key, values) for key, values in found if len(set(values)) > 1]
+    return [(key, values) for key, values in values_of if len(set(values)) > 1]
 
 
 def _seeds(runs: Sequence[History], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs that differ in their seed alone: the mean of their last figures, with Student's 95 % interval."""
+    """Groups of runs that differ only in their seed: the mean of their last figures, with Student's 95 % interval."""
     groups: dict[str, dict[int, int]] = {}
     for place, run in enumerate(runs):
         settings = run.cfg.model_dump(mode="json")
         seed = settings["run"]["seed"]
         settings["run"] = {}
         groups.setdefault(repr(settings), {}).setdefault(seed, place)
-    found = []
+    tables = []
     for group in (list(group.values()) for group in groups.values() if len(group) > 1):
         rows = []
         for word, key, how in (
@@ -280,8 +280,8 @@ def _seeds(runs: Sequence[History], labels: Sequence[str]) -> list[dict[str, Any
             values = [math.nan if one is None else float(getattr(one, how)) for one in series]
             if (interval := mean_gap(values)) is not None:
                 rows.append((word, short(interval.estimate), f"{short(interval.low)} to {short(interval.high)}"))
-        found.append({"runs": [labels[place] for place in group], "rows": rows})
-    return found
+        tables.append({"runs": [labels[place] for place in group], "rows": rows})
+    return tables
 
 
 def _duration(seconds: float) -> str:

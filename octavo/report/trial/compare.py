@@ -1,18 +1,17 @@
 """The trial: high precision, high precision with another seed, and each FP8 recipe, on the same data; then the verdict.
 
-Forks decide the loss: from high precision's checkpoint at two thirds both precisions go on with the same data, for
-several seeds. They part from one point, so the noise of a whole training is in both, at a third of the price. Held-out
-data are judged once the runs are done: what FP8 and what high precision trained, and FP8's weights in high precision.
+Forks decide the loss: from high precision's checkpoint at two thirds both precisions continue with the same data, for
+several seeds. They start from one point, so both have the noise of the whole training, at a third of the cost. Held-out
+data are evaluated after the runs: the models that FP8 and high precision trained, and FP8's weights in high precision.
 
-High precision has none of the memory savings that the configuration asks for; where these make the model BF16, it
-computes in BF16 as well. Under LoRA every run trains the same adapters, high precision beside the base in BF16 (one
-that is in FP8 on disk is dequantized), FP8 beside the base that the configuration loads. A configuration with savings
-is trained without them, too, and with one more at a time (:mod:`octavo.report.trial.memory_savings`): the page says
-what each of them cost.
+High precision has none of the configuration's memory savings; if these make the model BF16, it computes in BF16 too.
+With LoRA every run trains the same adapters, high precision on the base in BF16 (an FP8 base is dequantized), FP8 on
+the base that the configuration loads. A configuration with savings is also trained without them, and with one more at a
+time (:mod:`octavo.report.trial.memory_savings`): the page shows the cost of each.
 
-Each is an ordinary run directory, ``DIRECTORY/arms/NAME``; the report lies in ``DIRECTORY/report``. The trial can be
-stopped and started again: a finished run is read, a half-done one continues, and one that was trained with another
-configuration is refused (or, with ``fresh``, made again).
+Each is an ordinary run directory, ``DIRECTORY/arms/NAME``; the report is in ``DIRECTORY/report``. The trial can be
+stopped and started again: a finished run is read, an unfinished one continues, and one that was trained with another
+configuration is refused (or, with ``fresh``, trained again).
 """
 
 from __future__ import annotations
@@ -57,56 +56,63 @@ def compare(
 ) -> Verdict:
     """Run the trial and write the report.
 
-    ``recipes`` are the FP8 recipes to try; None tries what ``cfg`` itself asks for. ``savings`` trains the runs that
-    tell what each memory saving cost, where the trial is of one recipe and has any on (None: unless it is factorial,
-    which has none on). ``console`` is a rich console (None: silent). ``jobs`` runs train at a time, more than one in
-    processes of their own (a CPU's cores; a GPU serves one); or one after the other, each over ``nproc`` processes of
-    this machine. ``forks`` from high precision's checkpoint at two thirds, in each precision (0: none; None: 3, and
-    none in a factorial trial or in the phases rl and preference, whose losses decide nothing); ``seeds`` whole runs in
-    each precision, of which one makes no interval. ``accuracy_margin``: a share, how much lower FP8's may be (None:
-    0.01, in those phases 0.02). ``factorial`` names two to four components: every combination of them is trained in FP8
-    with ``seeds`` seeds, and the effect of each judged (``docs/trials.md``). ``tell`` makes the lines about the plan,
-    told once, before the first run (None: `octavo.train.loop.summary.summary`).
-    What the trial can be expected to decide is said before the first run (:mod:`octavo.report.trial.design`).
-    An FP8 run whose training fails is judged so and the others go on; a high-precision run that fails ends the
-    trial. Writes ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` where
-    nothing in FP8 was asked for, a recipe is unknown, an existing run was trained with another configuration, a run
-    was stopped by a signal, or more than one process runs this.
+    recipes          FP8 recipes to try; None: the recipe of ``cfg``
+    console          a rich console; None: silent
+    fresh            train all runs again
+    jobs             runs that train at the same time, each in a process (a CPU's cores; a GPU serves one)
+    nproc            processes of this machine for each run, one run after the other
+    savings          also train the runs that measure the cost of each memory saving, if there is one recipe and any
+                     saving; None: unless the trial is factorial, which has no savings
+    forks            of high precision's checkpoint at two thirds, in each precision; None: 3, and 0 in a factorial
+                     trial and in phases rl and preference, whose losses decide nothing
+    seeds            whole runs in each precision; one gives no interval
+    accuracy_margin  how much lower FP8's accuracy may be, a share; None: 0.01, in phases rl and preference 0.02
+    factorial        two to four components: train every combination of them in FP8 with ``seeds`` seeds, and judge the
+                     effect of each (``docs/trials.md``)
+    tell             makes the lines about the plan, printed once before the first run; None:
+                     `octavo.train.loop.summary.summary`
+
+    What the trial can be expected to decide is printed before the first run (:mod:`octavo.report.trial.design`). If an
+    FP8 run fails, its verdict is fail and the others continue; a high-precision run that fails ends the trial. Writes
+    ``directory/report/report.html``, ``report.json`` and PNG plots. Raises ``ReportError`` if nothing is in FP8, a
+    recipe is unknown, an existing run was trained with another configuration, a run was stopped by a signal, or several
+    processes run this function.
     """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         raise ReportError(
-            f"compare was started on {ranks} processes; it runs in one. Start it without torchrun; `octavo "
+            f"compare was started on {ranks} processes, but it runs in one. Start it without torchrun; `octavo "
             "compare FILE --nproc N` trains each run over N processes"
         )
     if forks is None:
         forks = 0 if cfg.train.phase in BEYOND_SFT or factorial else FORKS
     if jobs > 1 and nproc > 1:
         raise ReportError(
-            f"jobs={jobs} and nproc={nproc}: runs train beside each other, or each over several processes; give one"
+            f"jobs={jobs} and nproc={nproc}: runs train at the same time, or each over several processes; use one of "
+            f"them"
         )
     if min(jobs, seeds, nproc) < 1 or forks < 0:
-        asked = f"jobs={jobs}, nproc={nproc}, seeds={seeds}, forks={forks}"
-        raise ReportError(f"{asked}: forks are at least 0, the others at least 1")
+        values = f"jobs={jobs}, nproc={nproc}, seeds={seeds}, forks={forks}"
+        raise ReportError(f"{values}: forks must be at least 0, the others at least 1")
     if savings is None:
         savings = not factorial
     of = design(
         cfg, recipes, directory, savings=savings, forks=forks, seeds=seeds, accuracy_margin=accuracy_margin,
         factorial=factorial, fresh=fresh,
     )  # fmt: skip
-    plans = [plan for run in of.runs for plan in _planned(run, fresh)]  # refuse before the first run has cost minutes
+    plans = [plan for run in of.runs for plan in _planned(run, fresh)]  # refuse before the first run takes minutes
     if fresh:
         clear(of.directory)
     same_files(of.cfg, of.directory)
-    of = replace(of, expected=_said_first(of))
+    of = replace(of, expected=_first_expectation(of))
     from octavo.report.trial.report_page import write
 
     for line in of.lines:
         _say(console, line)
-    more = [(sum(run.kind == kind for run in of.runs), word) for kind, word in (("saving", "to tell what each memory "
-            "saving costs"), ("cell", "cells"), ("fork", "forks of high precision"))]  # fmt: skip
-    told = [f"{count} of them {word}" for count, word in more if count]
-    _say(console, f"{', '.join([f'{len(of.runs)} runs', *told])}; they are in {of.directory / 'arms'}")
+    kinds = {"saving": "to measure the cost of each memory saving", "cell": "cells", "fork": "forks of high precision"}
+    counts = {word: sum(run.kind == kind for run in of.runs) for kind, word in kinds.items()}
+    parts = [f"{count} of them {word}" for word, count in counts.items() if count]
+    _say(console, f"{', '.join([f'{len(of.runs)} runs', *parts])}; they are in {of.directory / 'arms'}")
     if console is not None:
         from octavo.train.loop.summary import summary
 
@@ -122,9 +128,9 @@ def compare(
     return verdict
 
 
-def _said_first(of: Design) -> tuple[Estimate, ...]:
-    """What was expected when this design began: a trial that goes on has runs of its own by then, and what these show
-    was not expected. Noted here where it begins."""
+def _first_expectation(of: Design) -> tuple[Estimate, ...]:
+    """The expectation when this design began, which is written here at that time: a trial that continues has runs, and
+    their results are not an expectation."""
     file = of.directory / "power.json"
     designs = safe_read.read_json(file, ReportError)["designs"] if file.exists() else []
     for one in designs:
@@ -136,7 +142,7 @@ def _said_first(of: Design) -> tuple[Estimate, ...]:
 
 
 def _trained(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[tuple[Run, RunRecord]]:
-    """The runs with what they left; those that are not finished are trained now."""
+    """The runs with their records; unfinished runs are trained now."""
     records = []
     unfinished = [run for run in runs if finished(run) is None]
     together = bool(unfinished) and nproc > 1 or jobs > 1 and len(unfinished) > 1
@@ -158,31 +164,30 @@ def _trained(runs: Sequence[Run], jobs: int, console: Any, nproc: int) -> list[t
 def _held_out(
     cfg: Config, records: Sequence[tuple[Run, RunRecord]], directory: Path, console: Any, seeds: int
 ) -> HeldOut | None:
-    """What the claims need of the held-out data; None where the configuration names none. Beyond SFT that is all seeds
-    of both precisions; else the first, and the weights that it trained in FP8 in high precision as well."""
+    """The evaluations on held-out data that the claims need; None without held-out data. In phases rl and preference
+    all seeds of both precisions; else the first seed, and its FP8 weights also in high precision."""
     if not cfg.data.eval:
         return None
     from octavo.report.trial import held_out
 
     reference = next(run for run, _ in records if run.kind == "reference")
-    found = HeldOut(held_out.judge_model(reference.cfg, directory, console))
-    found.runs[reference.name] = held_out.judge_run(reference, directory, console)
+    evaluations = HeldOut(held_out.judge_model(reference.cfg, directory, console))
+    evaluations.runs[reference.name] = held_out.judge_run(reference, directory, console)
     beyond = cfg.train.phase in BEYOND_SFT
     kinds = ("fp8", "noise", "seed") if beyond and seeds > 1 else ("fp8",)
     for run, record in records:
         if run.kind in kinds and not record.failure:
-            found.runs[run.name] = held_out.judge_run(run, directory, console)
+            evaluations.runs[run.name] = held_out.judge_run(run, directory, console)
         if run.kind == "fp8" and not record.failure and not beyond:
-            found.high[run.name] = held_out.judge_run(run, directory, console, high=True)
-    return found
+            evaluations.high[run.name] = held_out.judge_run(run, directory, console, high=True)
+    return evaluations
 
 
 def _planned(run: Run, fresh: bool) -> list[Any]:
-    """The plan of an FP8 run, where it can be made now; raises ``PlanError`` where the model has nothing that the run
-    could compute in FP8. A folder without a model is for the first run to tell, and what is measured first is planned
-    when that is done."""
-    there = (Path(run.cfg.model.path) / "config.json").is_file()
-    if run.kind != "fp8" or not there or (not fresh and finished(run) is not None):
+    """The plan of an FP8 run, if it can be made now; raises ``PlanError`` if the model has nothing that could run in
+    FP8. A missing model is an error of the first run, and a plan that needs measurements is made by the run."""
+    has_model = (Path(run.cfg.model.path) / "config.json").is_file()
+    if run.kind != "fp8" or not has_model or (not fresh and finished(run) is not None):
         return []
     from octavo.train.setup import planning
 
@@ -192,7 +197,7 @@ def _planned(run: Run, fresh: bool) -> list[Any]:
 
 
 def _one(run: Run, label: str, console: Any) -> RunRecord:
-    """Train a run, or read it where it is finished."""
+    """Train a run, or read it if it is finished."""
     record = finished(run)
     if record is not None:
         _say(console, f"{label}: finished earlier, read from {run.cfg.run.dir}")
@@ -210,7 +215,7 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
             raise
         failure = str(error)
         _say(console, f"{label} failed: {failure}")
-    gc.collect()  # a run's model and optimizer must not stay beside the next one's
+    gc.collect()  # free the run's model and optimizer before the next run
     if failure:
         return read_failed(run.cfg.run.dir, failure)
     if result.status != "finished":
@@ -219,7 +224,7 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
 
 
 def _forget_peaks() -> None:
-    """Let each run have its own peak of GPU memory."""
+    """Reset the peak of GPU memory, so that each run records its own."""
     from octavo.base import accelerator
 
     accelerator.empty_cache_and_reset_peak(accelerator.here())

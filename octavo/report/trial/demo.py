@@ -57,10 +57,11 @@ class Interview:
 
 
 def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, console: Any = None) -> Verdict:
-    """Make the set and the model in ``directory``, run the trial of ``steps`` steps, ask, and say what was found.
+    """Write the data set and the model in ``directory``, run the trial of ``steps`` steps, ask the FP8 model, and print
+    the results.
 
-    ``fresh`` trains the runs again. ``console`` is a rich console (None: silent). Raises ``ReportError`` where the
-    folder holds a demo of other settings, and the errors of what it calls.
+    ``fresh`` trains the runs again. ``console`` is a rich console (None: silent). Raises ``ReportError`` if the folder
+    holds a demo with other settings, and the errors of the functions that it calls.
     """
     if steps < 1:
         raise ReportError(f"steps={steps}: the demo needs at least one step")
@@ -86,8 +87,8 @@ def run(directory: str | Path = "demo", steps: int = 500, fresh: bool = False, c
 
 
 def _jobs() -> int:
-    """How many runs train at a time: one a core of the CPU, since the demo gives each one thread; an accelerator serves
-    one."""
+    """How many runs train at the same time: one for each CPU core, because a run of the demo has one thread; one on an
+    accelerator."""
     from octavo.base import accelerator
 
     if accelerator.count():
@@ -96,8 +97,8 @@ def _jobs() -> int:
 
 
 def exit_code(verdict: Verdict) -> int:
-    """1 where the verdict is fail, 3 where the accuracy is undecided, else 0: what six minutes of training can tell of
-    the losses is said, and asked of nobody."""
+    """1 if the verdict is fail, 3 if the accuracy is undecided, else 0. Claims on losses do not count: six minutes of
+    training are too short to decide them."""
     if verdict.status == FAIL:
         return 1
     accuracy = next((claim.status for claim in verdict.claims if claim.name == "accuracy"), UNDECIDED)
@@ -117,7 +118,7 @@ class Clock:
 
 
 def prepare(directory: Path, steps: int, console: Any) -> Config:
-    """Digits, the untrained checkpoint and ``demo.yaml``; what is there already is accepted only if it is the same."""
+    """Write digits, the untrained checkpoint and ``demo.yaml``; existing files must be the same."""
     from octavo.data.builtin import digits
     from octavo.models.tiny import tiny
 
@@ -131,7 +132,7 @@ def prepare(directory: Path, steps: int, console: Any) -> Config:
 
 
 def _texts(file: Path) -> list[str]:
-    """What the conversations say, for the tokenizer: questions and digits become single tokens."""
+    """The texts of the conversations, for the tokenizer: questions and digits become single tokens."""
     rows = json.loads(file.read_text(encoding="utf-8"))[:200]
     return [turn["value"].replace("<image>", "") for row in rows for turn in row["conversations"]]
 
@@ -139,7 +140,7 @@ def _texts(file: Path) -> list[str]:
 def ask(run: Path, file: Path, number: int) -> Interview:
     """Ask the model of a run, in FP8 as it was trained, every question of a held-out row.
 
-    It is one conversation: each question comes after the model's own earlier answers, right or wrong.
+    It is one conversation: each question follows the model's earlier answers, right or wrong.
     """
     from octavo import fp8, generation, train
     from octavo.data.rows import image_refs
@@ -149,10 +150,10 @@ def ask(run: Path, file: Path, number: int) -> Interview:
     model, processor, _ = train.load_run(run)
     turns, answers, messages = row["conversations"], [], []
     with fp8.count_gemms() as counts:
-        for asked, answered in zip(turns[::2], turns[1::2], strict=True):
-            question = asked["value"].replace("<image>", "").strip()
+        for question_turn, answered in zip(turns[::2], turns[1::2], strict=True):
+            question = question_turn["value"].replace("<image>", "").strip()
             parts: list[dict[str, str]] = [{"type": "text", "text": question}]
-            if "<image>" in asked["value"]:
+            if "<image>" in question_turn["value"]:
                 parts.insert(0, {"type": "image"})
             messages.append({"role": "user", "content": parts})
             greedy = generation.Sampling(4, temperature=0)
@@ -182,7 +183,7 @@ def picture(image: Image, colour: bool) -> Text:
 
 
 def draw(interview: Interview, path: Path) -> None:
-    """Save the image beside the questions, the answers and the truth."""
+    """Save a figure of the image with the questions, the answers and the truth."""
     import matplotlib
     import numpy as np
     from matplotlib.figure import Figure
@@ -208,10 +209,10 @@ def draw(interview: Interview, path: Path) -> None:
 
 
 def show(console: Any, interview: Interview, directory: Path) -> None:
-    """The image and the conversation on the terminal."""
+    """Print the image and the conversation."""
     from rich.table import Table
 
-    console.print("\nA held-out image, asked of the FP8 model:", highlight=False)
+    console.print("\nThe FP8 model answers questions about a held-out image:", highlight=False)
     console.print(picture(interview.image, colour=console.color_system is not None and console.is_terminal))
     table = Table(box=None, pad_edge=False, header_style="dim")
     for word in ("question", "FP8 model", "truth", ""):
@@ -225,7 +226,7 @@ def show(console: Any, interview: Interview, directory: Path) -> None:
 
 
 def summarize(console: Any, verdict: Verdict, directory: Path, clock: Clock, seconds: float) -> None:
-    """The verdict, both accuracies, the seconds by stage, and where the report lies."""
+    """Print the verdict, both accuracies, the seconds of each stage, and the path of the report."""
     console.print()
     for run in verdict.data["arms"]:
         right = (run["eval"] or {}).get("exact_match")

@@ -1,8 +1,8 @@
-"""A trial before its first run: which runs, in which order, and what they can be expected to decide.
+"""A trial before its first run: its runs, their order, and what they can be expected to decide.
 
-Nothing here trains or writes. How far gaps scatter is taken from earlier runs in the same folder, where there are any
-of the kind: two seeds were tried, six are asked for. Else it is assumed to be what it was in runs that were measured;
-every line says which. A spread that two or three gaps showed may be several times too small.
+Nothing here trains or writes. The spread of gaps comes from earlier runs of the kind in the same folder if there are
+any (two seeds were trained, six are requested); otherwise it is assumed to be as in runs that were measured. Every line
+says which. A spread of two or three gaps may be several times too small.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from octavo.report.evidence.trial_spec import Run
 from octavo.report.trial import factorial_cells, held_out, runs
 from octavo.report.trial.reuse import check_reusable, finished
 
-# What spreads are assumed to be where no earlier run shows them, as shares; docs/trials.md has them with their sources.
+# Assumed spreads where no earlier run shows them, as shares; docs/trials.md lists them with their sources.
 PAIR_SPREAD = 0.0017  # mean losses of FP8 and high precision, pairs of seeds: docs/studies.md, pretraining, four pairs
 FORK_SPREAD = 0.00013  # of forks after two thirds about their mean: the same study, four of each recipe
 ANSWER_SPREAD = 0.132  # accuracy, by source of questions: the demo, from its interval over 355 sources
-WEIGHTS_SPREAD = 0.139  # loss of the same weights, by source: the demo, whose loss is near 0, so rather too much
+WEIGHTS_SPREAD = 0.139  # loss of the same weights, by source: the demo, whose loss is near 0, so probably too large
 SEED_SPREAD = 0.0107  # accuracy, pairs of seeds: digits in phase rl, two trials of three pairs
 DECODER = "assumed, as in docs/studies.md"
 DEMO = "assumed, as in the demo (docs/trials.md)"
@@ -50,10 +50,10 @@ Records = list[tuple[Run, RunRecord]]
 
 @dataclass(frozen=True)
 class Design:
-    """A trial that has not begun: its runs in their order, and what its claims can be expected to tell.
+    """A trial that has not begun: its runs in order, and the expected results of its claims.
 
-    ``forks`` are those that can be, and ``no_forks`` says why there are none; ``factors`` are the components of a
-    factorial trial, ``left_out`` what the configuration has in FP8 beside them.
+    ``forks``: the number of possible forks; ``no_forks``: why there are none; ``factors``: the components of a
+    factorial trial; ``left_out``: the components that the configuration has in FP8 in addition.
     """
 
     cfg: Config
@@ -69,27 +69,31 @@ class Design:
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What tells this design from another one in the same folder."""
+        """The identity of this design among those in the same folder."""
         recipes = [run.name for run in self.runs if run.kind == "fp8"]
-        own = {"recipes": recipes, "seeds": self.seeds, "forks": self.forks, "factors": list(self.factors)}
-        return own | {"accuracy_margin": self.accuracy_margin}
+        identity = {"recipes": recipes, "seeds": self.seeds, "forks": self.forks, "factors": list(self.factors)}
+        return identity | {"accuracy_margin": self.accuracy_margin}
 
     @property
     def lines(self) -> list[str]:
-        """For people: what is expected, and what there is to say of the design itself."""
-        found = ["If FP8 changes nothing, this trial can be expected to say (95 % intervals):"]
-        found += [f"  {estimate.line}" for estimate in self.expected]
+        """The text to print: expected results, and notes on the design."""
+        lines_to_print = ["If FP8 changes nothing, the expected results of this trial are (95 % intervals):"]
+        lines_to_print += [f"  {estimate.line}" for estimate in self.expected]
         if self.factors:
-            found.append(f"  {2 ** len(self.factors)} cells of {self.seeds} seed(s): {', '.join(self.factors)}")
+            lines_to_print.append(
+                f"  {2 ** len(self.factors)} cells of {self.seeds} seed(s): {', '.join(self.factors)}"
+            )
         if self.left_out:
             others = ", ".join(self.left_out)
-            found.append(f"  in high precision in all cells, though the configuration has it in FP8: {others}")
+            lines_to_print.append(
+                f"  in high precision in all cells, although the configuration has it in FP8: {others}"
+            )
         if self.seeds == 1 and self.factors:
-            found.append("  one seed makes no interval, so no effect will be decided: --seeds 3 or more")
-        return found
+            lines_to_print.append("  one seed gives no interval, so no effect will be decided: --seeds 3 or more")
+        return lines_to_print
 
     def to_json(self) -> dict[str, Any]:
-        """What ``--power --json`` prints."""
+        """The output of ``--power --json``."""
         order = [{"name": run.name, "label": run.label, "trained": finished(run) is not None} for run in self.runs]
         return {
             "power": [estimate.to_json() for estimate in self.expected], "runs": order, "seeds": self.seeds,
@@ -110,15 +114,15 @@ def design(
     factorial: Sequence[str] = (),
     fresh: bool = False,
 ) -> Design:
-    """What :func:`octavo.report.trial.compare.compare` would train, and what it can be expected to decide; the
-    arguments are those of it. Raises ``ReportError`` for what it would refuse."""
+    """The runs that :func:`octavo.report.trial.compare.compare` would train with the same arguments, and what they can
+    be expected to decide. Raises ``ReportError`` for what it would refuse."""
     from octavo.train.setup.resolve_config import resolve_recipe, resolve_steps
 
     beyond = cfg.train.phase in BEYOND_SFT
     if beyond and forks:
         raise ReportError(
-            f"forks={forks}: they hold losses against each other, and in phase {cfg.train.phase} losses decide "
-            "nothing. Leave forks out; --seeds 3 trains whole runs of several seeds"
+            f"forks={forks}: forks compare losses, and in phase {cfg.train.phase} losses decide nothing. Remove forks; "
+            "--seeds 3 trains whole runs of several seeds"
         )
     if accuracy_margin is None:
         accuracy_margin = (rl_claims if beyond else claims).ACCURACY_MARGIN
@@ -127,27 +131,27 @@ def design(
         factorial_cells.check_asked(cfg, recipes, savings)
     cfg, directory = resolve_steps(resolve_recipe(cfg)), Path(directory)
     if factors:
-        found, left_out = factorial_cells.runs_of(cfg, factors, recipes, directory, forks, seeds)
+        planned, left_out = factorial_cells.runs_of(cfg, factors, recipes, directory, forks, seeds)
     else:
-        found, left_out = runs.runs_of(cfg, recipes, directory, savings, forks, seeds), ()
-    for run in [] if fresh else found:  # refuse before the first run has cost minutes
+        planned, left_out = runs.runs_of(cfg, recipes, directory, savings, forks, seeds), ()
+    for run in [] if fresh else planned:  # refuse before the first run takes minutes
         check_reusable(run)
-    no_forks = "" if not forks else _why_no_forks(found, fresh)
+    no_forks = "" if not forks else _why_no_forks(planned, fresh)
     if no_forks:
-        found, forks = [run for run in found if run.kind != "fork"], 0
-    made = Design(cfg, directory, tuple(found), seeds, forks, no_forks, accuracy_margin, factors, left_out)
-    return replace(made, expected=tuple(_expected(made, fresh)))
+        planned, forks = [run for run in planned if run.kind != "fork"], 0
+    result = Design(cfg, directory, tuple(planned), seeds, forks, no_forks, accuracy_margin, factors, left_out)
+    return replace(result, expected=tuple(_expected(result, fresh)))
 
 
-def _why_no_forks(found: Sequence[Run], fresh: bool) -> str:
-    """Why forks cannot be: the run is too short for them, or its checkpoint at two thirds is not there."""
+def _why_no_forks(planned: Sequence[Run], fresh: bool) -> str:
+    """Why forks are not possible: the run is too short, or its checkpoint at two thirds does not exist."""
     from octavo import checkpoint
 
-    fork, reference = (next(run for run in found if run.kind == kind) for kind in ("fork", "reference"))
+    fork, reference = (next(run for run in planned if run.kind == kind) for kind in ("fork", "reference"))
     steps = fork.cfg.train.total_steps
     if steps - fork.begins < LEAST_FORK:
         return (
-            f"forks of {steps - fork.begins} steps have no time to part, at least {LEAST_FORK} are needed: "
+            f"forks of {steps - fork.begins} steps have no time to diverge, at least {LEAST_FORK} are needed: "
             f"train.steps of at least {3 * LEAST_FORK}"
         )
     if fresh:
@@ -155,25 +159,26 @@ def _why_no_forks(found: Sequence[Run], fresh: bool) -> str:
     past = max(checkpoint.steps(Path(reference.cfg.run.dir) / "checkpoints"), default=0) >= fork.begins
     if (past or finished(reference) is not None) and fork.after is not None and not fork.after.is_dir():
         return (
-            f"{reference.cfg.run.dir} is past step {fork.begins} and kept no checkpoint of it, from which forks go on; "
+            f"{reference.cfg.run.dir} is past step {fork.begins} and has no checkpoint of it, from which forks "
+            f"continue; "
             "--fresh trains it again"
         )
     return ""
 
 
 def _expected(of: Design, fresh: bool) -> list[Estimate]:
-    """An estimate for each claim that the design asks for, in their order."""
+    """An estimate for each claim of the design, in order."""
     records = [] if fresh else [(run, record) for run in of.runs if (record := finished(run)) is not None]
     if of.cfg.train.phase in BEYOND_SFT:
         return [_answers(of, records)]
-    found = [*([] if of.cfg.train.phase == "pretrain" else [_answers(of, records)]), _weights(of, records)]
+    estimates = [*([] if of.cfg.train.phase == "pretrain" else [_answers(of, records)]), _weights(of, records)]
     if of.forks:
-        found.append(_of_gaps(FORKS, "forks", of.forks, _fork_gaps(of, records), FORK_SPREAD))
+        estimates.append(_of_gaps(FORKS, "forks", of.forks, _fork_gaps(of, records), FORK_SPREAD))
     elif of.no_forks:
-        found.append(replace(_of_gaps(FORKS, "forks", 0, [], FORK_SPREAD), why_not=of.no_forks))
+        estimates.append(replace(_of_gaps(FORKS, "forks", 0, [], FORK_SPREAD), why_not=of.no_forks))
     if of.seeds > 1:
-        found.append(_of_gaps(SEEDS, "pairs of seeds", of.seeds, _pair_gaps(records), PAIR_SPREAD))
-    return found + (_effects(of, records) if of.factors else [])
+        estimates.append(_of_gaps(SEEDS, "pairs of seeds", of.seeds, _pair_gaps(records), PAIR_SPREAD))
+    return estimates + (_effects(of, records) if of.factors else [])
 
 
 def _of_gaps(claim: str, unit: str, units: int, gaps: Sequence[float], prior: float) -> Estimate:
@@ -184,40 +189,41 @@ def _of_gaps(claim: str, unit: str, units: int, gaps: Sequence[float], prior: fl
 
 
 def _scatter(gaps: Sequence[float]) -> float:
-    """The standard deviation that gaps show; 0 where they show none: a few, or answers that all cells give alike."""
+    """The standard deviation of gaps; 0 if there is none: too few gaps, or equal answers in all cells."""
     return float(np.std(gaps, ddof=1)) if len(gaps) > 1 and np.isfinite(gaps).all() else 0.0
 
 
 def _answers(of: Design, records: Records) -> Estimate:
-    """Accuracy by sources of questions. Beyond SFT the answers of all seeds are judged; they are taken to err
-    independently."""
+    """Accuracy by sources of questions. In phases rl and preference the answers of all seeds count; their errors are
+    assumed to be independent."""
     seeds = of.seeds if of.cfg.train.phase in BEYOND_SFT else 1
     pairs = _judged(of, records)
-    found = None
+    interval = None
     if pairs:
         ours, theirs = ([piece for pair in pairs for piece in pair[side].pieces] for side in (0, 1))
-        found = claims.paired_accuracy(ours, theirs)
+        interval = claims.paired_accuracy(ours, theirs)
     share = math.sqrt(len(pairs) / seeds) if pairs else 1 / math.sqrt(seeds)
-    return _of_sources(of, ACCURACY, "sources of questions", found, ANSWER_SPREAD, of.accuracy_margin, share)
+    return _of_sources(of, ACCURACY, "sources of questions", interval, ANSWER_SPREAD, of.accuracy_margin, share)
 
 
 def _weights(of: Design, records: Records) -> Estimate:
-    found = None
+    interval = None
     for run, _ in records:
-        if run.kind == "fp8" and found is None:
+        if run.kind == "fp8" and interval is None:
             low, high = (held_out.judged_earlier(run, of.directory, high) for high in (False, True))
             if low is not None and high is not None:
-                found = claims.relative_loss(low.pieces, high.pieces)
-    return _of_sources(of, WEIGHTS, "images or documents", found, WEIGHTS_SPREAD, LOSS_MARGIN, 1.0)
+                interval = claims.relative_loss(low.pieces, high.pieces)
+    return _of_sources(of, WEIGHTS, "images or documents", interval, WEIGHTS_SPREAD, LOSS_MARGIN, 1.0)
 
 
 def _of_sources(
-    of: Design, claim: str, unit: str, found: Interval | None, prior: float, margin: float, share: float
+    of: Design, claim: str, unit: str, interval: Interval | None, prior: float, margin: float, share: float
 ) -> Estimate:
-    """From the interval that was seen, or from the number of held-out rows, of which each is a source or less."""
-    if found is not None:
-        spread = share * spread_of(found.half, found.units)
-        return Estimate(claim, TITLES[claim], unit, found.units, spread, margin, "seen here", seen=True)
+    """The estimate from an observed interval, else from the number of held-out rows, which is at least the number of
+    sources."""
+    if interval is not None:
+        spread = share * spread_of(interval.half, interval.units)
+        return Estimate(claim, TITLES[claim], unit, interval.units, spread, margin, "seen here", seen=True)
     unknown = Estimate(claim, TITLES[claim], "held-out rows", 0, share * prior, margin, DEMO)
     if not of.cfg.data.eval:
         return replace(unknown, why_not=NO_DATA)
@@ -225,12 +231,12 @@ def _of_sources(
 
     try:
         return replace(unknown, units=held_out.rows(of.cfg))
-    except DataError as error:  # the first run says it again, and ends the trial by it
+    except DataError as error:  # the first run raises it again and ends the trial
         return replace(unknown, why_not=f"held-out data cannot be counted: {error}")
 
 
 def _judged(of: Design, records: Records) -> list[tuple[Judged, Judged]]:
-    """(FP8, high precision) as judged earlier, for each seed that has both."""
+    """(FP8, high precision) as evaluated earlier, for each seed that has both."""
     high = {run.cfg.run.seed: run for run, _ in records if run.kind in ("reference", "noise")}
     first = next((run.name for run, _ in records if run.kind == "fp8"), None)
     pairs = []
@@ -243,7 +249,7 @@ def _judged(of: Design, records: Records) -> list[tuple[Judged, Judged]]:
 
 
 def _sides(records: Records) -> Sides | None:
-    """The first FP8 run beside high precision, and those of the other runs whose partner is there too."""
+    """The first FP8 run with high precision, and the other runs whose counterpart exists."""
     by_kind = {run.kind: (run, record) for run, record in reversed(records)}
     if "fp8" not in by_kind or "reference" not in by_kind:
         return None
@@ -258,19 +264,20 @@ def _pair_gaps(records: Records) -> list[float]:
 
 
 def _fork_gaps(of: Design, records: Records) -> list[float]:
-    """Of forks whose counterpart in high precision is there too."""
+    """The gaps of forks whose counterpart in high precision exists."""
     sides = _sides(records)
     if sides is None:
         return []
-    there = {run.name for run, _ in records}
-    lacking = {run.number for run in of.runs if run.kind == "fork" and not run.of and run.name not in there}
+    trained = {run.name for run, _ in records}
+    lacking = {run.number for run in of.runs if run.kind == "fork" and not run.of and run.name not in trained}
     whole = [(run, record) for run, record in sides.runs if run.kind != "fork" or run.number not in lacking]
     return fork_gaps(sides._replace(runs=whole))
 
 
 def _effects(of: Design, records: Records) -> list[Estimate]:
-    """Main effects over seeds: of the spread of pairs, or of the effects that earlier seeds had, the widest."""
-    found = []
+    """Main effects over seeds, with the largest spread of the effects of earlier seeds, else the assumed spread of
+    pairs."""
+    estimates = []
     for name, margin, prior, source in (
         (factorial_cells.ACCURACY, of.accuracy_margin, SEED_SPREAD, "assumed, as in phase rl (docs/trials.md)"),
         (factorial_cells.LOSS, LOSS_MARGIN, PAIR_SPREAD, DECODER),
@@ -280,5 +287,7 @@ def _effects(of: Design, records: Records) -> list[Estimate]:
         if widest := max(map(_scatter, mains), default=0.0):
             spread, seen, source = widest, True, f"seen in {len(mains[0])} seeds here"
         if name == factorial_cells.LOSS or of.cfg.train.phase != "pretrain":
-            found.append(Estimate(name, factorial_cells.TITLES[name], "seeds", of.seeds, spread, margin, source, seen))
-    return found
+            estimates.append(
+                Estimate(name, factorial_cells.TITLES[name], "seeds", of.seeds, spread, margin, source, seen)
+            )
+    return estimates

@@ -1,9 +1,9 @@
-"""The factorial trial: which component costs what. Its runs, its figures, and the verdict on each effect.
+"""The factorial trial, the cost of each component: its runs, its figures, and the verdict on each effect.
 
-Cells differ in nothing but which of the named components are in FP8, so that an effect is of these alone: all else is
-in every cell as it is in high precision. A component that is not named, the head and memory savings are therefore off
-in all of them. The cell of no component is high precision itself, and that of all of them is the FP8 run of the trial:
-the configuration's own where it has nothing more.
+Cells differ only in which of the named components are in FP8, so that an effect belongs only to these: everything else
+is in high precision in every cell. Components that are not named, the head and memory savings are therefore off in all
+of them. The cell without components is high precision, and the cell with all of them is the FP8 run of the trial, which
+is the configuration's own run if it has nothing else in FP8.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from octavo.report.trial import runs
 from octavo.report.trial.memory_savings import changing, without
 from octavo.report.trial.reuse import comparable
 
-MOST = 4  # components: sixteen cells, each of several seeds
+MOST = 4  # components: sixteen cells, each with several seeds
 ACCURACY, LOSS = EFFECTS = ("effect_accuracy", "effect_loss")
 TITLES = {ACCURACY: "Effect on held-out accuracy", LOSS: "Effect on held-out loss"}
 
@@ -35,111 +35,110 @@ Records = Sequence[tuple[Run, RunRecord]]
 
 
 def named(components: Sequence[str]) -> tuple[str, ...]:
-    """The components of a factorial trial, in the order of :data:`octavo.config.COMPONENTS`: named the other way round
-    they are the same cells. Raises ReportError for names that there are not, or too few or many."""
+    """The components of a factorial trial, in the order of :data:`octavo.config.COMPONENTS`, because their order does
+    not change the cells. Raises ReportError for unknown names, and for too few or too many."""
     for name in components:
         if name not in COMPONENTS:
             close = nearest(name, COMPONENTS)
             hint = f"did you mean {close}? " if close else ""
             raise ReportError(f"factorial: unknown component {name!r}; {hint}there are {', '.join(COMPONENTS)}")
     if twice := next((name for name in components if components.count(name) > 1), None):
-        raise ReportError(f"factorial: {twice} is named twice; a component is in FP8 or it is not. Name it once")
+        raise ReportError(f"factorial: {twice} is named twice; name it once")
     if not 2 <= len(components) <= MOST:
         raise ReportError(
-            f"factorial: {len(components)} component(s) named, and a design is of 2 to {MOST}. What one costs an "
-            "ordinary trial tells, with the others off: fp8.NAME.recipe=off"
+            f"factorial: {len(components)} component(s) named, and a design needs 2 to {MOST}. For the cost of one "
+            "component, run an ordinary trial with the others off: fp8.NAME.recipe=off"
         )
     return tuple(name for name in COMPONENTS if name in components)
 
 
 def check_asked(cfg: Config, recipes: Sequence[str] | None, savings: bool) -> None:
-    """Raises ReportError for what a factorial trial cannot be asked for."""
+    """Raises ReportError for settings that a factorial trial does not support."""
     if cfg.train.phase in BEYOND_SFT:
         raise ReportError(
-            f"factorial: phase {cfg.train.phase}: its losses decide nothing, and its answers vary more from seed to "
-            "seed than a component costs. It is for phases sft and pretrain; --seeds 3 holds all of FP8 together"
+            f"factorial: phase {cfg.train.phase}: its losses decide nothing, and its answers vary more between seeds "
+            f"than "
+            "a component costs. It is for phases sft and pretrain; --seeds 3 tests FP8 as a whole"
         )
     if not cfg.data.eval:
         raise ReportError(
-            "factorial: effects are of held-out figures, and there are no such data; name some in data.eval"
+            "factorial: effects are computed from held-out figures, and there are no held-out data; set data.eval"
         )
     if recipes is not None and len(set(recipes)) > 1:
-        raise ReportError(f"factorial: {len(set(recipes))} recipes; components are tried in one. Give one recipe")
+        raise ReportError(f"factorial: {len(set(recipes))} recipes; components are tested in one. Name one recipe")
     if savings:
-        raise ReportError(
-            "factorial: memory savings are off in all of its cells; what each costs a trial of its own tells"
-        )
+        raise ReportError("factorial: memory savings are off in all cells; a separate trial measures their costs")
     if cfg.fp8.plan is not None and recipes is None:
         raise ReportError(
-            "factorial: fp8.plan names layers, and components are tried in one recipe: --recipes blockwise"
+            "factorial: fp8.plan decides for layers, and components are tested in one recipe: --recipes blockwise"
         )
     if (runs.own_recipe(cfg) if recipes is None else recipes[0]) == "auto":
-        raise ReportError("factorial: recipe auto is measured anew in each cell; name one: --recipes blockwise")
+        raise ReportError("factorial: recipe auto would be measured in each cell; name a recipe: --recipes blockwise")
 
 
 def in_fp8(cfg: Config) -> dict[str, list[str]]:
-    """Component -> its layers that a configuration runs in FP8, by its plan. Raises what planning raises."""
+    """Component -> its layers in FP8, by the plan of a configuration. Raises the errors of planning."""
     from octavo.train.setup import planning
 
-    found: dict[str, list[str]] = {}
+    layers: dict[str, list[str]] = {}
     plan, _, _ = planning.plan_for(cfg)
     for row in plan.rows:
         if row.recipe is not None and row.component in COMPONENTS:
-            found.setdefault(row.component, []).append(row.name)
-    return found
+            layers.setdefault(row.component, []).append(row.name)
+    return layers
 
 
 def runs_of(
     cfg: Config, factors: Sequence[str], recipes: Sequence[str] | None, directory: Path, forks: int, seeds: int
 ) -> tuple[list[Run], tuple[str, ...]]:
-    """The runs of a factorial trial, and the components that the configuration has in FP8 and nobody named.
+    """The runs of a factorial trial, and the components that the configuration has in FP8 and that are not named.
 
-    High precision comes first, then the other cells, seed by seed. Raises ReportError where a named component has
-    nothing in FP8.
+    High precision comes first, then the other cells, seed by seed. Raises ReportError if a named component has nothing
+    in FP8.
     """
-    own = cfg if recipes is None else runs.with_recipe(cfg, recipes[0])
-    plain = without(own)
-    there = in_fp8(plain)
+    base = cfg if recipes is None else runs.with_recipe(cfg, recipes[0])
+    plain = without(base)
+    layers_by_part = in_fp8(plain)
     for name in factors:
-        if name not in there:
-            close = nearest(name, there)
+        if name not in layers_by_part:
+            close = nearest(name, layers_by_part)
             hint = f"did you mean {close}? " if close else ""
             raise ReportError(
-                f"factorial: nothing of {name} would be in FP8: the model has no such component, or the configuration "
-                f"keeps it in high precision. {hint}In FP8 are {', '.join(there) or 'none'}"
+                f"factorial: {name} would have nothing in FP8: the model has no such component, or the configuration "
+                f"keeps it in high precision. {hint}In FP8 are {', '.join(layers_by_part) or 'none'}"
             )
-    whole = only(plain, factors, there)
-    same = comparable(whole) == comparable(own)
-    found = runs.runs_of(whole, None, directory, False, forks, seeds, of="" if same else "+".join(factors))
-    found = [replace(run, factors=tuple(factors)) if run.kind in ("fp8", "seed") else run for run in found]
-    parts = {part: only(plain, part, there) for part in subsets(factors)[1:-1]}
+    whole = only(plain, factors, layers_by_part)
+    same = comparable(whole) == comparable(base)
+    planned = runs.runs_of(whole, None, directory, False, forks, seeds, of="" if same else "+".join(factors))
+    planned = [replace(run, factors=tuple(factors)) if run.kind in ("fp8", "seed") else run for run in planned]
+    parts = {part: only(plain, part, layers_by_part) for part in subsets(factors)[1:-1]}
     each = range(cfg.run.seed, cfg.run.seed + seeds)
     cells = [runs.cell(of_it, directory, part, seed) for seed in each for part, of_it in parts.items()]
-    at = next(number for number, run in enumerate(found) if run.kind == "fp8")
-    return [*found[:at], *cells, *found[at:]], tuple(name for name in there if name not in factors)
+    at = next(number for number, run in enumerate(planned) if run.kind == "fp8")
+    return [*planned[:at], *cells, *planned[at:]], tuple(name for name in layers_by_part if name not in factors)
 
 
-def only(cfg: Config, parts: Sequence[str], there: Mapping[str, Sequence[str]]) -> Config:
-    """A configuration with FP8 in some components alone; ``there`` is what it has in all of them."""
-    off = [name for name in there if name not in parts]
+def only(cfg: Config, parts: Sequence[str], layers: Mapping[str, Sequence[str]]) -> Config:
+    """A configuration with FP8 only in ``parts``; ``layers``: component -> its layers in FP8."""
+    off = [name for name in layers if name not in parts]
     cfg = changing("fp8", **{name: Component(recipe="off") for name in off})(cfg)
     if not cfg.fp8.rules or not off:
         return cfg
-    # A rule wins over its component: what it would have in FP8 still is named, layer by layer.
+    # Rules override components, so layers that rules still put in FP8 are switched off one by one.
     left = [layer for name in off for layer in in_fp8(cfg).get(name, ())]
     return changing("fp8", rules=(*cfg.fp8.rules, *(Rule(match=layer, recipe="off") for layer in left)))(cfg)
 
 
 def by_seed(records: Records, name: str, factors: Sequence[str]) -> list[dict[Cell, float]]:
-    """The figures of all cells, for each seed that has them all: the share of held-out answers that are right, or the
-    held-out loss over that of high precision with the same seed, less 1. Empty where there are none."""
-    found: dict[int, dict[Cell, float]] = {}
+    """The figures of all cells, for each seed that has all of them: the share of correct held-out answers, or the
+    held-out loss relative to high precision with the same seed, minus 1. Empty without such a seed."""
+    figures_of: dict[int, dict[Cell, float]] = {}
     for run, record in records:
         if run.kind in ("reference", "noise", "cell", "fp8", "seed"):
             value = (record.eval or {}).get("exact_match" if name == ACCURACY else "loss")
             if value is not None and not record.failure:
-                found.setdefault(run.cfg.run.seed, {})[Cell(run.factors)] = float(value)
-    whole = [figures for _, figures in sorted(found.items()) if len(figures) == 2 ** len(factors)]
+                figures_of.setdefault(run.cfg.run.seed, {})[Cell(run.factors)] = float(value)
+    whole = [figures for _, figures in sorted(figures_of.items()) if len(figures) == 2 ** len(factors)]
     if name == ACCURACY:
         return whole
     return [{cell: loss / figures[NONE] - 1 if figures[NONE] else math.nan for cell, loss in figures.items()}
@@ -147,7 +146,7 @@ def by_seed(records: Records, name: str, factors: Sequence[str]) -> list[dict[Ce
 
 
 def found_of(records: Records, name: str, factors: Sequence[str]) -> list[Effect]:
-    """Every effect on a figure; empty where no seed has all cells."""
+    """Every effect on a figure; empty if no seed has all cells."""
     seeds = by_seed(records, name, factors)
     return effects(seeds, factors) if seeds else []
 
@@ -158,35 +157,42 @@ def checks_of(records: Records, trial: Trial) -> list[Check]:
         run = " x ".join(trial.factors)
         return [Check(LOSS, TITLES[LOSS], run, None, "failed", "every cell is sound", FAIL, wrong)]
     idle = learned_nothing(next(r for a, r in records if a.kind == "reference"), trial)
-    found = [_checked(LOSS, effect, LOSS_MARGIN, idle) for effect in found_of(records, LOSS, trial.factors)]
+    loss_checks = [_checked(LOSS, effect, LOSS_MARGIN, idle) for effect in found_of(records, LOSS, trial.factors)]
     answered = found_of(records, ACCURACY, trial.factors)
     if not answered:
-        return found
-    asked = sum(piece["right"] is not None for piece in trial.held.before.pieces) if trial.held else 0
+        return loss_checks
+    questions = sum(piece["right"] is not None for piece in trial.held.before.pieces) if trial.held else 0
     why = no_answers_to_lose(trial, idle) if trial.held else ""
-    if asked * trial.accuracy_margin < 1:
-        why = why or f"one of {asked} held-out questions is more than the margin; ask more"
-    return [*(_checked(ACCURACY, effect, trial.accuracy_margin, why) for effect in answered), *found]
+    if questions * trial.accuracy_margin < 1:
+        why = why or f"one of {questions} held-out questions is more than the margin; ask more"
+    return [*(_checked(ACCURACY, effect, trial.accuracy_margin, why) for effect in answered), *loss_checks]
 
 
 def _checked(name: str, effect: Effect, margin: float, why: str) -> Check:
     scale, worse = (points, -1) if name == ACCURACY else (per_cent, 1)
-    found, title, each = effect.found, TITLES[name], ", ".join(map(scale, effect.by_seed))
+    interval, title, each = effect.found, TITLES[name], ", ".join(map(scale, effect.by_seed))
     if effect.main:
-        one = f"{each}: one seed has no interval, --seeds 3 gives one"
-        why = why or (one if len(effect.by_seed) == 1 else f"a figure is not finite ({each})" if found is None else "")
+        one = f"{each}: one seed gives no interval, use --seeds 3"
+        why = why or (
+            one if len(effect.by_seed) == 1 else f"a figure is not finite ({each})" if interval is None else ""
+        )
         return decide(
-            name, title, effect.label, found, margin,
+            name, title, effect.label, interval, margin,
             unit="seeds", scale=scale, worse=worse, why_not=why, seen=f"{len(effect.by_seed)} seeds",
         )  # fmt: skip
-    bounds = {} if found is None else {"low": found.low, "high": found.high}
-    shown = "no interval" if found is None else f"{scale(found.estimate)} ({scale(found.low)} to {scale(found.high)})"
-    figure, free = None if found is None else found.estimate, "no margin: it decides nothing"
+    bounds = {} if interval is None else {"low": interval.low, "high": interval.high}
+    shown = (
+        "no interval"
+        if interval is None
+        else f"{scale(interval.estimate)} ({scale(interval.low)} to {scale(interval.high)})"
+    )
+    figure, free = None if interval is None else interval.estimate, "no margin: it decides nothing"
     return Check(name, title, effect.label, figure, shown, free, REPORTED, f"by seed: {each}", **bounds)
 
 
 def unsound(records: Records) -> str:
-    """Why effects cannot be told: a cell failed, skipped steps, ran no FP8, or was not judged. Empty where they can."""
+    """Why effects cannot be computed: a cell failed, skipped steps, ran no FP8, or was not evaluated. Empty if they
+    can."""
     for run, record in records:
         if run.kind not in ("reference", "noise", "cell", "fp8", "seed"):
             continue
@@ -202,18 +208,23 @@ def unsound(records: Records) -> str:
 
 
 def document(records: Records, trial: Trial) -> dict[str, Any]:
-    """What ``report.json`` has of the cells: each one's figures, and each effect seed by seed."""
+    """The cells in ``report.json``: the figures of each, and each effect seed by seed."""
     cells = [
         {"name": run.name, "in_fp8": list(run.factors), "seed": run.cfg.run.seed,
          "accuracy": (record.eval or {}).get("exact_match"), "loss": (record.eval or {}).get("loss")}
         for run, record in records if run.kind in ("reference", "noise", "cell", "fp8", "seed")
     ]  # fmt: skip
-    told = [{"figure": name, "of": list(effect.of), "by_seed": list(effect.by_seed)}
+    effects_by_seed = [{"figure": name, "of": list(effect.of), "by_seed": list(effect.by_seed)}
             for name in EFFECTS for effect in found_of(records, name, trial.factors)]  # fmt: skip
-    return {"components": list(trial.factors), "left_out": list(trial.left_out), "cells": cells, "effects": told}
+    return {
+        "components": list(trial.factors),
+        "left_out": list(trial.left_out),
+        "cells": cells,
+        "effects": effects_by_seed,
+    }
 
 
-def costly(effects_told: Sequence[Check]) -> list[str]:
-    """The components that made the training worse, beyond margin and chance; a trial that failed tells no price."""
-    bad = (check.run for check in effects_told if check.status == FAIL and check.figure is not None)
+def costly(checks: Sequence[Check]) -> list[str]:
+    """The components that made training worse, beyond margin and chance; a failed trial has no costs."""
+    bad = (check.run for check in checks if check.status == FAIL and check.figure is not None)
     return list(dict.fromkeys(bad))

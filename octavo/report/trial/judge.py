@@ -1,4 +1,4 @@
-"""From finished runs to a verdict: collects each run's figures, asks every row of the trust table, says the result.
+"""From finished runs to a verdict: collects each run's figures and evaluates every row of the trust table.
 
 Nothing here trains or draws.
 """
@@ -23,14 +23,14 @@ from octavo.report.trial import factorial_cells
 from octavo.report.trial.memory_savings import base_of
 
 CLAIMS = (*trial_claims.CLAIMS, *rl_claims.CLAIMS[1:])
-#: what two runs must share; the rest of the record (free memory, variables) may differ
+#: fields of the environment that two runs must share; others (free memory, variables) may differ
 _SAME_MACHINE = ("octavo", "python", "os", "cpu", "torch", "gpus", "driver", "packages")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What ``compare`` says: pass, warn, undecided or fail, in one line; the ``claims`` on FP8 training, and of all
-    other checks the reasons (worst first); and all figures."""
+    """The result of ``compare``: pass, warn, undecided or fail, in one line; the ``claims`` on FP8 training; the
+    reasons from all other checks (worst first); and all figures."""
 
     status: str
     line: str
@@ -45,61 +45,61 @@ class Verdict:
 
     @property
     def effects(self) -> tuple[Check, ...]:
-        """What each component of a factorial trial costs, accuracy first; main effects before interactions."""
+        """The cost of each component of a factorial trial, accuracy first; main effects before interactions."""
         return tuple(check for check in self.checks if check.name in factorial_cells.EFFECTS)
 
     @property
     def lines(self) -> list[str]:
-        """For people: the line, each claim in a line of its own, the reasons."""
+        """The text to print: the verdict, a line for each claim, the reasons."""
         several = len({check.run for check in self.claims}) > 1
-        told = []
+        claim_lines = []
         for claim in self.claims:
             whose = f"{claim.run}: " if several else ""
             passes = "" if claim.margin is None else f", passes with a {claim.threshold}"
             figure = "" if claim.low is None and claim.status != REPORTED else f" {claim.shown}{passes}"
-            told.append(f"{claim.status}: {whose}{claim.title}{figure}: {claim.sentence}")
-        return [self.line, *(f"  {text}" for text in (*told, *self.reasons))]
+            claim_lines.append(f"{claim.status}: {whose}{claim.title}{figure}: {claim.sentence}")
+        return [self.line, *(f"  {text}" for text in (*claim_lines, *self.reasons))]
 
     @property
     def exit_code(self) -> int:
-        """What ``octavo compare`` exits with: 1 where the verdict is fail, 3 where it is undecided, else 0."""
+        """The exit code of ``octavo compare``: 1 for fail, 3 for undecided, else 0."""
         return {FAIL: 1, UNDECIDED: 3}.get(self.status, 0)
 
 
 def accuracy(record: RunRecord) -> float | None:
-    """Share of held-out questions answered exactly right, or None where nothing was evaluated."""
+    """Share of held-out questions answered exactly right; None without an evaluation."""
     value = (record.eval or {}).get("exact_match")
     return None if value is None else float(value)
 
 
 def dtype_of(run: Run, record: RunRecord) -> str:
     """The dtype that high precision computed in: fp32, or bf16."""
-    asked = run.cfg.train.precision
-    if asked != "auto":
-        return asked
-    if run.cfg.lora is not None:  # its base is BF16 everywhere
+    precision = run.cfg.train.precision
+    if precision != "auto":
+        return precision
+    if run.cfg.lora is not None:  # the base of LoRA is BF16 on any device
         return "bf16"
-    told = record.environment.get("accelerator") or {}
-    return told.get("high") or ("bf16" if record.environment.get("gpus") else "fp32")  # older records do not say
+    device = record.environment.get("accelerator") or {}
+    return device.get("high") or ("bf16" if record.environment.get("gpus") else "fp32")  # older records lack it
 
 
 def dy_format(row: Mapping[str, Any]) -> str:
     """The format of a plan row's dy operands: e5m2 under hybrid, else e4m3."""
     recipe = row.get("recipe")
-    asked = recipe.get("format") if isinstance(recipe, Mapping) else row.get("format")
-    return "e5m2" if asked == "hybrid" else "e4m3"
+    form = recipe.get("format") if isinstance(recipe, Mapping) else row.get("format")
+    return "e5m2" if form == "hybrid" else "e4m3"
 
 
 def _operands(health: Sequence[LayerHealth], figure: str, roles: Sequence[str]) -> dict[str, float]:
     """A figure by operand, under names such as "x of layers.0.q_proj" and "dy (wgrad) of layers.0.q_proj"."""
-    found = {}
+    values = {}
     for layer in health:
         for role in roles:
             value = getattr(layer, figure).get(role)
             if value is not None:
                 operand, _, layout = role.partition("_")
-                found[f"{operand}{f' ({layout})' if layout else ''} of {layer.layer}"] = value
-    return found
+                values[f"{operand}{f' ({layout})' if layout else ''} of {layer.layer}"] = value
+    return values
 
 
 def _health_checks(run: Run, record: RunRecord) -> list[Check]:
@@ -111,7 +111,7 @@ def _health_checks(run: Run, record: RunRecord) -> list[Check]:
             fmt = "e5m2" if role.startswith("dy") and layer.layer in e5m2 else "e4m3"
             by_format.setdefault(fmt, {}).update(_operands([layer], "sqnr", [role]))
     wgrad = _operands(health, "underflow", ("x_wgrad", "dy_wgrad")) or _operands(health, "underflow", ("x", "dy"))
-    # Of frozen layers nobody takes a weight gradient: that is as planned, and no figure is missing.
+    # Frozen layers have no weight gradient as planned, so its figures are not missing.
     of_wgrad: Callable[[Check], Check] = trust_table.no_wgrad if _all_frozen(record.plan) else lambda check: check
     return [
         trust_table.check_underflow(run.label, _operands(health, "underflow", ("x", "w", "dy")), wgrad=False),
@@ -123,7 +123,7 @@ def _health_checks(run: Run, record: RunRecord) -> list[Check]:
 
 
 def _all_frozen(plan: Mapping[str, Any]) -> bool:
-    """Whether a plan has layers in FP8, and each of them is frozen."""
+    """Whether a plan has FP8 layers and all of them are frozen."""
     fp8 = [row for row in plan.get("rows", ()) if row.get("recipe")]
     return bool(fp8) and all(row.get("frozen") for row in fp8)
 
@@ -142,7 +142,7 @@ def _same_machine(run: Run, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
 
 
 def _differing(key: str, ours: Any, theirs: Any) -> list[str]:
-    """The entries of an environment record that differ; uncommitted edits are not told apart."""
+    """The entries of an environment record that differ, without the flag of uncommitted edits."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         names = dict.fromkeys([*ours, *theirs])
         return [f"{key}.{name}" for name in names if name != "dirty" and ours.get(name) != theirs.get(name)]
@@ -151,21 +151,21 @@ def _differing(key: str, ours: Any, theirs: Any) -> list[str]:
 
 def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
     """Seed noise of the mean loss: the largest over the high-precision runs that differ in the seed."""
-    found = []
+    noises = []
     for other in others:
         mine, theirs = common(other, reference)
-        found.append(trust_table.seed_noise(other.losses[mine], reference.losses[theirs]))
-    return max(found, default=math.nan)
+        noises.append(trust_table.seed_noise(other.losses[mine], reference.losses[theirs]))
+    return max(noises, default=math.nan)
 
 
 def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> Verdict:
-    """Hold every FP8 run against the trust table, and its training against the claims.
+    """Check every FP8 run by the trust table, and its training by the claims.
 
-    Raises ``ReportError`` where there is no reference, no noise or no FP8 run.
+    Raises ``ReportError`` without a reference, a noise or an FP8 run.
     """
     trial = trial or Trial()
     by_kind = {kind: [(a, r) for a, r in runs if a.kind == kind] for kind in ("reference", "noise", "fp8")}
-    missing = [kind for kind, found in by_kind.items() if not found]
+    missing = [kind for kind, members in by_kind.items() if not members]
     if missing:
         raise ReportError(f"a verdict needs a reference, a noise and an FP8 run; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
@@ -188,14 +188,15 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
     for run, record in whole:
         checks += _complete(run, record)
     status = trust_table.worst([c.status for c in checks])
-    told = (c for c in checks if c.status not in (PASS, REPORTED) and c.name not in CLAIMS)
-    ordered = sorted(told, key=lambda c: c.status != FAIL)
+    open_checks = (c for c in checks if c.status not in (PASS, REPORTED) and c.name not in CLAIMS)
+    ordered = sorted(open_checks, key=lambda c: c.status != FAIL)
     reasons = tuple(f"{c.run}: {c.title}: {c.sentence}" for c in ordered)
     by_run = {run.label: trust_table.worst([c.status for c in checks if c.run == run.label]) for run, _ in whole}
     line = _line(status, by_kind["fp8"], (ref_run, ref), checks, by_run)
     same_seed = {run.cfg.run.seed: record for run, record in by_kind["noise"]}
 
-    def beside(run: Run) -> RunRecord:
+    # Runs of another seed are compared with high precision of the same seed.
+    def counterpart(run: Run) -> RunRecord:
         return same_seed.get(run.cfg.run.seed, ref) if run.kind in ("seed", "cell") else ref
 
     data = {
@@ -206,39 +207,40 @@ def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> 
         "power": [expected.to_json() | {"came": _came(expected, checks)} for expected in trial.expected],
         "factorial": factorial_cells.document(runs, trial) if trial.factors else None,
         "reference_dtype": dtype_of(ref_run, ref),
-        "arms": [{"status": by_run[run.label], **_run_data(run, record, beside(run))} for run, record in whole],
+        "arms": [{"status": by_run[run.label], **_run_data(run, record, counterpart(run))} for run, record in whole],
         "forks": [_fork_data(run, record) for run, record in runs if run.kind == "fork"],
     }
     return Verdict(status, line, reasons, tuple(checks), data)
 
 
 def _came(expected: Estimate, checks: Sequence[Check]) -> dict[str, float]:
-    """The half-widths that a claim's intervals came to, by the run or the component that each is of."""
-    found = (check for check in checks if check.name == expected.claim and check.status != REPORTED)
-    return {c.run: (c.high - c.low) / 2 for c in found if c.low is not None and c.high is not None}
+    """The actual half-widths of a claim's intervals: run or component -> half-width."""
+    matching = (check for check in checks if check.name == expected.claim and check.status != REPORTED)
+    return {c.run: (c.high - c.low) / 2 for c in matching if c.low is not None and c.high is not None}
 
 
 def _same_data(fp8: tuple[Run, RunRecord], ref: RunRecord) -> list[Check]:
-    """Whether both runs read the same. In phase rl tokens are what each run wrote itself, so prompts are held together;
-    where groups of equal rewards make room for further prompts, runs part in these too, and nothing can be said."""
+    """Whether both runs read the same data. In phase rl tokens depend on what each run generated, so prompts are
+    compared; if groups of equal rewards are replaced by further prompts, runs differ in these too, and there is no
+    check."""
     run, record = fp8
     if run.cfg.rl is None:
         mine_at, ref_at = common(record, ref)
         return [trust_table.check_same_data(run.label, record.tokens[mine_at], ref.tokens[ref_at])]
-    from octavo.rl.phases.settings import Settings  # torch comes with it, and a trial waits for runs without
+    from octavo.rl.phases.settings import Settings  # it imports torch, which a waiting trial does not need
 
     return [] if Settings.of(run.cfg).refill else [rl_claims.same_prompts(run.label, record, ref)]
 
 
 def _before(judged: Judged) -> dict[str, Any]:
-    """The model that the trial found, as a run's evaluation is told."""
+    """The evaluation of the model before training, in the form of a run's evaluation."""
     right = [bool(piece["right"]) for piece in judged.pieces if piece["right"] is not None]
     share = sum(right) / len(right) if right else None
     return {"loss": judged.loss, "exact_match": share, "questions": len(right)}
 
 
 def last_step(record: RunRecord) -> int:
-    """The last recorded step; 0 where none was."""
+    """The last recorded step; 0 without one."""
     return int(record.steps[-1]) if record.steps.size else 0
 
 
@@ -260,19 +262,19 @@ def _line(
     checks: Sequence[Check],
     by_run: Mapping[str, str],
 ) -> str:
-    """The first line of the page: the status, then what each recipe's claims came to beside high precision."""
+    """The first line of the page: the status, then the results of each recipe's claims."""
     ref_run, ref = reference
     parts = []
     for run, record in fp8:
         if record.failure:
             parts.append(f"{run.label} (fail): training failed after step {last_step(record)}")
             continue
-        beside = f", LoRA with its {base_of(run.cfg)}," if run.cfg.lora is not None else ""
+        base = f", LoRA with its {base_of(run.cfg)}," if run.cfg.lora is not None else ""
         other = f" with its {base_of(ref_run.cfg)}" if ref_run.cfg.lora is not None else ""
-        text = f"{run.label}{f' ({by_run[run.label]})' if len(fp8) > 1 else ''}{beside}"
-        text += f" beside {dtype_of(ref_run, ref)}{other}: "
-        told = [c for c in checks if c.run == run.label and c.name in CLAIMS and c.status != REPORTED]
-        text += ", ".join(f"{c.title[0].lower()}{c.title[1:]} {c.status}" for c in told)
+        text = f"{run.label}{f' ({by_run[run.label]})' if len(fp8) > 1 else ''}{base}"
+        text += f" compared with {dtype_of(ref_run, ref)}{other}: "
+        claims = [c for c in checks if c.run == run.label and c.name in CLAIMS and c.status != REPORTED]
+        text += ", ".join(f"{c.title[0].lower()}{c.title[1:]} {c.status}" for c in claims)
         if (share := record.proof.get("share")) is not None:
             text += f"; {percent(float(share), 1)} of linear FLOPs counted in FP8"
         parts.append(text)
@@ -294,14 +296,14 @@ def _fork_data(run: Run, record: RunRecord) -> dict[str, Any]:
 
 
 def _gap(run: Run, record: RunRecord, reference: RunRecord) -> float:
-    """Gap of the mean loss; NaN where losses say nothing."""
+    """Gap of the mean loss; NaN in phases whose losses cannot be compared."""
     if rl_claims.beyond_sft(run):
         return math.nan
     return 0.0 if run.kind == "reference" else gap_of(record, reference)
 
 
 def _outcome(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
-    """What a run of reinforcement learning or preferences came to: figures at its end, and its gap of rewards."""
+    """Figures at the end of a run of phase rl or preference, and its gap of rewards; empty in other phases."""
     if not rl_claims.beyond_sft(run):
         return {}
     panels = rl_claims.PANELS[run.cfg.train.phase]

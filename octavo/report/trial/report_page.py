@@ -27,7 +27,7 @@ from octavo.report.evidence.trial_claims import Sides
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.evidence.trust_table import Check, percent
 from octavo.report.run import completions, page_parts, plots
-from octavo.report.run.page_parts import KINDS, TOTALS, counted, fixed, flat, memory_kinds, plan_groups, unit_of
+from octavo.report.run.page_parts import KINDS, TOTALS, fixed, flat, gemm_counts, memory_kinds, plan_groups, unit_of
 from octavo.report.trial import factorial_cells, memory_savings, rl_plots
 from octavo.report.trial.judge import CLAIMS, Verdict, accuracy, last_step
 
@@ -222,7 +222,7 @@ def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], crea
             "health_steps": record.health_steps,
             "drawing": drawings.get("health") or drawings.get(f"health-{run.name}"),
             "proof": record.proof,
-            "counted": counted(record.proof),
+            "counted": gemm_counts(record.proof),
         }
         for run, record in records
         if run.kind == "fp8"

@@ -31,28 +31,28 @@ def runs_of(
     seeds: int = 1,
     of: str = "",
 ) -> list[Run]:
-    """The runs of a trial, in the order they run; raises ``ReportError`` where none of them would be FP8. ``of`` names
-    the components that FP8 is of, where the configuration that was asked for has more."""
-    own = own_recipe(cfg)
+    """The runs of a trial in order; raises ``ReportError`` if none of them would be FP8. ``of``: the components in FP8,
+    if the configuration has more of them."""
+    own_name = own_recipe(cfg)
     if recipes is None:
-        if own == "off":
+        if own_name == "off":
             raise ReportError(
-                "the configuration asks for fp8.recipe: off, so there is nothing to compare with high precision. "
+                "the configuration has fp8.recipe: off, so there is nothing to compare with high precision. "
                 f"Set fp8.recipe, or name recipes to try: {', '.join(r for r in RECIPES if r != 'off')}"
             )
-        recipes = [own]
-    wrong = [r for r in recipes if r == "off" or (r not in (*RECIPES, "auto") and r != own)]
+        recipes = [own_name]
+    wrong = [r for r in recipes if r == "off" or (r not in (*RECIPES, "auto") and r != own_name)]
     if wrong or not recipes:
         known = ", ".join(r for r in RECIPES if r != "off")
-        asked = f"{', '.join(map(repr, wrong))} asked for" if wrong else "no recipe given"
-        raise ReportError(f"{asked}; compare sets FP8 recipes beside high precision. Give one or more of: {known}")
+        problem = f"unknown FP8 recipe {', '.join(map(repr, wrong))}" if wrong else "no recipe is named"
+        raise ReportError(f"{problem}; compare compares FP8 recipes with high precision. Name one or more of: {known}")
     plain = high_precision(cfg)
     seed, begins = cfg.run.seed, forks_begin(cfg.train.total_steps)
-    # Kept also where no forks are asked for yet: they can then be tried without training high precision again.
+    # The checkpoint is kept even without forks, so that forks can be added without training high precision again.
     forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.total_steps - begins >= LEAST_FORK
     milestones = (begins,) if forks or forkable else ()
-    kept = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
-    reference = _run_of(kept, directory, "high-precision", HIGH, "reference", seed)
+    forkable_cfg = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
+    reference = _run_of(forkable_cfg, directory, "high-precision", HIGH, "reference", seed)
     others = range(seed + 1, seed + max(seeds, 2))
     runs = [
         reference,
@@ -60,7 +60,7 @@ def runs_of(
     ]
     names = list(dict.fromkeys(recipes))
     for name in names:
-        chosen = cfg if name == own else with_recipe(cfg, name)
+        chosen = cfg if name == own_name else with_recipe(cfg, name)
         for number, (words, setting) in enumerate(ablation(chosen) if savings and len(names) == 1 else ()):
             runs.append(_run_of(setting, directory, f"saving-{number}", words, "saving", seed))
         fp8 = _run_of(chosen, directory, f"fp8-{name}{of and f'-{of}'}", f"FP8 {name}{of and f' of {of}'}", "fp8", seed)

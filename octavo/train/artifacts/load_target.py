@@ -281,7 +281,7 @@ def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say:
     steps = checkpoint.steps(folder)
     named = folder / f"step_{step}"
     if step is not None and (named / "state.json").is_file():  # a link is accepted too, because it was named
-        if bad := checkpoint.copied(named, checkpoint.read_state(named)):
+        if bad := checkpoint.why_misplaced(named, checkpoint.read_state(named)):
             raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
         return named
     if not steps:

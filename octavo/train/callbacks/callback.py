@@ -88,7 +88,7 @@ class Callback:
     def after_step(self, run: Run, step: Step) -> None:
         """Called after the update, or after a skipped step. Gradients are freed; the row is not written yet."""
 
-    def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
+    def evaluated(self, run: Run, figures: Mapping[str, object]) -> None:
         """Called with the `figures` of an evaluation after step `run.step`, which become part of the step's row."""
 
     def end_step(self, run: Run, step: Step) -> None:
@@ -278,7 +278,7 @@ class Run:
             ) from error
 
     def _fixed(self, args: Sequence[Any]) -> dict[str, Any]:
-        """What a callback may not change, by name; figures as JSON. Raises for row entries that are not JSON."""
+        """Name -> value of what a callback may not change; figures as JSON. Raises if a row entry is not JSON."""
         fixed = {f"run.{name}": value for name, value in vars(self).items() if not name.startswith("_")}
         fixed |= {f"run.{name}": json.dumps(getattr(self, name)) for name in ("row", "eval", "memory", "gain")}
         for step in (it for it in args if isinstance(it, Step)):

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo import checkpoint, parallel
 from octavo.base import hub
@@ -45,6 +45,9 @@ from octavo.train.step.lr_schedule import lr_at
 from octavo.train.step.precision_schedule import Course
 from octavo.train.step.step import Batches, Observe
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Tell = Callable[[planning.Planned], Iterable[str]]
 
 _NOT_FINAL = (
@@ -63,9 +66,15 @@ _WRITTEN = {"eval", "health", "memory", "skipped", "overflow"}
 
 
 def run(
-    cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = (), phase: Phase = SFT,
-    tell: Tell = summary, watchers: Sequence[Callback] = (),
-) -> RunResult:  # fmt: skip
+    cfg: Config,
+    *,
+    console: Console | None = None,
+    label: str = "",
+    callbacks: Iterable[Callback] = (),
+    phase: Phase = SFT,
+    tell: Tell = summary,
+    watchers: Sequence[Callback] = (),
+) -> RunResult:
     """Run one training job to its end, or until a signal or callback stops it.
 
     console    a rich console (None: silent)

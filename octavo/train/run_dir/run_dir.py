@@ -15,13 +15,12 @@ milestones/        step_N of `run.milestones`
 reference.safetensors  log-probabilities of the reference, with preference.reference: disk
 hf/                safetensors for from_pretrained; with lora instead adapter/, a PEFT folder
 base.json          fingerprints of the frozen base, and that it did not change
-tensorboard/       event files
-page.html          with page.png and memory.json, by octavo train
+page.html          with page.png and memory.json, by octavo train; tensorboard/ has event files
 result.json        only when the run has finished
 .lock              held while a process trains here
 
-With `run.encrypt` checkpoints, milestones, hf/, adapter/ and the reference are encrypted, answers, completions and
-skipped rows are lists of encrypted lines (NAME.jsonl.aes), and no other file holds weights or words of the data.
+With `run.encrypt`, folders of weights and the reference are encrypted, answers, completions and skipped rows are lists
+of encrypted lines (NAME.jsonl.aes), and no other file holds weights or words of the data.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ from octavo.train.errors import TrainError
 from octavo.train.run_dir import encryption_rules, input_fingerprints, start_from
 from octavo.train.run_dir.run_lock import LOCK, RunLock
 
-CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
-MILESTONES = "milestones"
-PLAN, GAIN, PROOF, ADAPT = "plan.json", "gain.json", "proof.json", "adapt.jsonl"
-CHECKS = "checks.jsonl"
-
+CONFIG, PLAN, PROOF, GAIN, RESULT = "config.yaml", "plan.json", "proof.json", "gain.json", "result.json"
+METRICS, ADAPT, CHECKS = "metrics.jsonl", "adapt.jsonl", "checks.jsonl"
+CHECKPOINTS, MILESTONES = "checkpoints", "milestones"
 
 # The form of the counters in a checkpoint, checked on reading, because the code below uses them unchecked.
 _COUNTERS = {
@@ -68,7 +65,7 @@ _COUNTERS = {
 
 @dataclass
 class Progress:
-    """The progress of a run.
+    """The progress of a run:
 
     step        optimizer steps done
     rows        of the data consumed
@@ -248,7 +245,7 @@ def settle(start: Start, world: World, say: Callable[[str], None] = lambda text:
             if problems and any(step > start.step for step in checkpoint.steps(folder)):
                 raise TrainError(f"{problems[0]}: run.resume=auto would continue from it. Delete it, and start again")
         for place in (folder, start.directory / MILESTONES):
-            if others := checkpoint.others(place):
+            if others := checkpoint.foreign_entries(place):
                 say(
                     f"note: the run did not write these in {place}, and neither reads nor deletes them: "
                     f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.OTHER}"
@@ -318,8 +315,7 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
             "or name another run.dir"
         )
     _same_settings(_saved_settings(directory), cfg, directory)
-    result = read_json(directory / RESULT)
-    if result is None or result.get("status") != "finished":
+    if (result := read_json(directory / RESULT)) is None or result.get("status") != "finished":
         return {"run": True, "result": None}
     if not isinstance(result.get("steps"), int):
         raise TrainError(f"{directory / RESULT} is damaged (no number of steps); delete it and start again")
@@ -445,13 +441,13 @@ def append_lines(file: Path, lines: Iterable[str]) -> None:
 
 
 def truncate_metrics(file: Path, step: int) -> None:
-    """Drop the lines after `step`, and a half-written last one, atomically: they will be written again. Also used for
-    adapt.jsonl and answers.jsonl."""
+    """Drop the lines after `step`, and a half-written last one, atomically: they will be written again."""
     if not file.exists():
         return
     if file.suffix == encryption.SUFFIX:
-        write_bytes(file, b"".join(line + b"\n" for line in safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
-                                   if json.loads(encryption.decrypted_line(line, file))["step"] <= step))  # fmt: skip
+        lines = safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
+        earlier = [line for line in lines if json.loads(encryption.decrypted_line(line, file))["step"] <= step]
+        write_bytes(file, b"".join(line + b"\n" for line in earlier))
         return
     rows = [row for row in read_rows(file) if row["step"] <= step]
     write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
@@ -482,9 +478,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_plan(
-    directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...],
-    prediction: Prediction | None,
-) -> None:  # fmt: skip
+    directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...], prediction: Prediction | None
+) -> None:
     """Write plan.json: the output of `octavo plan --json` for the newest `plan`, and a plan file for `fp8.plan`
     (`octavo.fp8.planning.file`)."""
     document = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}

@@ -97,4 +97,4 @@ def _has_states(path: Path) -> bool:
         document = read_state(path)
     except checkpoint.CheckpointError:
         return False
-    return bool(document.get("states", True)) and not checkpoint.copied(path, document)
+    return bool(document.get("states", True)) and not checkpoint.why_misplaced(path, document)

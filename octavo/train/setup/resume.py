@@ -139,7 +139,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
     extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state() if whole else {}
     if job.world.is_main:  # equal on all ranks after each step's reduction
         extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
-    moment = checkpoint.take(
+    moment = checkpoint.take_snapshot(
         job.progress.step,
         model=job.model,
         optimizer=job.stepper.optimizer,

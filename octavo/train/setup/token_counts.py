@@ -106,7 +106,7 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
     row = max(1, -(-decoder // rows))
     sound = 0
     if family.has_audio:
-        hearing = models.hearing_of(config)
+        hearing = models.audio_of(config)
         heard = [batch for batch in batches if batch["meta"].has_sound]
         sound = hearing.positions if heard else 0
         sounds = _of_full(heard, [sum(batch["meta"].sounds) for batch in heard], rows) if heard else 0
@@ -141,7 +141,7 @@ def given(cfg: Config, family: models.Family, tokens: Mapping[str, int]) -> Toke
     rows = rows_of(cfg)
     image, sound = counts.get("image_encoder", 0) // rows, 0
     if counts.get("audio_encoder", 0):
-        sound = models.hearing_of(models.read_config(cfg.model.path)).positions  # the same for every sound
+        sound = models.audio_of(models.read_config(cfg.model.path)).positions  # the same for every sound
     return Tokens(counts, max(1, counts.get("foundation", 0) // rows), image, sound=sound)
 
 
@@ -182,7 +182,7 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
         message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
     sound = 0
     if "audio_encoder" in components:
-        hearing = models.hearing_of(config)
+        hearing = models.audio_of(config)
         heard = min(hearing.features, row - answer - 2)  # the tower pads every sound to the longest
         fits = heard >= hearing.least
         sound = hearing.positions if fits else 0

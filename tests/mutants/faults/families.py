@@ -74,14 +74,14 @@ area(
     ),
     (
         "sounds-places-of-a-row", "train/setup/token_counts.py",
-        "sound = models.hearing_of(models.read_config(cfg.model.path)).positions",
+        "sound = models.audio_of(models.read_config(cfg.model.path)).positions",
         'sound = counts["audio_encoder"] // rows',
         "several sounds of a row attend to each other, in figures of a plan",
         "train/test_hearing.py",
     ),
     (
         "families-token-by-index", "models/structure/structure.py",
-        'return getattr(config, "image_token_index", None) if found is None else found', "return found",
+        'return getattr(config, "image_token_index", None) if token is None else token', "return token",
         "older configurations have no token for an image",
         "models/test_describe.py",
     ),

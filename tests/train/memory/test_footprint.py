@@ -37,8 +37,10 @@ def test_an_image_is_never_rounded_up_beyond_its_row(make) -> None:
     for row in range(3, 300):
         patches = 4 * (row - 2)
         found = _whole(vision, patches, patches, 1, row)
-        assert 0.9 * (row - 2) <= found.length + 1 <= row
-        assert int(found.inputs["image_grid_thw"].prod()) == found.length * 4
+        assert (
+            0.9 * (row - 2) <= found.length + 1 <= row
+            and int(found.inputs["image_grid_thw"].prod()) == found.length * 4
+        )
 
 
 def test_objects_that_the_caller_froze_stay_frozen(make, place) -> None:

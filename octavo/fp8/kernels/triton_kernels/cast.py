@@ -86,7 +86,7 @@ def quantize_with_scale(
 
 def _cast(x: Tensor, jobs: Jobs, scale: Tensor | None = None, amax: Tensor | None = None) -> list[Quantized]:
     outs = run(cast.flat(x), jobs, scale, amax)
-    # A view may change the strides of dimensions of size 1, and layout.lies reads strides: a matrix keeps its own.
+    # A view may change the strides of dimensions of size 1, which layout.is_k_major reads: a matrix keeps its own.
     if x.dim() != 2:
         outs = [out._replace(data=out.data.view(x.shape)) for out in outs]
     return [Quantized(out.data, out.scale, spec) for out, (spec, _) in zip(outs, jobs, strict=True)]

@@ -3,7 +3,7 @@
     nvila_lite   3 x 3 patches to a token; an image becomes tiles and a thumbnail
     nvila        2 x 2 patches to a token; an image enters the tower at several scales (dynamic S2)
 
-The names of the fields are those of the one-folder checkpoints; fields that these leave out default to the published
+The fields have the names that the one-folder checkpoints use; fields that these leave out default to the published
 values.
 """
 

@@ -97,7 +97,7 @@ class NvilaLiteModel(NvilaPreTrainedModel):
     ) -> ImageFeatures:
         """Features of tiles [n, 3, height, width].
 
-        `pooler_output`: the embeddings of the images in the text, including those of the line breaks that end them:
+        `pooler_output`: the embeddings of the images in the text and of the line breaks that end them:
         [n, tokens, H] of tiles; with several scales a [tokens, H] for each image, by its grid
         (:class:`octavo.models.custom.nvila.images.NvilaImages`). Raises ValueError for several scales without grids.
         """
@@ -111,7 +111,7 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         cuts = [cut_of(grid, squares) for grid in image_grid_thw.tolist()]
         patches = self.vision_tower(pixels[torch.tensor(seen_of(cuts), device=pixels.device)])
         blocks = blocks_of(patches, cuts, len(self.config.s2_scales))
-        # One call of the projector for the blocks of all images, so that its GEMMs are large.
+        # One call of the projector for the blocks of all images, so that each of its layers runs once in a forward.
         tokens = self.mm_projector(torch.cat(blocks)).split([len(block) for block in blocks])
         images = [stitched(one, cut.rows, cut.columns) for one, cut in zip(tokens, cuts, strict=True)]
         return ImageFeatures(patches, tuple(self.add_line_breaks(image[None])[0] for image in images))

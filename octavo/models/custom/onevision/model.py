@@ -103,7 +103,7 @@ class LLaVAOneVision1_5_Model(LLaVAOneVision1_5_PreTrainedModel):
         )
 
     def _place(self, features: ImageFeatures, embeds: Tensor, ids: Tensor | None, token: int) -> Tensor:
-        """Embeddings [B, T, H] with the features in place of those of a token, in order."""
+        """Embeddings [B, T, H] in which the embeddings of a token are replaced by the features, in order."""
         if ids is None:
             raise ValueError("images are placed by input_ids: give input_ids, not inputs_embeds, with images")
         rows, here = features.rows(), ids == token

@@ -192,7 +192,7 @@ class RiceViT(RicePreTrainedModel):
         grid_thw       int64 [images, 3]: frames, rows and columns of patches of each
 
         Returns `last_hidden_state` [patches, C], without class tokens, and `pooler_output` [patches / merge^2, width
-        of the language model]. Raises ValueError if the number of patches is not that of the grids.
+        of the language model]. Raises ValueError if the grids have another number of patches.
         """
         grid, merge = grid_thw.tolist(), self.config.spatial_merge_size
         patches = sum(t * h * w for t, h, w in grid)

@@ -50,7 +50,7 @@ def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: Fake
 
     The tower pads every sound to the longest.
     """
-    hearing = models.hearing_of(config)
+    hearing = models.audio_of(config)
     many = max(1, round(places / hearing.positions))
     each = -(-many // len(ids))  # the number in one row
     length = min(hearing.features, (ids.shape[1] - 1) // each - 1)
@@ -133,7 +133,7 @@ def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: i
 
 def _tiles(vision: models.Vision, patches: int, image: int, rows: int) -> _Images:
     """Tiles, each an image by itself; with several scales, images of the average size."""
-    of_one = vision.cells + vision.own if not vision.scales else max(vision.cells, image)
+    of_one = vision.cells + vision.prefix if not vision.scales else max(vision.cells, image)
     each = max(1, round(patches / of_one / rows))
     frames, count, inputs = 1, 1, {}
     if vision.scales:
