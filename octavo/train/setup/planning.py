@@ -281,6 +281,7 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
     """Return the notes of a plan: those of FP8, then one for each setting with an effect that a reader may miss."""
     notes = list(plan.notes)
     notes += stays(model)
+    # settings whose effect depends on the number of ranks or on the model
     if ranks > 1 and any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows):
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")
     if (adapt := cfg.fp8.adapt) is not None:
@@ -289,7 +290,7 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
             "linear FLOPs in high precision by moves"
         )
         if adapt.time is not None and all(row.times is None for row in plan.rows):
-            notes.append("fp8.adapt.time: nothing was measured, so moves are limited by budget alone")
+            notes.append("fp8.adapt.time: nothing was measured, so moves are limited only by fp8.adapt.budget")
     if cfg.train.cuda_graphs:
         notes.append(
             "train.cuda_graphs: graphs keep their own gradients, activations and workspace in addition to those of steps "

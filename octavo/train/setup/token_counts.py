@@ -22,9 +22,9 @@ _PIXELS = 1024 * 1024  # pixels of an image where data.max_pixels is not set
 class Tokens:
     """Token numbers of one forward.
 
-    ``counts`` gives the tokens of each component. ``row``, ``image`` and ``sound`` are the numbers of tokens that attend
-    to each other: those of a row of the batch, the patches of an image and the positions of a sound. ``sample`` is, for
-    packs, the mean length of a sample weighted by its cost, sum(l^2) / sum(l); 0 means the row.
+    ``counts`` gives the tokens of each component. ``row``, ``image`` and ``sound`` are the numbers of tokens that
+    attend to each other: the tokens of a row of the batch, the patches of an image and the positions of a sound.
+    ``sample`` is, for packs, the mean length of a sample weighted by its cost, sum(l^2) / sum(l); 0 means the row.
     """
 
     counts: Mapping[str, int]

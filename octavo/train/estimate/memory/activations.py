@@ -356,6 +356,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         turned = isinstance(tensor, Fp8Weight) and tensor.turned
         return frozen_from_codes(codes, scale, q.spec, dtype, transposed=turned)
 
+    # Tied tensors have one fake, found by the identity of the original.
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
@@ -430,6 +431,8 @@ def _scaled(
     standing: Mapping[str, int],
     weights: set[tuple[torch.dtype, tuple[int, ...]]],
 ) -> FakeForward:
+    """Scale a report of the blocks that ran to the whole model; ``standing`` is how many each block represents."""
+    # Outside of blocks, tensors count once; a block's count once for each block that it represents.
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
     copies = shared = logits = 0

@@ -256,6 +256,7 @@ def _seconds(
     compute = steps * total / FLOPS
     weights, grads = footprint.kinds["weights"], sizes.elements * (2 if cfg.optimizer.master != "fp32" else 4)
     states = footprint.kinds["optimizer"] + footprint.kinds["master"] + (footprint.host if cfg.optimizer.offload else 0)
+    # bytes through the card's memory
     moved = 3 * weights * steps + 2 * grads * steps + 2 * (weights + states)
     if cfg.fp8.weight_codes == "recast":
         moved += 2 * 3 * sizes.elements * steps

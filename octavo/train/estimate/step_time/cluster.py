@@ -121,6 +121,7 @@ def fitted() -> Speeds:
 
 
 def _of_file(path: str) -> Cluster:
+    """Read a cluster from a YAML file; raises TrainError that names every missing, unknown or non-numeric value."""
     parsed = parse(read_text(path, TrainError), path, fix=WHOLE)
     if parsed.problems:
         raise TrainError("\n".join(map(str, parsed.problems)))
@@ -141,6 +142,7 @@ def _of_file(path: str) -> Cluster:
         card = Card.parse(str(memory))
     except TrainError as error:
         raise TrainError(f"{path}: memory: {error}") from error
+    # all other values are numbers
     numbers = {**values, **{f"speeds.{name}": value for name, value in speeds.items()}}
     bad = [name for name, value in numbers.items() if isinstance(value, bool) or not isinstance(value, int | float)]
     bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(values[name], int)]
