@@ -190,7 +190,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (
             ["convert", "Mistral3Converter", "hf_to_dcp", "model", "x"],
             2,
-            "Qwen3VLConverter has the layout of keys here",
+            "of MindSpeed-MM's converters, Qwen3VLConverter is",
         ),
         (["convert", "hf_to_dcp", "model", "x", "--dcp_dir", "y"], 2, "name the same folders; keep one"),
         (
