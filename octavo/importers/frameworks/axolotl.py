@@ -386,10 +386,8 @@ def _warmup(draft: Draft, ranks: int) -> None:
 
 
 def _steps(draft: Draft, ranks: int, packed: bool) -> None:
-    micro, accumulation = (
-        steps_and_schedule.counted(draft, "micro_batch_size") or 1,
-        steps_and_schedule.counted(draft, "gradient_accumulation_steps"),
-    )
+    micro = steps_and_schedule.counted(draft, "micro_batch_size") or 1
+    accumulation = steps_and_schedule.counted(draft, "gradient_accumulation_steps")
     total = draft.whole("batch_size")
     if accumulation is None:
         accumulation = max(1, total // micro) if total else 1  # batch_size is of one process there
@@ -405,9 +403,8 @@ def _steps(draft: Draft, ranks: int, packed: bool) -> None:
     kind = steps_and_schedule.schedule(draft, "lr_scheduler", "cosine")
     least = draft.number("cosine_min_lr_ratio")
     if least is not None and kind == "cosine":
-        draft.put(
-            "train.min_lr", least * draft.settings["train.lr"].value, "cosine_min_lr_ratio", why=f"{least:g} x lr"
-        )
+        lowest = least * draft.settings["train.lr"].value
+        draft.put("train.min_lr", lowest, "cosine_min_lr_ratio", why=f"{least:g} x lr")
     elif least is not None:
         draft.dead("cosine_min_lr_ratio", why="only read with a cosine schedule")
     _warmup(draft, ranks)

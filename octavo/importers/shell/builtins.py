@@ -18,6 +18,14 @@ BUILTINS = ("unset", "set", "shift", "read", "mapfile", "readarray", "getopts", 
 _NO_FUNCTION = "a shell accepts local only in functions, and sets nothing"
 
 
+class Exit(Exception):
+    """``exit``, or ``return`` from a function or a sourced file."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+
+
 @dataclass
 class Command:
     """One command.

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from octavo.importers.errors import TranslateError
 from octavo.importers.shell import conditions
-from octavo.importers.shell.builtins import BUILTINS, ON_CONDITION, RUN, VALUE, Builtins, Command, Frame, Script
+from octavo.importers.shell.builtins import BUILTINS, ON_CONDITION, RUN, VALUE, Builtins, Command, Exit, Frame, Script
 from octavo.importers.shell.expansion import LEVELS, STEPS, glob
 from octavo.importers.shell.parser import DECLARATIONS, Parser
 from octavo.importers.shell.syntax import (
@@ -51,14 +51,6 @@ _IN_CONDITION = "it is in a condition or a loop that is not evaluated; it is ign
 _NOT_CARRIED = "a shell skips it, by the script's own values"
 
 
-class _Exit(Exception):
-    """``exit``, or ``return`` from a function or a sourced file."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.whole = whole
-
-
 class _Reader(Builtins):
     def __init__(self, text: str, known: Mapping[str, str], source: str, look: Look | None) -> None:
         super().__init__(text, known, source)
@@ -72,7 +64,7 @@ class _Reader(Builtins):
     def run(self) -> Script:
         text = self.reading[0][1].replace("\r\n", "\n")
         program = Parser(text, self.source, self.budget).program()
-        with suppress(_Exit):
+        with suppress(Exit):
             self.items(program.items)
         for function in self.defined.values():
             self.script.unread.append((function.line, function.heading, "a function that is never called"))
@@ -99,7 +91,7 @@ class _Reader(Builtins):
         self.journals += 1
         try:
             yield names
-        except _Exit as left:
+        except Exit as left:
             if not left.whole and self.within:
                 self.frames[-1].returned = True
         self.journals -= 1
@@ -361,7 +353,7 @@ class _Reader(Builtins):
         self.frames.append(frame)
         try:
             yield
-        except _Exit as left:
+        except Exit as left:
             if left.whole:
                 raise
         finally:
@@ -425,7 +417,7 @@ class _Reader(Builtins):
             return None
         status = self.command(words[0].text, words, environment, node, item)
         if exits:
-            raise _Exit(True)
+            raise Exit(True)
         return status
 
     def command(
@@ -444,7 +436,7 @@ class _Reader(Builtins):
         if name == "return" and len(self.frames) == 1:
             return None  # a shell prints an error and continues
         if name in ("exit", "return"):
-            raise _Exit(name == "exit")
+            raise Exit(name == "exit")
         if name in ("true", ":", "echo"):
             return True
         if name == "false":

@@ -112,7 +112,8 @@ def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None,
         now = cfg.model_dump(mode="json")["model"]
         if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
             say(
-                f"note: the base of {path} was stored in another precision, so it was not checked whether it is the same"
+                f"note: the base of {path} was stored in another precision, so it was not checked whether it is the "
+                "same"
             )
         else:
             frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
@@ -120,7 +121,8 @@ def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None,
         path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
     )
     say(
-        f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start afresh"
+        f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start "
+        "afresh"
     )
 
 
