@@ -205,7 +205,7 @@ def test_the_rank_is_named_and_all_of_them_stop(make, monkeypatch) -> None:
         (("train.compile=true",), "the operands of GEMMs in a compiled graph cannot be read"),
         (("train.cuda_graphs=true",), "the operands of GEMMs in a CUDA graph cannot be read"),
         (("fp8.recipe=off",), "checks FP8 GEMMs, and nothing runs in FP8"),
-        (("run.check_every=7",), "no step of 6 is a check; use at most 6"),
+        (("run.check_every=7",), "none of 6 steps is a check; use at most 6"),
         (("run.check_every=-1",), "run.check_every"),
     ],
 )
