@@ -48,16 +48,16 @@ def run(bench: Bench) -> None:
 
 def head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
     """Losses of all positions without full logits, the head in high precision and by each recipe (``fp8.lm_head``).
-    FLOPs are those of three GEMMs: that the backward computes logits again counts for nothing."""
+    FLOPs are three GEMMs; recomputing logits in backward is not counted."""
     weight = model.get_output_embeddings().weight
     recipes = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
-    made = {recipe or bench.high: partial(_head_call, bench, weight.shape, recipe, tokens) for recipe in recipes}
+    builders = {recipe or bench.high: partial(_head_call, bench, weight.shape, recipe, tokens) for recipe in recipes}
     work = Work(flops=6.0 * tokens * weight.numel(), tokens=tokens)
-    bench.case("layer", f"{shown(bench)} head, {tokens} rows fwd+bwd", bench.high, made, work, memory=True)
+    bench.case("layer", f"{shown(bench)} head, {tokens} rows fwd+bwd", bench.high, builders, work, memory=True)
 
 
 class _HeadAlone(nn.Module):
-    """A model that is its head."""
+    """A model that consists only of its head."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int)
 
     def call() -> None:
         x = inputs()
-        with head.losses(target) as given:
-            loss = given.take(model(x).logits).mean()
+        with head.losses(target) as losses:
+            loss = losses.take(model(x).logits).mean()
         torch.autograd.grad(loss, [x, *model.parameters()])
 
     return call
@@ -129,10 +129,10 @@ class _Captured(Exception):
 
 def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with which ``forward`` calls ``block``. Raises Refusal where it never does."""
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args, kwargs))
+        calls.append((args, kwargs))
         raise _Captured
 
     handle = block.register_forward_pre_hook(hook, with_kwargs=True)
@@ -143,9 +143,9 @@ def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, .
         pass
     finally:
         handle.remove()
-    if not found:
+    if not calls:
         raise Refusal("the model never called this block")
-    args, kwargs = found[0]
+    args, kwargs = calls[0]
     if not args:  # some towers name their first argument
         return (kwargs.pop("hidden_states"),), kwargs
     return args, kwargs
@@ -157,13 +157,13 @@ def candidates(
     """High precision and every recipe, each eager and compiled (as one graph if ``whole``), recipes also with norms and
     gated MLPs fused by the plan; all on the same weights."""
     recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
-    made: dict[str, Callable[[], Call]] = {}
+    builders: dict[str, Callable[[], Call]] = {}
     for how in ("", "compiled", "fused", "fused compiled"):
         for recipe in recipes:
             if recipe is not None or "fused" not in how:
                 name = f"{recipe or bench.high} {how}".strip()
-                made[name] = partial(_call, bench, block, recipe, how, args, kwargs, whole)
-    return made
+                builders[name] = partial(_call, bench, block, recipe, how, args, kwargs, whole)
+    return builders
 
 
 def _call(

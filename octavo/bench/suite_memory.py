@@ -77,18 +77,18 @@ def run(bench: Bench) -> None:
     tokens = bench.tokens or (FEW if bench.small else TOKENS)
     blocks = [block for name, block in family.layers(model) if family.component_of(name) == "foundation"]
     args, kwargs = capture(blocks[0], partial(decoder_inputs, model, tokens))
-    given = tree_map(_lowered, (args, kwargs))
+    inputs = tree_map(_lowered, (args, kwargs))
     count = sum(p.numel() for block in blocks for p in block.parameters())
     case = f"{shown(bench)}, {len(blocks)} blocks, {count / 1e6:.3g} M parameters, {tokens} tokens"
     work = Work(tokens=tokens)
     for name, way in WAYS.items():
-        found: dict[str, int] = {}
-        made = {name: partial(_call, bench, model, blocks, way, given, found)}
-        bench.case("memory", case, BASELINE, made, work, memory=found)
+        bytes_by_kind: dict[str, int] = {}
+        candidates = {name: partial(_call, bench, model, blocks, way, inputs, bytes_by_kind)}
+        bench.case("memory", case, BASELINE, candidates, work, memory=bytes_by_kind)
 
 
 def _call(
-    bench: Bench, model: Any, blocks: list[nn.Module], way: Way, given: tuple[Any, Any], found: dict[str, int]
+    bench: Bench, model: Any, blocks: list[nn.Module], way: Way, inputs: tuple[Any, Any], bytes_by_kind: dict[str, int]
 ) -> Call:
     """Build the stack, take the steps that show its bytes, and return a step to time."""
     held = _Held(bench.device)
@@ -100,7 +100,7 @@ def _call(
     for block in stack:  # blocks have a copy of the configuration
         _follow(block, model)
     weights = held.now()
-    optimizer, (args, kwargs) = _optimizer(stack, way), given
+    optimizer, (args, kwargs) = _optimizer(stack, way), inputs
     updating = None
     if way.inside:
         assert isinstance(optimizer, fp8.AdamW)
@@ -138,13 +138,15 @@ def _call(
     standing = held.now()
     held.reset()
     out = forward()
-    kept = held.now() - standing - out.numel() * out.element_size()
+    saved = held.now() - standing - out.numel() * out.element_size()
     backward(out)
     del out
     gradients = held.now() - standing
     update()
     if held.measures:
-        found.update(weights=weights, states=standing - before, activations=kept, gradients=gradients, peak=held.most())
+        bytes_by_kind.update(
+            weights=weights, states=standing - before, activations=saved, gradients=gradients, peak=held.most()
+        )
     return step
 
 

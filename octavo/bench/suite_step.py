@@ -218,10 +218,10 @@ class Budget:
             moment = time.perf_counter()
         self._marks.append((part, moment))
 
-    def _claim(self, part: str, made: Any, given: Any) -> None:
+    def _claim(self, part: str, output: Any, inputs: Any) -> None:
         """Nodes between what went in and what came out are this part's, unless a part within it has them."""
-        border = {t.grad_fn for t in tree_leaves(given) if isinstance(t, Tensor)}
-        todo = [t.grad_fn for t in tree_leaves(made) if isinstance(t, Tensor)]
+        border = {t.grad_fn for t in tree_leaves(inputs) if isinstance(t, Tensor)}
+        todo = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)]
         seen = set()
         while todo:
             node = todo.pop()

@@ -69,7 +69,7 @@ def write(answer: Answer, directory: Path) -> Path:
 def curves_of(answer: Answer) -> list[plots.Curve]:
     """High precision, the configuration as it is, each smallest set alone, and what works."""
     reference, whole, *asked = answer.lines
-    chosen = [("high precision", "base", reference), ("as it is", "fp8-0", whole)]
+    chosen = [("high precision", "base", reference), ("unchanged", "fp8-0", whole)]
     for number, found in enumerate(answer.sets, 1):
         alone = [line for line in asked if line.broken and line.words == f"with {named(found)}"]
         chosen += [(f"set {number} alone", f"fp8-{1 + number % 3}", line) for line in alone[:1]]

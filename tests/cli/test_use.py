@@ -147,7 +147,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
     "argv, code, message",
     [
         (["generate", "nowhere", *ASK], 2, "there is no folder nowhere"),
-        (["generate", "run.yaml", *ASK], 1, "run.yaml is a configuration; name what came of it"),
+        (["generate", "run.yaml", *ASK], 1, "run.yaml is a configuration; name its run directory"),
         (["generate", "digits", *ASK], 1, "is not a run directory, a Hugging Face folder or a PEFT adapter"),
         (["generate", "lora/checkpoints", *ASK], 1, "folder of a run's checkpoints; name the run"),
         (
@@ -165,7 +165,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (["generate", "fp8", *ASK, "--base", "model"], 1, "is a whole model: only adapters have a base"),
         (["generate", "fp8", *ASK, "--recipe", "rowwise"], 1, "rowwise"),
         (["generate", "fp8", *ASK, "--load-in-fp8", "row"], 1, "fp8"),
-        (["generate", "lora", *ASK, "--base", "digits"], 1, "digits was given as the base of lora and has no config"),
+        (["generate", "lora", *ASK, "--base", "digits"], 1, "digits was given as the base of lora but has no config"),
         (["generate", "model", *ASK, "--load-in-fp8", "fp4"], 2, "invalid choice: 'fp4'"),
         (["eval", "model"], 1, "--config FILE.yaml (its data.eval)"),
         (["eval", "model", "--config", "no.yaml"], 2, "there is no file no.yaml"),
@@ -190,7 +190,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (
             ["convert", "Mistral3Converter", "hf_to_dcp", "model", "x"],
             2,
-            "Qwen3VLConverter has the layout of keys here",
+            "of MindSpeed-MM's converters, Qwen3VLConverter is",
         ),
         (["convert", "hf_to_dcp", "model", "x", "--dcp_dir", "y"], 2, "name the same folders; keep one"),
         (

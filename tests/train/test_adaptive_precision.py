@@ -292,7 +292,7 @@ def test_the_defaults_are_the_healthy_column_of_the_trust_table():
         (["fp8.adapt=false", "fp8.rules=[{match: '**', recipe: off, first: 6}]", "train.compile=true"],
          "or remove the rule's span"),
         (["fp8.lm_head={recipe: rowwise}", "fp8.rules=[{match: '**', recipe: off, first: 6}]"],
-         "the head's recipe is that of the whole run"),
+         "the head keeps one recipe for the whole run"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_beside_it_is_refused_with_the_fix(make, overrides: list[str], message: str):
