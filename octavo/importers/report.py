@@ -42,6 +42,7 @@ def lost_line(translation: Translation) -> str:
 
 def markdown(translation: Translation) -> str:
     """Return the report as a Markdown page: problems and lost keys first, then a table for each outcome."""
+    # Problems and lost keys come first: they are what the user must act on.
     counts = translation.counts
     lines = [f"# {translation.sources} of {translation.framework}, translated", ""]
     lines += [

@@ -76,7 +76,7 @@ def test_pairs_of_halves_are_the_character_that_json_means(tmp_path: Path, capsy
     assert main(["import", str(tmp_path / "b.yaml"), "-o", str(tmp_path / "o.yaml")]) == 2
     for wrong in (["-o", f"{tmp_path}/\udcff.yaml"], ["-o", f"{tmp_path}/o.yaml", "--set", "A=\udcff"]):
         assert main(["import", str(tmp_path / "a.json"), *wrong]) == 2
-    assert capsys.readouterr().err.count("is not UTF-8") == 2
+    assert capsys.readouterr().err.count("is not UTF-8") == 3
 
 
 #: a sum of two of their keys, each of which is given a word, a list, nothing, a mapping and a number beyond all

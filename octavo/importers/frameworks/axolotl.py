@@ -136,7 +136,7 @@ def translate(draft: Draft) -> None:
     ):
         draft.put("parallel.expert", expert, "expert_parallel_size")
     elif expert == 1:
-        draft.same("expert_parallel_size", why="experts are sharded, not dealt")
+        draft.same("expert_parallel_size", why="experts are sharded, not distributed")
     if phase != "preference":
         draft.put("train.loss", "token", why="tokens of the whole step")
     hf_trainer.optimizer(draft, _USUAL, "optimizer")
@@ -299,7 +299,7 @@ def _data(draft: Draft, phase: str) -> None:
     if share := draft.number("val_set_size"):
         draft.none("val_set_size", why=f"rows are not split off ({share:g}); set held-out rows in data.eval")
     else:
-        draft.same("val_set_size", why="none are split off")
+        draft.same("val_set_size", why="no rows are split off")
     if (size := draft.whole("image_size")) is not None:
         draft.put("data.max_pixels", size * size, "image_size", why="its square: the sides keep their ratio here")
 
@@ -459,6 +459,7 @@ def _saving(draft: Draft, world: int) -> None:
                                ("run.eval_every", "evals_per_epoch", draft.whole("evals_per_epoch"))):  # fmt: skip
         if not times:
             continue
+        # Octavo counts steps, so the length of an epoch must be known.
         one = steps_and_schedule.steps_of_epoch(draft, world)
         if target == "run.eval_every" and "data.eval.0.path" not in draft.settings:
             draft.none(key, why="the translated files have no held-out rows (data.eval)")

@@ -76,6 +76,7 @@ def translate(draft: Draft) -> None:
     kind = choice(draft, "finetuning_type", {n: n for n in ("lora", "full", "freeze", "oft")}) or "lora"
     world = steps_and_schedule.processes(draft)
     seeing = _model(draft, kind)
+    # The order matters: adapters and losses depend on the phase, batch sizes on packing.
     phase = _phase(draft, stage)
     path = draft.text("model_name_or_path")
     kind = _adapters(draft, kind, seeing, path)
@@ -112,7 +113,7 @@ def translate(draft: Draft) -> None:
         of = "pref_loss pref_beta pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight"
         of += " ref_model"
         draft.table("dead", {f"stage is {stage}, which compares no answers": of})
-    draft.table("none", {"not used by what this file asks for": "adapter_folder create_new_adapter"})
+    draft.table("none", {"not used by this kind of run": "adapter_folder create_new_adapter"})
     draft.table("dead", {"only read with streaming: true": "buffer_size"})
     hf_trainer.rest(draft)
 
@@ -158,6 +159,7 @@ def _phase(draft: Draft, stage: str) -> str:
             draft.put("preference.sft", share, "pref_ftx")
         if smooth := draft.number("dpo_label_smoothing"):
             draft.put("preference.label_smoothing", smooth, "dpo_label_smoothing")
+        # Without simpo_gamma the margin is the trainer's default, 0.5.
         if loss == "simpo":
             margin = draft.number("simpo_gamma")
             beta = draft.settings["preference.beta"].value
@@ -223,6 +225,7 @@ def _adapters(draft: Draft, kind: str, seeing: bool, path: str | None) -> str:
         draft.note("OFT is not implemented: LoRA is used instead; look at lora.rank and train.lr")
         kind = "lora"
     usual = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
+    # An absent flag means its default, which freezes the tower and the projector.
     frozen = {key: usual[key] if (value := draft.flag(key)) is None else value for key in usual}
     names = dict(zip(usual, model_and_data.COMPONENTS, strict=True))
     if not seeing:
@@ -243,7 +246,7 @@ def _adapters(draft: Draft, kind: str, seeing: bool, path: str | None) -> str:
             targets = [name for name in trained if name not in left] if seeing else ["foundation"]
             for key in usual if seeing else ():
                 if not frozen[key] and names[key] in targets:
-                    why = "its layers bear names that all looks for" if names[key] == "image_projector" else ""
+                    why = "its layers have names that all selects" if names[key] == "image_projector" else ""
                     draft.put("lora.targets", targets, key, why=why)
             if seeing and not frozen["freeze_multi_modal_projector"] and not reached:
                 draft.dead("freeze_multi_modal_projector", why="lora_target: all leaves out the projector's layers")
@@ -257,7 +260,7 @@ def _adapters(draft: Draft, kind: str, seeing: bool, path: str | None) -> str:
             if len(adapter) > 1:
                 draft.none("adapter_name_or_path", why="one adapter; merge the others first")
     elif kind == "freeze":
-        draft.none("finetuning_type", why=f"{kind} is not built; all parameters are trained here: see model.freeze")
+        draft.none("finetuning_type", why=f"{kind} is not implemented; all parameters are trained: see model.freeze")
     if requested in ("lora", "full"):
         draft.same("finetuning_type", why="a lora section, or none")
     return kind
@@ -285,10 +288,11 @@ def _data(draft: Draft, phase: str) -> None:
     if streaming is False:
         draft.same("streaming", why="rows are read into the cache")
     _mixture(draft)
+    # LLaMA-Factory truncates rows at cutoff_len.
     if (length := draft.whole("cutoff_len")) is None:
         length = 2048
     draft.put("train.seq_length", length, "cutoff_len")
-    draft.put("data.on_long", "cut", why="longer rows are cut there")
+    draft.put("data.on_long", "cut", why="longer rows are truncated")
     if draft.flag("train_on_prompt") and phase == "sft":
         draft.put("data.train_on_prompt", True, "train_on_prompt")
     else:
@@ -303,7 +307,7 @@ def _data(draft: Draft, phase: str) -> None:
     if (share := draft.number("val_size")) and not draft.has("eval_dataset"):
         draft.none("val_size", why=f"rows are not split off ({share:g}); set held-out rows in data.eval")
     else:
-        draft.same("val_size", why="none are split off")
+        draft.same("val_size", why="no rows are split off")
 
 
 def _register(draft: Draft, where: str) -> dict:
@@ -339,6 +343,7 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
     if formatting in _FORMATS and not entry.get("ranking"):
         draft.put(f"{at}.format", _FORMATS[formatting], key)
     columns = entry.get("columns") or {}
+    # Octavo recognizes usual column names, so only others are written.
     renamed = {_COLUMNS[k]: v for k, v in columns.items() if k in _COLUMNS and isinstance(v, str) and _COLUMNS[k] != v}
     if formatting == "sharegpt" and columns.get("messages") == "messages":
         renamed.pop("conversations", None)
@@ -351,7 +356,7 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
             f"data.{of}.{number}: tags of {name} ({odd}) name roles or keys that Octavo may not know by these names"
         )
     if "images" in columns:
-        draft.put(f"{at}.images", draft.path(where, hub=False), why="images lie in dataset_dir there")
+        draft.put(f"{at}.images", draft.path(where, hub=False), why="images are in dataset_dir")
     return at
 
 

@@ -164,6 +164,7 @@ def _data(draft: Draft, phase: str) -> None:
                 draft.sizes = steps_and_schedule.rows_of(draft, name)
             if split and not draft.folder.there(name):
                 draft.put(f"{entry}.split", split, f"{at}split")
+        # A local folder otherwise holds MDS shards, which need a conversion first.
         elif str(local).endswith((*suffixes.ROWS, ".txt")):
             model_and_data.dataset(draft, of, 0, str(local), f"{at}local", hub=False)
         else:
@@ -171,7 +172,7 @@ def _data(draft: Draft, phase: str) -> None:
             rows = f"{str(local).rstrip('/')}{f'-{split}' if split else ''}.jsonl"
             model_and_data.dataset(draft, of, 0, rows, f"{at}local", hub=False, why=why)
             draft.note(_SHARDS.format(of=of, folder="/".join(word for word in (local, split) if word), rows=rows))
-        draft.same(f"{at}split", f"{at}local", why="a part of the data's folder there")
+        draft.same(f"{at}split", f"{at}local", why="part of the data folder")
         draft.same(f"{at}max_seq_len", why="train.seq_length")
         draft.same(f"{loader}.name", why="by train.phase")
     if "data.train.0.path" not in draft.settings:
@@ -179,7 +180,7 @@ def _data(draft: Draft, phase: str) -> None:
         draft.note("data.train is to be filled in")
     draft.put("train.seq_length", draft.whole("max_seq_len") or 2048, "max_seq_len")
     if phase == "sft":
-        draft.put("data.on_long", "cut", why="longer rows are cut there")
+        draft.put("data.on_long", "cut", why="longer rows are truncated")
     workers = draft.whole("train_loader.num_workers")
     if workers is not None:
         draft.put("data.workers", workers, "train_loader.num_workers")
@@ -347,9 +348,7 @@ def _precision(draft: Draft, hub: bool) -> None:
         (draft.same if length == 16 else draft.none)("precision_config.amax_history_len", why="histories are 16 long")
         draft.put("train.precision", "bf16", why="what is not FP8")
     elif word == "amp_fp8":
-        why = (
-            "without fc_type: te there is no layer of Transformer Engine, and the run was BF16 (it warns, and goes on)"
-        )
+        why = "without fc_type: te there is no layer of Transformer Engine, and the run was BF16 (with a warning)"
         draft.dead("precision", why=why)
         draft.dead(*draft.under("precision_config"), why=why)
         draft.put("train.precision", "bf16", why="what amp_fp8 was without fc_type: te")
@@ -363,6 +362,7 @@ def _precision(draft: Draft, hub: bool) -> None:
         draft.same(*keys, why="plain linear layers")
     elif fc not in ("te", "torch"):
         draft.none(*keys, why=f"{fc} is a layer of their registry")
+    # fp8.fuse belongs to FP8; without amp_fp8 the fused layers ran in BF16.
     if fused and word != "amp_fp8":
         draft.settings.pop("fp8.fuse")
     parts_on = any(target.startswith("fp8.recipe") for target in draft.settings)
@@ -376,9 +376,10 @@ def _memory(draft: Draft) -> None:
     on = draft.flag(f"{f}activation_checkpointing")
     draft.put("train.recompute", "full" if on else "none", f"{f}activation_checkpointing")
     draft.same(f"{f}activation_checkpointing_reentrant", why="never reentrant")
+    # Full recomputation keeps only the inputs of blocks, so there is nothing worth offloading.
     if draft.flag(f"{f}activation_cpu_offload"):
         if on:
-            draft.none(f"{f}activation_cpu_offload", why="with full recomputation next to nothing is left to move")
+            draft.none(f"{f}activation_cpu_offload", why="with full recomputation almost nothing is left to offload")
         else:
             draft.put("train.offload_activations", True, f"{f}activation_cpu_offload")
     else:
@@ -410,6 +411,7 @@ def _saving(draft: Draft, world: int) -> None:
         if target == "run.eval_every" and "data.eval.0.path" not in draft.settings:
             draft.none(key, why="the translated files have no held-out rows (data.eval)")
             continue
+        # Composer counts in batches ("ba") or epochs ("ep"); Octavo only in steps.
         one = steps_and_schedule.steps_of_epoch(draft, world)
         if unit == "ep" and one:
             number, unit = number * one, "ba"

@@ -99,6 +99,7 @@ def translate(draft: Draft) -> None:
     model_and_data.model(draft, "load_hf_path", "hf_checkpoint_path", "hf_tokenizer_path",
                 why="the folder of the tokenizer: it holds the model too")  # fmt: skip
     model = draft.settings["model.path"].source
+    # A checkpoint in Megatron's layout is only a copy of the model if its name says so.
     for key in ("load", "pretrained_checkpoint"):
         same = bool(model) and model_and_data.same_model(draft.text(key) or "", str(model[0].value))
         why = "a checkpoint of Megatron's layout; Octavo reads the Hugging Face folder"
@@ -196,7 +197,7 @@ def _data(draft: Draft, phase: str) -> None:
     for number, path in enumerate(paths):
         at = model_and_data.dataset(draft, "train", number, path, key, hub=False)
         if names:
-            layout = names[min(number, len(names) - 1)]
+            layout = names[min(number, len(names) - 1)]  # the last name applies to all further paths
             if "sharegpt" in layout:
                 draft.put(f"{at}.format", "sharegpt", "sft_dataset", "sft_train_dataset")
             elif "alpaca" in layout:
@@ -224,7 +225,7 @@ def _data(draft: Draft, phase: str) -> None:
         "data.on_long",
         "drop" if drop else "cut",
         "enable_discard_sample",
-        why="" if drop else "longer rows are cut there",
+        why="" if drop else "longer rows are truncated",
     )
     if draft.flag("train_on_prompt") and phase == "sft":
         draft.put("data.train_on_prompt", True, "train_on_prompt")
@@ -260,6 +261,7 @@ def _lora(draft: Draft) -> bool:
     )
     for part in targets:
         draft.put("lora.targets", targets, u(f"apply_to_{part}"))
+    # Names of fused modules select several layers of a Hugging Face model.
     if set(names) & set(_LATENT):
         ours = [_LATENT.get(name, name) for key in names for name in _TARGETS.get(key, [key]) if name != "qkv_proj"]
         draft.put("lora.targets", [f"**.{name}" for name in ours], u("target_modules"), why="modules by their names")
@@ -292,7 +294,7 @@ def _fp8(draft: Draft, u: Under, lora: bool) -> None:
     any_part = False
     for theirs, ours in _COMPONENTS.items():
         at = Under(draft, f"model.{theirs}.")
-        form = at.text("fp8")
+        form = at.text("fp8")  # of the component; it wins over the flag for the whole model
         on = form not in (None, "false", "none", "null")
         recipe = choice(draft, at("fp8_recipe"), megatron.RECIPES)
         if theirs == "image_projector":

@@ -128,9 +128,10 @@ def steps(draft: Draft, u: Under, usual: Usual, ranks: int, packed: bool) -> Non
         style = style or usual.schedule
     least = u.number("min_lr")
     if least and style == "constant":
-        u.dead("min_lr", why="a constant schedule never comes down to it")
+        u.dead("min_lr", why="a constant schedule does not use it")
     elif least is not None:
         draft.put("train.min_lr", least, u("min_lr"))
+    # Octavo's schedules end with the run. One that ends later is cut, so the rate at the last step is kept.
     whole = steps_and_schedule.total_steps(draft, ranks)
     decay = u.whole("lr_decay_iters")
     if decay is not None and decay == whole:
@@ -174,6 +175,7 @@ def optimizer(draft: Draft, u: Under, usual: Usual) -> None:
             u.none("optimizer_offload_fraction", why="all states go to the host, or none")
     else:
         u.dead("optimizer_offload_fraction", why="only read with optimizer_cpu_offload")
+    # The dtypes of the moments are only read with this flag.
     if u.flag("use_precision_aware_optimizer"):
         kinds = {
             choice(draft, u(key), _STATES | {"fp16": "fp16"}) or "fp32" for key in ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -182,7 +184,7 @@ def optimizer(draft: Draft, u: Under, usual: Usual) -> None:
         if len(kinds) == 1 and (kind := kinds.pop()) in ("fp32", "bf16", "fp8"):
             draft.put("optimizer.states", kind, *keys)
         else:
-            draft.none(*keys, why="both moments are kept alike here, as fp32, bf16, fp8 or coat")
+            draft.none(*keys, why="both moments have the same form: fp32, bf16, fp8 or coat")
     else:
         u.dead("exp_avg_dtype", "exp_avg_sq_dtype", why="only read with use_precision_aware_optimizer")
 
@@ -223,6 +225,7 @@ def fp8(draft: Draft, u: Under, *, usual_recipe: str = "delayed", param: bool = 
         "num_layers_at_start_in_bf16",
         "num_layers_at_end_in_bf16",
     )
+    # In Megatron only fp8_format turns FP8 on.
     if form is None:
         u.dead(*inner, why="without fp8_format nothing runs in FP8 there, whatever the others say")
         return None
@@ -318,7 +321,7 @@ def context(draft: Draft, u: Under, key: str = "context_parallel_size", kind: st
     """Ulysses, ring and USP: all are `parallel.context`; which part exchanges heads is `parallel.ulysses`."""
     size = steps_and_schedule.counted(draft, u(key)) or 1
     algo, degree = u.text(kind), steps_and_schedule.counted(draft, u(ulysses))
-    hybrid = "hybrid" in (algo or "")
+    hybrid = "hybrid" in (algo or "")  # USP: both at once
     if size == 1:
         u.same(key, why="no rows are shared")
         u.dead(kind, ulysses, "cp_comm_type", why=f"{key} is 1, so no row is shared by ranks")
@@ -357,7 +360,7 @@ USP = (
 def expert(draft: Draft, u: Under, key: str = "expert_model_parallel_size", lora: bool = False) -> None:
     size = steps_and_schedule.counted(draft, u(key)) or 1
     if size == 1:
-        u.same(key, why="experts are sharded, not dealt")
+        u.same(key, why="experts are sharded, not distributed")
     elif lora:
         u.none(key, why="experts are not distributed to ranks with adapters; they are still sharded")
     else:

@@ -129,6 +129,7 @@ def _parallel(draft: Draft) -> int:
     ring, ulysses = (
         steps_and_schedule.counted(draft, u(f"{key}_size")) or 1 for key in ("ring_attention", "ulysses_parallel")
     )
+    # Both divide the same rows, so the ranks that share a row are their product.
     if ring * ulysses > 1:
         why = megatron.USP if ring > 1 and ulysses > 1 else megatron.RING if ring > 1 else megatron.ULYSSES
         u.put("parallel.context", ring * ulysses, "ring_attention_size", "ulysses_parallel_size", why=why)
@@ -141,9 +142,9 @@ def _parallel(draft: Draft) -> int:
     else:
         u.same("tensor_parallel_size", why="1")
     (u.none if (steps_and_schedule.counted(draft, u("context_parallel_size")) or 1) > 1 else u.same)(
-        "context_parallel_size", why="ring_attention_size and ulysses_parallel_size say it"
+        "context_parallel_size", why="ring_attention_size and ulysses_parallel_size set it"
     )
-    u.put("parallel.shard", "auto", "fully_shard_parallel_size", why="all ranks that are left")
+    u.put("parallel.shard", "auto", "fully_shard_parallel_size", why="all remaining ranks")
     megatron.expert(draft, u, "expert_parallel_size", lora=bool(draft.flag("training.lora.enable")))
     if u.flag("recompute"):
         u.dead(
@@ -176,22 +177,23 @@ def _fsdp2_settings(draft: Draft, u: Under) -> None:
     if (steps_and_schedule.counted(draft, f("expert_parallel_size")) or 1) > 1:
         megatron.expert(draft, f, "expert_parallel_size", lora=bool(draft.under("lora_args.")))
     else:
-        f.same("expert_parallel_size", why="experts are sharded, not dealt")
+        f.same("expert_parallel_size", why="experts are sharded, not distributed")
     if f.flag("offload_to_cpu"):
         f.put("optimizer.offload", True, "offload_to_cpu", why="states go to the host; parameters stay on the GPU here")
     else:
         f.same("offload_to_cpu", why="off")
+    # The names are modules of the model; Octavo recomputes by component.
     if towers := f.words("recompute_modules"):
         components = {"image_encoder" if "visual" in word or "image" in word else "foundation" for word in towers}
         each = {part: "full" if part in components else "none" for part in model_and_data.TOWERS}
-        why = "blocks of these modules are computed again"
+        why = "blocks of these modules are recomputed"
         f.put("train.recompute", "full" if len(components) == 2 else each, "recompute_modules", why=why)
     kinds = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
     if kind := choice(draft, f("param_dtype"), kinds):
         f.put("train.precision", kind, "param_dtype")
     reduced = choice(draft, f("reduce_dtype"), kinds)
     (f.same if reduced in (None, "fp32") else f.none)("reduce_dtype", why="gradients are summed in FP32")
-    f.same("output_dtype", "cast_forward_inputs", why="what layers take and give has the precision of training")
+    f.same("output_dtype", "cast_forward_inputs", why="inputs and outputs of layers have the precision of training")
     draft.table("none", {
         "FSDP2 wraps blocks, prefetches and shards them by itself": "fsdp2_config.sharding_size "
         "fsdp2_config.reshard_* fsdp2_config.num_to_*_prefetch fsdp2_config.sub_modules_to_wrap "
@@ -234,6 +236,7 @@ def _steps_old(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
 
 def _lora(draft: Draft, flags: bool) -> bool:
     new, old = Under(draft, "training.lora."), Under(draft, "" if flags else "lora_args.")
+    # Two generations of the YAML have different sections and names.
     if new.flag("enable"):
         u, names = new, {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
         targets = u.words("target_modules") or ["q_proj", "k_proj", "v_proj"]
@@ -322,6 +325,7 @@ def _features(draft: Draft, old: bool) -> None:
     loss_key = next(
         (k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.source_keys), None
     )
+    # The default loss differs between the two generations of the trainer.
     word = (draft.text(loss_key) if loss_key else None) or ("default" if old else "raw")
     known = _LOSSES.get(word)
     if known is None and loss_key:
@@ -413,9 +417,10 @@ def _fp8(draft: Draft, lora: bool) -> None:
     at = Under(draft, "training.quantization_plan.")
     word = at.text("quant_recipe") or at.text("recipe_name")
     keys = ("quant_recipe", "recipe_name", "converters", "quant_converters")
+    # A recipe without converters replaces no layer.
     if word is None or not (at.words("converters") or at.words("quant_converters")):
         for key in draft.under(at.prefix):
-            draft.dead(key, why="without converters no layer is exchanged" if word else "no recipe is named")
+            draft.dead(key, why="without converters no layer is replaced" if word else "no recipe is set")
         model_and_data.no_fp8(draft)
         return
     if not word.startswith("mxfp8"):
@@ -432,7 +437,7 @@ def _fp8(draft: Draft, lora: bool) -> None:
     for number, word in enumerate(odd):
         rule = word.replace("{*}", "*").strip("*").strip(".")
         draft.put(f"fp8.rules.{number}.match", f"**.{rule}", at("quant_ignored_modules"), at("ignored_modules"))
-        draft.put(f"fp8.rules.{number}.recipe", "off", why="not quantised there")
+        draft.put(f"fp8.rules.{number}.recipe", "off", why="not quantized there")
     at.same("quant_ignored_modules", "ignored_modules", why="the head and routers stay in high precision")
     gather = at.flag("enable_fsdp_low_precision_all_gather")
     if (gather is None or gather) and not lora:

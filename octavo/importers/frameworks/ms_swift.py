@@ -113,6 +113,7 @@ SAME = {
 
 
 def translate(draft: Draft) -> None:
+    # `megatron sft` and `swift sft` share most flags; these keys only exist in the former.
     mega = "megatron" in draft.command or any(
         key in draft.source_keys
         for key in (
@@ -128,7 +129,9 @@ def translate(draft: Draft) -> None:
     if revision := draft.text("model_revision"):
         draft.put("model.revision", revision, "model_revision")
     if (task := draft.text("task_type") or "causal_lm") != "causal_lm":
-        draft.refuse("task_type", f"it trains no text ({task}): embeddings, classifiers and rerankers are not built")
+        draft.refuse(
+            "task_type", f"it trains no text ({task}): embeddings, classifiers and rerankers are not implemented"
+        )
     seeing = model_and_data.sees(draft, path or draft.text("load") or draft.text("mcore_model"))
     phase = _phase(draft)
     packed = model_and_data.packs(draft, phase, "packing")
@@ -154,7 +157,7 @@ def _phase(draft: Draft) -> str:
     kind = draft.text("rlhf_type") or ("dpo" if "rlhf" in draft.command else None)
     if kind in ("dpo", "orpo", "simpo", "kto"):
         draft.put("train.phase", "preference", "rlhf_type")
-        beta = draft.number("beta")
+        beta = draft.number("beta")  # the default depends on the loss
         if kind == "dpo":
             hf_trainer.preference(draft, "loss_type", _LOSSES, 0.1 if beta is None else beta, "beta")
             if smooth := draft.number("label_smoothing"):
@@ -187,6 +190,7 @@ def _phase(draft: Draft) -> str:
 def _data(draft: Draft, phase: str, path: str | None) -> None:
     for of, key in (("train", "dataset"), ("eval", "val_dataset")):
         for number, word in enumerate(draft.words(key, "")):
+            # [HF:: or MS::]name[:subset][#number of rows]; the name may be a URL with a colon.
             match = re.fullmatch(r"(?:(?:HF|MS)::)?([^#:]*(?:://[^#:]*)?)(?::([^#]*))?(?:#(\d+))?", word)
             name, subset, count = match.groups() if match else (word, None, None)
             at = model_and_data.dataset(draft, of, number, name, key)
@@ -209,7 +213,7 @@ def _data(draft: Draft, phase: str, path: str | None) -> None:
     if (share := draft.number("split_dataset_ratio")) and not draft.has("val_dataset"):
         draft.none("split_dataset_ratio", why=f"rows are not split off ({share:g}); set held-out rows in data.eval")
     else:
-        draft.same("split_dataset_ratio", why="none are split off")
+        draft.same("split_dataset_ratio", why="no rows are split off")
     length = draft.whole("max_length") or draft.whole("seq_length")
     draft.put(
         "train.seq_length", length or 2048, "max_length", "seq_length", why="" if length else "there the model's own"
@@ -283,7 +287,7 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
         return False
     if kind == "lora_llm":
         draft.none(key, why="tower and projector are trained completely there; here only adapters are trained")
-        draft.note("tuner lora_llm: the language model gets adapters here, and tower and projector stay as they are")
+        draft.note("tuner lora_llm: the language model gets adapters here, and tower and projector are not trained")
     elif kind != "lora":
         draft.none(key, why=f"{kind} is not implemented: LoRA is used instead")
         draft.note(f"{kind} is not implemented: LoRA is used instead; look at lora.rank, lora.targets and train.lr")
@@ -299,6 +303,7 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
         everything, targets = True, ["foundation"]
     elif everything:
         targets = [ours[name] for name, on in frozen.items() if not on] if seeing else ["foundation"]
+    # Megatron fuses layers that Hugging Face models keep apart.
     odd = [
         word
         for word in targets
@@ -384,7 +389,7 @@ def _shared(draft: Draft, packed: bool) -> int:
     if expert > 1:
         draft.put("parallel.expert", expert, "expert_parallel_size")
     else:
-        draft.same("expert_parallel_size", why="experts are sharded, not dealt")
+        draft.same("expert_parallel_size", why="experts are sharded, not distributed")
     both = max(size, context)
     if both == 1:
         draft.same("sequence_parallel_size", "context_parallel_size", why="no rows are shared")
@@ -399,6 +404,7 @@ def _shared(draft: Draft, packed: bool) -> int:
 
 def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> Under:
     draft.read_keys.update(_NEWER.values())
+    # Newer versions renamed keys: read the new name if only that is present.
     u = Under(
         draft,
         names={old: new for old, new in _NEWER.items() if new in draft.source_keys and old not in draft.source_keys},

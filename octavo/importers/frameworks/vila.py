@@ -60,6 +60,7 @@ _DEAD = {
 
 
 def translate(draft: Draft) -> None:
+    # COAT's examples use VILA's trainer with these additional flags.
     coat = draft.has("fp8_model_name_or_path") or draft.has("first_order_expansion") or draft.has("qgroup_size")
     world = steps_and_schedule.processes(draft)
     path = model_and_data.model(draft, "model_name_or_path")
@@ -104,7 +105,7 @@ def _data(draft: Draft) -> None:
         model_and_data.dataset(draft, "train", number, f"{name or 'data'}.json", "data_mixture", hub=False, why=why)
         draft.note(f"data.train.{number}.path is to be filled in: {name or 'no flag named data'}")
     draft.put("train.seq_length", draft.whole("model_max_length") or 512, "model_max_length")
-    draft.put("data.on_long", "cut", why="longer rows are cut there")
+    draft.put("data.on_long", "cut", why="longer rows are truncated")
     for number, name in enumerate((draft.text("eval_data_mixture") or "").split("+")):
         if name:
             model_and_data.dataset(
@@ -145,6 +146,7 @@ def _trained(draft: Draft, coat: bool) -> bool:
         "dead", {"lora_enable is not true": "lora_r lora_alpha lora_dropout lora_llm lora_vt use_dora lora_weight_path"}
     )
     draft.same("lora_enable", why="no adapters")
+    # With COAT's flags and no tune_* flag, nothing is frozen.
     if not coat or draft.under("tune_"):
         frozen = {ours: (key,) for key, ours in parts_of.items() if not on[key]}
         if frozen and len(frozen) < len(parts_of):

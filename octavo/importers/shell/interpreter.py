@@ -185,7 +185,7 @@ class _Reader(Builtins):
             self.level -= 1
 
     def node_of(self, node: Node, item: Item) -> bool | None:
-        self.spent.steps += 1
+        self.spent.steps += 1  # bounds loops and recursion
         if self.spent.steps > STEPS:
             raise TranslateError(
                 f"{self.source}:{self.now}: over {STEPS} commands are executed up to here. Give the script that starts "
