@@ -61,7 +61,7 @@ def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
     back.mkdir()
     (back / "mine").write_text("mine")
     for words, why in (
-        ([str(folder), str(back)], "already exists, and nothing is overwritten"), ([str(folder), str(folder / "in")], "lies in"),
+        ([str(folder), str(back)], "already exists, and nothing is overwritten"), ([str(folder), str(folder / "in")], "is inside"),
         ([str(tmp_path / "none"), str(tmp_path / "x")], "is not there"), ([str(folder)], "octavo encrypt SRC DST"),
         (["--new-key", str(tmp_path / "k"), str(folder)], "nothing else"),
     ):  # fmt: skip
