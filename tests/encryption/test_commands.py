@@ -64,7 +64,7 @@ def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
         ([str(folder), str(back)], "already exists, and nothing is overwritten"),
         ([str(folder), str(folder / "in")], "is inside"),
         ([str(tmp_path / "none"), str(tmp_path / "x")], "does not exist"), ([str(folder)], "octavo encrypt SRC DST"),
-        (["--new-key", str(tmp_path / "k"), str(folder)], "nothing else"),
+        (["--new-key", str(tmp_path / "k"), str(folder)], "only creates a key"),
     ):  # fmt: skip
         assert main(["encrypt", *words]) == 2
         assert why in capsys.readouterr().err
