@@ -62,9 +62,9 @@ def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
     (back / "mine").write_text("mine")
     for words, why in (
         ([str(folder), str(back)], "already exists, and nothing is overwritten"),
-        ([str(folder), str(folder / "in")], "lies in"),
-        ([str(tmp_path / "none"), str(tmp_path / "x")], "is not there"), ([str(folder)], "octavo encrypt SRC DST"),
-        (["--new-key", str(tmp_path / "k"), str(folder)], "nothing else"),
+        ([str(folder), str(folder / "in")], "is inside"),
+        ([str(tmp_path / "none"), str(tmp_path / "x")], "does not exist"), ([str(folder)], "octavo encrypt SRC DST"),
+        (["--new-key", str(tmp_path / "k"), str(folder)], "only creates a key"),
     ):  # fmt: skip
         assert main(["encrypt", *words]) == 2
         assert why in capsys.readouterr().err
@@ -114,7 +114,7 @@ def test_nothing_of_a_folder_is_lost_without_a_word(folder, tmp_path, key, capsy
         assert main(["encrypt", str(folder), str(tmp_path / "out")]) == 2 and words in capsys.readouterr().err
         (folder / "link").unlink()
     assert main(["encrypt", str(folder / "a.json"), str(tmp_path / "no" / "out")]) == 2
-    assert "make it first" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "create it first" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def damaged(file, at: int) -> None:
