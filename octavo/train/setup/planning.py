@@ -124,9 +124,9 @@ def leaves_open(cfg: Config) -> bool:
 def model_of(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
     """Return (model without weights, family), frozen as in the run.
 
-    A frozen layer has no wgrad. Where the run loads FP8 codes, the model has frozen FP8 weights. Raises ModelError, also
-    for rows that are longer than the model's positions, and TrainError for a load-balancing loss that this model does
-    not have.
+    A frozen layer has no wgrad. Where the run loads FP8 codes, the model has frozen FP8 weights. Raises ModelError,
+    also for rows that are longer than the model's positions, and TrainError for a load-balancing loss that this model
+    does not have.
     """
     model = models.empty(cfg.model.path, dtype=model_dtype(cfg))
     if (why := models.why_too_long(model.config, cfg.train.seq_length)) is not None:
@@ -293,8 +293,8 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
             notes.append("fp8.adapt.time: nothing was measured, so moves are limited only by fp8.adapt.budget")
     if cfg.train.cuda_graphs:
         notes.append(
-            "train.cuda_graphs: graphs keep their own gradients, activations and workspace in addition to those of steps "
-            "without graphs, which the predicted memory leaves out"
+            "train.cuda_graphs: graphs keep their own gradients, activations and workspace in addition to those of "
+            "steps without graphs, which the predicted memory leaves out"
         )
     if cfg.data.packing:
         kernel = cfg.model.attention.foundation

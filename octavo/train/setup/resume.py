@@ -111,17 +111,13 @@ def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None,
         saved = (before.get("settings") or {}).get("model") or {}
         now = cfg.model_dump(mode="json")["model"]
         if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
-            say(
-                f"note: the base of {path} was stored in another precision, so it was not checked whether it is the same"
-            )
+            say(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
         else:
             frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
     read = checkpoint.load_weights(
         path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
     )
-    say(
-        f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start afresh"
-    )
+    say(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
 
 
 def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,8 +1,8 @@
 """The part of a micro-batch that a rank holds where several ranks share its rows, and the experts that it gathers.
 
 Ranks of `parallel.context` hold equal parts of a row's tokens, so activations and logits shrink accordingly. During
-attention each of them holds a layer's whole keys and values, except for the heads that `parallel.ulysses` gives to other
-ranks.
+attention each of them holds a layer's whole keys and values, except for the heads that `parallel.ulysses` gives to
+other ranks.
 """
 
 from __future__ import annotations

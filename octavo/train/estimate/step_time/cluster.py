@@ -40,8 +40,8 @@ class Speeds:
     """How much of the data-sheet speeds is reached.
 
     ``bf16``, ``fp8`` and ``attention`` are fractions of peak FLOP/s in matrix products; ``experts`` is a further factor
-    on the first two for experts, which have few rows. ``compiled`` and ``eager`` are the passes over memory that a block
-    makes for each value of its hidden states, forward and backward together. ``links`` is the fraction of link
+    on the first two for experts, which have few rows. ``compiled`` and ``eager`` are the passes over memory that a
+    block makes for each value of its hidden states, forward and backward together. ``links`` is the fraction of link
     bandwidth; it is assumed. The rest is fitted to published figures by `python benchmarks/cost.py`.
     """
 

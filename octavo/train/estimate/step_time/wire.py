@@ -18,8 +18,8 @@ counts        how many rows come from whom, int64, a layer                     8
 ============= ================================================================ =====================================
 
 Hk' is the number of key heads after they are repeated for U. There are I image tokens with w = d (1 + deepstack)
-features each. A row has d elements of b bytes. `dispatch`, `combine` and `features` are expected values, for tokens that
-choose all experts equally often and for images at random positions. The others are exact
+features each. A row has d elements of b bytes. `dispatch`, `combine` and `features` are expected values, for tokens
+that choose all experts equally often and for images at random positions. The others are exact
 (`tests/train/step_time/test_counted.py` counts them in runs).
 """
 
