@@ -1,8 +1,9 @@
 """A phase: what a run learns from, that is the source of its batches and how a step is made of them.
 
 `Phase` itself implements pretraining and supervised fine-tuning. The phases of preferences and of reinforcement
-learning are subclasses in the package rl, with their own loader and their own :class:`octavo.train.step.step.Stepper`.
-Everything else about a run, from the plan to its checkpoints, is the same in every phase.
+learning are subclasses in the package rl, with their own loader and their own
+:class:`octavo.train.step.step.Stepper`. Everything else about a run, from the plan to its checkpoints, is the same in
+every phase.
 """
 
 from __future__ import annotations

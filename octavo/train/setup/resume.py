@@ -10,7 +10,7 @@ import torch
 from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
-from octavo.fp8.optim import note_on_old_coat
+from octavo.fp8.optim import former_coat
 from octavo.fp8.planning import Schedule, document
 from octavo.fp8.proof import Prediction
 from octavo.train.errors import TrainError
@@ -86,7 +86,7 @@ def resume(
         before = read_state(start.checkpoint)["counters"].get("base", {})
         frozen_base.same(before, frozen.whole, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
-    if note := note_on_old_coat(stepper.optimizer):
+    if note := former_coat(stepper.optimizer):
         say(f"note: {start.checkpoint}: {note}")
     if not start.forked:  # a fork starts new amax histories
         fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
@@ -111,19 +111,13 @@ def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None,
         saved = (before.get("settings") or {}).get("model") or {}
         now = cfg.model_dump(mode="json")["model"]
         if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
-            say(
-                f"note: the base of {path} was stored in another precision, so it was not checked whether it is the "
-                "same"
-            )
+            say(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
         else:
             frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
     read = checkpoint.load_weights(
         path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
     )
-    say(
-        f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start "
-        "afresh"
-    )
+    say(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
 
 
 def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

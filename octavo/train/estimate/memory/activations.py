@@ -421,8 +421,7 @@ _GROUPED = _aten._grouped_mm.default
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 
-# --- scaling the counts to the whole model
-# -----------------------------------------------------------------------------
+# --- scaling the counts to the whole model ----------------------------------------------------------------------------
 
 
 def _scaled(

@@ -460,8 +460,8 @@ def _rows(tokens: Tokens, rows: int) -> Tokens:
 
 # --- cards ------------------------------------------------------------------------------------------------------------
 
-# Memory that belongs to no tensor: the CUDA context with its kernels and the workspaces of cuBLAS and NCCL (about 1
-# GB), and the share that the allocator loses to fragmentation. Both are assumptions until a run measures them.
+# Memory that belongs to no tensor: the CUDA context with its kernels and the workspaces of cuBLAS and NCCL (about
+# 1 GB), and the share that the allocator loses to fragmentation. Both are assumptions until a run measures them.
 CONTEXT, FRAGMENTS = 1.0e9, 0.02
 
 

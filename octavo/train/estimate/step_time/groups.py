@@ -22,8 +22,10 @@ from octavo.train.estimate.step_time.wire import Group
 def groups(
     cfg: Config, held: Iterable[Held], plan: fp8.Plan, reached: Collection[str], layout: Layout
 ) -> tuple[Group, ...]:
-    """Return the groups of this layout. For ``reached`` see
-    :func:`octavo.train.estimate.memory.states.backward_reaches`."""
+    """Return the groups of this layout.
+
+    For ``reached`` see :func:`octavo.train.estimate.memory.states.backward_reaches`.
+    """
     dealt = states.experts_of(plan) if layout.expert > 1 else frozenset()
     held, plan = states.dealt(held, plan, layout.expert)
     coded = {states.weight_name(row): row for row in states.fp8_weights(plan)}
