@@ -444,8 +444,7 @@ def _recompute(draft: Draft) -> None:
     if selective and draft.text(selective[0]) != "false":
         why = "Octavo recomputes cheap operations; the file names operations"
         draft.put("train.recompute", "selective", *selective, why=why)
-    offload = draft.text("activation_offloading")
-    if offload in (None, "false"):
+    if draft.text("activation_offloading") in (None, "false"):
         draft.same("activation_offloading", *selective, why="off")
     elif draft.settings["train.recompute"].value == "full":
         why = "with full recomputation almost nothing is left to offload; use it with recompute: selective"
