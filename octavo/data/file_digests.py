@@ -169,11 +169,11 @@ def _parsed(raw: bytes) -> _Names:
     return notes
 
 
-def _whole(stat: Any) -> bool:
+def _whole(stat: object) -> bool:
     return isinstance(stat, list) and len(stat) == 4 and all(type(n) is int for n in stat)
 
 
-def _note(file: Path, folder: Path, stat: Stat, what: dict[str, Any]) -> None:
+def _note(file: Path, folder: Path, stat: Stat, what: dict[str, object]) -> None:
     """Append a note. If the cache cannot be written, the file is read again next time; the error is reported when rows
     are stored in the cache."""
     home, name = _home(file, folder)

@@ -205,10 +205,10 @@ class Mixture:
             nth[which == source] = np.arange(begin, end)
         return which, nth
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k != "_places"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._places = lru_cache(maxsize=2)(self._make_places)
 

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import numpy as np
 
 from octavo.data.encoding import truncate, video
-from octavo.data.encoding.loss_mask import Answers, TemplateProblem, check_system, check_tools, messages, rendered
+from octavo.data.encoding.loss_mask import (
+    Answers,
+    Message,
+    Render,
+    TemplateProblem,
+    check_system,
+    check_tools,
+    messages,
+    rendered,
+)
 from octavo.data.encoding.processor_calls import (
     Calls,
     Encoding,
@@ -198,7 +207,7 @@ class Encoder:
         return sample
 
     def _learned_spans(
-        self, text: str, turns: Any, render: Any, reach: int | None, wanted: Sequence[bool]
+        self, text: str, turns: Sequence[Message], render: Render, reach: int | None, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
         """(character spans of the learned parts of answers in a rendered text, number of answers that are not learned
         (`Sample.lost`)). `wanted`: for each of the last answers, whether it is to be learned; earlier ones are
@@ -220,7 +229,7 @@ class Encoder:
 
     def _render_row(
         self, conversation: Conversation, context: int | None
-    ) -> tuple[Conversation, tuple[str, ...], Any, Any, str, tuple[video.Film, ...]]:
+    ) -> tuple[Conversation, tuple[str, ...], list[Message], Render, str, tuple[video.Film, ...]]:
         """(the conversation, clipped to what may fit; the control tokens that it spells; its messages; the function
         that renders messages; the rendered text; its videos)."""
         if conversation.images and not self.calls.sees:
@@ -297,7 +306,7 @@ class Encoder:
             videos=len(shown),
         )
 
-    def _render(self, turns: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
+    def _render(self, turns: Sequence[Message], add_generation_prompt: bool, tools: Sequence[object] = ()) -> str:
         options = {"tools": list(tools)} if tools else {}  # some templates fail for an empty list of tools
         return self.processor.apply_chat_template(
             list(turns), tokenize=False, add_generation_prompt=add_generation_prompt, **options
@@ -345,7 +354,7 @@ class Encoder:
         return clipped
 
     def image_tokens(self, path: ImageFile, alone: bool = True) -> int:
-        """The number of tokens of an image, from the size in its header, if it is `alone` in its row or not."""
+        """The number of tokens of an image, from the size in its header; some families cut a single image otherwise."""
         width, height = size(path, self.max_image_megapixels)
         count = getattr(self.processor, "image_tokens", None)
         try:

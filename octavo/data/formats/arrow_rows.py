@@ -124,10 +124,10 @@ class Mapped:
         assert isinstance(self.kept, Path)
         return self.kept
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"path": self.path, "kept": self.kept}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._open()
 

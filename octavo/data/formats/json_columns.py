@@ -36,27 +36,27 @@ _OURS: ContextVar[Mapping[str, str]] = ContextVar("ours", default=MappingProxyTy
 _TURN_KEYS = ({"role", "content"}, {"from", "value"})
 
 
-def _parts(value: Any, text: str) -> bool:
+def _parts(value: object, text: str) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "type" in one for one in value)
 
 
-def _turns(value: Any, text: str) -> bool:
+def _turns(value: object, text: str) -> bool:
     turns = value if isinstance(value, list) else [value]
     return bool(turns) and all(isinstance(one, dict) and any(keys <= one.keys() for keys in _TURN_KEYS)
                                for one in turns)  # fmt: skip
 
 
-def _answers(value: Any, text: str) -> bool:
+def _answers(value: object, text: str) -> bool:
     """Whether it is a list of answers; a list with spaces between its entries was a text: `datasets` writes none."""
     several = isinstance(value, list) and bool(value) and all(type(one) in (str, int, float) for one in value)
     return several and not any(map(str.isspace, _STRING.sub("", text)))
 
 
-def _never(value: Any, text: str) -> bool:
+def _never(value: object, text: str) -> bool:
     return False
 
 
-_ALLOWED: dict[str, Callable[[Any, str], bool]] = {
+_ALLOWED: dict[str, Callable[[object, str], bool]] = {
     "content": _parts,
     **dict.fromkeys(("prompt", "completion", "chosen", "rejected"), _turns),
     "answer": _answers,
@@ -112,13 +112,13 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
     return features if isinstance(features, dict) else {}
 
 
-def _of_field(field: pa.Field, feature: Any) -> Places:
+def _of_field(field: pa.Field, feature: object) -> Places:
     if (field.metadata or {}).get(b"ARROW:extension:name") == _EXTENSION.encode():
         return True  # versions of pyarrow without this type only keep its name in the metadata
     return _of_type(field.type, feature)
 
 
-def _of_type(kind: pa.DataType, feature: Any) -> Places:
+def _of_type(kind: pa.DataType, feature: object) -> Places:
     if isinstance(kind, pa.BaseExtensionType):
         return kind.extension_name == _EXTENSION
     if pa.types.is_dictionary(kind):

@@ -69,7 +69,7 @@ class Pieces:
             raise DataError(f"{self.path} changed while it was read; start again when it is whole")
         return os.pread(file, size, start) if self._plain is None else self._plain.read_at(start, size)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_file": None, "_plain": None}
 
     def __del__(self) -> None:
@@ -154,10 +154,10 @@ class Groups:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key != "_number"} | {"_parquet": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state, _number=next(_NUMBERS))
 
     @property

@@ -109,7 +109,7 @@ class TarRows(Mapped):
     def _on_disk(self) -> Path:
         return self.file
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "file": self.file, "_pieces": self._pieces}
 
 

@@ -383,7 +383,7 @@ def _end_with(parent: int) -> None:
     """End this process when its parent has ended for any reason.
 
     Torch's worker detects this too, but then waits forever to deliver its last rows, because no process reads the pipe
-    after a `kill -9`; hence no orderly exit. The parent is polled once a second, because a killed process sends no
+    after a `kill -9`; so this exits at once. The parent is polled once a second, because a killed process sends no
     signal, and Linux's parent-death signal comes when the *thread* that created the worker ends.
     """
     while os.getppid() == parent:

@@ -92,10 +92,10 @@ class Counts:
                             "were written); remove it")  # fmt: skip
         self._shared = np.memmap(self._file, "<i4", "r")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key != "_shared"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._map()
 

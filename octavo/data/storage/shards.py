@@ -52,6 +52,6 @@ class Shards:
         self._rows.move_to_end(number)
         return self._rows[number]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Without open files, if they can be opened again."""
         return {**self.__dict__, "_rows": self._rows if self._most is None else OrderedDict()}

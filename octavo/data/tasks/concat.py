@@ -86,10 +86,10 @@ class Joined:
     def _damaged(self, cause: object) -> DataError:
         return DataError(f"{self.file}, a file of the data cache, is damaged ({cause}); remove it")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key not in ("_ids", "_edges")}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._map()
 

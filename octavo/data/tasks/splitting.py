@@ -71,10 +71,10 @@ class Split:
                             f"{len(self.source)} rows); remove it")  # fmt: skip
         self._begins: np.ndarray = np.memmap(self.file, "<i8", "r")
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {key: value for key, value in self.__dict__.items() if key != "_begins"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._map()
 
