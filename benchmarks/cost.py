@@ -253,7 +253,7 @@ def table(most: int) -> list[dict[str, Any]]:
 
 
 def show_table(rows: list[dict[str, Any]]) -> None:
-    print("| model | GPUs | best mesh | GiB a rank | tokens/s a GPU | time goes to |\n|---|---|---|---|---|---|")
+    print("| model | GPUs | best mesh | GiB per rank | tokens/s per GPU | share of time |\n|---|---|---|---|---|---|")
     for row in rows:
         fits = row["mesh"] is not None
         rate = f"{row['tokens_per_second_per_gpu']:,}" if fits else ""

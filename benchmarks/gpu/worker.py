@@ -90,7 +90,7 @@ def suite(order: dict[str, Any], send: Send, began: float) -> int:
         small=order["small"],
         say=lambda text: print(text, flush=True),
         begins=lambda case, candidates: send(begins=[case, list(candidates)]),
-        found=found,
+        on_result=found,
         skip={(case, candidate) for case, candidate in order["skip"]},
     )
     run = import_module(order["target"]).run

@@ -123,7 +123,7 @@ def adopt(model: nn.Module) -> int:
     outer = [(name, module) for name, module in model.named_modules() if _is_wrapper(module)]
     inner = {id(module.base_layer) for _, module in outer}
     outer = [(name, module) for name, module in outer if id(module) not in inner]
-    held: set[tuple[Any, ...]] = set()
+    held: set[tuple[object, ...]] = set()
     for name, module in outer:
         base, mine = module.get_base_layer(), wrappers(module)
         other = [p for p in mine if p not in moe.PROJECTIONS]

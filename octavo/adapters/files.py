@@ -39,7 +39,10 @@ from octavo.models.folder import headers
 from octavo.models.folder.folder import pickles
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from octavo.config import LoraSection
+    from octavo.fp8.policy import Row
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Files of a folder that may be replaced: PEFT's files, and others that users commonly add to an adapter.
@@ -134,28 +137,28 @@ def save(
     return final
 
 
-def _document(model: nn.Module, base: str) -> dict[str, Any]:
+def _document(model: nn.Module, base: str) -> dict[str, object]:
     """The content of adapter_config.json: LoraConfig's fields, with sets sorted."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or NAME not in configs:
         raise AdapterError("the model has no adapters; octavo.adapters.attach attaches some.")
     config = copied(configs[NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
-    return {key: _plain(value) for key, value in config.to_dict().items()}
+    return {key: _to_json(value) for key, value in config.to_dict().items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, set | frozenset | tuple):
         return sorted(value)
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _to_json(inner) for key, inner in value.items()}
     return getattr(value, "value", value)  # of an enumeration its text
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_config(directory: str | Path) -> Any:
+def read_config(directory: str | Path) -> LoraConfig:
     """The LoraConfig of an adapter's folder, if Octavo implements it exactly.
 
     Raises AdapterError for a folder that is no adapter's, JSON that cannot be read, another kind of adapter (IA3,
@@ -178,7 +181,7 @@ def read_config(directory: str | Path) -> Any:
     fields = {f.name: f for f in dataclasses.fields(LoraConfig)}
     stock = LoraConfig().to_dict()
     for key, value in raw.items():
-        if key in _HONOURED or not value or (key in stock and _plain(stock[key]) == value) or value == "none":
+        if key in _HONOURED or not value or (key in stock and _to_json(stock[key]) == value) or value == "none":
             continue
         why = _REASONS.get(key, "it changes the adapter's computation in a way that Octavo does not know")
         raise AdapterError(f"{file}: {key}={json.dumps(value)[:80]} is not supported: {why}.")
@@ -247,8 +250,8 @@ def load(model: nn.Module, directory: str | Path, say: Say = lambda text: None, 
     if attached(model):
         raise AdapterError("the model has adapters already, and takes one set. Load it again.")
     config, state = read_config(directory), read_state(directory)
-    names = _fitting(model, config, state, Path(directory))
-    resolved = copied(config)
+    names = _check_fit(model, config, state, Path(directory))
+    resolved: Any = copied(config)  # PEFT's types do not allow sets, which it accepts and stores
     of_experts = experts.parameters_of(model)
     resolved.target_modules = {name for name in names if name not in of_experts}
     resolved.target_parameters = [name for name in names if name in of_experts] or None
@@ -285,7 +288,7 @@ def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping
         raise AdapterError(f"{where} does not fit this model: {'; '.join(wrong)}. It was made for another base.")
 
 
-def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
+def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
     """The targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors that the
     targets need."""
     # PEFT resolves the names, so that the same modules are adapted as in PEFT; the shapes are then checked exactly.
@@ -334,7 +337,7 @@ def _kind(model: nn.Module, name: str) -> str:
 
 
 def _shapes(
-    name: str, row: Any, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
+    name: str, row: Row, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
 ) -> dict[str, tuple[int, ...]]:
     from peft.utils.other import get_pattern_key
 
@@ -374,7 +377,7 @@ def continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> di
             )
     if config.rank_pattern or config.alpha_pattern:
         raise AdapterError(f"{folder} has separate ranks or alphas for some layers, which `lora` cannot continue.")
-    theirs = set(_fitting(model, config, state, folder))
+    theirs = set(_check_fit(model, config, state, folder))
     if theirs != set(names):
         odd = sorted(theirs ^ set(names))
         raise AdapterError(

@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 NAME = "default"  # PEFT's name of the adapter that is trained, saved and merged
 SECOND = "second"  # the name of a second adapter of the same layers (:func:`octavo.adapters.attach_second`)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -22,7 +25,7 @@ _KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
 def inject(
-    model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME,
+    model: nn.Module, config: LoraConfig, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME,
     device: torch.device | None = None,
 ) -> None:  # fmt: skip
     """Let PEFT wrap the layers ``names``, linear ones in Octavo's class, and freeze all parameters except adapters.
@@ -170,7 +173,7 @@ def state_name(name: str) -> str:
     return f"base_model.model.{name}"
 
 
-def copied(config: Any) -> Any:
+def copied(config: LoraConfig) -> LoraConfig:
     """A copy of a LoraConfig without its registered classes."""
     twin = copy.copy(config)
     twin._custom_modules = None

@@ -1,11 +1,11 @@
-"""What Octavo's kernels and layers are worth on this machine: suites that time them beside everybody else's.
+"""Benchmarks of Octavo's kernels and layers on this machine, compared with other libraries.
 
     octavo bench linear                     one suite
     octavo bench all --out DIR              all of them; JSON for each
-    octavo bench report DIR                 a table against the figures to reach, and a plot
+    octavo bench report DIR                 a table that compares results with the goals, and a plot
 
 Needs torch and transformers; on a GPU also triton, which comes with CUDA builds of torch; matplotlib for the plot.
-The same suites run on small sizes on a CPU, where the figures say nothing about FP8 but the code is the same.
+On a CPU the same suites run at small sizes: the same code, but the figures say nothing about FP8.
 """
 
 from octavo.bench.bench import Bench

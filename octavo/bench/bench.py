@@ -1,4 +1,4 @@
-"""One measurement session: builds the candidates of a case, times them beside each other, keeps rows and refusals."""
+"""One measurement session: builds the candidates of a case, times them by turns, records rows and refusals."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Call = Callable[[], Any]
 
 
 class Refusal(RuntimeError):
-    """A candidate that cannot take part here; the message says why (a package, an architecture, a shape)."""
+    """A candidate that cannot run here; the message says why (a package, an architecture, a shape)."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a call has to do: operations, bytes it must read and write, tokens it consumes; 0 where it says nothing."""
+    """The work of a call: operations, bytes that it must read and write, tokens that it consumes; 0: not counted."""
 
     flops: float = 0.0
     bytes: float = 0.0
@@ -34,14 +34,16 @@ class Work:
 
 @dataclass
 class Bench:
-    """Where suites report to.
+    """The session that suites run in.
 
-    ``small`` picks sizes that a CPU finishes in seconds. ``budget``: seconds that a suite may take; it begins no case,
-    and builds no candidate, that would pass them by the mean of those before (None: no limit). ``say`` gets each
-    case as it begins, ``begins`` the case and those candidates of it that are built next, or timed, ``found`` the
-    result after each. Candidates in ``skip``, by case and name, take no part: an earlier process timed or died of them.
-    ``shape`` and ``tokens`` choose the model of the layer and step suites and the tokens of a call; None: the suite's
-    own.
+    small          sizes that a CPU finishes in seconds
+    budget         seconds that a suite may take; it starts no case and builds no candidate that would exceed them by
+                   the mean of the earlier ones (None: no limit)
+    shape, tokens  the model of the layer and step suites, and the tokens of a call; None: the suite's defaults
+    say            receives each case when it begins
+    begins         receives the case and the candidates that are built or timed next
+    on_result      receives the result after each case
+    skip           (case, name) of candidates that are skipped, because an earlier process timed them or died of them
     """
 
     device: torch.device
@@ -52,24 +54,24 @@ class Bench:
     tokens: int | None = None
     layers: int | None = None
     begins: Callable[[str, Sequence[str]], None] = lambda case, candidates: None
-    found: Callable[[Result], None] = lambda found: None
+    on_result: Callable[[Result], None] = lambda result: None
     skip: Collection[tuple[str, str]] = ()
     result: Result = field(init=False)
 
     def __post_init__(self) -> None:
         name = accelerator.properties(self.device)["name"]
         settings = {"shape": self.shape, "tokens": self.tokens, "layers": self.layers}
-        given = {k: v for k, v in settings.items() if v is not None}
-        self.result = Result(name, self.small, settings=given)
+        chosen = {k: v for k, v in settings.items() if v is not None}
+        self.result = Result(name, self.small, settings=chosen)
         self.begin()
 
     def begin(self) -> None:
-        """A suite begins: its budget runs from now."""
+        """Start a suite's budget."""
         self._began, self._built = time.perf_counter(), 0
 
     @property
     def dtype(self) -> torch.dtype:
-        """What high precision means here: BF16 on a GPU; fp32 on a CPU, which has no fast BF16."""
+        """The dtype of high precision: BF16 on a GPU; fp32 on a CPU, which has no fast BF16."""
         return accelerator.low_precision(self.device) or torch.float32
 
     @property
@@ -90,27 +92,27 @@ class Bench:
         """Time the candidates of one case in one run, both orders, and keep a row for each.
 
         Args:
-            candidates: name -> builder; a builder makes its inputs and returns the call to time. What it raises is
-                kept as the reason why the candidate is absent.
-            work: the same for all, or by candidate.
-            memory: note the device's peak of each candidate (one call of each, alone); or bytes by kind, which its
+            candidates: name -> builder; a builder makes its inputs and returns the call to time. Its error is recorded
+                as the reason why the candidate is absent.
+            work: one for all, or one for each candidate.
+            memory: record the device's peak of each candidate (in a separate call of each); or bytes by kind, which the
                 builder fills in.
-            parts: seconds by part of a call, asked once it is timed.
+            parts: returns the seconds of each part of a call; called after timing.
         """
         candidates = {key: build for key, build in candidates.items() if (name, key) not in self.skip}
         if not candidates:
             return
         if self._late(len(candidates)):
             which = next(iter(candidates)) if len(candidates) == 1 else "it"
-            self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s does not last for {which}")
-            self.found(self.result)
+            self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s is too short for {which}")
+            self.on_result(self.result)
             return
         self.say(f"{suite} {name}: {', '.join(candidates)}")
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         for candidate, build in candidates.items():
             if calls and self._late(1):
-                self.result.cut.append(f"{suite} {name}: the time budget does not last for {candidate}")
+                self.result.cut.append(f"{suite} {name}: the time budget is too short for {candidate}")
                 continue
             self.begins(name, [candidate])
             self._built += 1
@@ -118,12 +120,12 @@ class Bench:
                 calls[candidate] = build()
                 calls[candidate]()  # compiles, fills caches, and fails here rather than in the timing
                 peaks[candidate] = self._peak(calls[candidate]) if memory is True else None
-            except Exception as error:  # whatever a candidate raises is its answer, and is shown
+            except Exception as error:  # any error of a candidate is reported as its result
                 calls.pop(candidate, None)
                 self.result.absent.append(
                     Absent(suite, name, candidate, str(error) if isinstance(error, Refusal) else first_line(error))
                 )
-                accelerator.synchronize(self.device)  # raises where the GPU is lost to this process: end it
+                accelerator.synchronize(self.device)  # raises if the GPU is lost, which must end this process
                 continue
         if calls:
             self.begins(name, list(calls))
@@ -140,17 +142,17 @@ class Bench:
                         parts=parts(calls[candidate]),
                     )
                 )
-        calls.clear()  # the only place that holds them: the next candidate may need their memory
+        calls.clear()  # free the candidates' memory for the next case
         gc.collect()
         if "torch._dynamo" in sys.modules:
-            torch._dynamo.reset()  # or graphs of many cases pile up until no more are compiled
+            torch._dynamo.reset()  # else graphs of many cases accumulate up to dynamo's limit
         accelerator.empty_cache(self.device)
-        self.found(self.result)
+        self.on_result(self.result)
 
-    def _late(self, more: int) -> bool:
-        """Whether the budget does not last for so many candidates more."""
+    def _late(self, count: int) -> bool:
+        """Whether the budget is too short for this many further candidates."""
         spent = time.perf_counter() - self._began
-        return self.budget is not None and spent * (1 + more / self._built if self._built else 1) > self.budget
+        return self.budget is not None and spent * (1 + count / self._built if self._built else 1) > self.budget
 
     def _peak(self, call: Call) -> int | None:
         accelerator.synchronize(self.device)
@@ -167,7 +169,7 @@ class Bench:
 
 
 class Rotation:
-    """Hands out inputs in turn, so that a call does not find its own last input in a cache."""
+    """Returns several inputs in turn, so that a call does not find its last input in a cache."""
 
     def __init__(self, make: Callable[[], Any], copies: int = 3) -> None:
         self._items = [make() for _ in range(copies)]

@@ -1,6 +1,6 @@
 """Linear layers to measure against each other: high precision, Octavo by recipe and backend, other libraries.
 
-Other libraries take part where they are installed; nothing here is needed to use Octavo. Each maker returns a module
+Other libraries are included if they are installed; nothing here is needed to use Octavo. Each function returns a module
 with a weight [N, K] in the bench's precision on its device, or raises :class:`Refusal`.
 """
 
@@ -20,9 +20,10 @@ from octavo.base.recipe_specs import CANDIDATES, SPECS, named_in
 from octavo.bench.bench import Bench, Refusal
 from octavo.fp8 import kernels
 
-# Those that more GPUs multiply natively come first: a budget that ends drops the last.
+# Recipes that more GPUs multiply natively come first, because a time budget drops the last.
 RECIPES = tuple(sorted(CANDIDATES, key=lambda name: SPECS[name].native))
-#: those with one layout of a weight, which a GPU may also keep turned for dgrad; they stand for all where time is short
+#: recipes with one layout of a weight, which a GPU may also keep transposed for dgrad; they represent all when time is
+#: short
 SHARED = tuple(name for name in RECIPES if SPECS[name].layouts == 1)
 
 
@@ -32,7 +33,7 @@ def high(bench: Bench, n: int, k: int) -> nn.Module:
 
 
 def octavo(bench: Bench, n: int, k: int, recipe: str, backend: str = "auto", weight_codes: str = "keep") -> nn.Module:
-    """The same, converted by a plan as a training run converts it."""
+    """A linear layer in FP8, converted by a plan as in a training run."""
     model = nn.Sequential(high(bench, n, k))
     try:
         return fp8.apply(model, fp8.plan(model, fp8.Policy(recipe=recipe, backend=backend, weight_codes=weight_codes)))
@@ -41,10 +42,10 @@ def octavo(bench: Bench, n: int, k: int, recipe: str, backend: str = "auto", wei
 
 
 def compiled(make: Callable[[], nn.Module], whole: bool = True) -> nn.Module:
-    """What ``make`` gives, under torch.compile; ``whole``: as one graph, or it raises.
+    """The module of ``make`` under torch.compile; ``whole``: as one graph, else it raises.
 
-    Past the limit of recompilations it raises in either case: dynamo would go on in eager mode and be timed as if it
-    were compiled. Parts between graph breaks, where they are allowed, run eagerly as they do in a training run.
+    Beyond the limit of recompilations it raises in either case: dynamo would continue in eager mode and be timed as if
+    it were compiled. If graph breaks are allowed, the code between graphs runs eagerly as in a training run.
     """
     if importlib.util.find_spec("torch._inductor") is None:
         raise Refusal("this build of torch has no inductor")
@@ -88,9 +89,9 @@ def transformer_engine(bench: Bench, n: int, k: int, recipe: str) -> nn.Module:
 
 
 def able(bench: Bench, recipe: str) -> list[str]:
-    """The backends that can run all three GEMMs of a recipe on the bench's device and take part in a choice there; on
-    a CPU the reference alone. A recipe takes part where tensor cores multiply by its scales (MXFP8 from Blackwell on):
-    elsewhere it is emulated, can only lose, and would cost a fifth of a suite's time."""
+    """The backends that can run all three GEMMs of a recipe on the bench's device and that `auto` may choose; on a CPU
+    only the reference. A recipe is included where tensor cores multiply by its scales (MXFP8 from Blackwell on):
+    elsewhere it is emulated, cannot win, and would take a fifth of a suite's time."""
     native, capability = SPECS[recipe].native, accelerator.capability(bench.device)
     if not SPECS[recipe].everywhere and capability is not None and capability < native:
         return []
@@ -105,22 +106,22 @@ def able(bench: Bench, recipe: str) -> list[str]:
 
 
 def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable[[], nn.Module]]:
-    """Everybody who has a linear layer, by the name of the row; ``compiling`` adds who wants torch.compile."""
-    made: dict[str, Callable[[], nn.Module]] = {bench.high: partial(high, bench, n, k)}
+    """All linear layers to compare, row name -> builder; ``compiling`` adds those under torch.compile."""
+    builders: dict[str, Callable[[], nn.Module]] = {bench.high: partial(high, bench, n, k)}
     for recipe in RECIPES:
         for backend in able(bench, recipe):
-            made[f"{recipe} {backend}"] = partial(octavo, bench, n, k, recipe, backend)
+            builders[f"{recipe} {backend}"] = partial(octavo, bench, n, k, recipe, backend)
     if accelerator.is_gpu(bench.device):  # the reference reads codes either way round
         for recipe in SHARED:
             for backend in able(bench, recipe)[:1]:
                 layer = partial(octavo, bench, n, k, recipe, backend, "both")
-                made[f"{recipe} {backend}, both layouts of w"] = layer
+                builders[f"{recipe} {backend}, both layouts of w"] = layer
     for recipe in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"):
-        made[f"TransformerEngine {recipe}"] = partial(transformer_engine, bench, n, k, recipe)
+        builders[f"TransformerEngine {recipe}"] = partial(transformer_engine, bench, n, k, recipe)
     if compiling:
-        made[f"{bench.high} compiled"] = partial(compiled, partial(high, bench, n, k))
+        builders[f"{bench.high} compiled"] = partial(compiled, partial(high, bench, n, k))
         for recipe in SHARED:
-            made[f"{recipe} compiled"] = partial(compiled, partial(octavo, bench, n, k, recipe))
+            builders[f"{recipe} compiled"] = partial(compiled, partial(octavo, bench, n, k, recipe))
         for recipe in named_in("torchao"):
-            made[f"torchao {recipe}"] = partial(torchao, bench, n, k, recipe)
-    return made
+            builders[f"torchao {recipe}"] = partial(torchao, bench, n, k, recipe)
+    return builders

@@ -1,8 +1,8 @@
-"""What a suite found: rows of seconds with what they moved and computed, who could not take part and why, the machine.
+"""The results of a suite: rows of seconds with bytes and operations, absent candidates with reasons, and the machine.
 
-A ratio always compares two rows of one case in one run, timed by turns where the candidates fit the device together
-(those of ``step`` do not and run one after the other). Rates follow from counted work: bytes that the operation must
-read and write, and 2 M N K operations a GEMM; what a kernel does beyond that is its own overhead.
+A ratio always compares two rows of one case in one run, timed by turns if the candidates fit on the device together
+(``step``'s do not and run one after another). Rates follow from counted work: bytes that the operation must read and
+write, and 2 M N K operations for a GEMM; any further work of a kernel counts as overhead.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 from octavo.base import atomic_write, environment
 
-#: what every record says of where its figures come from
+#: fields of the environment in every record
 MACHINE = ("octavo", "python", "os", "cpu", "memory_bytes", "torch", "gpus", "driver", "packages")
-NOISE = 0.5  # a spread from which on a median says little
+NOISE = 0.5  # spread above which a median means little
 
 COLUMNS = ("suite", "case", "candidate", "time", "spread", "rate", "against", "ratio")
-NUMBERS = (3, 4, 5, 7)  # columns of COLUMNS that are set to the right
+NUMBERS = (3, 4, 5, 7)  # right-aligned columns of COLUMNS
 
-# Dense BF16 operations a second, by a part of the device's name, the more special first. Source: NVIDIA's data sheets.
+# Dense BF16 operations per second by a part of the device's name, specific names first. Source: NVIDIA's data sheets.
 BF16_PEAK = {
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -43,11 +43,11 @@ BF16_PEAK = {
 class Row:
     """One candidate in one case.
 
-    ``seconds`` is the median, ``spread`` the distance between the quartiles over it, ``host`` the median that Python
-    and the launches took. ``bytes`` and ``flops`` are the work that the case asks for. ``baseline`` names the candidate
-    of the same case that the ratio is taken against. ``peak_bytes`` is what the device held at most, ``memory`` of that
-    bytes by kind, ``tokens`` what a step consumed, where they mean something. ``parts``: seconds by part of another
-    call, which was cut while it ran and may have taken a little longer; they add up to it.
+    ``seconds`` is the median, ``spread`` the distance of the quartiles divided by it, ``host`` the median time of
+    Python and launches. ``bytes`` and ``flops`` are the counted work of the case. ``baseline``: the candidate of the
+    same case that the ratio refers to. ``peak_bytes``: the most that the device held, ``memory``: bytes of it by kind,
+    ``tokens``: those of a step, each if they apply. ``parts``: seconds by part of another call, which was instrumented
+    and may have taken slightly longer; they add up to that call.
     """
 
     suite: str
@@ -66,7 +66,7 @@ class Row:
 
     @property
     def rate(self) -> str:
-        """The counted work a second, in words."""
+        """The counted work per second, as text."""
         if self.seconds <= 0:
             return ""
         parts = []
@@ -81,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Absent:
-    """A candidate that did not take part in a case, and why."""
+    """A candidate that did not run in a case, and why."""
 
     suite: str
     case: str
@@ -91,7 +91,7 @@ class Absent:
 
 @dataclass
 class Result:
-    """Everything one ``octavo bench`` found. ``cut`` says what the time budget left out."""
+    """All results of one ``octavo bench``. ``cut``: what the time budget left out."""
 
     device: str
     small: bool
@@ -101,7 +101,7 @@ class Result:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def ratio(self, row: Row) -> float | None:
-        """How many times faster than its baseline, by rate where the two count different bytes; None without one."""
+        """The speed relative to the baseline, by rate if the two count different bytes; None without a baseline."""
         base = next(
             (r for r in self.rows if (r.suite, r.case, r.candidate) == (row.suite, row.case, row.baseline)), None
         )
@@ -146,7 +146,7 @@ def table(result: Result) -> list[tuple[str, ...]]:
 
 
 def budget(result: Result) -> list[tuple[str, ...]]:
-    """Where the time of steps goes: a heading, and a line for each row that was cut into parts; empty without any."""
+    """The time of steps by part: a heading, and a line for each row with parts; empty without such a row."""
     cut = [r for r in result.rows if r.parts]
     lines = []
     for row in cut:
@@ -157,12 +157,12 @@ def budget(result: Result) -> list[tuple[str, ...]]:
 
 
 def noisy(result: Result) -> list[Row]:
-    """Rows whose quartiles lie so far apart that their ratios say little."""
+    """Rows with a spread so large that their ratios mean little."""
     return [r for r in result.rows if r.spread > NOISE]
 
 
 def part(result: Result, suite: str) -> Result:
-    """What one suite found."""
+    """The results of one suite."""
     cut = [line for line in result.cut if line.split()[0] == suite]
     rows = [r for r in result.rows if r.suite == suite]
     absent = [a for a in result.absent if a.suite == suite]
@@ -174,7 +174,7 @@ def _time(seconds: float) -> str:
 
 
 def write(result: Result, path: Path) -> Path:
-    """The result as a file."""
+    """Write the result to a file."""
     return save(result.to_json(), path)
 
 
@@ -184,19 +184,19 @@ def machine(described: Mapping[str, Any] | None = None) -> dict[str, Any]:
     return {key: described[key] for key in MACHINE if key in described}
 
 
-def save(found: Mapping[str, Any], path: Path) -> Path:
-    """Figures as JSON, whole or not at all: those of suites and those of every script in ``benchmarks/``."""
+def save(figures: Mapping[str, Any], path: Path) -> Path:
+    """Write figures as JSON, atomically; used by suites and by every script in ``benchmarks/``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write.write_text(path, json.dumps(found, indent=1, default=str) + "\n", shared=True)
+    atomic_write.write_text(path, json.dumps(figures, indent=1, default=str) + "\n", shared=True)
     return path
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """A result as :func:`write` left it."""
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+    """A result that :func:`write` wrote."""
+    result: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def suites_of(rows: Sequence[Row]) -> list[str]:
-    """The suites that left rows, in their order."""
+    """The suites that have rows, in order."""
     return list(dict.fromkeys(r.suite for r in rows))

@@ -1,4 +1,4 @@
-"""``gemm``: the three GEMMs alone on operands that are already FP8, against the same product in high precision; and
+"""``gemm``: only the three GEMMs on operands that are already FP8, against the same product in high precision; and
 forwards of few rows without a gradient, as decoding runs them, which are worth the bytes of their weights."""
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _decode(bench: Bench, label: str, m: int, n: int, k: int) -> None:
     work = Work(flops=2.0 * m * n * k, bytes=float(n * k + m * k + m * n * bench.dtype.itemsize))
     for name in peers.RECIPES:
         for backend in peers.able(bench, name):
-            own = type(kernels.get(backend)).gemm_decode is not kernels.Backend.gemm_decode
-            for more, product in (("", "decode"), (", tiles of many rows", "fwd"))[: 1 + own]:
-                made = partial(_fp8, bench, "fwd", fp8.recipe(name), backend, m, n, k, product)
-                candidates[f"{name} {backend}{more}"] = made
+            has_kernel = type(kernels.get(backend)).gemm_decode is not kernels.Backend.gemm_decode
+            for suffix, product in (("", "decode"), (", tiles of many rows", "fwd"))[: 1 + has_kernel]:
+                call = partial(_fp8, bench, "fwd", fp8.recipe(name), backend, m, n, k, product)
+                candidates[f"{name} {backend}{suffix}"] = call
     bench.case("gemm", f"{label} decode M={m} N={n} K={k}", bench.high, candidates, work)
 
 

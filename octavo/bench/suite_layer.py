@@ -26,7 +26,7 @@ SHAPE, TOKENS, PATCHES = "qwen3_vl_8b", 8192, 16384
 
 
 def run(bench: Bench) -> None:
-    """Each recipe, eager and compiled, against high precision, eager and compiled."""
+    """Measure each recipe, eager and compiled, and high precision, eager and compiled."""
     model, family = small_or_real(bench)
     tokens = bench.tokens or (24 if bench.small else TOKENS)
     calls = {"decoder block": partial(decoder_inputs, model, tokens)}
@@ -39,7 +39,7 @@ def run(bench: Bench) -> None:
         rows = args[0].shape[:-1].numel()
         linear = sum(2 * p.numel() for p in block.parameters() if p.dim() == 2)
         work = Work(flops=3.0 * rows * linear, tokens=rows)
-        # The vision tower's attention reads lengths (tolist), which breaks its graph.
+        # The vision tower's attention reads lengths (tolist), which causes a graph break.
         made = candidates(bench, block, args, kwargs, whole=name != "vision block")
         case = f"{shown(bench)} {name}, {rows} rows fwd+bwd"
         bench.case("layer", case, bench.high, made, work, memory=True)
@@ -48,16 +48,16 @@ def run(bench: Bench) -> None:
 
 def head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
     """Losses of all positions without full logits, the head in high precision and by each recipe (``fp8.lm_head``).
-    FLOPs are those of three GEMMs: that the backward computes logits again counts for nothing."""
+    FLOPs are three GEMMs; recomputing logits in backward is not counted."""
     weight = model.get_output_embeddings().weight
     recipes = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
-    made = {recipe or bench.high: partial(_head_call, bench, weight.shape, recipe, tokens) for recipe in recipes}
+    builders = {recipe or bench.high: partial(_head_call, bench, weight.shape, recipe, tokens) for recipe in recipes}
     work = Work(flops=6.0 * tokens * weight.numel(), tokens=tokens)
-    bench.case("layer", f"{shown(bench)} head, {tokens} rows fwd+bwd", bench.high, made, work, memory=True)
+    bench.case("layer", f"{shown(bench)} head, {tokens} rows fwd+bwd", bench.high, builders, work, memory=True)
 
 
 class _HeadAlone(nn.Module):
-    """A model that is its head."""
+    """A model that consists of its head only."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ def _head_call(bench: Bench, shape: torch.Size, recipe: str | None, tokens: int)
 
     def call() -> None:
         x = inputs()
-        with head.losses(target) as given:
-            loss = given.take(model(x).logits).mean()
+        with head.losses(target) as losses:
+            loss = losses.take(model(x).logits).mean()
         torch.autograd.grad(loss, [x, *model.parameters()])
 
     return call
@@ -96,7 +96,7 @@ def shown(bench: Bench) -> str:
 
 
 def small_or_real(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel, models.Family]:
-    """The model of the suite: the shape asked for, cut to ``layers``; on small sizes the tiny Qwen3-VL."""
+    """The model of the suite: the requested shape, cut to ``layers``; for small sizes the tiny Qwen3-VL."""
     if bench.small:
         config = models.tiny_config("qwen3_vl")
         model = models.random_model(config, bench.device, bench.dtype, layers, 1)
@@ -115,7 +115,7 @@ def decoder_inputs(model: PreTrainedModel, tokens: int) -> None:
 
 
 def vision_inputs(model: PreTrainedModel, patches: int) -> None:
-    """One forward of the tower over one square image of so many patches."""
+    """One forward of the tower over one square image with this many patches."""
     config = model.config.vision_config
     side = max(round(patches**0.5) // config.spatial_merge_size, 1) * config.spatial_merge_size
     pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
@@ -124,15 +124,15 @@ def vision_inputs(model: PreTrainedModel, patches: int) -> None:
 
 
 class _Captured(Exception):
-    """Carries a block's arguments out of a forward that need not go on."""
+    """Carries a block's arguments out of a forward that can stop there."""
 
 
 def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which ``forward`` calls ``block``. Raises Refusal where it never does."""
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    """The arguments with which ``forward`` calls ``block``. Raises Refusal if it never does."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append((args, kwargs))
+        calls.append((args, kwargs))
         raise _Captured
 
     handle = block.register_forward_pre_hook(hook, with_kwargs=True)
@@ -143,10 +143,10 @@ def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, .
         pass
     finally:
         handle.remove()
-    if not found:
+    if not calls:
         raise Refusal("the model never called this block")
-    args, kwargs = found[0]
-    if not args:  # some towers name their first argument
+    args, kwargs = calls[0]
+    if not args:  # some towers pass their first argument by keyword
         return (kwargs.pop("hidden_states"),), kwargs
     return args, kwargs
 
@@ -157,13 +157,13 @@ def candidates(
     """High precision and every recipe, each eager and compiled (as one graph if ``whole``), recipes also with norms and
     gated MLPs fused by the plan; all on the same weights."""
     recipes: list[str | None] = [None, *(r for r in peers.RECIPES if peers.able(bench, r))]
-    made: dict[str, Callable[[], Call]] = {}
+    builders: dict[str, Callable[[], Call]] = {}
     for how in ("", "compiled", "fused", "fused compiled"):
         for recipe in recipes:
             if recipe is not None or "fused" not in how:
                 name = f"{recipe or bench.high} {how}".strip()
-                made[name] = partial(_call, bench, block, recipe, how, args, kwargs, whole)
-    return made
+                builders[name] = partial(_call, bench, block, recipe, how, args, kwargs, whole)
+    return builders
 
 
 def _call(

@@ -1,4 +1,4 @@
-"""``memory``: what a stack of decoder blocks of a published size holds in training, with and without each saving.
+"""``memory``: the memory of a stack of decoder blocks of a published size in training, with and without each saving.
 
 Four blocks, no embedding and no head: 0.77 B parameters at the width of 8 B. Each row is a way to train them, the first
 in plain PyTorch (fp32 weights under autocast, fused AdamW); those above the line of :data:`LEAN` add one saving each to
@@ -48,7 +48,7 @@ class Way:
     codes: str = "keep"
     param: bool = False
     recompute: str = "none"
-    offload: str = ""  # what waits in host memory: "states", "activations"
+    offload: str = ""  # what is kept in host memory: "states", "activations"
 
 
 FP8 = Way(recipe="blockwise")
@@ -72,25 +72,25 @@ WAYS: Mapping[str, Way] = {
 
 
 def run(bench: Bench) -> None:
-    """One case: every way, one after the other."""
+    """One case: measure every way, one after the other."""
     model, family = small_or_real(bench, 2 if bench.small else BLOCKS)
     tokens = bench.tokens or (FEW if bench.small else TOKENS)
     blocks = [block for name, block in family.layers(model) if family.component_of(name) == "foundation"]
     args, kwargs = capture(blocks[0], partial(decoder_inputs, model, tokens))
-    given = tree_map(_lowered, (args, kwargs))
+    inputs = tree_map(_lowered, (args, kwargs))
     count = sum(p.numel() for block in blocks for p in block.parameters())
     case = f"{shown(bench)}, {len(blocks)} blocks, {count / 1e6:.3g} M parameters, {tokens} tokens"
     work = Work(tokens=tokens)
     for name, way in WAYS.items():
-        found: dict[str, int] = {}
-        made = {name: partial(_call, bench, model, blocks, way, given, found)}
-        bench.case("memory", case, BASELINE, made, work, memory=found)
+        bytes_by_kind: dict[str, int] = {}
+        candidates = {name: partial(_call, bench, model, blocks, way, inputs, bytes_by_kind)}
+        bench.case("memory", case, BASELINE, candidates, work, memory=bytes_by_kind)
 
 
 def _call(
-    bench: Bench, model: Any, blocks: list[nn.Module], way: Way, given: tuple[Any, Any], found: dict[str, int]
+    bench: Bench, model: Any, blocks: list[nn.Module], way: Way, inputs: tuple[Any, Any], bytes_by_kind: dict[str, int]
 ) -> Call:
-    """Build the stack, take the steps that show its bytes, and return a step to time."""
+    """Build the stack, run the steps that determine its memory, and return a step to time."""
     held = _Held(bench.device)
     stack = _stack(blocks, way)
     if way.activations == "fp8":
@@ -100,7 +100,7 @@ def _call(
     for block in stack:  # blocks have a copy of the configuration
         _follow(block, model)
     weights = held.now()
-    optimizer, (args, kwargs) = _optimizer(stack, way), given
+    optimizer, (args, kwargs) = _optimizer(stack, way), inputs
     updating = None
     if way.inside:
         assert isinstance(optimizer, fp8.AdamW)
@@ -134,22 +134,24 @@ def _call(
         update()
 
     before = held.now()
-    step()  # makes states, codes and workspaces
+    step()  # creates states, codes and workspaces
     standing = held.now()
     held.reset()
     out = forward()
-    kept = held.now() - standing - out.numel() * out.element_size()
+    saved = held.now() - standing - out.numel() * out.element_size()
     backward(out)
     del out
     gradients = held.now() - standing
     update()
     if held.measures:
-        found.update(weights=weights, states=standing - before, activations=kept, gradients=gradients, peak=held.most())
+        bytes_by_kind.update(
+            weights=weights, states=standing - before, activations=saved, gradients=gradients, peak=held.most()
+        )
     return step
 
 
 class _Held:
-    """What the device's allocator has given out since this was made."""
+    """Memory allocated on the device since this object was created."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -161,7 +163,7 @@ class _Held:
         return accelerator.requested(self._device) is not None
 
     def now(self) -> int:
-        """Bytes that live tensors asked for."""
+        """Bytes requested by live tensors."""
         if not self.measures:
             return 0
         accelerator.synchronize(self._device)
@@ -171,7 +173,7 @@ class _Held:
         accelerator.reset_peak(self._device)
 
     def most(self) -> int:
-        """The most bytes held since `reset`."""
+        """Peak bytes since `reset`."""
         return (accelerator.peak(self._device) or 0) - self._held
 
     def _allocated(self) -> int:
@@ -191,7 +193,7 @@ def _stack(blocks: list[nn.Module], way: Way) -> nn.ModuleList:
 
 
 def _follow(block: nn.Module, model: Any) -> None:
-    """Let a copied block compute attention as its model does."""
+    """Make a copied block compute attention as its model does."""
     wanted = model.config.get_text_config()._attn_implementation
     for module in block.modules():
         config = getattr(module, "config", None)

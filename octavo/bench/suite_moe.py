@@ -43,12 +43,12 @@ def _config(small: bool) -> PreTrainedConfig:
 
 
 def _able(bench: Bench, recipe: str) -> list[str]:
-    made = fp8.recipe(recipe)
+    built = fp8.recipe(recipe)
     ops = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad")
     return [
         name
         for name in peers.able(bench, recipe)
-        if not any(fp8.kernels.get(name).supports(op, made, bench.device, None) for op in ops)
+        if not any(fp8.kernels.get(name).supports(op, built, bench.device, None) for op in ops)
     ]
 
 

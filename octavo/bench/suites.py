@@ -1,6 +1,6 @@
-"""Suites are run one after the other, and what they measured is written or held against the figures to reach.
+"""Run suites one after another, write their results, and compare results with the goals.
 
-The suites are the files ``suite_*.py`` of this folder, each imported when it is asked for.
+The suites are the files ``suite_*.py`` of this folder; each is imported when it is run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from octavo.bench.record import Result, part, suites_of, write
 #: suite -> what it measures
 SUITES: Mapping[str, str] = {
     "cast": "casts and fused layers, as bandwidth against a copy",
-    "gemm": "the three GEMMs alone, on operands that are FP8 already, and forwards of few rows as in decoding",
-    "linear": "a linear layer with quantization: fwd, dgrad, wgrad, sum; torchao and TransformerEngine beside it",
+    "gemm": "only the three GEMMs, on operands that are already FP8, and forwards of few rows as in decoding",
+    "linear": "a linear layer with quantization: fwd, dgrad, wgrad, sum; compared with torchao and TransformerEngine",
     "moe": "a layer of experts, forward and backward",
     "optimizer": "a step of AdamW for every format of states and master, as bandwidth against torch's fused AdamW",
     "layer": "a decoder block and a block of the vision tower",
@@ -27,7 +27,7 @@ SUITES: Mapping[str, str] = {
 
 
 class BenchError(ValueError):
-    """A suite that does not exist, or a setting that cannot be."""
+    """A suite that does not exist, or an invalid setting."""
 
 
 def run(names: list[str], bench: Bench) -> Result:
@@ -43,18 +43,18 @@ def run(names: list[str], bench: Bench) -> Result:
 
 
 def report(words: list[str]) -> int:
-    """Print what is in folders of figures against those to reach; the exit code. The figures to reach are the
-    project's: they lie in ``benchmarks/gpu`` of a checkout. Raises BenchError where that is not at hand."""
+    """Print a comparison of the figures in folders with the goals; returns the exit code. The goals are in
+    ``benchmarks/gpu`` of a checkout; raises BenchError outside of one."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "benchmarks" / "gpu" / "report.py").is_file():
-        raise BenchError("the report is made in a checkout of Octavo, whose benchmarks/gpu holds the figures to reach.")
+        raise BenchError("the report needs a checkout of Octavo, whose benchmarks/gpu contains the goals.")
     sys.path.insert(0, str(root))
     code: int = import_module("benchmarks.gpu.report").main(words)
     return code
 
 
 def folder(path: Path) -> Path:
-    """``path`` as a folder that can be written to, made if need be. Raises BenchError, before anything is timed."""
+    """``path`` as a writable folder, created if necessary. Raises BenchError before anything is timed."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".octavo-bench"
@@ -62,12 +62,12 @@ def folder(path: Path) -> Path:
         probe.unlink()
     except OSError as error:
         raise BenchError(
-            f"results cannot be written to {path}: {error.strerror}. Name a folder that you may use."
+            f"results cannot be written to {path}: {error.strerror}. Name a folder that you have access to."
         ) from error
     return path
 
 
 def keep(result: Result, into: Path) -> list[Path]:
-    """Write what each suite found into ``bench_<device>_<suite>.json``; other suites' files stay."""
+    """Write the results of each suite to ``bench_<device>_<suite>.json``; files of other suites stay."""
     stem = f"bench_{'_'.join(result.device.lower().split())}"
     return [write(part(result, suite), into / f"{stem}_{suite}.json") for suite in suites_of(result.rows)]

@@ -1,4 +1,4 @@
-"""Which layer, GEMM or feature breaks a run: a search by short runs over what FP8 and savings add to it."""
+"""Find the layer, GEMM or feature that breaks a run, by short runs with parts of its FP8 and savings switched off."""
 
 from octavo.bisect.find_culprits import bisect
 from octavo.bisect.page import document

@@ -1,7 +1,8 @@
-"""What may break a run: each GEMM that its plan has in FP8, and each feature beside them; and a run with some of them.
+"""The candidates that may break a run: each GEMM that its plan has in FP8, and each feature; and runs with some of
+them.
 
-Candidates stand in one order: GEMMs by component and layer as the model has them, then features. Halving that order
-asks of components first, then of layers, then of GEMMs. A run with none on is high precision without any saving.
+Candidates have one order: GEMMs by component and layer in the model's order, then features. So halving tests components
+first, then layers, then GEMMs. A run without any candidate is high precision without savings.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Space:
 
     @classmethod
     def of(cls, cfg: Config, plan: Mapping[str, Any]) -> Space:
-        """From a configuration and the plan.json of a run of it. Where a plan file or a measurement chose recipes,
-        rules do so from here on, layer by layer."""
+        """The space of a configuration and the plan.json of a run of it. Recipes that a plan file or a measurement
+        chose become rules, layer by layer."""
         rows = plan["rows"]
         if planning.leaves_open(cfg):
             cfg = _by_rules(cfg, plan)
@@ -83,18 +84,18 @@ class Space:
         return self.with_only([one for one in self.candidates if one not in set(off)])
 
     def in_recipe(self, layers: Collection[Candidate], recipe: str) -> Config:
-        """The configuration with the layers of these GEMMs in another recipe; nothing is taken away."""
+        """The configuration with the layers of these GEMMs in another recipe and all candidates on."""
         names = dict.fromkeys(one.name for one in layers if one.gemm)
         form = SPECS[recipe].formats[0] if lacks(recipe, self.cfg.fp8.format) else None
-        asked = ((name, Rule(match=name, recipe=recipe, format=form)) for name in names)
-        return _with_rules(self.cfg, self._folded(dict(asked)))
+        rules = ((name, Rule(match=name, recipe=recipe, format=form)) for name in names)
+        return _with_rules(self.cfg, self._folded(dict(rules)))
 
     def has_recipe(self, layers: Collection[Candidate], recipe: str) -> bool:
-        """Whether any of these layers has it already."""
+        """Whether any of these layers already has the recipe."""
         return any(self.recipes[one.name] == recipe for one in layers)
 
     def rules(self, off: Iterable[Candidate]) -> list[Rule]:
-        """Rules that keep these GEMMs, of layers that stay in FP8 but for them, in high precision."""
+        """Rules that keep these GEMMs in high precision while the other GEMMs of their layers stay in FP8."""
         out: dict[str, list[str]] = {}
         for one in off:
             out.setdefault(one.name, []).append(one.gemm)
@@ -102,7 +103,7 @@ class Space:
         return self._folded({name: _rule(name, gone, set(gone) == have[name]) for name, gone in out.items()})
 
     def _folded(self, rules: Mapping[str, Rule]) -> list[Rule]:
-        """One rule for all layers that differ in their numbers alone, where it says the same of each of them."""
+        """The rules with one glob for all layers that differ only in their numbers, if their rules are the same."""
         out: dict[str, Rule] = {}
         for name, rule in rules.items():
             glob = template(name)
@@ -120,7 +121,7 @@ def _rule(name: str, gone: Sequence[str], all_of_them: bool) -> Rule:
 
 
 def features_of(cfg: Config, backends: Collection[str]) -> list[Switch]:
-    """The savings of a configuration, what else it has on, and backends of its plan beside the reference."""
+    """The savings of a configuration, its other features, and the backends of its plan other than the reference."""
     others = sorted(set(backends) - {REFERENCE})
     backend = [Switch(f"backend: {', '.join(others)}", changing("fp8", backend=REFERENCE))] if others else []
     savings = [switch for switch in switches(cfg) if not switch.words.startswith(HEAD)]  # its GEMMs are candidates
@@ -128,16 +129,16 @@ def features_of(cfg: Config, backends: Collection[str]) -> list[Switch]:
 
 
 def extras(cfg: Config) -> list[Switch]:
-    """What a configuration has on, beside FP8 and savings, that changes how a step is computed."""
+    """The features of a configuration, other than FP8 and savings, that change how a step is computed."""
     train, fp8 = cfg.train, cfg.fp8
-    found = (
+    switchable = (
         (train.compile, "compile", changing("train", compile=False)),
         (train.cuda_graphs, "cuda_graphs", changing("train", cuda_graphs=False)),
         (train.gather == "bf16", "gather: bf16", changing("train", gather="stored")),
         (train.exchange == "fp8", "exchange: fp8", changing("train", exchange="stored")),
         (fp8.fuse == "on", "fuse", changing("fp8", fuse="off")),
     )
-    return [Switch(words, off) for on, words, off in found if on]
+    return [Switch(words, off) for on, words, off in switchable if on]
 
 
 def _with_rules(cfg: Config, rules: Sequence[Rule]) -> Config:
@@ -145,8 +146,8 @@ def _with_rules(cfg: Config, rules: Sequence[Rule]) -> Config:
 
 
 def _by_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:
-    """The configuration whose plan a file or a measurement made, with a rule for each layer in its place, and what
-    else such a file decides."""
+    """A configuration whose plan comes from a file or a measurement, with a rule for each layer instead, and the plan's
+    other settings."""
     chosen = [row for row in plan["rows"] if row["recipe"]]
     rules = tuple(
         Rule.model_validate({"match": row["name"], "recipe": row["recipe"]["name"], "format": row["recipe"]["format"],
@@ -155,11 +156,13 @@ def _by_rules(cfg: Config, plan: Mapping[str, Any]) -> Config:
     )  # fmt: skip
     settings = {name: plan.get(name) or {} for name in ("activations", "param")}
     parts = {
-        name: Component(**own)
+        name: Component(**options)
         for name in COMPONENTS
-        if (own := {setting: by[name] for setting, by in settings.items() if name in by})
+        if (options := {setting: by[name] for setting, by in settings.items() if name in by})
     }
     whole = {setting: by[""] for setting, by in settings.items() if "" in by}
     fuse = "on" if plan.get("fuse_blocks") else "off"
-    more = {**parts, **whole, "weight_codes": plan.get("weight_codes") or "keep", "fuse": fuse}
-    return cfg.model_copy(update={"fp8": Fp8Section(recipe="off", rules=rules, backend=cfg.fp8.backend, **more)})
+    plan_settings = {**parts, **whole, "weight_codes": plan.get("weight_codes") or "keep", "fuse": fuse}
+    return cfg.model_copy(
+        update={"fp8": Fp8Section(recipe="off", rules=rules, backend=cfg.fp8.backend, **plan_settings)}
+    )

@@ -1,10 +1,10 @@
-"""When a run counts as broken: held against high precision, by its loss or by its time.
+"""When a run counts as broken, compared with high precision by its loss or by its time.
 
-A run that raises, or whose loss is not finite, is broken. Else by its figure: ``loss`` is how far its mean loss over
-the last half of the steps lies above high precision's on the same data, as a share of it; ``time`` its median seconds a
-step over high precision's, less one. A configuration is broken, and a change works, by the margin. Within a search into
-what is broken the bar is half of its figure: as far from what is whole as from what is broken, so that noise counts
-least.
+A run that raises, or whose loss is not finite, is broken. Otherwise its figure decides: ``loss`` is how far its mean
+loss over the last half of the steps is above high precision's on the same data, relative to it; ``time`` is its median
+seconds per step divided by high precision's, minus one. The margin decides whether a configuration is broken and
+whether a change works. While a broken configuration is searched, the bar is half of its figure: equally far from a
+working and from the broken run, where noise matters least.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from octavo.bisect.short_runs import BisectError, Outcome
 
 By = Literal["loss", "time"]
 MARGINS: dict[By, float] = {"loss": 0.02, "time": 0.05}
-LEAST = 4  # steps that a figure is taken of
+LEAST = 4  # the fewest steps of a figure
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What runs are held against: high precision, over how many steps, and above which figure they are broken."""
+    """The criterion: high precision, the number of steps, and the figure above which a run is broken."""
 
     by: By
     reference: Outcome
@@ -32,7 +32,7 @@ class Bar:
     bar: float
 
     def figure(self, outcome: Outcome) -> float:
-        """A run's figure; infinite where it broke off."""
+        """A run's figure; infinite if it failed."""
         return figure(outcome, self.reference, self.by, self.steps)
 
     def half(self, seen: float) -> Bar:
@@ -41,7 +41,7 @@ class Bar:
 
 
 def figure(outcome: Outcome, reference: Outcome, by: By, steps: int) -> float:
-    """How much worse than high precision the first steps of a run are, as a share; infinite where it broke off."""
+    """How much worse than high precision the first steps of a run are, as a share; infinite if it failed."""
     outcome, reference = outcome.upto(steps), reference.upto(steps)
     if outcome.fails_at is not None:
         return math.inf
@@ -52,7 +52,7 @@ def figure(outcome: Outcome, reference: Outcome, by: By, steps: int) -> float:
 
 
 def short(whole: Outcome, full: Bar) -> Bar:
-    """The bar over no more steps than show the harm. Raises BisectError where high precision fails itself."""
+    """The criterion over as few steps as show the harm. Raises BisectError if high precision itself fails."""
     reference = full.reference
     if (at := reference.fails_at) is not None:
         raise BisectError(
@@ -67,5 +67,5 @@ def short(whole: Outcome, full: Bar) -> Bar:
     sizes = np.arange(min(LEAST, full.steps), full.steps + 1)
     above = np.array([replace(full, steps=int(n)).figure(whole) > full.bar for n in sizes])
     below = np.flatnonzero(~above)
-    first = int(sizes[below[-1] + 1]) if below.size else int(sizes[0])  # above from here on
-    return replace(full, steps=min(full.steps, first + max(LEAST, first // 4)))  # and clearly so
+    first = int(sizes[below[-1] + 1]) if below.size else int(sizes[0])  # the figure stays above the bar from here on
+    return replace(full, steps=min(full.steps, first + max(LEAST, first // 4)))  # a quarter more, against noise

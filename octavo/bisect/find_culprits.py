@@ -1,24 +1,24 @@
-"""The search from a configuration to what breaks it: which runs are made, in which order, and what they answer.
+"""The search for the cause of a broken configuration: its runs and their order.
 
-    1. The configuration itself, and high precision without any saving. No worse by the margin: nothing to find.
-    2. The smallest set that breaks a run (:func:`smallest`), by runs as short as the harm allows.
-    3. One of that set goes, and the same is asked again while what is left still breaks; at last over all steps.
-    4. Whether another recipe serves where a GEMM had to go, so that its layer stays in FP8.
+    1. The configuration, and high precision without savings. If it is not worse by the margin, there is nothing to
+    find. 2. The smallest set that breaks a run (:func:`smallest`), by runs as short as the harm allows. 3. One of that
+    set is removed, and the search repeats while the rest is still broken; finally over all steps. 4. Whether another
+    recipe works for the layers of the removed GEMMs, so that they stay in FP8.
 
-Where many are broken a little each there is no small set: then whole recipes, components, kinds of GEMMs and features
-are tried instead, and the first change that works is the answer.
+If many candidates each do a little harm, there is no small set: then whole recipes, components, kinds of GEMMs and
+features are tried instead, and the first change that works is the answer.
 
-:func:`smallest` finds a smallest set of candidates that fails, in as few questions as halving takes.
+:func:`smallest` finds a smallest set of candidates that fails, with as few runs as halving needs.
 
-``fails(on)`` says whether a run with these candidates on fails. With none of them it passes and with all it fails. Over
-the candidates in their order the shortest beginning that fails is found by halving, in ceil(log2 n) questions: its last
-candidate is a culprit, for without it the rest of that beginning passes. If the culprits found so far fail by
-themselves, they are all; else the same is asked of what stands before, with the culprits on. So k culprits cost
-k ceil(log2 n) questions and k more. This is the dichotomic search for a minimal unsatisfiable set (F. Hemery,
-C. Lecoutre, L. Sais, F. Boussemart, Extracting MUCs from constraint networks, ECAI 2006), with runs for constraints.
+``fails(on)`` is whether a run with these candidates on fails: it passes with none and fails with all. Halving finds the
+shortest prefix of the candidates that fails, in ceil(log2 n) runs: its last candidate is a culprit, because the prefix
+without it passes. If the culprits so far fail without the others, they are complete; else the search repeats over the
+candidates before, with the culprits on. So k culprits cost k ceil(log2 n) + k runs. This is the dichotomic search for a
+minimal unsatisfiable set (F. Hemery, C. Lecoutre, L. Sais, F. Boussemart, Extracting MUCs from constraint networks,
+ECAI 2006), with runs for constraints.
 
-It presumes that what fails fails with more on as well. Where that is not so, each culprit is still one whose taking
-away, at that moment, made a run pass.
+It assumes that a failing set also fails with more candidates on. If that does not hold, each culprit is still one whose
+removal, at that point, made a run pass.
 """
 
 from __future__ import annotations
@@ -64,17 +64,18 @@ def bisect(
     """Find what breaks the run of a configuration.
 
     Args:
-        directory: of the runs, ``bisect.json``, ``bisect.html`` and ``works.yaml``; a search that was cut off goes on.
-        by: what is judged: "loss", or "time" of a step. A run that raises or whose loss is not finite is broken anyway.
-        margin: the share by which a run must be worse than high precision to count as broken (0.02; of time 0.05).
-        steps: of each run at the most; None: all of ``train.steps``. The harm must show in them.
-        start: a checkpoint (``runs/first/milestones/step_200``) from which all runs go on, with its optimizer, instead
-            of the beginning; what stores weights or states in fewer bytes is off then.
+        directory: for the runs, ``bisect.json``, ``bisect.html`` and ``works.yaml``; an interrupted search continues.
+        by: the criterion, "loss" or "time" of a step. A run that raises or whose loss is not finite is always broken.
+        margin: the share by which a run must be worse than high precision to be broken (0.02; by time 0.05).
+        steps: the most steps of a run; None: all of ``train.steps``. The harm must appear in them.
+        start: a checkpoint (``runs/first/milestones/step_200``) from which all runs continue, with its optimizer;
+        settings
+            that store weights or states in fewer bytes are then off.
         console: a rich console (None: silent).
         fresh: train all runs again.
 
-    Raises BisectError where there is nothing to search or high precision fails itself, and what training raises that is
-    no finding: a plan, data or a model that cannot be.
+    Raises BisectError if there is nothing to search or high precision itself fails, and the errors of training that do
+    not depend on the candidates: an invalid plan, data or model.
     """
     directory = Path(directory)
     if fresh:
@@ -82,25 +83,25 @@ def bisect(
     original = resolve_steps(resolve_recipe(cfg))
     cfg = _begins(original, start)
     if own_recipe(cfg) == "off" and not switches(cfg) and not extras(cfg):
-        raise BisectError("the configuration is high precision without any saving: nothing in it could break a run")
+        raise BisectError("the configuration is high precision without savings: nothing in it could break a run")
     timed = any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules)
     if cfg.fp8.adapt is not None or timed:
         raise BisectError(
-            "a search compares plans that stay, and here precision changes while a run trains "
+            "a search compares fixed plans, and here precision changes during the run "
             f"({'fp8.adapt' if cfg.fp8.adapt is not None else 'rules with first or last'}). Search without: "
-            f"{'fp8.adapt=false' if cfg.fp8.adapt is not None else 'take the spans of the rules out'}"
+            f"{'fp8.adapt=false' if cfg.fp8.adapt is not None else 'remove the spans of the rules'}"
         )
     if cfg.train.phase in BEYOND_SFT and by == "loss":
         raise BisectError(
-            f"phase {cfg.train.phase} has no losses to judge by: they say nothing of what is learned there. Search the "
+            f"the losses of phase {cfg.train.phase} do not measure what is learned. Search the "
             "same model and fp8 section in phase sft, or by time"
         )
     total = cfg.train.total_steps - fork_step(cfg)
     if total < 1 or (steps is not None and not 1 <= steps <= total):
         raise BisectError(f"steps={steps}: the run has {max(total, 0)} from where it begins (train.steps, --from)")
     same_files(cfg, directory)
-    asked = _Asked(Trials(directory, _sayer(console)), by)
-    answer = _answer(cfg, asked, by, MARGINS[by] if margin is None else margin, steps or total)
+    session = _Session(Trials(directory, _sayer(console)), by)
+    answer = _answer(cfg, session, by, MARGINS[by] if margin is None else margin, steps or total)
     if answer.works is not None:
         works = answer.works.model_copy(update={"run": original.run, "data": original.data})
         atomic_write.write_text(directory / "works.yaml", to_yaml(works))
@@ -109,8 +110,8 @@ def bisect(
     return answer
 
 
-class _Asked:
-    """Questions that runs answer, and all that were asked so far."""
+class _Session:
+    """Runs configurations and records their results."""
 
     def __init__(self, trials: Trials, by: By) -> None:
         self.trials, self.by, self.say = trials, by, trials.say
@@ -120,25 +121,25 @@ class _Asked:
         """The figure of a configuration's run."""
         before = self.trials.trained
         outcome = self.trials.outcome(cfg, bar.steps, words)
-        found = bar.figure(outcome)
+        value = bar.figure(outcome)
         if self.trials.trained == before:
             self.say(f"read: {words}")
-        self.lines.append(Line(words, outcome, found, found > bar.bar))
-        self.say(f"  {said(self.by, found)}: {'broken' if found > bar.bar else 'whole'}")
-        return found
+        self.lines.append(Line(words, outcome, value, value > bar.bar))
+        self.say(f"  {said(self.by, value)}: {'broken' if value > bar.bar else 'works'}")
+        return value
 
     def works(self, cfg: Config, bar: Bar, words: str) -> bool:
-        """Whether a change works, which may not fit the model at all."""
+        """Whether a change works; False if the model cannot have it."""
         try:
             return self.figure(cfg, bar, words) <= bar.bar
         except PlanError as error:
-            self.say(f"  cannot be: {error}")
+            self.say(f"  not possible: {error}")
             return False
 
 
-def _answer(cfg: Config, asked: _Asked, by: By, margin: float, total: int) -> Answer:
-    trials = asked.trials
-    whole = trials.outcome(cfg, total, "the configuration as it is")
+def _answer(cfg: Config, session: _Session, by: By, margin: float, total: int) -> Answer:
+    trials = session.trials
+    whole = trials.outcome(cfg, total, "the unchanged configuration")
     plan = json_of(trials.directory / whole.name / "plan.json")
     if not plan:
         raise BisectError(f"the configuration fails before it has a plan: {whole.failure}")
@@ -147,67 +148,67 @@ def _answer(cfg: Config, asked: _Asked, by: By, margin: float, total: int) -> An
     full = Bar(by, reference, total, margin)
     bar = short(whole, full)
     seen = bar.figure(whole)
-    asked.lines += [Line("high precision", reference, 0.0, False), Line("as it is", whole, seen, seen > margin)]
-    asked.say(f"as it is: {said(by, seen)} over {bar.steps} steps; {len(space.candidates)} candidates")
+    session.lines += [Line("high precision", reference, 0.0, False), Line("unchanged", whole, seen, seen > margin)]
+    session.say(f"unchanged: {said(by, seen)} over {bar.steps} steps; {len(space.candidates)} candidates")
     answer = Answer(SOUND, by, margin, bar.steps, len(space.candidates))
     if seen > margin:
-        sets, out = _culprits(space, asked, seen, bar, full)
+        sets, out = _culprits(space, session, seen, bar, full)
         if sets:
-            how, works = _mildest(space, asked, out, full)
+            how, works = _mildest(space, session, out, full)
             answer = replace(answer, status=FOUND, sets=tuple(sets), out=tuple(out), how=how, works=works)
         else:
-            changes = ((how, works) for how, works in _coarse(space) if asked.works(works, full, how))
+            changes = ((how, works) for how, works in _coarse(space) if session.works(works, full, how))
             how, changed = next(changes, ("", None))
             answer = replace(answer, status=DIFFUSE if how else UNSOLVED, how=how, works=changed)
-    return replace(answer, lines=tuple(asked.lines), trained=trials.trained)
+    return replace(answer, lines=tuple(session.lines), trained=trials.trained)
 
 
 def _culprits(
-    space: Space, asked: _Asked, seen: float, bar: Bar, full: Bar
+    space: Space, session: _Session, seen: float, bar: Bar, full: Bar
 ) -> tuple[list[tuple[Candidate, ...]], list[Candidate]]:
-    """(smallest sets that break a run, what has to go so that none does); empty where they are not few. ``seen``: the
-    figure of the configuration over the steps of ``bar``."""
+    """(smallest sets that break a run, candidates to remove so that none does); empty if they are not few. ``seen``:
+    the figure of the configuration over the steps of ``bar``."""
     sets: list[tuple[Candidate, ...]] = []
     out: list[Candidate] = []
     while len(sets) < MOST_SETS:
         left = [one for one in space.candidates if one not in out]
         try:
-            found = smallest(_question(space, asked, bar.half(seen)), left)
+            culprits = smallest(_question(space, session, bar.half(seen)), left)
         except Diffuse:
             break
-        sets.append(tuple(found))
-        out.append(min(found, key=lambda one: (bool(one.gemm), one.flops)))  # whose loss costs least
-        asked.say(f"found: {named(found)}")
+        sets.append(tuple(culprits))
+        out.append(min(culprits, key=lambda one: (bool(one.gemm), one.flops)))  # the cheapest one to lose
+        session.say(f"found: {named(culprits)}")
         words, rest = f"without {named(out)}", space.without(out)
-        seen = asked.figure(rest, bar, words)
-        if seen <= bar.bar and bar.steps < full.steps:  # another fault may show later
+        seen = session.figure(rest, bar, words)
+        if seen <= bar.bar and bar.steps < full.steps:  # another fault may appear in later steps
             bar = full
-            seen = asked.figure(rest, bar, f"{words}, all steps")
+            seen = session.figure(rest, bar, f"{words}, all steps")
         if seen <= bar.bar:
             return sets, out
     return [], []
 
 
-def _question(space: Space, asked: _Asked, bar: Bar) -> Any:
-    return lambda on: asked.figure(space.with_only(on), bar, f"with {brief(on)}") > bar.bar
+def _question(space: Space, session: _Session, bar: Bar) -> Any:
+    return lambda on: session.figure(space.with_only(on), bar, f"with {brief(on)}") > bar.bar
 
 
-def _mildest(space: Space, asked: _Asked, out: Sequence[Candidate], full: Bar) -> tuple[str, Config]:
-    """The words and the configuration of the least change: another recipe for the layers of these GEMMs, else the GEMMs
-    in high precision."""
+def _mildest(space: Space, session: _Session, out: Sequence[Candidate], full: Bar) -> tuple[str, Config]:
+    """(words, configuration) of the smallest change that works: another recipe for the layers of these GEMMs, else the
+    GEMMs in high precision."""
     features, gemms = ([one for one in out if bool(one.gemm) == of] for of in (False, True))
-    if gemms and asked.by == "loss":
+    if gemms and session.by == "loss":
         rest = replace(space, cfg=space.without(features)) if features else space
         layers = ", ".join(dict.fromkeys(one.name for one in gemms))
         for recipe in BY_ROW:
             how = f"{layers} in {recipe}" + (f", without {named(features)}" if features else "")
-            if not space.has_recipe(gemms, recipe) and asked.works(works := rest.in_recipe(gemms, recipe), full, how):
+            if not space.has_recipe(gemms, recipe) and session.works(works := rest.in_recipe(gemms, recipe), full, how):
                 return how, works
-    return f"taking out {named(out)}", space.without(out)
+    return f"removing {named(out)}", space.without(out)
 
 
 def _coarse(space: Space) -> Iterator[tuple[str, Config]]:
-    """Changes of more than a few layers: recipes, then components and kinds of GEMMs in high precision, those of fewest
+    """Changes of many layers: recipes, then components and kinds of GEMMs in high precision, those with the fewest
     FLOPs first, then features."""
     everything = list(space.gemms)
     for recipe in BY_ROW:
@@ -216,25 +217,26 @@ def _coarse(space: Space) -> Iterator[tuple[str, Config]]:
     components = dict.fromkeys(one.component for one in everything)
     parts = [(name, [one for one in everything if one.component == name]) for name in components]
     parts += [(f"{gemm} everywhere", [one for one in everything if one.gemm == gemm]) for gemm in GEMMS]
-    for words, own in sorted(parts, key=lambda part: sum(one.flops for one in part[1])):
-        if 0 < len(own) < len(everything):
-            yield f"{words} in high precision", space.without(own)
+    for words, gemms in sorted(parts, key=lambda part: sum(one.flops for one in part[1])):
+        if 0 < len(gemms) < len(everything):
+            yield f"{words} in high precision", space.without(gemms)
     if features := [one for one in space.candidates if not one.gemm]:
-        yield f"taking out {named(features)}", space.without(features)
+        yield f"removing {named(features)}", space.without(features)
 
 
 def _begins(cfg: Config, start: str | Path | None) -> Config:
-    """The configuration from where its runs begin: its weights, or a checkpoint that high precision can go on from."""
+    """The configuration with the starting point of its runs: its weights, or a checkpoint that high precision can
+    resume."""
     if start is None and cfg.run.fork is None:
         return cfg
     fork = Path(start or str(cfg.run.fork)).resolve()
     if not fork.is_dir():
-        raise BisectError(f"{fork} is no checkpoint: there is no such folder")
+        raise BisectError(f"{fork} is not a checkpoint: there is no such folder")
     return storable(cfg).model_copy(update={"run": cfg.run.model_copy(update={"fork": str(fork), "start_from": None})})
 
 
 def _clear(directory: Path) -> None:
-    """Delete what an earlier search left; only folders that it made are touched."""
+    """Delete the results of an earlier search, and only folders that it created."""
     for folder in sorted((directory / "runs").glob("*")):
         if (folder / DONE).is_file() or (folder / "config.yaml").is_file():
             shutil.rmtree(folder)
@@ -249,8 +251,8 @@ def _sayer(console: Any) -> Any:
 
 
 class Diffuse(Exception):
-    """More culprits are needed together than were looked for: the harm is of many, a little each. ``beginning`` is
-    the shortest beginning of the candidates that fails."""
+    """More culprits are needed together than the limit: many candidates each do a little harm. ``beginning``: the
+    shortest prefix of the candidates that fails."""
 
     def __init__(self, beginning: Sequence[object]) -> None:
         super().__init__(f"{len(beginning)} together")
@@ -258,25 +260,25 @@ class Diffuse(Exception):
 
 
 def smallest(fails: Callable[[Collection[T]], bool], candidates: Sequence[T], most: int = 4) -> list[T]:
-    """A set of candidates that fails, none of which can be left out, in the order in which they were found.
+    """A minimal set of candidates that fails, in the order in which they were found.
 
-    Raises Diffuse where it would have more than ``most``.
+    Raises Diffuse if it would have more than ``most``.
     """
-    found: list[T] = []
+    culprits: list[T] = []
     left = list(candidates)
     first = len(left)
-    while not found or (left and not fails(found)):
-        if len(found) == most:
+    while not culprits or (left and not fails(culprits)):
+        if len(culprits) == most:
             raise Diffuse(candidates[:first])
-        end = _shortest(lambda count: fails([*left[:count], *found]), len(left))  # noqa: B023  called at once
-        first = end if not found else first
-        found.append(left[end - 1])
+        end = _shortest(lambda count: fails([*left[:count], *culprits]), len(left))  # noqa: B023  called at once
+        first = end if not culprits else first
+        culprits.append(left[end - 1])
         left = left[: end - 1]
-    return found
+    return culprits
 
 
 def _shortest(fails: Callable[[int], bool], known: int) -> int:
-    """The least count that fails, between 0, which passes, and `known`, which fails."""
+    """The smallest count that fails, between 0, which passes, and `known`, which fails."""
     passes, failing = 0, known
     while failing - passes > 1:
         middle = (passes + failing) // 2

@@ -1,4 +1,4 @@
-"""What a search answers, and its words."""
+"""The answer of a search, and its text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOUND, SOUND, DIFFUSE, UNSOLVED = "found", "sound", "diffuse", "unsolved"
 
 @dataclass(frozen=True)
 class Line:
-    """A run of the search: what was on, its figure (inf: it broke off) and whether it counts as broken."""
+    """A run of the search: what was on, its figure (inf: it failed) and whether it counts as broken."""
 
     words: str
     outcome: Outcome
@@ -26,16 +26,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found.
+    """The answer of a search.
 
-    status   found; sound (no worse than high precision by the margin); diffuse (many break it a little each, and
-             ``how`` works); unsolved (nothing that was tried works)
-    bar      the margin: above that share a configuration is broken. Its harm was seen in its first ``steps`` steps
-    sets     each a smallest set that breaks a run
-    out      what had to go until the rest worked
-    how      the change that works, in words; ``works`` the configuration with it
-    lines    all runs in the order in which they were asked for: high precision, the configuration as it is, and those
-             of the search; ``trained`` of them were trained now
+    status   found; sound (not worse than high precision by the margin); diffuse (many candidates each do a little harm,
+             and ``how`` works); unsolved (nothing that was tried works)
+    bar      the margin: above that share a configuration is broken. The harm appeared in the first ``steps`` steps
+    sets     smallest sets that break a run
+    out      candidates that had to be removed until the rest worked
+    how      the change that works, in words; ``works``: the configuration with it
+    lines    all runs in order: high precision, the unchanged configuration, and the search; ``trained`` of them were
+             trained now
     """
 
     status: str
@@ -54,19 +54,19 @@ class Answer:
     def sentence(self) -> str:
         """The answer in one sentence."""
         if self.status == SOUND:
-            seen = said(self.by, self.lines[1].figure)
-            return f"nothing is broken: {seen} over {self.steps} steps, and the margin is {percent(self.bar)}"
+            result = said(self.by, self.lines[1].figure)
+            return f"nothing is broken: {result} over {self.steps} steps, and the margin is {percent(self.bar)}"
         if self.status == DIFFUSE:
-            return f"no few of the {self.candidates} candidates break it, many do so a little each; {self.how} works"
+            return f"no few of the {self.candidates} candidates break it, many each do a little harm; {self.how} works"
         if self.status == UNSOLVED:
             return f"no few of the {self.candidates} candidates break it, and no coarser change that was tried works"
-        told = "; and ".join(" together with ".join(one.words for one in found) for found in self.sets)
-        return f"{told} break{'s' if len(self.sets) == 1 else ''} it; {self.how} works"
+        culprits = "; and ".join(" together with ".join(one.words for one in culprit_set) for culprit_set in self.sets)
+        return f"{culprits} break{'s' if len(self.sets) == 1 else ''} it; {self.how} works"
 
 
-def named(found: Sequence[Candidate]) -> str:
+def named(candidates: Sequence[Candidate]) -> str:
     """Candidates by their words."""
-    return ", ".join(one.words for one in found)
+    return ", ".join(one.words for one in candidates)
 
 
 def brief(on: Collection[Candidate]) -> str:
@@ -84,6 +84,6 @@ def percent(share: float) -> str:
 def said(by: By, share: float) -> str:
     """A figure in words."""
     if math.isinf(share):
-        return "it broke off"
+        return "it failed"
     what = "loss" if by == "loss" else "seconds a step"
     return f"{what} {100 * share:+.3g} % against high precision"

@@ -1,11 +1,11 @@
-"""Model folders sealed and unsealed: tensor by tensor, whole or not at all.
+"""Seal and unseal model folders, tensor by tensor and atomically.
 
-    seal_model     SRC -> DST: weights, config.json and generation settings in the sealed world, a tokenizer of numbers,
-                   the processor's settings as they are, sealed.json
-    unseal_model   a sealed folder, trained or not (`hf/` of a run), -> the plain model; bits as they are
+    seal_model     SRC -> DST: permuted weights, config.json and generation settings with sealed token ids, a tokenizer
+                   of numbers, unchanged processor settings, sealed.json
+    unseal_model   a sealed folder, trained or not (`hf/` of a run), -> the plain model, bit for bit
 
-A tensor is held at a time (of experts that are written as one tensor, those). Weights keep their dtypes, codes in FP8
-and their scales too (:mod:`octavo.sealing.codes`).
+Memory holds one tensor at a time (all experts that are written as one tensor). Weights, FP8 codes and scales keep their
+dtypes (:mod:`octavo.sealing.codes`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from octavo.sealing.structure import Structure, structure
 from octavo.sealing.tokenizer import write_tokenizer
 
 Progress = Callable[[int, int], None]
-#: what of COMPANIONS holds words, and is written anew or left out
+#: name prefixes of COMPANIONS that contain words; they are rewritten or left out
 _WORDS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 _CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: the folder, tensors and bytes, the largest difference of logits that the trial found (None: no
-    trial), and what of the model did not move."""
+    """The result: folder, number of tensors, bytes, the largest difference of logits in the check (None: no check), and
+    the parts of the model that are not permuted."""
 
     directory: Path
     tensors: int
@@ -65,11 +65,11 @@ def seal_model(
 ) -> Written:
     """Write the sealed twin of a model folder.
 
-    largest   bytes that each of the two models of the trial may take (:func:`octavo.sealing.check.check`)
-    progress  called with bytes done and bytes in all
+    largest   most bytes of each of the two models in the check (:func:`octavo.sealing.check.check`)
+    progress  called with bytes done and total bytes
 
-    Raises SealError for a target that is there, a folder that is sealed or in three folders, and a structure or codes
-    in FP8 that cannot be sealed, naming the tensor; ModelError for a folder that cannot be read.
+    Raises SealError for an existing target, a folder that is sealed or has three parts, and a structure or FP8 codes
+    that cannot be sealed, naming the tensor; ModelError for a folder that cannot be read.
     """
     source, target = Path(source), Path(target)
     _ready(source, target)
@@ -89,7 +89,7 @@ def seal_model(
         _name_processor(source, folder)
         note = {"family": stock.model.config.model_type, "stays": axes.stays, "difference": difference}
         write_note(folder, Note("model", key.fingerprint, note))
-        models.load_processor(folder)  # what training would refuse
+        models.load_processor(folder)  # fails here if training could not load it
         atomic_write.sync_tree(folder)
     return Written(target, tensors, size, difference, tuple(axes.stays))
 
@@ -104,16 +104,16 @@ def unseal_model(
 ) -> Written:
     """Write the plain model of a sealed folder.
 
-    like  the plain folder that was sealed: tokenizer, template and processor are copied from it. None: weights and
-          configuration alone
+    like  the plain folder that was sealed, from which tokenizer, template and processor are copied. None: only weights
+          and configuration
 
-    Raises SealError for a folder that is not sealed or of another key, and as :func:`seal_model` does.
+    Raises SealError for a folder that is not sealed or has another key, and as :func:`seal_model` does.
     """
     source, target = Path(source), Path(target)
     _ready(source, target)
     sealed_by(source, key)
     if like is not None and read_note(like, SealError) is not None:
-        raise SealError(f"--model {like} is sealed itself. Name the plain folder that the tokenizer is to come from")
+        raise SealError(f"--model {like} is sealed itself. Name the plain folder with the tokenizer")
     stock = Matrices(models.empty(source))
     axes = structure(stock.model)
     orders = axes.draw(key)
@@ -127,13 +127,13 @@ def unseal_model(
 
 
 def sealed_by(folder: str | Path, key: Key) -> Note:
-    """The note of a sealed folder. Raises SealError for one that is not sealed, or with another key."""
+    """The note of a sealed folder. Raises SealError if it is not sealed, or with another key."""
     note = read_note(folder, SealError)
     if note is None:
-        state = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is no folder; name one that is there"
+        state = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is not a folder; name an existing one"
         raise SealError(f"{folder} {state}")
     if note.key != key.fingerprint:
-        raise SealError(f"{folder} was sealed with the key {note.key}, and this one is {key.fingerprint}")
+        raise SealError(f"{folder} was sealed with the key {note.key}, but this one is {key.fingerprint}")
     return note
 
 
@@ -143,13 +143,13 @@ def _ready(source: Path, target: Path) -> None:
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     destination, origin = target.absolute(), source.resolve()
     if origin == destination or origin in destination.parents:
-        raise SealError(f"{target} lies in {source}, which is only read. Name a folder elsewhere")
+        raise SealError(f"{target} is inside {source}, which must not change. Name a folder elsewhere")
 
 
 def _weights(
     source: Path, folder: Path, stock: Matrices, axes: Structure, orders: Orders, move: Move, progress: Progress,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write every tensor, moved; (how many, bytes)."""
+    """Write every tensor, permuted; return (number, bytes)."""
     codes = coded(source, stock, axes)
     parts = [p for p in plan_parts(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
     with open_weights(source, bool(codes.matrices))[0] as opened:
@@ -167,7 +167,7 @@ def _weights(
             pieces: Iterable[tuple[str, Tensor]] = ()
             if not isinstance(value, Tensor):
                 pieces = codes.moved(name, value, axes.layouts[name], orders, move, stock.transposed(name))
-            elif name in group_of:  # else transformers makes it anew and does not save it
+            elif name in group_of:  # other tensors are computed by transformers, and not saved
                 waiting[name] = move(value, axes.layouts[name], orders)
                 if all(one in waiting for one in group_of[name]):
                     pieces = stock.revert({one: waiting.pop(one) for one in group_of[name]}).items()
@@ -181,12 +181,12 @@ def _weights(
 
 
 def _as_stored(shape: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape that a tensor gets: of experts that are published the other way round than transformers saves them,
-    [E, K, N], that of the source."""
+    """The shape of a tensor on disk: for experts that are published transposed to how transformers saves them, as
+    [E, K, N], the source's shape."""
     return stored if stored == (*shape[:-2], *shape[:-3:-1]) and len(shape) == 3 else shape
 
 
-# Beside the weights --------------------------------------------------------------------------------------------------
+# Other files ----------------------------------------------------------------------------------------------------------
 
 
 def _write_configs(source: Path, folder: Path, orders: Orders, back: bool) -> None:
@@ -198,7 +198,7 @@ def _write_configs(source: Path, folder: Path, orders: Orders, back: bool) -> No
 
 
 def _write_settings(file: Path, target: Path) -> None:
-    """The settings of a processor, without words that it might hold."""
+    """Copy a processor's settings without its chat template, which contains words."""
     raw = read_companion(file)
     if file.suffix != ".json":
         target.write_bytes(raw)
@@ -207,7 +207,7 @@ def _write_settings(file: Path, target: Path) -> None:
 
 
 def _name_processor(source: Path, folder: Path) -> None:
-    """The tokenizer's word for its processor, by which transformers finds that."""
+    """Copy the processor's class name in the tokenizer's configuration, by which transformers finds the processor."""
     named: Any = read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").exists() else {}
     if kind := named.get("processor_class"):
         file = folder / "tokenizer_config.json"

@@ -1,8 +1,8 @@
-"""Data sets sealed: rows made numbers in the plain world, as a run would, and written in the sealed one.
+"""Seal data sets: encode rows as a plain run would, and write them permuted.
 
-Tokenizer, chat template and images are the plain model's; what a run would be told of rows (`train.seq_length`,
-`data.system`, `data.max_pixels`, ...) is told here. Rows keep their order, so that plain and sealed runs of one seed
-see the same batches. Nothing of a row's text, names or ids is written.
+Tokenizer, chat template and images are the plain model's. The settings of a run that affect rows (`train.seq_length`,
+`data.system`, `data.max_pixels`, ...) are given here. Rows keep their order, so plain and sealed runs with the same
+seed have the same batches. Texts, names and ids of rows are not written.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from octavo.sealing.key import Key
 from octavo.sealing.permute import Orders
 from octavo.sealing.structure import structure
 
-AT_ONCE = 8  # rows that the processor makes in one call, and that a record batch has
-#: pixels and sounds by the names under which models take them
+AT_ONCE = 8  # rows per call of the processor, and per record batch
+#: the model's name for sounds
 _SOUND = "input_features"
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What was written: the folder, its rows, and how many of them are left out."""
+    """The result: the folder, its number of rows, and how many of them are left out."""
 
     directory: Path
     rows: int
@@ -56,20 +56,21 @@ def seal_data(
 ) -> Rows:
     """Write the sealed rows of a data set.
 
-    source    as `data.train` names one: a file, a folder, a name of the hub
-    model     the plain model's folder, whose tokenizer and processor make rows numbers
+    source    as in `data.train`: a file, a folder, or a name of the hub
+    model     the plain model's folder, with the tokenizer and processor that encode rows
     settings  `key=value` of the configuration: train.seq_length, train.phase (sft, pretrain, or preference for pairs)
-              and what data says
-    progress  called with rows done and rows in all
+              and the section data
+    progress  called with rows done and total rows
 
-    Raises SealError for a target that is there and settings that mean no sealed rows, DataError for the data, as
-    training would; ConfigError for settings.
+    Raises SealError for an existing target and settings without sealed rows, DataError for the data, as training does;
+    ConfigError for settings.
     """
+    # Left-out rows are written too, as empty ones: a plain run counts them in its order, so a sealed run must.
     target, model = Path(target), Path(model)
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     if read_note(model, SealError) is not None:
-        raise SealError(f"{model} is sealed, and its tokenizer knows no words. Name the plain model")
+        raise SealError(f"{model} is sealed, so its tokenizer has no words. Name the plain model")
     cfg = _configuration(source, model, settings)
     processor = models.load_processor(model, cfg.data.max_pixels, cfg.data.min_pixels, cfg.data.template_args)
     empty = models.empty(model)
@@ -95,24 +96,22 @@ def seal_data(
 
 
 def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> Config:
-    """A configuration of a run on the data, of which the section data is what matters."""
+    """The configuration of a run on the data; only its settings of rows are used."""
     pairs = [f"model.path={model}", "train.steps=1", "run.dir=unused", *settings]
     cfg = load_config(None, [*pairs, f"data.train=[{{path: {str(source)!r}}}]"])
     if cfg.train.phase not in ("sft", "pretrain", "preference"):
-        raise SealError(
-            f"train.phase={cfg.train.phase}: rows of sft, pretrain and preference are sealed, and no others"
-        )
+        raise SealError(f"train.phase={cfg.train.phase}: only rows of sft, pretrain and preference can be sealed")
     if cfg.preference is not None and cfg.preference.loss == "kto":
-        raise SealError("preference.loss=kto: of preferences pairs are sealed, and labelled answers are not")
+        raise SealError("preference.loss=kto: pairs can be sealed, but labelled answers cannot")
     if cfg.data.sealed:
         raise SealError("data.sealed=true says that rows are sealed already; leave it out")
-    if cfg.train.phase == "pretrain":  # as training has it: every token is learned
+    if cfg.train.phase == "pretrain":  # as in training: every token has a loss
         cfg = cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
     return cfg
 
 
 def _made(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | Pair | str]]:
-    """The samples of all rows in order, some at a time; of a row that is left out the word for it."""
+    """The samples of all rows in order, a few at a time; for a row that is left out, the reason as a word."""
     for first in range(0, len(rows), AT_ONCE):
         read: list[Any] = []
         for number in range(first, min(first + AT_ONCE, len(rows))):
@@ -127,24 +126,24 @@ def _made(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | Pair |
 
 
 def _word(bad: DataError, on_bad: str) -> str:
-    """What a row that is left out is called; the error of one that may not be."""
+    """The reason for which a row is left out, as a word; raises the error if it may not be."""
     if not isinstance(bad, BadSample) or (on_bad == "error" and not isinstance(bad, LongSample)):
         raise bad
     return bad.action
 
 
 def _parts(row: Sample | Pair | str, pairs: bool) -> Sequence[Sample | str]:
-    """What a row is in the file: of a pair that is left out as many rows as of one that is not."""
+    """The entries of a row in the file; a pair has two, also if it is left out."""
     return (row,) * (1 + pairs) if isinstance(row, str) else samples_of(row)
 
 
 def _sealed(sample: Sample, orders: Orders, patch: tuple[int, int]) -> Sample:
     pixels = sample.pixel_values
-    for name, one in sample.extra.items():  # numbers of whatever a row shows: none is written as it is
+    for name, one in sample.extra.items():  # such values show the row's content, and must not be written unpermuted
         if name != _SOUND and np.issubdtype(np.asarray(one.values).dtype, np.floating):
             what = "videos" if "video" in name else name
             where = f"{sample.file}, row {sample.row}"
-            raise SealError(f"{where}: holds {what}, which no key puts into another order; leave such rows out")
+            raise SealError(f"{where}: holds {what}, which cannot be sealed; leave such rows out")
     extra = {
         name: Input(one.per, inputs.spectrum(one.values, orders["bins"])) if name == _SOUND else one
         for name, one in sample.extra.items()

@@ -152,7 +152,7 @@ def test_a_case_that_the_budget_does_not_last_for_is_not_begun(monkeypatch: pyte
     there = session(
         budget=45.0,
         begins=lambda case, names: begun.append((case, list(names))),
-        found=lambda r: found.append(len(r.cut)),
+        on_result=lambda r: found.append(len(r.cut)),
     )
 
     def build(seconds: float = 10.0) -> object:

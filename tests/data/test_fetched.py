@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from octavo.cli.arguments import missing
+from octavo.cli.arguments import missing_files
 from octavo.config import Dataset, load_config_text
 from octavo.data import DataError, Loader, Mixture, read
 from octavo.data.batching.collate import micro_batches
@@ -361,4 +361,4 @@ def test_processes_share_a_folder_that_holds_less_than_they_read(there, tmp_path
 
 def test_commands_do_not_look_for_a_url_here(there):
     cfg = load_config_text(f"model: {{path: an/original}}\ndata: {{train: [{{path: '{there}'}}]}}\ntrain: {{steps: 1}}")
-    assert missing(cfg, None) == [] and input_fingerprints.fingerprints(cfg)["data"][there]["size"] > 0
+    assert missing_files(cfg, None) == [] and input_fingerprints.fingerprints(cfg)["data"][there]["size"] > 0

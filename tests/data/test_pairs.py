@@ -116,7 +116,7 @@ def test_longer_prompts_and_images(folder):
         ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["../a.png"]}, "is outside the image folder"),
         ({side: [{"role": "user", "content": [{"type": "image", "image": f"{side}.png"}]}, answer]
           for side, answer in (("chosen", LEFT), ("rejected", RIGHT))},
-         "has the image 'chosen.png' in the prompt of chosen and 'rejected.png' in that of rejected"),
+         "has the image 'chosen.png' in the prompt of chosen and 'rejected.png' in the prompt of rejected"),
         ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, r"'instruction' is \['a'\]; expected text"),
     ],
 )  # fmt: skip
@@ -126,7 +126,7 @@ def test_bad_pairs_are_named(folder, row, reason):
 
 
 def test_a_format_is_not_taken_and_ignored(folder):
-    with pytest.raises(DataError, match="format is llava, and preferences are told by their keys; leave it out"):
+    with pytest.raises(DataError, match="format is llava, and preferences are read by their keys; leave it out"):
         pairs(folder, [ONE["messages"]], format="llava")
 
 
@@ -164,7 +164,8 @@ def test_answers_that_become_the_same_tokens_are_no_long_ones(folder, models, mo
         tokenizer, "chat_template", tokenizer.chat_template.replace(said, "message['content'].strip() }}")
     )
     row = pairs(folder, [{"prompt": "a", "chosen": "b", "rejected": " b"}])[0]
-    with pytest.raises(BadSample, match=r"row 0: chosen and rejected are the same \d+ tokens: where") as seen:
+    match = r"row 0: chosen and rejected are the same \d+ tokens: the chat template"
+    with pytest.raises(BadSample, match=match) as seen:
         PairEncoder(models("qwen3"), 40, on_long="cut").encode(row)
     assert not isinstance(seen.value, LongSample)
 

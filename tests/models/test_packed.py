@@ -173,7 +173,7 @@ def test_positions_that_are_not_the_samples_own_are_refused(loaded):
     temporal = torch.cat([right[1:2], right[1:]])
     running = torch.arange(edges[-1]).expand(4, 1, -1)
     for wrong in (None, right[1:], right[0], temporal, running):
-        with pytest.raises(ModelError, match=r"take those of Packed\.positions"), forms.forward(edges, wrong):
+        with pytest.raises(ModelError, match=r"compute them with Packed\.positions"), forms.forward(edges, wrong):
             pass
     model, family, _ = loaded("qwen3")
     with pytest.raises(ModelError, match="found"), packed.Packed(model, family).forward(edges, right):

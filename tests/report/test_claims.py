@@ -158,7 +158,7 @@ def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
 @pytest.mark.parametrize(
     ("planted", "expected", "sentence"),
     [
-        ({"questions": False}, {"accuracy": UNDECIDED, "loss_same_weights": UNDECIDED}, "name some in data.eval"),
+        ({"questions": False}, {"accuracy": UNDECIDED, "loss_same_weights": UNDECIDED}, "set data.eval"),
         ({"lr": 0.0}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "no step of high precision changed a weight"),
         ({"learns": False}, {"accuracy": UNDECIDED, "loss_forks": UNDECIDED}, "learned nothing by held-out data"),
         ({"learns": False, "questions": False}, {"loss_forks": UNDECIDED}, "learned nothing by its losses"),

@@ -73,10 +73,10 @@ def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("overrides", "recipes", "message"),
     [
-        (["fp8.recipe=off"], None, "asks for fp8.recipe: off.*name recipes to try: tensorwise, rowwise, blockwise"),
+        (["fp8.recipe=off"], None, "has fp8.recipe: off.*name recipes to try: tensorwise, rowwise, blockwise"),
         ([], ["blockwize"], "'blockwize' asked for.*Give one or more of: tensorwise"),
         ([], ["off"], "'off' asked for"),
-        ([], [], "no recipe given"),
+        ([], [], "no recipe is named"),
     ],
 )
 def test_nothing_to_compare(cfg, tmp_path: Path, overrides, recipes, message: str) -> None:
@@ -138,7 +138,7 @@ def test_a_stopped_run_stops_the_trial(cfg, tmp_path: Path, monkeypatch) -> None
 
 def test_one_process(cfg, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ReportError, match="started on 2 processes; it runs in one"):
+    with pytest.raises(ReportError, match="started on 2 processes, but it runs in one"):
         compare(cfg, None, tmp_path)
 
 
@@ -200,7 +200,7 @@ def test_forks_that_cannot_be_are_told_and_not_trained(cfg, tmp_path: Path, trai
     claim = next(claim for claim in old.claims if claim.name == "loss_forks")
     assert (
         claim.status == "undecided"
-        and "is past step 66 and kept no checkpoint of it" in claim.sentence
+        and "is past step 66 and has no checkpoint of it" in claim.sentence
         and old.exit_code == 3
     )
 

@@ -62,7 +62,7 @@ def test_without_earlier_runs_spreads_are_assumed_and_say_so(cfg, tmp_path: Path
     )
     assert not (tmp_path / "trial").exists(), "nothing is written"
     alone = of(design.design(override(cfg, ["data.eval=[]"]), None, tmp_path / "trial"))
-    assert list(alone) == ["accuracy", WEIGHTS] and "name some in data.eval" in alone["accuracy"].line
+    assert list(alone) == ["accuracy", WEIGHTS] and "set data.eval" in alone["accuracy"].line
     lost = of(design.design(override(cfg, ["data.eval=[{path: gone.json}]"]), None, tmp_path / "trial"))
     assert "held-out data cannot be counted: " in lost[WEIGHTS].line and "gone.json" in lost[WEIGHTS].line
 
@@ -117,7 +117,7 @@ def test_phases_have_the_claims_that_they_have(cfg, tmp_path: Path) -> None:
     one, three = (of(design.design(override(cfg, over), None, tmp_path, seeds=n)) for n in (1, 3))
     assert list(three) == ["accuracy"] and three["accuracy"].margin == 0.02
     assert three["accuracy"].spread == pytest.approx(one["accuracy"].spread / 3**0.5)
-    with pytest.raises(ReportError, match="forks=2: they hold losses"):
+    with pytest.raises(ReportError, match="forks=2: forks compare losses"):
         design.design(override(cfg, over), None, tmp_path, forks=2)
 
 

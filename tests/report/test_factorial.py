@@ -155,10 +155,10 @@ def test_rules_and_recipes_of_components_hold_in_the_cells_that_have_them(cfg, t
         (("foundation", "foundation"), [], {}, "foundation is named twice"),
         (("audio_encoder", "foundation"), [], {}, "nothing of audio_encoder would be in FP8.*did you mean image_enco"),
         (PARTS, ["fp8.foundation={recipe: off}"], {}, "nothing of foundation .*In FP8 are image_encoder, image_pro"),
-        (PARTS, [], {"recipes": ["rowwise", "blockwise"]}, "2 recipes; components are tried in one"),
+        (PARTS, [], {"recipes": ["rowwise", "blockwise"]}, "2 recipes; components are tested in one"),
         (PARTS, [], {"savings": True}, "memory savings are off in all of its cells"),
-        (PARTS, ["data.eval=[]"], {}, "name some in data.eval"),
-        (PARTS, ["fp8.recipe=auto"], {}, "recipe auto is measured anew in each cell"),
+        (PARTS, ["data.eval=[]"], {}, "there are no held-out data; set data.eval"),
+        (PARTS, ["fp8.recipe=auto"], {}, "recipe auto would be measured in each cell"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_a_run(cfg, tmp_path: Path, asked, over, more, message: str) -> None:
@@ -242,11 +242,13 @@ def test_one_seed_and_a_cell_that_failed_decide_nothing(cfg, tmp_path: Path, pla
     console = SimpleNamespace(print=lambda text, **_: said.append(text), is_terminal=False)
     cfg = override(cfg, ["train.steps=100"])
     alone = compare(cfg, directory=tmp_path / "one", factorial=PARTS, console=console)
-    assert said.index(next(line for line in said if "one seed makes no interval" in line)) < said.index(
+    assert said.index(next(line for line in said if "one seed gives no interval" in line)) < said.index(
         next(line for line in said if line.startswith("5 runs, 2 of them cells"))
     )
     assert {check.status for check in alone.effects if " x " not in check.run} == {"undecided"}
-    assert "-5.0" in alone.effects[0].sentence and "--seeds 3 gives one" in alone.effects[0].sentence
+    assert (
+        "-5.0" in alone.effects[0].sentence and "one seed gives no interval, use --seeds 3" in alone.effects[0].sentence
+    )
 
     usual = octavo.train.run
 

@@ -150,7 +150,7 @@ def test_gap_of_rewards_is_of_the_last_third_over_pairs_of_seeds(planted) -> Non
     assert (found.figure, found.low, found.high) == pytest.approx((0.01, low, high))
     assert found.status == "reported" and found.margin is None and "0.61 in FP8, 0.6 in high" in found.sentence
     one = by_name(judge(planted(gaps=(0.03,)), Trial()))["reward_gap"]
-    assert one.low is None and one.shown == "+0.03" and "--seeds 3 gives one" in one.sentence
+    assert one.low is None and one.shown == "+0.03" and "gives no interval: use --seeds 3" in one.sentence
 
 
 def test_what_training_gained(planted) -> None:
@@ -273,7 +273,7 @@ def test_which_runs_a_trial_of_rewards_has(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("octavo.report.trial.held_out.judge_model", lambda *_: judged(0.5, 3.0))
     monkeypatch.setattr("octavo.report.trial.held_out.judge_run", judge_run)
     monkeypatch.setattr("octavo.report.trial.report_page.draw", lambda *_: ({"learning": "", "gap": ""}, []))
-    with pytest.raises(ReportError, match="forks=2: they hold losses against each other, and in phase rl losses"):
+    with pytest.raises(ReportError, match="forks=2: forks compare losses, and in phase rl losses"):
         compare(configured("rl"), None, tmp_path / "trial", forks=2)
     assert asked == []
     runs = ["high-precision", "high-precision-seed-1", "fp8-blockwise", "fp8-blockwise-seed-1"]

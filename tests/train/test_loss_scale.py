@@ -95,7 +95,7 @@ def test_at_one_and_where_the_loss_itself_is_bad_nothing_is_left_to_try():
 def test_a_scale_that_no_run_wrote_is_refused():
     scale = LossScale()
     for value, good in ((3.0, 0), (0.5, 0), (0.0, 0), (65536.0, 2000)):
-        with pytest.raises(TrainError, match="step_4 says of the loss scale .*a power of two from 1"):
+        with pytest.raises(TrainError, match="step_4 has the loss scale .*a power of two from 1"):
             scale.load({"value": value, "good": good}, "step_4")
     scale.load({"value": 2.0**20, "good": 1999}, "step_4")
     assert not scale.after(True, True) and (scale.value, scale.good) == (2.0**21, 0)

@@ -91,7 +91,7 @@ def test_weights_alone_are_never_continued_and_say_what_to_do(make):
     out = Console(record=True, width=300)
     assert train.run(cfg, console=out, callbacks=[at(4, signal.SIGTERM)]).status == "stopped"
     directory = Path(cfg.run.dir)
-    assert f"Begin anew with these weights: run.start_from={directory}" in out.export_text()
+    assert f"Start a new run with these weights: run.start_from={directory}" in out.export_text()
     last = directory / "checkpoints" / "step_4"
     for over, dir in (
         (("run.resume=auto",), "run"),

@@ -167,6 +167,8 @@ class Encoder:
     def _encode(self, conversation: Conversation, context: int | None) -> Encoding[Sample]:
         conversation, control, turns, render, text, shown = self._render_row(conversation, context)
         files = (conversation.images, conversation.sounds, shown)
+        # Without media one call gives the tokens and their offsets; with media the length of the text is checked first,
+        # so that images of a row that is left out are never opened.
         outputs = None if any(files) else (yield Wanted(text))
         reach = self._reachable_characters(conversation, text, outputs)
         before = max(context or 0, conversation.context_answers)
@@ -343,7 +345,7 @@ class Encoder:
         return clipped
 
     def image_tokens(self, path: ImageFile, alone: bool = True) -> int:
-        """The number of tokens of an image, from the size in its header; `alone`: it is the only one of its row."""
+        """The number of tokens of an image, from the size in its header, if it is `alone` in its row or not."""
         width, height = size(path, self.max_image_megapixels)
         count = getattr(self.processor, "image_tokens", None)
         try:

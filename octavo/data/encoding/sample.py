@@ -12,7 +12,7 @@ processor names those that it returns, and what the first dimension of each coun
     row      conversations with images: how many images each has
 
 All except tensors of tokens are joined on the first dimension, in the order of the samples. Their other dimensions may
-differ, as those of images with several sizes do, and are padded with zeros to the largest.
+differ, for example for images of several sizes, and are padded with zeros to the largest.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def control_notes(control: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def extra_inputs(processor: Any) -> Mapping[str, str]:
-    """Name -> what it counts, of the tensors that a processor returns besides those of all families."""
+    """Name -> what it counts, of the tensors that a processor returns besides the common ones."""
     return getattr(processor, "inputs", {})
 
 

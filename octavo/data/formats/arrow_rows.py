@@ -62,8 +62,8 @@ class Mapped:
     schema: pa.Schema | None = None
     """The schema that the table must have; None: any."""
 
-    def __init__(self, path: Path | str, kept: Path | pa.Buffer) -> None:
-        self.path, self.kept = path, kept
+    def __init__(self, path: Path | str, stored: Path | pa.Buffer) -> None:
+        self.path, self.kept = path, stored
         self._open()
 
     def _open(self) -> None:
@@ -106,7 +106,7 @@ class Mapped:
         batch = self._batches[number].slice(row - (self._ends[number - 1] if number else 0), 1)
         try:
             # The file was validated when it was opened, but the disk may fail later: wrong offsets would end the
-            # process. Checking those of one row takes microseconds.
+            # process. The check of one row takes microseconds.
             batch.validate()
         except pa.ArrowInvalid as cause:
             raise self._damaged(cause) from cause

@@ -1,4 +1,4 @@
-"""Loaders and held-out sets as a configuration says: of training rows, of prompts, of preferences."""
+"""Loaders and held-out sets from a configuration: of training rows, prompts and preferences."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ if TYPE_CHECKING:
     from octavo.config import Config
 
 PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
-WORKERS = 4  # with a GPU, where the configuration gives no number
+WORKERS = 4  # the default with a GPU
 
 
 def worker_count(cfg: Config) -> int:
-    """Processes that prepare the samples of this rank: as asked, else with a GPU as many of :data:`WORKERS` as the
-    cores of this machine leave each of its ranks, and none on a CPU."""
+    """The number of processes that prepare the samples of this rank: `data.workers`; by default with a GPU
+    :data:`WORKERS`, or fewer if the machine has fewer cores for each of its ranks, and 0 on a CPU."""
     if cfg.data.workers is not None:
         return cfg.data.workers
     if not accelerator.count():
@@ -61,12 +61,12 @@ def train_loader(
     place: tuple[int, int, int] = (0, 0, 0),
     report_path: str | Path | None = None,
 ) -> Loader | PackLoader:
-    """The training stream of a configuration: conversations, in phase pretrain documents too; with `data.packing` in
-    packs, from `place` on in place of `start_row`. Raises `DataError`."""
+    """The training stream of a configuration: conversations, in phase pretrain also documents; with `data.packing` a
+    stream of packs, which starts at `place` instead of `start_row`. Raises `DataError`."""
     encodes, sources = rows_to_learn(cfg, processor, cfg.data.train, cfg.run.seed)
     mixture = Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
     loader: Loader | PackLoader
-    if cfg.data.packing:
+    if cfg.data.packing:  # packs are planned from token counts, which the cache shares between ranks and runs
         pairs = zip(sources, cfg.data.train, strict=True)
         known = [open_counts(source, encodes, cache_folder(cfg), identity_of(dataset)) for source, dataset in pairs]
         loader = PackLoader(
@@ -83,8 +83,8 @@ def train_loader(
 
 
 def count_packs(cfg: Config, processor: Any, epochs: float) -> int:
-    """How many packs so many epochs of `data.train` make (`PackLoader.count`): every row that they have is counted, by
-    the ranks that share `data.cache` together. Raises `DataError`."""
+    """The number of packs in these epochs of `data.train` (`PackLoader.count`): all their rows are tokenized, divided
+    among the ranks that share `data.cache`. Raises `DataError`."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     loader = train_loader(cfg, processor, rank=rank, world=world)
     assert isinstance(loader, PackLoader)
@@ -106,7 +106,7 @@ def prompt_loader(
     report_path: str | Path | None = None,
 ) -> Loader:
     """The stream of prompts of a configuration: a step is this rank's `PromptSample`s of the rows [t * `prompts`,
-    (t + 1) * `prompts`), each with its number in the stream, without those left out. A prompt must leave room for
+    (t + 1) * `prompts`), each with its number in the stream, without those left out. A prompt must leave space for
     `max_new_tokens` in `train.seq_length`. Raises `DataError`."""
     encodes = encoder(cfg, processor, PromptEncoder, max_new_tokens)
     sources = [read(d, "prompts", cache_folder(cfg)) for d in cfg.data.train]
@@ -126,8 +126,8 @@ def pair_loader(
     start_row: int = 0,
     report_path: str | Path | None = None,
 ) -> Loader:
-    """The stream of preferences of a configuration: micro-batches of `train.micro_batch` pairs are 2 B rows, chosen
-    before rejected (`collate_pairs`); of labelled rows, for KTO, see `labelled_batches`. Raises `DataError`."""
+    """The stream of preferences of a configuration: a micro-batch of `train.micro_batch` pairs has 2 B rows, chosen
+    before rejected (`collate_pairs`); for labelled rows (KTO) see `labelled_batches`. Raises `DataError`."""
     labelled = kind == "labelled"
     if labelled and cfg.train.global_batch < 2:
         raise DataError(
@@ -154,9 +154,10 @@ def eval_set(
     report_path: str | Path | None = None,
     micro_batch: int | None = None,
 ) -> EvalSet | None:
-    """The held-out data of a configuration; None where it names none. In phase pretrain rows may be documents; in phase
-    rl `prompt` and `answer`; in phase preference preferences, whose chosen or good answers are the right ones. Raises
+    """The held-out data of a configuration; None if it names none. In phase pretrain rows may be documents; in phase rl
+    `prompt` and `answer`; in phase preference preferences, of which the chosen or good answers are used. Raises
     `DataError`."""
+    # The encoder decides which answers get labels; the sources only parse rows.
     if not cfg.data.eval:
         return None
     encodes: Any
@@ -180,9 +181,8 @@ def eval_set(
 def prompt_set(
     cfg: Config, processor: Any, *, prompts: int | None, reserve: int, rank: int = 0, world: int = 1
 ) -> EvalSet:
-    """This rank's part of the first `prompts` rows of the held-out data (None: of all), as `PromptSample`s that wait
-    for their last answer, which may take `reserve` tokens: an iteration yields lists of a row each, or of none. Raises
-    `DataError`."""
+    """This rank's part of the first `prompts` rows of the held-out data (None: of all), as `PromptSample`s for answers
+    of up to `reserve` tokens: an iteration yields lists of one row, or empty ones. Raises `DataError`."""
     encodes = encoder(cfg, processor, PromptEncoder, reserve)
     return EvalSet(
         [read(d, "prompts", cache_folder(cfg)) for d in cfg.data.eval], encodes, 1, rank, world, cfg.data.on_bad_sample,
@@ -199,8 +199,8 @@ def pair_set(
     world: int = 1,
     report_path: str | Path | None = None,
 ) -> EvalSet | None:
-    """The held-out preferences of a kind, batched as `pair_loader` does; None where the held-out data are none.
-    Labelled rows are crossed within their micro-batch, which has at least two. Raises `DataError`."""
+    """The held-out preferences of a kind, batched as by `pair_loader`; None if there are none. Labelled rows are
+    crossed within their micro-batch, which has at least two rows. Raises `DataError`."""
     of_kind = [d for d in cfg.data.eval if preference_kind(cfg, d) == kind]
     if not of_kind:
         return None
@@ -214,6 +214,6 @@ def pair_set(
 
 
 def _report_joined(sources: Iterable[Rows], report: SkipReport) -> None:
-    """List what was wrong with documents when they were joined where other rows are listed."""
+    """Add the records of joined documents to the report of rows."""
     for record in (record for source in sources if isinstance(source, Joined) for record in source.records):
         report.add(record)

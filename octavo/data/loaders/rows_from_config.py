@@ -1,5 +1,5 @@
-"""The rows that a configuration names, and what makes them numbers: encoders by phase, documents joined, conversations
-split at their questions, sealed rows as they are."""
+"""The rows of a configuration and their encoders by phase: conversations, which may be split at their questions, joined
+documents, sealed rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Rows = Source | Split | Joined | Sealed
 
 
 def check_seals(cfg: Config) -> None:
-    """That model, adapter and data are of one world: all plain, or all sealed with one key. Raises `DataError`."""
+    """Check that model, adapter and data are all plain, or all sealed with one key. Raises `DataError`."""
     model = cfg.model.path
     if cfg.lora is not None and cfg.lora.adapter is not None and Path(cfg.lora.adapter).is_dir():
         check_adapter(cfg.lora.adapter, model, DataError, "lora.adapter: ")
@@ -53,13 +53,13 @@ def check_seals(cfg: Config) -> None:
 
 
 def cache_folder(cfg: Config) -> Path | None:
-    """Where a configuration keeps what is made of data files; None: in the default folder."""
+    """The folder of the data cache; None: the default."""
     return None if cfg.data.cache is None else Path(cfg.data.cache)
 
 
 def encoder(cfg: Config, processor: Any, kind: type[E] = Encoder, reserve: int = 0) -> E:  # type: ignore[assignment]
-    """The encoder that a configuration asks for. Pixel limits and variables of the chat template belong to the
-    processor (`models.load_processor`)."""
+    """The encoder of a configuration. Pixel limits and variables of the chat template are set in the processor
+    (`models.load_processor`)."""
     data = cfg.data
     return kind(
         processor, cfg.train.seq_length, on_long=data.on_long, train_on_prompt=data.train_on_prompt,
@@ -70,7 +70,7 @@ def encoder(cfg: Config, processor: Any, kind: type[E] = Encoder, reserve: int =
 
 
 def file_limits(cfg: Config) -> FileLimits:
-    """What files of video may be."""
+    """The limits of video files."""
     video = cfg.data.video or VideoSection()
     return FileLimits(video.max_seconds, video.max_megabytes, cfg.data.max_image_megapixels, video.folder_fps)
 
@@ -78,8 +78,8 @@ def file_limits(cfg: Config) -> FileLimits:
 def decode_videos(
     paths: Sequence[str], processor: Any, cfg: Config | None = None, fps: float | None = None
 ) -> list[Shot]:
-    """Videos by their names, decoded as a model of this processor takes them; `fps`: the rate of those that are folders
-    of frames. Raises `DataError`."""
+    """Videos by path, decoded for the model of this processor; `fps`: the rate of folders of frames. Raises
+    `DataError`."""
     if not paths:
         return []
     videos = getattr(processor, "videos", None)
@@ -93,12 +93,13 @@ def decode_videos(
 
 
 def training_rows(cfg: Config, processor: Any) -> tuple[Encoder, list[Rows]]:
-    """The rows of `data.train` that SFT and pretraining learn from, and what makes them numbers. Raises `DataError`."""
+    """(encoder, rows) of `data.train` for SFT and pretraining. Raises `DataError`."""
     return rows_to_learn(cfg, processor, cfg.data.train, cfg.run.seed)
 
 
 def rows_to_learn(cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None) -> tuple[Any, list[Rows]]:
-    """What SFT and pretraining learn from in these data sets; `seed`: of the order of joined documents (None: none)."""
+    """(encoder, rows) of these data sets for SFT and pretraining; `seed`: of the order of joined documents (None: file
+    order). Raises `DataError`."""
     check_seals(cfg)
     if cfg.data.sealed:
         return SealedEncoder(processor, cfg.train.seq_length), [read_sealed(d) for d in datasets]
@@ -111,7 +112,7 @@ def rows_to_learn(cfg: Config, processor: Any, datasets: Sequence[Dataset], seed
 def preference_rows(
     cfg: Config, processor: Any, datasets: Sequence[Dataset], kind: Literal["pairs", "labelled"] = "pairs"
 ) -> tuple[Any, list[Rows]]:
-    """The rows of phase preference in these data sets, and what makes them numbers. Raises `DataError`."""
+    """(encoder, rows) of these data sets for phase preference. Raises `DataError`."""
     if cfg.data.sealed:
         check_seals(cfg)
         return SealedEncoder(processor, cfg.train.seq_length), [read_sealed(d) for d in datasets]
@@ -120,14 +121,14 @@ def preference_rows(
 
 
 def preference_kind(cfg: Config, dataset: Dataset) -> str | None:
-    """`preferences`, of sealed rows too."""
+    """The kind of preferences of a data set, as `preferences` returns it, also for sealed rows."""
     if cfg.data.sealed:
         return "pairs" if isinstance(read_sealed(dataset), SealedPairs) else None
     return preferences(dataset, cache_folder(cfg))
 
 
 def conversation_rows(cfg: Config, dataset: Dataset, say: Say = quiet) -> Source | Split:
-    """A data set of phase sft, split at its questions where that is asked for."""
+    """The rows of a data set for phase sft, split at their questions with `data.split_turns`."""
     source = read(dataset, cache=cache_folder(cfg))
     return split(source, cache_folder(cfg), say, identity_of(dataset)) if cfg.data.split_turns else source
 
@@ -135,7 +136,7 @@ def conversation_rows(cfg: Config, dataset: Dataset, say: Say = quiet) -> Source
 def document_rows(
     cfg: Config, dataset: Dataset, encodes: DocumentEncoder, seed: int | None, say: Say = quiet
 ) -> Source | Joined:
-    """A data set of phase pretrain, its documents joined where they are plain text. `seed`: of their order."""
+    """The rows of a data set for phase pretrain, joined if they are plain text. `seed`: of the order of documents."""
     source = read(dataset, "documents", cache_folder(cfg))
     if not cfg.data.join or not is_plain_text(source):
         return source
@@ -146,16 +147,17 @@ def document_rows(
 
 
 def identity_of(dataset: Dataset) -> str:
-    """What of a data set, other than its file, decides what its rows are."""
+    """A text of everything in a data set, except its file, that determines its rows."""
     of = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
     of = [fingerprint(dataset.path)["sha256"]] if is_url(dataset.path) else of
     return json.dumps([dataset.columns, *of] if of else dataset.columns)
 
 
 def prepare(cfg: Config, processor: Any, say: Say) -> None:
-    """Make what is made of data files once, and report it; loaders find it there. Raises `DataError`."""
+    """Write the cache files for the data sets, with progress messages, so that loaders find them. Raises
+    `DataError`."""
     check_seals(cfg)
-    if cfg.data.sealed:  # all that was made of them, when they were sealed
+    if cfg.data.sealed:  # sealed rows need no cache files
         return
     for dataset in (*cfg.data.train, *cfg.data.eval):
         open_dataset(dataset, cache_folder(cfg), say)
@@ -166,16 +168,15 @@ def prepare(cfg: Config, processor: Any, say: Say) -> None:
 
 
 def prompt_columns(cfg: Config, datasets: Iterable[Dataset]) -> list[str]:
-    """The columns that rewards are given of the rows of these data sets, where any of their rows has them. Raises
-    `DataError`."""
+    """The columns that rewards receive for these data sets: the columns of every prompt, and the keys that any row has.
+    Raises `DataError`."""
     of_rows = {name for dataset in datasets for name in read(dataset, "prompts", cache_folder(cfg)).columns()}
     return [*COLUMNS, *sorted(of_rows - {*COLUMNS})]
 
 
 def count_epoch_rows(cfg: Config, processor: Callable[[], Any]) -> int:
-    """How many rows `data.train` has in all, which is a round of its mixture; of joined documents how many samples, of
-    rows that are split how many questions.
-    `processor` is called where that needs tokens. Raises `DataError`."""
+    """The number of rows in a round of the mixture of `data.train`; for joined documents of samples, for split rows of
+    questions. `processor` is called only if tokens are needed. Raises `DataError`."""
     sources: Sequence[Rows]
     if cfg.data.sealed:
         sources = [read_sealed(d) for d in cfg.data.train]

@@ -95,7 +95,7 @@ def _opened(path: str | ImageFile, max_megapixels: float) -> Iterator[Image.Imag
         except DataError:
             raise
         except UnidentifiedImageError as cause:
-            raise ImageProblem(f"image {path} cannot be decoded (UnidentifiedImageError: its header is that of none of "
+            raise ImageProblem(f"image {path} cannot be decoded (UnidentifiedImageError: its header matches none of "
                                f"{', '.join(known)}); convert it to one of them") from cause  # fmt: skip
         # Decoders raise errors of many classes for a broken file (struct.error, SyntaxError, IndexError ...); all mean
         # the same here, and the cause is kept in the message and in the chain.

@@ -152,6 +152,7 @@ class Medium:
                 f"a turn names a {self.noun}, and the row has {_a(self.keys[0])} list, or a part without a name; keep "
                 "one way"
             )
+        # Placeholders in texts and parts without a name take the files in reading order, whichever way a turn uses.
         left, out, places = iter(names), [], 0
         for turn in turns:
             parts: list[Any] = []

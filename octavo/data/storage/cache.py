@@ -53,17 +53,17 @@ def default_folder() -> Path:
 
 
 def cached_file(
-    folder: Path | None, source: Path | str, write: Write, say: Say = quiet, more: str = "", form: str = "Arrow"
+    folder: Path | None, source: Path | str, write: Write, say: Say = quiet, depends_on: str = "", form: str = "Arrow"
 ) -> Path:
     """The cache file that `write` creates from `source` (a str for a URL), written now if it is missing. `folder`: of
-    the cache (None: the default); `more`: everything else that the content depends on; `form`: its type, in a word.
+    the cache (None: the default); `depends_on`: other inputs of the content; `form`: its type, in a word.
 
     Raises DataError if the folder cannot be written or the disk is full, and if `source` changes meanwhile.
     """
     if isinstance(source, Path) and any(map(is_encrypted, files_of(source))):
-        return _in_memory(source, write, say, more, form)
+        return _in_memory(source, write, say, depends_on, form)
     before = _identity(source)
-    target = path_in_cache(folder, source, more, form, say)
+    target = path_in_cache(folder, source, depends_on, form, say)
     folder = target.parent
     if target.is_file():
         return target
@@ -72,7 +72,7 @@ def cached_file(
         with lock(target.with_suffix(".lock")):
             if not target.is_file():
                 _make(target, source, write, say, form)
-                if _identity(source) != before and path_in_cache(folder, source, more, form) != target:
+                if _identity(source) != before and path_in_cache(folder, source, depends_on, form) != target:
                     target.unlink()
                     raise DataError(f"{source} changed while it was read; start again when it is whole")
                 if form in ("Arrow", "index"):  # just written, so it need not be validated
@@ -86,9 +86,9 @@ def cached_file(
     return target
 
 
-def _in_memory(source: Path, write: Write, say: Say, more: str, form: str) -> Path:
+def _in_memory(source: Path, write: Write, say: Say, depends_on: str, form: str) -> Path:
     """The converted form of an encrypted file, in memory while this process lives: plain text is never on a disk."""
-    key = f"{_identity(source)}:{more}:{form}"
+    key = f"{_identity(source)}:{depends_on}:{form}"
     if key not in _MADE:
         try:
             handle, path = anonymous(f"{source}")
@@ -104,7 +104,7 @@ _MADE: dict[str, Path] = {}  # files in memory of this process, open while it li
 
 
 def path_in_cache(
-    folder: Path | None, source: Path | str, more: str = "", form: str = "Arrow", say: Say = quiet
+    folder: Path | None, source: Path | str, depends_on: str = "", form: str = "Arrow", say: Say = quiet
 ) -> Path:  # fmt: skip
     """The path of the cache file for a source, which may not exist yet. Raises `DataError` for an unreadable source."""
     folder = default_folder() if folder is None else folder
@@ -113,19 +113,19 @@ def path_in_cache(
         files = files_of(Path(source))
         of_each = zip(files, file_digests.digests(files, folder, say), strict=True)
         content = ";".join(f"{file.resolve()}:{one.size}:{one.sha256}" for file, one in of_each)
-    name = hashlib.sha256(f"{FORM}:{content}:{more}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
+    name = hashlib.sha256(f"{FORM}:{content}:{depends_on}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
     return folder / f"{name}.{form.lower()}"
 
 
 def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -> None:
     aside = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
-    file, told = Path(source), time.monotonic()
+    file, last = Path(source), time.monotonic()
     size = file.stat().st_size / 1e6 if file.is_file() else 0.0
 
     def progress(share: float) -> None:
-        nonlocal told
-        if time.monotonic() - told > EVERY:
-            told = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last > EVERY:
+            last = time.monotonic()
             say(f"{file.name} ({size:.0f} MB): {share:.0%} converted to {form}")
 
     say(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
@@ -203,5 +203,5 @@ def _identity(source: Path | str) -> str:
 
 
 def _named_elsewhere(source: Path | str) -> bool:
-    """Whether a source is a URL or a name of the hub; the caller identifies its content or revision in `more`."""
+    """Whether a source is a URL or a name of the hub; the caller identifies its content or revision."""
     return isinstance(source, str) or is_name(str(source))

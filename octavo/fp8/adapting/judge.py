@@ -84,7 +84,7 @@ def _figures(gemm: str, casts: Gemm, sums: list[float]) -> list[Figure]:
     calls, figures = sums[8], []
     for place, (of, spec) in enumerate(zip(OPERANDS[gemm], (casts.a, casts.b), strict=True)):
         sqnr, finite, underflow, saturation = sums[_OPERAND * place : _OPERAND * (place + 1)]
-        # Exact operands, and those of zeros, have no noise to measure; NaN codes count for themselves.
+        # Exact operands, and operands of zeros, have no noise to measure; NaN codes count for themselves.
         figures.append(Figure("sqnr", of, sqnr / finite if finite else math.inf, spec.format))
         figures.append(Figure("underflow", of, underflow / calls, spec.format))
         figures.append(Figure("saturation", of, saturation / calls, spec.format))

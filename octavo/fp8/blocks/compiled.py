@@ -2,13 +2,13 @@
 
 Beside the operators of linear layers (:mod:`octavo.fp8.dense.compiled`, whose rules hold here too)::
 
-    octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the layers behind
+    octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the next layers
     octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
     octavo::swiglu_backward(dh, gate, up)     -> the codes of dgate and of dup, for dgrad and for wgrad
 
 The norm's codes reach their layers through the tensor y that is traced; a compiler sees operators that share an operand
-and nothing else. The backward of a norm is plain PyTorch, which a compiler may fuse; that of a gated MLP is the same
-operators as eagerly, in the same order. Blocks that keep FP8 for their backward (``activations="fp8"``) have no
+and nothing else. The backward of a norm is plain PyTorch, which a compiler may fuse; the backward of a gated MLP has
+the operators of eager mode in the same order. Blocks that keep FP8 for their backward (``activations="fp8"``) have no
 operators: they run as the stock model does.
 """
 
@@ -43,7 +43,7 @@ _lib.define(
 
 
 def _fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, list[CastSpec | None]]:
-    """Who runs a fused operation beside GEMMs of these casts, and the casts."""
+    """The backend of a fused operation next to GEMMs of these casts, and the casts."""
     specs = [operand_of(text)[1] if text else None for text in texts]
     spec = next((s for s in specs if s is not None), sources.SPEC)
     return sources.backend_of(op, spec, device, next(t for t in texts if t).partition("@")[0]), specs
@@ -119,7 +119,7 @@ def _gated_mlp(
     key: str, down_key: str, h_col: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """y [M, K], gate and up [M, I] in ``dtype``, and the codes of h under ``h_col``. x gives sizes and takes the
-    gradient; ``col`` is for the backward alone."""
+    gradient; ``col`` is only for the backward."""
     fwd, down_fwd = gemms(key).fwd, gemms(down_key)
     g = compiled.product(row, row_scale, x.shape[0], gate, gate_bias, dtype, fwd)
     u = compiled.product(row, row_scale, x.shape[0], up, up_bias, dtype, fwd)
@@ -159,6 +159,7 @@ def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]
     dws: list[Tensor | None] = [None] * 3
     dbs: list[Tensor | None] = [None] * 3
     parts, down = gemms(ctx.key), gemms(ctx.down_key)
+    # The operators and their order are those of the eager backward, so that gradients have the same bits.
     if needs[5]:
         dbs[2] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
     row, col = down.operand("dgrad", 0) if ctx.needs_h else "", down.operand("wgrad", 0) if needs[2] else ""

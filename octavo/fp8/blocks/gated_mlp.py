@@ -16,14 +16,14 @@ Where activations are to be saved in FP8 (:mod:`octavo.fp8.dense.sources`), it i
 up in blocks of 1 x 128: h is computed from the decoded ones, in the forward too, and the backward makes its codes for
 wgrad again, bit for bit.
 
-Casts, weight codes, GEMMs, counts and backends are those that the three layers have alone. Values differ by rounding:
-the stock module rounds silu(gate) and then the product, this one h alone; backward likewise rounds once. Of a layer
+Casts, weight codes, GEMMs, counts and backends are the ones of the three separate layers. Values differ by rounding:
+the stock module rounds silu(gate) and then the product, this one only h; backward likewise rounds once. Of a layer
 whose bias is trained, the gradients are written in the dtype of the GEMMs after all, since their sums must be exact.
 
 A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
-output on random input (:func:`matches_stock`). It takes the stock forward, layer by layer, whenever somebody looks
-inside: hooks on its children, an adapter around one of them, a step that takes health figures; and where a weight is
-not whole (a DTensor). Under ``torch.compile`` it is operators of the graph (:mod:`octavo.fp8.blocks.compiled`).
+output on random input (:func:`matches_stock`). It takes the stock forward, layer by layer, whenever its inside is
+observed: hooks on its children, an adapter around one of them, a step that takes health figures; and where a weight
+is not whole (a DTensor). Under ``torch.compile`` it is operators of the graph (:mod:`octavo.fp8.blocks.compiled`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
-    """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
+    """Fuse the gated MLPs of a model with FP8 layers; returns (name, the reason against it or None) of each."""
     mlps = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
     fp8 = [(n, m) for n, m in mlps if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
     return tuple((name, fuse(module)) for name, module in fp8)
@@ -170,7 +170,7 @@ class GatedMlp(Swapped):
 
 def _seen_from_outside() -> bool:
     """Whether hooks on all modules of the process wait for calls of the children. Those that only watch, and say so, do
-    not: a forward that they watch must save what it saves alone, since a recomputed one runs without them."""
+    not: a forward that they watch must save what it saves without them, since a recomputed one runs without them."""
     module = nn.modules.module
     hooks = (*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values())
     others = (hook for hook in hooks if not getattr(hook, "_octavo_watches", False))
@@ -252,6 +252,7 @@ class _Mlp(torch.autograd.Function):
             row, col = cast_matrix(dy_MK, *wanted)
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
+            # With saved FP8 codes these are the decoded values, from which the forward made h as well.
             gate_MI, up_MI = (sources.decoded(held[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
                 h_col = held["h_col"]

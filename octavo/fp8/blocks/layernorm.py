@@ -56,7 +56,7 @@ def why_not(norm: nn.Module) -> str | None:
 
 
 def save(norm: nn.Module) -> str | None:
-    """Let a norm keep FP8 codes of its input; returns what stands against it, if anything does."""
+    """Let a norm keep FP8 codes of its input; returns the reason against it, if there is one."""
     if not isinstance(norm, nn.LayerNorm):
         return rmsnorm.save(norm)
     reason = why_not(norm)

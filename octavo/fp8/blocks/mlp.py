@@ -122,7 +122,7 @@ def matches_stock(module: nn.Module) -> str | None:
 
 
 def save(module: nn.Module) -> str | None:
-    """Let this MLP keep FP8 codes; returns what stands against it, if anything does."""
+    """Let this MLP keep FP8 codes; returns the reason against it, if there is one."""
     reason = why_not(module)
     if reason is None:
         mlp_parts = parts(module)
@@ -161,7 +161,7 @@ def run(module: nn.Module, mlp_parts: Parts, x: Tensor) -> Tensor | None:
         h = act(inner[0])
         return last(h * inner[1] if len(inner) == 2 else h)
     h, source = product(act, *inner)
-    del inner  # nobody needs them any more while the last layer runs
+    del inner  # they are not needed while the last layer runs
     if source is None:
         return last(h)
     with with_source(h, source):
@@ -171,14 +171,14 @@ def run(module: nn.Module, mlp_parts: Parts, x: Tensor) -> Tensor | None:
 def product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
     """(act(a^) * b^, how to make it again: None where a, b ask for no gradient) of a, b [..., I] as FP8 holds them.
 
-    Off autocast, which would choose dtypes anew in the backward. Gradients reach a and b.
+    Off autocast, which would choose dtypes again in the backward. Gradients reach a and b.
     """
     codes = _codes(a, b)
     specs = tuple((q.spec, dtype) for q, dtype in codes)
     tensors = tuple(t for q, _ in codes for t in (q.data, q.scale))
     call = _Call(act, specs, a.shape, tensors)
     h = _Product.apply(a, b, call)
-    # Without a gradient for a and b nobody keeps their codes, and those of h are fewer.
+    # Without a gradient for a and b their codes are not kept, and the codes of h are fewer.
     return h, Source(tensors, partial(_remade, act, specs, a.shape)) if h.requires_grad else None
 
 

@@ -1,8 +1,8 @@
-"""Whether a block may stand in for a module: what norms and MLPs ask alike before they do.
+"""Whether a block may replace a module: the checks that norms and MLPs share.
 
 A module is found by its names, which do not say what its forward computes. Its stock forward is therefore tried on
 small random layers (:func:`~octavo.fp8.dense.swap.probe`, also where the model is on the meta device) and compared with
-our formula, element by element, under a tolerance that each block states. Whatever stands against a module is a
+our formula, element by element, under a tolerance that each block states. A reason against a module is a
 sentence, which the plan shows; None where nothing does. Of modules that are alike one is tried for all, within
 :func:`one_of_a_kind`.
 """

@@ -1,4 +1,4 @@
-"""What is measured, and what came out: cases (a kind of layer with its sizes), candidates and their figures."""
+"""Cases (a kind of layer with its sizes), the candidates that are measured for each, and their results."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Case:
 @dataclass(frozen=True)
 class Entry:
     """One candidate's figures. ``seconds`` of the device and ``host`` seconds of one micro-step with valid codes,
-    ``weights`` more where the weights are cast anew; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timed`.
+    ``weights`` more where the weights are cast again; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timed`.
     ``rejected``: why it is out, and then nothing else counts."""
 
     recipe: str

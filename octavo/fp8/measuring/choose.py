@@ -16,7 +16,7 @@ below 8.9  none         everything: no tensor core multiplies FP8
 9.x        blockwise    the same
 10.x, 11.x mxfp8        the same
 12.x       rowwise      the same
-any GPU                 N or K not a multiple of 16; tensorwise, if allowed alone: K <= 4096 and N <= 1024
+any GPU                 N or K not a multiple of 16; tensorwise, if nothing else is allowed: K <= 4096 and N <= 1024
 ========== ============ ================================================================
 """
 

@@ -1,8 +1,8 @@
-"""Measuring a model's layers, and keeping what was measured.
+"""Measure a model's layers, and keep the measurements in a file.
 
 The cache is one JSON file, ``$XDG_CACHE_HOME/octavo/measurements.json`` (``~/.cache`` where that is unset), with one
-entry for each machine (GPU, driver, torch, CUDA, backends and their versions) and case. It is written anew after each
-case, aside and renamed: a measurement that is killed keeps what it has and goes on from there.
+entry for each machine (GPU, driver, torch, CUDA, backends and their versions) and case. It is written after each
+case, to a temporary file that is renamed: a measurement that is killed keeps its results and continues from there.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Progress = Callable[[int, int, str], None]  # (cases done, cases in all, what is
 
 
 def default_cache() -> Path:
-    """Where measurements are kept by default."""
+    """The default path of the file with measurements."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "measurements.json"
 
 
 class MeasurementCache:
-    """Measurements on disk. Raises MeasureError for a file that is none of ours or is damaged."""
+    """Measurements on disk. Raises MeasureError for a file of another kind or version, and for a damaged one."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = default_cache() if path is None else Path(path)
 
     def load(self, machine: Machine) -> dict[Case, Measured]:
-        """What was measured on exactly this machine; nothing where there is no file."""
+        """The measurements of exactly this machine; empty where there is no file."""
         return next((dict(m.cases) for m in self._read() if m.machine == machine), {})
 
     def put(self, machine: Machine, case: Case, measured: Measured) -> None:
@@ -92,7 +92,7 @@ def measure(
         device: where to measure (None: where the model is; for a meta model the GPU if there is one).
         cache: what is in it is not measured again; None keeps nothing.
         progress: called before each case, and once more at the end.
-        timer, machine: stand-ins for the clock and this machine, for tests.
+        timer, machine: replace the clock and this machine in tests.
 
     Raises:
         PlanError: as plan; tokens that are no whole numbers, negative, or all 0.
@@ -125,6 +125,7 @@ def measure(
         if case in known and names <= known[case].entries.keys():
             measurements.cases[case] = _only(known[case], names)
             continue
+        # The family's own module is the BF16 side of experts; a linear layer is built from its sizes.
         experts = stock[case] if case.kind == "experts" else None
         measurements.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
         accelerator.empty_cache(where)

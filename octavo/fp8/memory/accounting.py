@@ -12,7 +12,7 @@ counts once, with all its bytes, however many views it has; one that was resized
 Each storage is put down to the deepest module whose forward created it, and has a kind:
 
     activation  saved for the backward: the only kind in ``total``
-    position    made outside every block and handed to blocks beside their input, without gradient: cos, sin, indices
+    position    made outside every block and passed to blocks with their input, without gradient: cos, sin, indices
     mask        such a tensor that is boolean or called a mask
     output      what the model returned and no backward needs: the caller holds it
     input       made before the forward and saved for the backward (the caller's tensors; weights are never counted)
@@ -55,7 +55,7 @@ Blocks = Iterable[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Row:
-    """One storage that is alive. ``shape`` is that of the tensor that it was made for, ``dtype`` too unless saved
+    """One storage that is alive. ``shape`` is the shape of the tensor that it was made for, ``dtype`` too unless saved
     under another, ``op`` what made it, ``block`` the block that it was made in ("" outside)."""
 
     module: str

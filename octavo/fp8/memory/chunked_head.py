@@ -7,13 +7,13 @@
 
 Transformers' models end in ``logits = self.lm_head(hidden)`` and hand that on as ``out.logits``: so the losses, fp32
 [B, P], come out there. The head runs where it always does, inside the model's forward: under FSDP2 its weight is
-gathered there, and its gradient is reduced as ever. Class, names and state dict of the head stay those of ``nn.Linear``
+gathered there, and its gradient is reduced as ever. Class, names and state dict of the head stay as in ``nn.Linear``
 (:mod:`~octavo.fp8.dense.swap`), and outside the ``with`` so does its forward: generation and evaluation see logits.
 
 A head that a plan made an FP8 layer gives its losses by FP8 GEMMs, with the casts, backends and weight codes of its
 site; its logits outside as well.
 
-:meth:`ChunkedHead.log_probs` is the same with log-probabilities, and the entropy beside them: ``given.entropy``.
+:meth:`ChunkedHead.log_probs` returns log-probabilities instead, and the entropy as ``given.entropy``.
 
 Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunk_head` runs
 the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
@@ -156,7 +156,7 @@ def chunk_head(model: nn.Module) -> ChunkedHead | str:
         kind = type(head)
         return f"its head is a {kind.__module__}.{kind.__qualname__}, not a plain nn.Linear"
     if hooked(head):
-        return "somebody hooks into its head, or has replaced the head's forward, and expects logits there"
+        return "its head has hooks, or a forward of its own, which expect logits there"
     assert isinstance(head, nn.Linear)
     reason = _altered(model, head)
     if reason is not None:
@@ -214,7 +214,7 @@ def _altered(model: nn.Module, head: nn.Linear) -> str | None:
         try:
             out = type(parent).forward(probe(parent, {}, children), **inputs)
         except Exception as error:  # a forward that is not known may fail in any way
-            return f"the forward of {name} fails on a stand-in for its body ({type(error).__name__}: {error})"
+            return f"the forward of {name} fails on a replacement of its body ({type(error).__name__}: {error})"
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or stand.calls != 1:
         return (

@@ -8,7 +8,7 @@
 
 So two blocks' worth of activations are on the device at any time, whatever the depth, and nothing ever makes the host
 wait. A storage is moved once, however many views of it are saved. What stays on the device: tensors smaller than
-``least`` bytes, parameters (what FSDP2 gathers of them and autocast's copies too), what a block was given beside its
+``least`` bytes, parameters (what FSDP2 gathers of them and autocast's copies too), what a block was given with its
 input (masks, cos and sin, which all blocks share), and what a function holds without telling autograd.
 
 The copies are hidden where a block computes longer than its bytes travel. FP8 saving halves them, checkpointing

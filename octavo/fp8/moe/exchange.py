@@ -8,7 +8,7 @@ Rank r of n has the experts from r E / n on. A forward of a layer, with P pairs 
     send the rows back, put them where the pairs were                                         [R, H] -> [P, H]
 
 Within an expert, rows lie in the order (source rank, token, choice). That is the order which one process has that is
-given the ranks' tokens one behind the other: so casts, GEMMs and their padding are its own, bit for bit.
+given the tokens of the ranks one after the other: so casts, GEMMs and their padding are its own, bit for bit.
 
 Every rank takes part, also one without a token or without a row for its experts; the backward sends the same rows the
 other way. How many rows come is read from the device once a forward, because a receiver must make room for them.
@@ -35,7 +35,7 @@ EXCHANGE = "_exchange"
 class Dealt(NamedTuple):
     """The pairs of one forward, dealt out. ``order`` [S]: the pair in each row that is sent; ``place`` [P]: the row of
     each pair, S or more for one without an expert; ``sent`` and ``received``: rows to and from each rank; ``experts``
-    [R]: the expert of each received row, counted from the first one here; ``by``: the exchange that they go by."""
+    [R]: the expert of each received row, counted from the first one here; ``by``: the exchange that moves them."""
 
     order: Tensor
     place: Tensor
@@ -77,7 +77,7 @@ class Exchange:
         return self  # a group is no value
 
     def deal(self, chosen: Tensor, experts: int) -> Dealt:
-        """Deal the pairs whose experts are ``chosen`` [P] (of ``experts`` in all; other numbers belong to nobody).
+        """Deal the pairs whose experts are ``chosen`` [P] (of ``experts`` in all; other numbers belong to no rank).
 
         A collective; waits for the device."""
         valid = (chosen >= 0) & (chosen < experts)

@@ -1,4 +1,4 @@
-"""Experts in high precision that compute rows laid out by expert, as FP8 ones do: where adapters stand beside them, or
+"""Experts in high precision that compute rows laid out by expert, as FP8 ones do: where they have adapters, or
 where they are dealt to ranks. At any other time they run as their stock class does."""
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The linear layer of all experts at once in FP8: the three GEMMs of a linear layer, grouped.
 
 With the rows of all experts x [R, K] (laid out by :mod:`octavo.fp8.kernels.groups`), w [E, N, K] and dy [R, N], each
-expert e alone::
+expert e separately::
 
     fwd    y_e  = x_e @ w_e.T (+ bias_e)     dgrad  dx_e = dy_e @ w_e     wgrad  dw_e = dy_e.T @ x_e
 
 What a forward keeps is what :mod:`octavo.fp8.dense.linear` keeps: the codes of x in wgrad layout, and none where the
 weight is frozen or the backward can get x again. Nothing here waits for the device: sizes of experts stay there, and
-FLOPs of real rows are added up when somebody reads them.
+FLOPs of real rows are added up when they are read.
 
 Where grouped GEMMs cannot be (delayed scaling, whose histories are each expert's own; a backend without them) the
 experts run one by one, each with the three GEMMs of a linear layer; :func:`why_not_grouped` says why, and the plan
@@ -123,7 +123,7 @@ class Grouped(Dense):
             seen.product(gemm, a[span], b[span] if gemm == "wgrad" else b[expert])
 
     def result(self, seen: Seen, product: Result) -> None:
-        """Of one expert with rows, whose GEMM is as large as those of all in the mean."""
+        """Report the result of one expert with rows, which the checker picks."""
         filled = list(spans(self.groups))
         if not filled:
             return
@@ -164,7 +164,7 @@ def grouped_gemms(x: Tensor, bias: Tensor | None, call: Call) -> Tensor:
 
 
 def one_by_one(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
-    """(``run(expert, its rows)`` of every expert with rows, where the rows lay, zeros in between; how many there were).
+    """(``run(expert, its rows)`` of every expert with rows, where its rows are, else zeros; how many experts ran).
 
     With no row at all the first expert runs on none, so that its weights belong to the graph. Waits for the device.
     """

@@ -21,7 +21,7 @@ _WIDTH = 8  # torch's grouped product loads 16 bytes at a time: rows of both ope
 def fwd(x: Tensor, w: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
     """y [R, N] in x's dtype: each expert's rows x [R, K] times its w [E, N, K] transposed, plus its bias [E, N].
 
-    Padding rows hold anything, also that of the next.
+    Padding rows hold anything, also rows of the next expert.
     """
     w, bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if _native(x, w):
@@ -59,7 +59,7 @@ def bias_grad(dy: Tensor, groups: Groups) -> Tensor:
 
 
 def of_rows(values: Tensor, groups: Groups) -> Tensor:
-    """[E, N] -> [R, N]: the values of each row's expert (of the first expert for rows behind the last one's)."""
+    """[E, N] -> [R, N]: the values of each row's expert (of the first expert for rows after the last one's)."""
     return values.index_select(0, groups.tiles.clamp(min=0).repeat_interleave(TILE))
 
 

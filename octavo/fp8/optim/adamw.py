@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _Loss = TypeVar("_Loss")
 Watch = Callable[[Tensor, Group, "float | Tensor | None"], None]
 
-_PART = 1 << 22  # elements compared at a time where a BF16 weight was written by somebody else
+_PART = 1 << 22  # elements compared at a time where a BF16 weight was written from outside
 
 
 class AdamW(torch.optim.Optimizer):
@@ -36,7 +36,7 @@ class AdamW(torch.optim.Optimizer):
     states: the format of the moments, by bytes per parameter: "fp8" 2.06, "coat" 2.19, "bf16" 4, "fp32" 8
         (:mod:`octavo.fp8.arithmetic.moments`).
     master: where the fp32 weight is: "fp32" in the parameter (or, of a BF16 parameter, in a state of 4 bytes);
-        "bf16+16" in the BF16 parameter and 2 bytes beside it, exactly; "bf16+sr" nowhere: the BF16 parameter is
+        "bf16+16" in the BF16 parameter and 2 bytes more, exactly; "bf16+sr" nowhere: the BF16 parameter is
         rounded stochastically (:mod:`octavo.fp8.arithmetic.master`).
     seed: of the random bits that round second moments and "bf16+sr" weights.
 
@@ -46,7 +46,7 @@ class AdamW(torch.optim.Optimizer):
     its dtype and shape and the group's `states` and `master` are settled.
 
     Weights may be written between two steps, as by `model.load_state_dict`: the next step starts from what it finds.
-    Where an fp32 `master` stands behind a BF16 parameter, elements that it no longer rounds to are taken from the
+    If a BF16 parameter has an fp32 `master`, elements that the master no longer rounds to are taken from the
     parameter. Torch must see such a write: one through `p.data.copy_` leaves no trace, and the master wins.
 
     State dicts of torch's AdamW are loaded and encoded. The way back: a torch AdamW cannot take a state dict of this
@@ -61,8 +61,12 @@ class AdamW(torch.optim.Optimizer):
     _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_mark`
 
     to_torch = convert.to_torch
+    """``optimizer.to_torch()``: a state dict that ``torch.optim.AdamW`` loads, with the moments in fp32."""
     set_low = convert.set_low
+    """``optimizer.set_low(model, lows)``: begin with these lower halves of the weights, for ``master="bf16+16"``."""
     copy_state = staticmethod(convert.copy_state)
+    """``AdamW.copy_state(source, target)``: weights, moments and settings of one optimizer into another with other
+    formats; either may be torch's AdamW."""
 
     def __init__(
         self,
@@ -109,10 +113,10 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, parameters: Iterable[Tensor], factor: float | Tensor | None = None) -> None:
-        """Step `parameters` alone, each of which has a gradient: what :meth:`step` does for all, without its hooks."""
+        """Step only `parameters`, each of which has a gradient; as :meth:`step` does for all, without its hooks."""
         sizes = [len(group["params"]) for group in self.param_groups]
         first = list(accumulate(sizes, initial=0))  # the number of each group's first parameter
-        wanted: dict[int, dict[int, Tensor]] = {}  # by group and by place in it: one order, whoever asks
+        wanted: dict[int, dict[int, Tensor]] = {}  # by group and place: one order, whatever the order of `parameters`
         for p in parameters:
             of, at = self._place(p)
             wanted.setdefault(of, {})[at] = p
@@ -194,7 +198,7 @@ class AdamW(torch.optim.Optimizer):
         return layout.fresh(p, group)
 
     def _remember(self, p: Tensor) -> None:
-        if not self._written:  # a new one: that of the class is everybody's, and a copy begins without
+        if not self._written:  # a new dict: the one of the class is shared, and a copy begins without
             self._written = {}
         cast(dict[Tensor, tuple[int, int, int]], self._written)[p] = _mark(p)
 
@@ -220,13 +224,13 @@ def _holds(group: Group, at: int, p: Tensor) -> bool:
 
 
 def _mark(p: Tensor) -> tuple[int, int, int]:
-    """What differs once somebody wrote to a parameter, or to its shard: the versions that torch counts, the address."""
+    """Changes with every write to a parameter or its shard that torch sees: its versions, its address."""
     return p._version, local_of(p)._version, plain(p).data_ptr()
 
 
 def _honour(weight: Tensor, master: Tensor) -> None:
-    """Let `master` (fp32 [n]) be what somebody wrote into `weight` (BF16 [n]) where it no longer rounds to that; all
-    other elements keep their bits. Waits for the device only where the master lies in host memory."""
+    """Copy `weight` (BF16 [n]) into `master` (fp32 [n]) where the master does not round to it; all other elements keep
+    their bits. Waits for the device only if the master is in host memory."""
     for exact, low in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):
         exact.copy_(torch.where(exact.to(low.dtype) != low, low.float(), exact))
 

@@ -65,7 +65,7 @@ def fp32_weight(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def set_weight(optimizer: torch.optim.Optimizer | None, group: Group | None, parameter: Tensor, value: Tensor) -> None:
     """Begin with this value of a weight, fp32 in the shape of this rank's part: into the parameter and into what the
-    optimizer keeps of it beside; `group`: its own (None: the optimizer does not hold it). Follow it with
+    optimizer keeps of it; `group`: its parameter group (None: the optimizer does not hold it). Follow it with
     `fp8.invalidate` of the model."""
     state: Any = {} if optimizer is None or group is None else optimizer.state.get(parameter, {})
     if optimizer is not None and group is not None and not state and "states" in group:
@@ -191,6 +191,7 @@ def encode(parameter: Tensor, group: Group, state: Mapping[str, Tensor], m: Tens
 
     for a, b in _chunks(first + (first in edges), last - (last - 1 in edges)):
         store([(a, b)], None)
+    # Groups that a border cuts come last and together: their ranks exchange extrema, in one order on all ranks.
     if cut:
         agree = sharded.Agreement([(parameter, 0)], [(0, g) for g in edges], m.device)
         if edges:

@@ -140,7 +140,7 @@ class _Scratch:
         a, b, _ = (x[: m.numel()] for x in self._ints)
         bits = v.view(torch.int32)
         low, high = _rows(v).amin(1), _rows(v).amax(1)  # a NaN is both
-        zeros = not float(low.amin()) > 0  # or a NaN, behind which there may be zeros
+        zeros = not float(low.amin()) > 0  # or a NaN, which may hide zeros
         if zeros:  # (bits - 1) mod 2^31: a zero is the largest
             low = _rows(torch.sub(bits, 1, out=b).bitwise_and_(_MAGNITUDE)).amin(1).add_(1).view(torch.float32)
         low, high = (x.view(torch.int32).bitwise_and_(_MAGNITUDE) for x in (low, high))

@@ -5,7 +5,7 @@ element of the parameter, in its shape, sharded like it. A *group* tensor has a 
 the flattened whole parameter that this rank's part touches; ranks that share a group hold the same row.
 
 Which there are, `moments.LAYOUT` says for each format of states; master weights add element tensors: `master_low` int16
-for "bf16+16", `master` fp32 for "fp32" behind a BF16 parameter.
+for "bf16+16", `master` fp32 for "fp32" with a BF16 parameter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PER_GROUP = frozenset(spec.name for kind in LAYOUT.values() for spec in kind if 
 
 
 def state_specs(states: str, master: str, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """The state tensors of a parameter of `dtype`, beside `step`."""
+    """The state tensors of a parameter of `dtype`, without `step`."""
     moment_specs = LAYOUT[states]
     if dtype == torch.bfloat16 and master == "fp32":
         return (*moment_specs, StateSpec("master", torch.float32))

@@ -1,9 +1,9 @@
 """Optimizer states in host memory: each batch of pieces is on the device only while it is updated.
 
-States (moments, and the lower halves or fp32 copies of master weights) lie pinned in host memory; weights and gradients
+States (moments, and the lower halves or fp32 copies of master weights) are in pinned host memory; weights and gradients
 stay where they are. A step goes through the pieces in batches of about 64 MiB of states. While one batch is updated,
 the next comes in on one side stream and the last goes back on another, so that PCI Express works in both directions at
-once beside the arithmetic::
+once during the arithmetic::
 
     inward    |  fetch 0  |  fetch 1  |  fetch 2  |
     update                | update 0  | update 1  | update 2  |
@@ -64,7 +64,7 @@ class Transfers(Protocol):
         """Let the work that follows wait for the fetch of this slot."""
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
-        """Begin to copy device to host, behind the work so far."""
+        """Begin to copy device to host, after the work so far."""
 
     def settle(self) -> None:
         """Wait until all of it has happened."""
@@ -203,7 +203,7 @@ class Offload:
             self._last = batch
 
     def settle(self) -> None:
-        """Wait until host memory holds what the last step wrote: before anybody reads it, as a state dict does."""
+        """Wait until host memory holds what the last step wrote: before it is read, as by a state dict."""
         self._move.settle()
 
     def forget(self) -> None:
@@ -273,7 +273,7 @@ class OffloadedAdamW(AdamW):
     """:class:`octavo.fp8.AdamW` whose states are in pinned host memory, and on the GPU only for their update.
 
     A parameter's state is made on its device and moved away before the next one's is made. ``optimizer.state`` and
-    state dicts hold CPU tensors (in a DTensor, too); what is loaded goes to the host. Results are those of AdamW, bit
+    state dicts hold CPU tensors (in a DTensor, too); what is loaded goes to the host. Results equal those of AdamW, bit
     for bit. Raises ValueError for parameters that are not on a CUDA device.
     """
 
@@ -300,7 +300,7 @@ class OffloadedAdamW(AdamW):
         of(device).step(pieces, hyper, factor, agree, engine(device))
 
     def settle(self) -> None:
-        """Wait until host memory holds what the last step wrote: before anybody reads ``optimizer.state``."""
+        """Wait until host memory holds what the last step wrote: before ``optimizer.state`` is read."""
         for device in self._devices():
             of(device).settle()
 

@@ -1,4 +1,4 @@
-"""Loading state dicts into `fp8.AdamW`: its own as they are, those of torch's AdamW encoded.
+"""Load state dicts into `fp8.AdamW`: its own as they are, state dicts of torch's AdamW encoded.
 
 `torch.optim.Optimizer.load_state_dict` casts floating states to the parameter's dtype, which would turn float8 codes
 and fp32 scales into BF16, and it takes what it is given. Here everything is checked before anything is changed, and
@@ -31,15 +31,15 @@ def load(
     fresh: Callable[[Tensor, Group], dict[str, Tensor]],
 ) -> None:
     """Fill an `fp8.AdamW` from a state dict of one, or of torch's AdamW, whose moments are encoded (a collective where
-    a group of 128 lies on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
+    a group of 128 is on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
     ``fresh`` are the optimizer's methods.
 
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
     from the dict; those it lacks stay. Tensors that are there are written into.
 
-    Warns of what :func:`former_coat` finds. Raises ValueError, before anything is changed, for a dict without states or
-    groups, groups of other sizes, states of parameters in no group, other formats of states, missing or foreign
-    tensors, other shapes or dtypes.
+    Warns of what :func:`note_on_old_coat` finds. Raises ValueError, before anything is changed, for a dict without
+    states or groups, groups of other sizes, states of parameters in no group, other formats of states, missing or
+    foreign tensors, other shapes or dtypes.
     """
     document = dict(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -65,6 +65,7 @@ def load(
             f"The state dict has a state of parameter {unknown[0]!r} ({len(unknown)} such in all), which is in none of "
             f"its groups of {sizes[0]} parameters. Load a state dict as optimizer.state_dict() gave it, whole."
         )
+    # Everything is checked before the first tensor is written: a refused dict leaves the optimizer as it was.
     work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, document["state"])]
     for group, former in zip(mine, saved, strict=True):
         group.update({key: copy.deepcopy(former[key]) for key in group if key in former and key != "params"})
@@ -84,16 +85,16 @@ def load(
                 value = _local(p, value) if spec.row is None else _rows(p, value)
                 plain(state[spec.name]).copy_(value.view(plain(state[spec.name]).shape))
         state["step"].fill_(float(values["step"]) if values else 0.0)
-    if note := former_coat(optimizer):
+    if note := note_on_old_coat(optimizer):
         warnings.warn(note, stacklevel=3)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
 
-def former_coat(optimizer: Optimizer) -> str | None:
-    """What is to be told of moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
-    group exact where it is a multiple of 1/16 now; None where all are. k stands beside the codes, so that they decode
-    as they did there, and the next step writes them anew."""
+def note_on_old_coat(optimizer: Optimizer) -> str | None:
+    """A warning about moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
+    group exact where it is a multiple of 1/16 now; None where all are. k is stored with the codes, so that they decode
+    as they did there, and the next step writes them again."""
     for group in optimizer.param_groups:
         for p in group["params"] if group.get("states") == "coat" else []:
             for key in ("exp_avg_figures", "exp_avg_sq_figures"):
@@ -119,6 +120,7 @@ class _Entry(NamedTuple):
 
 
 def _checked(group: Group, saved: Group, state: Mapping[int, Mapping[str, Tensor]]) -> Iterator[_Entry]:
+    # torch's AdamW has no formats of states; its moments are encoded as they are loaded.
     foreign = "states" not in saved
     first: list[str | None] = saved.get("param_names") or group.get("param_names") or [None] * len(group["params"])
     names = [

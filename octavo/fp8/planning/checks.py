@@ -29,8 +29,8 @@ _FUSED = {NORM: ("rmsnorm",), MLP: ("swiglu", "swiglu_backward")}  # what blocks
 
 
 def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], step: int | None = None) -> None:
-    """What was asked to run in FP8 must be able to; ``able``: the names of the rows that nothing forbids. A whole
-    ``step`` in high precision is asked for by a rule with a span."""
+    """Raise PlanError if a component or a rule asks for FP8 that no layer can run. ``able``: the names of the rows that
+    nothing forbids. A whole ``step`` in high precision is fine: a rule with a span asks for it."""
     parts = {c: p for c, p in policy.components.items() if p.recipe not in (None, OFF, AUTO)}
     rules = [rule for rule in policy.rules if rule.recipe not in (None, OFF, AUTO)]
     requests = [(f"component {c!r}", [r for r in rows if r.component == c]) for c in parts]
@@ -53,7 +53,7 @@ def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], st
 def notes_of(
     model: nn.Module, policy: Policy, rows: Sequence[PlanRow], tokens: Mapping[str, int] | None, device: torch.device
 ) -> tuple[str, ...]:
-    """What a reader should know of a plan, one sentence each."""
+    """Notes on a plan, one sentence each."""
     fp8 = [r for r in rows if r.fp8]
     notes = _output_note(rows) + _cast_notes(policy, fp8)
     notes += frozen_notes(model, rows)
@@ -78,7 +78,7 @@ def notes_of(
 
 
 def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
-    """What follows from the casts of rows in FP8: scales that span tokens, and weights with two layouts of codes."""
+    """Notes on the casts of rows in FP8: scales that span tokens, and weights with two layouts of codes."""
     notes = []
     if any(_by_tensor(row) for row in rows):
         late = any(r.recipe is not None and r.recipe.delayed is not None for r in rows)
@@ -99,7 +99,7 @@ def _name_of(recipe: Recipe) -> str:
 
 
 def _by_tensor(row: PlanRow) -> bool:
-    """Whether x or dy has one scale, which is that of the tokens on this rank. (Weights are whole wherever they are
+    """Whether x or dy has one scale, taken from the tokens on this rank only. (Weights are gathered before they are
     cast.)"""
     assert row.recipe is not None
     casts = [gemm.a for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
@@ -125,12 +125,12 @@ def _output_note(rows: Sequence[PlanRow]) -> list[str]:
 
 
 def measured_notes(policy: Policy, measurements: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """Whether times decided, and what was not measured."""
+    """Notes on whether measurements decided, and what was not measured."""
     if measurements is None or measurements.machine.emulated:
         if not policy.asks_auto:
             return ()
         where = "" if measurements is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
-        return (f"recipe auto: nothing was measured{where}; recipes are those of the documented table (docs/plan.md)",)
+        return (f"recipe auto: nothing was measured{where}; recipes come from the documented table (docs/plan.md)",)
     unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.decided)]
     unmeasured = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
     return (f"measured on {measurements.machine.gpu}: a layer runs in FP8 only where that won{unmeasured}",)

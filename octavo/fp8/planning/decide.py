@@ -1,10 +1,10 @@
-"""The plan: which linear layer will run in which recipe on which backend, and why; made before a weight is touched.
+"""Make the plan: which linear layer will run in which recipe on which backend, and why. No weight is read.
 
 ``plan`` applies a :class:`Policy` to the layers of a model (:func:`describe_layers`; a model on the meta device will
 do) and returns one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16.
 
 With measurements (:func:`octavo.fp8.measure`) a layer runs in FP8 only where that was measured to win; the
-recipe "auto" then takes the fastest. Without, "auto" goes by the table of :mod:`octavo.fp8.measuring.choose`.
+recipe "auto" then takes the fastest. Without, "auto" uses the table of :mod:`octavo.fp8.measuring.choose`.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def plan(
         raise PlanError("A plan by measurements needs the tokens that they were made with. Give tokens as well.")
     decided = decisions(model, policy, components, tokens, step)
     device = device_of(model)
+    # Times of FP8 that is emulated on a CPU would switch every layer off: they are shown and decide nothing.
     used = None if measurements is None or measurements.machine.emulated else measurements
     cases = cases_of(model, [row for row, _, _ in decided], tokens) if used is not None and tokens is not None else {}
     chooser = _Chooser(policy, device, used, micro_steps)

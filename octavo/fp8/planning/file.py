@@ -40,7 +40,7 @@ from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, describe_layers
 
 HELP = (
-    "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
+    "Edit only layers. A line gives a recipe to the layers whose names match; a later line wins over an earlier one.",
     f"recipe: {listed((OFF, *NAMES), 'or')}. format: {listed(FORMATS, 'or')}. fwd, dgrad, wgrad: fp8 or "
     "bf16, or a recipe whose casts the GEMM has. backend: a name that octavo doctor lists, or leave it out. why and ms "
     "are remarks.",
@@ -52,7 +52,7 @@ HELP = (
 
 def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) -> dict[str, Any]:
     """What a plan file holds, as JSON types; ``now``: with all that this plan says, as in a run's plan.json. ``spans``
-    of a schedule become lines that hold in their steps alone."""
+    of a schedule become lines that hold only in their steps."""
     timed = [line for s in spans if s.plan is not plan for line in lines_of(s.plan.rows, plan.rows, s[:2])]
     return {
         **({} if now is None else now.to_json()),
@@ -110,8 +110,8 @@ def load_plan(
         path: a file of :func:`save_plan`, or the ``plan.json`` of a run.
         model: the model that it was made for, real or on the meta device.
         components: as for :func:`octavo.fp8.planning.decide`; None: those in the file.
-        other_machine: take the recipes though the GPU is another one, and choose backends anew.
-        backend: who runs every FP8 GEMM where backends are chosen anew; "auto": the registry's choice.
+        other_machine: take the recipes although the GPU is another one, and choose backends again.
+        backend: the backend of every FP8 GEMM where backends are chosen again; "auto": the registry's choice.
 
     Raises:
         PlanError: a file that is no plan; one for another GPU or another model, with the differences; a line that
@@ -140,7 +140,7 @@ def load_plan(
     changes = [*_separated(path.name, fields, planned)]
     changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
-        changes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen anew")
+        changes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen again")
     elif changed and not here.emulated:
         changes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
     return replace(planned, rows=tuple(rows), notes=(*planned.notes, *changes), changes=tuple(changes))
@@ -179,7 +179,7 @@ def _separated(name: str, fields: Mapping[str, Any], plan: Plan) -> Iterator[str
 
 
 def _summary(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The linear maps of a model, those that differ in numbers alone counted together."""
+    """The linear maps of a model; those that differ only in their numbers are counted together."""
     counts = Counter((template(r.name), r.kind, r.shape, r.experts) for r in rows)
     return [
         {"name": name, "kind": kind, "shape": list(shape), **({"experts": experts} if experts else {}), "layers": n}

@@ -53,9 +53,10 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
         if not fits(document.get(key)):
             state = f"it is {_short(document[key])}" if key in document else "it is missing"
             raise PlanError(
-                f"{path} has no usable {key!r}: {state}, where {wanted} belongs. Edit layers alone, or save the plan "
+                f"{path} has no usable {key!r}: {state}, where {wanted} belongs. Edit only layers, or save the plan "
                 "again."
             )
+    # Each line is matched with each layer: a bound keeps a damaged or hostile file from taking hours.
     if len(document["layers"]) > MOST_LINES:
         raise PlanError(f"{path} has {len(document['layers']):,} lines in layers, and {MOST_LINES:,} are the most.")
     if not document["layers"]:
@@ -222,8 +223,8 @@ def _line(item: Any, place: str, backends: bool) -> Line:
 def lines_of(
     rows: Sequence[PlanRow], beside: Sequence[PlanRow] = (), steps: tuple[int, int] | None = None
 ) -> list[dict[str, Any]]:
-    """One line for layers that differ in their numbers alone, if a glob names exactly them; else one for each. With
-    ``beside``, of those alone that differ from these rows, as they are in ``steps``."""
+    """One line for layers that differ only in their numbers, if a glob names exactly them; else one for each. With
+    ``beside``, only the layers that differ from these rows, as they run in ``steps``."""
     able = [r for r in rows if r.fp8 or r.decided or r.kind in ("linear", "experts")]
     if beside:
         main = {r.name: r for r in beside}

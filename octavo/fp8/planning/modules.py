@@ -38,11 +38,11 @@ def blocks_of(
     saving: Collection[str] = (),
     components: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[PlanBlock, ...]:
-    """The modules of ``model`` around linear layers, as far as somebody asked for them.
+    """The modules of ``model`` around linear layers, as far as the policy asks for them.
 
     Args:
         rows: the linear layers as they will run.
-        on: whether norms and gated MLPs beside FP8 layers are to be fused with them.
+        on: whether to fuse norms and gated MLPs with their FP8 layers.
         saving: the components whose blocks are to keep FP8 for backward.
         components: component -> globs of module names, as for the plan.
     """
@@ -73,7 +73,7 @@ def _lookup(model: nn.Module, rows: Sequence[PlanRow]) -> Lookup:
 
 
 def _fusing(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
-    """The norms and gated MLPs that have an FP8 layer beside them, by name."""
+    """The norms and gated MLPs next to an FP8 layer, by name."""
     out: dict[str, PlanBlock] = {}
     for name, module in model.named_modules():
         if gated_mlp.is_gated_mlp(module):
@@ -128,7 +128,7 @@ def _saved(name: str, kind: str, why: str | None) -> PlanBlock:
     return PlanBlock(name, kind, False, "", why is None, "activations: fp8" if why is None else why)
 
 
-_FUSED = ((MLP, "run as one function"), (NORM, "hand their codes to the layers behind them"))
+_FUSED = ((MLP, "run as one function"), (NORM, "pass their codes to the layers after them"))
 _SAVED = (
     (NORM, "norms keep FP8 codes of their input"),
     (MLP, "gated MLPs keep gate and up in FP8"),

@@ -1,4 +1,4 @@
-"""What a plan says of one layer and of one block."""
+"""The entries of a plan: one layer, one block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One layer's fate. ``recipe`` is None in high precision; ``reason`` says who decided or what forbids;
+    """One layer of a plan. ``recipe`` is None in high precision; ``reason`` says what decided or forbids FP8;
     ``selections`` holds the backend of each FP8 GEMM; ``flops`` counts all three GEMMs of one step (two if frozen).
     ``times`` is what was measured; ``decided`` is True where a measurement or the table chose, not the policy."""
 
@@ -107,7 +107,7 @@ class PlanRow:
 class PlanBlock:
     """A norm, an MLP or an attention module.
 
-    ``fused``: whether it runs together with the FP8 layers beside it; ``reason``: why, or why not ("" where that was
+    ``fused``: whether it runs together with its FP8 layers; ``reason``: why, or why not ("" where that was
     not asked). ``saves``: whether it keeps FP8 for its backward (None: not asked); ``why``: the reason.
     """
 

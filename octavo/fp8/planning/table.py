@@ -7,7 +7,7 @@ are multiplied too. With a weight [N, K] the forward contracts K, dgrad N and wg
 
     part = mean over the GEMMs in FP8 of  N' K' / (N K) - 1
 
-That is what the codes hold. Kernels cut matrices into tiles of 64 to 256 as well, as those of BF16 do, which is not
+That is what the codes hold. Kernels cut matrices into tiles of 64 to 256 as well, as BF16 kernels do, which is not
 counted. Some backends write a result as wide as the codes and copy the real columns out (``Backend.cuts_results``):
 y, whose width is N, dx and dw, whose width is K, each where that is no multiple of 16. Such a copy moves 4 bytes an
 element, which next to a GEMM over 1280 inputs is much more than the zeros.
@@ -153,7 +153,7 @@ def totals(rows: Sequence[PlanRow]) -> list[str]:
 
 def padded(rows: Sequence[PlanRow]) -> list[str]:
     """Which layers have sizes that tensor cores do not take as they are, and what that costs: a sentence for all, and
-    one for each of the dearest; none where every size is taken as it is."""
+    one for each of the most expensive kinds; none where every size is taken as it is."""
     kinds: dict[tuple[str, tuple[int, int], Padding, tuple[str, ...]], list[PlanRow]] = {}
     for row in rows:
         runs = {gemm: s.backend for gemm, s in row.selections.items() if gemm != "wgrad" or not row.row.frozen}
@@ -165,7 +165,7 @@ def padded(rows: Sequence[PlanRow]) -> list[str]:
     total = sum(row.flops for row in rows) or 1.0
     count = f"{sum(map(len, kinds.values()))} of {sum(row.fp8 for row in rows)} FP8 layers"
     shown = sorted(kinds, key=lambda key: -flops[key])[:_SHOWN]
-    rest = f"; the dearest {_SHOWN} of {len(kinds)} kinds:" if len(kinds) > _SHOWN else ":"
+    rest = f"; the {_SHOWN} most expensive of {len(kinds)} kinds:" if len(kinds) > _SHOWN else ":"
     part = _percent(sum(flops.values()) / total)
     return [
         f"{count} have sizes that tensor cores take filled up with zeros, {part} of all layers' FLOPs more{rest}",

@@ -130,6 +130,7 @@ def check_names(
 ) -> None:
     """Components and rules must name something that exists. ``parts``: components that the model has, some maybe
     without a linear layer, such as a projector that is a parameter."""
+    # A misspelt name would otherwise do nothing in silence, and train another model than was asked for.
     here = tuple(dict.fromkeys(r.component for r in rows))
     for word, requested in (("component", policy.components), ("tokens of component", tokens or {})):
         for component in requested:

@@ -1,7 +1,7 @@
-"""What is asked for: a recipe for the whole model, for its components, and for names; later and narrower wins.
+"""The request: a recipe for the whole model, for components and for names; the later and narrower setting wins.
 
-A :class:`Policy` says nothing about any model; :func:`octavo.fp8.planning.decide` lays it over one. At every level None
-means "as above". The recipe ``"auto"`` leaves the choice among ``candidates`` to measurements, or where there are none
+A :class:`Policy` knows no model; :func:`octavo.fp8.planning.decide` applies it to one. At every level None means "as
+above". The recipe ``"auto"`` leaves the choice among ``candidates`` to measurements, or where there are none
 to the table of :mod:`octavo.fp8.measuring.choose`.
 """
 
@@ -31,7 +31,7 @@ class PlanError(Fp8Error, ValueError):
 
 @dataclass(frozen=True)
 class ComponentPolicy:
-    """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
+    """The settings of one component. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
     ``dgrad``, ``wgrad``: fp8, bf16 or the recipe whose casts that GEMM has; ``activations``: bf16 or fp8; ``param``:
     whether its weights are FP8 between steps. None: as the whole model; but ``lm_head`` is off until its recipe is
     given by name, and keeps its weight in high precision."""
@@ -50,7 +50,7 @@ class ComponentPolicy:
 
 @dataclass(frozen=True)
 class Rule:
-    """The answer for the layers whose names ``match`` (an anchored glob on dotted segments, as in
+    """The settings of the layers whose names ``match`` (an anchored glob on dotted segments, as in
     ``**.layers.0.**``). ``steps``: the first and the last step in which it holds, counted from 1; outside of them it
     does not exist. None: it always holds."""
 
@@ -67,7 +67,7 @@ class Rule:
 
     @property
     def source(self) -> str:
-        """Who decided, as a reason says it."""
+        """The name of this level in a reason."""
         return f"rule {self.match}"
 
     def holds(self, step: int | None) -> bool:
@@ -76,7 +76,7 @@ class Rule:
 
     @property
     def title(self) -> str:
-        """The rule, as an error says it."""
+        """The name of this rule in errors."""
         return f"rule {self.match!r}"
 
     @property
@@ -117,12 +117,12 @@ def _are_steps(steps: Any) -> bool:
 
 @dataclass(frozen=True)
 class Policy:
-    """What to run in FP8.
+    """Which layers run in FP8, and how.
 
     Args:
         recipe: of every component, the projector included: one of ``fp8.RECIPES``; "auto" (the fastest by measurement,
             see :func:`octavo.fp8.planning.decide`); or "off" (then components and rules may still switch parts on).
-            None: "blockwise"; but where components are named (other than to be "off"), those alone run in FP8, and all
+            None: "blockwise"; but where components are named (other than to be "off"), only those run in FP8, and all
             others are "off".
         format: "e4m3", "hybrid" or None for the recipe's default.
         fwd, dgrad, wgrad: "fp8", "bf16", or a recipe whose casts that GEMM has.
@@ -205,7 +205,7 @@ class Policy:
         return _short_repr(self)
 
     def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
-        """Also of levels that are off: a word nobody reads yet is a surprise for later."""
+        """Check the words of a level, also if it is off: an invalid one would only fail once it is switched on."""
         words = (("format", FORMATS), *((gemm, PRECISIONS) for gemm in GEMMS))
         for name, allowed in words:
             value = getattr(level, name)
@@ -215,7 +215,7 @@ class Policy:
         if isinstance(level.recipe, Recipe):
             raise PlanError(
                 f"{where}: recipe takes a name, found the Recipe object {level.recipe.name!r}. Write "
-                f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad beside it."
+                f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad as further arguments."
             )
         if not isinstance(level.recipe, str | None):
             raise PlanError(f"{where}: recipe takes a name, one of {_names()}; found {level.recipe!r}.")
@@ -229,12 +229,12 @@ class Policy:
         return [(where, level.recipe) for where, level in self._levels() if level.recipe is not None]
 
     def activations_of(self, component: str) -> str:
-        """What blocks of a component keep: its own answer, else that of the whole model."""
+        """What blocks of a component keep: the component's setting, else the one of the whole model."""
         part = self.components.get(component)
         return self.activations if part is None or part.activations is None else part.activations
 
     def param_of(self, component: str) -> bool:
-        """Whether weights of a component are FP8 between steps: its own answer, else that of the whole model."""
+        """Whether weights of a component are FP8 between steps: its own setting, else the one of the whole model."""
         part = self.components.get(component)
         if component == HEAD:  # the embedding may be the same tensor, and looks values up
             return False
@@ -300,7 +300,7 @@ class Decision:
 
     def allowed(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
         """The recipes that this decision admits by name: none for off, ``candidates`` for auto (without those that the
-        settings beside it exclude), else the one. Raises PlanError for a pair that cannot be."""
+        other settings exclude), else the one. Raises PlanError for a pair that cannot be."""
         out: dict[str, Recipe] = {}
         errors: list[str] = []
         for name in candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):

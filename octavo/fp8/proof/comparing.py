@@ -1,10 +1,10 @@
 """One FP8 GEMM computed again: its casts by the reference, bit for bit; its product bit for bit by the kernel that made
 it, and within what rounding may do by the reference in host memory.
 
-* **Casts.** The scale and the codes of a block depend on that block alone (of one scale for the whole tensor, on its
+* **Casts.** The scale and the codes of a block depend only on that block (with one scale for the whole tensor, on its
   amax besides), so an operand is cast again in bands of :data:`BAND` values: all of it, and never a second copy.
 * **Product, the same.** The same kernel on the same operands. It proves a device that errs now and then. A kernel that
-  does not give the same bits twice, when it is asked twice again, is no witness: the next comparison alone counts.
+  gives other bits when it runs twice more proves nothing: then only the next comparison counts.
 * **Product, another.** :data:`TILE` x :data:`TILE` of its values, drawn at random, from the codes, by the reference on
   the CPU. It proves a device that errs always alike. With k products added up and |a| x |b| the product of magnitudes::
 
@@ -12,7 +12,7 @@ it, and within what rounding may do by the reference in host memory.
       share = k 2^-23                   fp32 sums (CPU), 2^-7 at most
       share = 2^-7 max(1, k / 4096)     tensor cores whose sums have 14 bits: 32 terms at a time, each cut by 2^-14
 
-A NaN equals a NaN: what overflowed is no fault of the device.
+A NaN equals a NaN: an overflow is no fault of the device.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def compare(result: Result, draw: random.Random, done: Compared) -> Difference |
 
 def of_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Difference | None:
     """The first difference between q and the reference's cast of x [rows, columns]; ``noted``: the scale is given, and
-    the codes alone are made again."""
+    only the codes are made again."""
     by, spec = "by the reference's cast", q.spec
     whole, scale = spec.block == (-1, -1) or noted, q.scale
     amax = cast.amax(x) if whole else None

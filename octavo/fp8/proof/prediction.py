@@ -40,7 +40,7 @@ class Prediction:
 
     @property
     def linear_gain(self) -> float:
-        """By how much the linear layers alone are faster: 0.5 is 1.5 times as fast."""
+        """By how much the linear layers are faster, without the rest of the step: 0.5 is 1.5 times as fast."""
         return self.linear_high / self.linear_planned - 1 if self.linear_planned else 0.0
 
     @property
@@ -131,7 +131,7 @@ def _causes(prediction: Prediction, times: Mapping[str, Times], plan: Plan) -> l
 
 
 def _host_bound(times: Times, micro_steps: int) -> bool:
-    """True if the best FP8 candidate loses by its launches alone."""
+    """True if only its launches make the best FP8 candidate slower."""
     assert times.best is not None
     entry = times.measured.entries[times.best]
     return entry.seconds + entry.weights / micro_steps < times.high

@@ -54,7 +54,7 @@ class Proof:
         return f"Proof({summary(self.plan.rows)}; {waits})"
 
     def follow(self, plan: Plan, step: int) -> None:
-        """From ``step`` on another plan holds, which is to be proven anew."""
+        """Another plan holds from ``step`` on, and its proof starts from nothing."""
         if self._spans:
             self._end(step - 1)
         self.plan, self.pending = plan, {r.component for r in plan.rows if r.fp8} | self.parts
@@ -89,6 +89,7 @@ class Proof:
         for (layer, gemm, backend), calls in counts.items():
             if calls:
                 ran[layer][gemm, backend] = calls
+        # Before the checks: the share that is reported includes the step that fails them.
         self._add(counts)
         problems: list[str] = []
         for component, n in forwards.items():
@@ -125,7 +126,7 @@ class Proof:
         ]
 
     def _add(self, counts: GemmCounts) -> None:
-        """Everything that ran belongs into the share, whichever components the caller asked to check."""
+        """Add everything that ran to the share, whichever components the caller asked to check."""
         rows = {r.name: r for r in self.plan.rows}
         for key, calls in counts.items():
             layer, gemm, backend = key
@@ -188,6 +189,7 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: 
     if forward + idle == 0:
         return [f"planned {want} fwd, counted none"]
     out = []
+    # The head of chunked losses runs as many GEMMs as the vocabulary has blocks, and at least one a forward.
     if forward < want if row.kind == "lm_head" else (forward + idle) % want:
         out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
     due = {g: counts.due(row.name, g) for g in _BACKWARD}

@@ -1,4 +1,4 @@
-"""A reference model beside a policy that trains in FP8: whether both compute alike.
+"""Whether a reference model computes as the policy does that trains in FP8.
 
 DPO and a KL penalty hold the log-probabilities of two models against each other, and mean their weights. A reference
 loaded from disk computes in high precision while the policy does not: at equal weights they differ by FP8's rounding,
@@ -34,7 +34,7 @@ class _Operands(NamedTuple):
 
 
 def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
-    """A sentence on what a reference computes in beside its policy, and what that does to KL and DPO; None where both
+    """A sentence on the precision of a reference compared with its policy, and its effect on KL and DPO; None if both
     are in high precision. Wrappers (DDP, PEFT, torch.compile) are looked through. Nothing is computed."""
     mine, theirs = _operands(policy), _operands(reference)
     names = [*mine, *(name for name in theirs if name not in mine)]
@@ -58,7 +58,7 @@ def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
         )
     return (
         f"the reference computes in FP8 as the policy does ({len(names)} layers): equal weights give equal "
-        "log-probabilities. A reference in high precision would have to be loaded anew and left out of fp8.apply"
+        "log-probabilities. A reference in high precision would have to be loaded again and left out of fp8.apply"
     )
 
 

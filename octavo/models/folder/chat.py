@@ -200,11 +200,11 @@ def write_plain(
     return _join(pieces, _most(conversation, variables))
 
 
-def _most(*values: Any) -> int:
+def _most(*values: object) -> int:
     """The limit of characters in a rendering of these values."""
     count, level = 0, list(values)
     while level:
-        below: list[Any] = []
+        below: list[object] = []
         for value in level:
             if isinstance(value, str):
                 count += len(value)
@@ -243,7 +243,7 @@ def _too_long(length: int, most: int) -> LongRendering:
     return error
 
 
-def check_rendering(rendering: Any, *sources: Any) -> Any:
+def check_rendering(rendering: Any, *sources: object) -> Any:
     """Return a rendering, a text or several, that tokenizers take; other values are not checked. `sources`: the
     conversation and its tools. Raises ModelError for a text that is far longer than these, and for half a character (a
     lone surrogate)."""
@@ -262,7 +262,7 @@ def check_rendering(rendering: Any, *sources: Any) -> Any:
     return rendering
 
 
-def _plain(part: Any) -> bool:
+def _plain(part: object) -> bool:
     return type(part) is dict and (
         part == {"type": "image"}
         or (part.keys() == {"type", "text"} and part["type"] == "text" and type(part["text"]) is str)

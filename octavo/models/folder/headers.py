@@ -165,7 +165,7 @@ def _entry(name: str, info: Any) -> Entry:
 def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Header:
     """The header of a file with these tensors (name, dtype, shape) in this order, as safetensors would write it."""
     entries: list[Entry] = []
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, dtype, shape in tensors:
         entries.append(entry := Entry(name, dtype, tuple(shape), begin))

@@ -13,10 +13,13 @@ import binascii
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.base.safe_read import printable
 from octavo.models.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 #: limit of the growth factor of a text; published tokenizers have 1 to 11 ("<|newline|>" for a line break)
 GROWTH = 64
@@ -24,7 +27,7 @@ GROWTH = 64
 ADDED = 1 << 16
 
 
-def check_growth(tokenizer: Any, folder: Path) -> None:
+def check_growth(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Raise ModelError, naming the file and the part, if a normalizer or decoder of a tokenizer multiplies texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for name in ("normalizer", "decoder"):
@@ -44,7 +47,7 @@ def check_growth(tokenizer: Any, folder: Path) -> None:
                 )
 
 
-def _steps(part: Any) -> list[dict[str, Any]]:
+def _steps(part: object) -> list[dict[str, Any]]:
     """The steps of a part, with sequences replaced by their steps."""
     if not isinstance(part, dict):
         return []

@@ -182,7 +182,7 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def parse(block: Any, where: str = "quantization_config") -> Quantization:
+def parse(block: object, where: str = "quantization_config") -> Quantization:
     """A `quantization_config` as a Quantization; `where`: the file, for errors. Raises ModelError."""
     if not isinstance(block, Mapping):
         raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
@@ -198,7 +198,7 @@ def parse(block: Any, where: str = "quantization_config") -> Quantization:
     )
 
 
-def parse_autofp8(block: Any, where: str = "quantization_config") -> Quantization | None:
+def parse_autofp8(block: object, where: str = "quantization_config") -> Quantization | None:
     """A `quantization_config` of AutoFP8 as a Quantization; None for any other.
 
     It is method fp8 with one scale for each tensor: `X.weight_scale`, and with activation_scheme static also
@@ -290,7 +290,7 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
     return Quantization("compressed-tensors", kind, size, skipped, tuple(targets), activation)
 
 
-def _parse_weights(weights: Any, at: str) -> tuple[str, tuple[int, int] | None]:
+def _parse_weights(weights: object, at: str) -> tuple[str, tuple[int, int] | None]:
     """(kind, block) of the scheme of a group's weights."""
     if not isinstance(weights, Mapping):
         raise ModelError(f"{at}.weights is {weights!r}, not an object. Write it again.")
@@ -317,7 +317,7 @@ def _pair(value: Any, where: str) -> tuple[int, int]:
     return value[0], value[1]
 
 
-def _names(value: Any, where: str) -> tuple[str, ...]:
+def _names(value: object, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
@@ -382,7 +382,7 @@ def to_config(quantization: Quantization) -> dict[str, Any]:
     }
 
 
-def _inputs(q: Quantization) -> dict[str, Any] | None:
+def _inputs(q: Quantization) -> dict[str, object] | None:
     if q.activations == "none":
         return None
     if q.activations == "static":
@@ -392,6 +392,6 @@ def _inputs(q: Quantization) -> dict[str, Any] | None:
     return _arguments("token", dynamic=True)
 
 
-def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
+def _arguments(strategy: str, dynamic: bool) -> dict[str, object]:
     fp8_words = {"num_bits": 8, "type": "float", "symmetric": True}
     return {**fp8_words, "group_size": None, "strategy": strategy, "dynamic": dynamic}

@@ -1,8 +1,7 @@
 """The files of a model other than its weights, written to a new folder: copied, or merged from three folders.
 
-The weights of a model in three folders are written under the tensor names of the one-folder layout. Its configuration
-is converted to that layout, and the tokens of media, which VILA adds when it loads a tokenizer, are saved with the
-tokenizer.
+The tensors of a model in three folders already have the names of the one-folder layout. Its configuration is converted
+to that layout, and the tokens of media, which VILA adds when it loads a tokenizer, are saved with the tokenizer.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,7 +21,7 @@ _TOKENIZER = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", 
 
 
 def write_companions(
-    source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None = None
+    source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None = None
 ) -> EndToken | None:
     """Write config.json, tokenizer, processor, chat template and generation settings of `source` to the folder
     `target`, for weights of this dtype and quantization.
@@ -46,7 +44,7 @@ def write_companions(
     return state_end(source, target)
 
 
-def _write_config(source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, Any] | None) -> None:
+def _write_config(source: Path, target: Path, dtype: torch.dtype, quantization: Mapping[str, object] | None) -> None:
     config = read_config(source)
     config.architectures, config.dtype = [image_text_class(type(config)).__name__], dtype
     for part in (config.text_config, config.vision_config):

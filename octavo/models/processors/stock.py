@@ -67,7 +67,9 @@ else:
 
 
 class _WithoutVideo(WithDeadline):
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
+    def __init__(
+        self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: object
+    ):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
 
 
@@ -171,7 +173,7 @@ class InternVLImageTextProcessor(_VideoTraits, WithDeadline, InternVLProcessor):
         tokenizer: Any = None,
         image_seq_length: int = 256,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
         super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
 
@@ -203,7 +205,7 @@ class PixtralImageTextProcessor(ProcessorTraits, ProcessorMixin):
         patch_size: int = 16,
         spatial_merge_size: int = 1,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
         super().__init__(image_processor, tokenizer, chat_template=chat_template)
         self.patch_size, self.spatial_merge_size = patch_size, spatial_merge_size
@@ -311,7 +313,7 @@ class SmolVLMImageTextProcessor(ProcessorTraits, _PlainTemplates, SmolVLMProcess
         tokenizer: Any = None,
         image_seq_len: int = 169,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
         def token(name: str, default: str) -> str:
             return getattr(tokenizer, name, None) or default
@@ -347,7 +349,7 @@ class SmolVLMImageTextProcessor(ProcessorTraits, _PlainTemplates, SmolVLMProcess
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
         """Tokens of the text that replaces the image's placeholder."""
         _, rows, columns = self.image_processor.get_number_of_image_patches(*size)
-        return self._counted(self.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
+        return self._count_tokens(self.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
 
 
 class Gemma3ImageTextProcessor(ProcessorTraits, Gemma3Processor):
@@ -369,7 +371,7 @@ class Gemma3ImageTextProcessor(ProcessorTraits, Gemma3Processor):
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
         """Tokens of the text that replaces the image's placeholder; an image with crops (pan and scan) has more."""
-        return self._counted(self.full_image_sequence)
+        return self._count_tokens(self.full_image_sequence)
 
     @staticmethod
     def image_options(config: PreTrainedConfig) -> dict[str, Any]:

@@ -39,7 +39,7 @@ Sizes = tuple[int, int, int, int, int]
 """Hidden size, intermediate size, layers, heads, key-value heads."""
 
 
-def _qwen3_text(sizes: Sizes, **fields: Any) -> dict[str, Any]:
+def _qwen3_text(sizes: Sizes, **fields: object) -> dict[str, Any]:
     sections = {"mrope_section": [24, 20, 20], "mrope_interleaved": True}
     rope = {"rope_type": "default", "rope_theta": 5000000.0, **sections}
     return _decoder(151936, sizes, 262144, **{**fields, "head_dim": 128, "rope_parameters": rope})
@@ -68,7 +68,7 @@ def _qwen3_vl_moe(expert: int, sizes: Sizes) -> PreTrainedConfig:
     return Qwen3VLMoeConfig(text_config=text, vision_config=_qwen3_vision(sizes[0], True), tie_word_embeddings=False)
 
 
-def _decoder(vocab: int, sizes: Sizes, positions: int, **fields: Any) -> dict[str, Any]:
+def _decoder(vocab: int, sizes: Sizes, positions: int, **fields: object) -> dict[str, Any]:
     """The fields of a decoder's configuration; `fields` are added and take precedence."""
     hidden, intermediate, layers, heads, kv_heads = sizes
     return {

@@ -7,7 +7,7 @@ tiles     tiles of one size (InternVL, LLaVA-OneVision, SmolVLM, Gemma 3, NVILA)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,46 +138,46 @@ def _channels(vision: PreTrainedConfig) -> int:
     return getattr(vision, "num_channels", 3)
 
 
-def _patches(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _patches(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     vision = config.vision_config
     return Vision("patches", patch, channels * getattr(vision, "temporal_patch_size", 1), vision.spatial_merge_size)
 
 
-def _whole(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _whole(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     return Vision("whole", patch, channels, config.spatial_merge_size)
 
 
-def _tile(config: Any, patch: tuple[int, int]) -> tuple[tuple[int, int], int]:
+def _tile(config: PreTrainedConfig, patch: tuple[int, int]) -> tuple[tuple[int, int], int]:
     """The size of a tile, and its patches."""
     tile = _pair(config.vision_config.image_size)
     return tile, (tile[0] // patch[0]) * (tile[1] // patch[1])
 
 
-def _shuffled_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _shuffled_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, cells = _tile(config, patch)
     small = round(1 / config.downsample_ratio)
     least = (small * patch[0], small * patch[1])
     return Vision("tiles", patch, channels, 1, tile, least, 1, int(cells * config.downsample_ratio**2))
 
 
-def _stacked_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _stacked_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, cells = _tile(config, patch)
     return Vision("tiles", patch, channels, 1, tile, tile, 0, cells // config.scale_factor**2, axes=5)
 
 
-def _anyres_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _anyres_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, cells = _tile(config, patch)
     most = max(anyres.tiles(config, size, True) for size in config.image_grid_pinpoints)
     breaks = tile[0] // patch[0]  # of a tile in a grid of one column; in wider ones tiles share them
     return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, breaks, most=most, axes=5, sized=True)
 
 
-def _one_tile(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _one_tile(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, _ = _tile(config, patch)
     return Vision("tiles", patch, channels, 1, tile, tile, 0, config.mm_tokens_per_image)
 
 
-def _scaled_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
+def _scaled_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, _ = _tile(config, patch)
     rows, columns = tile[0] // patch[0], tile[1] // patch[1]
     least = (config.merge * patch[0], config.merge * patch[1])
@@ -187,7 +187,7 @@ def _scaled_tiles(config: Any, patch: tuple[int, int], channels: int) -> Vision:
     return Vision("tiles", patch, channels, 1, tile, least, 0, length, ends=config.newlines, scales=squares, most=most)
 
 
-_CUTS: Mapping[str, Callable[[Any, tuple[int, int], int], Vision]] = {
+_CUTS: Mapping[str, Callable[[PreTrainedConfig, tuple[int, int], int], Vision]] = {
     "patches": _patches,
     "paired_patches": _patches,
     "whole": _whole,
@@ -200,5 +200,5 @@ _CUTS: Mapping[str, Callable[[Any, tuple[int, int], int], Vision]] = {
 """The `image_cut` of a record -> the function that computes :class:`Vision` from a configuration."""
 
 
-def _pair(size: Any) -> tuple[int, int]:
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

@@ -39,14 +39,14 @@ class Tiny:
 
     config: Dimensions
     special: Special
-    files: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, Mapping[str, object]]
 
 
 class Checkpoints(dict[str, Tiny]):
     """`model_type` -> its small checkpoint."""
 
     def add(
-        self, special: Special, files: Mapping[str, Mapping[str, Any]] | None = None
+        self, special: Special, files: Mapping[str, Mapping[str, object]] | None = None
     ) -> Callable[[Dimensions], Dimensions]:
         """Decorate the function that builds the configuration; its name is the `model_type`."""
 
@@ -60,11 +60,11 @@ class Checkpoints(dict[str, Tiny]):
 def processor_files(
     processor: str,
     image_processor: str,
-    image: Mapping[str, Any],
+    image: Mapping[str, object],
     video_processor: str | None = None,
-    video: Mapping[str, Any] | None = None,
-    **entries: Any,
-) -> dict[str, dict[str, Any]]:
+    video: Mapping[str, object] | None = None,
+    **entries: object,
+) -> dict[str, dict[str, object]]:
     """The files that a stock AutoProcessor reads, with the names of stock classes (it needs torchvision and the video
     file; Octavo reads the rest).
 
@@ -84,7 +84,7 @@ def processor_files(
     return files
 
 
-def image_file(**entries: Any) -> dict[str, dict[str, Any]]:
+def image_file(**entries: object) -> dict[str, dict[str, object]]:
     """The only file of a family that has one for images and none for the processor."""
     return {"preprocessor_config.json": {**_HALF, **entries}}
 
@@ -102,7 +102,7 @@ class VisionIds(TypedDict):
     vision_end_token_id: int
 
 
-def text(size: str, vocab: int, **fields: Any) -> dict[str, Any]:
+def text(size: str, vocab: int, **fields: object) -> dict[str, Any]:
     """The fields of a decoder; `fields` are added and take precedence."""
     dims = {
         "small": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4},
@@ -119,13 +119,13 @@ def text(size: str, vocab: int, **fields: Any) -> dict[str, Any]:
     }
 
 
-def moe(size: str, vocab: int, **fields: Any) -> dict[str, Any]:
+def moe(size: str, vocab: int, **fields: object) -> dict[str, Any]:
     """The fields of a decoder of two layers with MLPs of eight experts, two of them for each token."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     return {**text(size, vocab, head_dim=32, **experts, **fields), "num_hidden_layers": 2}
 
 
-def qwen_vision(out: int, **fields: Any) -> dict[str, Any]:
+def qwen_vision(out: int, **fields: object) -> dict[str, Any]:
     """The fields of a tower for images of any size, whose 2 x 2 patches become one token."""
     return {
         "hidden_size": 64,
@@ -149,7 +149,7 @@ def vision_ids(ids: Ids) -> VisionIds:
     }
 
 
-def rope(rotated: int, **fields: Any) -> dict[str, Any]:
+def rope(rotated: int, **fields: object) -> dict[str, Any]:
     """Rotary of three axes over `rotated` numbers of a head; most of its angles are for time."""
     half = rotated // 2
     section = [half - 2 * (half // 3), half // 3, half // 3]  # time, height, width

@@ -15,7 +15,6 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -85,7 +84,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     _write_files(small.files, directory)
 
 
-def _write_files(files: Mapping[str, Mapping[str, Any]], directory: Path) -> None:
+def _write_files(files: Mapping[str, Mapping[str, object]], directory: Path) -> None:
     """Write the files of a processor and add its class to the tokenizer's."""
     for name, content in files.items():
         _dump(directory / name, content)
@@ -94,7 +93,7 @@ def _write_files(files: Mapping[str, Mapping[str, Any]], directory: Path) -> Non
         _dump(file, {**json.loads(file.read_text()), "processor_class": processor["processor_class"]})
 
 
-def _dump(file: Path, content: Mapping[str, Any]) -> None:
+def _dump(file: Path, content: Mapping[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

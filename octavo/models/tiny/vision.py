@@ -59,7 +59,7 @@ def _depth(size: str) -> int:
     return 3 if size == "small" else 2
 
 
-def _tower(size: str, **fields: Any) -> dict[str, Any]:
+def _tower(size: str, **fields: object) -> dict[str, Any]:
     """The fields of a vision transformer for tiles of one size, or for whole images."""
     return {
         "hidden_size": 64,
@@ -385,7 +385,7 @@ _NVILA = Special(
 _NVILA_FILES = image_file(image_processor_type="SiglipImageProcessor", size=_SQUARE, rescale_factor=1 / 255, resample=3)
 
 
-def _nvila(size: str, ids: Ids, **fields: Any) -> dict[str, Any]:
+def _nvila(size: str, ids: Ids, **fields: object) -> dict[str, Any]:
     """The table of embeddings ends before the tokens of media, and the width of the tower's MLP is ragged, as in the
     published model. The last layer of the tower never runs."""
     ragged = 272 if size == "small" else 144  # 16 * 17, 16 * 9

@@ -18,7 +18,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
@@ -83,7 +84,7 @@ class Sources:
     origins: list[Origin]
     unknown: list[Stored]
     twice: list[tuple[Stored, Stored]]
-    rules: list[Any]
+    rules: list[WeightTransform]
 
 
 def sources(model: PreTrainedModel, stored: Iterable[Stored], experts: Container[str] = ()) -> Sources:
@@ -131,7 +132,7 @@ class _Offer(NamedTuple):
 class _Names:
     """A function from a name on disk to (parameter, the rule's pattern, the converting rule or None)."""
 
-    def __init__(self, model: PreTrainedModel, rules: list[Any], wanted: dict[str, Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, rules: list[WeightTransform], wanted: dict[str, Tensor]) -> None:
         self._wanted = wanted
         self._prefix = model.base_model_prefix
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -150,7 +151,9 @@ class _Names:
                     return other
         return renamed
 
-    def _by(self, name: str, renamings: list[Any], rules: list[Any]) -> tuple[str, str, WeightConverter | None]:
+    def _by(
+        self, name: str, renamings: list[WeightRenaming], rules: list[WeightConverter]
+    ) -> tuple[str, str, WeightConverter | None]:
         renamed, pattern = rename_source_key(name, renamings, rules, self._prefix, self._wanted)
         return renamed, pattern or "", next((r for r in rules if pattern in r.source_patterns), None)
 
@@ -203,7 +206,7 @@ def _slots(
     if along not in (None, rows) or (along is None and len(rule.source_patterns) > 1):
         return None
     if merged:
-        return _merged(rule, collected, shape[0], turned)
+        return _separate_experts(rule, collected, shape[0], turned)
     entry = collected[0][1]
     return (_stack(entry, turned), ()) if len(collected) == 1 and len(entry.shape) == 3 else None
 
@@ -213,13 +216,13 @@ def _stack(entry: Stored, turned: bool) -> tuple[tuple[Piece, ...], ...]:
     return tuple((Piece(entry, index, turned),) for index in range(entry.shape[0]))
 
 
-def _merged(
+def _separate_experts(
     rule: WeightConverter, collected: list[tuple[str, Stored]], experts: int, turned: bool
 ) -> tuple[tuple[tuple[Piece, ...], ...], tuple[str, ...]] | None:
     """The slots of experts that are separate on disk: each has a piece of each source pattern, in the rule's order."""
     pieces: dict[tuple[str, int], Piece] = {}
     for pattern, entry in collected:
-        match = re.search(_numbered(pattern), entry.name)
+        match = re.search(_with_number(pattern), entry.name)
         if match is None or len(entry.shape) != 2 or (pattern, int(match.group(1))) in pieces:
             return None
         pieces[pattern, int(match.group(1))] = Piece(entry, None, turned)
@@ -231,7 +234,7 @@ def _merged(
     return tuple(slots), tuple(lacks)
 
 
-def _numbered(pattern: str) -> str:
+def _with_number(pattern: str) -> str:
     return pattern.replace("*.", r"(\d+)\.")
 
 
@@ -239,7 +242,7 @@ def _name(rule: WeightConverter, like: str, pattern: str, index: int) -> str:
     """The name on disk of expert `index` under a pattern, derived from another name of the same rule."""
     mine = pattern.replace("*", str(index))
     for other in rule.source_patterns:
-        like, changed = re.subn(_numbered(other), mine, like)
+        like, changed = re.subn(_with_number(other), mine, like)
         if changed:
             break
     return like

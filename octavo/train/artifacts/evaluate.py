@@ -1,4 +1,4 @@
-"""Using what was trained: a run, a folder or an adapter back as a model, and its evaluation."""
+"""Loading and evaluating a trained model: a run, a model folder or an adapter."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def _nothing_more(model: PreTrainedModel, processor: Any, forward: Forward, cfg:
 def load_run(
     run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
 ) -> tuple[PreTrainedModel, Any, Config]:
-    """(model, processor, configuration) of a run, ready to evaluate or to generate: FP8 applied as it was trained.
+    """(model, processor, configuration) of a run, for evaluation or generation, with FP8 applied as in training.
 
-    step    the checkpoint to load; None: the newest whole one
-    recipe  another FP8 recipe than the run's for the whole model, "off" for high precision
-    say     gets which newer checkpoints are damaged and were passed over
+    step    the checkpoint to load; None: the newest complete one
+    recipe  another FP8 recipe for the whole model, "off" for high precision
+    say     gets a line for each newer checkpoint that is damaged and was skipped
 
-    One process. Raises TrainError where the directory is no run or has no such checkpoint.
+    One process. Raises TrainError if the directory is not a run or has no such checkpoint.
     """
     configuration(Path(run_dir))
     target = look(run_dir)
@@ -108,10 +108,10 @@ def compare_bases(
 ) -> dict[str, Any]:
     """What the FP8 base of adapters costs them: evaluated over it, and over the same folder in high precision.
 
-    {"bases": one row each, "gap": FP8 minus high precision, "weights": how far the codes are from the folder's weights}
-    The rows: the FP8 base as its recipe computes it, the same codes dequantized (so that the error of weights and that
-    of activations can be told apart), the folder's own weights. Sizes of weights: `sqnr_db` the geometric mean over
-    all weights, `relative` |W - W'| / |W|. Arguments as for `evaluate_target`.
+    {"bases": a row each, "gap": FP8 minus high precision, "weights": the distance of codes from the folder's weights}
+    The rows: the FP8 base with its recipe, the same codes dequantized (to separate the errors of weights and of
+    activations), the folder's own weights. In "weights", `sqnr_db` is the geometric mean over all weights, `relative`
+    is |W - W'| / |W|. Arguments as for `evaluate_target`.
 
     Raises TrainError for what has no adapters, no FP8 base, or a folder without high-precision weights.
     """
@@ -137,6 +137,7 @@ def compare_bases(
     ways += [("high precision", HIGH, "off")]
     step = _step(target, step, say)
     rows, weights = [], None
+    # One model at a time: two would not fit where one does.
     for name, load, how in ways:
         opened = target.open(load_in_fp8=load, recipe=how, backend=backend, step=step, say=say)
         say(f"{name}: {', '.join(opened.notes)}")
@@ -162,7 +163,7 @@ def compare_bases(
 
 
 def _step(target: Target, step: int | None, say: Say) -> int | None:
-    """Of a run the step whose checkpoint is opened, which is part of the answer."""
+    """For a run, the step of the checkpoint that is opened, which is part of the result."""
     if target.kind != "run":
         return step
     here = parallel.World(device=accelerator.here())

@@ -1,6 +1,6 @@
-"""What a run says of itself before its first step: the model, the plan in a line a component, memory, what is saved.
+"""The summary of a run before its first step: the model, the plan in a line per component, memory, checkpoints.
 
-The whole plan, layer by layer, is `octavo plan FILE`, or the same run with --verbose.
+`octavo plan FILE`, or the run with --verbose, prints the whole plan, layer by layer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 Heard = Callable[[Footprint], None]
 
-_REASONS = 2  # of what stays in high precision, a component
+_REASONS = 2  # most reasons per component
 _STAYS = " stays in high precision"
 
 
 def summary(of: Planned, heard: Heard = lambda footprint: None) -> list[str]:
-    """At most 15 lines, most important first; of the notes, those that belong to this run alone. Memory is predicted on
-    a model without weights, in well under a second; `heard` gets it, and where it cannot be, its line says why."""
+    """At most 15 lines, the most important first, with the notes that are specific to this run. Memory is predicted on
+    a model without weights, in well under a second; `heard` gets the prediction. If there is none, its line says why.
+    """
     model, _ = planning.model_of(of.cfg)
     usual = {*of.plan.notes, *planning.stays(model)}
     notes = [*of.plan.changes, *(note for note in of.notes if note not in usual)]
@@ -43,7 +44,7 @@ def summary(of: Planned, heard: Heard = lambda footprint: None) -> list[str]:
 def in_full(
     of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda footprint: None
 ) -> list[str]:
-    """The same with the plan layer by layer, as `layers` writes them, and all its notes."""
+    """The same with the plan layer by layer, formatted by `layers`, and all notes."""
     off = not any(row.fp8 or row.decided for row in of.plan.rows)
     table = [] if off else ["", *layers(of.plan), ""]
     notes = [f"note: {note}" for note in dict.fromkeys([*(() if off else of.plan.notes), *of.notes])]
@@ -56,8 +57,8 @@ def _beginning(of: Planned, model: PreTrainedModel, plan: Sequence[str], heard: 
 
 
 def verdict(plan: fp8.Plan) -> list[str]:
-    """What of a plan is FP8: a line for the whole, and one for each component with its share of linear FLOPs and what
-    stays in high precision, and why."""
+    """The extent of FP8 in a plan: a line for the whole, and one per component with its share of linear FLOPs and the
+    reasons for layers in high precision."""
     rows = plan.rows
     ours = [row for row in rows if row.fp8]
     if not ours:
@@ -87,7 +88,7 @@ def _model(of: Planned, model: PreTrainedModel) -> list[str]:
     parameters = list(model.parameters())
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     if cfg.lora is not None:
-        how = f"LoRA of rank {cfg.lora.rank} beside a frozen base"
+        how = f"LoRA of rank {cfg.lora.rank} on a frozen base"
     else:
         how = "all trained" if trained == total else f"{_count(trained)} trained"
     taken = hub.origin(cfg.model.path)
@@ -126,7 +127,7 @@ def _saved(cfg: Config) -> str:
     run = cfg.run
     steps = interval(cfg)
     every = f"a checkpoint every {steps} steps" if 0 < steps < total_steps(cfg) else "a checkpoint at the end"
-    every += "" if run.save_states else ", of weights alone"
-    every += ", written beside the steps" if run.save == "async" else ""
+    every += "" if run.save_states else ", weights only"
+    every += ", written during training" if run.save == "async" else ""
     end = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"
     return f"{run.dir}: {every} (the newest {run.keep} stay){end}"

@@ -66,8 +66,8 @@ area(
     ),
     (
         "sounds-by-every-third-sample", "data/encoding/audio.py",
-        'made = soxr.resample(samples, rate, wanted, quality="HQ")',
-        "made = np.interp(np.arange(_length(len(samples), rate, wanted)) * rate / wanted, "
+        'resampled = soxr.resample(samples, rate, wanted, quality="HQ")',
+        "resampled = np.interp(np.arange(_resampled_length(len(samples), rate, wanted)) * rate / wanted, "
         "np.arange(len(samples)), samples)",
         "what the model's rate cannot hold comes back as false tones",
         "data/test_audio.py",
@@ -81,7 +81,7 @@ area(
     ),
     (
         "families-token-by-index", "models/structure/structure.py",
-        'return getattr(config, "image_token_index", None) if found is None else found', "return found",
+        'return getattr(config, "image_token_index", None) if token is None else token', "return token",
         "older configurations have no token for an image",
         "models/test_describe.py",
     ),
