@@ -158,9 +158,8 @@ class Fp8Weight(Tensor):
         return sum(self.stamp())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the master, or of the first codes: FSDP2 detects by it whether a shard was moved. A whole
-        frozen weight has its wrapper's, which refuses its address to code that saves by address:
-        ``model.save_pretrained``, safetensors."""
+        """The storage of the master, or of the first codes, by which FSDP2 detects that a shard was moved. A whole
+        frozen weight has its wrapper's, which refuses its address to ``model.save_pretrained`` and safetensors."""
         if self.frozen is None or self.frozen.shard:
             return self.first().untyped_storage()
         storage, shape = super().untyped_storage(), self.shape  # not self: the storage would keep it alive
@@ -172,8 +171,7 @@ class Fp8Weight(Tensor):
         return storage
 
     def data_ptr(self) -> int:
-        """The address of the master, or of gathered codes. RuntimeError for frozen codes, which safetensors would read
-        as values."""
+        """The address of the master, or of gathered codes. RuntimeError for frozen codes, which are not values."""
         if self.frozen:
             raise RuntimeError(_no_values(self.shape))
         return self.first().data_ptr()
@@ -494,8 +492,7 @@ def filled(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
 
 
 def part_of(parameter: Tensor, first: int, last: int) -> Tensor:
-    """A copy of experts ``first`` to ``last`` of a parameter [E, ...] with values: a rank's part of distributed
-    experts."""
+    """A copy of experts ``first`` to ``last`` of a parameter [E, ...] with values, for one rank."""
     experts = (parameter.master if isinstance(parameter, Fp8Weight) else parameter).detach()[first:last].clone()
     if not isinstance(parameter, Fp8Weight):
         return experts
