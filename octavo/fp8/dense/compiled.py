@@ -171,7 +171,7 @@ def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, c
 
 
 def packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
-    """Buffers like those of :func:`pack` for x under ``backend:cast``, without values; empty ones for no cast."""
+    """Buffers as from :func:`pack` for x under ``backend:cast``, without values; empty ones for no cast."""
     if not text:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
     spec = operand_of(text)[1]

@@ -9,8 +9,8 @@ A recomputed forward takes the scale of its original forward, even if the histor
 in evaluation and under ``uncounted``, stores a fingerprint of its input with its scale, by which the recomputation
 finds it. The order of autograd nodes distinguishes inputs that are equal bit for bit, such as dummy images.
 
-Histories are plain tensors of the module and not buffers: DistributedDataParallel would overwrite buffers with those of
-rank 0 and lose the records of other ranks. They follow the module to a device and into copies and are absent from
+Histories are plain tensors of the module and not buffers: DistributedDataParallel would overwrite buffers with rank 0's
+and lose the records of other ranks. They follow the module to a device and into copies and are absent from
 ``state_dict``. :mod:`octavo.fp8.delayed` adds them to a checkpoint.
 """
 

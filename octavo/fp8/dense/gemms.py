@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,22 @@ class Requests(NamedTuple):
     col: CastRequest | None
 
 
+class ScaledCasts(Protocol):
+    """The casts of one forward and its backward with scales that are not from the current amax."""
+
+    def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> Pair: ...
+
+    def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair: ...
+
+
+class Scaling(Protocol):
+    """Where the scales of x and dy come from, if not from the current amax."""
+
+    def begin(self, x: Tensor, slot: int | None, training: bool, seen: Seen) -> ScaledCasts: ...
+
+    def follow(self, device: torch.device) -> None: ...
+
+
 @dataclass(eq=False)
 class Site:
     """The GEMMs of one layer: the name that they are counted under, the recipe, the backend of each FP8 GEMM, the
@@ -52,7 +68,7 @@ class Site:
     recipe: Recipe
     selections: Mapping[str, Selection]
     codes: WeightCache = field(default_factory=WeightCache)
-    scaling: Any = None
+    scaling: Scaling | None = None
     key: str = field(init=False)  # for compiled graphs: the same text for all layers of a recipe
     x: Requests = field(init=False)
     dy: Requests = field(init=False)
@@ -75,7 +91,7 @@ class Site:
         gemm = self.recipe.gemm(name)
         return None if gemm is None else CastRequest(self.selections[name].backend, getattr(gemm, operand))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+    def __deepcopy__(self, memo: dict[int, object]) -> Site:
         codes, scaling = copy.deepcopy(self.codes, memo), copy.deepcopy(self.scaling, memo)
         return Site(self.name, self.recipe, self.selections, codes, scaling)
 

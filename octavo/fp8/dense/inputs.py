@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -178,7 +178,7 @@ class _Entry:
 
     def __init__(self, stamp: tuple[object, ...] = ()) -> None:
         self.stamp = stamp
-        self.storage: Any = None  # a weak reference to the input's storage
+        self.storage: Callable[[], object] = _nothing  # a weak reference to the input's storage
         self.forget: Callable[[], None] = _nothing
         # By request and the dimension that their GEMM contracts; no entry has the request None.
         self.codes: dict[tuple[CastRequest | None, int], Quantized] = {}

@@ -35,7 +35,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.arithmetic.recipe import recipe as named_recipe
 from octavo.fp8.dense import compiled, gemms
-from octavo.fp8.dense.gemms import DENSE, NO_GRADIENT, Dense, Site, select_backends
+from octavo.fp8.dense.gemms import DENSE, NO_GRADIENT, Dense, ScaledCasts, Site, select_backends
 from octavo.fp8.dense.inputs import Input, Source, without_autocast
 from octavo.fp8.invariance import active
 from octavo.fp8.observe import recorder
@@ -135,7 +135,7 @@ class Saved(NamedTuple):
     restore: Callable[[Dense, Sequence[Tensor]], tuple[Quantized | Tensor, Tensor | None]] | None
 
 
-def _cast_x(x: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[Any, Quantized | None, Saved]:
+def _cast_x(x: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[ScaledCasts | None, Quantized | None, Saved]:
     """(the scaling of casts, None for the current amax; the operand x of fwd; what is saved of x for wgrad).
 
     If the backward recomputes x, only the tensors that x is computed from are saved, and a scale from a history.

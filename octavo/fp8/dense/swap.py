@@ -47,7 +47,7 @@ class Swapped(nn.Module):
     _as_stock = False  # STOCK
     prefix: ClassVar[str] = "Fp8"  # of the class's name
     own: ClassVar[tuple[str, ...]] = ()  # names that swapping adds to the module's __dict__
-    volatile: ClassVar[tuple[str, ...]] = ()  # those of them that copies and pickles omit
+    volatile: ClassVar[tuple[str, ...]] = ()  # the part of ``own`` that copies and pickles omit
     precise: ClassVar[bool] = False  # computes in high precision, and stays inside fp8.high_precision
 
     def other(self, x: Tensor) -> Tensor | None:

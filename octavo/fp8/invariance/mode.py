@@ -13,7 +13,7 @@ Gradients are not invariant, and need not be. A forward that the backward recomp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from octavo.fp8.invariance import pointwise, products, rows
 from octavo.fp8.invariance.attention import attention
 from octavo.fp8.invariance.devices import InvarianceError
+from octavo.fp8.invariance.products import Sizes
 
 
 def active() -> bool:
@@ -36,7 +37,9 @@ class Rows(TorchFunctionMode):
     """A mode in which the results for a row depend only on that row: see the module's docstring.
     ``octavo.fp8.batch_invariant`` enters it after checking a model."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         other = REPLACED.get(func)
         if other is not None:
             return other(*args, **(kwargs or {}))
@@ -75,8 +78,8 @@ def _sdpa(
 
 
 def _conv(
-    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
-    groups: int = 1,
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Sizes = 1, padding: Sizes | str = 0,
+    dilation: Sizes = 1, groups: int = 1,
 ) -> Tensor:  # fmt: skip
     return products.convolve(input, weight, bias, stride, padding, dilation, groups)
 
@@ -94,7 +97,7 @@ _MANY = "whose order on a GPU depends on the number of rows, and it has no repla
 _SPREAD = (torch.var, torch.std, torch.var_mean, torch.std_mean, torch.norm, Tensor.var, Tensor.std, Tensor.norm)
 _NORMS = (torch.linalg.norm, torch.linalg.vector_norm, F.normalize, F.cosine_similarity, F.group_norm, F.batch_norm)
 
-REPLACED: Mapping[Any, Callable[..., Any]] = {
+REPLACED: Mapping[object, Callable[..., Any]] = {
     F.linear: products.linear,
     **dict.fromkeys((torch.mm, Tensor.mm), _mm),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), products.matmul),
@@ -126,7 +129,7 @@ REPLACED: Mapping[Any, Callable[..., Any]] = {
 """torch function -> its batch-invariant replacement."""
 
 _SUMS = "whose sums depend on the other rows; a model that needs it cannot be invariant"
-REFUSED: Mapping[Any, str] = {
+REFUSED: Mapping[object, str] = {
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addbmm, torch.einsum, torch.tensordot), _SUMS),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, F.bilinear), _SUMS),
     F.multi_head_attention_forward: "which has its own attention; a model that needs it cannot be invariant",

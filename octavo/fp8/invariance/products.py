@@ -16,7 +16,7 @@ torch's products.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.nn import Parameter
 
 from octavo.fp8.invariance.devices import InvarianceError, RowKernels, kernels_for
 
+Sizes = int | Sequence[int]  # of a convolution: one for all dimensions, or one each
 ROWS = 16
 _TRIED = (1, 2, 3, 5, 9)  # multiples of ROWS rows that are compared
 
@@ -123,7 +124,7 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **options: A
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sizes, padding: Sizes | str, dilation: Sizes, groups: int
 ) -> Tensor:
     """A convolution with non-overlapping patches, the first layer of vision towers: each patch is a row of a product.
 

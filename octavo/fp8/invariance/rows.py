@@ -64,7 +64,9 @@ def of_log_softmax(stock: Stock) -> Stock:
 
 def of_logsumexp(stock: Stock) -> Stock:
     @_where_kernels_are(stock)
-    def logsumexp(kernels: RowKernels, stock: Stock, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    def logsumexp(
+        kernels: RowKernels, stock: Stock, x: Tensor, dim: int | Sequence[int], keepdim: bool = False
+    ) -> Tensor:
         dim = dim if isinstance(dim, int) else _only(stock, dim)
 
         def formula(x: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def _sum(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
     return kernels.sums(rows.reshape(-1, rows.shape[-1])).view(*rows.shape[:-1], 1).movedim(-1, dim)
 
 
-def _only(stock: Stock, dim: Any) -> int:
+def _only(stock: Stock, dim: object) -> int:
     """The one dimension of ``dim``."""
     if isinstance(dim, Sequence) and len(dim) == 1 and isinstance(dim[0], int):
         return dim[0]

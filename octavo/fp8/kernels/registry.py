@@ -219,7 +219,7 @@ class GemmOnlyBackend(Backend):
         self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
         if op in ("quantize", "dequantize"):
-            return "it has no casts of its own, it takes those of another backend"
+            return "it has no casts; another backend casts for it"
         if op not in self.ops or not isinstance(what, Recipe):
             return f"it has no {op}"
         if (why_not := self.why_not_here(device)) is not None:

@@ -98,12 +98,14 @@ class WeightCache:
         self.captured = False  # whether the last codes went into a CUDA graph, and are in no cache
         self._codes: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
         self._for_dgrad: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
-        self._source: Any = None  # the weight's storage as a weak reference, so that its address cannot be reused
+        self._source: StorageWeakRef | None = (
+            None  # the weight's storage as a weak reference, so that its address cannot be reused
+        )
         self._stamp: tuple[object, ...] = ()
         self._sharded: Callable[[], Tensor | None] = NoneType  # a call returns None
         self._address = 0  # of the storage under which this cache is registered
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
+    def __deepcopy__(self, memo: dict[int, object]) -> WeightCache:
         return WeightCache(self.keep, self.both)
 
     def __reduce__(self) -> tuple[type[WeightCache], tuple[bool, bool]]:
@@ -250,16 +252,16 @@ def _forget(address: int, codes: WeightCache | None = None) -> None:
 
 
 class CachesWeights(nn.Module):
-    """For modules with cached weight codes: notices every way in which a parameter comes, goes or is rewritten.
+    """A base for modules with cached weight codes, which are dropped whenever a parameter is set, moved or loaded.
 
-    Its own ``__setattr__`` is what makes FSDP2 swap parameters by assignment instead of behind the module's back.
+    Because of this ``__setattr__``, FSDP2 swaps parameters by assignment, so that the module notices.
     """
 
     def _weight_codes(self) -> Mapping[str, WeightCache]:
         """The caches by the name of their parameter."""
         raise NotImplementedError
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tensor | nn.Module) -> None:
         if name in self.__dict__.get("_parameters", ()):
             codes = self._weight_codes().get(name)
             if codes is not None:
@@ -304,7 +306,7 @@ class CachesWeights(nn.Module):
         self.own_weights()
         return out
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies and pickles
+    def __setstate__(self, state: dict[str, object]) -> None:  # of copies and pickles
         super().__setstate__(state)
         self.own_weights()
 
@@ -346,8 +348,9 @@ def weight_cache_bytes(model: nn.Module) -> int:
     caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
     codes = [q for c in caches for held in (c._codes, c._for_dgrad) for q in held.values()]
     rows = {id(h): h.rows.nbytes for m in modules for h in masters(m) if h.rows is not None}
-    weights: list[Any] = [p for m in modules for p in m._parameters.values() if isinstance(p, Fp8Weight)]
-    frozen_codes = [q for p in weights if p.frozen is not None for q in p.frozen.codes]
+    parameters: list[object] = [p for m in modules for p in m._parameters.values()]
+    weights = (p.frozen for p in parameters if isinstance(p, Fp8Weight) and p.frozen is not None)
+    frozen_codes = [q for stored in weights for q in stored.codes]
     frozen = {t.untyped_storage()._cdata for q in frozen_codes for t in (q.data, q.scale)}
     held = [t for q in codes for t in (q.data, q.scale)]  # some of dgrad's are views of the forward's
     each = {(t.untyped_storage()._cdata, t.storage_offset()): t.numel() * t.element_size() for t in held}

@@ -9,7 +9,7 @@ whose first rows are written (``narrow``, ``copy_``). The padding has no codes; 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.weights import fp8_rows, versions
 from octavo.fp8.weights.fp8_rows import Need, Rows, Shards
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Source(NamedTuple):
@@ -37,7 +40,7 @@ class Held:
         self.casts = 0
         self.edits = 0  # writes through the weight: the same on every rank, also on one without rows
         self.rows: Rows | None = None
-        self.stamp: tuple[Any, ...] = ()
+        self.stamp: tuple[object, ...] = ()
         self.dtensor: Any = None  # the DTensor of the master that state dicts get
 
     @property
@@ -45,7 +48,7 @@ class Held:
         """A number that rises with every write to the tensor that torch detects."""
         return self.tensor._version
 
-    def sent(self, values: Callable[[], Tensor], source: Source, shards: Shards, mesh: Any) -> Rows:
+    def sent(self, values: Callable[[], Tensor], source: Source, shards: Shards, mesh: DeviceMesh) -> Rows:
         """The codes of this rank's rows, cast if ``values`` changed. A collective where blocks are cut."""
         # If blocks are cut, a cast is a collective, so all ranks must make the same decision. The master's version
         # cannot decide then: a rank without rows sees no write to it.

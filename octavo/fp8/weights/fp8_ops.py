@@ -6,7 +6,7 @@ result of a weight of codes has codes: aliases, transposes, single experts; for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,20 +30,22 @@ def _for(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @_for(aten.detach.default, aten.alias.default)
-def _alias(weight: Fp8Weight, *_: Any, **__: Any) -> Fp8Weight:
+def _alias(weight: Fp8Weight, *_: object, **__: object) -> Fp8Weight:
     state = weight.held or weight.stored
     assert state is not None
     return Fp8Weight(weight, weight.source, state)
 
 
 @_for(aten.as_strided.default)
-def _as_strided(weight: Fp8Weight, size: Any, stride: Any, offset: int | None = None) -> Fp8Weight | None:
+def _as_strided(
+    weight: Fp8Weight, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> Fp8Weight | None:
     same = tuple(size) == tuple(weight.shape) and tuple(stride) == weight.stride() and not offset
     return _alias(weight) if same else None
 
 
 @_for(aten.view.default)
-def _view(weight: Fp8Weight, size: Any) -> Tensor | None:
+def _view(weight: Fp8Weight, size: Sequence[int]) -> Tensor | None:
     """FSDP2 keeps the padded shard as one flat tensor, to detect whether it was moved: this returns its codes."""
     if weight.frozen is None:
         return None
@@ -125,17 +127,17 @@ def _to_copy(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
 
 
 @_for(aten._pin_memory.default)
-def _pin(weight: Fp8Weight, device: Any = None) -> Fp8Weight | None:
+def _pin(weight: Fp8Weight, device: object = None) -> Fp8Weight | None:
     return weight.changed(lambda t: t.pin_memory()) if weight.frozen else None
 
 
 @_for(aten.is_pinned.default)
-def _pinned(weight: Fp8Weight, device: Any = None) -> bool | None:
+def _pinned(weight: Fp8Weight, device: object = None) -> bool | None:
     return all(q.data.is_pinned() for q in weight.frozen.codes) if weight.frozen else None
 
 
 @_for(aten.copy_.default)
-def _copy(weight: object, source: Any, non_blocking: bool = False) -> Fp8Weight | None:
+def _copy(weight: object, source: object, non_blocking: bool = False) -> Fp8Weight | None:
     if not isinstance(weight, Fp8Weight) or not weight.frozen:
         return None
     weight.receive(source)
@@ -190,7 +192,7 @@ for _op in (
 
 
 @_for(aten.new_zeros.default)
-def _new_zeros(weight: Fp8Weight, size: Any, **how: Any) -> Any:
+def _new_zeros(weight: Fp8Weight, size: Sequence[int], **how: Any) -> Any:
     """If the width is the same: a master of zeros, or an empty frozen shard that ``copy_`` fills (until then zeros)."""
     other = [v for k, v in how.items() if v is not None and k != "pin_memory"]
     if not other and len(size) == weight.dim() and tuple(size[1:]) == tuple(weight.shape[1:]):

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize_with_scale,
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.layout import as_bytes, ceil_div, grid_of
 from octavo.fp8.kernels.registry import Backend
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Need(NamedTuple):
@@ -133,7 +136,7 @@ class Rows(NamedTuple):
         return sum(t.numel() * t.element_size() for t in (*self.codes, *self.scales))
 
 
-def cast(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) -> Rows:
+def cast(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: DeviceMesh) -> Rows:
     """The codes of this rank's rows ``values`` under every need; a collective over ``mesh`` if blocks are cut."""
     amaxes: list[dict[int, Tensor]] = [{}] * len(needs) if values.dim() == 3 else _exchange(values, needs, shards, mesh)
     rows = Rows([], [])
@@ -153,18 +156,18 @@ def _matrix(values: Tensor, need: Need, shards: Shards, amaxes: dict[int, Tensor
     height, begin = need.spec.block[0], shards.here[0]
     first = shards.first_block(shards.rank, height)
     for start, stop, block in shards.pieces(height):
-        own = values[start:stop]
+        piece = values[start:stop]
         if block is None:
-            q = need.backend.quantize(own, need.spec, need.contract)
+            q = need.backend.quantize(piece, need.spec, need.contract)
             block = 0 if height == -1 else (begin + start) // height
         else:
-            q = _piece(own, need, amaxes[block])
+            q = _piece(piece, need, amaxes[block])
         _put(q, rows, slice(start, stop), block - first)
 
 
 def _put(q: Quantized, rows: Rows, where: slice, block: int) -> None:
-    """Write codes into the last of ``rows``, and their scales from ``block`` on: those of a block that began on a rank
-    before (less than 0) are that rank's to send."""
+    """Write codes into the last tensor of ``rows``, and their scales from ``block`` on. The scales of a block that
+    began on an earlier rank (``block`` below 0) are sent by that rank."""
     rows.codes[-1][where].copy_(q.data.view(torch.uint8))
     if block >= 0:
         rows.scales[-1][block : block + q.scale.shape[0]].copy_(as_bytes(q.scale))
@@ -179,7 +182,7 @@ def _piece(rows: Tensor, need: Need, amax: Tensor) -> Quantized:
     return quantize_with_scale(rows, scale, spec, amax)
 
 
-def _exchange(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) -> list[dict[int, Tensor]]:
+def _exchange(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: DeviceMesh) -> list[dict[int, Tensor]]:
     """For every need the amaxes [1, column blocks] of its cut blocks, over all ranks."""
     cols = values.shape[1]
     cuts = [shards.cut(need.spec.block[0]) for need in needs]
@@ -220,13 +223,13 @@ def wire(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
     return (torch.cat([t.reshape(-1).view(torch.uint8) for t in parts]),)
 
 
-def shard_mesh(weight: Any) -> Any:
+def shard_mesh(weight: Any) -> DeviceMesh:
     """The ranks that FSDP2 shards a DTensor over: the last dimension of its mesh; it replicates over the others."""
     mesh = weight.device_mesh
     return mesh[mesh.mesh_dim_names[-1]] if mesh.ndim > 1 else mesh
 
 
-def gather(part: Tensor, mesh: Any) -> Tensor:
+def gather(part: Tensor, mesh: DeviceMesh) -> Tensor:
     """The concatenated parts of all ranks. A collective."""
     whole = part.new_empty((mesh.size() * part.shape[0], *part.shape[1:]))
     torch.distributed.all_gather(list(whole.split(part.shape[0])), part.contiguous(), group=mesh.get_group())

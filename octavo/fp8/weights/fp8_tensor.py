@@ -34,7 +34,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partialmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,9 @@ from octavo.fp8.weights.fp8_codes import Codes, Held, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards
 from octavo.fp8.weights.shards import local_of
 from octavo.fp8.weights.versions import called_by_conversion, writer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Fp8Weight(Tensor):
@@ -77,7 +80,12 @@ class Fp8Weight(Tensor):
 
     @classmethod
     def of_codes(
-        cls, codes: Codes, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stride: Any = None
+        cls,
+        codes: Codes,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        stride: Sequence[int] | None = None,
     ) -> Fp8Weight:
         """The weight that represents ``codes`` as values of this shape and dtype; ``stride`` if it is not
         contiguous."""
@@ -150,9 +158,8 @@ class Fp8Weight(Tensor):
         return sum(self.stamp())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the master, or of the first codes: FSDP2 detects by it whether a shard was moved. A whole
-        frozen weight has its wrapper's, which refuses its address to code that saves by address:
-        ``model.save_pretrained``, safetensors."""
+        """The storage of the master, or of the first codes, by which FSDP2 detects that a shard was moved. A whole
+        frozen weight has its wrapper's, which refuses its address to ``model.save_pretrained`` and safetensors."""
         if self.frozen is None or self.frozen.shard:
             return self.first().untyped_storage()
         storage, shape = super().untyped_storage(), self.shape  # not self: the storage would keep it alive
@@ -164,8 +171,7 @@ class Fp8Weight(Tensor):
         return storage
 
     def data_ptr(self) -> int:
-        """The address of the master, or of gathered codes. RuntimeError for frozen codes, which safetensors would read
-        as values."""
+        """The address of the master, or of gathered codes. RuntimeError for frozen codes, which are not values."""
         if self.frozen:
             raise RuntimeError(_no_values(self.shape))
         return self.first().data_ptr()
@@ -178,7 +184,7 @@ class Fp8Weight(Tensor):
             return self.stored.codes[0].data
         return torch.empty(0, dtype=self.stored.need.spec.fmt.dtype, device=self.device)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         kind = "gathered codes" if self.held is None else f"master on {self.held.tensor.device}"
         if self.frozen:
             kind = f"frozen codes {self.frozen.need.spec}{', a shard' if self.frozen.shard else ''}"
@@ -384,12 +390,12 @@ class Fp8Weight(Tensor):
 
     # How FSDP2 gathers it --------------------------------------------------------------------------------------------
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], int]:
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], int]:
         """(codes and scales of this rank's rows, cast if they changed; the number of ranks). FSDP2 joins the tensors of
         all parameters of a group in one buffer."""
         return self.wire(mesh), mesh.size()
 
-    def wire(self, mesh: Any) -> tuple[Tensor, ...]:
+    def wire(self, mesh: DeviceMesh) -> tuple[Tensor, ...]:
         """The tensors that this rank sends: see :func:`octavo.fp8.weights.fp8_rows.wire`. A collective if blocks of a
         master cross shards; frozen codes are sent unchanged."""
         shards = Shards(self.source.whole[0], mesh.size(), mesh.get_local_rank())
@@ -486,8 +492,7 @@ def filled(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
 
 
 def part_of(parameter: Tensor, first: int, last: int) -> Tensor:
-    """A copy of experts ``first`` to ``last`` of a parameter [E, ...] with values: a rank's part of distributed
-    experts."""
+    """A copy of experts ``first`` to ``last`` of a parameter [E, ...] with values, for one rank."""
     experts = (parameter.master if isinstance(parameter, Fp8Weight) else parameter).detach()[first:last].clone()
     if not isinstance(parameter, Fp8Weight):
         return experts

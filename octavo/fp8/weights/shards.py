@@ -12,10 +12,14 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def is_dtensor(value: object) -> bool:
@@ -34,7 +38,7 @@ def is_whole(value: object) -> bool:
     return not is_dtensor(value)
 
 
-def mesh_of(value: Any) -> Any:
+def mesh_of(value: Any) -> DeviceMesh | None:
     """The device mesh of a DTensor; None for anything else."""
     return value.device_mesh if is_dtensor(value) else None
 
@@ -52,7 +56,7 @@ def full(value: Any) -> Any:
     return whole
 
 
-def _gathered(rows: Tensor, group: Any) -> Tensor:
+def _gathered(rows: Tensor, group: ProcessGroup) -> Tensor:
     """The concatenated rows of all ranks of a group, which have equally many."""
     whole = rows.new_empty((torch.distributed.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
     torch.distributed.all_gather(list(whole.split(rows.shape[0])), rows.contiguous(), group=group)

@@ -116,8 +116,8 @@ area(
     ),
     (
         'wgrad-takes-fwd-codes-of-x', 'fp8/dense/inputs.py',
-        'found = found[0] or made[0], found[1] or made[1]',
-        'found = (found[0] or made[0],) * 2',
+        'codes = codes[0] or new[0], codes[1] or new[1]',
+        'codes = (codes[0] or new[0],) * 2',
         'wgrad multiplies by the codes of x that the forward made',
         'fp8/test_linear.py',
     ),

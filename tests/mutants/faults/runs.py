@@ -335,7 +335,7 @@ area(
     ),
     (
         "compiled-norm-keeps-its-codes", "fp8/dense/compiled.py",
-        "left is not None and left[0] == x_MK.dtype", "False and left[0] == x_MK.dtype",
+        "attached is not None\n        and attached[0] == x_MK.dtype", "False\n        and attached[0] == x_MK.dtype",
         "compiled layers cast what a norm has cast",
         "fp8/blocks/test_compiled.py",
     ),
