@@ -227,7 +227,7 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
     monkeypatch.setattr(
         "octavo.train.setup.resume.read_state", lambda path: {"counters": {}}
     )  # as an older run wrote it
-    with pytest.raises(train.TrainError, match=r"is in neither that checkpoint nor .*Copy the run's plan.json"):
+    with pytest.raises(train.TrainError, match=r"is neither in that checkpoint nor in .*Copy the run's plan.json"):
         train.run(override(cfg, [*over[:1], f"run.dir={tmp_path / 'third'}"]))
 
 

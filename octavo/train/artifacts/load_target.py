@@ -258,7 +258,7 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
 
 
 def _instead(path: Path) -> str | None:
-    """What stands at a path; None for nothing."""
+    """Describe what is at a path; None if there is nothing."""
     try:
         return safe_read.kind_of(path) or "a file"
     except OSError:

@@ -1,12 +1,12 @@
-"""``run.check_every``: GEMMs of some steps computed again, so that a device that errs in silence is found and named.
+"""``run.check_every``: recomputes GEMMs in some steps, to find a device that silently computes wrong results.
 
-The same steps hold the FP8 codes of weights against a sample of their weights, and so does the first step after an
-evaluation or a checkpoint, before which weights may have been exchanged for their moving average and brought back: a
-write through ``.data`` leaves the codes of the former weight in use (:func:`octavo.fp8.weights.stale_codes`).
+The same steps compare the FP8 codes of weights with a sample of the weights. So does the first step after an evaluation
+or a checkpoint, because weights may then have been replaced by their moving average and restored. A write through
+``.data`` leaves the codes of the previous weight in use (:func:`octavo.fp8.weights.stale_codes`).
 
-Each rank checks its own device, the same GEMMs in the same steps. checks.jsonl gets a line for each check: what was
-compared and, where something differed, rank, host, device, layer, GEMM and both values. It only grows: a step that runs
-again, after a fault was found, has another line.
+Each rank checks its own device, with the same GEMMs in the same steps. Each check adds a line to checks.jsonl with what
+was compared and, for each difference, the rank, host, device, layer, GEMM and both values. Lines are never removed: a
+step that is repeated after a fault has a second line.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.step.step import Batches
 
-NAMED = 3  # most faults that a message describes
+NAMED = 3  # the maximum number of faults described in a message
 
 
 class Checking(Callback):
-    """Checks every `run.check_every`-th step. A fault stops the run on all ranks before the step is logged or saved;
-    rows of checked steps have the number of recomputed GEMMs of all ranks (`checked`)."""
+    """Checks every `run.check_every`-th step.
+
+    A fault stops the run on all ranks before the step is logged or saved. The rows of checked steps contain the number
+    of recomputed GEMMs of all ranks (`checked`).
+    """
 
     def begin(self, run: Run) -> None:
         self.clean = 0
@@ -87,7 +90,7 @@ class Checking(Callback):
 
 
 def _located_faults(run: Run, check: Check) -> list[dict[str, Any]]:
-    """The faults of this rank, with its host and device."""
+    """Return the faults of this rank, with its host and device."""
     if not check.faults:
         return []
     where = {"rank": run.world.rank, "host": platform.node(), "device": environment.describe_device(run.world.device)}

@@ -168,8 +168,10 @@ def choices(cfg: Config, parts: tuple[Heads, ...], device: torch.device) -> list
 
 
 def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
-    """The choices of a run. ``kept``: the kernel of the run that is continued, or those of its components by name
-    (None: a new run). Rank 0 chooses. A collective."""
+    """Return the choices of a run; rank 0 chooses. A collective.
+
+    ``saved`` is the kernel of a resumed run, or its kernels by component; None for a new run.
+    """
     words = set(cfg.model.attention.kernels.values())
     if words == {STOCK}:
         return ()

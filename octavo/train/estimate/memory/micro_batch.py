@@ -1,7 +1,7 @@
-"""The micro-batch that a forward without values gets: rows of equal length, real ids, pixels and sounds without values.
+"""The micro-batch of a forward without values: rows of equal length with real ids, but fake pixels and sounds.
 
-Images are all of one size, as many as the tokens of the encoder make, spread evenly over the rows. What a model looks
-at is real: ids, grids, sizes of images, how many a row has.
+All images have the same size. Their number follows from the tokens of the encoder, and they are spread evenly over the
+rows. Whatever a model reads is real: ids, grids, image sizes and the number of images in a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
 
 def micro_batch(model: PreTrainedModel, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
-    """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
+    """Return rows of equal length with real ids, fake pixels, and as many images as the encoder's tokens make up."""
     ids = torch.zeros(tokens.rows, tokens.row, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     patches = tokens.counts.get("image_encoder", 0)
@@ -46,11 +46,13 @@ def _placeholder(token: int | None) -> int:
 
 
 def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
-    """As many sounds as the tokens of the encoder make, as long as the rows of ``ids`` have room for: the tower takes
-    each for the longest."""
+    """Return as many sounds as the encoder's tokens make up, each as long as the rows of ``ids`` allow.
+
+    The tower pads every sound to the longest.
+    """
     hearing = models.audio_of(config)
     many = max(1, round(places / hearing.positions))
-    each = -(-many // len(ids))  # in one row
+    each = -(-many // len(ids))  # the number in one row
     length = min(hearing.features, (ids.shape[1] - 1) // each - 1)
     if length < hearing.least:
         raise TrainError(
@@ -69,8 +71,11 @@ def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: Fake
 
 
 class _Images(NamedTuple):
-    """The images of a micro-batch: ``each`` in every row, of ``length`` tokens; ``shape`` of `pixel_values`; further
-    ``inputs`` of the tower."""
+    """The images of a micro-batch.
+
+    Every row has ``each`` images of ``length`` tokens. ``shape`` is that of `pixel_values`, and ``inputs`` are further
+    inputs of the tower.
+    """
 
     each: int
     length: int
@@ -81,7 +86,7 @@ class _Images(NamedTuple):
 def _images(
     config: Any, ids: Tensor, patches: int, image: int, token: int | None, mode: FakeTensorMode
 ) -> dict[str, Tensor]:
-    """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
+    """Spread images evenly over the rows of ``ids``, write their placeholders, and return the inputs of the tower."""
     vision, rows = models.vision_of(config), len(ids)
     if vision.sized:
         layout = _cut_alone(config, vision, patches, rows)
@@ -105,8 +110,10 @@ def _images(
 
 
 def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: int) -> _Images:
-    """Whole images, nearly square; in patches, or as they are. Rounded up no further than rows of `length` tokens have
-    room for."""
+    """Whole, nearly square images, either in patches or as pixels.
+
+    Their size is rounded up only as far as rows of `length` tokens have room.
+    """
     each, merge = max(1, round(patches / image / rows)), vision.merge
     area = patches / (each * rows * merge * merge)
     side = max(1, int((patches / (each * rows)) ** 0.5) // merge)
@@ -125,7 +132,7 @@ def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: i
 
 
 def _tiles(vision: models.Vision, patches: int, image: int, rows: int) -> _Images:
-    """Tiles, each of which is an image by itself; of several scales images as large as they are on average."""
+    """Tiles, each an image by itself; with several scales, images of the average size."""
     of_one = vision.cells + vision.prefix if not vision.scales else max(vision.cells, image)
     each = max(1, round(patches / of_one / rows))
     frames, count, inputs = 1, 1, {}
@@ -138,8 +145,11 @@ def _tiles(vision: models.Vision, patches: int, image: int, rows: int) -> _Image
 
 
 def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _Images:
-    """Images that are cut because each is the only one of its row (of its sample, in a pack): as few as have so many
-    tiles. A single tile is one of several images."""
+    """The smallest number of images with this many tiles.
+
+    An image is cut into tiles where it is the only one of its row, or of its sample in a pack. A row with several
+    images has one tile for each.
+    """
     tiles = max(1, round(patches / vision.cells / rows))
     each, alone = -(-tiles // vision.most), tiles > 1
     size = anyres.nearest(config, round(tiles / each)) if alone else vision.tile

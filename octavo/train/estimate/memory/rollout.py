@@ -1,11 +1,11 @@
-"""What phase rl needs beside an update: bytes while completions are written, and those of a frozen copy.
+"""Memory that the phase rl needs besides an update: while it generates completions, and for a frozen copy.
 
-A step of phase rl has two moments. In the **rollout** no gradient and no activation is there, but the key-value cache
-(`kv_cache`: its pages, and what is kept of each sequence) and what the engine makes: :mod:`octavo.generation.memory`.
-In the **update** the cache is gone. What stands between steps stands in both.
+A step of the phase rl has two parts. During the **rollout** there are no gradients and no activations, but there are
+the key-value cache (`kv_cache`: its pages and the state of each sequence) and the tensors of the generation engine; see
+:mod:`octavo.generation.memory`. During the **update** the cache is freed. Memory held between steps is held in both.
 
-How many sequences are generated at a time is `rl.slots`, else all of a step, or as many as there is room for where a
-card is named; a run on a GPU decides by the same rule, from what is free then.
+The number of sequences generated at a time is `rl.slots`. Without that setting it is all sequences of a step or, where
+a card is named, as many as fit. A run on a GPU applies the same rule to the memory that is free at that time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from octavo.train.setup.token_counts import Tokens
 
 @dataclass(frozen=True)
 class Rollout:
-    """``kinds``: kind -> bytes while completions are written; ``sequences`` at a time, ``of`` so many of a step on one
-    rank; ``token``: bytes that a token takes in the cache."""
+    """Memory during a rollout.
+
+    ``kinds`` maps each kind to its bytes. ``sequences`` are generated at a time, out of ``of`` in a step of one rank.
+    ``token`` is the number of bytes that a token takes in the cache.
+    """
 
     kinds: Mapping[str, int]
     sequences: int
@@ -50,8 +53,10 @@ class Rollout:
 
 
 class Rollouts:
-    """Rollouts of one model under configurations that differ in how they keep memory. ``usable``: bytes of a card that
-    they are to fit into, None: whatever it takes."""
+    """Rollouts of one model under configurations that differ only in memory settings.
+
+    ``usable`` is the number of bytes of a card that they must fit into; None sets no limit.
+    """
 
     def __init__(self, config: Any, usable: int | None) -> None:
         self.config, self.usable = config, usable
@@ -60,17 +65,22 @@ class Rollouts:
     def of(
         self, cfg: Config, standing: Mapping[str, int], tokens: Tokens, dtype: torch.dtype, transient: int, ranks: int
     ) -> Rollout:
-        """Of one rank. ``standing``: what is there in every moment; ``dtype``: what the model computes in; ``more``: of
-        one weight or block, what comes and goes in any forward."""
+        """Return the rollout of one rank.
+
+        ``standing`` is the memory held throughout a step. ``dtype`` is the model's computing dtype. ``transient`` is
+        the largest temporary memory of one weight or block in any forward.
+        """
         rl = cfg.rl
         assert rl is not None
         completions = max(1, rl.prompts * rl.group // ranks)
         prompt = max(1, tokens.row - rl.max_new_tokens)
         patches = tokens.counts.get("image_encoder", 0) // tokens.rows
-        never = (0,) if patches else ()  # whichever token stands for images
+        never = (0,) if patches else ()  # the id of the image token does not matter here
         sampling = generation.Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, never=never)
 
-        in_place = self.usable is not None and not rl.invariant  # a card's kernels gather nothing
+        in_place = (
+            self.usable is not None and not rl.invariant
+        )  # the kernels on a GPU read the pages directly, without gathering
         check_pages(rl, prompt, generation.PAGE)
 
         def shape(sequences: int) -> generation.Shape:
@@ -95,7 +105,7 @@ class Rollouts:
 
 
 def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
-    """Raise TrainError where `rl.pages` hold no completion of a prompt of so many tokens."""
+    """Raise TrainError if `rl.pages` cannot hold one completion of a prompt of ``prompt`` tokens."""
     need = generation.pages_needed(prompt, rl.max_new_tokens, page)
     if rl.pages is not None and need > rl.pages:
         raise TrainError(
@@ -106,8 +116,11 @@ def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
 
 
 def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:
-    """What counts the bytes of a frozen copy of the model: weights as a run keeps them (`frozen_base.into_codes`), and
-    FP8 codes of what stays in high precision."""
+    """Return a function that counts the bytes of a frozen copy of the model.
+
+    They are the weights as a run keeps them (see `frozen_base.into_codes`) and the FP8 codes of weights that stay in
+    high precision.
+    """
     model = models.empty(config).requires_grad_(False)
     frozen_base.into_codes(model, plan)
     parameters = states.held(model, family)
