@@ -58,7 +58,7 @@ _MISSES = 2  # in a row, after which a norm makes no more codes
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
     """Let the norms before FP8 layers make their codes; returns (name, the reason against it or None) of each."""
-    fp8 = [(name, norm, fp8_of(layers)) for name, norm, layers in fed(model)]
+    fp8 = [(name, norm, fp8_of(layers)) for name, norm, layers in norms_and_layers(model)]
     return tuple((name, fuse(norm, layers)) for name, norm, layers in fp8 if layers)
 
 
@@ -87,7 +87,7 @@ def _swap(norm: nn.Module, layers: tuple[Linear, ...], saves: bool) -> None:
     swap(norm, RmsNorm, _feeds=layers, _eps=_eps(norm), _promotes=_promotes(norm), _misses=0, _saves=saves)
 
 
-def fed(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
+def norms_and_layers(model: nn.Module) -> list[tuple[str, nn.Module, tuple[nn.Linear, ...]]]:
     """(name, norm, the linear layers that it feeds) of every known block that has any."""
     out = []
     for path, parent in model.named_modules():

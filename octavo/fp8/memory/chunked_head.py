@@ -158,7 +158,7 @@ def chunk_head(model: nn.Module) -> ChunkedHead | str:
     if hooked(head):
         return "its head has hooks, or a forward of its own, which expect logits there"
     assert isinstance(head, nn.Linear)
-    reason = _altered(model, head)
+    reason = _why_logits_differ(model, head)
     if reason is not None:
         return reason
     swap(head, ChunkedHead)
@@ -193,7 +193,7 @@ class _Stand(nn.Module):
         return self.value
 
 
-def _altered(model: nn.Module, head: nn.Linear) -> str | None:
+def _why_logits_differ(model: nn.Module, head: nn.Linear) -> str | None:
     """Run the forward that calls the head, with the head and everything else replaced: None if it returns the head's
     output as its logits, untouched, else what it does."""
     parents = [m for m in model.modules() if any(child is head for child in m._modules.values())]

@@ -96,7 +96,7 @@ def offload(blocks: Blocks, *, least: int = LEAST, copies: Copies | None = None)
     Raises ValueError where there are no blocks, or their parameters are on no device of its own memory and streams (and
     no ``copies`` were given).
     """
-    blocks = _known(blocks, "offload_activations")
+    blocks = _checked_blocks(blocks, "offload_activations")
     if copies is None:
         copies = StreamCopies(
             _device(blocks, "offload_activations", "host memory is what activations are in already", True)
@@ -119,7 +119,7 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
 
     Raises ValueError where there are no blocks, or their parameters are on the CPU (and no ``wait`` was given).
     """
-    blocks = _known(blocks, "synchronize_per_layer")
+    blocks = _checked_blocks(blocks, "synchronize_per_layer")
     if wait is None:
         device = _device(blocks, "synchronize_per_layer", "its computing is never ahead of the program")
 
@@ -143,7 +143,7 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
     )
 
 
-def _known(blocks: Blocks, option: str) -> list[tuple[str, nn.Module]]:
+def _checked_blocks(blocks: Blocks, option: str) -> list[tuple[str, nn.Module]]:
     blocks = list(blocks)
     if not blocks:
         raise ValueError(f"{option} was asked for no blocks at all; switch it off, or give the blocks of the model")

@@ -171,7 +171,7 @@ class AdamW(torch.optim.Optimizer):
             state.update(self.fresh(p, group))
         elif "master" in state and self._written.get(p) != _mark(p):
             self.settle()
-            _honour(plain(p).contiguous().view(-1), plain(state["master"]).view(-1))
+            _adopt_written(plain(p).contiguous().view(-1), plain(state["master"]).view(-1))
         state["step"] += 1
         grad = cast(Tensor, p.grad)
         if grad.is_sparse:
@@ -228,7 +228,7 @@ def _mark(p: Tensor) -> tuple[int, int, int]:
     return p._version, local_of(p)._version, plain(p).data_ptr()
 
 
-def _honour(weight: Tensor, master: Tensor) -> None:
+def _adopt_written(weight: Tensor, master: Tensor) -> None:
     """Copy `weight` (BF16 [n]) into `master` (fp32 [n]) where the master does not round to it; all other elements keep
     their bits. Waits for the device only if the master is in host memory."""
     for exact, low in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):

@@ -62,7 +62,7 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
     pairs = [pair for other in others for pair in _changes(plan, other)]
     for old, new in pairs:
         if (why := _why_fixed(plan, old, new)) is not None:
-            raise PlanError(_cannot_turn(old, new, why))
+            raise PlanError(_cannot_switch(old, new, why))
     also = frozenset(old.name for old, _ in pairs)
     _check_modules(modules, by_module, also)
     device = torch.device(plan.device)
@@ -95,7 +95,7 @@ def switch_plan(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
         stock = not isinstance(module, CachesWeights)
         why = "it is no FP8 layer (apply the plan with the others)" if stock else _why_fixed(after, old, new)
         if why is not None:
-            raise PlanError(_cannot_turn(old, new, why))
+            raise PlanError(_cannot_switch(old, new, why))
         turned.append((sites_of(module)[_parameter(new)], new))
     for site, new in turned:
         site.turn(new.recipe or _HIGH, new.selections)
@@ -119,7 +119,7 @@ def _why_fixed(plan: Plan, old: PlanRow, new: PlanRow) -> str | None:
     return "the head keeps one recipe for the whole run" if new.kind == HEAD else None
 
 
-def _cannot_turn(old: PlanRow, new: PlanRow, why: str) -> str:
+def _cannot_switch(old: PlanRow, new: PlanRow, why: str) -> str:
     return f"{new.name!r} cannot turn from {_word(old)} to {_word(new)}: {why}. Give it one recipe in all steps."
 
 
@@ -179,7 +179,7 @@ def _apply_weights(model: nn.Module, plan: Plan, also: Collection[str]) -> None:
 def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
     """What is planned of blocks, in a model with FP8 layers. Raises PlanError where the loaded model does not allow
     it."""
-    feeds = {name: layers for name, _, layers in rmsnorm.fed(model)}
+    feeds = {name: layers for name, _, layers in rmsnorm.norms_and_layers(model)}
     attention = {a.name: a for a in attention_output.outputs(model)}
     for block in blocks:
         if not block.fused and not block.saves:

@@ -80,7 +80,7 @@ def _fusing(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
             layers = [planned(module._modules[child]) for child in gated_mlp.CHILDREN]
             if any(p is not None for p in layers):
                 out[name] = _fused(name, MLP, gated_mlp.why_not(module, layers))
-    for name, norm, linears in rmsnorm.fed(model):
+    for name, norm, linears in rmsnorm.norms_and_layers(model):
         fed_layers = [p for layer in linears if (p := planned(layer)) is not None]
         if fed_layers:
             out[name] = _fused(name, NORM, rmsnorm.why_not(norm, fed_layers))

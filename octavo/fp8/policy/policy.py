@@ -162,7 +162,7 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
             raise PlanError(f"components maps a component's name to its ComponentPolicy; found {self.components!r}.")
-        parts = {k: _made(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
+        parts = {k: _as_level(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
         if self.recipe is None:
             named = [k for k, part in parts.items() if k != HEAD and part.recipe != OFF]
             parts |= {k: replace(parts[k], recipe=parts[k].recipe or USUAL) for k in named}
@@ -173,10 +173,10 @@ class Policy:
         head = parts.get(HEAD, ComponentPolicy())
         if head.recipe in (AUTO, *_DELAYED) or head.param or head.activations:
             raise PlanError(
-                f"component {HEAD!r}: {_given(head)} asks for what a head cannot do. Give it a recipe that scales by "
-                f"the current amax, by name ({', '.join(CANDIDATES)}), without param and activations."
+                f"component {HEAD!r}: {_set_fields(head)} asks for what a head cannot do. Give it a recipe that scales "
+                f"by the current amax, by name ({', '.join(CANDIDATES)}), without param and activations."
             )
-        rules = tuple(_made(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
+        rules = tuple(_as_level(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
         for where, level in self._levels():
             if isinstance(level, Rule):
@@ -268,8 +268,8 @@ class Policy:
         return {
             **{name: getattr(self, name) for name in plain},
             **({"candidates": list(self.candidates)} if self.asks_auto else {}),
-            "components": {k: _given(c) for k, c in self.components.items()},
-            "rules": [_given(r) for r in self.rules],
+            "components": {k: _set_fields(c) for k, c in self.components.items()},
+            "rules": [_set_fields(r) for r in self.rules],
         }
 
 
@@ -330,7 +330,7 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     return decision
 
 
-def _made(kind: Any, value: Any, where: str) -> Any:
+def _as_level(kind: Any, value: Any, where: str) -> Any:
     """A level as it is, or made of the mapping or (for a component) the recipe's name that was given."""
     if isinstance(value, kind):
         return value
@@ -354,7 +354,7 @@ def _short_repr(level: Policy | ComponentPolicy | Rule) -> str:
     return f"{type(level).__name__}({', '.join(shown)})"
 
 
-def _given(level: ComponentPolicy | Rule) -> dict[str, Any]:
+def _set_fields(level: ComponentPolicy | Rule) -> dict[str, Any]:
     known = fields(Rule if isinstance(level, Rule) else level)
     return {f.name: getattr(level, f.name) for f in known if getattr(level, f.name) is not None}
 

@@ -81,16 +81,16 @@ def compare(result: Result, draw: random.Random, done: Compared) -> Difference |
         if x is None:
             continue
         done.codes += q.data.numel()
-        if (difference := of_cast(name, x, q, noted=result.noted and name != "w")) is not None:
+        if (difference := compare_cast(name, x, q, noted=result.noted and name != "w")) is not None:
             return difference
     done.values += result.out.numel()
-    return _repeated(result, done) or _tile(result, draw)
+    return _compare_repeated(result, done) or _tile(result, draw)
 
 
 # --- casts ------------------------------------------------------------------------------------------------------------
 
 
-def of_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Difference | None:
+def compare_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Difference | None:
     """The first difference between q and the reference's cast of x [rows, columns]; ``noted``: the scale is given, and
     only the codes are made again."""
     by, spec = "by the reference's cast", q.spec
@@ -109,7 +109,7 @@ def of_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Differen
             ("scale", q.scale[grid], recast.scale, (grid[0].start, grid[1].start)),
             ("code", q.data[rows, cols], recast.data, (rows.start, cols.start)),
         ):
-            if (one := differing(f"a {what} of {name}", actual, wanted, by, first)) is not None:
+            if (one := first_difference(f"a {what} of {name}", actual, wanted, by, first)) is not None:
                 return one
     return None
 
@@ -134,13 +134,15 @@ def _grid(span: slice, block: int) -> slice:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _repeated(result: Result, done: Compared) -> Difference | None:
+def _compare_repeated(result: Result, done: Compared) -> Difference | None:
     """The product against the same kernel's on the same operands; None too where that gives other bits each time."""
     again = result.again()
-    difference = differing(f"a value of {RESULTS[result.gemm]}", result.out, again, f"by {result.backend} once more")
+    difference = first_difference(
+        f"a value of {RESULTS[result.gemm]}", result.out, again, f"by {result.backend} once more"
+    )
     if difference is None:
         return None
-    if differing("", again, result.again(), "") is None:
+    if first_difference("", again, result.again(), "") is None:
         return difference
     done.unsteady += 1
     return None
@@ -152,7 +154,7 @@ def _tile(result: Result, draw: random.Random) -> Difference | None:
     k, on_cpu = result.a_q.data.shape[a_dim], result.out.device.type == "cpu"
     rows, a = _lines(result.a_q, 1 - a_dim, draw)
     cols, b = _lines(result.b_q, 1 - b_dim, draw)
-    wanted, most = _multiplied(result.gemm, a, b), _multiplied(result.gemm, _magnitudes(a), _magnitudes(b))
+    wanted, most = _multiply(result.gemm, a, b), _multiply(result.gemm, _magnitudes(a), _magnitudes(b))
     if result.bias is not None:
         bias = result.bias[cols].cpu().float()
         wanted, most = wanted + bias, most + bias.abs()
@@ -185,7 +187,7 @@ def _lines(q: Quantized, free: int, draw: random.Random) -> tuple[slice, Quantiz
     return span, Quantized(data, scale, q.spec)
 
 
-def _multiplied(gemm: str, a: Quantized, b: Quantized) -> Tensor:
+def _multiply(gemm: str, a: Quantized, b: Quantized) -> Tensor:
     return getattr(get("reference"), f"gemm_{gemm}")(a, b, torch.float32)
 
 
@@ -196,7 +198,9 @@ def _magnitudes(q: Quantized) -> Quantized:
 # --- bits -------------------------------------------------------------------------------------------------------------
 
 
-def differing(what: str, actual: Tensor, wanted: Tensor, by: str, first: tuple[int, int] = (0, 0)) -> Difference | None:
+def first_difference(
+    what: str, actual: Tensor, wanted: Tensor, by: str, first: tuple[int, int] = (0, 0)
+) -> Difference | None:
     """Where two tensors [rows, columns] of one dtype differ in their bits, NaN from NaN apart, if anywhere; ``first``:
     where theirs begins in what is named."""
     a, b = _as_bits(actual), _as_bits(wanted)

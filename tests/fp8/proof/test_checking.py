@@ -216,10 +216,10 @@ def test_bands_cover_an_operand(monkeypatch: pytest.MonkeyPatch, block: tuple[in
     for band in (bands := list(comparing._bands(x, spec))):
         covered[band] += 1
     assert bool((covered == 1).all()) and len(bands) > 1
-    assert comparing.of_cast("x", x, q) is None
+    assert comparing.compare_cast("x", x, q) is None
     for at in ((0, 0), (299, 216), (150, 100)):
         flip(q.data, at, 2)
-        found = comparing.of_cast("x", x, q)
+        found = comparing.compare_cast("x", x, q)
         assert found is not None and found.at == at
         flip(q.data, at, 2)
 
