@@ -285,11 +285,8 @@ def _data(draft: Draft, phase: str) -> None:
     draft.put("train.seq_length", draft.whole("sequence_len") or 512, "sequence_len")
     # axolotl's default is to drop long rows.
     excess = (draft.text("excess_length_strategy") or "drop").lower()
-    draft.put(
-        "data.on_long",
-        {"drop": "drop", "truncate": "cut", "raise": "error"}.get(excess, "drop"),
-        "excess_length_strategy",
-    )
+    on_long = {"drop": "drop", "truncate": "cut", "raise": "error"}.get(excess, "drop")
+    draft.put("data.on_long", on_long, "excess_length_strategy")
     if draft.flag("train_on_inputs") and phase == "sft":
         draft.put("data.train_on_prompt", True, "train_on_inputs")
     else:
@@ -386,10 +383,8 @@ def _warmup(draft: Draft, ranks: int) -> None:
 
 
 def _steps(draft: Draft, ranks: int, packed: bool) -> None:
-    micro, accumulation = (
-        steps_and_schedule.counted(draft, "micro_batch_size") or 1,
-        steps_and_schedule.counted(draft, "gradient_accumulation_steps"),
-    )
+    micro = steps_and_schedule.counted(draft, "micro_batch_size") or 1
+    accumulation = steps_and_schedule.counted(draft, "gradient_accumulation_steps")
     total = draft.whole("batch_size")
     if accumulation is None:
         accumulation = max(1, total // micro) if total else 1  # batch_size is of one process there
