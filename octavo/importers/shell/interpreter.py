@@ -91,7 +91,7 @@ class _Reader(Builtins):
 
     @contextmanager
     def isolated(self) -> Iterator[list[str]]:
-        """Undo all changes made in the block, whose names are then in the list. ``exit`` and ``return`` end the block."""
+        """Undo the changes made in the block; the list then has their names. ``exit`` and ``return`` end the block."""
         names: list[str] = []
         mark, exports = len(self.journal), len(self.script.exports)
         state = (self.all_exported, self.splits, self.positional)
