@@ -285,11 +285,8 @@ def _data(draft: Draft, phase: str) -> None:
     draft.put("train.seq_length", draft.whole("sequence_len") or 512, "sequence_len")
     # axolotl's default is to drop long rows.
     excess = (draft.text("excess_length_strategy") or "drop").lower()
-    draft.put(
-        "data.on_long",
-        {"drop": "drop", "truncate": "cut", "raise": "error"}.get(excess, "drop"),
-        "excess_length_strategy",
-    )
+    on_long = {"drop": "drop", "truncate": "cut", "raise": "error"}.get(excess, "drop")
+    draft.put("data.on_long", on_long, "excess_length_strategy")
     if draft.flag("train_on_inputs") and phase == "sft":
         draft.put("data.train_on_prompt", True, "train_on_inputs")
     else:

@@ -83,8 +83,7 @@ class _Reader(Builtins):
 
     @contextmanager
     def isolated(self) -> Iterator[list[str]]:
-        """Undo all changes made within the block: a subshell, or commands that are ignored. Afterwards the list has the
-        names that had changed. ``exit`` and ``return`` only end the block."""
+        """Undo the changes made in the block; the list then has their names. ``exit`` and ``return`` end the block."""
         names: list[str] = []
         mark, exports = len(self.journal), len(self.script.exports)
         state = (self.all_exported, self.splits, self.positional)
@@ -103,8 +102,7 @@ class _Reader(Builtins):
         self.script.exports += [(name, self.exportable(name)) for name in changed]
 
     def run_uncertain(self, items: Sequence[Item], line: int, why: str, loop: Loop | None = None) -> bool:
-        """Apply commands that may be executed: variables keep their values, but become unsure. Returns whether any
-        changed."""
+        """Apply commands that may be executed: variables become unsure. Returns whether any changed."""
         before = self.changes
         undone, self.undone = self.undone, {}
         self.within.append(why)
@@ -176,9 +174,8 @@ class _Reader(Builtins):
         """Execute a command. Returns whether it succeeds, None if unknown."""
         self.level += 1
         if self.level > LEVELS:
-            raise TranslateError(
-                f"{self.source}:{self.now}: over {LEVELS} commands are nested here. Write the command that trains out."
-            )
+            message = f"over {LEVELS} commands are nested here. Write the command that trains out."
+            raise TranslateError(f"{self.source}:{self.now}: {message}")
         try:
             return self.node_of(node, item)
         finally:
@@ -187,10 +184,8 @@ class _Reader(Builtins):
     def node_of(self, node: Node, item: Item) -> bool | None:
         self.spent.steps += 1  # bounds loops and recursion
         if self.spent.steps > STEPS:
-            raise TranslateError(
-                f"{self.source}:{self.now}: over {STEPS} commands are executed up to here. Give the script that starts "
-                "the training."
-            )
+            message = f"over {STEPS} commands are executed up to here. Give the script that starts the training."
+            raise TranslateError(f"{self.source}:{self.now}: {message}")
         if isinstance(node, Simple):
             return self.simple(node, item)
         if isinstance(node, AndOr):
