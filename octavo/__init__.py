@@ -1,7 +1,7 @@
-"""Octavo: FP8 training of vision-language and language models that proves itself.
+"""Octavo: FP8 training of vision-language and language models, verified by measurement.
 
-``from octavo import fp8`` is the core and needs torch alone. ``octavo.load`` gives a Hugging Face model, if asked with
-its linear layers in FP8 and with a PEFT adapter; the rest is behind ``octavo`` on the command line.
+``from octavo import fp8`` is the core and needs only torch. ``octavo.load`` loads a Hugging Face model, optionally with
+its linear layers in FP8 and a PEFT adapter; everything else is in the ``octavo`` command.
 """
 
 from octavo.loading import load

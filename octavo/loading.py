@@ -1,4 +1,4 @@
-"""``octavo.load``: a Hugging Face model with its linear layers in FP8, and with a PEFT adapter, for users of Python."""
+"""``octavo.load``: load a Hugging Face model, optionally with its linear layers in FP8 and a PEFT adapter."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def load(
     keep_fp8: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> PreTrainedModel:
-    """A model from a local Hugging Face folder, in eval mode.
+    """Load a model from a local Hugging Face folder, in eval mode.
 
-    With FP8 codes in it the whole model is frozen, since codes are never trained: adapters, or a component that is
-    unfrozen by name, train beside them, and a forward in training in which nothing does is a ModelError.
+    A model with FP8 codes is frozen as a whole, since codes are never trained: adapters, or a component that is
+    unfrozen by name, can be trained, and a training forward without any trainable parameter raises ModelError.
 
     Args:
         path: the folder, or a name of the Hugging Face hub (org/name): BF16 or fp32 weights, or FP8 codes (DeepSeek's
             blocks, compressed-tensors).
         load_in_fp8: ``"rowwise"`` (or True), ``"blockwise"`` or ``"tensorwise"``: the linear layers and experts of the
-            language model become frozen FP8 weights while they are read; a mapping says it for each of foundation,
-            image_encoder and image_projector. None: as the folder has them, codes untouched.
-        adapter: a PEFT folder to attach; only its adapters ask for a gradient then. None: none.
-        dtype: of what is not FP8; None: BF16.
-        device: where the model ends up.
-        recipe: an FP8 recipe (or a policy) to plan and apply at once, for whole FP8 layers; None: stock layers, where
+            language model become frozen FP8 weights while loading; a mapping sets it separately for foundation,
+            image_encoder and image_projector. None: as stored in the folder, codes unchanged.
+        adapter: a PEFT folder to attach; only its adapters then require gradients. None: no adapter.
+        dtype: the dtype of parameters that are not FP8; None: BF16.
+        device: where to put the model.
+        recipe: an FP8 recipe (or a policy) to plan and apply after loading; None: standard layers, where
             frozen weights compute as their dequantized values.
-        keep_fp8: False: codes in the folder become values in ``dtype``.
-        say: gets what a person should know, such as which of two sets of weights was taken.
+        keep_fp8: False: convert FP8 codes in the folder to ``dtype``.
+        say: called with messages to the user, e.g. which of two sets of weights was chosen.
 
-    Raises ModelError, PlanError and AdapterError, each with what was found and the fix.
+    Raises ModelError, PlanError or AdapterError; each message says what was found and how to fix it.
     """
     # Imported here, so that `import octavo` needs no torch.
     import torch

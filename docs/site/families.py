@@ -31,9 +31,9 @@ the collation must know its masks and positions.
   of the family may still be described from its folder.
 
 The table is of transformers {version}, from default configurations on the meta device; `octavo doctor --families`
-prints it for the installed version. Names are those of `named_modules`, as in rules, `freeze` and plans; the projector
-`model` means single parameters of that module. Towers after a vision tower take audio. The image token is that of the
-default configuration.
+prints it for the installed version. Names are as in `named_modules`, rules, `freeze` and plans; the projector `model`
+means single parameters of that module. Towers after a vision tower take audio. The image token is the default
+configuration's.
 
 {summary}
 

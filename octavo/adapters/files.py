@@ -144,14 +144,14 @@ def _document(model: nn.Module, base: str) -> dict[str, object]:
         raise AdapterError("the model has no adapters; octavo.adapters.attach attaches some.")
     config = copied(configs[NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
-    return {key: _plain(value) for key, value in config.to_dict().items()}
+    return {key: _to_json(value) for key, value in config.to_dict().items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, set | frozenset | tuple):
         return sorted(value)
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _to_json(inner) for key, inner in value.items()}
     return getattr(value, "value", value)  # of an enumeration its text
 
 
@@ -181,7 +181,7 @@ def read_config(directory: str | Path) -> LoraConfig:
     fields = {f.name: f for f in dataclasses.fields(LoraConfig)}
     stock = LoraConfig().to_dict()
     for key, value in raw.items():
-        if key in _HONOURED or not value or (key in stock and _plain(stock[key]) == value) or value == "none":
+        if key in _HONOURED or not value or (key in stock and _to_json(stock[key]) == value) or value == "none":
             continue
         why = _REASONS.get(key, "it changes the adapter's computation in a way that Octavo does not know")
         raise AdapterError(f"{file}: {key}={json.dumps(value)[:80]} is not supported: {why}.")
@@ -250,7 +250,7 @@ def load(model: nn.Module, directory: str | Path, say: Say = lambda text: None, 
     if attached(model):
         raise AdapterError("the model has adapters already, and takes one set. Load it again.")
     config, state = read_config(directory), read_state(directory)
-    names = _fitting(model, config, state, Path(directory))
+    names = _check_fit(model, config, state, Path(directory))
     resolved: Any = copied(config)  # PEFT's types do not allow sets, which it accepts and stores
     of_experts = experts.parameters_of(model)
     resolved.target_modules = {name for name in names if name not in of_experts}
@@ -288,7 +288,7 @@ def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping
         raise AdapterError(f"{where} does not fit this model: {'; '.join(wrong)}. It was made for another base.")
 
 
-def _fitting(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
+def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
     """The targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors that the
     targets need."""
     # PEFT resolves the names, so that the same modules are adapted as in PEFT; the shapes are then checked exactly.
@@ -377,7 +377,7 @@ def continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> di
             )
     if config.rank_pattern or config.alpha_pattern:
         raise AdapterError(f"{folder} has separate ranks or alphas for some layers, which `lora` cannot continue.")
-    theirs = set(_fitting(model, config, state, folder))
+    theirs = set(_check_fit(model, config, state, folder))
     if theirs != set(names):
         odd = sorted(theirs ^ set(names))
         raise AdapterError(

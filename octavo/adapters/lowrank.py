@@ -64,7 +64,7 @@ class _LowRank(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             operand = Input(x, call.user, dtype)
             x_MK = operand.high() if x.dtype != dtype else operand.matrix()
-            h = _dropped(x_MK, mask, call.dropout) @ a.to(dtype).t()
+            h = _apply_mask(x_MK, mask, call.dropout) @ a.to(dtype).t()
             y_MN = y.reshape(h.shape[0], y.shape[-1])
             out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=call.scale)
         source = call.source
@@ -93,14 +93,14 @@ class _LowRank(torch.autograd.Function):
                 assert g is not None
                 x = rest[0] if ctx.remake is None else ctx.remake(*rest).to(ctx.dtype)
                 x_MK = x.reshape(h.shape[0], a.shape[1])
-                da = (g.t() @ _dropped(x_MK, mask, ctx.dropout)).to(a.dtype)
+                da = (g.t() @ _apply_mask(x_MK, mask, ctx.dropout)).to(a.dtype)
             if needs_x:
                 assert g is not None
-                dx = _dropped(g @ a.to(ctx.dtype), mask, ctx.dropout).view(ctx.x_shape).to(ctx.x_dtype)
+                dx = _apply_mask(g @ a.to(ctx.dtype), mask, ctx.dropout).view(ctx.x_shape).to(ctx.x_dtype)
         return dy, dx, da, db, None, None
 
 
-def _dropped(x_MK: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def _apply_mask(x_MK: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """x with the masked elements zeroed and the others scaled by 1 / (1 - dropout); the gradient is the same map."""
     if mask is None:
         return x_MK

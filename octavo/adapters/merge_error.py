@@ -100,7 +100,7 @@ class MergeErrors:
         self._last: tuple[tuple[str, int | None], Tensor, Tensor] | None = None
 
     @torch.no_grad()
-    def written(self, name: str, slot: int | None, rows: tuple[int, int] | None, value: Tensor | fp8.Quantized) -> None:
+    def add(self, name: str, slot: int | None, rows: tuple[int, int] | None, value: Tensor | fp8.Quantized) -> None:
         """Add the value that is written for the parameter ``name``; weights without adapters are ignored.
 
         slot, rows  the expert and its rows: ``value`` is that piece [n, K]. Both None: the whole parameter as the stock
@@ -143,22 +143,22 @@ class MergeErrors:
 
     # Results ---------------------------------------------------------------------------------------------------------
 
-    def counted(self) -> list[Weight]:
+    def in_fp8(self) -> list[Weight]:
         """The weights that were written as codes and that the adapter changes."""
         return [w for w in self.weights.values() if w.fp8 and w.delta]
 
     @property
     def kept(self) -> float:
         """The mean over all weights in FP8, weighted by relative energy; 1 if there are none."""
-        return _mean([(w.relative**2, w.kept) for w in self.counted()], 1.0)
+        return _mean([(w.relative**2, w.kept) for w in self.in_fp8()], 1.0)
 
     @property
     def drowned(self) -> float:
-        return math.sqrt(_mean([(w.relative**2, w.drowned**2) for w in self.counted()], 0.0))
+        return math.sqrt(_mean([(w.relative**2, w.drowned**2) for w in self.in_fp8()], 0.0))
 
     @property
     def error(self) -> float:
-        return math.sqrt(_mean([(w.relative**2, w.error**2) for w in self.counted()], 0.0))
+        return math.sqrt(_mean([(w.relative**2, w.error**2) for w in self.in_fp8()], 0.0))
 
     @property
     def relative(self) -> float:
@@ -172,8 +172,8 @@ class MergeErrors:
     def worst(self, count: int = 3) -> list[Weight]:
         """The weights with the smallest ``kept``, or if that is above the limit, with the largest ``drowned``."""
         if self.kept < KEPT:
-            return sorted(self.counted(), key=lambda w: w.kept)[:count]
-        return sorted(self.counted(), key=lambda w: -w.drowned)[:count]
+            return sorted(self.in_fp8(), key=lambda w: w.kept)[:count]
+        return sorted(self.in_fp8(), key=lambda w: -w.drowned)[:count]
 
     def rounded(self) -> list[Weight]:
         """Weights in high precision with ``kept`` below :data:`KEPT`: BF16 rounds too."""

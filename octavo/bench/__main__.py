@@ -1,4 +1,4 @@
-"""``python -m octavo.bench report DIR``: what `octavo bench report DIR` does, without the command line's packages."""
+"""``python -m octavo.bench report DIR``: same as `octavo bench report DIR`, without the command line's dependencies."""
 
 import sys
 

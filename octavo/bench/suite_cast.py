@@ -21,7 +21,7 @@ SMALL = ((96, 160), (64, 144))
 
 
 def run(bench: Bench) -> None:
-    """Every recipe's casts of x, and the fused layers, on each shape [M, K]."""
+    """Measure every recipe's casts of x, and the fused layers, for each shape [M, K]."""
     for m, k in SMALL if bench.small else SHAPES:
         _casts(bench, m, k)
         _fused(bench, m, k)
@@ -59,7 +59,7 @@ def _cast(bench: Bench, m: int, k: int, recipe: Recipe, backend: str, which: str
 
 
 def _fused(bench: Bench, m: int, k: int) -> None:
-    """RMSNorm and SwiGLU with their casts in one kernel against torch's own function followed by the cast."""
+    """RMSNorm and SwiGLU with their casts in one kernel, compared with torch's own function followed by the cast."""
     recipe = fp8.recipe("blockwise")
     assert recipe.fwd is not None and recipe.wgrad is not None and recipe.dgrad is not None
     row, col, dy_row, dy_col = recipe.fwd.a, recipe.wgrad.b, recipe.dgrad.a, recipe.wgrad.a
@@ -94,7 +94,7 @@ def _fused(bench: Bench, m: int, k: int) -> None:
     for name, (separate, fused, moved) in pairs.items():
         op = name.replace(" ", "_")
         candidates = {"separate": lambda call=separate: call, f"fused {chosen[op].name}": lambda call=fused: call}
-        # No bytes: the ratio is of times, since the fused kernel exists to move fewer.
+        # No bytes: the ratio is of times, because the fused kernel moves fewer bytes by design.
         work = {"separate": Work(), f"fused {chosen[op].name}": Work()}
         bench.case("cast", f"{name} {m} x {k} ({moved} B an element fused)", "separate", candidates, work)
 

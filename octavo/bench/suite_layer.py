@@ -26,7 +26,7 @@ SHAPE, TOKENS, PATCHES = "qwen3_vl_8b", 8192, 16384
 
 
 def run(bench: Bench) -> None:
-    """Each recipe, eager and compiled, against high precision, eager and compiled."""
+    """Measure each recipe, eager and compiled, and high precision, eager and compiled."""
     model, family = small_or_real(bench)
     tokens = bench.tokens or (24 if bench.small else TOKENS)
     calls = {"decoder block": partial(decoder_inputs, model, tokens)}
@@ -39,7 +39,7 @@ def run(bench: Bench) -> None:
         rows = args[0].shape[:-1].numel()
         linear = sum(2 * p.numel() for p in block.parameters() if p.dim() == 2)
         work = Work(flops=3.0 * rows * linear, tokens=rows)
-        # The vision tower's attention reads lengths (tolist), which breaks its graph.
+        # The vision tower's attention reads lengths (tolist), which causes a graph break.
         made = candidates(bench, block, args, kwargs, whole=name != "vision block")
         case = f"{shown(bench)} {name}, {rows} rows fwd+bwd"
         bench.case("layer", case, bench.high, made, work, memory=True)
@@ -57,7 +57,7 @@ def head_case(bench: Bench, model: PreTrainedModel, tokens: int) -> None:
 
 
 class _HeadAlone(nn.Module):
-    """A model that consists only of its head."""
+    """A model that consists of its head only."""
 
     def __init__(self, head: nn.Module) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def shown(bench: Bench) -> str:
 
 
 def small_or_real(bench: Bench, layers: int | None = 1) -> tuple[PreTrainedModel, models.Family]:
-    """The model of the suite: the shape asked for, cut to ``layers``; on small sizes the tiny Qwen3-VL."""
+    """The model of the suite: the requested shape, cut to ``layers``; for small sizes the tiny Qwen3-VL."""
     if bench.small:
         config = models.tiny_config("qwen3_vl")
         model = models.random_model(config, bench.device, bench.dtype, layers, 1)
@@ -115,7 +115,7 @@ def decoder_inputs(model: PreTrainedModel, tokens: int) -> None:
 
 
 def vision_inputs(model: PreTrainedModel, patches: int) -> None:
-    """One forward of the tower over one square image of so many patches."""
+    """One forward of the tower over one square image with this many patches."""
     config = model.config.vision_config
     side = max(round(patches**0.5) // config.spatial_merge_size, 1) * config.spatial_merge_size
     pixels = config.in_channels * config.temporal_patch_size * config.patch_size**2
@@ -124,11 +124,11 @@ def vision_inputs(model: PreTrainedModel, patches: int) -> None:
 
 
 class _Captured(Exception):
-    """Carries a block's arguments out of a forward that need not go on."""
+    """Carries a block's arguments out of a forward that can stop there."""
 
 
 def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which ``forward`` calls ``block``. Raises Refusal where it never does."""
+    """The arguments with which ``forward`` calls ``block``. Raises Refusal if it never does."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ def capture(block: nn.Module, forward: Callable[[], None]) -> tuple[tuple[Any, .
     if not calls:
         raise Refusal("the model never called this block")
     args, kwargs = calls[0]
-    if not args:  # some towers name their first argument
+    if not args:  # some towers pass their first argument by keyword
         return (kwargs.pop("hidden_states"),), kwargs
     return args, kwargs
 

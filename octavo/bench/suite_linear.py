@@ -18,18 +18,18 @@ from octavo.bench import peers
 from octavo.bench.bench import Bench, Call, Rotation, Work
 from octavo.bench.suite_gemm import FEW, SHAPES, SMALL, TOKENS
 
-PARTS = ("sum", "sum, new weight", "fwd", "fwd+dgrad", "fwd+wgrad")  # the most telling first
+PARTS = ("sum", "sum, new weight", "fwd", "fwd+dgrad", "fwd+wgrad")  # the most informative first
 COMPILED = "qwen3-8b gate_up"
 _GEMMS = {"fwd": 1, "fwd+dgrad": 2, "fwd+wgrad": 2, "sum": 3, "sum, new weight": 3}
 
 
 def run(bench: Bench) -> None:
-    """Every layer of :mod:`octavo.bench.peers`, every part, every shape."""
+    """Measure every layer of :mod:`octavo.bench.peers`, every part, every shape."""
     m = bench.tokens or (FEW if bench.small else TOKENS)
     shapes = SMALL[:1] if bench.small else SHAPES
     for part in PARTS:
         for label, n, k in shapes:
-            # Compiling takes longer than measuring: one shape shows what it is worth.
+            # Compiling takes longer than measuring: one shape is enough to show its effect.
             layers = peers.linears(bench, n, k, compiling=part == "sum" and label == COMPILED)
             candidates = {name: partial(_call, bench, make, part, m, n, k) for name, make in layers.items()}
             work = Work(flops=2.0 * m * n * k * _GEMMS[part])

@@ -1,4 +1,4 @@
-"""``memory``: what a stack of decoder blocks of a published size holds in training, with and without each saving.
+"""``memory``: the memory of a stack of decoder blocks of a published size in training, with and without each saving.
 
 Four blocks, no embedding and no head: 0.77 B parameters at the width of 8 B. Each row is a way to train them, the first
 in plain PyTorch (fp32 weights under autocast, fused AdamW); those above the line of :data:`LEAN` add one saving each to
@@ -48,7 +48,7 @@ class Way:
     codes: str = "keep"
     param: bool = False
     recompute: str = "none"
-    offload: str = ""  # what waits in host memory: "states", "activations"
+    offload: str = ""  # what is kept in host memory: "states", "activations"
 
 
 FP8 = Way(recipe="blockwise")
@@ -72,7 +72,7 @@ WAYS: Mapping[str, Way] = {
 
 
 def run(bench: Bench) -> None:
-    """One case: every way, one after the other."""
+    """One case: measure every way, one after the other."""
     model, family = small_or_real(bench, 2 if bench.small else BLOCKS)
     tokens = bench.tokens or (FEW if bench.small else TOKENS)
     blocks = [block for name, block in family.layers(model) if family.component_of(name) == "foundation"]
@@ -90,7 +90,7 @@ def run(bench: Bench) -> None:
 def _call(
     bench: Bench, model: Any, blocks: list[nn.Module], way: Way, inputs: tuple[Any, Any], bytes_by_kind: dict[str, int]
 ) -> Call:
-    """Build the stack, take the steps that show its bytes, and return a step to time."""
+    """Build the stack, run the steps that determine its memory, and return a step to time."""
     held = _Held(bench.device)
     stack = _stack(blocks, way)
     if way.activations == "fp8":
@@ -134,7 +134,7 @@ def _call(
         update()
 
     before = held.now()
-    step()  # makes states, codes and workspaces
+    step()  # creates states, codes and workspaces
     standing = held.now()
     held.reset()
     out = forward()
@@ -151,7 +151,7 @@ def _call(
 
 
 class _Held:
-    """What the device's allocator has given out since this was made."""
+    """Memory allocated on the device since this object was created."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -163,7 +163,7 @@ class _Held:
         return accelerator.requested(self._device) is not None
 
     def now(self) -> int:
-        """Bytes that live tensors asked for."""
+        """Bytes requested by live tensors."""
         if not self.measures:
             return 0
         accelerator.synchronize(self._device)
@@ -173,7 +173,7 @@ class _Held:
         accelerator.reset_peak(self._device)
 
     def most(self) -> int:
-        """The most bytes held since `reset`."""
+        """Peak bytes since `reset`."""
         return (accelerator.peak(self._device) or 0) - self._held
 
     def _allocated(self) -> int:
@@ -193,7 +193,7 @@ def _stack(blocks: list[nn.Module], way: Way) -> nn.ModuleList:
 
 
 def _follow(block: nn.Module, model: Any) -> None:
-    """Let a copied block compute attention as its model does."""
+    """Make a copied block compute attention as its model does."""
     wanted = model.config.get_text_config()._attn_implementation
     for module in block.modules():
         config = getattr(module, "config", None)

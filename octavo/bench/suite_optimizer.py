@@ -15,8 +15,8 @@ from torch import Tensor
 from octavo import fp8
 from octavo.bench.bench import Bench, Call, Work
 
-STATES = {"fp8": 2.0625, "coat": 2.1875, "bf16": 4.0, "fp32": 8.0}  # bytes a parameter
-MASTERS = {"fp32": 4.0, "bf16+16": 4.0, "bf16+sr": 2.0}  # of the weight, with what lies beside it
+STATES = {"fp8": 2.0625, "coat": 2.1875, "bf16": 4.0, "fp32": 8.0}  # bytes per parameter
+MASTERS = {"fp32": 4.0, "bf16+16": 4.0, "bf16+sr": 2.0}  # bytes of the weight, including its correction
 BASELINE = "torch fused fp32"
 
 # A decoder layer of Qwen3-8B (193 M: all candidates are on the device at once), or something small.
@@ -30,7 +30,7 @@ def shapes(small: bool) -> list[tuple[int, ...]]:
 
 
 def run(bench: Bench) -> None:
-    """One case: every candidate steps the same shapes."""
+    """One case: time a step of every candidate on the same shapes."""
     sizes = shapes(bench.small)
     count = sum(torch.Size(size).numel() for size in sizes)
     candidates = {BASELINE: partial(_torch, bench, sizes)}

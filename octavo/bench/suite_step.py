@@ -61,7 +61,7 @@ def run(bench: Bench) -> None:
             for how in ("fused compiled", "compiled", "fused", *graph, ""):
                 candidates[f"{recipe} {how}".strip()] = partial(Step, bench, layers, tokens, recipe, how)
     work = Work(flops=flops, tokens=tokens)
-    # One at a time: two models of this size do not fit beside each other.
+    # One at a time: two models of this size do not fit in memory together.
     for candidate, build in candidates.items():
         bench.case("step", name, f"{bench.high} compiled", {candidate: build}, work, memory=True, parts=Step.parts)
 
@@ -117,7 +117,7 @@ class Step:
     def __call__(self) -> None:
         self.work()
         self.update()
-        if self.how != "graph":  # a replay writes over its gradients
+        if self.how != "graph":  # a replay overwrites its gradients
             self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self) -> None:
@@ -126,7 +126,7 @@ class Step:
         self.loss(hidden[0], self.model.get_output_embeddings().weight, self.ids[0, 1:]).backward()
 
     def captured(self) -> Callable[[], None]:
-        """The same as a graph, the casts of weights in it."""
+        """The same captured as a CUDA graph, including the casts of weights."""
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with models.without_masks(self.model):
@@ -140,7 +140,7 @@ class Step:
         return graph.replay
 
     def parts(self, steps: int = 3) -> dict[str, float]:
-        """Seconds by part of the median of ``steps`` steps; empty where nobody sees into blocks."""
+        """Seconds by part of the median of ``steps`` steps; empty if blocks cannot be instrumented."""
         if "compiled" in self.how or self.how == "graph":
             return {}
         budget = Budget(self.device)
@@ -154,7 +154,7 @@ class Step:
 
 
 def _loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk: int = 2048) -> torch.Tensor:
-    """Mean cross-entropy, a part of the sequence at a time, so that 8 000 x 152 000 logits never stand at once."""
+    """Mean cross-entropy in chunks of the sequence, so that 8 000 x 152 000 logits never exist at once."""
     total = hidden.new_zeros((), dtype=torch.float32)
     for part, target in zip(hidden.split(chunk), labels.split(chunk), strict=True):
         total = total + torch.utils.checkpoint.checkpoint(
@@ -167,7 +167,8 @@ def _chunk_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor) 
     return torch.nn.functional.cross_entropy((hidden @ head.t()).float(), labels, reduction="sum")
 
 
-# --- where the time of a step goes ------------------------------------------------------------------------------------
+# --- the time of a step by part
+# ----------------------------------------------------------------------------------------
 
 
 class Budget:
@@ -179,7 +180,7 @@ class Budget:
         self._claimed: set[Any] = set()
 
     def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose calls in a step, and the backward of what they make, count as ``part``."""
+        """Wrap ``function`` so that its calls in a step, and their backward, count as ``part``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             before = self._marks[-1][0] if self._marks else REST
@@ -196,7 +197,7 @@ class Budget:
         return accelerator.why_no_streams(self.device) is None
 
     def step(self, call: Callable[[], Any]) -> dict[str, float]:
-        """Run a step; seconds by part."""
+        """Run a step; return seconds by part."""
         self._wait()
         self._marks.clear()
         self._mark(REST)
@@ -210,7 +211,7 @@ class Budget:
         return seconds
 
     def _mark(self, part: str) -> None:
-        """From here on, ``part`` runs."""
+        """Mark that ``part`` runs from here on."""
         if self._has_events:
             moment: Any = accelerator.event(self.device, timing=True)
             moment.record(accelerator.current_stream(self.device))
@@ -219,7 +220,7 @@ class Budget:
         self._marks.append((part, moment))
 
     def _claim(self, part: str, output: Any, inputs: Any) -> None:
-        """Nodes between what went in and what came out are this part's, unless a part within it has them."""
+        """Assign autograd nodes between inputs and outputs to this part, unless a nested part has them."""
         border = {t.grad_fn for t in tree_leaves(inputs) if isinstance(t, Tensor)}
         todo = [t.grad_fn for t in tree_leaves(output) if isinstance(t, Tensor)]
         seen = set()
@@ -240,8 +241,8 @@ class Budget:
 
 @contextmanager
 def claimed(model: nn.Module, budget: Budget) -> Iterator[None]:
-    """Inside, the modules of a model open their parts: linear layers, MLPs (whole, since one that is fused has nothing
-    inside, and rows shall compare), norms, and attention, which is what no linear layer or norm inside it claims."""
+    """Context in which the modules of a model count as parts: linear layers, MLPs (as a whole, so that fused ones are
+    comparable), norms, and attention, which is everything in it but linear layers and norms."""
     changed = list(_parts(model, ""))
     for part, module in changed:
         module.forward = budget.around(part, module.forward)
@@ -253,7 +254,7 @@ def claimed(model: nn.Module, budget: Budget) -> Iterator[None]:
 
 
 def _parts(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """(part, module) of what opens one, outermost first."""
+    """(part, module) of the modules that count as parts, outermost first."""
     if isinstance(module, nn.Linear) or _MLP.search(name):
         yield LINEARS, module
     elif "norm" in type(module).__name__.lower():

@@ -1,4 +1,4 @@
-"""What a search leaves for people and programs: ``bisect.html`` (one file, opens offline) and the same as JSON."""
+"""Writes the result of a search: ``bisect.html`` (one file, opens offline) and the same as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PILLS = {FOUND: "fail", SOUND: "pass", UNSOLVED: "undecided"}
 
 
 def document(answer: Answer) -> dict[str, Any]:
-    """``bisect.json``: the answer and every run, as plain JSON; what is not a finite number is null."""
+    """``bisect.json``: the answer and every run, as plain JSON; numbers that are not finite are null."""
     found: dict[str, Any] = finite(
         {
             "octavo": octavo.__version__,
@@ -42,7 +42,7 @@ def document(answer: Answer) -> dict[str, Any]:
 
 
 def write(answer: Answer, directory: Path) -> Path:
-    """Write the page and its plots; returns the page's path."""
+    """Write the page and its plots; return the page's path."""
     curves = curves_of(answer)
     drawings = []
     with matplotlib.rc_context(plots.STYLE):
@@ -67,7 +67,7 @@ def write(answer: Answer, directory: Path) -> Path:
 
 
 def curves_of(answer: Answer) -> list[plots.Curve]:
-    """High precision, the configuration as it is, each smallest set alone, and what works."""
+    """The runs to plot: high precision, the unchanged configuration, each smallest set alone, and what works."""
     reference, whole, *asked = answer.lines
     chosen = [("high precision", "base", reference), ("unchanged", "fp8-0", whole)]
     for number, found in enumerate(answer.sets, 1):

@@ -1,4 +1,4 @@
-"""One short run: trained where it was not trained before, read, and put into figures.
+"""Trains one short run unless its result exists, and reads its figures.
 
 Each configuration has a folder of its own, named by what decides its numbers, so that a search that is started again
 reads what it has trained. A run leaves no checkpoint: one that was cut off is trained again from its beginning.
@@ -34,12 +34,12 @@ DONE, FAILURE = "done", "failure.txt"
 
 
 class BisectError(ValueError):
-    """A search that cannot be made, or that means nothing; the message says why and what to do."""
+    """A search is impossible or meaningless; the message says why and what to do."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed in its first steps, which begin after step ``begins``.
+    """The result of a run's first steps, which begin after step ``begins``.
 
     losses   of the steps that it did, in nats per token
     seconds  of each of them
@@ -54,30 +54,30 @@ class Outcome:
 
     @property
     def fails_at(self) -> int | None:
-        """The first step without a finite loss, or the one after the last where the run ended by an error."""
+        """The first step without a finite loss, or the one after the last if the run ended with an error."""
         bad = np.flatnonzero(~np.isfinite(self.losses))
         if bad.size:
             return int(bad[0]) + 1
         return len(self.losses) + 1 if self.failure else None
 
     def upto(self, steps: int) -> Outcome:
-        """The same of a shorter run."""
+        """The same result, cut to fewer steps."""
         failure = self.failure if len(self.losses) < steps else ""
         return Outcome(self.name, self.begins, self.losses[:steps], self.seconds[:steps], failure)
 
     @property
     def time(self) -> float:
-        """Median seconds of a step, the first third left out as warm-up."""
+        """Median seconds of a step, without the first third (warm-up)."""
         rest = self.seconds[len(self.seconds) // 3 :]
         return float(np.median(rest)) if rest.size else math.nan
 
 
 class Enough(Exception):
-    """A run has done the steps that were asked of it."""
+    """A run has completed the requested steps."""
 
 
 class Until(train.Callback):
-    """Ends a run after a step by an error, and so without a checkpoint; also at the first loss that is not finite."""
+    """Ends a run after a step with an exception, so without a checkpoint; also at the first loss that is not finite."""
 
     def __init__(self, last: int) -> None:
         self.last = last
@@ -88,14 +88,14 @@ class Until(train.Callback):
 
 
 class Trials:
-    """The runs of one search, in ``directory``/runs. ``say`` gets a line about each that is trained."""
+    """The runs of one search, in ``directory``/runs. ``say`` is called with a line about each that is trained."""
 
     def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
         self.directory, self.say = directory / "runs", say
         self.trained = 0
 
     def outcome(self, cfg: Config, steps: int, words: str) -> Outcome:
-        """What a configuration shows in so many steps; ``words`` say what it is."""
+        """The result of a configuration after ``steps`` steps; ``words`` describe it."""
         home = self.directory / name_of(cfg)
         begins = fork_step(cfg)
         found = _read(home, begins)
@@ -132,17 +132,17 @@ class Trials:
 
 
 def name_of(cfg: Config) -> str:
-    """A name for what decides a configuration's numbers, and where it begins."""
+    """A name derived from the settings that decide a configuration's numbers, and its starting point."""
     text = json.dumps([comparable(cfg), cfg.run.fork], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def fork_step(cfg: Config) -> int:
-    """The step of the checkpoint that a configuration goes on from; 0 where it begins."""
+    """The step of the checkpoint that a configuration continues from; 0 without one."""
     if cfg.run.fork is None:
         return 0
     path = Path(cfg.run.fork)
-    if (path / "state.json").is_file():  # a copy may have any name
+    if (path / "state.json").is_file():  # a copied checkpoint may have any name
         return int(checkpoint.read_state(path)["step"])
     last = path.name.rpartition("_")[2]
     if not (last.isascii() and last.isdecimal()):
@@ -151,13 +151,13 @@ def fork_step(cfg: Config) -> int:
 
 
 def _is_finding(error: Exception) -> bool:
-    """Whether an error is one of computing: of a step, a kernel, memory or the proof. One of the plan, the data or the
-    folder would be the same with whatever is on."""
+    """Whether an error comes from computing: a step, a kernel, memory or the proof. Errors of the plan, the data or the
+    folder do not depend on the settings under test."""
     return isinstance(error, TrainError | ProofError | RuntimeError | MemoryError)
 
 
 def _read(home: Path, begins: int) -> Outcome | None:
-    """What a run left that reached the end it was meant to reach, None where none did."""
+    """The stored result of a run that reached its intended end, None if there is none."""
     if not (home / DONE).is_file():
         return None
     file = home / FAILURE

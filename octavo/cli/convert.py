@@ -1,15 +1,15 @@
-"""Converts between Hugging Face folders and DCP checkpoints, for those who train by MindSpeed-MM's workflow.
+"""Converts between Hugging Face folders and DCP checkpoints, for users of MindSpeed-MM's workflow.
 
 octavo convert hf_to_dcp ./Qwen3-VL-8B-Instruct ./dcp                     DST/release, latest_checkpointed_iteration.txt
 octavo convert hf_to_dcp ./Qwen3-VL-8B-Instruct ./dcp --is-lora-base      keys of a PEFT model's base
 octavo convert lora_hf_to_dcp ./adapter ./dcp-lora
-octavo convert dcp_to_hf ./dcp ./back                                     bit for bit what it was
-octavo convert dcp_to_hf ./trained ./out --like ./Qwen3-VL-8B-Instruct    what was trained there
+octavo convert dcp_to_hf ./dcp ./back                                     bit-identical to the original
+octavo convert dcp_to_hf ./trained ./out --like ./Qwen3-VL-8B-Instruct    a checkpoint that MindSpeed-MM trained
 
-MindSpeed-MM's own spelling is taken too: octavo convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y.
+MindSpeed-MM's own spelling is accepted too: octavo convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y.
 
-Streams tensor by tensor. A conversion that was killed goes on where it was, by the same command; DST appears whole or
-not at all. Every tensor has a checksum, which is compared on the way back.
+Streams tensor by tensor. The same command resumes a conversion that was killed; DST appears complete or
+not at all. Every tensor has a checksum, which is verified on the way back.
 """
 
 from __future__ import annotations
@@ -21,23 +21,29 @@ from octavo.base import target_folder
 from octavo.cli import arguments, terminal
 
 COMMANDS = ("hf_to_dcp", "dcp_to_hf", "lora_hf_to_dcp")
-#: how MindSpeed-MM's guide calls them: `mm-convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y`
+#: the command in MindSpeed-MM's guide: `mm-convert Qwen3VLConverter hf_to_dcp --hf_dir X --dcp_dir Y`
 CONVERTER = "Qwen3VLConverter"
 THEIRS, SWITCHES = ("hf_dir", "dcp_dir", "load_dir", "save_dir", "model_assets_dir"), ("is_lora_base", "to_bf16")
 _TRUE, _FALSE = ("true", "True"), ("false", "False")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = f"{', '.join(COMMANDS)}; the folder to convert, which is only read; a directory that does not exist yet"
+    what = f"{', '.join(COMMANDS)}; the folder to convert, which is only read; a new folder to write"
     parser.add_argument("words", metavar="WHAT SRC DST", nargs="+", help=what)
     parser.add_argument("--is-lora-base", action="store_true", help="hf_to_dcp: keys of the base of a PEFT model")
     parser.add_argument(
-        "--tie-weights", action="store_true", help="hf_to_dcp: write lm_head too, where it is only the embeddings'"
+        "--tie-weights", action="store_true", help="hf_to_dcp: write lm_head too where it is tied to the embeddings"
     )
-    parser.add_argument("--to-bf16", action="store_true", help="values in BF16; FP8 codes times their scales")
-    parser.add_argument("--like", metavar="FOLDER", help="dcp_to_hf: the folder that a trained checkpoint came from")
-    parser.add_argument("--workers", type=arguments.positive, metavar="N", help="files at a time; default 4")
-    theirs = parser.add_argument_group(f"as MindSpeed-MM's guide writes it, after {CONVERTER}")
+    parser.add_argument(
+        "--to-bf16", action="store_true", help="convert values to BF16; FP8 codes are multiplied by their scales"
+    )
+    parser.add_argument(
+        "--like", metavar="FOLDER", help="dcp_to_hf: the original model's folder, for its configuration and tokenizer"
+    )
+    parser.add_argument(
+        "--workers", type=arguments.positive, metavar="N", help="files processed in parallel (default 4)"
+    )
+    theirs = parser.add_argument_group(f"MindSpeed-MM's spelling, after {CONVERTER}")
     for name in THEIRS:
         theirs.add_argument(f"--{name}", metavar="DIR")
     for name in SWITCHES:
@@ -45,19 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_json(parser)
 
 
-def _named(args: argparse.Namespace) -> None:
-    """What is converted and where, in either spelling, as ``args.command``, ``source`` and ``destination``. Raises
-    UsageError for what is missing, too much or said twice."""
+def _resolve_arguments(args: argparse.Namespace) -> None:
+    """Set ``args.command``, ``source`` and ``destination`` from either spelling. Raises
+    UsageError for an argument that is missing, surplus or given twice."""
     words = list(args.words)
     if words[0].endswith("Converter"):
         if words[0] != CONVERTER:
-            raise arguments.UsageError(
-                f"{words[0]}: of MindSpeed-MM's converters {CONVERTER} has the layout of keys here"
-            )
+            raise arguments.UsageError(f"{words[0]} is not supported; of MindSpeed-MM's converters, {CONVERTER} is")
         words.pop(0)
     args.command, *folders = words or [""]
     if args.command not in COMMANDS:
-        raise arguments.UsageError(f"{args.command or CONVERTER}: there are {', '.join(COMMANDS)}")
+        raise arguments.UsageError(f"{args.command or CONVERTER}: expected one of {', '.join(COMMANDS)}")
     own = ("load_dir", "save_dir") if args.command == "dcp_to_hf" else ("hf_dir", "dcp_dir")
     for name in THEIRS:
         if getattr(args, name) is not None and name not in (
@@ -85,7 +89,7 @@ def _named(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _named(args)
+    _resolve_arguments(args)
     own = {"is_lora_base": "hf_to_dcp", "tie_weights": "hf_to_dcp", "like": "dcp_to_hf"}
     for name, command in own.items():
         if getattr(args, name) and args.command != command:
@@ -94,9 +98,11 @@ def run(args: argparse.Namespace) -> int:
     from octavo.checkpoint import convert
 
     if args.model_assets_dir and convert.knows_its_folder(args.source):
-        terminal.note(f"{args.source} was converted by Octavo and knows its folder: --model_assets_dir is not needed")
+        terminal.note(
+            f"{args.source} was converted by Octavo and contains the model's files: --model_assets_dir is not needed"
+        )
         args.like = None
-    more = {
+    options = {
         "hf_to_dcp": {"lora_base": args.is_lora_base, "tie_weights": args.tie_weights},
         "dcp_to_hf": {"like": args.like},
         "lora_hf_to_dcp": {},
@@ -105,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     with terminal.progress(args.command) as progress:
         done = getattr(convert, args.command)(
             args.source, args.destination, to_bf16=args.to_bf16, workers=args.workers, say=terminal.note,
-            progress=progress, **more,
+            progress=progress, **options,
         )  # fmt: skip
     seconds = time.monotonic() - began
     if args.json:

@@ -1,10 +1,11 @@
-"""Decrypts what `octavo encrypt` or a run with run.encrypt wrote: a file, or a folder with all that is in it.
+"""Decrypts a file or a whole folder that `octavo encrypt` or a run with run.encrypt wrote.
 
 octavo decrypt secret/qwen models/qwen --key-file octavo.key
-octavo decrypt runs/a/answers.jsonl.aes answers.jsonl      a list of encrypted lines
+octavo decrypt runs/a/answers.jsonl.aes answers.jsonl      a file of encrypted lines
 
-Every byte is checked: what was changed, cut, moved or is of another key is refused by name, and nothing is left behind.
-What is not encrypted in a folder is copied as it is, and named; a file that is not, is refused. Nothing is overwritten.
+Every byte is checked: a file that was changed, truncated, moved or encrypted with another key is an error that names
+it, and no output is left behind. Files of a folder that are not encrypted are copied unchanged and listed; a single
+file that is not encrypted is an error. Nothing is overwritten.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from octavo.base.encryption.folders import has_list
 from octavo.base.safe_read import printable
 from octavo.cli import encrypt_decrypt, terminal
 
-_STATE = "state.json"  # a checkpoint's; octavo.checkpoint, which has the name, imports torch
+_STATE = "state.json"  # a checkpoint's; octavo.checkpoint defines this name but imports torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", type=Path, help="a file or a folder")
-    parser.add_argument("target", metavar="DST", type=Path, help="where it goes; must not be there")
+    parser.add_argument("target", metavar="DST", type=Path, help="where to write it; must not exist yet")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,19 +37,19 @@ def run(args: argparse.Namespace) -> int:
     encrypt_decrypt.convert(args.source, args.target, work, "decrypting")
     print(f"{printable(args.target)}: {encrypt_decrypt.count_summary(work.counts)}")
     if work.plain:
-        terminal.note(f"not encrypted, and copied as they are: {work.plain[0]}{_others(work.plain)}")
+        terminal.note(f"not encrypted, copied unchanged: {work.plain[0]}{_others(work.plain)}")
     return 0
 
 
 class _Decryption:
-    """Decrypts what is encrypted, after a look at the head and the end of every file."""
+    """Decrypts encrypted files, after checking the header and the end of every file."""
 
     def __init__(self) -> None:
         self.counts = {"decrypted": 0, "copied as they are": 0}
         self.plain: list[str] = []
 
     def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
-        """Raises VaultError for a file that is damaged, exchanged, missing or added, and where nothing is encrypted."""
+        """Raises VaultError for a file that is damaged, replaced, missing or added, and if nothing is encrypted."""
         for folder in (source, *sorted(source.rglob("*"))):
             if made is not None and (folder == source or has_list(folder)):
                 encryption.check_folder(folder)
@@ -63,17 +64,19 @@ class _Decryption:
                 continue
             encrypted += 1
         if not encrypted:
-            what = "nothing in it is encrypted" if made is not None else "it is not encrypted, or its head is damaged"
-            raise encryption.Damaged(f"{source} cannot be decrypted: {what}. Name what is, or take it from a copy")
+            what = "nothing in it is encrypted" if made is not None else "it is not encrypted, or its header is damaged"
+            raise encryption.Damaged(
+                f"{source} cannot be decrypted: {what}. Name an encrypted file or folder, or restore it from a backup"
+            )
 
     def named(self, file: Path) -> str | None:
-        """A list of lines without its ending; the list of a folder's files is none of them."""
+        """The target's name: without the suffix for encrypted lines, None for a folder's list of files."""
         if file.name == encryption.LIST and encryption.is_encrypted(file):
             return None
         return file.name.removesuffix(encryption.SUFFIX) if is_list(file) else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
-        """As :class:`octavo.cli.encrypt_decrypt.Conversion` has it."""
+        """See :class:`octavo.cli.encrypt_decrypt.Conversion`."""
         encrypted = encrypt_decrypt.is_encrypted(opened)
         listed = not encrypted and is_list(file)
         self.counts["decrypted" if encrypted or listed else "copied as they are"] += 1
@@ -90,23 +93,25 @@ class _Decryption:
             yield len(piece)
 
     def finish(self) -> None:
-        """Nothing more is written."""
+        """Nothing more to write."""
 
 
 def _refuse_damaged(file: Path) -> None:
-    """Raises Damaged for a plain file that was an encrypted one: what is left of its head says so, its name, or the
-    list of a checkpoint that it belongs to."""
+    """Raises Damaged for a plain file that was an encrypted one, according to what is left of its header, its name, or
+    the state of the checkpoint that it belongs to."""
     with file.open("rb") as stored:
         head = stored.read(HEADER)
     why = ""
     if was_encrypted(head, encryption.find()):
-        why = "its head is that of an encrypted file, and was changed or cut"
+        why = "it has the header of an encrypted file, which was changed or truncated"
     elif file.suffix == encryption.SUFFIX and head:
-        why = "its first line is not an encrypted one"
+        why = "its first line is not encrypted"
     elif encryption.is_encrypted(file.with_name(_STATE)):
-        why = f"{_STATE} of its checkpoint is encrypted, and it is not: its head was changed, or it was exchanged"
+        why = (
+            f"{_STATE} of its checkpoint is encrypted, and this file is not: its header was changed, or it was replaced"
+        )
     if why:
-        raise encryption.Damaged(f"{file} is damaged: {why}. Take the file from a copy")
+        raise encryption.Damaged(f"{file} is damaged: {why}. Restore the file from a backup")
 
 
 def _others(names: list[str]) -> str:

@@ -1,8 +1,8 @@
-"""The whole story on real handwriting, in a few minutes on a laptop.
+"""Trains, compares and queries a tiny model on real handwriting, in a few minutes on a laptop.
 
-Makes the digits set and a tiny Qwen3-VL, trains it in high precision (two seeds) and in FP8, writes the report, and
-asks the FP8 model about an image it never saw. What is complete in DIR is reused. Exit code: 0; 1 where
-the verdict is fail, 3 where the accuracy is undecided.
+Creates the digits data set and a tiny Qwen3-VL, trains it in high precision (two seeds) and in FP8, writes the report,
+and asks the FP8 model about an image that it was not trained on. Completed runs in DIR are reused. Exit code: 0; 1 if
+the verdict is fail, 3 if the accuracy is undecided.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # with --json, stdout is the verdict alone and people read along on stderr
+    # with --json, stdout carries the verdict alone, and progress goes to stderr
     console = terminal.console(stderr=args.json)
     console.print(
-        f"Trains a tiny Qwen3-VL to read handwriting, {args.steps} steps each: twice in high precision, once in FP8; "
-        "forks both at two thirds, and asks it. This takes some minutes.", highlight=False,
+        f"Trains a tiny Qwen3-VL to read handwriting, {args.steps} steps a run: twice in high precision, once in FP8; "
+        "then branches both at two thirds and asks the FP8 model. This takes a few minutes.", highlight=False,
     )  # fmt: skip
 
     from octavo.report.trial import demo

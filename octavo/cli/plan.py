@@ -1,15 +1,15 @@
-"""Shows for every linear layer which recipe and kernel it would run in, and why. Reads no weights.
+"""Shows the recipe and kernel of every linear layer, and the reason. Reads no weights.
 
 octavo plan run.yaml
 octavo plan run.yaml fp8.recipe=rowwise --all
-octavo plan run.yaml --why                                     backends, and what each one that was passed over lacks
-octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   FP8 only where it is measured to win; see docs/plan.md
-octavo plan run.yaml 'fp8.rules=[{match: "**", recipe: off, first: 100}]'   and what runs in which steps
+octavo plan run.yaml --why                                     backends, and why others were not chosen
+octavo plan run.yaml fp8.recipe=auto --measure --save plan.json   FP8 only where measured faster; see docs/plan.md
+octavo plan run.yaml 'fp8.rules=[{match: "**", recipe: off, first: 100}]'   a schedule by step
 octavo plan --shape qwen3_vl_8b --fp8-recipe rowwise fp8.image_projector.recipe=off
 octavo plan --shape qwen3_vl_8b --measure --tokens foundation=8192,image_encoder=4096
-octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, what each switch buys
-octavo plan run.yaml --ranks 64 --parallel replicate=2,shard=8,context=4   FLOPs, and bytes on the wire by exchange
-octavo plan run.yaml --cluster h100x8x8                        the time of a step, and the best mesh; see docs/scale.md
+octavo plan run.yaml --ranks 8 --card 80GB                     memory by kind, whether it fits, savings by switch
+octavo plan run.yaml --ranks 64 --parallel replicate=2,shard=8,context=4   FLOPs, and bytes sent by exchange
+octavo plan run.yaml --cluster h100x8x8                        step time and the best mesh; see docs/scale.md
 octavo plan --shape qwen3_vl_8b --fit 80GB                     the fastest setting that fits; see docs/memory.md
 octavo plan run.yaml --shape llama2_7b                         the file's settings on a published model
 """
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo.cli import arguments, terminal
 
-if TYPE_CHECKING:  # a command imports torch only once it needs it
+if TYPE_CHECKING:  # commands import torch only when they need it
     from torch import nn
 from octavo.config import load_config
 from octavo.config.sections.rl import BEYOND_SFT
@@ -40,40 +40,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_config(parser, file="?")
     parser.add_argument("--shape", metavar="NAME", help="a published model by its dimensions, instead of model.path")
     parser.add_argument("--all", action="store_true", help="list repeated layers one by one")
-    parser.add_argument("--why", action="store_true", help="also list the backend of each GEMM and those passed over")
+    parser.add_argument("--why", action="store_true", help="also list the backend of each GEMM and the rejected ones")
     parser.add_argument(
-        "--measure", action="store_true", help="time every distinct layer on this GPU; FP8 only where it wins"
+        "--measure",
+        action="store_true",
+        help="time every distinct layer on this GPU, and use FP8 only where it is faster",
     )
     parser.add_argument(
         "--tokens",
         metavar="PART=N,...",
         type=_tokens,
-        help="tokens of one forward through each part, e.g. image_encoder=4096,foundation=8192 (else: from the data)",
+        help="tokens of one forward through each part, e.g. image_encoder=4096,foundation=8192 (default: from the "
+        "data)",
     )
-    parser.add_argument("--cache", metavar="FILE", help="where measurements are kept (else: the user's cache folder)")
+    parser.add_argument(
+        "--cache", metavar="FILE", help="where measurements are stored (default: the user's cache folder)"
+    )
     parser.add_argument("--ranks", metavar="N", type=arguments.positive, default=1, help="memory on each of N GPUs")
     parser.add_argument(
         "--parallel",
         metavar="AXIS=N,...",
         type=_axes,
         default=[],
-        help=f"their mesh: {', '.join(AXES)}; see docs/scale.md",
+        help=f"mesh of the ranks: {', '.join(AXES)}; see docs/scale.md",
     )
     parser.add_argument(
         "--cluster",
         metavar="NAME",
-        help="seconds of a step and the best mesh there: h100x8x8 (8 nodes of 8), or a file",
+        help="estimate step time and the best mesh on a cluster: h100x8x8 (8 nodes of 8), or a file",
     )
-    parser.add_argument("--card", metavar="SIZE", help="say whether it fits a card of so much memory, e.g. 80GB")
+    parser.add_argument("--card", metavar="SIZE", help="check whether it fits a GPU with this much memory, e.g. 80GB")
     parser.add_argument(
-        "--fit", metavar="SIZE", help="propose the fastest setting that fits such a card; key=value settings are held"
+        "--fit",
+        metavar="SIZE",
+        help="propose the fastest settings that fit this much memory; key=value settings stay fixed",
     )
-    parser.add_argument("--save", metavar="FILE", help="write the plan to a file that can be edited and used: fp8.plan")
+    parser.add_argument(
+        "--save", metavar="FILE", help="write the plan to a file that can be edited and used with fp8.plan"
+    )
     arguments.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    gc.disable()  # libraries and thousands of settings are many objects that stay: a tenth of the time
+    gc.disable()  # imports create many long-lived objects: collecting takes a tenth of the time
     try:
         return _run(args)
     finally:
@@ -82,18 +91,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     if args.cache is not None and not args.measure:
-        raise arguments.UsageError("--cache holds measurements; add --measure, or leave it out")
+        raise arguments.UsageError("--cache is for measurements; add --measure, or leave it out")
     if args.save is not None:
         _can_be_written(Path(args.save), args.save)
     if args.fit is not None and (args.measure or args.save is not None or args.card is not None):
-        raise arguments.UsageError("--fit proposes a setting and nothing else; leave out --measure, --save and --card")
+        raise arguments.UsageError("--fit only proposes settings; leave out --measure, --save and --card")
     if args.parallel and args.cluster is None and args.ranks == 1:
-        raise arguments.UsageError("--parallel is the mesh of several ranks; say how many: --ranks 64")
+        raise arguments.UsageError("--parallel sets the mesh of several ranks; add their number, e.g. --ranks 64")
     args.overrides.extend(f"parallel.{pair}" for pair in args.parallel)
     cfg = _config(args)
     if args.measure and cfg.fp8.plan is not None:
         raise arguments.UsageError(
-            f"--measure makes a plan, and the configuration takes one from {cfg.fp8.plan}; leave one of them out "
+            f"--measure makes a plan, but the configuration reads one from {cfg.fp8.plan}; leave one of them out "
             "(fp8.plan=null)"
         )
 
@@ -118,61 +127,63 @@ def _run(args: argparse.Namespace) -> int:
         tokens, measurements = _measured(args, cfg, model, family, count)
     elif args.tokens is not None:
         tokens = count()
-    own = None if tokens is None else tokens.shared(cfg.parallel.context)  # of a rank's forward, which is measured
-    plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, own, measurements)
+    rank_tokens = (
+        None if tokens is None else tokens.shared(cfg.parallel.context)
+    )  # tokens in one rank's forward, which is what is measured
+    plan, family, notes = planning.plan_model(cfg, model, family, args.ranks, rank_tokens, measurements)
     plans = planning.scheduled(cfg, plan, model, measurements)
     if (why := models.why_not_trained(model.config)) is not None:
-        return _of_layers_alone(args, plan, family, notes, why)
+        return _show_layers_only(args, plan, family, notes, why)
     steps, reference = _of_phase(cfg, args.ranks)
     notes = (*notes, *map(str, _attention(cfg, model)), *_of_folder(args, cfg, model))
     if args.fit is not None:
         sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.fit, reference)
-        held = [pair.partition("=")[0] for pair in arguments.overrides(args)]
-        return plan_memory.show_fit(sizes, message, args, held)
-    prediction = None if own is None else planning.predict(plan, model, own)
+        fixed = [pair.partition("=")[0] for pair in arguments.overrides(args)]
+        return plan_memory.show_fit(sizes, message, args, fixed)
+    prediction = None if rank_tokens is None else planning.predict(plan, model, rank_tokens)
     if args.measure and not planning.leaves_open(cfg):
         notes = (*notes, _HINT)
     sizes, message = plan_memory.predicted(cfg, model, family, plan, tokens, args.card, reference)
     if args.json:
-        more: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
-        more |= {"step": steps} if steps else {}
-        more |= {"spans": _spans(plans)} if plans.spans else {}
-        more["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
+        extra: dict[str, Any] = {} if prediction is None else {"prediction": prediction.to_json()}
+        extra |= {"step": steps} if steps else {}
+        extra |= {"spans": _spans(plans)} if plans.spans else {}
+        extra["memory"] = _unless_impossible(lambda: plan_memory.as_json(sizes, message, args), args)
         if args.ranks > 1:
-            more["step_of_a_rank"] = plan_step_time.as_json(sizes, cluster, args)
-        terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **more})
+            extra["step_of_a_rank"] = plan_step_time.as_json(sizes, cluster, args)
+        terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes), **extra})
     else:
         print("\n".join(summary.verdict(plan)))
         for sentence in [*planning.spans_told(plans), *steps, *([] if prediction is None else prediction.sentences())]:
             print(sentence)
-        told = _unless_impossible(lambda: print(f"{plan_memory.line(sizes, args)}\n") or True, args)
+        shown = _unless_impossible(lambda: print(f"{plan_memory.line(sizes, args)}\n") or True, args)
         show(plan, notes, everything=args.all, why=args.why)
-        if told:
+        if shown:
             plan_memory.show(sizes, message, args)
         if args.ranks > 1:
             plan_step_time.show(sizes, cluster, args)
-    if args.save is not None:  # last: whatever becomes of the file, the plan has been shown
+    if args.save is not None:  # last, so that the plan is shown even if writing fails
         fp8.save_plan(plan, args.save, plans.spans)
         terminal.note(f"wrote {args.save}; use it with fp8.plan: {args.save}")
     return 0
 
 
 def _spans(plans: Any) -> list[dict[str, Any]]:
-    """The plans of stretches of steps, where rules have spans."""
+    """The plan of each range of steps, for rules with `first` and `last`."""
     return [
         {"steps": [span.first, span.last], "share": span.plan.share, "rows": [row.to_json() for row in span.plan.rows]}
         for span in plans.spans
     ]
 
 
-def _of_layers_alone(args: argparse.Namespace, plan: Any, family: Any, notes: Sequence[str], why: str) -> int:
-    """The plan of a model that is not trained here: its layers are known, and what a step of it keeps is not."""
+def _show_layers_only(args: argparse.Namespace, plan: Any, family: Any, notes: Sequence[str], why: str) -> int:
+    """Show the plan of a model that Octavo cannot train: its layers are known, the memory of a step is not."""
     from octavo import fp8
     from octavo.train.loop import summary
 
-    known = f"model_type {family.name!r} is planned here and not trained: {why}"
+    known = f"model_type {family.name!r} can be planned but not trained: {why}"
     if args.card is not None or args.fit is not None or args.cluster is not None or args.ranks > 1:
-        raise arguments.UsageError(f"{known}. Its memory and time are not predicted: leave {_BEYOND} out")
+        raise arguments.UsageError(f"{known}. Its memory and time are not predicted: leave out {_BEYOND}")
     notes = (*notes, f"{known}; its memory is not predicted")
     if args.json:
         terminal.show_json({"family": family.name, **plan.to_json(), "notes": list(notes)})
@@ -189,30 +200,30 @@ _BEYOND = "--card, --fit, --cluster and --ranks"
 
 
 def _can_be_written(path: Path, given: str) -> None:
-    """Refuse a target that no file can be written to, before minutes of measuring. Nothing is created."""
+    """Raise UsageError for a target that cannot be written, before minutes of measuring. Creates nothing."""
     problem = ""
     try:
         folder = next(p for p in path.absolute().parents if p.exists())
         if not given.strip():
             problem = "is empty"
         elif "\0" in given:
-            problem = "is no path"
+            problem = "is not a path"
         elif path.is_dir():
             problem = "is a folder"
         elif not folder.is_dir():
-            problem = f"cannot be: {folder} is a file"
+            problem = f"cannot be created: {folder} is a file"
         elif not os.access(folder, os.W_OK):
-            problem = f"cannot be written: {folder} is not yours to write to"
-        elif len(os.fsencode(path.name)) > 250:  # room for the name it has while it is written
+            problem = f"cannot be written: no permission to write to {folder}"
+        elif len(os.fsencode(path.name)) > 250:  # leaves room for the temporary name
             problem = "has too long a name"
     except (OSError, ValueError) as error:
-        problem = f"is no path ({getattr(error, 'strerror', None) or error})"
+        problem = f"is not a path ({getattr(error, 'strerror', None) or error})"
     if problem:
         raise arguments.UsageError(f"--save {given!r} {problem}; name a file, e.g. --save plan.json")
 
 
 def _unless_impossible(work: Callable[[], Any], args: argparse.Namespace) -> Any:
-    """The memory, or a note why it cannot be told: the plan is shown all the same, unless memory was asked for."""
+    """``work()``, or None and a note if memory cannot be predicted; an error only if --card asked for it."""
     from octavo.train.errors import TrainError
 
     try:
@@ -225,7 +236,7 @@ def _unless_impossible(work: Callable[[], Any], args: argparse.Namespace) -> Any
 
 
 def _of_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
-    """Of phases beyond SFT: a step in words, and what is the reference."""
+    """(lines that describe a step, the kind of reference model) of preference and rl; empty for other phases."""
     if cfg.train.phase not in BEYOND_SFT:
         return [], None
     from octavo import rl
@@ -234,40 +245,42 @@ def _of_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
 
 
 _HINT = (
-    "octavo train runs the recipe as it is written; to run this plan, save it (--save FILE, then fp8.plan: FILE), or "
+    "octavo train runs the configured recipe; to run this plan, save it (--save FILE, then fp8.plan: FILE), or "
     "set fp8.recipe: auto"
 )
 
 
 def _config(args: argparse.Namespace) -> Any:
-    """The configuration; with --shape `model.path` and data do not matter, all other settings do."""
+    """The configuration; --shape overrides `model.path` and needs no data."""
     if args.shape is None:
         if args.file is None:
             raise arguments.UsageError(
                 "name a configuration file, or a published model: octavo plan --shape qwen3_vl_8b"
             )
-        return _of_a_file(args)
+        return _config_of_file(args)
     if args.shape not in SHAPES:
         close = nearest(args.shape, SHAPES)
         hint = f"did you mean {close}? " if close else ""
-        raise arguments.UsageError(f"there is no published shape {args.shape!r}; {hint}there are {', '.join(SHAPES)}")
-    if args.file is not None and "=" in args.file:  # without a file the first setting stands in its place
+        raise arguments.UsageError(
+            f"there is no published shape {args.shape!r}; {hint}expected one of {', '.join(SHAPES)}"
+        )
+    if args.file is not None and "=" in args.file:  # without a file, the first setting was parsed as FILE
         args.overrides.insert(0, args.file)
         args.file = None
     if args.measure and args.tokens is None:
         raise arguments.UsageError(
-            "a published shape comes without data: say how many tokens one forward sends through each component, e.g. "
+            "a published shape comes without data: give the tokens of one forward through each component, e.g. "
             "--tokens foundation=8192, or with a vision tower --tokens foundation=8192,image_encoder=4096"
         )
-    if args.file is not None:  # its settings, on this model
+    if args.file is not None:  # the file's settings, on this model
         return load_config(args.file, [f"model.path={args.shape}", *arguments.overrides(args)])
     settings = [f"model.path={args.shape}", "data.train=[{path: none}]", "train.steps=1"]
-    if any(re.fullmatch(r"context=(?!1$)\d+", pair) for pair in args.parallel):  # which is for packs
+    if any(re.fullmatch(r"context=(?!1$)\d+", pair) for pair in args.parallel):  # context parallelism requires packing
         settings += ["data.packing=true", "train.micro_batch=1"]
     return load_config(None, [*settings, *arguments.overrides(args)])
 
 
-#: the names of octavo.models.structure.shapes, which imports transformers
+#: the names in octavo.models.structure.shapes, repeated here because that module imports transformers
 SHAPES = (
     "qwen3_vl_2b", "qwen3_vl_4b", "qwen3_vl_8b", "qwen3_vl_30b_a3b", "qwen3_vl_235b_a22b", "qwen2_5_vl_7b",
     "internvl3_5_8b", "llava_onevision_1_5_4b", "llava_onevision_1_5_8b", "nvila_8b", "qwen3_1_7b", "qwen3_8b",
@@ -276,31 +289,31 @@ SHAPES = (
 
 
 def shape_of(path: str) -> str | None:
-    """The published shape that a folder of this name would hold: `.../Qwen3-VL-8B-Instruct` is qwen3_vl_8b."""
+    """The published shape that a folder's name suggests: `.../Qwen3-VL-8B-Instruct` is qwen3_vl_8b."""
 
     def bare(text: str) -> str:
         return re.sub("[^a-z0-9]", "", text.lower())
 
-    last = bare("/".join(Path(path).parts[-3:]))  # a hub's cache has the name two folders up
+    last = bare("/".join(Path(path).parts[-3:]))  # the hub's cache has the name two folders up
     return max((name for name in SHAPES if bare(name) in last), key=len, default=None)
 
 
-def _of_a_file(args: argparse.Namespace) -> Any:
-    """The configuration; data that are not there are a note, for a plan needs none unless tokens are counted."""
-    cfg, lost = arguments.resolve_files(arguments.config(args), args.file)
+def _config_of_file(args: argparse.Namespace) -> Any:
+    """The configuration; missing data only cause a note, since a plan needs data only to count tokens."""
+    cfg, missing = arguments.resolve_files(arguments.config(args), args.file)
     shape = None if Path(cfg.model.path).is_dir() else shape_of(cfg.model.path)
     if shape is not None:
         words = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])
-        lost[0] += f"; its name is that of a published model, to be planned without it: {words}"
-    if lost and (lost[0].startswith("model.path") or (args.measure and args.tokens is None)):
-        raise arguments.UsageError("\n".join(lost))
-    for sentence in lost:
+        missing[0] += f"; its name is that of a published model, which can be planned without the folder: {words}"
+    if missing and (missing[0].startswith("model.path") or (args.measure and args.tokens is None)):
+        raise arguments.UsageError("\n".join(missing))
+    for sentence in missing:
         terminal.note(f"note: {sentence}")
     return cfg
 
 
 def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], Any]]:
-    """(model without weights, family, what counts its tokens)."""
+    """(model without weights, family, function that counts its tokens)."""
     from octavo.models.structure import shapes
     from octavo.train.setup import frozen_base, planning
     from octavo.train.setup import token_counts as tokens
@@ -322,7 +335,7 @@ def _model(args: argparse.Namespace, cfg: Any) -> tuple[Any, Any, Callable[[], A
 
 
 def _attention(cfg: Any, model: Any) -> Any:
-    """The kernels of attention that a run on this machine would take; none where torch chooses at each call."""
+    """The attention kernels that a run on this machine would use; empty where torch chooses at each call."""
     from octavo.base import accelerator
     from octavo.train.forward import attention_kernel
 
@@ -340,7 +353,7 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
 
     names = ("tokenizer.json", "tokenizer_config.json")
     if args.shape is None:
-        models.check_kinds(cfg.model.path, model)
+        models.refuse_integers(cfg.model.path, model)
     if args.shape is not None or not any(at(Path(cfg.model.path), name).exists() for name in names):
         return ()
     return model_folder.notes(cfg, models.load_for_chat(cfg.model.path))
@@ -352,7 +365,7 @@ def _need_a_gpu() -> None:
     if not accelerator.is_gpu(accelerator.here()):
         raise arguments.UsageError(
             "--measure needs a GPU: on a CPU FP8 is emulated, and its times say nothing about where it pays. Measure "
-            "on the machine that will train; without --measure, recipe auto goes by the table in docs/plan.md"
+            "on the machine that will train; without --measure, recipe auto uses the table in docs/plan.md"
         )
 
 
@@ -361,10 +374,10 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
     from octavo.train.setup import planning
 
     tokens = count()
-    own = tokens.shared(cfg.parallel.context)
+    rank_tokens = tokens.shared(cfg.parallel.context)
     with terminal.progress("measuring", bytes=False, elsewhere=_note_measured) as progress:
-        found = planning.measured(cfg, model, family, accelerator.here(), own, progress, args.cache)
-    return tokens, found
+        measurements = planning.measured(cfg, model, family, accelerator.here(), rank_tokens, progress, args.cache)
+    return tokens, measurements
 
 
 def _note_measured(done: int, total: int, name: str) -> None:
@@ -376,35 +389,35 @@ AXES = ("replicate", "shard", "context", "ulysses", "expert")
 
 def _axes(text: str) -> list[str]:
     """An argparse type: ``axis=N,axis=N``."""
-    out = [pair.strip() for pair in text.split(",")]
-    names = [pair.partition("=")[0] for pair in out]
+    pairs = [pair.strip() for pair in text.split(",")]
+    names = [pair.partition("=")[0] for pair in pairs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise argparse.ArgumentTypeError(f"expected each axis once, found {twice} twice")
-    for pair in out:
+    for pair in pairs:
         name, _, number = pair.partition("=")
         if name not in AXES or not (number.isdecimal() or number == "auto") or len(number) > 6:
             raise argparse.ArgumentTypeError(
-                f"expected axes with their sizes, as in replicate=2,shard=8,context=4,expert=8, found {named(pair)}; "
+                f"expected axes with their sizes, e.g. replicate=2,shard=8,context=4,expert=8, found {named(pair)}; "
                 f"axes are {', '.join(AXES)}"
             )
-    return out
+    return pairs
 
 
 def _tokens(text: str) -> dict[str, int]:
     """An argparse type: ``part=N,part=N``."""
-    out: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for pair in text.split(","):
         name, _, number = (part.strip() for part in pair.partition("="))
-        if not name or not number.isdecimal() or len(number) > 12 or name in out:
+        if not name or not number.isdecimal() or len(number) > 12 or name in counts:
             raise argparse.ArgumentTypeError(
-                f"expected each part once with a whole number below 10**12, as in foundation=8192, found {named(pair)}"
+                f"expected each part once with a whole number below 10**12, e.g. foundation=8192, found {named(pair)}"
             )
-        out[name] = int(number)
-    return out
+        counts[name] = int(number)
+    return counts
 
 
 def show(plan: Any, notes: Sequence[str], everything: bool, why: bool = False) -> None:
-    """The layers, component by component, and what else a reader should know."""
+    """Print the layers by component, then notes."""
     from octavo.fp8 import planning
 
     print("\n".join(layers(plan, everything)))
@@ -418,17 +431,17 @@ def show(plan: Any, notes: Sequence[str], everything: bool, why: bool = False) -
 
 
 def backends(plan: Any) -> list[str]:
-    """Where each GEMM runs and why, and what each backend that was passed over lacks, in lines of 80 characters."""
+    """The backend of each GEMM with the reason, and why others were rejected, in lines of 80 characters."""
     alike: dict[Any, list[str]] = {}
     for line in plan.backends():
         key = (line.recipe, line.gemm, line.backend, line.reason, line.rejected)
-        alike.setdefault(key, []).append(f"{line.shape[0]}\u00a0x\u00a0{line.shape[1]}")  # not to be wrapped
-    out: list[str] = []
+        alike.setdefault(key, []).append(f"{line.shape[0]}\u00a0x\u00a0{line.shape[1]}")  # non-breaking spaces
+    wrapped: list[str] = []
     for (recipe, gemm, backend, reason, rejected), shapes in alike.items():
-        told = [f"{recipe}, {gemm} on {backend}, {reason}: {', '.join(shapes)}"]
-        told += [f"  {name} is passed over: {why}" for name, why in rejected]
-        out += [part for text in told for part in textwrap.wrap(text, 80, subsequent_indent=2 * _INDENT)]
-    return [part.replace("\u00a0", " ") for part in out]
+        lines = [f"{recipe}, {gemm} on {backend}, {reason}: {', '.join(shapes)}"]
+        lines += [f"  {name} is not used: {why}" for name, why in rejected]
+        wrapped += [part for text in lines for part in textwrap.wrap(text, 80, subsequent_indent=2 * _INDENT)]
+    return [part.replace("\u00a0", " ") for part in wrapped]
 
 
 _INDENT = "  "

@@ -1,5 +1,4 @@
-"""The part of `octavo plan` about memory: the table by kind, what fits a card, what each switch buys, a setting that
-fits."""
+"""The memory part of `octavo plan`: the table by kind, whether it fits, savings by switch, and --fit."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from octavo.cli import arguments, terminal
 from octavo.train.estimate.memory import ASSUMED, KINDS, Card, Footprints, gb, propose, savings, settings_of
 from octavo.train.setup.token_counts import assumed
 
-BEYOND = ("reference", "kv_cache")  # kinds of phases rl and preference alone
+BEYOND = ("reference", "kv_cache")  # kinds that only phases rl and preference have
 
 
 def predicted(
     cfg: Any, model: Any, family: Any, plan: Any, given: Any, card: str | None = None, reference: str | None = None
 ) -> tuple[Any, str]:
-    """(what sizes configurations of this model, the sentence on the tokens that it assumes). ``card``: what rollouts
-    are to fit into; ``reference``: base, copy or none."""
+    """(predictor of this model's memory, message about the assumed tokens). ``card``: the memory that rollouts must
+    fit; ``reference``: base, copy or none."""
     if given is None:
         tokens, message = assumed(cfg, family.components, model.config)
     else:
@@ -29,20 +28,26 @@ def predicted(
 
 
 def as_json(sizes: Any, message: str, args: Any) -> dict[str, Any]:
-    """Everything that is printed, for programs."""
-    out: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
+    """What `show` prints, for programs."""
+    report: dict[str, Any] = {"tokens": message, **sizes.of(sizes.cfg, 1).to_json()}
     if args.ranks > 1:
-        out["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
+        report["per_rank"] = sizes.of(sizes.cfg, args.ranks).to_json()
     card = Card.parse(args.card) if args.card else None
     if card is not None:
         over = sizes.of(sizes.cfg, args.ranks).total - card.usable
-        out["card"] = {"name": card.name, "bytes": card.size, "reserve": card.reserve, "free": -over, "fits": over <= 0}
-    out["switches"] = [switch.to_json() for switch in savings(sizes, args.ranks)]
-    return out
+        report["card"] = {
+            "name": card.name,
+            "bytes": card.size,
+            "reserve": card.reserve,
+            "free": -over,
+            "fits": over <= 0,
+        }
+    report["switches"] = [switch.to_json() for switch in savings(sizes, args.ranks)]
+    return report
 
 
 def line(sizes: Any, args: Any) -> str:
-    """In one line: how much, and whether it fits."""
+    """One line: how much memory, and whether it fits."""
     total = sizes.of(sizes.cfg, args.ranks).total
     where = f"each of {args.ranks} GPUs" if args.ranks > 1 else "one GPU"
     return (
@@ -53,19 +58,19 @@ def line(sizes: Any, args: Any) -> str:
 
 
 def show(sizes: Any, message: str, args: Any) -> None:
-    """The table, whether it fits, and what switches buy."""
+    """Print the table, whether it fits, and the savings of each switch."""
     one = sizes.of(sizes.cfg, 1)
-    found = {"one GPU": one}
+    footprints = {"one GPU": one}
     if args.ranks > 1:
-        found[f"each of {args.ranks}"] = sizes.of(sizes.cfg, args.ranks)
-    _table(found)
+        footprints[f"each of {args.ranks}"] = sizes.of(sizes.cfg, args.ranks)
+    _table(footprints)
     print()
     print(message)
-    last = [*found.values()][-1]
+    last = [*footprints.values()][-1]
     if last.rollout is not None:
         print(_at_a_time(last.rollout, sizes.cfg, args.card))
     if not args.card:
-        print("what each memory switch would save, and whether it fits: --card SIZE, e.g. --card 80GB")
+        print("for the savings of each memory switch and whether it fits, add --card SIZE, e.g. --card 80GB")
         return
     listed = list(savings(sizes, args.ranks))
     if listed:
@@ -81,30 +86,30 @@ def show(sizes: Any, message: str, args: Any) -> None:
         )
 
 
-def _table(found: Mapping[str, Any]) -> None:
-    """The bytes of footprints by kind; of phase rl in its two moments."""
-    one = next(iter(found.values()))
+def _table(footprints: Mapping[str, Any]) -> None:
+    """Print the bytes by kind; for phase rl, of the rollout and of the update."""
+    one = next(iter(footprints.values()))
     columns: dict[str, Mapping[str, int]] = {}
-    for name, f in found.items():
+    for name, f in footprints.items():
         if f.rollout is None:
             columns[name] = f.kinds
         else:
             columns |= {f"{name}, rollout": f.rollout.kinds, f"{name}, update": f.kinds}
-    there = [kind for kind in KINDS if kind not in BEYOND or any(kinds.get(kind) for kinds in columns.values())]
-    rows = [[kind, *(gb(kinds.get(kind, 0)) for kinds in columns.values()), _about(kind, one)] for kind in there]
+    shown = [kind for kind in KINDS if kind not in BEYOND or any(kinds.get(kind) for kinds in columns.values())]
+    rows = [[kind, *(gb(kinds.get(kind, 0)) for kinds in columns.values()), _about(kind, one)] for kind in shown]
     rows.append(["total", *(gb(sum(kinds.values())) for kinds in columns.values()), ""])
-    if any(f.host + f.staging for f in found.values()):
-        of = [gb(f.host + f.staging) for f in found.values() for _ in range(1 + (f.rollout is not None))]
+    if any(f.host + f.staging for f in footprints.values()):
+        of = [gb(f.host + f.staging) for f in footprints.values() for _ in range(1 + (f.rollout is not None))]
         rows.append(["in host memory", *of, ""])
     print()
     terminal.show_table(["memory", *columns, ""], rows, right=tuple(range(1, 1 + len(columns))))
 
 
 def _at_a_time(rollout: Any, cfg: Any, card: str | None) -> str:
-    """One sentence: how many completions are written at a time, and why so many."""
+    """One sentence: how many completions are generated at a time, and why."""
     token = f"{rollout.token / 1024:.4g} KiB of cache a token (rl.kv: {cfg.rl.kv})"
     if rollout.sequences == rollout.of:
-        why = "all of a step"
+        why = "all completions of a step"
     elif cfg.rl.slots is not None:
         why = f"rl.slots, of {rollout.of} of a step"
     elif cfg.rl.pages is not None:
@@ -116,72 +121,70 @@ def _at_a_time(rollout: Any, cfg: Any, card: str | None) -> str:
 
 
 def _saved(size: int) -> str:
-    """What a switch saves; one that is on may take more than off would."""
+    """What a switch saves; one that is on may use more memory than off."""
     return gb(size) if size >= 0 else f"costs {gb(-size)}"
 
 
 def fits(card: Any, total: int, ranks: int) -> str:
-    """One sentence: what is there, what is kept free and why, what is left or lacking."""
+    """One sentence: whether it fits, what is free or missing, and the reserve."""
     left = card.usable - total
     where = f"{card.name} a GPU" if ranks > 1 else card.name
-    reserve = (
-        f"{gb(card.reserve)} kept free for the CUDA context, libraries and what the allocator cannot use (assumed)"
-    )
+    reserve = f"{gb(card.reserve)} reserved for the CUDA context, libraries and allocator fragmentation (assumed)"
     verdict = f"fits, {gb(left)} free" if left >= 0 else f"does not fit, {gb(-left)} too much"
     return f"{where}: {verdict}; {reserve}"
 
 
-def show_fit(sizes: Any, message: str, args: Any, held: Sequence[str]) -> int:
-    """The proposal as YAML, its reasons and what is faster and does not fit. Exit code 1 where nothing fits."""
+def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
+    """Print the proposal as YAML, its reasons, and faster settings that do not fit. Exit code 1 if nothing fits."""
     card = Card.parse(args.fit)
-    found = propose(sizes, card, args.ranks, held)
+    proposal = propose(sizes, card, args.ranks, fixed)
     if args.json:
         terminal.show_json(
             {
                 "tokens": message,
                 "speeds": ASSUMED,
                 "card": {"name": card.name, "bytes": card.size, "reserve": card.reserve},
-                "tried": found.tried,
-                "best": None if found.best is None else found.best.to_json(),
-                "reasons": list(found.reasons),
-                "exacter": [s.to_json() for s in found.exacter],
-                "faster": [{**s.to_json(), "over": s.over(card)} for s in found.faster],
-                "smallest": found.smallest.to_json(),
-                "ranks": found.ranks,
+                "tried": proposal.tried,
+                "best": None if proposal.best is None else proposal.best.to_json(),
+                "reasons": list(proposal.reasons),
+                "exacter": [s.to_json() for s in proposal.exacter],
+                "faster": [{**s.to_json(), "over": s.over(card)} for s in proposal.faster],
+                "smallest": proposal.smallest.to_json(),
+                "ranks": proposal.ranks,
             }
         )
-        return 0 if found.best is not None else 1
+        return 0 if proposal.best is not None else 1
     print(f"{message}; {ASSUMED}{'; of rollouts, no time' if sizes.cfg.train.phase == 'rl' else ''}")
-    if found.best is None:
-        small = found.smallest
-        print(f"nothing fits: {found.tried} settings, and the smallest needs {gb(small.over(card))} more:")
+    if proposal.best is None:
+        small = proposal.smallest
+        print(f"nothing fits: of {proposal.tried} settings, the smallest needs {gb(small.over(card))} more:")
         print("\n".join(f"  {line}" for line in small.yaml()))
         print(
-            f"over {found.ranks} GPUs something fits: --ranks {found.ranks}"
-            if found.ranks
+            f"over {proposal.ranks} GPUs something fits: --ranks {proposal.ranks}"
+            if proposal.ranks
             else "a larger card, shorter rows (train.seq_length) or fewer images would help"
         )
         return 1
-    best, now = found.best, settings_of(sizes.cfg)
+    best, now = proposal.best, settings_of(sizes.cfg)
     print(fits(card, best.footprint.total, args.ranks))
-    print(f"the fastest of {found.tried} settings that fits, by an estimate of FLOPs and bytes (not a measurement):")
+    print(f"the fastest of {proposal.tried} settings that fits, by an estimate of FLOPs and bytes (not a measurement):")
     print()
     changes = best.yaml(now)
-    print("\n".join(changes) if changes else "the configuration as it is")
+    print("\n".join(changes) if changes else "the configuration unchanged")
     print()
     if changes and args.file is not None:
-        given = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differing(now)]
-        print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *given])} {best.words(now)}")
-    for reason in found.reasons:
+        kept = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differing(now)]
+        print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *kept])} {best.words(now)}")
+    for reason in proposal.reasons:
         print(reason)
-    if found.exacter:
-        print("fits and rounds less:")
-    for s in found.exacter:
+    if proposal.exacter:
+        print("also fits, with less rounding:")
+    for s in proposal.exacter:
         free = gb(-s.over(card))
         print(f"  {_percent(s.seconds / best.seconds - 1)} time, {free} free: with {s.words(best.settings)}")
-    if found.faster:
-        print("faster by the same estimate, and too large:")
-    for s in found.faster:
+    if proposal.faster:
+        print("faster by the same estimate, but too large:")
+    for s in proposal.faster:
         over = gb(s.over(card))
         print(f"  {_percent(s.seconds / best.seconds - 1)} time, {over} too much: with {s.words(best.settings)}")
     return 0

@@ -1,5 +1,5 @@
-"""The part of `octavo plan` about several ranks: FLOPs and bytes on the wire of a step, and on a named cluster the time
-they take and the mesh that is best."""
+"""The multi-rank part of `octavo plan`: FLOPs and bytes sent in a step, and on a named cluster the step time
+and the best mesh."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from octavo.train.estimate import step_time
 from octavo.train.estimate.memory import gb
 from octavo.train.estimate.memory.mesh import layout_of
 
-ASSUMED = (
-    "by data sheets and constants fitted to figures that others publish (docs/scale.md); no GPU of ours measured them"
-)
+ASSUMED = "from data sheets and constants fitted to published figures (docs/scale.md); not measured by this project"
 SHOWN = 8  # meshes in the table
-# How each exchange meets the computation.
+# Whether each exchange overlaps with computation.
 WHERE = {
-    "gather": "beside computing", "reduce": "beside computing", "sum": "beside computing",
-    "dispatch": "waited for; expected value", "combine": "waited for; expected value",
-    "features": "waited for; expected value",
+    "gather": "overlapped", "reduce": "overlapped", "sum": "overlapped",
+    "dispatch": "not overlapped; expected value", "combine": "not overlapped; expected value",
+    "features": "not overlapped; expected value",
 }  # fmt: skip
 
 
 def cluster_of(args: argparse.Namespace) -> Any:
-    """The cluster that is asked for, or None; it says how many ranks there are. Raises UsageError where --ranks says
-    something else."""
+    """The requested cluster, or None; sets ``args.ranks`` to its size. Raises UsageError if --ranks is
+    different."""
     if args.cluster is None:
         return None
     cluster = step_time.Cluster.parse(args.cluster)
@@ -47,11 +45,11 @@ def of(sizes: Any, args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is printed, for programs: bytes and FLOPs of one micro-batch on one rank."""
+    """What `show` prints, for programs: bytes and FLOPs of one micro-batch on one rank."""
     work, mesh = of(sizes, args)
     moved = step_time.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
     sharers = mesh.layout.context
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "mesh": {**vars(mesh.layout), "ulysses": mesh.ulysses},
         "flops": {"model": work.model_flops / sharers, **{k: v / sharers for k, v in work.computed.items()}},
         "wire": moved,
@@ -59,32 +57,38 @@ def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any
     if cluster is not None:
         best = step_time.search(sizes, cluster, work.decoder)
         own = step_time.evaluate(sizes, sizes.cfg, cluster)
-        found["cluster"] = {"gpus": cluster.ranks, "own": _told(own), "meshes": [_told(f, best[0]) for f in best]}
-    return found
+        report["cluster"] = {
+            "gpus": cluster.ranks,
+            "own": _result_json(own),
+            "meshes": [_result_json(f, best[0]) for f in best],
+        }
+    return report
 
 
 def show(sizes: Any, cluster: Any, args: argparse.Namespace) -> None:
-    """FLOPs, bytes by exchange; with a cluster what bounds the step, and the meshes side by side."""
+    """Print FLOPs and bytes by exchange; with a cluster also what bounds the step, and a table of meshes."""
     work, mesh = of(sizes, args)
     sharers, tokens = mesh.layout.context, work.rows.tokens
-    again = sum(work.computed.values()) / work.model_flops - 1
+    recomputed = sum(work.computed.values()) / work.model_flops - 1
     print()
     print(f"a micro-batch on each of {args.ranks} ranks ({mesh}): {tokens // sharers} tokens,")
     print(
         f"{work.model_flops / sharers / 1e12:.4g} TFLOP of the model ({work.model_flops / max(1, tokens) / 1e9:.4g} "
-        f"GFLOP a token), {again:+.0%} that is computed again"
+        f"GFLOP a token), {recomputed:+.0%} recomputed"
     )
     moved = step_time.total(work.groups(mesh.layout), work.decoder, work.rows, mesh, work.twice)
-    rows = [(kind, gb(size), step_time.CARRIED[kind], WHERE.get(kind, "waited for")) for kind, size in moved.items()]
+    rows = [
+        (kind, gb(size), step_time.CARRIED[kind], WHERE.get(kind, "not overlapped")) for kind, size in moved.items()
+    ]
     if rows:
-        terminal.show_table(("on the wire", "to each rank", "collective", ""), rows, right=(1,))
+        terminal.show_table(("exchange", "bytes to each rank", "collective", ""), rows, right=(1,))
     if cluster is not None:
         _show_cluster(sizes, cluster, work)
 
 
 def _show_cluster(sizes: Any, cluster: Any, work: Any) -> None:
-    own, found = step_time.evaluate(sizes, sizes.cfg, cluster), step_time.search(sizes, cluster, work.decoder)
-    best = found[0]
+    own, results = step_time.evaluate(sizes, sizes.cfg, cluster), step_time.search(sizes, cluster, work.decoder)
+    best = results[0]
     print()
     print(
         f"{cluster.ranks} {cluster.gpu}: {own.estimate.rate:,.0f} tokens/s a GPU, {own.estimate.seconds:.3g} s a "
@@ -92,9 +96,9 @@ def _show_cluster(sizes: Any, cluster: Any, work: Any) -> None:
     )
     print(f"({ASSUMED})")
     if best.over > 0:
-        print(f"no mesh of them fits {cluster.memory.name}: {best.mesh} needs least of those below")
-    some = [f for f in found[1:] if f.over <= 0][: SHOWN - 2]
-    others = [f for f in found[1:] if f.over > 0][: SHOWN - len(some)]
+        print(f"no mesh fits {cluster.memory.name}: {best.mesh} needs least memory")
+    fitting = [f for f in results[1:] if f.over <= 0][: SHOWN - 2]
+    too_large = [f for f in results[1:] if f.over > 0][: SHOWN - len(fitting)]
     rows = [
         (
             str(f.mesh),
@@ -103,20 +107,20 @@ def _show_cluster(sizes: Any, cluster: Any, work: Any) -> None:
             f.estimate.bound,
             "the best" if f is best else f.why(best),
         )
-        for f in (best, *some, *others)
+        for f in (best, *fitting, *too_large)
     ]
-    terminal.show_table(("mesh", "memory", "tokens/s a GPU", "time goes to", ""), rows, right=(1, 2))
-    print(f"{len(found)} meshes were compared")
+    terminal.show_table(("mesh", "memory", "tokens/s a GPU", "bound by", ""), rows, right=(1, 2))
+    print(f"{len(results)} meshes were compared")
 
 
-def _told(found: Any, best: Any = None) -> dict[str, Any]:
-    estimate = found.estimate
+def _result_json(result: Any, best: Any = None) -> dict[str, Any]:
+    estimate = result.estimate
     return {
-        "mesh": {**vars(found.mesh.layout), "ulysses": found.mesh.ulysses},
-        "memory": found.memory,
-        "over": found.over,
+        "mesh": {**vars(result.mesh.layout), "ulysses": result.mesh.ulysses},
+        "memory": result.memory,
+        "over": result.over,
         "seconds": estimate.seconds,
         "tokens_per_second_per_gpu": estimate.rate,
         "shares": estimate.shares,
-        **({} if best is None or best is found else {"why": found.why(best)}),
+        **({} if best is None or best is result else {"why": result.why(best)}),
     }

@@ -1,6 +1,6 @@
-"""What this machine can run, what it cannot, and the fix.
+"""Reports what this machine can run, what it cannot, and how to fix it.
 
-``examine()`` tries things for real and never stops at the first failure: a broken torch is a line of the report.
+``examine()`` really runs each thing and does not stop at a failure: a broken torch is one line of the report.
 """
 
 from octavo.doctor.examine import examine

@@ -1,4 +1,4 @@
-"""The round: every check in order, from what everything stands on to what is merely nice to have."""
+"""Runs all checks in order, from what everything depends on to what is optional."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from octavo.doctor.report import FAIL, Check, Report
 
 
 def examine(say: Callable[[str], None] = lambda text: None) -> Report:
-    """Tries everything; ``say`` gets what is being tried. Takes some seconds, for the imports are real."""
+    """Run all checks; ``say`` is called with the progress. Takes some seconds, because packages are really imported."""
     checks: list[Check] = machine.versions()
     say("importing packages")
-    # Its imports go on while the rest is tried here.
+    # The imports run in their own process while the rest is checked here.
     with packages.Together(packages.REQUIRED + packages.OPTIONAL) as together:
         torch = together.check(next(package for package in packages.REQUIRED if package.distribution == "torch"))
-        say("looking at devices")
+        say("examining devices")
         record = environment.describe()
         found = machine.devices(record)
         if torch.status == FAIL:
-            why = f"not tried: torch does not import ({torch.found})"
-            found.append(Check("fp8", "all backends", FAIL, why, fix="mend torch"))
+            why = f"not checked: torch does not import ({torch.found})"
+            found.append(Check("fp8", "all backends", FAIL, why, fix="repair the torch installation"))
         else:
-            say("trying FP8 backends")
+            say("checking FP8 backends")
             found += fp8_backends.backends()
             found.append(fp8_backends.versions_tested())
-            say("trying process groups")
+            say("checking process groups")
             found += machine.process_groups()
         found += machine.storage()
         say("waiting for the imports")

@@ -1,9 +1,9 @@
-"""Every FP8 backend, with its version and what it can do, and tried wherever it would be chosen by itself.
+"""Lists every FP8 backend with its version and capabilities, and runs it wherever it would be chosen automatically.
 
-Trying is a real linear layer, forward and backward, in every recipe. The layer goes the way of a training run (plan,
-apply, autograd), is counted, and its y, dx and dw are held against high precision. Sizes are ragged on purpose: 33
-tokens, 144 inputs, 80 outputs fill no 128-block evenly. A backend that serves a device only when asked for by name
-(Triton's interpreter on the CPU, say) is listed with that reason and not tried.
+Each test is a real linear layer, forward and backward, in every recipe. The layer is set up as in a training run (plan,
+apply, autograd), its GEMMs are counted, and y, dx and dw are compared with high precision. Sizes are ragged on purpose:
+33 tokens, 144 inputs, 80 outputs fill no 128-block evenly. A backend that is used on a device only when requested by
+name (e.g. Triton's interpreter on the CPU) is listed with that reason and not run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MORE = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad", "rmsnorm", "swiglu", "s
 
 
 def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
-    """For each device and backend one check of what it is, and one for each recipe that it can be tried in."""
+    """For each device and backend, one check that describes it, and one for each recipe that it can run."""
 
     from octavo.base import accelerator
     from octavo.fp8 import kernels
@@ -28,9 +28,9 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
 
 
 def versions_tested(device: str | None = None) -> Check:
-    """What torch and Triton were tested; where they are newer, all kernels that are chosen on a device (None: where
-    training runs) are held against the reference (:mod:`octavo.fp8.kernels`, ``self_check``), as far as that was not
-    done before."""
+    """The tested versions of torch and Triton. If newer ones are installed, all kernels that are chosen on a device
+    (None: where training runs) are compared with the reference (:mod:`octavo.fp8.kernels`, ``self_check``), unless a
+    cached result exists."""
     from octavo.base import accelerator
     from octavo.fp8 import kernels
 
@@ -39,21 +39,21 @@ def versions_tested(device: str | None = None) -> Check:
     here = ", ".join(f"{package} {version}" for package, version in kernels.installed().items())
     most = ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in kernels.TESTED.items())
     if not (phrases := kernels.newer()):
-        return Check("fp8", "versions", OK, f"{here}: tested (up to {most}), so that no kernel has to be checked here")
+        return Check("fp8", "versions", OK, f"{here}: tested versions (up to {most}), no kernel needs checking")
     try:
         count = _check_kernels(device)
-    except Exception as error:  # whatever a kernel raises is this version's answer and is shown
-        means = "training in FP8 on these kernels is refused"
+    except Exception as error:  # kernels may raise anything; the error is shown as the result
+        means = "training in FP8 with these kernels stops with an error"
         fix = f"fp8.backend: reference (slow), or tested versions: {most}"
         return Check("fp8", "versions", FAIL, first_line(error), means, fix)
-    found = f"{count} checks of kernels and of a compiled layer agree with the reference on {device}"
+    found = f"{count} checks of kernels and a compiled layer agree with the reference on {device}"
     if not count:
-        found = f"the reference is chosen for all GEMMs on {device}, so that no kernel has to be checked"
+        found = f"the reference is chosen for all GEMMs on {device}, no kernel needs checking"
     return Check("fp8", "versions", OK, f"{' and '.join(phrases)}: {found}")
 
 
 def _check_kernels(device: str) -> int:
-    """Run, or find done, the checks of every recipe on the backends that are chosen for it; how many there are."""
+    """Run the checks of every recipe on its chosen backends, unless results are cached; return their number."""
     import torch
 
     from octavo import fp8
@@ -75,15 +75,15 @@ def _backend(name: str, device: str) -> list[Check]:
     from octavo.fp8 import RECIPES, kernels
 
     backend, on = kernels.get(name), torch.device(device)
-    whys = {recipe_name: _why_not(name, recipe_name, device) for recipe_name in RECIPES}
-    every = "; ".join(dict.fromkeys(filter(None, whys.values())))
-    why = every if all(whys.values()) else backend.auto_unsupported(on)
+    reasons = {recipe_name: _why_not(name, recipe_name, device) for recipe_name in RECIPES}
+    all_reasons = "; ".join(dict.fromkeys(filter(None, reasons.values())))
+    why = all_reasons if all(reasons.values()) else backend.auto_unsupported(on)
     if why is not None:
         means = "another backend is chosen on this device"
-        found = why if "not installed" in why else f"not tried: {why} ({backend.version()})"
+        found = why if "not installed" in why else f"not run: {why} ({backend.version()})"
         return [Check("fp8", f"{name} on {device}", ABSENT, found, means, "none needed")]
     checks = [Check("fp8", f"{name} on {device}", OK, f"{backend.version()}{_more(name, device)}")]
-    for recipe_name, why_not in whys.items():
+    for recipe_name, why_not in reasons.items():
         if why_not is None:
             checks.append(_try(name, recipe_name, device))
         else:
@@ -93,25 +93,28 @@ def _backend(name: str, device: str) -> list[Check]:
 
 
 def _why_not(backend: str, recipe_name: str, device: str) -> str | None:
-    """Why the backend cannot run all three GEMMs of this recipe here, None if it can."""
+    """The reason why the backend cannot run all three GEMMs of this recipe here, None if it can."""
     import torch
 
     from octavo.fp8 import kernels, recipe
 
-    made, on = recipe(recipe_name), torch.device(device)
-    found = [kernels.get(backend).supports(op, made, on, (TOKENS, OUTPUTS, INPUTS)) for op in ("fwd", "dgrad", "wgrad")]
-    return "; ".join(dict.fromkeys(filter(None, found))) or None
+    built_recipe, on = recipe(recipe_name), torch.device(device)
+    reasons = [
+        kernels.get(backend).supports(op, built_recipe, on, (TOKENS, OUTPUTS, INPUTS))
+        for op in ("fwd", "dgrad", "wgrad")
+    ]
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or None
 
 
 def _more(backend: str, device: str) -> str:
-    """What it has in the default recipe besides casts and the GEMMs of a linear layer."""
+    """Its operations in the default recipe besides casts and the GEMMs of a linear layer."""
     import torch
 
     from octavo.fp8 import kernels, recipe
 
-    supports, made, on = kernels.get(backend).supports, recipe("blockwise"), torch.device(device)
-    can = [op for op in MORE if supports(op, made, on, None) is None]
-    return f"; also {', '.join(can)}" if can else ""
+    supports, built_recipe, on = kernels.get(backend).supports, recipe("blockwise"), torch.device(device)
+    supported = [op for op in MORE if supports(op, built_recipe, on, None) is None]
+    return f"; also {', '.join(supported)}" if supported else ""
 
 
 def _try(backend: str, recipe_name: str, device: str) -> Check:
@@ -122,7 +125,7 @@ def _try(backend: str, recipe_name: str, device: str) -> Check:
     fix = "use another recipe or fp8.backend, and report this with `octavo doctor --json`"
     try:
         worst = _run(backend, recipe_name, device)
-    except Exception as error:  # whatever a kernel raises is this backend's answer and is shown
+    except Exception as error:  # kernels may raise anything; the error is shown as the result
         return Check("fp8", name, FAIL, first_line(error), means, fix)
     bad = [f"{what} {diff:.2g}" for what, diff in worst.items() if not diff < SOUND]
     if bad:
@@ -131,7 +134,7 @@ def _try(backend: str, recipe_name: str, device: str) -> Check:
 
 
 def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
-    """calc_diff to high precision of y, dx and dw; raises where a GEMM did not run in FP8 on this backend."""
+    """calc_diff of y, dx and dw from high precision; raises if a GEMM did not run in FP8 on this backend."""
     import torch
 
     from octavo import fp8

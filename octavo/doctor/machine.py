@@ -1,4 +1,4 @@
-"""Python, packages, processors, memory, disk and the process group: what stands around the arithmetic."""
+"""Checks of Python, packages, devices, memory, disk and process groups: all that is not FP8 arithmetic."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ DISK_WANTED = 5 * GIB
 
 
 def versions() -> list[Check]:
-    """Python and every required package against the versions Octavo is written for."""
-    checks = [Check("versions", "python", OK, platform.python_version())]  # pip refuses one that is too old
+    """Check Python and every required package against the supported versions."""
+    checks = [Check("versions", "python", OK, platform.python_version())]  # pip does not install Octavo on an older one
     problems = {problem.package: problem for problem in environment.package_problems()}
     for package, needed in environment.REQUIRED.items():
         if package in problems:
-            means = f"Octavo is written for {package} {needed}"
+            means = f"Octavo requires {package} {needed}"
             checks.append(Check("versions", package, FAIL, problems[package].installed, means, problems[package].fix))
         else:
             checks.append(Check("versions", package, OK, f"{environment.version(package)} ({needed})"))
@@ -46,7 +46,7 @@ def devices(record: dict[str, Any]) -> list[Check]:
         if capability >= (8, 9):
             checks.append(Check("devices", name, OK, found))
         else:
-            means = "it has no FP8 units (sm 8.9 or later has): FP8 is computed, without being faster"
+            means = "it has no FP8 units (sm 8.9 or later needed): FP8 works, but is not faster"
             checks.append(Check("devices", name, WARN, found, means, "use Ada, Hopper or later for speed"))
     if not record.get("gpus"):
         checks.append(_no_gpu(record))
@@ -55,21 +55,21 @@ def devices(record: dict[str, Any]) -> list[Check]:
 
 def _no_gpu(record: dict[str, Any]) -> Check:
     torch, driver = record.get("torch") or {}, record.get("driver")
-    means = "training runs on the CPU, where FP8 is emulated: right, and slow"
+    means = "training runs on the CPU, where FP8 is emulated: correct but slow"
     if driver and not torch.get("cuda_build"):
         fix = "install torch with CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        found = f"driver {driver} is there, but torch {torch.get('version')} is built without CUDA"
+        found = f"driver {driver} is installed, but torch {torch.get('version')} is built without CUDA"
         return Check("devices", "gpu", WARN, found, means, fix)
     if driver:
         cause = record.get("unread", {}).get("gpus", "its CUDA is not available")
         fix = "compare the driver with torch's CUDA version (nvidia-smi); in a container, start it with --gpus all"
-        found = f"driver {driver} is there, but torch (CUDA {torch.get('cuda_build')}) sees no GPU: {cause}"
+        found = f"driver {driver} is installed, but torch (CUDA {torch.get('cuda_build')}) sees no GPU: {cause}"
         return Check("devices", "gpu", WARN, found, means, fix)
     return Check("devices", "gpu", ABSENT, "none", means, "none needed for the demo; an NVIDIA GPU makes it fast")
 
 
 def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Check]:
-    """Shared memory for data workers and free disk for checkpoints."""
+    """Check shared memory for data workers and free disk space for checkpoints."""
     checks = []
     if shm.is_dir():
         free = shutil.disk_usage(shm).free
@@ -77,7 +77,7 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
         if free >= SHM_WANTED:
             checks.append(Check("storage", str(shm), OK, found))
         else:
-            means = "data workers hand over batches through it and die with a bus error when it is full"
+            means = "data workers pass batches through it and crash with a bus error when it is full"
             fix = "data.workers: 0, or start the container with --shm-size=8g"
             checks.append(Check("storage", str(shm), WARN, found, means, fix))
     folder = folder or Path.cwd()
@@ -86,22 +86,22 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
     if free >= DISK_WANTED:
         checks.append(Check("storage", "this folder", OK, found))
     else:
-        means = "a checkpoint holds weights, master weights and two moments: about 16 bytes a parameter"
-        fix = "free some, or point run.dir at a larger disk"
+        means = "a checkpoint holds weights, master weights and two moments: about 16 bytes per parameter"
+        fix = "free some space, or set run.dir to a larger disk"
         checks.append(Check("storage", "this folder", WARN, found, means, fix))
     if not os.access(folder, os.W_OK):
-        means, fix = "run.dir is made here", "set run.dir, or change folder"
+        means, fix = "run.dir is created here", "set run.dir, or change to another folder"
         checks.append(Check("storage", "this folder", WARN, "not writable", means, fix))
     return checks
 
 
 def process_groups() -> list[Check]:
-    """Gloo tried with a group of one, and NCCL where there is a GPU: what torchrun needs."""
+    """Check Gloo with a group of one, and NCCL on a GPU: torchrun needs them."""
     import torch.distributed as dist
 
     from octavo.base import accelerator
 
-    means = "training on several processes (torchrun) does not work; one process does"
+    means = "training with several processes (torchrun) does not work; one process does"
     if not dist.is_available():
         return [Check("distributed", "torch.distributed", WARN, "not built in", means, "install a stock torch build")]
     checks = [_group_of_one("gloo", means)]
@@ -132,7 +132,7 @@ def _group_of_one(backend: str, means: str, device: str = "cpu") -> Check:
             dist.all_reduce(value)
         finally:
             dist.destroy_process_group()
-    except Exception as error:  # whatever it is, it is this machine's answer and is shown
+    except Exception as error:  # torch may raise anything; the error is shown as the result
         fix = "set GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) to a network interface that exists; see `ip link`"
         return Check("distributed", backend, WARN, first_line(error), means, fix)
     return Check("distributed", backend, OK, "a group of one reduced a tensor")

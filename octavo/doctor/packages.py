@@ -1,7 +1,7 @@
-"""Packages tried by really importing them, in another process: one that crashes takes nothing along.
+"""Checks packages by importing them in another process, so that a crash does not end the doctor.
 
-They share one process, for most of them import torch, which takes longer than all the rest. What does not import there,
-or comes after one that ended the process, is asked again in a process of its own, which tells the cause.
+They share one process, because most of them import torch, which takes longer than all the rest. A package that does not
+import there, or comes after one that ended the process, is imported again in a separate process, to learn the cause.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check
 
 SECONDS = 180
 _MARK = "octavo imported"
-_MEND = "mend what the cause names, or install again: "
+_REPAIR = "fix the named cause, or install again: "
 
 
 @dataclass(frozen=True)
 class Package:
-    """``statement`` is what must work; ``means`` what is lost without it; ``fix`` how to get it."""
+    """``statement`` is what must run; ``means`` what is lost without it; ``fix`` how to install it."""
 
     distribution: str
     statement: str
@@ -51,21 +51,21 @@ REQUIRED = (
     Package(
         "tensorboard",
         "from torch.utils.tensorboard import SummaryWriter",
-        "training stops where it would write TensorBoard events",
+        "training stops when it writes TensorBoard events",
         "pip install --upgrade tensorboard, or run.tensorboard: false",
         required=True,
     ),
     Package(
         "scipy",
         "from scipy.stats import nct, t",
-        "octavo demo, trial and compare cannot judge their runs",
+        "octavo demo, trial and compare cannot compute their verdicts",
         "pip install --upgrade scipy",
         required=True,
     ),
     Package(
         "peft",
         "import peft",
-        "no LoRA: adapters can be neither attached nor read",
+        "no LoRA: adapters cannot be attached or loaded",
         "pip install --upgrade peft",
         required=True,
     ),
@@ -75,7 +75,7 @@ OPTIONAL = (
     Package("triton", "import triton", "no fast FP8 kernels on a GPU", "it comes with CUDA builds of torch"),
     Package(
         "deep_gemm",
-        "import deep_gemm; deep_gemm.fp8_gemm_nt",  # PyPI's deep-gemm is another project and has none
+        "import deep_gemm; deep_gemm.fp8_gemm_nt",  # PyPI's deep-gemm is another project without this function
         "no DeepGEMM kernels on Hopper and later",
         "build it from github.com/deepseek-ai/DeepGEMM",
     ),
@@ -83,14 +83,14 @@ OPTIONAL = (
     Package(
         "soundfile",
         "import soundfile, soxr",
-        "rows with sound are not read, or not at other rates than the model's",
+        "rows with audio cannot be read, or only at the model's sampling rate",
         "pip install 'octavo[audio]'",
     ),
-    Package("av", "import av", "rows with videos are not read", "pip install 'octavo[video]'"),
+    Package("av", "import av", "rows with videos cannot be read", "pip install 'octavo[video]'"),
     Package(
         "cryptography",
         "from cryptography.hazmat.primitives.ciphers.aead import AESGCM",
-        "encrypted files are neither read nor written",
+        "encrypted files cannot be read or written",
         "pip install 'octavo[sealed]'",
     ),
     Package("torchao", "import torchao", "benchmarks lack this peer", "pip install torchao"),
@@ -101,8 +101,8 @@ OPTIONAL = (
     Package(
         "torchvision",
         "import torchvision",
-        "images become pixels by Pillow, which resizes a little differently; where AutoProcessor fails, "
-        "octavo.models.load_processor works, in a stock or TRL trainer too",
+        "images are resized by Pillow, slightly differently; where AutoProcessor fails, "
+        "octavo.models.load_processor works, also in a Transformers or TRL trainer",
         "pip install torchvision from the index that torch came from; PyPI's build fails with a CPU torch",
     ),
 )
@@ -110,7 +110,7 @@ OPTIONAL = (
 
 _SCRIPT = f"""
 import gc, os, sys
-gc.disable()  # what is imported stays
+gc.disable()  # imported objects live until the end
 for number, statement in enumerate(sys.argv[1:]):
     try:
         exec(statement, {{}})
@@ -122,17 +122,17 @@ os._exit(0)
 
 
 class Together:
-    """One process that imports packages one after the other, begun at once; whoever asks waits for its answer.
+    """One process that imports packages one after the other, started at once; `check` waits for its result.
 
-    A context: the process ends with it, or after ``SECONDS``. For one thread.
+    A context manager: the process ends on exit, or after ``SECONDS``. Use it from one thread only.
     """
 
     def __init__(self, which: Sequence[Package]) -> None:
-        here = [package for package in which if environment.version(package.distribution) is not None]
-        self._numbers = {package: number for number, package in enumerate(here)}
+        installed = [package for package in which if environment.version(package.distribution) is not None]
+        self._numbers = {package: number for number, package in enumerate(installed)}
         self._good: set[int] = set()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT, *(package.statement for package in here)],
+            [sys.executable, "-c", _SCRIPT, *(package.statement for package in installed)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace",
         )  # fmt: skip
         self._timer = threading.Timer(SECONDS, self._process.kill)
@@ -148,21 +148,21 @@ class Together:
         self._process.communicate()
 
     def check(self, package: Package) -> Check:
-        """As :func:`try_import`, in the shared process where it imports there."""
+        """Like :func:`try_import`, but uses the shared process's result if the package imported there."""
         if self._imported(package):
             found = environment.version(package.distribution) or ""
             return Check("imports" if package.required else "optional", package.distribution, OK, found)
         return try_import(package)
 
     def checks(self, which: Sequence[Package]) -> list[Check]:
-        """One check for each package, in this order; those asked alone run two at a time."""
+        """One check for each package, in this order; separate imports run two at a time."""
         for package in which:
             self._imported(package)
         with ThreadPoolExecutor(max_workers=2) as pool:
             return list(pool.map(self.check, which))
 
     def _imported(self, package: Package) -> bool:
-        """Whether the shared process imported it; reads on until it says so or has ended."""
+        """Whether the shared process imported it; reads its output until it says so or ends."""
         number = self._numbers.get(package)
         if number is None:
             return False
@@ -171,13 +171,13 @@ class Together:
             words = line.rsplit(maxsplit=1)
             if len(words) == 2 and words[0] == _MARK:
                 self._good.add(int(words[1]))
-                if max(self._good) > number:  # they come in order: this one was passed over
+                if max(self._good) > number:  # results come in order: this one failed
                     break
         return number in self._good
 
 
 def try_import(package: Package) -> Check:
-    """Imports one package in a fresh interpreter, if it is installed, and keeps the cause of a failure."""
+    """Import one package in a fresh interpreter, if it is installed, and report the cause of a failure."""
     area = "imports" if package.required else "optional"
     version = environment.version(package.distribution)
     broken = FAIL if package.required else WARN
@@ -189,16 +189,16 @@ def try_import(package: Package) -> Check:
             [sys.executable, "-c", package.statement], capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        found = f"{version}: the import did not end in {SECONDS} s"
-        return Check(area, package.distribution, broken, found, package.means, _MEND + package.fix)
+        found = f"{version}: the import did not finish within {SECONDS} s"
+        return Check(area, package.distribution, broken, found, package.means, _REPAIR + package.fix)
     if done.returncode == 0:
         return Check(area, package.distribution, OK, version)
     found = f"{version}: {cause(done)}"
-    return Check(area, package.distribution, broken, found, package.means, _MEND + package.fix)
+    return Check(area, package.distribution, broken, found, package.means, _REPAIR + package.fix)
 
 
 def cause(done: subprocess.CompletedProcess[str]) -> str:
-    """Why the process failed: the exception's line, or the signal that ended it."""
+    """Why the process failed: the line with the exception, or the signal that ended it."""
     if done.returncode < 0:
         return f"the import was ended by signal {-done.returncode}"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

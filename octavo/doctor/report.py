@@ -1,4 +1,4 @@
-"""What the doctor says: one :class:`Check` for each thing that was tried."""
+"""The doctor's report: one :class:`Check` for each thing that was checked."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: ok: works · warn: works with a limit · absent: optional and not there · fail: required and broken
+#: ok: works · warn: works with limits · absent: optional and not installed · fail: required and broken
 OK, WARN, ABSENT, FAIL = "ok", "warn", "absent", "fail"
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was tried: what was found, and for anything but ok what it means and the fix."""
+    """One thing that was checked: what was found, and unless ok what it means and the fix."""
 
     area: str
     name: str
@@ -24,7 +24,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """All checks, in order, and the machine's record."""
+    """All checks, in order, and the description of the machine."""
 
     checks: tuple[Check, ...]
     environment: dict[str, Any]

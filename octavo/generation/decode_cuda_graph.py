@@ -85,7 +85,7 @@ class Replayed:
         if captured is None:
             return self.step(rows)[: len(active)]
         captured.graph.replay()
-        observe.replayed(captured.tape)
+        observe.report_replay(captured.tape)
         self.replays += 1
         return captured.chosen[: len(active)]
 
@@ -120,7 +120,7 @@ class Replayed:
             with observe.muted(), without_waits(self.caller.device):
                 self.step(rows)
             graph = self.graph()
-            with observe.taped() as tape, weights_stay():
+            with observe.record_gemms() as tape, weights_stay():
                 chosen = graph.capture(partial(self.step, rows))
         except Exception as error:  # any error means that it cannot be captured, and is reported
             self._go_eagerly(f"a step cannot be captured ({first_line(error)})")

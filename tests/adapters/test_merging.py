@@ -62,7 +62,7 @@ def test_bf16_loads_in_transformers_and_answers_as_the_adapted_model(
     base = folder(family)
     adapter = written(base, tmp_path / "adapter")
     done = merge_model(adapter, tmp_path / "out", device="cpu")
-    assert done.base == "high" and done.base_error is None and not done.merge_error.counted()
+    assert done.base == "high" and done.base_error is None and not done.merge_error.in_fp8()
     model = _over(base, adapter)
     batch = inputs(model, models.describe(model.config))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -102,7 +102,7 @@ def test_what_is_said_to_survive_is_what_the_file_holds(
         assert own.kept == pytest.approx(applied / d, rel=1e-3)
         assert own.error == pytest.approx((n / d) ** 0.5, rel=1e-3)
         counted += own.fp8
-    assert counted == len(done.merge_error.counted()) > 1
+    assert counted == len(done.merge_error.in_fp8()) > 1
     assert 0.95 < done.merge_error.kept < 1.05
     assert any("of the adapter's change survives" in s for s in done.sentences())
 

@@ -111,16 +111,16 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["generate", "model", "--prompt", "a", "--step", "1"], 2, "model is not a run directory; remove --step"),
         (["generate", "model"], 2, "the following arguments are required: --prompt"),
         (["plan"], 2, "name a configuration file, or a published model"),
-        (["plan", "run.yaml", "--fit", "80GB", "--card", "80GB"], 2, "--fit proposes a setting and nothing else"),
+        (["plan", "run.yaml", "--fit", "80GB", "--card", "80GB"], 2, "--fit only proposes settings"),
         (["plan", "run.yaml", "--card", "big"], 1, "a card is given by its memory, as in 80GB"),
         (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 2, "did you mean qwen3_vl_8b?"),
         (["plan", "--shape", "mpt_1b", "fp8.recpe=off"], 2, "fp8.recpe: unknown key; did you mean `recipe`?"),
         (["plan", "run.yaml", "model.path=nowhere"], 2, "model.path: there is no folder"),
-        (["plan", "run.yaml", "--cache", "c.json"], 2, "--cache holds measurements; add --measure"),
+        (["plan", "run.yaml", "--cache", "c.json"], 2, "--cache is for measurements; add --measure"),
         (
             ["plan", "run.yaml", "--measure", "fp8.plan=p.json"],
             2,
-            "--measure makes a plan, and the configuration takes",
+            "--measure makes a plan, but the configuration reads",
         ),
         (["plan", "run.yaml", "fp8.plan=p.json"], 1, "p.json is missing"),
         (["plan", "run.yaml", "--save", ""], 2, "--save '' is empty; name a file, e.g. --save plan.json"),
@@ -271,7 +271,7 @@ def test_the_plan_is_shown_though_its_file_cannot_be_written(here, no_memory, tm
 def test_plan_says_why_a_backend_was_passed_over(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--why", "--tokens", "foundation=64,image_encoder=32"]) == 0
     out = capsys.readouterr().out
-    assert "\n  triton is passed over: " in out and "weigh every component by one token" not in out
+    assert "\n  triton is not used: " in out and "weigh every component by one token" not in out
 
 
 def test_plan_on_a_terminal_wraps_instead_of_cutting(here, no_memory, monkeypatch, capsys):

@@ -89,7 +89,7 @@ def test_every_command_has_help(name, capsys):
         (["tiny", "llama", "d", "--seed", "9" * 5000], "--seed: expected a whole number below a billion, found '999"),
         (
             ["plan", "x.yaml", "--tokens", "foundation=" + "9" * 5000],
-            "below 10**12, as in foundation=8192, found 'foun",
+            "below 10**12, e.g. foundation=8192, found 'foun",
         ),
         (["generate", "m", "--prompt", "a\udc80"], "--prompt is not UTF-8"),
         (["generate", "m", "--prompt", "a", "--stop", "a\udc80"], "--stop is not UTF-8"),

@@ -35,11 +35,11 @@ def test_a_cluster_says_times_and_which_mesh_is_best(capsys) -> None:
     assert main(words) == 0
     out = capsys.readouterr().out
     for said in (
-        "on the wire",
+        "bytes to each rank",
         "gather",
-        "beside computing",
+        "overlapped",
         "tokens/s a GPU",
-        "no GPU of ours",
+        "not measured by this project",
         "the best",
         "does not fit",
     ):
@@ -51,7 +51,7 @@ def test_a_cluster_says_times_and_which_mesh_is_best(capsys) -> None:
 def test_what_contradicts_itself_is_refused(capsys) -> None:
     for words, said in (
         (["--ranks", "4", "--cluster", "h100x8x1"], "contradict each other: that cluster has 8 GPUs"),
-        (["--parallel", "shard=8"], "say how many: --ranks 64"),
+        (["--parallel", "shard=8"], "add their number, e.g. --ranks 64"),
         (["--ranks", "8", "--parallel", "shards=8"], "axes are replicate, shard, context, ulysses, expert"),
         (["--ranks", "8", "--parallel", "context=2,context=4"], "expected each axis once, found context twice"),
         (["--cluster", "h100"], "(did you mean h100x8x8?): give a kind of GPU"),

@@ -173,8 +173,8 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (["eval", "lora", "--base", "both", "--load-in-fp8", "off"], 2, "remove --load-in-fp8 off"),
         (["eval", "lora", "--step", "7"], 1, "no checkpoint of step 7; there are 2"),
         (["convert", "hf_to_dcp", "nowhere", "x"], 1, "nowhere is not a folder"),
-        (["convert", "hf_to_dcp", "model", "digits"], 1, "digits exists, and nothing is overwritten"),
-        (["convert", "hf_to_dcp", "model", "model/x"], 1, "model/x lies in model, which is only read"),
+        (["convert", "hf_to_dcp", "model", "digits"], 1, "digits exists and is not overwritten"),
+        (["convert", "hf_to_dcp", "model", "model/x"], 1, "model/x is inside model, which is only read"),
         (["convert", "dcp_to_hf", "model", "x"], 1, "it is not a DCP checkpoint"),
         (["convert", "dcp_to_hf", "lora/checkpoints/step_2", "x"], 1, "octavo export RUN"),
         (
@@ -190,7 +190,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (
             ["convert", "Mistral3Converter", "hf_to_dcp", "model", "x"],
             2,
-            "Qwen3VLConverter has the layout of keys here",
+            "of MindSpeed-MM's converters, Qwen3VLConverter is",
         ),
         (["convert", "hf_to_dcp", "model", "x", "--dcp_dir", "y"], 2, "name the same folders; keep one"),
         (

@@ -108,7 +108,7 @@ def test_three_ways_to_say_where_a_sound_stands(folder):
         ((), [{"type": "audio", "audio": {"bytes": "x"}}], "expected one path in audio, path"),
         (({"array": [0.0], "sampling_rate": 16000},), "<audio>", "decoded samples are not taken: .*decode=False"),
         (("none.wav",), "<audio>", "sound 'none.wav' is missing"),
-        (("../x.wav",), "<audio>", "lies outside"),
+        (("../x.wav",), "<audio>", "is outside the image folder"),
         ((3,), "<audio>", "expected a wav or flac file, by its name or as bytes"),
     ],
 )

@@ -150,7 +150,7 @@ def test_bad_rows_of_llava(folder, row, message):
         ([{"role": "user"}], "expected {'role': ..., 'content': ...}"),
         ([{"role": "user", "content": 3}], "content of turn 1 is 3; expected text or a list of parts"),
         ([{"role": "user", "content": [{"type": "smell"}]}], "expected type text, image, audio or video"),
-        ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 1}]}], "chosen as data.video of the"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 1}]}], "chosen by data.video of the"),
         ([{"role": "user", "content": [{"type": "image", "image": "a", "path": "b"}]}], "expected one path in image"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "http://x/a.png"}]}],

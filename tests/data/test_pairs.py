@@ -164,7 +164,8 @@ def test_answers_that_become_the_same_tokens_are_no_long_ones(folder, models, mo
         tokenizer, "chat_template", tokenizer.chat_template.replace(said, "message['content'].strip() }}")
     )
     row = pairs(folder, [{"prompt": "a", "chosen": "b", "rejected": " b"}])[0]
-    with pytest.raises(BadSample, match=r"row 0: chosen and rejected are the same \d+ tokens: where") as seen:
+    match = r"row 0: chosen and rejected are the same \d+ tokens: the chat template"
+    with pytest.raises(BadSample, match=match) as seen:
         PairEncoder(models("qwen3"), 40, on_long="cut").encode(row)
     assert not isinstance(seen.value, LongSample)
 

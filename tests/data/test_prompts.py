@@ -114,7 +114,7 @@ def test_a_prompt_without_an_answer_is_asked_to_its_end(folder):
         ({"prompt": "a", "images": ["none.png"]}, "'none.png' is missing"),
         ({"prompt": "a <image>", "answer": "b"}, "names no image"),
         ({"prompt": "a <image><image>", "images": ["a.png"]}, r"has 2 <image> placeholder\(s\) .* and 1 image"),
-        ({"prompt": "a", "completions": []}, "has a key 'completions', the name by which rewards"),
+        ({"prompt": "a", "completions": []}, "has a key 'completions', the name of the argument of rewards"),
         ({"prompt": "a", "messages": None, "videos": ["v"]}, r"0 <video> placeholder\(s\) .* and 1 video"),
         ({"question": "a"}, "expected an object with 'prompt'"),
         ([], "expected an object with 'prompt'"),

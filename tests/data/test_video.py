@@ -150,7 +150,7 @@ def test_a_video_is_named_in_every_layout(folder):
     [
         (("a.mp4", "b.webm"), {}, r"1 <video> placeholder.s. in its text and 2 video"),
         (("none.mp4",), {}, "video 'none.mp4' is missing"),
-        (("../x.mp4",), {}, "lies outside"),
+        (("../x.mp4",), {}, "is outside the image folder"),
         (("https://x/y.mp4",), {}, "is not a local file"),
         ((3,), {}, "'video' is 3; expected a file of video or a folder of frames"),
         *(

@@ -140,7 +140,7 @@ def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
     assert check.status == WARN and check.found.endswith("ImportError: libfoo.so: cannot open")
     assert (check.means, check.fix) == (
         "no tests",
-        "mend what the cause names, or install again: apt install libfoo",
+        "fix the named cause, or install again: apt install libfoo",
     )
     crash = packages.Package("pytest", "import os; os.kill(os.getpid(), 11)", "m", "c", required=True)
     check = packages.try_import(crash)
@@ -209,11 +209,11 @@ def test_devices():
 
 
 def test_what_machines_of_other_kinds_would_run():
-    """A machine described is enough: devices, what each backend is missing, and that nobody tried."""
+    """The description of a machine is enough: devices, why each backend is not used, and that it is untested."""
 
     def told(**more):
         checks = {check.name: check for check in machine.devices(record(**more))[1:]}
-        assert all("never tried by us" in c.means for c in checks.values() if c.status == WARN)
+        assert all("never tested by this project" in c.means for c in checks.values() if c.status == WARN)
         return checks
 
     def of(kind, *lacks, **more):
@@ -294,7 +294,7 @@ def test_the_round_goes_on_when_torch_is_broken(monkeypatch):
     report = doctor.examine(messages.append)
     assert not report.healthy
     skipped = one([c for c in report.checks if c.area == "fp8"])
-    assert skipped.found == "not tried: torch does not import (OSError: libcudart)"
+    assert skipped.found == "not checked: torch does not import (OSError: libcudart)"
     assert any(c.area == "storage" for c in report.checks) and "importing packages" in messages
 
 

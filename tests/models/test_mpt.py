@@ -362,7 +362,7 @@ def test_a_folder_says_all_and_is_read_back(saved: Path, tmp_path: Path) -> None
 
     warned = verify(saved).warnings
     assert [(one.kind, one.file) for one in warned if one.kind == "mpt-fields"] == [("mpt-fields", "config.json")]
-    assert "learned_pos_emb, attn_config.alibi, no_bias are read by LLM-Foundry" in warned[0].text
+    assert "learned_pos_emb, attn_config.alibi, no_bias are used by LLM-Foundry" in warned[0].text
     assert not hasattr(models.load(changed(saved, tmp_path / "hub", of_the_hub)).config, "auto_map")
 
 

@@ -66,7 +66,7 @@ def test_a_checkpoint_in_fp8_is_dequantized_for_high_precision(tmp_path: Path) -
     block = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "quantization_config": block}))
     cfg = config(more="", path=tmp_path)
-    assert base_of(cfg) == "base in FP8 (blockwise, as its checkpoint is)"
+    assert base_of(cfg) == "base in FP8 (blockwise, as in its checkpoint)"
     plain = without(cfg)
     assert not plain.model.keep_fp8 and base_of(plain) == "base in BF16"
 

@@ -34,5 +34,5 @@ def test_designs_without_an_interval() -> None:
     assert power.half_width(0.01, 1) == math.inf and power.chance(0.01, 1, 0.1) == 0.0
     assert power.chance(0.0, 3, 0.1, 0.2) == 0.0 and power.chance(0.0, 3, 0.1) == 1.0
     for spread, units in ((math.nan, 3), (-1.0, 3), (0.1, -1)):
-        with pytest.raises(ValueError, match="a spread is finite"):
+        with pytest.raises(ValueError, match="expected a finite spread"):
             power.chance(spread, units, 0.1)

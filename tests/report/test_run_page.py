@@ -71,7 +71,7 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
 def test_runs_of_version_0_4_0_have_a_page(name: str, tmp_path: Path) -> None:
     html = page_of(OLD / name, out=tmp_path / "page.html")
     assert f"{'not finished' if 'stopped' in name else 'finished'}</span> {name}: step" in html
-    assert "Seconds a step" not in html and "Tokens per second" in html
+    assert "Seconds per step" not in html and "Tokens per second" in html
 
 
 def test_what_cannot_have_a_page_is_refused(tmp_path: Path) -> None:

@@ -279,8 +279,8 @@ def test_the_defaults_are_the_healthy_column_of_the_trust_table():
         (["fp8.recipe=delayed"], "the amax histories of delayed scaling"),
         (["lora={}"], "the frozen base of adapters has one recipe"),
         (["train.exchange=fp8"], "ranks exchange the codes of one recipe"),
-        (["train.phase=preference"], "held against a reference or a rollout"),
-        (["fp8.adapt={every: 61}"], "no step of 60 is a check; use at most 60"),
+        (["train.phase=preference"], "compares the policy with a reference or a rollout"),
+        (["fp8.adapt={every: 61}"], "none of 60 steps is a check; use at most 60"),
         (["fp8.adapt={recipes: [block, blockwise]}"], "named more than once"),
         (["fp8.adapt={recipes: [delayed]}"], "fp8.adapt.recipes"),
         (["fp8.adapt={time: 0.05}"], "recipe auto measures"),
@@ -292,7 +292,7 @@ def test_the_defaults_are_the_healthy_column_of_the_trust_table():
         (["fp8.adapt=false", "fp8.rules=[{match: '**', recipe: off, first: 6}]", "train.compile=true"],
          "or remove the rule's span"),
         (["fp8.lm_head={recipe: rowwise}", "fp8.rules=[{match: '**', recipe: off, first: 6}]"],
-         "the head keeps one recipe for the whole run"),
+         "the head has one recipe for the whole run"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_beside_it_is_refused_with_the_fix(make, overrides: list[str], message: str):

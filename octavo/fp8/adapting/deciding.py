@@ -176,7 +176,7 @@ def decide(
 ) -> tuple[dict[Key, Place], list[Decision]]:
     """(places of GEMMs from the next step on, decisions). ``read``: figures of a GEMM by rung, of its own rung, unless
     that is high precision, and of the one below. GEMMs without figures do not move."""
-    now = {key: standing(place, ladders[key]) if key in ladders else place for key, place in places.items()}
+    now = {key: place_on(place, ladders[key]) if key in ladders else place for key, place in places.items()}
     check = _Check(step, now, read, ladders, work, limits)
     climbing = [key for key in ladders if read.get(key) and check.look(key)]
     climbing.sort(key=lambda key: -check.error(key))  # stable: equal errors in the order of the model
@@ -186,7 +186,7 @@ def decide(
     return {key: place for key, place in check.places.items() if place != Place()}, check.decisions
 
 
-def standing(place: Place, ladder: Sequence[str]) -> Place:
+def place_on(place: Place, ladder: Sequence[str]) -> Place:
     """A place on a ladder, which rules may make another one: on the rung of its word, or the first without such."""
     return replace(place, rung=ladder.index(place.word) if place.word in ladder else 0)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from octavo.base.recipe_specs import LADDER
-from octavo.fp8.adapting.deciding import HIGH, Key, Place, Work, standing
+from octavo.fp8.adapting.deciding import HIGH, Key, Place, Work, place_on
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe, recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels.registry import BackendError, Selection
@@ -70,12 +70,14 @@ def casts(plan: Plan, ladder: Mapping[Key, Sequence[str]]) -> dict[Key, list[Gem
     return out
 
 
-def wanted(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> dict[Key, dict[int, Gemm]]:
+def casts_to_try(
+    plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]
+) -> dict[Key, dict[int, Gemm]]:
     """The casts that a check tries for each GEMM: its rung and the one below."""
     return {
         key: {rung: gemms[rung] for rung in (place.rung - 1, place.rung) if 0 <= rung < len(gemms)}
         for key, gemms in casts(plan, ladder).items()
-        for place in (standing(places.get(key, Place()), ladder[key]),)
+        for place in (place_on(places.get(key, Place()), ladder[key]),)
     }
 
 
@@ -96,16 +98,16 @@ def work_of(plan: Plan) -> dict[Key, Work]:
     return out
 
 
-def climbed(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> Plan:
+def apply_moves(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> Plan:
     """The plan with each GEMM on its rung; rows without a move are the same objects."""
-    stands = {key: standing(place, ladder[key]) for key, place in places.items() if key in ladder}
-    moved = {key: place for key, place in stands.items() if place.rung}
+    on_ladder = {key: place_on(place, ladder[key]) for key, place in places.items() if key in ladder}
+    moved = {key: place for key, place in on_ladder.items() if place.rung}
     layers = {layer for layer, _ in moved}
-    rows = tuple(_climbed(plan, row, moved) if row.name in layers else row for row in plan.rows)
+    rows = tuple(_apply_moves(plan, row, moved) if row.name in layers else row for row in plan.rows)
     return plan if not layers else replace(plan, rows=rows)
 
 
-def _climbed(plan: Plan, row: PlanRow, places: Mapping[Key, Place]) -> PlanRow:
+def _apply_moves(plan: Plan, row: PlanRow, places: Mapping[Key, Place]) -> PlanRow:
     assert row.recipe is not None
     moves = {gemm: places[row.name, gemm] for gemm in GEMMS if (row.name, gemm) in places}
     words = {gemm: place.word for gemm, place in moves.items()}

@@ -115,14 +115,14 @@ class GemmCounts(Mapping[Key, int]):
 
 
 @contextmanager
-def taped() -> Iterator[GemmCounts]:
+def record_gemms() -> Iterator[GemmCounts]:
     """Count the GEMMs that are recorded inside and not run, without a report to other counters. For a graph that is
-    captured, whose replays then report themselves by :func:`replayed`."""
+    captured, whose replays then report themselves by :func:`report_replay`."""
     with recorder.muted(), count_gemms() as tape:
         yield tape
 
 
-def replayed(tape: GemmCounts) -> None:
+def report_replay(tape: GemmCounts) -> None:
     """Report the GEMMs of a recorded graph that ran to all counters that are open now."""
     for counter in recorder.counters():
         if isinstance(counter, GemmCounts):

@@ -26,7 +26,8 @@ from torch import Tensor
 from octavo.fp8 import metrics
 from octavo.fp8.arithmetic.cast import Quantized
 
-HIGH = "high"  # the "backend" of a GEMM in high precision
+HIGH = "high"
+"""The "backend" of a GEMM in high precision, in the keys of :class:`~octavo.fp8.observe.counts.GemmCounts`."""
 
 
 class Counter(Protocol):

@@ -61,8 +61,12 @@ class AdamW(torch.optim.Optimizer):
     _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_mark`
 
     to_torch = convert.to_torch
+    """``optimizer.to_torch()``: a state dict that ``torch.optim.AdamW`` loads, with the moments in fp32."""
     set_low = convert.set_low
+    """``optimizer.set_low(model, lows)``: begin with these lower halves of the weights, for ``master="bf16+16"``."""
     copy_state = staticmethod(convert.copy_state)
+    """``AdamW.copy_state(source, target)``: weights, moments and settings of one optimizer into another with other
+    formats; either may be torch's AdamW."""
 
     def __init__(
         self,

@@ -37,9 +37,9 @@ def load(
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
     from the dict; those it lacks stay. Tensors that are there are written into.
 
-    Warns of what :func:`former_coat` finds. Raises ValueError, before anything is changed, for a dict without states or
-    groups, groups of other sizes, states of parameters in no group, other formats of states, missing or foreign
-    tensors, other shapes or dtypes.
+    Warns of what :func:`note_on_old_coat` finds. Raises ValueError, before anything is changed, for a dict without
+    states or groups, groups of other sizes, states of parameters in no group, other formats of states, missing or
+    foreign tensors, other shapes or dtypes.
     """
     document = dict(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
@@ -85,13 +85,13 @@ def load(
                 value = _local(p, value) if spec.row is None else _rows(p, value)
                 plain(state[spec.name]).copy_(value.view(plain(state[spec.name]).shape))
         state["step"].fill_(float(values["step"]) if values else 0.0)
-    if note := former_coat(optimizer):
+    if note := note_on_old_coat(optimizer):
         warnings.warn(note, stacklevel=3)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
 
-def former_coat(optimizer: Optimizer) -> str | None:
+def note_on_old_coat(optimizer: Optimizer) -> str | None:
     """A warning about moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
     group exact where it is a multiple of 1/16 now; None where all are. k is stored with the codes, so that they decode
     as they did there, and the next step writes them again."""

@@ -67,7 +67,7 @@ def size_of(count: int) -> int:
     return min(count, max(LEAST, -(-count // ROUND)))
 
 
-def drawn(candidates: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
+def sites_of_check(candidates: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
     """The GEMMs of check ``number``, counted from 0. Each round goes through all of them, shuffled by the seed."""
     if not candidates:
         return ()

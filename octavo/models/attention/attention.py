@@ -134,7 +134,7 @@ def _set(model: PreTrainedModel, names: Mapping[int, str]) -> None:
     model.set_attn_implementation({"": names.get(id(model.config), model.config._attn_implementation), **wanted})
 
 
-def is_ours(model: nn.Module) -> bool:
+def uses_octavo_attention(model: nn.Module) -> bool:
     """Whether a model or its decoder computes attention by a function that :func:`use_attention` registered."""
     return cast(PreTrainedConfig, model.config)._attn_implementation in _kernels
 

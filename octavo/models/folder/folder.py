@@ -209,7 +209,7 @@ def _check_sign(file: Path, key: str, value: float) -> None:
 
 
 def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
-    """Raise ModelError if a token takes more experts than there are, with which a forward fails."""
+    """Raise ModelError if a token takes more experts than there are, with which no forward completes."""
     counts = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
     for key in _TAKEN:
         if type(taken := part.get(key)) is int and taken > max(counts, default=0) > 1:  # dense siblings have 0 or 1

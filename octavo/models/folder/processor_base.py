@@ -39,7 +39,7 @@ class ProcessorTraits(WithDeadline):
         counts: dict[str, list[int]] = self._get_num_multimodal_tokens(image_sizes=[size])  # type: ignore[attr-defined]
         return counts["num_image_tokens"][0]
 
-    def _counted(self, text: str) -> int:
+    def _count_tokens(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -78,7 +78,7 @@ class Packed:
     def __init__(self, model: PreTrainedModel, family: Family, share: Share | None = None) -> None:
         if (why := why_not_packed(model)) is not None:
             raise ModelError(f"samples cannot be packed: {why}. {INSTEAD}")
-        if not attention.is_ours(model.get_submodule(family.language_model)):
+        if not attention.uses_octavo_attention(model.get_submodule(family.language_model)):
             attention.use_attention(model, component="foundation")
         self.model, self.family, self.share = model, family, share
         self.axes = axes(model, family)

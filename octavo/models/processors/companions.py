@@ -1,8 +1,7 @@
 """The files of a model other than its weights, written to a new folder: copied, or merged from three folders.
 
-The weights of a model in three folders are written under the tensor names of the one-folder layout. Its configuration
-is converted to that layout, and the tokens of media, which VILA adds when it loads a tokenizer, are saved with the
-tokenizer.
+The tensors of a model in three folders already have the names of the one-folder layout. Its configuration is converted
+to that layout, and the tokens of media, which VILA adds when it loads a tokenizer, are saved with the tokenizer.
 """
 
 from __future__ import annotations

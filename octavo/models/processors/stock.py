@@ -349,7 +349,7 @@ class SmolVLMImageTextProcessor(ProcessorTraits, _PlainTemplates, SmolVLMProcess
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
         """Tokens of the text that replaces the image's placeholder."""
         _, rows, columns = self.image_processor.get_number_of_image_patches(*size)
-        return self._counted(self.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
+        return self._count_tokens(self.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
 
 
 class Gemma3ImageTextProcessor(ProcessorTraits, Gemma3Processor):
@@ -371,7 +371,7 @@ class Gemma3ImageTextProcessor(ProcessorTraits, Gemma3Processor):
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
         """Tokens of the text that replaces the image's placeholder; an image with crops (pan and scan) has more."""
-        return self._counted(self.full_image_sequence)
+        return self._count_tokens(self.full_image_sequence)
 
     @staticmethod
     def image_options(config: PreTrainedConfig) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Videos:
             if self.cap_pixels_per_frame:
                 share = int(self.max_video_tokens * unit * unit * 0.9) * self.depth // frames
                 most = max(min(most, share), int(least * 1.05))
-            return _fitted(1, 1, height, width, unit, least, most)
+            return _fit_size(1, 1, height, width, unit, least, most)
         if frames < self.depth:
             raise ValueError(f"has {frames} frame(s) to take, and the model takes {self.depth} at least")
         if self.cap_pixels_per_frame:
@@ -118,7 +118,7 @@ class Videos:
         if min(height, width) < unit:
             scale = max(unit / height, unit / width)
             height, width = int(height * scale), int(width * scale)
-        return _fitted(round(frames / self.depth) * self.depth, frames, height, width, unit, least, most)
+        return _fit_size(round(frames / self.depth) * self.depth, frames, height, width, unit, least, most)
 
     def tokens(self, frames: int, height: int, width: int) -> int:
         """Tokens of this many frames of a video of this size, without the text between them."""
@@ -136,7 +136,7 @@ class Videos:
     ) -> BatchFeature:
         """The output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and resized
         frames: `pixel_values_videos` and `video_grid_thw`; for tiles a list of [frames, 3, height, width]."""
-        scaled = [self._normalized(np.asarray(video)) for video in videos]
+        scaled = [self._normalize(np.asarray(video)) for video in videos]
         batch: dict[str, Any] = {"video_metadata": list(video_metadata or ())}
         if self.tile is not None:
             return BatchFeature({**batch, "pixel_values_videos": scaled})
@@ -144,7 +144,7 @@ class Videos:
         batch["pixel_values_videos"] = torch.from_numpy(np.concatenate([self._patches(video) for video in scaled]))
         return BatchFeature({**batch, "video_grid_thw": torch.tensor(grids)})
 
-    def _normalized(self, video: np.ndarray) -> np.ndarray:
+    def _normalize(self, video: np.ndarray) -> np.ndarray:
         """[T, H, W, 3] uint8 -> [T, 3, H, W] fp32: (x - 255 mean) / (255 std), as transformers fuses it."""
         mean, std = (np.float32(255) * np.array(values, np.float32) for values in (self.mean, self.std))
         return np.ascontiguousarray(((video.astype(np.float32) - mean) / std).transpose(0, 3, 1, 2))
@@ -164,7 +164,7 @@ def metadata(total: int, fps: float, indices: Sequence[int]) -> VideoMetadata:
     return VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices))
 
 
-def _fitted(counted: int, frames: int, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
     """A size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area times
     `frames` is scaled to it. Raises ValueError for an extreme aspect ratio."""
     if max(height, width) / min(height, width) > _LONGEST:

@@ -34,7 +34,7 @@ PROJECTORS: Mapping[str, str] = {
     "merger_list": "Qwen3-Omni's name for deepstack_merger_list",
     "deepstack_merger_list": "features for the first layers of the decoder",
     "connector": "Granite-Docling's",
-    "downsample": "GLM's convolution before the merger, which has the width of the tower",
+    "downsample": "GLM's convolution before the merger, which the rule by width does not recognise",
     "downsampler1": "the first of Step's two convolutions after the blocks",
     "downsampler2": "the second of them",
     "vision_adapter": "Llama 4's pixel shuffle before the projection",

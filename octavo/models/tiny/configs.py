@@ -177,7 +177,7 @@ def llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 @_CHECKPOINTS.add(special_tokens.QWEN)
 def mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """As LLM-Foundry's mpt-1b: learned positions, biases, its own scheme of random weights."""
+    """As LLM-Foundry's mpt-1b: learned positions, biases, and its initialisation."""
     return MPTConfig(
         d_model=128 if size == "small" else 64,
         n_heads=4,

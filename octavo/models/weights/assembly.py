@@ -37,7 +37,7 @@ _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 
 def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind (of `fp8.weights.FROZEN`, by its name or that of its recipe: row or rowwise). A single word
+    """component -> kind (of `fp8.weights.FROZEN`, by its name or its recipe's name: row or rowwise). A single word
     applies to the language model, and True means `row`. Raises ModelError for unknown names."""
     names = ", ".join(NAME_OF_KIND.values())
     if isinstance(load_in_fp8, bool):
@@ -111,7 +111,7 @@ def assemble(
         say(note)
     model = finish(prepared.model, folder, prepared.sources)
     if left := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
-        raise ModelError(_unmade(folder, left))
+        raise ModelError(_no_values(folder, left))
     return accelerator.move(model, device)
 
 
@@ -156,11 +156,11 @@ def _complete(folder: Path, model: PreTrainedModel, mapping: Sources) -> None:
     for one, other in [*ties.items(), *((b, a) for a, b in ties.items())]:
         if one in missing and other not in missing:
             missing.discard(one)
-    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    missing = _filter_names(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]  # older checkpoints contain some that models now compute
     ignored |= {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
-    unknown = _without({str(entry) for entry in mapping.unknown}, ignored, lambda text: text.split(" ", 1)[0])
+    unknown = _filter_names({str(entry) for entry in mapping.unknown}, ignored, lambda text: text.split(" ", 1)[0])
     lacks = {name for origin in mapping.origins for name in origin.lacks}
     shapes = [] if missing or lacks else [misfit for o in mapping.origins for misfit in _misfits(model, o)]
     info = {"missing_keys": missing | lacks, "unexpected_keys": unknown, "mismatched_keys": shapes}
@@ -184,7 +184,7 @@ def refuse_other_kinds(folder: Path, model: PreTrainedModel, origins: Iterable[O
 _OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 
 
-def _without(
+def _filter_names(
     names: set[str], patterns: Iterable[str] | None, name_of: Callable[[str], str] = lambda text: text
 ) -> set[str]:
     if not patterns:
@@ -286,6 +286,7 @@ def _kinds(
     """parameter -> kind, for parameters that are quantized during loading. Codes on disk must have the requested
     kind."""
     in_fp8 = {origin.name for origin in mapping.origins if keep_fp8 and any(e.is_codes for e in origin.stored)}
+    # Codes on disk are kept as they are: requantizing them to another kind would add a second rounding error.
     kinds: dict[str, str] = {}
     for component, kind in wanted.items():
         mine = [n for n, row in rows.items() if row.component == component and row.kind in _QUANTIZED]
@@ -368,7 +369,7 @@ def finish_setup(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     keep_single_features(model)
     _make_buffers(model)
     if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
-        raise ModelError(_unmade(folder, left))
+        raise ModelError(_no_values(folder, left))
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
         with readable(settings.parent) as plain:
@@ -376,7 +377,7 @@ def finish_setup(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _unmade(folder: Path, left: list[str]) -> str:
+def _no_values(folder: Path, left: list[str]) -> str:
     return (
         f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers initialises "
         "them in a way that Octavo does not know. Load without FP8, in one process, or use transformers 5.23."

@@ -111,7 +111,7 @@ def defer(
             if not names & set(origin.makes or (origin.name,)):
                 stream.fill(origin)  # a buffer in the folder
         casts = prepared.casts()
-        _drop_equal(prepared)
+        _drop_equal_ties(prepared)
     stream.dtype_of = _fixed_dtypes(model, stream.dtype_of, split)
     for name in names:
         place_empty(model, name, stream.dtype_of(name), casts.get(name))
@@ -149,7 +149,7 @@ def place_empty(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8
         module._parameters[leaf] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
 
 
-def _drop_equal(prepared: Prepared) -> None:
+def _drop_equal_ties(prepared: Prepared) -> None:
     """If the folder has tied weights twice with equal values, leave out the second, as transformers does; with
     different values, untie them. Reads both."""
     stream, origins = prepared.stream, {o.name: o for o in prepared.sources.origins if o.converter is None}

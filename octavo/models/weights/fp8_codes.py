@@ -43,22 +43,22 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
     if quantization is None:
         if codes:
             raise ModelError(
-                f"{folder}: {_some(codes)} holds FP8 codes, and config.json has no quantization_config that describes "
+                f"{folder}: {_first(codes)} holds FP8 codes, and config.json has no quantization_config that describes "
                 "their scales (transformers' save_pretrained omits it after loading such a folder on a CPU). Take "
                 "config.json from the checkpoint that these weights come from."
             )
         cached = [entry for entry in by_name.values() if is_cache_scale(entry.name)]
         weights = tuple(entry for entry in by_name.values() if not is_cache_scale(entry.name))
-        return Paired(weights, {}, _not_used(cached))
+        return Paired(weights, {}, _unused_note(cached))
     if wrong := [entry for entry in codes if entry.dtype is not torch.float8_e4m3fn]:
-        raise ModelError(f"{folder}: {_some(wrong)} holds codes in {wrong[0].dtype}; Octavo reads only e4m3.")
+        raise ModelError(f"{folder}: {_first(wrong)} holds codes in {wrong[0].dtype}; Octavo reads only e4m3.")
     suffix = quantization.scale_suffix
     scales = {c.name: by_name[c.name + suffix] for c in codes if c.name + suffix in by_name}
     if bare := [entry for entry in codes if entry.name not in scales]:
         other = next((s for s in _SUFFIXES if s != suffix and bare[0].name + s in by_name), None)
         hint = f" (there is {bare[0].name}{other}, the name in another method)" if other else ""
         raise ModelError(
-            f"{folder}: {_some(bare)} holds FP8 codes without scales: {bare[0].name}{suffix} is missing{hint}. Codes "
+            f"{folder}: {_first(bare)} holds FP8 codes without scales: {bare[0].name}{suffix} is missing{hint}. Codes "
             "without scales are not the weight; write the checkpoint again, with scales."
         )
     used = {entry.name for entry in scales.values()}
@@ -69,18 +69,18 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
     if lone := [entry for entry in rest if _base(entry.name) in by_name]:
         base = by_name[_base(lone[0].name)]
         raise ModelError(
-            f"{folder}: {_some(lone)} is a scale, and {base} holds {base.dtype} and no FP8 codes. Either the codes "
+            f"{folder}: {_first(lone)} is a scale, and {base} holds {base.dtype} and no FP8 codes. Either the codes "
             "were overwritten by values, or the scale should have been removed; write the checkpoint again."
         )
     if orphans := [entry for entry in rest if entry.name.endswith((".weight_scale_inv", ".weight_scale"))]:
         raise ModelError(
-            f"{folder}: {_some(orphans)} is a scale without codes: {_base(orphans[0].name)} is missing. Write the "
+            f"{folder}: {_first(orphans)} is a scale without codes: {_base(orphans[0].name)} is missing. Write the "
             "checkpoint again, or download it again."
         )
-    return Paired(rest, scales, _not_used(unused))
+    return Paired(rest, scales, _unused_note(unused))
 
 
-def _not_used(unused: list[Stored]) -> tuple[str, ...]:
+def _unused_note(unused: list[Stored]) -> tuple[str, ...]:
     if not unused:
         return ()
     return (
@@ -94,7 +94,7 @@ def _base(name: str) -> str:
     return next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), "")
 
 
-def _some(entries: list[Stored]) -> str:
+def _first(entries: list[Stored]) -> str:
     count = f" ({len(entries)} such tensors)" if len(entries) > 1 else ""
     return f"{entries[0]}{count}"
 
@@ -193,7 +193,7 @@ def rows_of_a_block(
     return math.gcd(height, *starts)
 
 
-def finer(scale: Tensor, rows: int, height: int, wanted: int) -> Tensor:
+def repeat_scales(scale: Tensor, rows: int, height: int, wanted: int) -> Tensor:
     """The scales of a piece of `rows` rows in blocks of `height` rows (-1: all), repeated for blocks of `wanted`
     rows."""
     if wanted in (height, -1):

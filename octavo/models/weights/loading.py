@@ -111,7 +111,7 @@ def open_folder(folder: Path, say: Callable[[str], None]) -> tuple[Quantization 
     return quantization, shards
 
 
-def check_kinds(path: str | Path, model: PreTrainedModel) -> None:
+def refuse_integers(path: str | Path, model: PreTrainedModel) -> None:
     """Raise ModelError, naming the tensor, if weights of a folder are integers. Reads only the headers of its files, of
     which it may have none yet. `model` is the folder's model on the meta device."""
     folder, headers = Path(path), []
@@ -142,22 +142,22 @@ def _load_stock(
     refuse_incomplete(folder, info)
     if bad := fp8.find_nonfinite(model.named_parameters()):
         raise ModelError(_not_finite(folder, bad))
-    for name in _still(config, scores):  # tables of sinusoids; from_pretrained lets all parameters be trained
+    for name in _untrained_names(config, scores):  # tables of sinusoids; from_pretrained lets all parameters be trained
         model.get_parameter(name).requires_grad_(False)
     keep_single_features(model)
     return model
 
 
-_STILL: dict[tuple[type, bool, str], list[str]] = {}
+_UNTRAINED: dict[tuple[type, bool, str], list[str]] = {}
 
 
-def _still(config: PreTrainedConfig, scores: bool) -> list[str]:
+def _untrained_names(config: PreTrainedConfig, scores: bool) -> list[str]:
     """The parameters that a model's own code excludes from training; cached for the next load in this process."""
     key = type(config), scores, config.to_json_string(use_diff=False)
-    if key not in _STILL:
+    if key not in _UNTRAINED:
         model = skeleton(config, torch.float32, None, scores)
-        _STILL[key] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return _STILL[key]
+        _UNTRAINED[key] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return _UNTRAINED[key]
 
 
 def _not_finite(folder: Path, bad: list[str]) -> str:

@@ -206,7 +206,7 @@ def _slots(
     if along not in (None, rows) or (along is None and len(rule.source_patterns) > 1):
         return None
     if merged:
-        return _merged(rule, collected, shape[0], turned)
+        return _separate_experts(rule, collected, shape[0], turned)
     entry = collected[0][1]
     return (_stack(entry, turned), ()) if len(collected) == 1 and len(entry.shape) == 3 else None
 
@@ -216,13 +216,13 @@ def _stack(entry: Stored, turned: bool) -> tuple[tuple[Piece, ...], ...]:
     return tuple((Piece(entry, index, turned),) for index in range(entry.shape[0]))
 
 
-def _merged(
+def _separate_experts(
     rule: WeightConverter, collected: list[tuple[str, Stored]], experts: int, turned: bool
 ) -> tuple[tuple[tuple[Piece, ...], ...], tuple[str, ...]] | None:
     """The slots of experts that are separate on disk: each has a piece of each source pattern, in the rule's order."""
     pieces: dict[tuple[str, int], Piece] = {}
     for pattern, entry in collected:
-        match = re.search(_numbered(pattern), entry.name)
+        match = re.search(_with_number(pattern), entry.name)
         if match is None or len(entry.shape) != 2 or (pattern, int(match.group(1))) in pieces:
             return None
         pieces[pattern, int(match.group(1))] = Piece(entry, None, turned)
@@ -234,7 +234,7 @@ def _merged(
     return tuple(slots), tuple(lacks)
 
 
-def _numbered(pattern: str) -> str:
+def _with_number(pattern: str) -> str:
     return pattern.replace("*.", r"(\d+)\.")
 
 
@@ -242,7 +242,7 @@ def _name(rule: WeightConverter, like: str, pattern: str, index: int) -> str:
     """The name on disk of expert `index` under a pattern, derived from another name of the same rule."""
     mine = pattern.replace("*", str(index))
     for other in rule.source_patterns:
-        like, changed = re.subn(_numbered(other), mine, like)
+        like, changed = re.subn(_with_number(other), mine, like)
         if changed:
             break
     return like

@@ -34,7 +34,7 @@ from octavo.fp8.arithmetic import quantize_with_scale, scale_from_amax
 from octavo.fp8.weights import FROZEN, frozen_from_codes, frozen_rows
 from octavo.models.errors import ModelError
 from octavo.models.folder.quantization import Quantization
-from octavo.models.weights.fp8_codes import check_codes, finer, read_scale, rows_of_a_block
+from octavo.models.weights.fp8_codes import check_codes, read_scale, repeat_scales, rows_of_a_block
 from octavo.models.weights.name_mapping import Origin, Piece, is_transposed, run_rule
 from octavo.models.weights.shards import Shards, Stored
 
@@ -91,13 +91,13 @@ class Stream:
                 f"{origin.name}. Write the checkpoint again, with all of them in one precision."
             )
         if any(codes) and self.keep_fp8:
-            self._place(origin.name, self._frozen(origin))
+            self._place(origin.name, self._read_frozen(origin))
         elif origin.name in self.kinds:
-            decoded = self._decoded(origin, torch.float32) if any(codes) else None
-            self._place(origin.name, self._quantized(origin, decoded))
+            decoded = self._decode_parts(origin, torch.float32) if any(codes) else None
+            self._place(origin.name, self._quantize(origin, decoded))
         else:
-            decoded = self._decoded(origin, self.dtype_of(origin.name)) if any(codes) else None
-            self._place(origin.name, self._values(origin, decoded))
+            decoded = self._decode_parts(origin, self.dtype_of(origin.name)) if any(codes) else None
+            self._place(origin.name, self._read_values(origin, decoded))
 
     def finish(self) -> None:
         """Add notes about all parameters that were filled."""
@@ -110,7 +110,7 @@ class Stream:
 
     # values
 
-    def _values(self, origin: Origin, parts: Parts | None) -> Tensor:
+    def _read_values(self, origin: Origin, parts: Parts | None) -> Tensor:
         """The parameter in high precision. `parts` returns the rows of a slot, in GEMM orientation."""
         # Rows of the same dtype on the CPU are read into the parameter's memory; all else goes through pieces.
         shape, (begin, end) = self._shape(origin.name), self._rows_of(origin.name)
@@ -120,7 +120,7 @@ class Stream:
         direct = out.device.type == "cpu" and first.stored.dtype is out.dtype and not origin.experts
         if parts is None and direct:
             self.shards.read(first.stored, (begin, end) if shape else None, into=out)
-            return _finite(out, first.stored)
+            return _check_finite(out, first.stored)
         for slot in range(begin, end) if origin.experts else (0,):
             matrix, rows = out, (begin, end)
             if origin.experts:
@@ -131,7 +131,7 @@ class Stream:
                     matrix.copy_(values)
                 else:
                     matrix[row - rows[0] : row - rows[0] + values.shape[0]].copy_(values)
-        return _finite(out, first.stored)
+        return _check_finite(out, first.stored)
 
     def _from_disk(self, origin: Origin, slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of a slot in the dtype on disk, a few at a time; for experts always all rows."""
@@ -158,15 +158,15 @@ class Stream:
 
     # values on disk, codes in the model
 
-    def _quantized(self, origin: Origin, parts: Parts | None) -> Tensor:
+    def _quantize(self, origin: Origin, parts: Parts | None) -> Tensor:
         spec, parts_of = FROZEN[self.kinds[origin.name]], parts or partial(self._from_disk, origin)
         if not origin.experts:
-            touched = self._touched(origin, spec)
+            touched = self._block_rows(origin, spec)
             codes, scale = self._storage(origin, spec, touched)
             largest = self.largest if self.window is not None else None
             cast_into(codes, scale, spec, partial(parts_of, 0, touched), touched[0], largest)
             self._check_scales(scale, origin.slots[0])
-            return self._made(origin, codes, scale, spec, touched)
+            return self._freeze_codes(origin, codes, scale, spec, touched)
         begin, end = self._rows_of(origin.name)
         codes, scale = self._storage(origin, spec, (begin, end))
         for slot in range(begin, end):
@@ -174,7 +174,7 @@ class Stream:
             whole = partial(parts, slot, (0, _height(pieces))) if parts else partial(iter, [(0, self._slot(pieces))])
             cast_into(codes[slot - begin], scale[slot - begin], spec, whole)
             self._check_scales(scale[slot - begin], pieces)
-        return self._made(origin, codes, scale, spec, (begin, end))
+        return self._freeze_codes(origin, codes, scale, spec, (begin, end))
 
     def _check_scales(self, scale: Tensor, pieces: tuple[Piece, ...]) -> None:
         if not bool(torch.isfinite(scale).all()):
@@ -185,7 +185,7 @@ class Stream:
         parts = [rows for _, rows in self._pieces(pieces)]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
-    def _touched(self, origin: Origin, spec: fp8.CastSpec) -> Rows:
+    def _block_rows(self, origin: Origin, spec: fp8.CastSpec) -> Rows:
         """The rows of all blocks that overlap the window of a matrix."""
         (begin, end), rows, height = self._rows_of(origin.name), self._shape(origin.name)[0], spec.block[0]
         if height == -1 or begin == end:
@@ -203,7 +203,7 @@ class Stream:
         codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         return codes, torch.empty((*shape[:-2], *grid), dtype=torch.float32, device=self.device)
 
-    def _made(self, origin: Origin, codes: Tensor, scale: Tensor, spec: fp8.CastSpec, rows: Rows) -> Tensor:
+    def _freeze_codes(self, origin: Origin, codes: Tensor, scale: Tensor, spec: fp8.CastSpec, rows: Rows) -> Tensor:
         """The frozen weight with the codes and scales of these rows or experts, cut to the window."""
         dtype, turned = self.dtype_of(origin.name), origin.experts and origin.name in self._turned
         if self.window is None:
@@ -215,21 +215,21 @@ class Stream:
 
     # codes on disk
 
-    def _frozen(self, origin: Origin) -> Tensor:
+    def _read_frozen(self, origin: Origin) -> Tensor:
         spec, scales = self.scales_of(origin)
         begin, end = self._rows_of(origin.name)
         codes, scale = self._storage(origin, spec, (begin, end))
         if origin.experts:
             for slot in range(begin, end):
                 pieces = origin.slots[slot]
-                self._codes(pieces, codes[slot - begin], (0, _height(pieces)))
+                self._read_codes(pieces, codes[slot - begin], (0, _height(pieces)))
                 scale[slot - begin].copy_(scales[slot])
         else:
-            self._codes(origin.slots[0], codes, (begin, end))
+            self._read_codes(origin.slots[0], codes, (begin, end))
             scale = scale_rows(scales[0], spec, begin, end).to(self.device, copy=True)
-        return self._made(origin, codes, scale, spec, (begin, end))
+        return self._freeze_codes(origin, codes, scale, spec, (begin, end))
 
-    def _codes(self, pieces: tuple[Piece, ...], into: Tensor, rows: Rows) -> None:
+    def _read_codes(self, pieces: tuple[Piece, ...], into: Tensor, rows: Rows) -> None:
         """Read the codes of these rows of one piece, or of all rows of several, into `into`."""
         if len(pieces) == 1 and pieces[0][1:] == (None, False):
             here = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
@@ -242,7 +242,7 @@ class Stream:
             check_codes(codes.contiguous(), pieces[0].stored)
             into[row : row + codes.shape[0]].view(torch.uint8).copy_(codes.view(torch.uint8))
 
-    def _decoded(self, origin: Origin, dtype: torch.dtype) -> Parts:
+    def _decode_parts(self, origin: Origin, dtype: torch.dtype) -> Parts:
         """A function from slot and rows to the dequantized values of these rows."""
         spec, scales = self.scales_of(origin)
 
@@ -252,7 +252,7 @@ class Stream:
             border = height if height % 128 == 0 or 128 % height == 0 else height * 128
             low = rows[0] // border * border
             codes = torch.empty((rows[1] - low, pieces[0].shape[1]), dtype=torch.float8_e4m3fn)
-            self._codes(pieces, codes, (low, rows[1]))
+            self._read_codes(pieces, codes, (low, rows[1]))
             for begin, end in chunks(tuple(codes.shape), height):
                 scale = scale_rows(scales[slot], spec, low + begin, low + end)
                 values = fp8.dequantize(fp8.Quantized(codes[begin:end], scale, spec), dtype)
@@ -272,7 +272,8 @@ class Stream:
             self._cut.add(origin.name)
         if rows == -1:
             return fp8.CastSpec("e4m3", (rows, block[1]), "fp32"), [slot[0] for slot in read]
-        out = [torch.cat([finer(s, h, block[0], rows) for s, h in zip(slot, heights, strict=True)]) for slot in read]
+        slots = [zip(slot, heights, strict=True) for slot in read]
+        out = [torch.cat([repeat_scales(s, h, block[0], rows) for s, h in slot]) for slot in slots]
         pow2 = all(bool((s.frexp().mantissa == 0.5).all()) for s in out)
         return fp8.CastSpec("e4m3", (rows, block[1]), "pow2" if pow2 else "fp32"), out
 
@@ -291,10 +292,10 @@ class Stream:
         for entry in origin.stored:
             if entry.is_codes:
                 single = Origin(origin.name, ((Piece(entry),),))
-                decoded = self._decoded(single, self.dtype_of(origin.name))
+                decoded = self._decode_parts(single, self.dtype_of(origin.name))
                 values[entry.name] = torch.cat([rows for _, rows in decoded(0, (0, entry.shape[0]))])
             else:
-                values[entry.name] = _finite(self.shards.read(entry), entry)
+                values[entry.name] = _check_finite(self.shards.read(entry), entry)
         for name, value in run_rule(origin, self.rules, values).items():
             if value.shape != self._shape(name):
                 raise ModelError(
@@ -390,7 +391,7 @@ def cast_into(
         codes[row : row + values.shape[0]].copy_(q.data)
 
 
-def _finite(values: Tensor, stored: Stored) -> Tensor:
+def _check_finite(values: Tensor, stored: Stored) -> Tensor:
     """Return the values; raise ModelError for NaN and infinity."""
     if fp8.find_nonfinite([(stored.name, values)]):
         raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")

@@ -1,14 +1,14 @@
-"""What each of several components costs, and what they cost together: the effects of a 2^k design.
+"""The effects of a 2^k design: what FP8 costs in each of several components, and in combination.
 
-A cell is the set of components that are in FP8 in it. Of k components there are 2^k cells, and of the figures y of all
-of them each set T of components has one effect, by Yates's contrast:
+A cell is a set of components that run in FP8. For k components there are 2^k cells, and from the figures y of all
+cells each set T of components has one effect, by Yates's contrast:
 
     effect(T) = sum over cells S of (-1)^|T - S| y(S) / 2^(k - 1)
 
 For one component that is the mean of the cells with it less the mean of those without it: its main effect, in which
-every cell counts. For two it is half of what the one costs more where the other is in FP8 too: their interaction, which
-is 0 where costs add up. Each seed has cells of its own, so that what the seed does to all of them goes out of every
-effect; the effects of several seeds are independent, and :func:`octavo.report.evidence.claims.mean_gap` makes their
+every cell counts. For two it is half the extra cost of one if the other is in FP8 too: their interaction, which
+is 0 if costs add up. Each seed has its own cells, so that the seed's common influence cancels in every
+effect; the effects of several seeds are independent, and :func:`octavo.report.evidence.claims.mean_gap` computes their
 interval.
 """
 
@@ -47,12 +47,12 @@ class Effect:
 
 
 def subsets(factors: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every set of the factors, none first and all last, each in their order."""
+    """Every subset of the factors, from the empty one to all, in their order."""
     return [chosen for size in range(len(factors) + 1) for chosen in combinations(factors, size)]
 
 
 def contrast(figures: Mapping[Cell, float], of: Sequence[str]) -> float:
-    """The effect of ``of`` in the figures of all cells of a design, of one seed."""
+    """The effect of ``of``, from the figures of all cells of one seed."""
     k = math.log2(len(figures))
     return sum((-1) ** len(Cell(of) - cell) * figure for cell, figure in figures.items()) / 2 ** (k - 1)
 
@@ -67,6 +67,6 @@ def effects(seeds: Sequence[Mapping[Cell, float]], factors: Sequence[str]) -> li
 
 
 def spread_of_effect(pair: float, factors: int) -> float:
-    """How far an effect scatters over seeds, where the gap of a pair of runs (one in FP8, one not) scatters by ``pair``
-    and each run adds as much of it as any other: an effect takes 2^k runs, each with the weight 1 / 2^(k - 1)."""
+    """The standard deviation of an effect over seeds, if that of the gap of a pair of runs (one in FP8, one not) is
+    ``pair`` and every run contributes equally: an effect takes 2^k runs, each with the weight 1 / 2^(k - 1)."""
     return pair * math.sqrt(2.0 ** (1 - factors))

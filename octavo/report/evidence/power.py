@@ -1,10 +1,9 @@
-"""What a design can decide, reckoned before it runs: how wide its intervals will be, and how likely a claim passes.
+"""Predicts, before a trial runs, how wide its intervals will be and how likely a claim passes.
 
-All of it is of the mean of ``units`` independent gaps (forks, pairs of seeds, questions) that scatter with standard
-deviation ``spread`` about a true ``gap``, judged by Student's 95 % interval as
+Everything refers to the mean of ``units`` independent gaps (forks, pairs of seeds, questions) that scatter with
+standard deviation ``spread`` about a true ``gap``, judged by Student's 95 % interval as
 :func:`octavo.report.evidence.claims.mean_gap` does. Gaps, spreads and margins are shares (0.0025 is 0.25 %), positive
-where FP8 is worse. Where a spread comes from is
-:mod:`octavo.report.trial.design`'s to know.
+where FP8 is worse. Spreads are determined by :mod:`octavo.report.trial.design`.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-LIKELY = 0.8  # how likely a design should pass a claim that is true: the custom of trials
+LIKELY = 0.8  # the power that a design should have for a true claim, the usual value in trials
 MOST = 100_000  # units that a search counts up to
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is expected of a claim before the first run: of its interval, and of its chance to pass where FP8 changes
-    nothing.
+    """What is expected of a claim before the first run: the width of its interval, and its chance to pass if FP8
+    changes nothing.
 
-    ``units`` counts what its interval is made of, and ``unit`` names that in the plural; ``spread`` is how far single
-    ones scatter, ``source`` where that is known from, in words, and ``seen`` whether earlier runs of this trial showed
-    it. Where nothing can be expected ``why_not`` says why.
+    ``units`` is the number of independent units, and ``unit`` their name in the plural; ``spread`` is the standard
+    deviation of one unit, ``source`` describes where it comes from, and ``seen`` whether earlier runs of this trial
+    measured it. If nothing can be predicted, ``why_not`` says why.
     """
 
     claim: str
@@ -48,18 +47,18 @@ class Estimate:
 
     @property
     def needed(self) -> int | None:
-        """How many units pass with :data:`LIKELY`."""
+        """The number of units with which the claim passes with probability :data:`LIKELY`."""
         return units_for(self.spread, self.margin)
 
     def shown(self, share: float) -> str:
-        """A half-width in the claim's own measure: points of accuracy, per cent of a loss."""
+        """A half-width in the claim's unit: points of accuracy, or per cent of a loss."""
         digits = f"{100 * share:.2g}" if share < 0.1 else f"{100 * share:.0f}"
         unit = "%" if "accuracy" not in self.claim else "point" if digits == "1" else "points"
         return f"+-{digits} {unit}"
 
     @property
     def line(self) -> str:
-        """For people."""
+        """One line of text."""
         if self.why_not:
             return f"{self.title}: {self.why_not}"
         expected = f"{self.shown(self.half)} from {self.units:,} {self.unit}"
@@ -72,14 +71,14 @@ class Estimate:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Its fields, which make it again, and what follows from them; null where there is no number."""
+        """Its fields, from which it can be restored, and derived figures; null where there is no number."""
         if self.why_not:
             return asdict(self)
         return asdict(self) | {"half": self.half, "chance": self.chance, "needed": self.needed}
 
 
 def half_width(spread: float, units: int) -> float:
-    """The half-width to expect of the 95 % interval; infinite with fewer than two units."""
+    """The expected half-width of the 95 % interval; infinite with fewer than two units."""
     _check(spread, units)
     return _t(units - 1) * spread / math.sqrt(units) if units > 1 else math.inf
 
@@ -90,7 +89,7 @@ def spread_of(half: float, units: int) -> float:
 
 
 def chance(spread: float, units: int, margin: float, gap: float = 0.0) -> float:
-    """How likely the claim "the interval ends below ``margin``" passes where the true gap is ``gap``.
+    """The probability that the claim "the interval ends below ``margin``" passes if the true gap is ``gap``.
 
     It passes where (margin - mean) * sqrt(units) / sd exceeds Student's t of 97.5 %; that quotient follows the
     noncentral t distribution about (margin - gap) * sqrt(units) / spread (Johnson and Welch 1940). A gap at the margin
@@ -107,12 +106,12 @@ def chance(spread: float, units: int, margin: float, gap: float = 0.0) -> float:
 
 
 def units_for(spread: float, margin: float, gap: float = 0.0, likely: float = LIKELY) -> int | None:
-    """The fewest units with which a claim passes with chance ``likely``; None where ``MOST`` do not reach it."""
+    """The fewest units with which a claim passes with probability ``likely``; None if ``MOST`` are not enough."""
     return _fewest(lambda units: chance(spread, units, margin, gap) >= likely)
 
 
 def _fewest(enough: Callable[[int], bool]) -> int | None:
-    """The smallest number of units that is enough, where more are never less enough: doubling, then halving."""
+    """The smallest number of units that is enough, by doubling, then bisection (``enough`` must be monotone)."""
     high = 2
     while not enough(high):
         if high >= MOST:
@@ -127,7 +126,9 @@ def _fewest(enough: Callable[[int], bool]) -> int | None:
 
 def _check(spread: float, units: int) -> None:
     if not (math.isfinite(spread) and spread >= 0) or units < 0:
-        raise ValueError(f"spread {spread} and units {units}: a spread is finite and at least 0, units at least 0")
+        raise ValueError(
+            f"spread {spread} and units {units}: expected a finite spread of at least 0, and units of at least 0"
+        )
 
 
 def _t(freedom: int) -> float:

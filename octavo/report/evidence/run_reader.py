@@ -1,7 +1,7 @@
-"""What a run left behind, read once into a value that the verdict, the plots and the page share.
+"""Reads a run directory once into a value that the verdict, the plots and the page share.
 
-A run directory holds ``metrics.jsonl`` (one JSON object a line, in the order of writing), ``plan.json``,
-``proof.json``, ``environment.json``, ``config.yaml`` and ``result.json``; one of phase rl ``completions.jsonl`` too.
+A run directory holds ``metrics.jsonl`` (one JSON object per line, in the order of writing), ``plan.json``,
+``proof.json``, ``environment.json``, ``config.yaml`` and ``result.json``; in phase rl also ``completions.jsonl``.
 Only this file knows their layout. Arrays have one entry for each recorded step.
 """
 
@@ -19,13 +19,13 @@ from octavo.base import safe_read
 from octavo.base.safe_read import COUNT, FINITE, NUMBER, TEXT, Is
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
-#: what rows of reinforcement learning and of preferences have beside those of every phase
+#: what rows of phases rl and preference have in addition
 FIGURES = (
     "reward", "length", "entropy", "kl", "logp_gap_mean", "logp_gap_max", "rollout_tokens_per_s",
     "training_tokens_per_s", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected",
 )  # fmt: skip
 
-# The forms of what a run writes: what the verdict and the page take without asking.
+# The expected structure of a run's files: the verdict and the page rely on it without further checks.
 _EVAL = {...: NUMBER}
 _HEALTH = {...: {**dict.fromkeys(ROLES, {...: NUMBER}), "dw_cosine": NUMBER, "nan_codes": COUNT}}
 _ROW = {
@@ -58,7 +58,7 @@ _FORMS: dict[str, Any] = {
 
 
 class ReportError(ValueError):
-    """A report cannot be made from what was given; the message names the file and the fix."""
+    """A report cannot be made from the input; the message names the file and the fix."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class LayerHealth:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run directory as a value. ``eval`` is the last evaluation, or None where nothing was evaluated; ``finished``
-    says whether the run reached its end with everything written; ``failure`` is the sentence that its training failed
-    with, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if
-    nobody did; ``rates`` are learning rates. ``figures`` has those of ``FIGURES`` that the run recorded, and
+    """A run directory as a value. ``eval`` is the last evaluation, or None if there was none; ``finished``
+    says whether the run reached its end with everything written; ``failure`` is the error message of a failed
+    training, and then every array may be empty. ``zeroed`` counts second moments that became zero, None if
+    it was not recorded; ``rates`` are learning rates. ``figures`` has those of ``FIGURES`` that the run recorded, and
     ``exact_match``, ``held_out_reward`` and ``held_out_accuracies`` of its evaluations, NaN at steps without;
     ``completions`` are the rows of ``completions.jsonl``. ``skipped``: steps whose loss or gradient was not finite;
     ``overflowed``: those whose gradients overflowed FP16, after which the loss scale fell."""
@@ -125,7 +125,7 @@ class RunRecord:
 
 
 def common(ours: RunRecord, theirs: RunRecord) -> tuple[np.ndarray, np.ndarray]:
-    """Indices into each record of the steps that both have: runs may write lines at different steps."""
+    """Indices into each record of the steps that both have; runs may log at different steps."""
     _, mine, other = np.intersect1d(ours.steps, theirs.steps, return_indices=True)
     return mine, other
 
@@ -133,7 +133,7 @@ def common(ours: RunRecord, theirs: RunRecord) -> tuple[np.ndarray, np.ndarray]:
 def read(directory: str | Path) -> RunRecord:
     """Read a run directory.
 
-    Raises ``ReportError`` where the directory or ``metrics.jsonl`` is missing, empty, or not what a run writes.
+    Raises ``ReportError`` if the directory or ``metrics.jsonl`` is missing, empty or invalid.
     ``plan.json``, ``proof.json`` and ``environment.json`` may be missing (an interrupted run); the verdict judges that.
     """
     directory = Path(directory)
@@ -177,7 +177,7 @@ def read(directory: str | Path) -> RunRecord:
 
 
 def read_failed(directory: str | Path, failure: str) -> RunRecord:
-    """The record of a run whose training failed with the sentence ``failure``: what it left, if only nothing."""
+    """The record of a run whose training failed with the message ``failure``; what it did not write is empty."""
     try:
         return replace(read(directory), failure=failure, finished=False)
     except ReportError:
@@ -193,7 +193,7 @@ def _text(path: Path) -> str:
 
 
 def json_of(path: Path) -> dict[str, Any]:
-    """A JSON file of a run directory, of the form that Octavo writes; empty where there is none."""
+    """A JSON file of a run directory, checked for Octavo's structure; empty if it does not exist."""
     if not path.exists():
         return {}
     value = safe_read.read_json(path, ReportError)
@@ -202,7 +202,7 @@ def json_of(path: Path) -> dict[str, Any]:
 
 
 def rows_of(directory: Path) -> Iterator[dict[str, Any]]:
-    """The rows of metrics.jsonl, one by one. Raises ReportError, with the line, for one that is none."""
+    """The rows of metrics.jsonl, one by one. Raises ReportError, with the line number, for an invalid row."""
     return _lines(directory / "metrics.jsonl", _ROW)
 
 
@@ -221,10 +221,10 @@ def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:
 
 
 def _figures(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    judged = [row.get("eval") or {} for row in rows]
+    evals = [row.get("eval") or {} for row in rows]
     columns = {key: _column(rows, key) for key in FIGURES}
-    columns |= {"exact_match": _column(judged, "exact_match"), "held_out_reward": _column(judged, "reward")}
-    columns |= {"held_out_accuracies": _column(judged, "rewards/accuracies")}
+    columns |= {"exact_match": _column(evals, "exact_match"), "held_out_reward": _column(evals, "reward")}
+    columns |= {"held_out_accuracies": _column(evals, "rewards/accuracies")}
     return {key: column for key, column in columns.items() if np.isfinite(column).any()}
 
 
@@ -246,24 +246,24 @@ def _mean(values: list[Any]) -> float:
 def layer_health(tables: list[Mapping[str, Any]]) -> tuple[LayerHealth, ...]:
     """Average the tables of ``fp8.health()`` over the measured steps, layer by layer in the model's order."""
     layers = list(dict.fromkeys(name for table in tables for name in table))
-    found = []
+    layers_health = []
     for name in layers:
-        seen = [table[name] for table in tables if name in table]
-        roles = [role for role in ROLES if any(isinstance(entry.get(role), Mapping) for entry in seen)]
+        entries = [table[name] for table in tables if name in table]
+        roles = [role for role in ROLES if any(isinstance(entry.get(role), Mapping) for entry in entries)]
 
-        def of(figure: str, seen: list = seen, roles: list = roles) -> dict[str, float]:
-            means = {role: _mean([(entry.get(role) or {}).get(figure) for entry in seen]) for role in roles}
+        def of(figure: str, entries: list = entries, roles: list = roles) -> dict[str, float]:
+            means = {role: _mean([(entry.get(role) or {}).get(figure) for entry in entries]) for role in roles}
             return {role: value for role, value in means.items() if math.isfinite(value)}
 
-        cosine = _mean([entry.get("dw_cosine") for entry in seen])
-        found.append(
+        cosine = _mean([entry.get("dw_cosine") for entry in entries])
+        layers_health.append(
             LayerHealth(
                 layer=name,
                 sqnr=of("sqnr"),
                 underflow=of("underflow"),
                 saturation=of("saturation"),
                 cosine=cosine if math.isfinite(cosine) else None,
-                nan_codes=int(sum(entry.get("nan_codes") or 0 for entry in seen)),
+                nan_codes=int(sum(entry.get("nan_codes") or 0 for entry in entries)),
             )
         )
-    return tuple(found)
+    return tuple(layers_health)

@@ -1,4 +1,4 @@
-"""What a trial is made of: its runs, and what was asked of it.
+"""The specification of a trial: its runs and its settings.
 
 A run is high precision (``reference``), high precision with another seed (``noise``), one FP8 recipe (``fp8``), the
 same with another seed (``seed``) or with fewer savings (``saving``), a ``fork`` of the reference in one precision, or a
@@ -17,7 +17,7 @@ from octavo.report.evidence.power import Estimate
 
 @dataclass(frozen=True)
 class Run:
-    """One run of the trial: its folder's name, how the page calls it, its kind and the configuration it trains.
+    """One run of the trial: its folder's name, its label on the page, its kind and its configuration.
 
     ``of`` is the FP8 run that a fork in FP8 or another seed belongs to (empty: high precision), ``begins`` the step
     after which a fork begins, and ``number`` which fork it is: both precisions of one have one number and one data.
@@ -35,21 +35,21 @@ class Run:
 
     @property
     def may_fail(self) -> bool:
-        """Whether the trial goes on without it, and says so: what fails in high precision ends it."""
+        """Whether the trial continues, with a message, if it fails; a failure in high precision ends the trial."""
         return self.kind in ("fp8", "saving", "seed", "cell") or (self.kind == "fork" and bool(self.of))
 
     @property
     def after(self) -> Path | None:
-        """The checkpoint that must be there before this run can begin."""
+        """The checkpoint that must exist before this run can begin."""
         return None if self.cfg.run.fork is None else Path(self.cfg.run.fork)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What was asked of a trial, and what of it could not be: ``forks`` and ``seeds`` are numbers, ``no_forks`` says
-    why there are none; ``held`` is what was judged on held-out data (None: there is none). ``expected`` is what claims
-    were expected to tell before the first run; ``factors`` are the components of a factorial trial, ``left_out`` those
-    that it keeps in high precision and the configuration does not."""
+    """The settings of a trial: ``forks`` and ``seeds`` are numbers, ``no_forks`` says
+    why there are no forks; ``held`` is the result on held-out data (None: there is none). ``expected`` holds the
+    estimates made before the first run; ``factors`` are the components of a factorial trial, ``left_out`` those
+    that it keeps in high precision although the configuration does not."""
 
     held: HeldOut | None = None
     forks: int = 0

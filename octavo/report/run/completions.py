@@ -1,4 +1,4 @@
-"""Completions of both precisions side by side: what each answered to the same prompt at chosen steps."""
+"""Completions of both precisions side by side: the answers to the same prompt at selected steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LENGTH = 600  # characters of a text that the page shows; completions.jsonl has 
 
 
 def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
-    """The first, the middle and the last step of which both runs kept completions of one prompt (if there is none, of
-    any).
+    """The first, middle and last step at which both runs recorded completions of the same prompt (if there is none, of
+    any prompt).
 
     ``[{"step", "rows": [{"prompt", "answer", "high", "fp8"}]}]``; ``high`` and ``fp8`` are ``{"text", "reward",
-    "ended"}``, or None where that run was not asked this prompt at this step.
+    "ended"}``, or None if that run did not have this prompt at this step.
     """
     ours, theirs = _by_step(fp8), _by_step(high)
     both = sorted(ours.keys() & theirs.keys())
@@ -52,7 +52,7 @@ def _shown(row: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def text(value: Any) -> str:
-    """A text, or several as JSON, cut at LENGTH characters."""
+    """A text, or several as JSON, truncated to LENGTH characters."""
     if value is None:
         return ""
     whole = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,7 @@
-"""The story of one run, in memory that its length does not decide: every figure as at most ``2 * POINTS`` means.
+"""The history of one run in bounded memory: every figure as at most ``2 * POINTS`` means.
 
-Rows come one by one, from ``metrics.jsonl`` or from a run that trains, and are forgotten. The files beside are read
-when a page is made; of those that grow with the run, the beginning and the end.
+Rows come one by one, from ``metrics.jsonl`` or from a running training, and are not kept. The other files are read
+when a page is made; of files that grow with the run, only the beginning and the end.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ POINTS = 400
 EVALS = 12  # evaluations that a page lists: the first, and the newest
 BEGINNING, END = 1 << 16, 1 << 18  # bytes of a file that grows with the run
 
-#: what rows hold beside the figures of a step
+#: keys of rows that are not figures of a step
 _NO_FIGURES = ("step", "skipped", "overflow", "empty", "zeroed_v")
 
 
 class Series:
-    """A figure over the steps: means of ``width`` values that follow each other; where there would be too many, two
-    neighbours become one. What is not finite is left out."""
+    """A figure over the steps: means of ``width`` consecutive values; when there are too many, neighbours are merged
+    in pairs. Values that are not finite are left out."""
 
     def __init__(self) -> None:
         self.width, self.last = 1, math.nan
         self._steps: list[float] = []
         self._values: list[float] = []
-        self._open = (0.0, 0.0, 0)  # sums of steps and values of the mean that is under way, and of how many
+        self._open = (0.0, 0.0, 0)  # sums of steps and values, and count, of the unfinished mean
 
     def add(self, step: int, value: float) -> None:
         if not math.isfinite(value):
@@ -63,13 +63,13 @@ class Series:
 
     @property
     def newest(self) -> float:
-        """The mean of the last twentieth; NaN of nothing."""
+        """The mean of the last twentieth; NaN without values."""
         values = self.curve[1]
         return float(values[-max(1, len(values) // 20) :].mean()) if values.size else math.nan
 
     @property
     def median(self) -> float:
-        """The first tenth left out as warm-up; NaN of nothing."""
+        """The median without the first tenth (warm-up); NaN without values."""
         values = self.curve[1]
         return float(np.median(values[len(values) // 10 :])) if values.size else math.nan
 
@@ -107,7 +107,7 @@ class History:
 
     @classmethod
     def begin(cls, directory: str | Path) -> History:
-        """Of a directory, before any row. Raises ReportError for one that is no run's."""
+        """The history of a directory, before any row. Raises ReportError if it is not a run directory."""
         directory = Path(directory)
         if not directory.is_dir():
             raise ReportError(f"{directory} is not a directory; give the run directory that `octavo train` wrote")
@@ -121,19 +121,20 @@ class History:
 
     @classmethod
     def read(cls, directory: str | Path) -> History:
-        """All that a run wrote. Raises ReportError for a directory that is no run's, or without a step."""
+        """Everything that a run wrote. Raises ReportError for a directory that is not a run's, or without a step."""
         found = cls.begin(directory)
         for row in rows_of(found.directory):
             found.add(row)
         if not found.steps:
             raise ReportError(
-                f"{found.directory / 'metrics.jsonl'} holds no training step yet; a page needs one. Wait for it, or "
-                "look at what the run said"
+                f"{found.directory / 'metrics.jsonl'} holds no training step yet, and a page needs one. Wait for it, "
+                f"or "
+                "look at the run's output"
             )
         return found
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics.jsonl; one that is written again counts once more, which no curve shows."""
+        """Add a row of metrics.jsonl. A step that was repeated counts twice, which has no visible effect on curves."""
         step = self.step = int(row["step"])
         self.steps += "loss" in row
         self.skipped += bool(row.get("skipped"))
@@ -182,7 +183,7 @@ class History:
 
     @property
     def predicted(self) -> Mapping[str, int]:
-        """Bytes by kind that were predicted before the first step; nothing where nobody asked, as in 0.4.0."""
+        """Bytes by kind that were predicted before the first step; empty if there is no prediction, as in 0.4.0."""
         return json_of(self.directory / "memory.json").get("bytes", {})
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray] | None:
@@ -192,15 +193,15 @@ class History:
         return None if series is None or not series.curve[0].size else series.curve
 
     def answers(self) -> list[dict[str, Any]]:
-        """What was answered at the first and at the newest evaluation, ``[{"step", "rows"}]``."""
+        """The answers of the first and of the newest evaluation, ``[{"step", "rows"}]``."""
         return _ends(self.directory / "answers.jsonl", {"prompt", "wanted", "said", "right", "reward"})
 
     def completions(self) -> list[dict[str, Any]]:
-        """What was written at the first and at the newest step of reinforcement learning."""
+        """The completions of the first and of the newest step of reinforcement learning."""
         return _ends(self.directory / "completions.jsonl", {"prompt", "answer", "completion", "reward"})
 
     def moves(self) -> list[dict[str, Any]]:
-        """What was decided under `fp8.adapt`, the newest of it."""
+        """The newest decisions of `fp8.adapt`."""
         file = self.directory / "adapt.jsonl"
         if not file.exists():
             return []
@@ -208,13 +209,13 @@ class History:
         return [row for line in _end(file) if (row := _row(line, fields)) is not None]
 
     def checks(self) -> list[dict[str, Any]]:
-        """What checks of `run.check_every` found, the newest of it."""
+        """The newest results of the checks of `run.check_every`."""
         file = self.directory / "checks.jsonl"
         fields = {"products", "codes", "values", "faults"}
         return [row for line in _end(file) if (row := _row(line, fields)) is not None] if file.exists() else []
 
     def when(self) -> datetime | None:
-        """When the newest row was written; None of 0.4.0, which did not say."""
+        """When the newest row was written; None for runs of 0.4.0, which did not record it."""
         try:
             return datetime.fromisoformat(self.time)
         except ValueError:
@@ -222,7 +223,7 @@ class History:
 
 
 def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
-    """The rows of the first and of the last step in a file of JSON lines; what is no whole row is left out."""
+    """The rows of the first and of the last step in a file of JSON lines; incomplete rows are left out."""
     if not file.exists():
         return []
     with safe_read.open_file(file, ReportError) as opened:
@@ -238,7 +239,7 @@ def _ends(file: Path, fields: set[str]) -> list[dict[str, Any]]:
 
 
 def _end(file: Path) -> list[bytes]:
-    """The last whole lines of a file that grows with the run."""
+    """The last complete lines of a file that grows with the run."""
     with safe_read.open_file(file, ReportError) as opened:
         size = opened.seek(0, 2)
         opened.seek(max(0, size - END))

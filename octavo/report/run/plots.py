@@ -1,7 +1,7 @@
-"""The plots of a report, each drawn once and kept twice: a PNG file, and SVG for the page.
+"""The plots of a report, each drawn once and saved twice: as a PNG file, and as SVG for the page.
 
 In the SVG every colour of ``PALETTE`` becomes a CSS variable, so the same drawing follows the page from light to dark.
-Long runs are averaged down to at most ``POINTS`` points a curve before they are drawn. Figures are made without pyplot
+Long runs are averaged to at most ``POINTS`` points per curve before drawing. Figures are made without pyplot
 (no global state, no display); draw and save them inside ``matplotlib.rc_context(STYLE)``.
 """
 
@@ -95,7 +95,7 @@ class Curve:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred mean over ``window`` steps, NaN left out; near the ends the window shrinks to what is there."""
+    """Centred mean over ``window`` steps, ignoring NaN; the window shrinks near the ends."""
     known = np.isfinite(values)
     total = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
     count = np.concatenate([[0], np.cumsum(known)])
@@ -119,10 +119,11 @@ def _thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def loss_figure(curves: Sequence[Curve]) -> Figure:
-    """Loss of each run over the steps: raw, faint; smoothed, strong. A log axis where the loss falls twentyfold."""
+    """Loss of each run over the steps: raw in pale, smoothed in strong lines. A log axis if the loss falls
+    twentyfold."""
     figure = Figure(figsize=(9, 3.9), layout="constrained")
     axes = figure.subplots()
-    # High precision last, so that it is not hidden below the curves that should follow it.
+    # High precision last, so that the other curves do not hide it.
     for curve in sorted(curves, key=lambda c: {"noise": 0, "fp8": 1, "reference": 2}[c.kind]):
         color = PALETTE[curve.color]
         axes.plot(*_thin(curve.steps, curve.losses), color=color, lw=0.6, alpha=0.28)
@@ -141,7 +142,7 @@ def loss_figure(curves: Sequence[Curve]) -> Figure:
 
 
 def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """Relative gap of the mean losses so far, at each of the same steps; its last value is the verdict's figure."""
+    """Relative gap of the mean losses up to each step; its last value is the verdict's figure."""
     both = np.isfinite(losses) & np.isfinite(reference)
     difference = np.cumsum(np.where(both, losses - reference, 0.0))
     total = np.cumsum(np.where(both, np.abs(reference), 0.0))
@@ -149,7 +150,7 @@ def running_gap(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def running_noise(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
-    """``seed_noise`` of the run so far, at each step; its last value is what the verdict holds gaps against."""
+    """``seed_noise`` up to each step; the verdict compares gaps with its last value."""
     steps = len(losses)
     at = np.unique(np.linspace(1, steps, min(steps, 200)).astype(int))
     found = [seed_noise(losses[:n], reference[:n], steps) for n in at]
@@ -157,7 +158,7 @@ def running_noise(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
-    """FP8 against high precision: the smoothed difference, and the gap of the mean so far, over the seed's."""
+    """FP8 minus high precision: the smoothed difference, and the gap of the running mean, with the seed noise."""
     reference = next(c for c in curves if c.kind == "reference")
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
@@ -183,7 +184,7 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     lower.axhspan(-100 * tolerated, 100 * tolerated, color=PALETTE["good"], alpha=0.18, lw=0,
                   label=f"{100 * tolerated:g} %")  # fmt: skip
     upper.set(title=f"Loss minus high precision's (mean over {window} steps)", ylabel="nats per token")
-    lower.set(title="Gap of the mean loss so far", xlabel="step", ylabel="per cent")
+    lower.set(title="Gap of the running mean loss", xlabel="step", ylabel="per cent")
     for axes in (upper, lower):
         axes.legend(
             loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=4, borderpad=0, columnspacing=1.0, handlelength=1.5
@@ -192,13 +193,13 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
 
 
 def claims_figure(claims: Sequence[Check]) -> Figure:
-    """How much worse FP8 is by each claim, with its 95 % interval, in units of its margin: one that ends left of 1
-    passes, one that begins right of it fails."""
+    """How much worse FP8 is by each claim, with its 95 % interval, in units of its margin: a claim passes if its
+    interval ends below 1, and fails if it begins above 1."""
     told = [claim for claim in claims if claim.low is not None and claim.margin]
     several = len({claim.run for claim in told}) > 1
     figure = Figure(figsize=(9, 1.3 + 0.5 * len(told)), layout="constrained")
     axes = figure.subplots()
-    reach = 3.0  # margins that are drawn; what reaches further ends in an arrow, and the table has the figures
+    reach = 3.0  # the axis in margins; longer intervals end in an arrow, and the table has the figures
     axes.axvspan(-reach - 1, 1, color=PALETTE["good"], alpha=0.15, lw=0)
     axes.axvline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
     for row, claim in enumerate(told):
@@ -322,7 +323,7 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     for name, first, last in _spans([components.get(name, "") for name in layers]):
         if name not in widest or last - first >= widest[name][1] - widest[name][0]:
             widest[name] = first, last
-    for name, (first, last) in widest.items():  # named once: parts of towers and projectors may take turns
+    for name, (first, last) in widest.items():  # labelled once: layers of towers and projectors may alternate
         centre = ((first + last) / 2, 1)
         top.annotate(name.replace("_", " "), centre, xycoords=("data", "axes fraction"), va="top",
                      xytext=(0, -4), textcoords="offset points", ha="center", fontsize=9,
@@ -338,7 +339,7 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
 
 
 def short(name: str) -> str:
-    """The part of a module name that tells layers apart: from its first number on, or its last two segments."""
+    """The distinctive part of a module name: from its first number on, or its last two segments."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     return ".".join(parts[-2 if first is None else first :])
@@ -347,7 +348,7 @@ def short(name: str) -> str:
 def memory_figure(
     bars: Sequence[tuple[str, Mapping[str, int]]], kinds: Mapping[str, str], unit: tuple[str, float]
 ) -> Figure:
-    """Bytes by kind, one stacked bar for each run; ``kinds`` gives each its word, ``unit`` is a name and its bytes."""
+    """Bytes by kind, one stacked bar for each run; ``kinds`` has their labels, ``unit`` is a name and its bytes."""
     name, size = unit
     figure = Figure(figsize=(9, 1.5 + 0.55 * len(bars)), layout="constrained")
     axes = figure.subplots()
@@ -373,7 +374,7 @@ def memory_figure(
 def save(figure: Figure, path: Path) -> str:
     """Write ``path`` (PNG) and return the same drawing as inline SVG whose colours are CSS variables."""
     path.write_bytes(png(figure))
-    figure.set_layout_engine("none")  # what is found stays: laying out takes as long as drawing
+    figure.set_layout_engine("none")  # keep the computed layout: computing it takes as long as drawing
     return svg(figure, path.stem)
 
 
@@ -392,7 +393,7 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def _inline(svg: str, prefix: str) -> str:
-    """An SVG file as an element of a page: no XML head, no namespaces (HTML knows them), ids apart, themed colours."""
+    """An SVG file as an element of a page: no XML header or namespaces, unique ids, themed colours."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")

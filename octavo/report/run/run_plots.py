@@ -1,6 +1,6 @@
-"""The plots of runs as they went: a panel for each figure with a line a run, and the health of one run by component.
+"""The plots of one or more runs: a panel for each figure with a line per run, and the health of one run by component.
 
-Each panel is a picture of its own on a page; together they are one picture, the PNG beside it.
+On a page each panel is a separate picture; the PNG file next to it has all of them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _RATES = (
     Panel("lr", "Learning rate", "rate", ""),
     Panel("grad_norm", "Gradient norm", "norm", ""),
     Panel("tokens_per_s", "Tokens per second", "tokens/s", ""),
-    Panel("seconds", "Seconds a step", "seconds", ""),
+    Panel("seconds", "Seconds per step", "seconds", ""),
     Panel("fp8_share", "Linear FLOPs in FP8", "share", "share"),
 )
-#: where the figures of evaluations lie, of those that a trial's page knows by another name
+#: keys of evaluation figures that a trial's page shows under another name
 _JUDGED = {
     "exact_match": "eval/exact_match",
     "held_out_reward": "eval/reward",
@@ -39,18 +39,18 @@ _JUDGED = {
 }
 _HEALTH = (
     Panel("sqnr", "Lowest SQNR of a layer", "sqnr", "dB"),
-    Panel("underflow", "Most underflow of a layer", "underflow", "share"),
-    Panel("saturation", "Most saturation of a layer", "saturation", "share"),
+    Panel("underflow", "Highest underflow of a layer", "underflow", "share"),
+    Panel("saturation", "Highest saturation of a layer", "saturation", "share"),
     Panel("cosine", "Lowest cosine of a weight gradient", "cosine", ""),
 )
-#: rates are smoothed by medians, that steps which were measured or evaluated do not show as slow stretches; what the
-#: schedule says is no measurement
+#: rates are smoothed by medians, so that steps with measurements or evaluations do not look like slow periods; values
+#: of the schedule are not smoothed
 _MEDIAN, _EXACT = ("tokens_per_s", "seconds"), ("lr", "fp8_share")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A run as it is drawn."""
+    """A run with its label, colour and stroke."""
 
     label: str
     history: History
@@ -59,7 +59,7 @@ class Line:
 
 
 def lines_of(labels: Sequence[str], histories: Sequence[History]) -> list[Line]:
-    """Runs with a colour each, and from the seventh on another stroke."""
+    """Runs with one colour each, and from the seventh on another stroke."""
     return [
         Line(label, history, COLORS[n % len(COLORS)], STYLES[n // len(COLORS)])
         for n, (label, history) in enumerate(zip(labels, histories, strict=True))
@@ -67,12 +67,12 @@ def lines_of(labels: Sequence[str], histories: Sequence[History]) -> list[Line]:
 
 
 def comparable(history: History) -> bool:
-    """Whether steps and held-out data have losses of one kind: not where rewards or preferences are learnt."""
+    """Whether the losses of steps and of held-out data are comparable: not in phases rl and preference."""
     return history.cfg.train.phase not in BEYOND_SFT
 
 
 def panels_of(phase: str) -> tuple[Panel, ...]:
-    """What the curves of a phase show: what it learns by, then how fast."""
+    """The panels of a phase: its objective first, then speed."""
     own = rl_claims.PANELS.get(phase)
     if own is None:
         return (_LOSS, _RIGHT, *_RATES)
@@ -101,7 +101,7 @@ def curves_figure(lines: Sequence[Line], panels: Sequence[Panel]) -> Figure:
 
 
 def panel_figure(lines: Sequence[Line], panel: Panel) -> Figure:
-    """One panel as a picture of its own: a page puts as many beside each other as it has room for."""
+    """One panel as a separate picture; a page places as many side by side as fit."""
     figure, axes = _small()
     _runs(axes, lines, panel)
     return figure
@@ -128,7 +128,7 @@ def _small() -> tuple[Figure, Axes]:
 
 
 def _runs(axes: Axes, lines: Sequence[Line], panel: Panel) -> None:
-    """Raw values faint, smoothed ones strong; in the panel of the loss the held-out loss as dots."""
+    """Raw values in pale, smoothed ones in strong lines; the loss panel shows the held-out loss as dots."""
     for line in lines:
         color, label = PALETTE[line.color], line.label
         if (curve := line.history.curve(panel.key)) is not None:
@@ -146,7 +146,7 @@ def _runs(axes: Axes, lines: Sequence[Line], panel: Panel) -> None:
 
 
 def _medians(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred medians; near the ends of what is there."""
+    """Centred medians; the window shrinks near the ends."""
     half = max(window, 7) // 2
     return np.array([np.median(values[max(0, n - half) : n + half + 1]) for n in range(len(values))])
 
@@ -156,7 +156,7 @@ def _finish(axes: Axes, panel: Panel) -> None:
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 0.0)
     if low > 0 and (panel.log or (panel.key == "loss" and high > 20 * low)):
         axes.set_yscale("log")
-    if low == high == 0:  # a flat line on the ground, not one between what cannot be
+    if low == high == 0:  # a flat line at 0 sits on the axis, instead of between impossible negative values
         axes.set_ylim(-0.05, 1)
     axes.set_title(panel.title, fontsize=10)
     axes.set(ylabel=panel.unit, xlabel="step")

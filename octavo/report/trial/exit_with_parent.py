@@ -1,7 +1,7 @@
-"""Ties the life of a run's process to the trial's: a run that trains on without its trial is nobody's.
+"""Ends a run's process when its trial ends, so that no run continues without its trial.
 
-A trial that is killed outright (SIGKILL, out of memory) cannot ask its runs to leave, and they are in sessions of their
-own, where no terminal's hang-up reaches them. So each run watches who its parent is.
+A trial that is killed (SIGKILL, out of memory) cannot ask its runs to exit, and they are in separate sessions, which a
+terminal's hang-up does not reach. So each run monitors its parent process.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import signal
 import threading
 import time
 
-LOOK = 1.0  # seconds between looks at the parent
+LOOK = 1.0  # seconds between checks of the parent
 
 
 def follow(parent: int, send: int = signal.SIGTERM) -> None:
-    """Send this process a signal once ``parent`` (a process id) is its parent no longer; a run saves at SIGTERM.
+    """Send this process a signal once ``parent`` (a process id) is no longer its parent; a run saves on SIGTERM.
 
-    Watches from a daemon thread: unlike Linux's parent-death signal that works on every POSIX system, and does not take
-    the end of the thread that started the process for the end of the trial.
+    Polls from a daemon thread: unlike Linux's parent-death signal, this works on every POSIX system, and does not
+    mistake the end of the thread that started the process for the end of the trial.
     """
 
     def watch() -> None:

@@ -1,10 +1,10 @@
-"""Held-out data as a trial judges it, answer by answer: the trained weights in the precision that is asked for.
+"""Evaluates a trial's trained weights on held-out data, answer by answer, in a given precision.
 
-    held-out/before.json         the model as the trial found it, in high precision
-    held-out/NAME.json           a run of the trial, as it was trained
+    held-out/before.json         the initial model, in high precision
+    held-out/NAME.json           a run of the trial, in the precision of its training
     held-out/NAME-high.json      the same weights in high precision
 
-Each is read again as long as it is of the same weights; that the data are the same is the trial's to see to.
+A file is reused as long as the weights are the same; the trial checks that the data are the same.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ FOLDER = "held-out"
 
 
 def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
-    """The model that ``cfg`` begins with, in high precision."""
+    """Evaluate the initial model of ``cfg``, in high precision."""
     weights = sorted(Path(cfg.model.path).glob("*.safetensors"))
     stats = [(file.name, file.stat()) for file in weights]
-    # a copy over a file may set the former size and time (`cp -p`), and never its ctime
+    # overwriting a file may restore its size and mtime (`cp -p`), but not its ctime
     sizes = [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
     random = ["random", cfg.run.seed, cfg.model.init_std] if cfg.model.init == "random" else None
     of = {"model": cfg.model.path, "weights": random or sizes}
@@ -37,7 +37,7 @@ def judge_model(cfg: Config, directory: Path, console: Any) -> Judged:
 
 
 def judge_run(run: Run, directory: Path, console: Any, high: bool = False) -> Judged:
-    """The weights that a finished run trained, as it computed or in high precision."""
+    """Evaluate the weights of a finished run, in the precision of its training or in high precision."""
     home = Path(run.cfg.run.dir)
     if not (home / "result.json").is_file():
         raise ReportError(f"{home} has no result.json: the run is not finished; the same command continues the trial")
@@ -47,12 +47,12 @@ def judge_run(run: Run, directory: Path, console: Any, high: bool = False) -> Ju
 
 
 def judged_earlier(run: Run, directory: Path, high: bool = False) -> Judged | None:
-    """What was judged of a finished run in an earlier call, if it was of these weights; judges nothing."""
+    """The stored result of a finished run, if it belongs to these weights; evaluates nothing."""
     return _read(_file(run, directory, high), _weights(run))
 
 
 def rows(cfg: Config) -> int:
-    """How many held-out rows a configuration names, without looking into them. Raises DataError."""
+    """The number of held-out rows of a configuration, without checking them. Raises DataError."""
     from octavo.data.tasks.sources import open_dataset
 
     cache = None if cfg.data.cache is None else Path(cfg.data.cache)
@@ -65,7 +65,7 @@ def _file(run: Run, directory: Path, high: bool) -> Path:
 
 
 def _weights(run: Run) -> dict[str, Any]:
-    """What tells the weights of a finished run from those of another that had its place before."""
+    """Properties that distinguish the weights of a finished run from an earlier run in the same folder."""
     return {"run": run.name, "result": read_text(Path(run.cfg.run.dir) / "result.json", ReportError)}
 
 
@@ -81,7 +81,7 @@ def _read(file: Path, of: dict[str, Any]) -> Judged | None:
 def _kept(
     file: Path, of: dict[str, Any], target: Path, cfg: Config, recipe: str | None, words: str, console: Any
 ) -> Judged:
-    """What the file holds, where it is of the same thing; else judged now, and written."""
+    """The result in the file if it belongs to the same weights; otherwise evaluate now, and write it."""
     if (known := _read(file, of)) is not None:
         return known
     import torch
@@ -90,7 +90,7 @@ def _kept(
     from octavo.train.setup.resolve_config import random_weights
 
     found = artifacts.look(target)
-    if found.kind == "folder":  # what training began with
+    if found.kind == "folder":  # the initial model
         found = dataclasses.replace(found, random=random_weights(cfg))
     if console is not None:
         console.print(f"held-out data: {words}", highlight=False, markup=False, soft_wrap=True)

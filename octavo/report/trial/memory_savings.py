@@ -1,9 +1,9 @@
-"""What each memory saving costs: the FP8 run again, first without any of them, then with one more at a time.
+"""What each memory saving costs: repeats the FP8 run, first without savings, then with one more at a time.
 
-A saving is a switch of the configuration that stores something in fewer bytes, or not at all. A head in FP8 is treated
-as one, though it saves time and takes bytes: its GEMMs are nearest to the loss, and the trial must show what they cost.
-The last run of the ablation is the FP8 run of the trial itself, with everything on. Each setting is put beside the one
-before it: bytes, mean loss and tokens per second.
+A saving is a configuration switch that stores something in fewer bytes, or not at all. A head in FP8 is treated
+as one, although it saves time and takes memory: its GEMMs are nearest to the loss, and the trial must show their cost.
+The last run of the ablation is the FP8 run of the trial itself, with everything on. Each setting is compared with the
+one before it: bytes, mean loss and tokens per second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD = "lm_head in FP8"
 
 
 class Switch(NamedTuple):
-    """One saving: its words, and the configuration with it off."""
+    """One saving: its description, and a function that turns it off."""
 
     words: str
     off: Callable[[Config], Config]
@@ -54,7 +54,7 @@ def switches(cfg: Config) -> list[Switch]:
 
 
 def base_of(cfg: Config) -> str:
-    """The frozen base that a configuration trains beside, in words; "" where it trains all there is."""
+    """Description of the frozen base of LoRA; "" if the whole model is trained."""
     dtype = "fp32" if cfg.train.precision == "fp32" else "BF16"
     kinds = cfg.model.load_in_fp8.kinds
     if kinds:
@@ -63,7 +63,7 @@ def base_of(cfg: Config) -> str:
         return f"base in FP8 ({', '.join(words[:1] if alike else words)})"
     if cfg.lora is None:
         return ""
-    return f"base in FP8 ({_on_disk(cfg)}, as its checkpoint is)" if _has_codes(cfg) else f"base in {dtype}"
+    return f"base in FP8 ({_on_disk(cfg)}, as in its checkpoint)" if _has_codes(cfg) else f"base in {dtype}"
 
 
 def _has_codes(cfg: Config) -> bool:
@@ -71,8 +71,8 @@ def _has_codes(cfg: Config) -> bool:
 
 
 def _on_disk(cfg: Config) -> str:
-    """How the checkpoint itself is quantized; "" where it is not."""
-    if not (Path(cfg.model.path) / "config.json").is_file():  # its absence is for the first run to say
+    """How the checkpoint itself is quantized; "" if it is not."""
+    if not (Path(cfg.model.path) / "config.json").is_file():  # the first run reports that it is missing
         return ""
     from octavo.models.folder.quantization import read_quantization
 
@@ -81,7 +81,7 @@ def _on_disk(cfg: Config) -> str:
 
 
 def _high_base(cfg: Config) -> Config:
-    """A base in high precision: not quantized while it is read, and dequantized where its checkpoint is in FP8."""
+    """A base in high precision: not quantized while loading, and dequantized if its checkpoint is in FP8."""
     more = {"keep_fp8": False} if cfg.lora is not None and _on_disk(cfg) else {}
     return changing("model", load_in_fp8=LoadInFp8Section(), **more)(cfg)
 
@@ -94,8 +94,8 @@ def without(cfg: Config) -> Config:
 
 
 def storable(cfg: Config) -> Config:
-    """The configuration with weights and optimizer states stored as in high precision, so that it can go on from a
-    checkpoint of it: what is stored in fewer bytes is off, what is computed in FP8 stays."""
+    """The configuration with weights and optimizer states stored as in high precision, so that it can continue from a
+    high-precision checkpoint: compact storage is off, computation in FP8 stays."""
     plain = without(cfg)
     fp8 = _fp8(cfg, {"param": False}, {"param": None}).fp8
     update = {"fp8": fp8, "optimizer": plain.optimizer, "train": plain.train, "lora": plain.lora}
@@ -103,8 +103,8 @@ def storable(cfg: Config) -> Config:
 
 
 def ablation(cfg: Config) -> list[tuple[str, Config]]:
-    """(words, configuration) of the settings before the configuration itself, which is the last: none of its savings
-    on, then one more at a time. Empty where it has none."""
+    """(description, configuration) of the settings before the configuration itself, which is the last: without savings,
+    then with one more at a time. Empty if it has none."""
     found = switches(cfg)
     out = []
     for on in range(len(found)):
@@ -116,17 +116,17 @@ def ablation(cfg: Config) -> list[tuple[str, Config]]:
 
 
 def last(cfg: Config) -> str:
-    """What the configuration itself adds to the setting before it."""
+    """Description of what the configuration itself adds to the setting before it."""
     return f"+ {switches(cfg)[-1].words}"
 
 
 def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str) -> list[dict[str, Any]]:
-    """The table: each setting's bytes by counted kinds, mean loss and speed, and how they changed from the one before.
+    """The table: each setting's bytes by measured kinds, mean loss and speed, and their change from the one before.
 
     Args:
-        runs: what the verdict says of the ablation's runs, in their order.
+        runs: the verdict's entries for the ablation's runs, in their order.
         top: the same of the FP8 run with every saving on.
-        words: what that one adds to the last of ``runs``.
+        words: description of what that one adds to the last of ``runs``.
     """
     rows: list[dict[str, Any]] = []
     for label, run in [*((a["label"], a) for a in runs), (words, top)]:
@@ -139,7 +139,7 @@ def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str)
         row["saved"] = None if before is None else before["bytes"] - size
         # Gaps are relative to the same reference, so the ratio of two mean losses follows from them.
         row["loss_change"] = None if before is None else (1 + row["gap"]) / (1 + before["gap"]) - 1
-        if "reward_gap" in run:  # where losses say nothing
+        if "reward_gap" in run:  # phase rl, where losses are not meaningful
             row["reward_gap"] = run["reward_gap"]
             row["reward_change"] = None if before is None else run["reward_gap"] - before["reward_gap"]
         row["speed_change"] = None if before is None else row["speed_ratio"] / before["speed_ratio"] - 1
@@ -148,7 +148,7 @@ def costs(runs: Sequence[Mapping[str, Any]], top: Mapping[str, Any], words: str)
 
 
 def changing(section: str, **values: Any) -> Callable[[Config], Config]:
-    """A configuration with other values in one of its sections."""
+    """A function that changes values in one section of a configuration."""
 
     def change(cfg: Config) -> Config:
         own = getattr(cfg, section)
@@ -159,13 +159,13 @@ def changing(section: str, **values: Any) -> Callable[[Config], Config]:
 
 
 def _fp32_weights(cfg: Config) -> Config:
-    """fp32 weights that compute in BF16, as the model of BF16 weights does: settings differ by what is stored alone.
-    Adapters are fp32 then; beside them computes what computed before."""
+    """fp32 weights that compute in BF16, as a model with BF16 weights does, so that settings differ only in storage.
+    Adapters are then fp32; the rest computes as before."""
     computing = changing("train", precision="bf16") if cfg.lora is None else changing("lora", dtype="fp32")
     return computing(changing("optimizer", master="fp32")(cfg))
 
 
 def _fp8(cfg: Config, whole: Mapping[str, Any], part: Mapping[str, Any]) -> Config:
-    """The fp8 section with ``whole`` put into it and ``part`` into each component that says something of its own."""
+    """Set ``whole`` in the fp8 section, and ``part`` in each component with its own settings."""
     parts = {n: p.model_copy(update=part) for n in COMPONENTS if (p := getattr(cfg.fp8, n)) is not None}
     return cfg.model_copy(update={"fp8": cfg.fp8.model_copy(update={**whole, **parts})})

@@ -1,9 +1,9 @@
-"""Trains several runs of a trial at once, each in a process of its own.
+"""Trains several runs of a trial at once, each in its own process.
 
-Small models cannot keep two cores busy: the threads of one process mostly wait for each other. Two runs on a core each
-are done in half the time. Each run is the command ``octavo train`` on its own configuration, so that it
-stops, fails and resumes like any run; what it prints goes to ``arms/NAME.log``. Speeds measured this way are those of
-runs that share a machine: good as ratios, and the report says so.
+Small models cannot keep two cores busy: the threads of one process mostly wait for each other. Two runs on one core
+each are done in half the time. Each run is the command ``octavo train`` on its own configuration, so that it stops,
+fails and resumes like any run; its output goes to ``arms/NAME.log``. Speeds measured this way are those of runs that
+share a machine: only their ratios are meaningful, and the report says so.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from octavo.report.evidence.run_reader import ReportError
 from octavo.report.evidence.trial_spec import Run
 from octavo.report.trial import exit_with_parent
 
-POLL = 0.5  # seconds between looks at the runs
-LINES = 10.0  # seconds between lines where there is no terminal
-PATIENCE = 60.0  # seconds that a run may take to save and leave
+POLL = 0.5  # seconds between checks of the runs
+LINES = 10.0  # seconds between lines without a terminal
+PATIENCE = 60.0  # seconds that a run may take to save and exit
 
-#: what the process of a run executes: ``octavo train FILE``, which also leaves when the trial is gone
+#: what the process of a run executes: ``octavo train FILE``, which also exits when the trial has ended
 COMMAND = (
     f"import runpy, sys; from {exit_with_parent.__name__} import follow; follow(int(sys.argv.pop(1))); "
     "runpy.run_module('octavo', run_name='__main__')"
@@ -46,8 +46,8 @@ class _Started:
 def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: int = 1) -> dict[str, str]:
     """Train ``runs`` to their end, at most ``jobs`` at a time, each over ``nproc`` processes of this machine.
 
-    Returns the sentence by name of the FP8 runs whose training began and failed; the others go on. Raises
-    ``ReportError`` with the run's last lines where any other fails or one is stopped; the others then save and leave,
+    Returns {name: error message} of FP8 runs whose training began and failed; the others continue. If another run fails
+    or one is stopped, raises ``ReportError`` with its last lines; the others then save and exit,
     and the same command continues all of them. The same happens on Ctrl-C, and on SIGTERM and SIGHUP, which then raise
     ``SystemExit`` (143, 129).
     """
@@ -57,13 +57,13 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: i
     with ExitStack() as stack:
         requests = stack.enter_context(_stop_requests())
         show = stack.enter_context(_Progress(runs, console))
-        stack.callback(_leave, running)
+        stack.callback(_stop_all, running)
         while waiting or running:
             while len(running) < jobs and (ready := next((run for run in waiting if _ready(run)), None)):
                 waiting.remove(ready)
                 running.append(_start(ready, stack, nproc))
             if not running:
-                raise ReportError(f"{waiting[0].label} cannot begin: there is no {waiting[0].after}")
+                raise ReportError(f"{waiting[0].label} cannot begin: {waiting[0].after} does not exist")
             time.sleep(POLL)
             if requests:
                 raise SystemExit(128 + requests[0])
@@ -78,7 +78,7 @@ def train_together(runs: Sequence[Run], jobs: int, console: Any = None, nproc: i
 
 
 def _in_order(runs: Sequence[Run]) -> list[Run]:
-    """What others wait for first, then the longest: FP8, then high precision, forks at the end."""
+    """The runs that others wait for first, then the longest: FP8, then high precision, then forks."""
     awaited = any(run.after is not None for run in runs)
     rank = {"reference": 0 if awaited else 2, "fp8": 1, "saving": 1, "seed": 1, "cell": 1, "noise": 2, "fork": 3}
     return sorted(runs, key=lambda run: rank[run.kind])
@@ -97,7 +97,7 @@ def _start(run: Run, stack: ExitStack, nproc: int) -> _Started:
     several = ["--nproc", str(nproc)] if nproc > 1 else []
     command = [sys.executable, "-c", COMMAND, str(os.getpid()), "train", str(file), *several]
     threads = {} if run.cfg.run.threads is None else {"OMP_NUM_THREADS": str(run.cfg.run.threads)}
-    # A group of its own: Ctrl-C reaches this process first, which then asks every run to save and leave.
+    # A separate process group: Ctrl-C reaches only this process, which then asks every run to save and exit.
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **threads},
         start_new_session=True,
@@ -106,7 +106,7 @@ def _start(run: Run, stack: ExitStack, nproc: int) -> _Started:
 
 
 def _fp8_failure(started: _Started) -> str | None:
-    """What an FP8 run's training failed with; None where it did not, or where the fault lies before its first step."""
+    """The error of an FP8 run's training; None if it did not fail, or failed before its first step."""
     directory = Path(started.run.cfg.run.dir)
     began = (directory / "metrics.jsonl").exists() or (directory / "proof.json").exists()
     if started.process.returncode != 1 or not started.run.may_fail or not began:
@@ -125,10 +125,10 @@ def _failure(started: _Started) -> str:
 
 @contextmanager
 def _stop_requests() -> Iterator[list[int]]:
-    """SIGTERM and SIGHUP as requests to stop, read between two looks at the runs; a second one changes nothing.
+    """Collect SIGTERM and SIGHUP as requests to stop, read between two checks of the runs; a second one has no effect.
 
-    What was ignored stays ignored (nohup). Outside the main thread signals cannot be caught: what is left is that runs
-    watch their parent.
+    Ignored signals stay ignored (nohup). Outside the main thread signals cannot be caught: then only the runs'
+    monitoring of their parent is left.
     """
     requests: list[int] = []
     before: dict[int, Any] = {}
@@ -143,8 +143,8 @@ def _stop_requests() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _leave(running: list[_Started]) -> None:
-    """Ask what still runs to save and leave, and wait for it."""
+def _stop_all(running: list[_Started]) -> None:
+    """Ask the running processes to save and exit, and wait for them."""
     for started in running:
         started.process.terminate()
     deadline = time.monotonic() + PATIENCE
@@ -157,7 +157,8 @@ def _leave(running: list[_Started]) -> None:
 
 
 class _Progress:
-    """A bar per run on a terminal, lines elsewhere, nothing without a console. Reads how far the runs' metrics go."""
+    """A bar per run on a terminal, lines elsewhere, nothing without a console. Reads progress from the runs'
+    metrics."""
 
     def __init__(self, runs: Sequence[Run], console: Any) -> None:
         self.runs, self.console = runs, console

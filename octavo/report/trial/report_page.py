@@ -1,6 +1,6 @@
 """Writes the report of a trial: ``report.html`` (one file, opens offline), ``report.json`` and the PNG plots.
 
-The page holds nothing that was typed: every figure comes from the run directories through ``judge``. Its look is in
+Every figure on the page comes from the run directories through ``judge``. Its layout is in
 ``trial.html.jinja`` and ``page.css``.
 """
 
@@ -38,7 +38,7 @@ ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad":
 
 
 def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ...]:
-    """Write the report of a trial into ``directory``; returns the paths, the page first."""
+    """Write the report of a trial into ``directory``; return the paths, the page first."""
     directory.mkdir(parents=True, exist_ok=True)
     data = document(verdict) | {"savings": finite(savings_of(verdict, records)), "completions": spoken(records)}
     drawings, images = draw(records, directory, (*verdict.claims, *verdict.effects))
@@ -49,7 +49,7 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
 
 
 def document(verdict: Verdict) -> dict[str, Any]:
-    """``report.json``: verdict, checks and everything measured, as plain JSON; what is not a finite number is null."""
+    """``report.json``: verdict, checks and all measurements, as plain JSON; numbers that are not finite are null."""
     return finite(
         {
             "octavo": octavo.__version__,
@@ -67,7 +67,7 @@ def document(verdict: Verdict) -> dict[str, Any]:
 
 
 def curves_of(records: Records) -> list[plots.Curve]:
-    """The loss curves, each with its colour; FP8 runs count through five colours."""
+    """The loss curves, each with its colour; FP8 runs cycle through five colours."""
     curves, fp8 = [], 0
     for run, record in records:
         if run.kind in ("saving", "seed", "cell"):
@@ -80,14 +80,14 @@ def curves_of(records: Records) -> list[plots.Curve]:
 
 
 def spoken(records: Records) -> list[dict[str, Any]]:
-    """Completions of each FP8 recipe beside high precision's; empty where none were kept."""
+    """Completions of each FP8 recipe and of high precision, side by side; empty if none were recorded."""
     reference = next(r for a, r in records if a.kind == "reference")
     every = ((a.label, completions.side_by_side(reference, r)) for a, r in records if a.kind == "fp8")
     return [{"label": label, "steps": steps} for label, steps in every if steps]
 
 
 def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tuple[dict[str, str], list[Path]]:
-    """Draw every plot: SVG by name for the page, and the PNG files written beside it."""
+    """Draw every plot: return SVG by name for the page, and the written PNG files."""
     fp8 = [(run, record) for run, record in records if run.kind == "fp8"]
     drawings, images = {}, []
 
@@ -120,7 +120,7 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
                 name = "health" if len(fp8) == 1 else f"health-{run.name}"
                 components = {row["name"]: row.get("component") or "" for row in record.plan.get("rows", ())}
                 keep(name, plots.health_figure(record.health, components, run.label))
-        # From the bottom: high precision, each saving more, and FP8 with everything on.
+        # From the bottom: high precision, FP8 with one more saving each, and FP8 with everything on.
         bars = [
             (run.label, record.memory)
             for run, record in records
@@ -134,7 +134,7 @@ def draw(records: Records, directory: Path, claims: Sequence[Check] = ()) -> tup
 
 
 def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> list[dict[str, str]]:
-    """The figures at the head of the page for one FP8 run."""
+    """The key figures at the top of the page for one FP8 run."""
     if record.failure:
         return [{"figure": "failed", "word": f"after step {last_step(record)} of {run.cfg.train.steps}"}]
     runs = {run["label"]: run for run in verdict.data["arms"]}
@@ -153,7 +153,7 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
         found.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})
     if record.proof.get("share") is not None:
         share = percent(float(record.proof["share"]), 1)
-        found.append({"figure": share, "word": "of linear FLOPs ran in FP8, counted"})
+        found.append({"figure": share, "word": "of linear FLOPs ran in FP8 (measured)"})
     ratio = runs[run.label]["speed_ratio"]
     if math.isfinite(ratio):
         kind = _computed_on(record.environment)
@@ -164,24 +164,24 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
 
 
 def _mean(values: Sequence[float | None]) -> float:
-    """NaN where any of them is missing."""
+    """NaN if any of them is missing."""
     return float(np.mean([math.nan if value is None else value for value in values]))
 
 
 def expectations(verdict: Verdict) -> dict[tuple[str, str], str]:
-    """(claim, run) -> what its interval was expected to be before the first run, and came to."""
+    """(claim, run) -> the expected width of its interval before the first run, and the actual one."""
     found = {}
     for told in verdict.data["power"]:
         estimate = Estimate(**{key: value for key, value in told.items() if key in Estimate.__dataclass_fields__})
         if estimate.why_not or estimate.units < 2:
             continue
         for run, half in told["came"].items():
-            found[told["claim"], run] = f"expected {estimate.shown(estimate.half)}, came {estimate.shown(half)}"
+            found[told["claim"], run] = f"expected {estimate.shown(estimate.half)}, measured {estimate.shown(half)}"
     return found
 
 
 def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
-    """The table of what each saving cost; empty where the trial trained no runs for it."""
+    """The table of each saving's cost; empty if the trial trained no runs for it."""
     by_name = {run["name"]: run for run in verdict.data["arms"]}
     runs = [by_name[run.name] for run, _ in records if run.kind == "saving"]
     if not runs:
@@ -191,19 +191,19 @@ def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:
 
 
 def speed_sentence(records: Records, jobs: int = 1) -> str:
-    """What the speed figures mean on the device they were read on; ``jobs`` runs trained at a time."""
+    """How to interpret the speed figures on the device of the trial; ``jobs`` runs trained at a time."""
     shared = f"Up to {jobs} runs trained at a time and shared the machine. " if jobs > 1 else ""
     environment = next(r.environment for a, r in records if a.kind == "reference")
     if _computed_on(environment) == "gpu":
-        return shared + "Read on the GPU named under Environment, in one trial."
+        return shared + "Measured on the GPU listed under Environment, in one trial."
     return shared + (
         "No GPU here: FP8 ran as the reference, which emulates FP8 in plain PyTorch, casts on top of ordinary "
-        "matrix products. It shows what FP8 does to the training; these figures say nothing about how fast FP8 is."
+        "matrix products. The trial shows the effect of FP8 on training; these figures say nothing about its speed."
     )
 
 
 def _computed_on(environment: Mapping[str, Any]) -> str:
-    """gpu, cpu, or the type of another vendor's device; older records say only which GPUs there were."""
+    """gpu, cpu, or the type of another vendor's device; older records only list GPUs."""
     told = (environment.get("accelerator") or {}).get("type")
     gpu = bool(environment.get("gpus")) and told != "cpu"
     return "gpu" if gpu else str(told or "cpu")

@@ -1,6 +1,6 @@
-"""What of an earlier trial is read again: runs that are finished, of the same configuration, data and model folder.
+"""Reuses finished runs of an earlier trial with the same configuration, data and model folder.
 
-What was trained otherwise is refused, or deleted where the trial begins afresh.
+A run that was trained differently is an error, or is deleted if the trial starts afresh.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from octavo.report.evidence.trial_spec import Run
 
 
 def clear(directory: Path) -> None:
-    """Delete the runs and the report of an earlier trial; only folders that a trial made are touched."""
+    """Delete the runs and the report of an earlier trial; only folders that a trial created are touched."""
     for folder in sorted((directory / "arms").glob("*")):
         if (folder / "config.yaml").is_file():
             shutil.rmtree(folder)
@@ -30,7 +30,7 @@ def clear(directory: Path) -> None:
 
 
 def check_reusable(run: Run) -> None:
-    """Raise ``ReportError`` where the run's folder holds a run of another configuration."""
+    """Raise ``ReportError`` if the run's folder holds a run of another configuration."""
     directory = Path(run.cfg.run.dir)
     saved = directory / "config.yaml"
     if not saved.is_file():
@@ -40,13 +40,13 @@ def check_reusable(run: Run) -> None:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in differ[:5])
         raise ReportError(
             f"{directory} was trained with another configuration: {shown}. "
-            "Give another directory, or --fresh to train the runs again"
+            "Choose another directory, or train the runs again with --fresh"
         )
 
 
 def same_files(cfg: Config, directory: Path) -> None:
-    """Note what the data and the model folder hold when a trial begins, and raise ``ReportError`` where they hold
-    something else when it goes on: its runs would be of different data."""
+    """Record the content of the data and the model folder when a trial begins, and raise ``ReportError`` if it has
+    changed when the trial continues: its runs would use different data."""
     from octavo.train import TrainError
     from octavo.train.run_dir import input_fingerprints
 
@@ -62,7 +62,7 @@ def same_files(cfg: Config, directory: Path) -> None:
 
 
 def comparable(cfg: Config) -> dict[str, Any]:
-    """What decides a run's figures: everything but where the run lies and how it is watched and saved."""
+    """The settings that decide a run's figures: everything but its folder, tracking and checkpoints."""
     data = cfg.model_dump(mode="json")
     saved = "save", "save_every", "save_states", "keep", "milestones"
     for key in ("dir", "resume", "fork", *saved, "tensorboard", "trackers"):
@@ -80,7 +80,7 @@ def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]
 
 
 def finished(run: Run) -> RunRecord | None:
-    """The record of a run that reached its end; None where it must (still) run."""
+    """The record of a run that reached its end; None if it must (still) run."""
     directory = Path(run.cfg.run.dir)
     if not (directory / "metrics.jsonl").is_file():
         return None

@@ -1,6 +1,6 @@
-"""The plots of reinforcement learning and of preferences: what a step's figures did, in FP8 and in high precision.
+"""The plots of phases rl and preference: the figures of each step, in FP8 and in high precision.
 
-Every run is a faint line, smoothed; over several seeds their mean is the strong one.
+Every run is a pale, smoothed line; the mean over several seeds is a strong one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.report.run.plots import PALETTE, smooth, window_for
 
 @dataclass(frozen=True)
 class Side:
-    """The runs of one precision, one a seed; ``color`` is a name in ``PALETTE``."""
+    """The runs of one precision, one per seed; ``color`` is a name in ``PALETTE``."""
 
     label: str
     color: str
@@ -30,7 +30,7 @@ class Side:
 
 
 def sides_of(records: Sequence[tuple[Run, RunRecord]]) -> list[tuple[Side, Side]]:
-    """Each FP8 recipe beside high precision, over the seeds that both have; FP8 runs count through five colours."""
+    """Pairs of an FP8 recipe and high precision, over the seeds that both have; FP8 runs cycle through five colours."""
     reference = next((run, record) for run, record in records if run.kind == "reference")
     found = []
     for number, fp8 in enumerate((run, record) for run, record in records if run.kind == "fp8"):
@@ -40,14 +40,14 @@ def sides_of(records: Sequence[tuple[Run, RunRecord]]) -> list[tuple[Side, Side]
 
 
 def unpaired(records: Sequence[tuple[Run, RunRecord]]) -> list[Side]:
-    """High precision of a seed that FP8 was not trained with: how far the seed alone goes."""
+    """High-precision runs with seeds that FP8 was not trained with: they show the effect of the seed alone."""
     seeds = {run.cfg.run.seed for run, _ in records if run.kind in ("fp8", "seed")}
     every = [(run, record) for run, record in records if run.kind == "noise" and run.cfg.run.seed not in seeds]
     return [Side(run.label, "noise", [record]) for run, record in every]
 
 
 def learning_figure(sides: Sequence[Side], panels: Sequence[Panel]) -> Figure:
-    """A panel for each figure that any run recorded."""
+    """A figure with a panel for each quantity that any run recorded."""
     shown = [panel for panel in panels if any(panel.key in r.figures for side in sides for r in side.records)]
     rows = max(1, -(-len(shown) // 2))
     figure = Figure(figsize=(9, 0.5 + 2.3 * rows), layout="constrained")
@@ -71,8 +71,7 @@ def learning_figure(sides: Sequence[Side], panels: Sequence[Panel]) -> Figure:
 
 
 def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figure:
-    """FP8 minus high precision, step by step, in pairs of one seed: each run of the first side with its own of the
-    second."""
+    """FP8 minus high precision, step by step, in pairs with the same seed."""
     figure = Figure(figsize=(9, 2.9), layout="constrained")
     axes = figure.subplots()
     for fp8, high in pairs:
@@ -91,8 +90,8 @@ def reward_gap_figure(pairs: Sequence[tuple[Side, Side]], panel: Panel) -> Figur
 
 
 def _lines(axes: Axes, side: Side, curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    """Each curve (steps, values), and the mean of all at the steps that all have; what is rare, as evaluations are, has
-    a dot at each value."""
+    """Each curve (steps, values), and the mean of all at the steps that all have; sparse curves, such as evaluations,
+    have a dot at each value."""
     if not curves:
         return
     color, style = PALETTE[side.color], (0, (4, 2)) if side.dashed else "-"

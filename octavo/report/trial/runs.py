@@ -1,6 +1,6 @@
-"""Which runs a trial is made of, in the order they run: each a name, a kind and the configuration it trains.
+"""The runs of a trial in their order: each has a name, a kind and a configuration.
 
-High precision, the same with other seeds, each FP8 recipe, what tells the price of savings, pairs of seeds, forks.
+High precision, the same with other seeds, each FP8 recipe, the ablation of savings, pairs of seeds, forks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def runs_of(
     if recipes is None:
         if own_name == "off":
             raise ReportError(
-                "the configuration has fp8.recipe: off, so there is nothing to compare with high precision. "
+                "the configuration has fp8.recipe: off, so there is no FP8 to compare with high precision. "
                 f"Set fp8.recipe, or name recipes to try: {', '.join(r for r in RECIPES if r != 'off')}"
             )
         recipes = [own_name]
@@ -48,7 +48,7 @@ def runs_of(
         raise ReportError(f"{problem}; compare compares FP8 recipes with high precision. Name one or more of: {known}")
     plain = high_precision(cfg)
     seed, begins = cfg.run.seed, forks_begin(cfg.train.total_steps)
-    # The checkpoint is kept even without forks, so that forks can be added without training high precision again.
+    # The checkpoint is kept even without forks, so that forks can be added later without training high precision again.
     forkable = cfg.train.phase not in BEYOND_SFT and cfg.train.total_steps - begins >= LEAST_FORK
     milestones = (begins,) if forks or forkable else ()
     forkable_cfg = plain.model_copy(update={"run": plain.run.model_copy(update={"milestones": milestones})})
@@ -69,7 +69,7 @@ def runs_of(
             run = _run_of(chosen, directory, f"{fp8.name}-seed-{s}", f"{fp8.label}, seed {s}", "seed", s)
             runs.append(replace(run, of=fp8.name))
         runs += [_fork(reference, fp8, storable(chosen), number, directory) for number in range(forks)]
-    # High precision's own fork of the reference's seed is the reference, where it records every step.
+    # The high-precision fork with the reference's seed is the reference itself, if it logs every step.
     first = 1 if cfg.run.log_every == 1 else 0
     return runs + [_fork(reference, None, plain, number, directory) for number in range(first, forks)]
 
@@ -92,7 +92,7 @@ def _fork(reference: Run, fp8: Run | None, cfg: Config, number: int, directory: 
 
 
 def cell(cfg: Config, directory: Path, parts: Sequence[str], seed: int) -> Run:
-    """A cell of a factorial trial: FP8 in these components, trained for its held-out figures alone."""
+    """A cell of a factorial trial: FP8 in these components; only its held-out figures are used."""
     bare = cfg.model_copy(update={"run": cfg.run.model_copy(update=_BARE)})
     name = f"cell-{'+'.join(parts)}"
     run = _run_of(bare, directory, f"{name}-seed-{seed}", f"FP8 in {' + '.join(parts)}, seed {seed}", "cell", seed)
@@ -100,13 +100,13 @@ def cell(cfg: Config, directory: Path, parts: Sequence[str], seed: int) -> Run:
 
 
 def high_precision(cfg: Config) -> Config:
-    """What FP8 is held against: no FP8 and no saving, computing in BF16 where the configuration's model is BF16."""
+    """The configuration to compare FP8 with: no FP8 and no savings, in BF16 if the configured model is BF16."""
     return without(cfg).model_copy(update={"fp8": Fp8Section(recipe="off")})
 
 
 def with_recipe(cfg: Config, name: str) -> Config:
-    """Another recipe for all that has none of its own; a base that is quantized while it is read is so in the kind of
-    codes that this recipe multiplies by, and in high precision where there is none."""
+    """Set the recipe wherever no other is set explicitly; a base that is quantized while loading gets the codes that
+    this recipe multiplies, or stays in high precision if there are none."""
     kind = next((kind for kind, recipes in FITTING.items() if name in recipes), None)
     kinds = {
         part: kind if (own := getattr(cfg.fp8, part)) is None or own.recipe is None else was
@@ -118,8 +118,8 @@ def with_recipe(cfg: Config, name: str) -> Config:
 
 
 def own_recipe(cfg: Config) -> str:
-    """What a configuration asks for: its recipe; "by-plan" where a plan file decides; "by-component" where only
-    components or rules ask for one; or off."""
+    """The recipe of a configuration; "by-plan" if a plan file decides; "by-component" if only components or rules
+    set one; or off."""
     fp8 = cfg.fp8
     if fp8.plan is not None:
         return "by-plan"

@@ -132,7 +132,7 @@ def merge_model(
     done = export(
         _judged(model, merge_error, format, kind, anyway, say),
         origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
-        written=merge_error.written,
+        written=merge_error.add,
     )  # fmt: skip
     return Merged(done, kind, origin.base, merge_error, base_error, notes)
 
@@ -177,7 +177,7 @@ def _sentences(merge_error: MergeErrors) -> list[str]:
     lines = []
     if not any(w.delta for w in merge_error.weights.values()):
         return ["the adapter changes nothing: its B is zero, as before training; the base was written"]
-    if counted := merge_error.counted():
+    if counted := merge_error.in_fp8():
         worst = merge_error.worst(1)[0]
         lines.append(
             f"{merge_error.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "

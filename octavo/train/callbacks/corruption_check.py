@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import environment
-from octavo.fp8.proof import Check, drawn, sites, size_of
+from octavo.fp8.proof import Check, sites, sites_of_check, size_of
 from octavo.fp8.weights import stale_sentence
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
@@ -51,7 +51,7 @@ class Checking(Callback):
     def before_step(self, run: Run, number: int, batches: Batches) -> None:
         every, seed = run.cfg.run.check_every, run.cfg.run.seed
         if number % every == 0:
-            chosen = drawn(sites(run.job.plan), seed, number // every - 1)
+            chosen = sites_of_check(sites(run.job.plan), seed, number // every - 1)
             run.job.stepper.check = Check(chosen, draw=number)
         elif self.exchanged:
             run.job.stepper.check = Check((), draw=number)

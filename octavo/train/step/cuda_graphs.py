@@ -112,7 +112,7 @@ class Graphs:
             captured.inputs[name].copy_(value, non_blocking=True)
         self._hold(captured.reached)
         captured.graph.replay()
-        observe.replayed(captured.tape)
+        observe.report_replay(captured.tape)
         self.replays += 1
         return captured.parts.clone()
 
@@ -135,7 +135,7 @@ class Graphs:
             reached = self._warm(work)
             self._hold(reached)
             graph = self.graph()
-            with observe.taped() as tape:
+            with observe.record_gemms() as tape:
                 parts = graph.capture(work)
         return _Captured(graph, held, parts, reached, tape)
 

@@ -13,7 +13,7 @@ from typing import Any
 from octavo import fp8
 from octavo.config import Config
 from octavo.config.sections.fp8_adapt import AdaptSection
-from octavo.fp8.adapting import Decision, Judge, Limits, Place, climbed, decide, ladders, wanted, work_of
+from octavo.fp8.adapting import Decision, Judge, Limits, Place, apply_moves, casts_to_try, decide, ladders, work_of
 from octavo.fp8.planning import Schedule
 from octavo.parallel import World
 
@@ -61,7 +61,7 @@ class Course:
         if not moves:
             return planned
         if self._newest is None or self._newest[0] is not planned or self._newest[1] != moves:
-            self._newest = planned, moves, climbed(planned, self._ladder(planned), self.places)
+            self._newest = planned, moves, apply_moves(planned, self._ladder(planned), self.places)
         return self._newest[2]
 
     def judge(self, step: int) -> Judge | None:
@@ -69,7 +69,7 @@ class Course:
         if self.adapt is None or step % self.adapt.every:
             return None
         planned = self.schedule.at(step)
-        sites = wanted(planned, self._ladder(planned), self.places)
+        sites = casts_to_try(planned, self._ladder(planned), self.places)
         return Judge(sites) if sites else None
 
     def decide(self, step: int, judge: Judge, world: World) -> list[Decision]:

@@ -296,7 +296,7 @@ def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) 
     newer.setattr(type(TRITON), "auto_unsupported", lambda self, device: None)
     newer.setattr(fp8, "RECIPES", ("rowwise",))
     check = fp8_backends.versions_tested("cpu")
-    assert "5 checks of kernels and of a compiled layer agree with the reference on cpu" in check.found
+    assert "5 checks of kernels and a compiled layer agree with the reference on cpu" in check.found
     newer.setattr(self_check, "_done", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "gemm_wgrad", spoiled("gemm_wgrad", add))

@@ -307,7 +307,7 @@ area(
     ),
     (
         "export-keeps-codes-of-other-blocks", "checkpoint/export/values.py",
-        "return found if bool(same) else None", "return found",
+        "return merged if bool(same) else None", "return merged",
         "codes are kept where their blocks have several scales",
         "checkpoint/test_export_run.py",
     ),

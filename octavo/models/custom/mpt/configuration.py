@@ -125,11 +125,11 @@ class MPTConfig(PreTrainedConfig):
         for key, why in BLOCKS.items():
             if kwargs.get(key) is not None:
                 raise ValueError(f"{key} is {kwargs[key]!r:.80}: {why}. {_MEND}")
-        self.attn_config = _completed("attn_config", self.attn_config, ATTENTION, (*ELSEWHERE, *OF_ROPE))
-        self.ffn_config = _completed("ffn_config", self.ffn_config, FFN, ("fc_type",))
-        self.init_config = _completed("init_config", self.init_config, INIT, ("verbose",))
+        self.attn_config = _with_defaults("attn_config", self.attn_config, ATTENTION, (*ELSEWHERE, *OF_ROPE))
+        self.ffn_config = _with_defaults("ffn_config", self.ffn_config, FFN, ("fc_type",))
+        self.init_config = _with_defaults("init_config", self.init_config, INIT, ("verbose",))
         _check_attention(self.attn_config)
-        self.ffn_config = _plain(self.ffn_config)
+        self.ffn_config = _plain_mlp(self.ffn_config)
         self.learned_pos_emb = self.learned_pos_emb and not self.alibi
         self._check()
 
@@ -214,7 +214,7 @@ class MPTConfig(PreTrainedConfig):
 _MEND = "Correct config.json, if the weights are of another kind than it says"
 
 
-def _completed(
+def _with_defaults(
     name: str, stated: dict[str, Any] | None, known: Mapping[str, Any], others: tuple[str, ...]
 ) -> dict[str, Any]:
     """A nested dict with defaults for the known fields that it lacks. Raises ValueError for an unknown field, which may
@@ -247,7 +247,7 @@ def _check_attention(attention: dict[str, Any]) -> None:
         attention["attn_pdrop"] = int(attention["attn_pdrop"])  # transformers' class accepts no whole number as a float
 
 
-def _plain(ffn: dict[str, Any]) -> dict[str, Any]:
+def _plain_mlp(ffn: dict[str, Any]) -> dict[str, Any]:
     """`ffn_config` of an MLP of two layers. Raises ValueError for others."""
     # An absent activation is GELU; the name "gelu" leaves its form open, which the rest of this function fixes.
     act = ffn["ffn_act_fn"] or {"name": "gelu"}

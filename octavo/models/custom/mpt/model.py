@@ -126,7 +126,7 @@ class MPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As :mod:`octavo.models.custom.mpt.initial` says."""
+        """Initialise linear layers and embeddings by :mod:`octavo.models.custom.mpt.initial`."""
         if not isinstance(module, nn.Linear | nn.Embedding):
             super()._init_weights(module)
         elif not module.weight.is_meta:  # models that are loaded are built on meta: their init_config is not needed
@@ -186,7 +186,7 @@ class MPTModel(MPTPreTrainedModel):
         length, past = x.shape[1], 0 if past_key_values is None else past_key_values.get_seq_length()
         counted = position_ids is None
         if position_ids is None:
-            position_ids = _counted(attention_mask, past, length, x.device)
+            position_ids = _count_positions(attention_mask, past, length, x.device)
         if self.config.learned_pos_emb:
             limit = self.config.max_seq_len
             if (counted or past_key_values is not None) and past + length > limit:
@@ -224,7 +224,7 @@ class MPTModel(MPTPreTrainedModel):
         return {"attention_mask": alibi.causal(slope, past, x.shape[1], keys, dtype, mask)}
 
 
-def _counted(mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+def _count_positions(mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
     """Positions of tokens, [B or 1, T], counted from the first token after padding on the left."""
     if mask is not None and mask.dim() == 2:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]

@@ -37,7 +37,7 @@ def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
     attention = fields.get("attn_config")
     if attention is not None and not isinstance(attention, dict):
         raise ModelError(f"{folder}/config.json: attn_config is {attention!r:.80}, and it is an object.")
-    if not _by_foundry(raw):
+    if not _is_from_foundry(raw):
         fields = {
             "no_bias": True,
             "initializer_range": 0.02,
@@ -50,7 +50,7 @@ def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
     return config
 
 
-def _by_foundry(raw: Mapping[str, Any]) -> bool:
+def _is_from_foundry(raw: Mapping[str, Any]) -> bool:
     named = raw.get("architectures")
     return any(key in raw for key in OF_FOUNDRY) or (isinstance(named, list) and any(one in CLASSES for one in named))
 

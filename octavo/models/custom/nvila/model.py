@@ -23,7 +23,7 @@ from transformers.utils import torch_compilable_check
 from octavo.models.custom.image_features import ImageFeatures
 from octavo.models.custom.nvila.configuration import NvilaConfig, NvilaLiteConfig
 from octavo.models.custom.nvila.projector import Projector
-from octavo.models.custom.nvila.scales import blocks_of, cut_of, seen_of, stitched
+from octavo.models.custom.nvila.scales import blocks_of, cut_of, seen_of, stitch
 from octavo.models.custom.nvila.tower import Tower
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         blocks = blocks_of(patches, cuts, len(self.config.s2_scales))
         # One call of the projector for the blocks of all images, so that each of its layers runs once in a forward.
         tokens = self.mm_projector(torch.cat(blocks)).split([len(block) for block in blocks])
-        images = [stitched(one, cut.rows, cut.columns) for one, cut in zip(tokens, cuts, strict=True)]
+        images = [stitch(one, cut.rows, cut.columns) for one, cut in zip(tokens, cuts, strict=True)]
         return ImageFeatures(patches, tuple(self.add_line_breaks(image[None])[0] for image in images))
 
     def add_line_breaks(self, features: Tensor) -> Tensor:

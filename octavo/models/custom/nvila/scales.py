@@ -1,8 +1,8 @@
 """Dynamic S2: the features of an image at several scales, concatenated, in blocks for the projector.
 
-    1  the tiles of a scale are stitched to one map of features
+    1  the tiles of a scale are stitch to one map of features
     2  each map is resized to the largest scale, by area, in fp32, and channels are joined, the smallest scale first
-    3  the map is cut into rows x columns blocks of a tile's size; each is projected, and their tokens are stitched to a
+    3  the map is cut into rows x columns blocks of a tile's size; each is projected, and their tokens are stitch to a
        map, which is read row by row
 
 An image of one tile has the same features at every scale. Tiles are cut by `octavo.models.custom.nvila.images`.
@@ -56,7 +56,7 @@ def blocks_of(features: Tensor, cuts: Sequence[Cut], scales: int) -> list[Tensor
 def _blocks(features: Tensor, of: Cut, scales: int) -> Tensor:
     largest, *smaller = features.split([of.rows * of.columns, *(side * side for side in of.smaller)])
     whole = _map(largest, of.rows, of.columns)
-    maps = [_resized(_map(one, side, side), whole) for one, side in zip(smaller, of.smaller, strict=True)]
+    maps = [_resize(_map(one, side, side), whole) for one, side in zip(smaller, of.smaller, strict=True)]
     joined = torch.cat([*maps, whole] if maps else [whole] * scales, -1)
     _, tall, wide, _ = features.shape
     cut = joined.reshape(of.rows, tall, of.columns, wide, -1).transpose(1, 2)
@@ -70,12 +70,12 @@ def _map(tiles: Tensor, rows: int, columns: int) -> Tensor:
     return parted.reshape(rows * tall, columns * wide, channels)
 
 
-def _resized(small: Tensor, to: Tensor) -> Tensor:
+def _resize(small: Tensor, to: Tensor) -> Tensor:
     resized = F.interpolate(small.permute(2, 0, 1)[None].float(), size=to.shape[:2], mode="area")
     return resized[0].permute(1, 2, 0).to(to.dtype)
 
 
-def stitched(tokens: Tensor, rows: int, columns: int) -> Tensor:
+def stitch(tokens: Tensor, rows: int, columns: int) -> Tensor:
     """Tokens of blocks [rows * columns, n, H], each a square row by row -> tokens of the image, row by row."""
     side = round(tokens.shape[1] ** 0.5)
     return _map(tokens.unflatten(1, (side, side)), rows, columns).flatten(0, 1)

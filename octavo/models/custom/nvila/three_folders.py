@@ -42,7 +42,7 @@ _KNOWN = {
 def read_three(folder: Path) -> NvilaLiteConfig:
     """The configuration of a model in three folders. Raises ModelError for values that Octavo's model code does not
     implement."""
-    # Every field that changes the arithmetic is compared with the one value that Octavo implements, before any is used.
+    # Every field that changes the arithmetic is compared with the values that Octavo implements, before any is used.
     raw = {part: read_json(folder / part / "config.json") for part in PARTS}
     top = read_json(folder / "config.json")
     for file in (folder, *(folder / part for part in PARTS)):

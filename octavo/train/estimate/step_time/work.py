@@ -3,8 +3,8 @@
 A token costs 6 FLOPs for each parameter that multiplies it: 2 in the forward and 4 in backward, or 2 in backward for a
 frozen layer, which has no wgrad. Attention costs 6 L Hq D s, because a token attends to s / 2 others on average; s is
 the length of a row, or sum(l^2) / sum(l) for packs. A patch costs 6 N, plus 12 L d s for attending to all s patches of
-its image. These are the model's FLOPs, which publications count. A GPU computes more: flash attention recomputes scores in
-backward (7 FLOPs for each 6), and recomputed blocks run a second forward.
+its image. These are the model's FLOPs, which publications count. A GPU computes more: flash attention recomputes scores
+in backward (7 FLOPs for each 6), and recomputed blocks run a second forward.
 """
 
 from __future__ import annotations
