@@ -128,7 +128,7 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
     whole = train.run(make(*over, f"run.start_from={first.dir}", dir="whole"))
     stopped = make(*over, f"run.start_from={first.dir}", dir="stopped")
     train.run(stopped, callbacks=[at(4, signal.SIGTERM)])
-    with pytest.raises(train.TrainError, match=r"began with .*first/checkpoints/step_2, and run.start_from is .*whole"):
+    with pytest.raises(train.TrainError, match=r"began with .*first/checkpoints/step_2, but run.start_from is .*whole"):
         train.run(make(*over, f"run.start_from={whole.dir}", "run.resume=auto", dir="stopped"))
     state = first.dir / "checkpoints" / "step_2" / "state.json"
     state.write_bytes(state.read_bytes() + b" ")
@@ -190,7 +190,7 @@ run: {{dir: {folder}/full, health_every: 0, tensorboard: false, hf: false, threa
      (("lora={adapter: ./a}",), "lora.adapter")],
 )  # fmt: skip
 def test_a_run_begins_with_one_thing(make, over, key):
-    with pytest.raises(ConfigError, match=rf"run.start_from: stands beside {key}, .*leave out one of them"):
+    with pytest.raises(ConfigError, match=rf"run.start_from: is set together with {key}, .*remove one of them"):
         make("run.start_from=./b", *over)
 
 

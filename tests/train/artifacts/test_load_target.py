@@ -113,7 +113,7 @@ def test_a_full_run_takes_another_recipe_and_no_other_base(runs):
     found = artifacts.look(runs / "full")
     assert "blockwise on" in found.open(step=2).notes[1]
     assert found.open(recipe="off").notes == ("step 2", "high precision")
-    with pytest.raises(TrainError, match="load_in_fp8 quantizes a frozen base, and .*full trained all weights"):
+    with pytest.raises(TrainError, match="load_in_fp8 quantizes a frozen base, but .*full trained all weights"):
         found.open(load_in_fp8="row")
     with pytest.raises(TrainError, match="a base was given .* trained all weights: only adapters have one"):
         artifacts.look(runs / "full", runs / "fp8")
@@ -188,7 +188,7 @@ def test_a_folder_is_evaluated_on_the_data_of_a_configuration(runs, place):
         ({"adapter_config.json": "{}"}, "it is not a complete PEFT adapter"),
         (
             {"adapter_config.json": '{"base_model_name_or_path": "Qwen/Q"}', "adapter_model.safetensors": ""},
-            "its adapter_config.json names 'Qwen/Q', which is no .*--base FOLDER",
+            "its adapter_config.json names 'Qwen/Q', which is not .*--base FOLDER",
         ),
         (
             {"adapter_config.json": "{}", "config.json": "{}", "model.safetensors": ""},
