@@ -37,7 +37,7 @@ lint: install     ## ruff: lint and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install    ## the type checker on fp8/ and config/
+types: install    ## the type checker on all of octavo/
 	$(BIN)/mypy
 
 test: lint types  ## what every change must pass, in about 8 minutes on 2 cores; says what it cost

@@ -9,9 +9,9 @@ with every file forced to the disk (which a conversion does, so that what appear
 results/convert_cpu.json; another prints its figures, and writes them where --out says.
 
 The ratio is the speed against the copy that is forced to the disk, so 1 is its speed; of several turns the fastest
-counts, since others may be at work on the machine. CPU seconds stand beside it: on a machine whose cores are all busy
-they decide. All reads are from the page cache, which is the harder case: a disk that reads slower than checksums are
-computed hides them.
+counts, since others may be at work on the machine. CPU seconds are printed next to it: on a machine whose cores are all
+busy they decide. All reads are from the page cache, which is the harder case: a disk that reads slower than checksums
+are computed hides them.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def by_dcp(source: Path, target: Path) -> None:
 
 
 def measure(scratch: Path, gigabytes: float, shards: int, repeats: int) -> record.Result:
-    source, there = scratch / "model", scratch / "dcp"
+    source, dcp_folder = scratch / "model", scratch / "dcp"
     size = make(source, gigabytes, shards)
-    convert.hf_to_dcp(source, there)
-    convert.dcp_to_hf(there, scratch / "back")
+    convert.hf_to_dcp(source, dcp_folder)
+    convert.dcp_to_hf(dcp_folder, scratch / "back")
     same, *wrong = filecmp.cmpfiles(source, scratch / "back", os.listdir(source), shallow=False)
     if any(wrong):
         raise SystemExit(f"not the same after there and back: {wrong}")
@@ -95,10 +95,10 @@ def measure(scratch: Path, gigabytes: float, shards: int, repeats: int) -> recor
         "copytree": lambda: shutil.copytree(source, out),
         COPY: lambda: forced(source, out),
         "octavo hf_to_dcp": lambda: convert.hf_to_dcp(source, out),
-        "octavo dcp_to_hf": lambda: convert.dcp_to_hf(there, out),
+        "octavo dcp_to_hf": lambda: convert.dcp_to_hf(dcp_folder, out),
         "load all, then dcp.save": lambda: by_dcp(source, out),
     }
-    # before each turn, so that nobody pays for what another left to be written
+    # before each turn, so that no turn pays for writes of the one before
     taken = turns.take(ways, repeats, before=os.sync, after=lambda: shutil.rmtree(out), warmup=1)
     case = f"{size / 1e9:.2f} GB in {shards} shards"
     rows = [
@@ -124,7 +124,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=at_least_two)
     parser.add_argument("--scratch", type=Path, help="where; its disk must hold five times the folder")
     parser.add_argument(
-        "--out", type=Path, help="the result file, which is the repository's for the default size alone"
+        "--out", type=Path, help="the result file; by default the repository's, if the size is the default too"
     )
     parser.set_defaults(**SIZE)
     args = parser.parse_args(words)

@@ -6,7 +6,7 @@
     GPUs
 
 Published figures are what others claim of their software; nothing here ran on a GPU. Every run is of FSDP, context
-and expert parallelism alone: what this model of cost has no term for (tensor and pipeline parallelism) is left out. Of
+and expert parallelism only: what this model of cost has no term for (tensor and pipeline parallelism) is left out. Of
 runs that differ in size, the smaller ones are fitted and the larger ones, and other software, are judged.
 """
 
@@ -34,7 +34,8 @@ from octavo.train.estimate.step_time.search import in_short_rows
 from octavo.train.setup import planning
 from octavo.train.setup.token_counts import Tokens
 
-LINKS = 0.8  # of a link's speed, assumed: what these runs send is hidden behind computing, so they say little of it
+# of a link's speed, assumed: the traffic of these runs overlaps with computation, so they say little about it
+LINKS = 0.8
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,12 @@ def work(run: Run) -> Work:
 
     def groups(axes: Layout) -> tuple[Group, ...]:
         ranks, rest = axes.sharded, axes.sharded // axes.expert
-        found = [Group("", ranks, 4 * head // ranks, 8 * head // ranks, False)]  # embedding and head
-        found += [Group("layers", ranks, 2 * s.layers * dense // ranks, 4 * s.layers * dense // ranks, True)]
+        parts = [Group("", ranks, 4 * head // ranks, 8 * head // ranks, False)]  # embedding and head
+        parts += [Group("layers", ranks, 2 * s.layers * dense // ranks, 4 * s.layers * dense // ranks, True)]
         if s.experts:
             each = s.layers * s.experts // axes.expert * expert // rest
-            found.append(Group("experts", rest, 2 * each, 4 * each, True))
-        return tuple(found)
+            parts.append(Group("experts", rest, 2 * each, 4 * each, True))
+        return tuple(parts)
 
     def updated(axes: Layout) -> float:
         return 28.0 * (s.layers * (dense + s.experts * expert) + 2 * head) / axes.sharded
@@ -158,15 +159,15 @@ def work(run: Run) -> Work:
     return Work(decoder, rows, flops, forward, elements, groups, updated, again, compiled=True)
 
 
-def predicted(run: Run, found: dict[str, float]) -> float:
+def predicted(run: Run, constants: dict[str, float]) -> float:
     """Tokens a second and GPU under these constants."""
-    given = {name: found[name] for name in ("bf16", "fp8", "experts", "attention")}
+    rates = {name: constants[name] for name in ("bf16", "fp8", "experts", "attention")}
     if run.ring:
-        given["attention"] *= found["ring"]
-    speeds = Speeds(**given, compiled=found[run.blocks], eager=found["eager"], links=LINKS)
+        rates["attention"] *= constants["ring"]
+    speeds = Speeds(**rates, compiled=constants[run.blocks], eager=constants["eager"], links=LINKS)
     memory, hbm = (Card.parse("141GB"), 4.8e12) if run.gpu == "h200" else (Card.parse("80GB"), 3.35e12)
     hbm = 2.4e12 if run.gpu == "h100-2.4" else hbm
-    power = found["power"] if run.gpu == "h100-2.4" else 1.0
+    power = constants["power"] if run.gpu == "h100-2.4" else 1.0
     cluster = Cluster(run.gpu, 989e12 * power, 1979e12 * power, memory, hbm, 450e9, 50e9, 8, -(-run.ranks // 8), speeds)
     layout = Layout.of(run.ranks, ParallelSection(context=run.context, expert=run.expert))
     mesh = Mesh.of(layout, 1 if run.ring else "auto", SHAPES[run.shape].heads)
@@ -178,17 +179,17 @@ def fit() -> dict[str, float]:
     half = [run for run in RUNS if run.fit]
 
     def off(x: Any) -> list[float]:
-        found = dict(zip(names, x, strict=True))
+        constants = dict(zip(names, x, strict=True))
         held = [HOLD * (value / start - 1) for value, start in zip(x, begin, strict=True)]
-        return [math.log(predicted(run, found) / run.rate) for run in half] + held
+        return [math.log(predicted(run, constants) / run.rate) for run in half] + held
 
     return dict(zip(names, map(float, least_squares(off, np.array(begin), bounds=(low, high)).x), strict=True))
 
 
-def judged(found: dict[str, float]) -> list[dict[str, Any]]:
+def judged(constants: dict[str, float]) -> list[dict[str, Any]]:
     out = []
     for run in RUNS:
-        rate = predicted(run, found)
+        rate = predicted(run, constants)
         out.append({**asdict(run), "predicted": round(rate), "off": round(rate / run.rate - 1, 4)})
     return out
 
@@ -206,10 +207,10 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"{good} of {len(some)} within 15 %\n")
 
 
-def write(found: dict[str, float], path: Path = SPEEDS_FILE) -> None:
+def write(constants: dict[str, float], path: Path = SPEEDS_FILE) -> None:
     """The constants for `octavo plan --cluster`, with where they come from."""
     names = ("bf16", "fp8", "experts", "attention", "compiled", "eager")
-    speeds = {name: round(found[name], 4) for name in names} | {"links": LINKS}
+    speeds = {name: round(constants[name], 4) for name in names} | {"links": LINKS}
     sources = sorted({run.source for run in RUNS if run.fit})
     about = "written by benchmarks/cost.py --write: fitted to tokens/s that others publish, no GPU of ours"
     path.write_text(json.dumps({"about": about, "sources": sources, "speeds": speeds}, indent=1) + "\n")
@@ -241,18 +242,18 @@ def table(most: int) -> list[dict[str, Any]]:
         while ranks <= most:
             sizes.cfg = cfg.model_copy(update={"train": cfg.train.model_copy(update={"global_batch": 4 * ranks})})
             best = search(sizes, Cluster.parse(f"h100x8x{ranks // 8}"), decoder)[0]
-            fits, found = best.over <= 0, best.estimate
+            fits, chosen = best.over <= 0, best.estimate
             out.append({
                 "model": title, "gpus": ranks, "mesh": str(best.mesh) if fits else None,
-                "gib": round(best.memory / 2**30, 1), "tokens_per_second_per_gpu": round(found.rate) if fits else None,
-                "bound": found.bound if fits else best.why(best),
+                "gib": round(best.memory / 2**30, 1), "tokens_per_second_per_gpu": round(chosen.rate) if fits else None,
+                "bound": chosen.bound if fits else best.why(best),
             })  # fmt: skip
             ranks *= 2
     return out
 
 
 def show_table(rows: list[dict[str, Any]]) -> None:
-    print("| model | GPUs | best mesh | GiB a rank | tokens/s a GPU | time goes to |\n|---|---|---|---|---|---|")
+    print("| model | GPUs | best mesh | GiB per rank | tokens/s per GPU | share of time |\n|---|---|---|---|---|---|")
     for row in rows:
         fits = row["mesh"] is not None
         rate = f"{row['tokens_per_second_per_gpu']:,}" if fits else ""
@@ -268,21 +269,21 @@ def main() -> int:
     )
     parser.add_argument("--table", action="store_true", help="the best meshes on 8, 16, ... GPUs, and nothing else")
     parser.add_argument("--most", type=int, default=4096, help="GPUs of the table's last rows")
-    asked = parser.parse_args()
-    if asked.table:
-        best = table(asked.most)
+    args = parser.parse_args()
+    if args.table:
+        best = table(args.most)
         show_table(best)
-        if asked.out is not None:
-            asked.out.write_text(json.dumps(best, indent=1) + "\n")
+        if args.out is not None:
+            args.out.write_text(json.dumps(best, indent=1) + "\n")
         return 0
-    found = fit()
-    rows = judged(found)
-    print(", ".join(f"{name} {value:.3g}" for name, value in found.items()) + f", links {LINKS} (assumed)\n")
+    constants = fit()
+    rows = judged(constants)
+    print(", ".join(f"{name} {value:.3g}" for name, value in constants.items()) + f", links {LINKS} (assumed)\n")
     show(rows)
-    if asked.out is not None:
-        asked.out.write_text(json.dumps({"constants": found, "links": LINKS, "runs": rows}, indent=1) + "\n")
-    if asked.write:
-        write(found)
+    if args.out is not None:
+        args.out.write_text(json.dumps({"constants": constants, "links": LINKS, "runs": rows}, indent=1) + "\n")
+    if args.write:
+        write(constants)
     return 0
 
 

@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="later openings, of which the median counts")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = []
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         environ = {**os.environ, "OCTAVO_CACHE": f"{folder}/cache", "OMP_NUM_THREADS": "1"}
 
@@ -98,10 +98,10 @@ def main() -> None:
             }
             print(f"{kind:10} {first['seconds']:9.2f} {first['mib']:6.0f} "
                   f"{row['later']['seconds']:9.2f} {row['later']['mib']:6.0f}", flush=True)  # fmt: skip
-            found.append(row)
+            rows.append(row)
     if args.out:
         about = {"command": f"python benchmarks/data_files.py --mb {args.mb:g}", "machine": record.machine()}
-        record.save({**about, "megabytes": args.mb, "rows": found}, args.out)
+        record.save({**about, "megabytes": args.mb, "rows": rows}, args.out)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     octavo compare examples/digits_everything.yaml --savings --forks 3 --jobs 2
     python benchmarks/demo.py runs/digits_everything-compare savings      # and benchmarks/lora_base.py says how: lora
 
-Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings, lora, rl, rl_lora or dpo) and the plots beside it,
+Writes results/NAME_cpu.json (or NAME_gpu.json; NAME: demo, savings, lora, rl, rl_lora or dpo) and the plots next to it,
 which README quotes.
 """
 
@@ -51,7 +51,7 @@ def keep(trial: Path, name: str = "demo") -> Path:
     fp8 = next(run for run in runs if run["kind"] == "fp8")
     machine = record.machine(fp8["environment"])
     device = "gpu" if machine.get("gpus") else "cpu"
-    found = {
+    result = {
         "command": COMMANDS[name],
         "verdict": report["verdict"],
         "noise": report["noise"],
@@ -62,7 +62,7 @@ def keep(trial: Path, name: str = "demo") -> Path:
         **({"savings": report["savings"]} if report.get("savings") else {}),
         "machine": machine,
     }
-    path = record.save(found, RESULTS / f"{name}_{device}.json")
+    path = record.save(result, RESULTS / f"{name}_{device}.json")
     for plot in PLOTS.get(name, ("loss", "health")):
         shutil.copyfile(trial / "report" / f"{plot}.png", RESULTS / f"{name}_{device}_{plot}.png")
     return path

@@ -6,7 +6,7 @@ Times, by turns: random bytes written to a plain file that is forced to the disk
 KiB, 256 KiB (what Octavo writes), 1 MiB and 4 MiB, and each read back from the page cache; 4 KiB read at random places
 of each, which is what a row costs; and `checkpoint.save` and `load` of a state of the same size, plain and encrypted.
 What comes back is compared first. Of several turns the fastest counts, since others may be at work on the machine; CPU
-seconds stand beside it. A run of the default size writes results/encryption_cpu.json.
+seconds are printed next to it. A run of the default size writes results/encryption_cpu.json.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.pop(encryption.FILE, None)
     os.environ[encryption.VALUE] = os.urandom(32).hex()
-    size, asked = args.megabytes * 10**6, {name: getattr(args, name) for name in SIZE}
+    size, sizes = args.megabytes * 10**6, {name: getattr(args, name) for name in SIZE}
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         rows = of_files(Path(folder), size, args.repeats) | of_states(Path(folder), size, args.repeats)
     for name, row in rows.items():
@@ -137,12 +137,12 @@ def main() -> None:
         else:
             row["gigabytes_a_second"] = size / row["seconds"] / 1e9
         print(f"{name:16}" + "".join(f"  {key} {value:.3g}" for key, value in row.items()))
-    if out := args.out or (RESULT if asked == SIZE else None):
+    if out := args.out or (RESULT if sizes == SIZE else None):
         command = "python benchmarks/encryption.py" + "".join(
-            f" --{name} {value}" for name, value in asked.items() if asked != SIZE
+            f" --{name} {value}" for name, value in sizes.items() if sizes != SIZE
         )
-        found = {"command": command, "settings": {**asked, "threads": 1}, "rows": rows, "machine": record.machine()}
-        print(f"wrote {record.save(found, out)}")
+        result = {"command": command, "settings": {**sizes, "threads": 1}, "rows": rows, "machine": record.machine()}
+        print(f"wrote {record.save(result, out)}")
     else:
         print("wrote no file: this is not the default size; --out FILE keeps the figures")
 

@@ -4,12 +4,12 @@ turns.
     python benchmarks/gc_spread.py [--rounds 8] [--steps 150] [--out FILE.json]
 
 Each round trains a mini Qwen3-VL once with every setting, another one first each time, so that what else the machine
-does falls on all of them. Of each run the first 10 steps are left out. A step lasts from its beginning to that of the
-next, so that what happens between steps counts, in CPU seconds of the process (one thread): on a machine with other
-work the clock on the wall tells of that alone. `p50`, `p99` and `max` are of all steps of a setting; `spread` is p99
-over p50, with a 95 % interval by bootstrap over runs, and `against_default` the quotient of two such spreads, of the
-same rounds. What `gc.callbacks` tell: collections of each generation in 1,000 steps, the longest one, and the share of
-the time that all of them took. `objects` are those that the collector knows at the end.
+does falls on all of them. Of each run the first 10 steps are left out. A step lasts from its beginning to the beginning
+of the next, so that what happens between steps counts, in CPU seconds of the process (one thread): on a machine with
+other work the clock on the wall tells of that alone. `p50`, `p99` and `max` are of all steps of a setting; `spread` is
+p99 over p50, with a 95 % interval by bootstrap over runs, and `against_default` the quotient of two such spreads, of
+the same rounds. What `gc.callbacks` tell: collections of each generation in 1,000 steps, the longest one, and the share
+of the time that all of them took. `objects` are those that the collector knows at the end.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def spread(runs: list[np.ndarray]) -> float:
 
 
 def figures(runs: list[Times], plain: list[Times], seed: int) -> dict[str, Any]:
-    """Those of one setting, against those of the default in the same rounds."""
+    """Figures of one setting, compared with the default in the same rounds."""
     mine, theirs = ([np.diff(one.begins[WARM:]) for one in of] for of in (runs, plain))
     whole = np.concatenate(mine)
     draw = np.random.default_rng(seed)
@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     names = list(SETTINGS)
-    found: dict[str, list[Times]] = {name: [] for name in names}
+    times: dict[str, list[Times]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         tiny.write("qwen3_vl", folder / "tiny", size="mini")
@@ -116,9 +116,9 @@ def main() -> None:
         for number in range(args.rounds):
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                found[name].append(run(folder, f"{names.index(name)}_{number}", SETTINGS[name], args.steps))
+                times[name].append(run(folder, f"{names.index(name)}_{number}", SETTINGS[name], args.steps))
             print(f"round {number + 1} of {args.rounds}", flush=True)
-    rows = {name: figures(found[name], found["default"], seed) for seed, name in enumerate(names)}
+    rows = {name: figures(times[name], times["default"], seed) for seed, name in enumerate(names)}
     for name, row in rows.items():
         low, high = row["against_default_interval"]
         print(f"{name:12} p50 {row['p50_ms']:.1f} ms  p99 {row['p99_ms']:.1f}  max {row['max_ms']:.1f}  spread "

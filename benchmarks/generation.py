@@ -1,4 +1,4 @@
-"""Sampling by the engine beside transformers' own `generate`: 64 prompts with an image, 8 answers each, on a CPU.
+"""Sampling by the engine compared with `generate` of transformers: 64 prompts with an image, 8 answers each, on a CPU.
 
     python benchmarks/generation.py [--rounds 8] [--new 32] [--prompts 64] [--group 8] [--out FILE.json]
 
@@ -46,12 +46,12 @@ class Peer:
         processor.tokenizer.padding_side = "left"
 
     def inputs(self, start: int, size: int) -> Any:
-        asked = self.questions[start : start + size]
+        questions = self.questions[start : start + size]
         text = [
             self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            for messages, _ in asked
+            for messages, _ in questions
         ]
-        images = [image for _, several in asked for image in several]
+        images = [image for _, several in questions for image in several]
         return self.processor(text=text, images=images, padding=True, return_tensors="pt", add_special_tokens=False)
 
     def generate(self, inputs: Any, answers: int, greedy: bool = False) -> torch.Tensor:
@@ -76,12 +76,12 @@ class Peer:
 def questions_of(count: int) -> list[tuple[list, list]]:
     """Distinct prompts, an image in each."""
     rng = np.random.default_rng(0)
-    found = []
+    questions = []
     for number in range(count):
         image = Image.fromarray(rng.integers(0, 255, (56, 56, 3), dtype=np.uint8))
         parts = [{"type": "image"}, {"type": "text", "text": f"Which digit is {number}?"}]
-        found.append(([{"role": "user", "content": parts}], [image]))
-    return found
+        questions.append(([{"role": "user", "content": parts}], [image]))
+    return questions
 
 
 def main() -> None:
@@ -97,9 +97,9 @@ def main() -> None:
         path = tiny.write("qwen3_vl", Path(folder) / "model")
         model, processor = models.load(path), models.load_processor(path)
     model.generation_config.eos_token_id = model.config.text_config.vocab_size  # no token: no answer ends by it
-    asked = questions_of(args.prompts)
-    peer = Peer(model, processor, asked, args.new, args.group)
-    prompts = [prompt_of(processor, *question, number=number) for number, question in enumerate(asked)]
+    questions = questions_of(args.prompts)
+    peer = Peer(model, processor, questions, args.new, args.group)
+    prompts = [prompt_of(processor, *question, number=number) for number, question in enumerate(questions)]
     engine = Engine(model, processor.tokenizer, slots=args.prompts * args.group)
 
     greedy = engine.generate(prompts, Sampling(args.new, temperature=0))
@@ -119,8 +119,8 @@ def main() -> None:
     taken = turns.take(ways, args.rounds, warmup=1)
     scale = {"transformers, one": args.prompts * args.group / ONE}
     total, first, rows = args.prompts * args.group * args.new, taken["engine"].cpu_seconds, []
-    for name, found in taken.items():
-        seconds = [each * scale.get(name, 1) for each in found.cpu_seconds]
+    for name, turn in taken.items():
+        seconds = [each * scale.get(name, 1) for each in turn.cpu_seconds]
         rows.append(
             {
                 "way": name,

@@ -3,9 +3,9 @@
     python benchmarks/head.py runs/my                 # a finished run of octavo train, on its device
     python benchmarks/head.py runs/my --batches 16
 
-The hidden states are those of the run's model on its own training data; its head then judges them in high precision and
+The hidden states come from the run's model on its own training data; its head then judges them in high precision and
 by each recipe (``fp8.lm_head``). A loss is paired with itself, token by token: the mean difference with 1.96 standard
-errors, beside the mean loss; gradients of the mean loss by the hidden states and by the weight as calc_diff. What that
+errors, next to the mean loss; gradients of the mean loss by the hidden states and by the weight as calc_diff. What that
 does to a training, only a trial says (``octavo compare`` of a configuration with ``fp8.lm_head``).
 """
 
@@ -43,22 +43,22 @@ class Head(nn.Module):
 def hidden_of(directory: str, batches: int) -> tuple[Tensor, Tensor, Tensor]:
     """(hidden states [1, P, H] at positions with a target, targets [1, P], the head's weight)."""
     model, processor, cfg = train.load_run(directory)
-    loader, found = data.train_loader(cfg, processor), []
+    loader, pairs = data.train_loader(cfg, processor), []
     head, device = model.get_output_embeddings(), next(model.parameters()).device
-    given: list[Tensor] = []
-    handle = head.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    inputs: list[Tensor] = []
+    handle = head.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
     with torch.no_grad():
         for step in loader:
             for batch in step:
                 model(**{k: v.to(device) for k, v in batch.items() if isinstance(v, Tensor) and k != "labels"})
                 target = batch["labels"][:, 1:].to(device)
                 known = target != IGNORE
-                found.append((given.pop()[:, :-1][known], target[known]))
-            if len(found) >= batches:
+                pairs.append((inputs.pop()[:, :-1][known], target[known]))
+            if len(pairs) >= batches:
                 break
     handle.remove()
     loader.close()
-    h, target = (torch.cat(parts) for parts in zip(*found, strict=True))
+    h, target = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     return h[None], target[None], head.weight
 
 
@@ -70,8 +70,8 @@ def judged(recipe: str | None, h: Tensor, target: Tensor, weight: Tensor) -> tup
     head = chunk_head(model)
     assert isinstance(head, ChunkedHead), head
     h = h.clone().requires_grad_()
-    with head.losses(target) as given:
-        each = given.take(model(h).logits)
+    with head.losses(target) as losses:
+        each = losses.take(model(h).logits)
     return each.detach()[0], *torch.autograd.grad(each.mean(), [h, model.lm_head.weight])
 
 
@@ -79,8 +79,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="folder of a finished run")
     parser.add_argument("--batches", type=int, default=8, help="micro-batches to judge")
-    asked = parser.parse_args()
-    h, target, weight = hidden_of(asked.run, asked.batches)
+    args = parser.parse_args()
+    h, target, weight = hidden_of(args.run, args.batches)
     exact, dh, dw = judged(None, h, target, weight)
     print(f"{target.numel()} tokens, head {tuple(weight.shape)}, mean loss {exact.mean():.4f} in high precision")
     for recipe in CANDIDATES:

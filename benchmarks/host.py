@@ -1,11 +1,12 @@
-"""What Python costs around the kernels of an FP8 linear layer, measured on any CPU: microseconds beside nn.Linear's.
+"""What Python costs around the kernels of an FP8 linear layer, measured on any CPU: microseconds, compared with
+nn.Linear.
 
     python benchmarks/host.py [--rounds 15] [--out results/host_cpu.json]
 
 Backends are chosen as on a GPU with cuBLAS, and no kernel runs: a launch of Triton and a product of cuBLAS are
 stand-ins that give an empty result. What is left is what the host does for one layer, forward and backward, while a
-GPU would compute: this hides behind kernels where they take longer, and decides the speed where they do not (short
-sequences, vision towers). Tensors are real and small; their size does not matter, since nobody computes with them.
+GPU would compute: this overlaps with kernels where they take longer, and decides the speed where they do not (short
+sequences, vision towers). Tensors are real and small; their size does not matter, since nothing is computed.
 
 Thread time, so that other work on the machine counts little; everybody by turns, the median of the rounds. The last
 rows are single launches, through a driver that does nothing: as Triton launches, and as Octavo does.
@@ -56,17 +57,17 @@ class Empty(torch.autograd.Function):
         return x, weight
 
 
-def _none(*given: Any, **options: Any) -> None:
+def _none(*args: Any, **options: Any) -> None:
     pass
 
 
-def _product(product: torch_backend.Product, dtype: torch.dtype, *more: Any) -> Tensor:
+def _product(product: torch_backend.Product, dtype: torch.dtype, *rest: Any) -> Tensor:
     return torch.empty(product.a.shape[0], product.b.shape[1], dtype=dtype)
 
 
 @contextmanager
 def without_kernels() -> Iterator[None]:
-    """Backends as on an H200, and nothing behind them."""
+    """The backends of an H200, whose kernels do nothing."""
     with (
         mock.patch.object(cast, "launch", _none),
         mock.patch.object(gemm, "launch", _none),
@@ -99,7 +100,7 @@ def contenders() -> dict[str, Step]:
     """nn.Linear first."""
     stock = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     weight = nn.Parameter(torch.ones(1, 1, dtype=torch.bfloat16))
-    found = {
+    steps = {
         "nn.Linear 1x1": step_of(stock, 1, [stock.weight]),
         "an autograd.Function that does nothing": step_of(lambda x: Empty.apply(x, weight), 1, [weight]),
     }
@@ -108,8 +109,8 @@ def contenders() -> dict[str, Step]:
         layer: Any = nn.Sequential(nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16))
         fp8.apply(layer, fp8.plan(layer, fp8.Policy(recipe, backend=backend, weight_codes=codes)))
         name = f"{recipe}, {backend} backend" + (", both layouts of w" if codes == "both" else "")
-        found[name] = step_of(layer[0], SIZE, list(layer.parameters()))
-    return found
+        steps[name] = step_of(layer[0], SIZE, list(layer.parameters()))
+    return steps
 
 
 def timed(steps: dict[str, Step], rounds: int) -> list[dict[str, Any]]:
@@ -147,7 +148,7 @@ def launches(rounds: int) -> dict[str, float]:
         cast.quantize_both(x, fp8.CastSpec(), fp8.CastSpec(block=(128, 1)))
     (grid, args, options), kernel = taken[0], JITFunction(cast_tiles.cast_kernel.fn)
     compiled = SimpleNamespace(function=None, packed_metadata=None, launch_metadata=_none, run=_none)
-    kernel._do_compile = lambda key, signature, device, *more: kernel.device_caches[device][0].setdefault(key, compiled)
+    kernel._do_compile = lambda key, signature, device, *rest: kernel.device_caches[device][0].setdefault(key, compiled)
     target = GPUTarget("cuda", 90, 32)
     nothing = SimpleNamespace(
         get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0
@@ -183,8 +184,8 @@ def main() -> None:
     for name, micro in one.items():
         print(f"{'one launch: ' + name:40} {micro:7.1f}")
     if args.out:
-        found = {"command": "python benchmarks/host.py", "layers": rows, "launch_us": one, "machine": record.machine()}
-        record.save(found, args.out)
+        result = {"command": "python benchmarks/host.py", "layers": rows, "launch_us": one, "machine": record.machine()}
+        record.save(result, args.out)
 
 
 if __name__ == "__main__":

@@ -132,10 +132,10 @@ def _write_inputs(folder: Path) -> None:
     rows, prompts = [], []
     for number in range(4):
         Image.new("RGB", (32, 32), (60 * number, 80, 200)).save(folder / f"{number}.png")
-        asked = {"role": "user", "content": f"<image>How red is picture {number}?"}
+        question = {"role": "user", "content": f"<image>How red is picture {number}?"}
         answer = {"role": "assistant", "content": f"{60 * number} of 255"}
-        rows.append({"messages": [asked, answer], "images": [f"{number}.png"]})
-        prompts.append({"prompt": [asked], "images": [f"{number}.png"], "answer": str(60 * number)})
+        rows.append({"messages": [question, answer], "images": [f"{number}.png"]})
+        prompts.append({"prompt": [question], "images": [f"{number}.png"], "answer": str(60 * number)})
     (folder / "rows.json").write_text(json.dumps(rows))
     (folder / "prompts.json").write_text(json.dumps(prompts))
     (folder / "rewards.py").write_text(
@@ -229,7 +229,7 @@ TRIPS = {"row": _row, "grpo": _grpo, "yaml": _yaml, "cast": _cast}
 
 
 def follow(trip: str, folder: Path) -> dict[str, Any]:
-    """The files and how many functions a trip goes through, in an empty folder, or in that of another trip."""
+    """The files and how many functions a trip goes through, in an empty folder, or in the folder of another trip."""
     if not (folder / "model").exists():
         _write_inputs(folder)
     return {"trip": trip, **TRIPS[trip](folder)}
@@ -260,12 +260,12 @@ def seen(call: Any) -> dict[str, Any]:
 
 
 def lines_of_forward() -> int:
-    """Lines of the forward of the autograd function behind a layer, its signature included."""
+    """Lines of the forward of a layer's autograd function, its signature included."""
     module = inspect.getmodule(fp8.Linear)
     assert module is not None
     tree = ast.parse(inspect.getsource(module))
-    own = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "_ThreeGemms")
-    forward = next(n for n in own.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
+    function_class = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "_ThreeGemms")
+    forward = next(n for n in function_class.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
     assert forward.end_lineno is not None
     return forward.end_lineno - forward.lineno + 1
 

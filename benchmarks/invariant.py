@@ -1,4 +1,4 @@
-"""What `fp8.batch_invariant` costs: a training step and a decode step inside, beside the same outside, by turns.
+"""What `fp8.batch_invariant` costs: a training step and a decode step inside and outside of it, by turns.
 
     python benchmarks/invariant.py [--rounds 9] [--json FILE]
 

@@ -1,11 +1,12 @@
-"""A longer trial: text and images, several seeds, high precision beside FP8 with every memory saving.
+"""A longer trial: text and images, several seeds, high precision compared with FP8 with every memory saving.
 
     python benchmarks/long_run.py [--steps 3000] [--seeds 3] [--jobs 2] [--dir build/long]
 
 Trains a tiny Qwen3-VL on pictures of handwritten digits and on digits drawn in characters, each seed once in high
 precision and once with FP8 activations, FP8 weights, FP8 optimizer states and stochastically rounded BF16 weights. What
-is finished is read, what was stopped goes on. Writes results/long_run_cpu.json (or _gpu) and a plot; docs/lab.md quotes
-them. Weights are updated after backward: updating in backward gives the same bits and takes a second pass.
+is finished is read, what was stopped goes on. Writes results/long_run_cpu.json (or _gpu) and a plot;
+docs/lab/studies.md quotes them. Weights are updated after backward: updating in backward gives the same bits and takes
+a second pass.
 """
 
 from __future__ import annotations
@@ -51,27 +52,28 @@ def runs_of(cfg: Config, seeds: int, directory: Path) -> list[Run]:
     for seed in range(seeds):
         for kind, label, chosen in (("reference", "high precision", high_precision(cfg)), ("fp8", "FP8", cfg)):
             name = f"{label.replace(' ', '-').lower()}-{seed}"
-            own = chosen.run.model_copy(update={"dir": str(directory / "arms" / name), "resume": "auto", "seed": seed})
-            runs.append(Run(name, f"{label}, seed {seed}", kind, chosen.model_copy(update={"run": own})))
+            folder = str(directory / "arms" / name)
+            run_settings = chosen.run.model_copy(update={"dir": folder, "resume": "auto", "seed": seed})
+            runs.append(Run(name, f"{label}, seed {seed}", kind, chosen.model_copy(update={"run": run_settings})))
     return runs
 
 
 def figures_of(runs: list[Run], records: list[RunRecord]) -> dict:
-    """Each run's figures; the gap of each seed's pair, and how far the seeds alone lie apart."""
+    """Each run's figures; the gap of each seed's pair, and how far apart two seeds of one arm are."""
     rows = [
         {
             "arm": run.label,
             "kind": run.kind,
             "seed": run.cfg.run.seed,
-            "mean_loss": made.mean_loss,
-            "last_tenth": float(np.nanmean(made.losses[-max(1, len(made.losses) // 10) :])),
-            "right": (made.eval or {}).get("exact_match"),
-            "held_out_loss": (made.eval or {}).get("loss"),
-            "skipped": len(made.skipped),
-            "zeroed_v": made.zeroed,
-            "bytes": {kind: size for kind, size in made.memory.items() if not kind.startswith("peak")},
+            "mean_loss": run_record.mean_loss,
+            "last_tenth": float(np.nanmean(run_record.losses[-max(1, len(run_record.losses) // 10) :])),
+            "right": (run_record.eval or {}).get("exact_match"),
+            "held_out_loss": (run_record.eval or {}).get("loss"),
+            "skipped": len(run_record.skipped),
+            "zeroed_v": run_record.zeroed,
+            "bytes": {kind: size for kind, size in run_record.memory.items() if not kind.startswith("peak")},
         }
-        for run, made in zip(runs, records, strict=True)
+        for run, run_record in zip(runs, records, strict=True)
     ]
     plain = {row["seed"]: row for row in rows if row["kind"] == "reference"}
     gaps = [row["mean_loss"] / plain[row["seed"]]["mean_loss"] - 1 for row in rows if row["kind"] == "fp8"]
@@ -91,10 +93,10 @@ def draw(runs: list[Run], records: list[RunRecord], path: Path) -> None:
             run.label,
             "noise" if run.kind == "reference" else "fp8",
             GREYS[run.cfg.run.seed % 3] if run.kind == "reference" else f"fp8-{run.cfg.run.seed % 5}",
-            made.steps,
-            made.losses,
+            run_record.steps,
+            run_record.losses,
         )
-        for run, made in zip(runs, records, strict=True)
+        for run, run_record in zip(runs, records, strict=True)
     ]  # fmt: skip
     with matplotlib.rc_context(plots.STYLE):
         plots.save(plots.loss_figure(curves), path)
@@ -106,33 +108,33 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=2, help="runs that train at a time, one thread each")
     parser.add_argument("--dir", type=Path, default=Path("build/long"))
-    asked = parser.parse_args()
-    here = asked.dir.resolve()
+    args = parser.parse_args()
+    here = args.dir.resolve()
     if not (here / "digits").exists():
         digits.write(here / "digits")
     if not (here / "model").exists():
         tiny.write("qwen3_vl", here / "model")
-    cfg = load_config_text(CONFIG.format(here=here, steps=asked.steps), ())
-    runs = runs_of(cfg, asked.seeds, here)
+    cfg = load_config_text(CONFIG.format(here=here, steps=args.steps), ())
+    runs = runs_of(cfg, args.seeds, here)
     unfinished = [run for run in runs if finished(run) is None]
-    failures = train_together(unfinished, asked.jobs, Console()) if unfinished else {}
+    failures = train_together(unfinished, args.jobs, Console()) if unfinished else {}
     if failures:
         raise SystemExit("\n".join(f"{name}: {why}" for name, why in failures.items()))
     records = [read(run.cfg.run.dir) for run in runs]
     machine = record.machine(records[0].environment)
-    found = {
-        "command": f"python benchmarks/long_run.py --steps {asked.steps} --seeds {asked.seeds}",
-        "steps": asked.steps,
+    result = {
+        "command": f"python benchmarks/long_run.py --steps {args.steps} --seeds {args.seeds}",
+        "steps": args.steps,
     }
-    found |= {**figures_of(runs, records), "machine": machine}
+    result |= {**figures_of(runs, records), "machine": machine}
     name = f"long_run_{'gpu' if machine.get('gpus') else 'cpu'}"
-    record.save(found, RESULTS / f"{name}.json")
+    record.save(result, RESULTS / f"{name}.json")
     draw(runs, records, RESULTS / f"{name}.png")
-    for row in found["arms"]:
+    for row in result["arms"]:
         right = "" if row["right"] is None else f", {100 * row['right']:.1f} % right"
         print(f"{row['arm']:28} mean loss {row['mean_loss']:.4f}, last tenth {row['last_tenth']:.4f}{right}")
-    apart = found["seeds_apart"]
-    print(f"gap {100 * found['gap']:+.2f} %" + ("" if apart is None else f"; seeds alone {100 * apart:.2f} % apart"))
+    apart = result["seeds_apart"]
+    print(f"gap {100 * result['gap']:+.2f} %" + ("" if apart is None else f"; two seeds {100 * apart:.2f} % apart"))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """What the trial of LoRA goes on from: a small base model that reads handwriting, and data that ask for something new.
 
     python benchmarks/lora_base.py                                       # build/lora, about four minutes on one core
-    octavo compare examples/digits_lora.yaml --savings --forks 3 --jobs 2                    # FP8 base beside BF16 base
-    python benchmarks/demo.py runs/digits_lora-compare lora              # keeps the figures
+    octavo compare examples/digits_lora.yaml --savings --forks 3 --jobs 2                    # FP8 base compared with
+    BF16 base python benchmarks/demo.py runs/digits_lora-compare lora              # keeps the figures
 
 The base is a tiny Qwen3-VL whose every parameter was trained to answer with numerals ("Third?" "7"). LoRA then teaches
 it to answer in words ("seven"), which it never did. What is finished is kept, what was stopped goes on.
@@ -48,13 +48,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=500, help="steps that the base is trained")
     parser.add_argument("--dir", type=Path, default=Path("build/lora"))
-    asked = parser.parse_args()
-    here, console = asked.dir.resolve(), Console()
+    args = parser.parse_args()
+    here, console = args.dir.resolve(), Console()
     tiny.write("qwen3_vl", here / "model", texts=[*WORDS, *digits.PLACES])
-    made = digits.write(here / "digits", console=console)
-    in_words(made.train, here / "words_train.json")
-    in_words(made.test, here / "words_test.json")
-    result = run(load_config_text(CONFIG.format(here=here, steps=asked.steps)), console=console, label="base")
+    files = digits.write(here / "digits", console=console)
+    in_words(files.train, here / "words_train.json")
+    in_words(files.test, here / "words_test.json")
+    result = run(load_config_text(CONFIG.format(here=here, steps=args.steps)), console=console, label="base")
     if result.eval is not None:
         console.print(
             f"base: {100 * result.eval['exact_match']:.1f} % of held-out numerals right; {here / 'base' / 'hf'}"

@@ -1,4 +1,5 @@
-"""What a full-parameter step of a 0.5 B model takes in resident memory: torch's AdamW in fp32 beside Octavo's ways.
+"""What a full-parameter step of a 0.5 B model takes in resident memory: torch's AdamW in fp32 compared with Octavo's
+modes.
 
     python benchmarks/memory.py                     every run, one process each, one after the other
     python benchmarks/memory.py tokens=1024 steps=4
@@ -6,7 +7,7 @@
 The model has the sizes of Qwen2.5-0.5B (24 layers, 896 wide, 14 heads of 64, 4,864 in the MLP, 151,936 words, tied) and
 random weights, the same in all runs; so is the batch, one sequence of random words that every step learns again. What
 is read is the most memory that a run's process ever held (VmHWM of /proc/self/status), from building the model to the
-last update, and what lay there at that moment: counted tensors, and the rest.
+last update, and its contents at that moment: counted tensors, and the rest.
 
 Writes results/memory_cpu.json and .png; exit code 1 where a loss is not finite or does not fall, or where `bf16+sr` or
 update in backward stays below 2.2 times less than the baseline. Linux only; wants about 12 GB for the baseline.
@@ -46,11 +47,11 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "393216", "MALLOC_TRIM_THRESHOLD_": "3932
 
 
 def main(arguments: list[str]) -> int:
-    asked = dict(argument.partition("=")[::2] for argument in arguments)
-    if not all(key in SETTINGS and value.isdigit() and int(value) > 1 for key, value in asked.items()):
+    changes = dict(argument.partition("=")[::2] for argument in arguments)
+    if not all(key in SETTINGS and value.isdigit() and int(value) > 1 for key, value in changes.items()):
         print(f"memory.py takes {' '.join(f'{key}=N' for key in SETTINGS)}, N from 2 on; found {' '.join(arguments)}")
         return 2
-    settings = {**SETTINGS, **{key: int(value) for key, value in asked.items()}}
+    settings = {**SETTINGS, **{key: int(value) for key, value in changes.items()}}
     runs = []
     for name in RUNS:
         print(f"{time.strftime('%X')} {name}", flush=True)
@@ -96,9 +97,9 @@ def _in_own_process(name: str, settings: dict[str, int]) -> dict[str, Any]:
             if not line.startswith("{"):
                 print(f"{time.strftime('%X')}   {line}", end="", flush=True)
     if process.returncode:
-        raise SystemExit(f"the run {name!r} ended with {process.returncode}: its message stands above")
-    found: dict[str, Any] = json.loads(last)
-    return found
+        raise SystemExit(f"the run {name!r} ended with {process.returncode}: its message is above")
+    figures: dict[str, Any] = json.loads(last)
+    return figures
 
 
 # --- one run ---
@@ -222,8 +223,8 @@ def _octavo(model: Any, ids: Any, how: dict[str, Any]) -> tuple[Callable[[], Any
     target = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], 1)
 
     def loss() -> Any:
-        with head.losses(target) as given:
-            return given.take(model(input_ids=ids, use_cache=False).logits).sum() / (ids.numel() - 1)
+        with head.losses(target) as losses:
+            return losses.take(model(input_ids=ids, use_cache=False).logits).sum() / (ids.numel() - 1)
 
     def step(loss: Any, meter: Meter) -> Any:
         if updating:
@@ -239,12 +240,12 @@ def _octavo(model: Any, ids: Any, how: dict[str, Any]) -> tuple[Callable[[], Any
 
 
 class Meter:
-    """Watches the resident memory of this process from a thread, and notes what lies there whenever it is at its most.
+    """Watches the resident memory of this process from a thread, and records its contents at each new maximum.
 
     Weights, masters, gradients, optimizer states and codes are looked at in that moment. Of the activations that the
     first forward saved (counted by storages), those lie there whose block backward has not finished; logits, and what
     the head keeps, until its own backward has. The rest, "other", is what operations hold for
-    a moment, and what the allocator has not given back. "libraries" is what lay there before the model was built.
+    a moment, and what the allocator has not given back. "libraries" is what was resident before the model was built.
     """
 
     def __init__(self, model: Any, blocks: Any, libraries: int) -> None:
@@ -265,9 +266,9 @@ class Meter:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
-    def counted(self, found: Any, family: Any) -> None:
+    def counted(self, plan: Any, family: Any) -> None:
         """What the forward saved, by block."""
-        for row in found.rows:
+        for row in plan.rows:
             if row.kind != "activation":
                 continue
             if row.block:
@@ -340,14 +341,14 @@ def keep(runs: list[dict[str, Any]], settings: dict[str, int]) -> None:
     from octavo.bench import record
 
     baseline = runs[0]["peak"]
-    found = {
+    result = {
         "command": "python benchmarks/memory.py " + " ".join(f"{k}={v}" for k, v in settings.items()),
         "model": "Qwen2.5-0.5B's sizes, random weights",
         "settings": {**settings, "allocator": ALLOCATOR},
         "arms": [{**run, "times_less": round(baseline / run["peak"], 3)} for run in runs],
         "machine": record.machine(),
     }
-    record.save(found, RESULTS / "memory_cpu.json")
+    record.save(result, RESULTS / "memory_cpu.json")
     draw(runs, settings, RESULTS / "memory_cpu.png")
 
 

@@ -2,15 +2,15 @@
 
     python benchmarks/optimizer.py [closed_loop] [training] [speed]
 
-Writes results/optimizer_cpu.json and optimizer_cpu.png beside it. Three parts:
+Writes results/optimizer_cpu.json and optimizer_cpu.png. Three parts:
 
 closed loop   Every optimizer gets the same gradients for hundreds of steps: how far are its weights from those of fp32
               moments, relative to the distance these travelled, and how many second moments became zero? The error of
               one step does not show this: what a format loses adds up, or does not.
 training      A small transformer reads scikit-learn's digits: loss curves and held-out accuracy.
-speed         A step beside torch's own AdamW, by turns in one run: only the ratio means something.
+speed         A step compared with torch's own AdamW, by turns in one run: only the ratio means something.
 
-COAT takes part as published ("COAT", `published_coat.py`) beside our format of its kind ("octavo coat"). torchao's
+COAT is measured as published ("COAT", `published_coat.py`) and in our format of its kind ("octavo coat"). torchao's
 8-bit optimizers take part where it is installed (pip install torchao). Where it is not, its rows of an earlier run stay
 in the file and say of which.
 """
@@ -47,19 +47,19 @@ CASES = {  # spread of gradients within a group (sigma of a log-normal), signal 
 
 def contenders() -> tuple[dict[str, Make], dict[str, str]]:
     """The optimizers by name, and who could not take part, and why."""
-    made: dict[str, Make] = {
+    makers: dict[str, Make] = {
         f"octavo {states}": lambda params, lr, states=states: fp8.AdamW(params, lr=lr, states=states)
         for states in ("fp32", "bf16", "fp8", "coat")
     }
-    made["COAT"] = lambda params, lr: PublishedCoat(params, lr=lr)
+    makers["COAT"] = lambda params, lr: PublishedCoat(params, lr=lr)
     try:
         from torchao.optim import AdamW8bit, AdamWFp8
     except ImportError as error:
-        return made, {"torchao": f"not installed ({error}); pip install torchao"}
+        return makers, {"torchao": f"not installed ({error}); pip install torchao"}
     torch.compiler.set_stance("force_eager")  # they compile their step, which changes no number that counts here
-    made["torchao AdamWFp8"] = lambda params, lr: AdamWFp8(params, lr=lr, weight_decay=0.0)
-    made["torchao AdamW8bit"] = lambda params, lr: AdamW8bit(params, lr=lr, weight_decay=0.0)
-    return made, {}
+    makers["torchao AdamWFp8"] = lambda params, lr: AdamWFp8(params, lr=lr, weight_decay=0.0)
+    makers["torchao AdamW8bit"] = lambda params, lr: AdamW8bit(params, lr=lr, weight_decay=0.0)
+    return makers, {}
 
 
 def second_moments(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> Tensor:
@@ -88,7 +88,7 @@ def gradients(case: str, groups: int, steps: int) -> Iterator[Tensor]:
 
 
 def closed_loop(makers: dict[str, Make], steps: int, groups: int = 32) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for case in CASES:
         params = {name: nn.Parameter(torch.zeros(groups, 128)) for name in makers}
         optimizers = {name: make([params[name]], 1e-3) for name, make in makers.items()}
@@ -96,15 +96,15 @@ def closed_loop(makers: dict[str, Make], steps: int, groups: int = 32) -> list[d
             for name, p in params.items():
                 p.grad = g.clone()
                 optimizers[name].step()
-        there = params["octavo fp32"].detach()
+        reference = params["octavo fp32"].detach()
         nonzero = second_moments(optimizers["octavo fp32"], params["octavo fp32"]) > 0
-        off = {name: float((p.detach() - there).norm() / there.norm()) for name, p in params.items()}
+        off = {name: float((p.detach() - reference).norm() / reference.norm()) for name, p in params.items()}
         for name, p in params.items():
             row = {"case": case, "steps": steps, "optimizer": name, "distance": off[name]}
             row["over_coat"] = off[name] / off["COAT"] if "COAT" in off else None
             row["zeroed"] = int((nonzero & (second_moments(optimizers[name], p) == 0)).sum())
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 class Reader(nn.Module):
@@ -127,7 +127,7 @@ def training(makers: dict[str, Make], steps: int, seeds: int = 1) -> list[dict[s
 
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
-    found = []
+    measured_rows = []
     for name, make in makers.items():
         for seed in range(seeds):
             torch.manual_seed(seed)
@@ -154,8 +154,8 @@ def training(makers: dict[str, Make], steps: int, seeds: int = 1) -> list[dict[s
             if row["diverged_at"] is None:
                 row["held_out_loss"] = float(nn.functional.cross_entropy(logits, y[1500:]))
                 row["held_out_accuracy"] = float((logits.argmax(1) == y[1500:]).float().mean())
-            found.append(row)
-    return found
+            measured_rows.append(row)
+    return measured_rows
 
 
 def curve(losses: list[float]) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
         return optimizer
 
     full, half = torch.float32, torch.bfloat16
-    made = {
+    optimizers = {
         "torch default": make(lambda p: torch.optim.AdamW(p), full),
         "torch fused": make(lambda p: torch.optim.AdamW(p, fused=True), full),
     }
@@ -196,10 +196,10 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
         ("fp8", "bf16+16", half),
         ("fp8", "bf16+sr", half),
     ]:
-        made[f"octavo {states}, master {master}"] = make(
+        optimizers[f"octavo {states}, master {master}"] = make(
             lambda p, states=states, master=master: fp8.AdamW(p, states=states, master=master), dtype
         )
-    taken = turns.take({name: optimizer.step for name, optimizer in made.items()}, rounds)
+    taken = turns.take({name: optimizer.step for name, optimizer in optimizers.items()}, rounds)
     least = {name: min(each.seconds) for name, each in taken.items()}
     return [
         {
@@ -214,22 +214,22 @@ def speed(count: int = SPEED, rounds: int = 4) -> list[dict[str, Any]]:
     ]
 
 
-def of_earlier(found: dict[str, Any], part: str, absent: Collection[str] | None = None) -> list[dict[str, Any]]:
+def of_earlier(earlier: dict[str, Any], part: str, absent: Collection[str] | None = None) -> list[dict[str, Any]]:
     """Rows that a file has of a part (of peers that are absent now, where they are named), each with its run."""
-    told = found.get("machine", {}).get("octavo")
-    rows = [row for row in found.get(part, []) if absent is None or row["optimizer"].split()[0] in absent]
-    return [{**row, "of_earlier_run": row.get("of_earlier_run", told)} for row in rows]
+    version = earlier.get("machine", {}).get("octavo")
+    rows = [row for row in earlier.get(part, []) if absent is None or row["optimizer"].split()[0] in absent]
+    return [{**row, "of_earlier_run": row.get("of_earlier_run", version)} for row in rows]
 
 
-def plot(found: dict[str, Any], path: Path) -> None:
+def plot(result: dict[str, Any], path: Path) -> None:
     from plot_canvas import canvas
 
     figure, (left, right) = canvas(11, 4.2, columns=2)
-    looped = {row["optimizer"] for row in found["closed_loop"]} - {"octavo fp32"}
-    names = [row["optimizer"] for row in found["training"] if row["seed"] == 0 and row["optimizer"] in looped]
-    longest = max(row["steps"] for row in found["closed_loop"])
+    looped = {row["optimizer"] for row in result["closed_loop"]} - {"octavo fp32"}
+    names = [row["optimizer"] for row in result["training"] if row["seed"] == 0 and row["optimizer"] in looped]
+    longest = max(row["steps"] for row in result["closed_loop"])
     for i, case in enumerate(CASES):
-        rows = {r["optimizer"]: r for r in found["closed_loop"] if r["case"] == case and r["steps"] == longest}
+        rows = {r["optimizer"]: r for r in result["closed_loop"] if r["case"] == case and r["steps"] == longest}
         heights = [rows[name]["distance"] for name in names]
         left.barh([k + 0.25 * (1 - i) for k in range(len(names))], heights, height=0.25, label=case)
     left.set_yticks(range(len(names)), names)
@@ -237,7 +237,7 @@ def plot(found: dict[str, Any], path: Path) -> None:
     left.invert_yaxis()
     left.set_title(f"Distance from fp32 moments' weights over distance travelled, {longest} steps", fontsize=9)
     left.legend(fontsize=8)
-    for row in found["training"]:
+    for row in result["training"]:
         if row["seed"] == 0:
             shown = torch.tensor(row["losses"])
             window = min(WINDOW, len(shown))
@@ -278,16 +278,16 @@ def main(parts: list[str]) -> None:
         raise SystemExit(f"{', '.join(sorted(unknown))}: no such part; there are {', '.join(known)}.")
     path = RESULTS / "optimizer_cpu.json"
     earlier: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    found = {part: of_earlier(earlier, part) for part in known if part in earlier and part not in (parts or known)}
+    result = {part: of_earlier(earlier, part) for part in known if part in earlier and part not in (parts or known)}
     makers, absent = contenders()
     for peer, why in absent.items():
-        print(f"{peer}: {why}; rows that the file has of it stay those of their earlier run", flush=True)
+        print(f"{peer}: {why}; its rows in the file stay as an earlier run wrote them", flush=True)
     for part in parts or known:
-        found[part] = measured(part, makers) + of_earlier(earlier, part, absent)
-        found.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.machine())
-        record.save(found, path)
-    if all(part in found for part in known):
-        plot(found, path.with_suffix(".png"))
+        result[part] = measured(part, makers) + of_earlier(earlier, part, absent)
+        result.update(command="python benchmarks/optimizer.py", absent=absent, machine=record.machine())
+        record.save(result, path)
+    if all(part in result for part in known):
+        plot(result, path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

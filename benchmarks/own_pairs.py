@@ -40,32 +40,32 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=2)
     parser.add_argument("--seq-length", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     cfg = load_config_text(CONFIG.format(
-        model=asked.model.resolve(), file=asked.file.resolve(), length=asked.seq_length, prompts=asked.prompts,
-        samples=asked.samples, new=asked.max_new_tokens, seed=asked.seed,
+        model=args.model.resolve(), file=args.file.resolve(), length=args.seq_length, prompts=args.prompts,
+        samples=args.samples, new=args.max_new_tokens, seed=args.seed,
     ))  # fmt: skip
     processor = models.load_processor(cfg.model.path)
-    loader = data.prompt_loader(cfg, processor, prompts=asked.prompts, max_new_tokens=asked.max_new_tokens)
+    loader = data.prompt_loader(cfg, processor, prompts=args.prompts, max_new_tokens=args.max_new_tokens)
     torch.set_num_threads(1)  # two wait for each other at every small matrix
     model = models.load(cfg.model.path)
     engine = generation.Engine(model, processor.tokenizer, slots=64)
-    sampling = generation.Sampling(asked.max_new_tokens, seed=asked.seed, never=loader.encoder.places)
+    sampling = generation.Sampling(args.max_new_tokens, seed=args.seed, never=loader.encoder.places)
     prompts = next(loader)
-    found = engine.generate([prompt_of(prompt) for prompt in prompts], sampling, asked.samples)
-    texts = [processor.tokenizer.decode(c.tokens, skip_special_tokens=True).strip() for c in found]
+    completions = engine.generate([prompt_of(prompt) for prompt in prompts], sampling, args.samples)
+    texts = [processor.tokenizer.decode(c.tokens, skip_special_tokens=True).strip() for c in completions]
     rows = []
     for number, prompt in enumerate(prompts):
-        own = texts[number * asked.samples : (number + 1) * asked.samples]
-        right = [text for text in own if text == prompt.answer]
-        wrong = [text for text in own if text and text != prompt.answer]  # a turn without words is none
+        answers = texts[number * args.samples : (number + 1) * args.samples]
+        right = [text for text in answers if text == prompt.answer]
+        wrong = [text for text in answers if text and text != prompt.answer]  # a turn without words is none
         if right and wrong:
-            images = [os.path.relpath(path, asked.out.resolve().parent) for path in prompt.columns["images"]]
+            images = [os.path.relpath(path, args.out.resolve().parent) for path in prompt.columns["images"]]
             rows.append({
                 "prompt": prompt.columns["messages"], "images": images, "chosen": right[0], "rejected": wrong[0],
             })  # fmt: skip
-    asked.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    Console().print(f"{len(rows)} pairs of {len(prompts)} prompts, {asked.samples} samples each: {asked.out}")
+    args.out.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    Console().print(f"{len(rows)} pairs of {len(prompts)} prompts, {args.samples} samples each: {args.out}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What packing wastes, by the rows that are packed together: plans alone, of synthetic lengths; no model runs.
+"""What packing wastes, by the rows that are packed together: only plans, of synthetic lengths; no model runs.
 
     python benchmarks/packing.py [--rows 40000] [--out FILE.json]
 
@@ -80,16 +80,19 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=40_000)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/packing.json"))
     args = parser.parse_args()
-    found: dict[str, dict] = {}
+    sets: dict[str, dict] = {}
     for of in SETS:
         rows = lengths(of, args.rows)
         for capacity in CAPACITIES:
             by_window = {str(window): figures(rows, capacity, window) for window in WINDOWS}
-            found[f"{of} {capacity}"] = {"padded": padded(rows, capacity), "windows": by_window}
-            told = ", ".join(f"{window}: {one['waste']:.2%}" for window, one in by_window.items())
-            print(f"{of:7} {capacity:6}  waste by window {told}; padded {found[f'{of} {capacity}']['padded']:.1%}")
+            sets[f"{of} {capacity}"] = {"padded": padded(rows, capacity), "windows": by_window}
+            by_window_text = ", ".join(f"{window}: {one['waste']:.2%}" for window, one in by_window.items())
+            print(
+                f"{of:7} {capacity:6}  waste by window {by_window_text}; padded "
+                f"{sets[f'{of} {capacity}']['padded']:.1%}"
+            )
     about = {"command": f"python benchmarks/packing.py --rows {args.rows}", "machine": record.machine()}
-    record.save({**about, "rows": args.rows, "sets": found}, args.out)
+    record.save({**about, "rows": args.rows, "sets": sets}, args.out)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ FASTER, SLOWER, BASE = "#1d7f79", "#c8571b", "#a9b4c0"
 
 
 def canvas(width: float, height: float, columns: int = 1) -> tuple[Figure, list[Axes]]:
-    """An empty figure in inches, and its axes beside each other."""
+    """An empty figure in inches, and its axes side by side."""
     figure = Figure(figsize=(width, height), facecolor=PAPER, layout="constrained")
-    found = [figure.add_subplot(1, columns, column + 1, facecolor=PAPER) for column in range(columns)]
-    for axes in found:
+    panels = [figure.add_subplot(1, columns, column + 1, facecolor=PAPER) for column in range(columns)]
+    for axes in panels:
         axes.tick_params(length=0, labelsize=7)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    return figure, found
+    return figure, panels

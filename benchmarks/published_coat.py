@@ -1,7 +1,7 @@
 """COAT's AdamW as its authors published it, in plain torch: a peer for `benchmarks/optimizer.py`.
 
 Xi et al., "COAT: Compressing Optimizer states and Activation for Memory-Efficient FP8 Training", ICLR 2025, arXiv
-2410.19313, and the kernel of its repository (NVlabs/COAT, Apache-2.0), whose arithmetic is written anew here: nothing
+2410.19313, and the kernel of its repository (NVlabs/COAT, Apache-2.0), whose arithmetic is rewritten here: nothing
 is copied. Groups of 128 elements of each flattened parameter; for each moment z of a group
 
     max, min = largest and smallest |z|, 1e-30 added to both
@@ -44,8 +44,8 @@ def encode(z: Tensor) -> Kept:
     return (z.sign() * y).to(torch.float8_e4m3fn), s, k, c
 
 
-def decode(kept: Kept) -> Tensor:
-    codes, s, k, c = kept
+def decode(stored: Kept) -> Tensor:
+    codes, s, k, c = stored
     y = codes.float() * s
     return y.sign() * y.abs().pow(1.0 / k) * c
 

@@ -1,4 +1,4 @@
-"""Sounds at other rates than a model's: Octavo's samples beside those of transformers and of another filter.
+"""Sounds at other rates than a model's: Octavo's samples compared with transformers' and with another filter's.
 
     python benchmarks/resampling.py [--out FILE.json]
 
@@ -33,7 +33,7 @@ def sound(rate: int, channels: int) -> np.ndarray:
     """Samples [T, channels] of tones up to 0.45 of the rate."""
     rng, t = np.random.default_rng(rate + channels), np.arange(int(rate * SECONDS)) / rate
     pitches = rng.uniform(80, 0.45 * rate, (channels, 40))
-    tones = [sum(np.sin(2 * np.pi * one * t + one) for one in own) for own in pitches]
+    tones = [sum(np.sin(2 * np.pi * one * t + one) for one in notes) for notes in pitches]
     return 0.01 * (np.stack(tones, axis=1) + rng.normal(size=(len(t), channels)))
 
 
@@ -59,8 +59,8 @@ def main() -> None:
     extractor = WhisperFeatureExtractor(feature_size=128)
 
     def features(samples: np.ndarray) -> np.ndarray:
-        made = extractor(samples, sampling_rate=RATE, return_tensors="np")["input_features"][0]
-        return made[:, : len(samples) // extractor.hop_length]
+        values = extractor(samples, sampling_rate=RATE, return_tensors="np")["input_features"][0]
+        return values[:, : len(samples) // extractor.hop_length]
 
     with tempfile.TemporaryDirectory() as place:
         rows = [compared(Path(place) / "x.wav", rate, n, features) for rate in RATES for n in CHANNELS]

@@ -38,20 +38,20 @@ def main() -> None:
     parser.add_argument("--config", default="examples/digits_rl.yaml")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     table = Table("", *FIGURES)
-    found = {}
+    cases = {}
     for name, over in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
-            short = (f"train.steps={asked.steps}", "train.warmup=1", "data.eval=[]", "run.eval_every=0", "run.hf=false")
-            rl.run(load_config(asked.config, [*short, *over, f"run.dir={folder}/run", "run.tensorboard=false"]))
+            short = (f"train.steps={args.steps}", "train.warmup=1", "data.eval=[]", "run.eval_every=0", "run.hf=false")
+            rl.run(load_config(args.config, [*short, *over, f"run.dir={folder}/run", "run.tensorboard=false"]))
             rows = read_rows(Path(folder) / "run" / "metrics.jsonl")
         worst = {key: max(row[key] for row in rows) for key in FIGURES}
-        found[name] = {**worst, "logp_gap_mean": sum(row["logp_gap_mean"] for row in rows) / len(rows)}
-        table.add_row(name, *(f"{found[name][key]:.3g}" for key in FIGURES))
+        cases[name] = {**worst, "logp_gap_mean": sum(row["logp_gap_mean"] for row in rows) / len(rows)}
+        table.add_row(name, *(f"{cases[name][key]:.3g}" for key in FIGURES))
     Console().print(table)
-    if asked.json:
-        asked.json.write_text(json.dumps({"steps": asked.steps, "cases": found}, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        args.json.write_text(json.dumps({"steps": args.steps, "cases": cases}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

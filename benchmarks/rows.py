@@ -1,4 +1,4 @@
-"""Training from files, beside a plain loop and HF Trainer: tokens a CPU second, of rows that nobody has seen before.
+"""Training from files, compared with a plain loop and HF Trainer: tokens a CPU second, of rows not read before.
 
     python benchmarks/rows.py [--sets text,digits,photographs] [--rounds 5] [--out FILE.json]
 
@@ -14,7 +14,7 @@ clipping, and prepares rows in the training process. By turns, each with a model
                  tokens but padding and images; forward, backward, clip, step
     Trainer      HF Trainer over the same DataLoader's rows and collate
 
-Octavo's labels are the answers alone, which it has to find; the others' are all but free. Seconds are those of the
+Octavo's labels are only the answers, which it has to find; the others' are all but free. Seconds are those of the
 process on all its threads, from the end of the third step on. Ratios are paired by round: the geometric mean and its
 95 % interval. `path` is the same without a model: milliseconds of a row until its batch is there. What FILE.json says
 of other sets stays.
@@ -55,13 +55,13 @@ from octavo.data.builtin import digits
 from octavo.models.tiny import tiny
 
 BATCH, FIRST = 8, 3  # rows of a step; steps before the clock
-STEPS = {"text": 32, "digits": 24, "photographs": 5}  # of a turn, behind the first ones
+STEPS = {"text": 32, "digits": 24, "photographs": 5}  # of a turn, after the first ones
 LR, CLIP = 1e-3, 1.0
 
 
 @dataclass
 class Clock:
-    """CPU seconds and tokens of the steps behind the first ones."""
+    """CPU seconds and tokens of the steps after the first ones."""
 
     began: float = 0.0
     seconds: float = 0.0
@@ -120,10 +120,10 @@ def written(folder: Path, name: str, count: int) -> Rows:
     model = tiny.write("qwen3" if name == "text" else "qwen3_vl", folder / f"model-{name}")
     if name == "photographs":
         return Rows(model, photographs(folder / name, count), folder / name)
-    made = digits.write(folder / name, train=max(count, 256), test=1)
-    file = made.directory / ("train_text.json" if name == "text" else "train.json")
+    files = digits.write(folder / name, train=max(count, 256), test=1)
+    file = files.directory / ("train_text.json" if name == "text" else "train.json")
     file.write_text(json.dumps(json.loads(file.read_text())[:count]))
-    return Rows(model, file, None if name == "text" else made.directory)
+    return Rows(model, file, None if name == "text" else files.directory)
 
 
 class Plain:
@@ -166,7 +166,7 @@ class Plain:
 
 
 def config(rows: Rows, folder: Path) -> Config:
-    """What Octavo is told."""
+    """The configuration of Octavo's run."""
     count = len(rows.listed)
     return Config.model_validate({
         "model": {"path": str(rows.model)},
@@ -196,11 +196,11 @@ def octavo(rows: Rows) -> Clock:
 
 
 def plain(rows: Rows) -> Clock:
-    clock, made = Clock(), Plain(rows)
+    clock, peer = Clock(), Plain(rows)
     torch.manual_seed(0)
-    model = made.model()
+    model = peer.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    for batch in made.loader():
+    for batch in peer.loader():
         model(**batch).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -219,21 +219,21 @@ class Counting(TrainerCallback):
 
 
 def trainer(rows: Rows) -> Clock:
-    clock, made = Clock(), Plain(rows)
+    clock, peer = Clock(), Plain(rows)
 
     def collate(listed: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        batch = made(listed)
+        batch = peer(listed)
         clock.batch(int(batch["attention_mask"].sum()))
         return batch
 
     with tempfile.TemporaryDirectory() as folder:
-        told = TrainingArguments(
+        arguments = TrainingArguments(
             folder, per_device_train_batch_size=BATCH, num_train_epochs=1, learning_rate=LR, max_grad_norm=CLIP,
             lr_scheduler_type="constant", remove_unused_columns=False, report_to="none", save_strategy="no",
             use_cpu=True, disable_tqdm=True, logging_strategy="no", optim="adamw_torch",
         )  # fmt: skip
-        found = Trainer(made.model(), told, collate, rows.listed, callbacks=[Counting(clock)])
-        found.train()
+        hf_trainer = Trainer(peer.model(), arguments, collate, rows.listed, callbacks=[Counting(clock)])
+        hf_trainer.train()
     return clock
 
 
@@ -260,8 +260,8 @@ def measured(rows: Rows, rounds: int, steps: int) -> dict[str, Any]:
                 next(stream)
             if number:
                 paths[name].append((time.process_time() - began) / steps / BATCH * 1e3)
-    each = {name: [clock.seconds / clock.tokens for clock in found] for name, found in clocks.items()}
-    found = {
+    each = {name: [clock.seconds / clock.tokens for clock in by_way] for name, by_way in clocks.items()}
+    by_way = {
         name: {"tokens_per_cpu_s": 1 / statistics.median(seconds)}
         | ({} if name == "octavo" else turns.interval(seconds, each["octavo"]))
         for name, seconds in each.items()
@@ -269,7 +269,7 @@ def measured(rows: Rows, rounds: int, steps: int) -> dict[str, Any]:
     tokens = clocks["octavo"][0]
     return {
         "tokens_a_row": tokens.tokens / (tokens.steps - FIRST) / BATCH,
-        "ways": found,
+        "ways": by_way,
         **({"image_processor": type(Plain(rows).processor.image_processor).__name__} if rows.images else {}),
         "path_ms_a_row": {name: statistics.median(taken) for name, taken in paths.items()},
         "path": turns.interval(paths["plain loop"], paths["octavo"]),
@@ -284,23 +284,23 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    found = {}
+    sets = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in args.sets.split(","):
             rows = written(Path(folder), name, (FIRST + STEPS[name]) * BATCH)
-            found[name] = measured(rows, args.rounds, STEPS[name])
-            print(f"{name}: {found[name]['tokens_a_row']:.0f} tokens a row", flush=True)
-            for way, row in found[name]["ways"].items():
+            sets[name] = measured(rows, args.rounds, STEPS[name])
+            print(f"{name}: {sets[name]['tokens_a_row']:.0f} tokens a row", flush=True)
+            for way, row in sets[name]["ways"].items():
                 beside = f"octavo {row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})" if "ratio" in row else ""
                 print(f"  {way:12} {row['tokens_per_cpu_s']:8.0f} tokens a CPU second  {beside}")
-            alone = found[name]["path"]
-            ours, theirs = found[name]["path_ms_a_row"].values()
-            print(f"  path alone: {ours:.2f} ms a row, plain {theirs:.2f}: {alone['ratio']:.2f} "
+            alone = sets[name]["path"]
+            ours, theirs = sets[name]["path_ms_a_row"].values()
+            print(f"  path only: {ours:.2f} ms a row, plain {theirs:.2f}: {alone['ratio']:.2f} "
                   f"({alone['low']:.2f} to {alone['high']:.2f})", flush=True)  # fmt: skip
     if args.out:
         about = {"command": f"python benchmarks/rows.py --sets {args.sets} --rounds {args.rounds}"}
         before = record.load(args.out)["sets"] if args.out.exists() else {}
-        record.save({**about, "machine": record.machine(), "sets": {**before, **found}}, args.out)
+        record.save({**about, "machine": record.machine(), "sets": {**before, **sets}}, args.out)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What a rank holds, reads and receives on several processes, beside what is expected.
+"""What a rank holds, reads and receives on several processes, compared with what is expected.
 
     python benchmarks/scale.py --ranks 1 2 --out scale.json                  a model is loaded and written
     python benchmarks/scale.py --steps --out benchmarks/results/scale.json   a step of packs, on 1, 2 and 4 processes
 
 A Qwen3 of 1.07e9 random parameters in BF16 is written to a temporary folder, and then loaded and written again as hf/
 by 1, 2, ... processes of this machine (gloo). Memory is the rise of a rank's peak (VmHWM) over what it held before, in
-which a small model of the family has been loaded; Linux alone counts it. One process loads as `models.load` does.
+which a small model of the family has been loaded; only Linux counts it. One process loads as `models.load` does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make(folder: Path, small: Path) -> None:
-    """A model folder of SHAPE, each tensor made and written alone."""
+    """A model folder of SHAPE, each tensor made and written by itself."""
     folder.mkdir()
     config = json.loads((small / "config.json").read_text()) | SHAPE
     (folder / "config.json").write_text(json.dumps(config))
@@ -72,7 +72,7 @@ def status(key: str) -> int:
 @contextmanager
 def peak(into: dict[str, float], name: str) -> Iterator[None]:
     """Bytes that the process held at once inside more than before, and seconds."""
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, start = status("VmHWM"), time.perf_counter()
     yield
     into[name], into[f"{name} seconds"] = status("VmHWM") - before, time.perf_counter() - start
@@ -90,16 +90,16 @@ def load(folder: str, how: dict[str, Any], world: parallel.World) -> tuple[torch
 def rank(number: int, size: int, port: int, place: str, kind: str) -> None:
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
-    world, found = parallel.setup(threads=1), {}
+    world, peaks = parallel.setup(threads=1), {}
     load(f"{place}/small", KINDS[kind], world)
-    with peak(found, "load"):
-        model, found["read"] = load(f"{place}/large", KINDS[kind], world)
+    with peak(peaks, "load"):
+        model, peaks["read"] = load(f"{place}/large", KINDS[kind], world)
     here = [local_of(p) for p in model.parameters()]
-    found["shard"] = sum(p.nbytes for p in here if not is_frozen(p)) + frozen_bytes(model)
-    found["largest"] = max(p.numel() * 2 for p in model.parameters())
-    with peak(found, "write"):
+    peaks["shard"] = sum(p.nbytes for p in here if not is_frozen(p)) + frozen_bytes(model)
+    peaks["largest"] = max(p.numel() * 2 for p in model.parameters())
+    with peak(peaks, "write"):
         checkpoint.save_hf(model, f"{place}/large", f"{place}/hf", world)
-    Path(f"{place}/{number}.json").write_text(json.dumps(found))
+    Path(f"{place}/{number}.json").write_text(json.dumps(peaks))
     world.barrier()
     world.close()
 
@@ -116,7 +116,7 @@ def measure(ranks: list[int], place: str) -> list[dict[str, Any]]:
         for kind in KINDS:
             mp.spawn(rank, (size, free_port(), place, kind), nprocs=size)
             each = [json.loads(Path(f"{place}/{number}.json").read_text()) for number in range(size)]
-            rows.append({"ranks": size, "kind": kind, **{key: max(found[key] for found in each) for key in each[0]}})
+            rows.append({"ranks": size, "kind": kind, **{key: max(one[key] for one in each) for key in each[0]}})
     return rows
 
 
@@ -157,16 +157,16 @@ class Counting(train.Callback):
 def step_rank(number: int, size: int, port: int, place: str, overrides: tuple[str, ...]) -> None:
     os.environ.update(RANK=str(number), LOCAL_RANK=str(number), WORLD_SIZE=str(size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), CUDA_VISIBLE_DEVICES="")
-    cfg, found = load_config_text(RUN.format(place=place), list(overrides)), Counting()
+    cfg, counting = load_config_text(RUN.format(place=place), list(overrides)), Counting()
     with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing):
-        train.run(cfg, callbacks=[found])
-    told = {"wire": parallel.by_collective(found.wire.bytes), "batches": found.batches}
-    told |= {
-        "patches": found.patches,
-        "held": sum(found.row["memory"][kind] for kind in HELD),
-        "padding": found.row["padding"],
+        train.run(cfg, callbacks=[counting])
+    figures = {"wire": parallel.by_collective(counting.wire.bytes), "batches": counting.batches}
+    figures |= {
+        "patches": counting.patches,
+        "held": sum(counting.row["memory"][kind] for kind in HELD),
+        "padding": counting.row["padding"],
     }
-    Path(f"{place}/{number}.json").write_text(json.dumps(told))
+    Path(f"{place}/{number}.json").write_text(json.dumps(figures))
 
 
 def expected(place: str, size: int, overrides: tuple[str, ...], patches: int) -> tuple[dict[str, int], int]:
@@ -196,8 +196,8 @@ def steps(place: str) -> list[dict[str, Any]]:
         each = [json.loads(Path(f"{place}/{number}.json").read_text()) for number in range(size)]
         wire, held = expected(place, size, overrides, each[0]["patches"])
         rows.append({
-            "mesh": name, "ranks": size, "held": max(found["held"] for found in each), "held predicted": held,
-            "wire": [found["wire"] for found in each], "micro-batches": each[0]["batches"],
+            "mesh": name, "ranks": size, "held": max(figures["held"] for figures in each), "held predicted": held,
+            "wire": [figures["wire"] for figures in each], "micro-batches": each[0]["batches"],
             "wire predicted": {name: each[0]["batches"] * size for name, size in wire.items()},
             "padding": each[0]["padding"],
         })  # fmt: skip
@@ -208,10 +208,10 @@ def show_steps(rows: list[dict[str, Any]]) -> None:
     print("| mesh | processes | received in a step | predicted | held between steps | predicted | padding |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
-        found = [sum(wire.values()) for wire in row["wire"]]
+        sums = [sum(wire.values()) for wire in row["wire"]]
         exact = all(wire == row["wire predicted"] for wire in row["wire"])
         held = f"{row['held']:,} | {'equal' if row['held'] == row['held predicted'] else row['held predicted']}"
-        wire = f"{max(found):,} | {'equal' if exact else format(sum(row['wire predicted'].values()), ',')}"
+        wire = f"{max(sums):,} | {'equal' if exact else format(sum(row['wire predicted'].values()), ',')}"
         print(f"| {row['mesh']} | {row['ranks']} | {wire} | {held} | {row['padding']:.1%} |")
 
 
@@ -220,17 +220,17 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path, help="a file for the figures, JSON")
     parser.add_argument("--steps", action="store_true", help="steps under several meshes instead")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        if asked.steps:
+        if args.steps:
             rows = steps(place)
             show_steps(rows)
-            if asked.out is not None:
-                asked.out.write_text(json.dumps(rows, indent=1) + "\n")
+            if args.out is not None:
+                args.out.write_text(json.dumps(rows, indent=1) + "\n")
             return
         small = tiny.write("qwen3", Path(place) / "small", size="mini")
         make(Path(place) / "large", small)
-        rows = measure(asked.ranks, place)
+        rows = measure(args.ranks, place)
     print("| ranks | weights | shard | bound: 1.1 shard + tensor | peak of loading | read | peak of writing hf/ |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
@@ -238,8 +238,8 @@ def main() -> None:
         read = f"{row['read'] / 1e6:.0f}" if row["read"] else "all"
         sizes = [f"{value / 1e6:.0f}" for value in (row["shard"], bound, row["load"])]
         print(f"| {row['ranks']} | {row['kind']} | {' | '.join(sizes)} | {read} | {row['write'] / 1e6:.0f} |")
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(rows, indent=1) + "\n")
+    if args.out is not None:
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""Sealed beside plain: what a permuted twin's losses differ by, and how many tokens an attack by frequency finds.
+"""Sealed compared with plain: by how much a permuted twin's losses differ, and how many tokens an attack by frequency
+finds.
 
     python benchmarks/sealed.py              # writes benchmarks/results/sealed.json; some minutes of one core
 
-Runs. examples/sealed.yaml and its plain twin, ten steps, by recipe; in FP8 also a second key beside the first, since
+Runs. examples/sealed.yaml and its plain twin, ten steps, by recipe; in FP8 also with a second key, since
 what another order of sums does to roundings is no more between plain and sealed than between two sealed runs.
 
 Attack. Whoever holds sealed rows counts how often each token comes and ranks them; a public text of the same kind,
 which the plain tokenizer makes tokens of, gives another ranking; equal ranks are taken for equal tokens. Here rows are
 one half of the files of Python's own documentation and source, and the public text the other half. Given are shares of
-all tokens that stand in the rows, and of the different ones, that are found, with an interval of 95 % over files
+all tokens in the rows, and of the different ones, that are found, with an interval of 95 % over files
 (bootstrap, 1000 draws). Control tokens, whose places the twin's config.json tells, are not counted.
 
 Attack with the plain weights, where these are public: a row of the table of embeddings holds the same numbers in the
-twin, in another order. Sorted they are equal, and so each sealed token is told.
+twin, in another order. Sorted they are equal, and so each sealed token is identified.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ def prepare(place: Path) -> None:
     octavo("tiny", "qwen3", str(place / "model"))
     octavo("text", str(place / "text"))
     for name in ("a", "b"):
-        own = place / f"{name}.key"
-        own.write_bytes(hashlib.sha256(f"benchmark {name}".encode()).digest())  # the same at each call
-        own.chmod(0o600)
-        key = ["--key-file", str(own)]
+        key_file = place / f"{name}.key"
+        key_file.write_bytes(hashlib.sha256(f"benchmark {name}".encode()).digest())  # the same at each call
+        key_file.chmod(0o600)
+        key = ["--key-file", str(key_file)]
         octavo("seal", "model", str(place / "model"), str(place / f"model-{name}"), *key)
         rows = ["seal", "data", str(place / "text/train.jsonl"), str(place / f"rows-{name}")]
         octavo(*rows, "train.phase=pretrain", "train.seq_length=256", "--model", str(place / "model"), *key)
@@ -88,24 +89,24 @@ def attack(counts: np.ndarray, public: np.ndarray, left_out: np.ndarray) -> dict
     that a key gives them changes nothing but ties, which are broken at random), and of the public text."""
     generator = np.random.default_rng(0)
 
-    def found(own: np.ndarray, other: np.ndarray) -> dict[str, float]:
-        tie = generator.permutation(len(own))  # what sealed numbers tell of equal counts: nothing
-        here = np.lexsort((tie, -own))
-        there = np.lexsort((np.arange(len(other)), -other))
-        right = np.zeros(len(own), bool)
-        right[here[here == there]] = True
-        seen = own > 0
+    def matched(private: np.ndarray, other: np.ndarray) -> dict[str, float]:
+        tie = generator.permutation(len(private))  # what sealed numbers tell of equal counts: nothing
+        here = np.lexsort((tie, -private))
+        ranked = np.lexsort((np.arange(len(other)), -other))
+        right = np.zeros(len(private), bool)
+        right[here[here == ranked]] = True
+        seen = private > 0
         shares = {
-            "of_all": float(own[right].sum() / own.sum()),
+            "of_all": float(private[right].sum() / private.sum()),
             "of_different": float((right & seen).sum() / seen.sum()),
         }
         shares |= {f"of_the_{top}_most_frequent": float(right[here[:top]].mean()) for top in TOP}
         return shares
 
     counts, public = counts[:, ~left_out], public[:, ~left_out]
-    whole = found(counts.sum(0), public.sum(0))
+    whole = matched(counts.sum(0), public.sum(0))
     draws = [
-        found(
+        matched(
             counts[generator.integers(0, len(counts), len(counts))].sum(0),
             public[generator.integers(0, len(public), len(public))].sum(0),
         )
@@ -134,9 +135,9 @@ def public_weights(place: Path) -> float:
         for folder in ("model", "model-a")
     )
     where = {row: number for number, row in enumerate(plain)}
-    told = np.asarray([where.get(row, -1) for row in sealed])
+    guesses = np.asarray([where.get(row, -1) for row in sealed])
     true = structure(models.empty(place / "model")).draw(read_key(place / "a.key"))["vocab"]
-    return float((told == true).mean())
+    return float((guesses == true).mean())
 
 
 def token_counts(place: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -162,11 +163,11 @@ def main() -> int:
         prepare(place)
         runs: dict[str, Any] = {}
         for recipe in RECIPES:
-            made = {which: losses(place, which, recipe) for which in ("plain", "a", "b")}
+            curves = {which: losses(place, which, recipe) for which in ("plain", "a", "b")}
             runs[recipe] = {
-                "losses": made["plain"],
-                "plain_and_sealed": apart(made["plain"], made["a"]),
-                "two_keys": apart(made["a"], made["b"]),
+                "losses": curves["plain"],
+                "plain_and_sealed": apart(curves["plain"], curves["a"]),
+                "two_keys": apart(curves["a"], curves["b"]),
             }
         from octavo.bench import record
 

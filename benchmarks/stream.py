@@ -59,7 +59,7 @@ print(json.dumps({"rows": len(source), "first_s": first, "step_ms": 1e3 * each, 
 
 
 def rows_of(first: int, last: int) -> list[dict[str, Any]]:
-    said = "words that stand here so that a row has the length of a short question and answer, and no more than that"
+    said = "words that give a row the length of a short question and answer, and no more than that"
     return [
         {"id": str(n), "messages": [{"role": "user", "content": f"{n}: {said}"}, {"role": "assistant", "content": "7"}]}
         for n in range(first, last)
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = []
+    timed = []
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), args.rows, args.shards)
         print(f"{'':34} {'first: s':>9} {'again: s':>9} {'ms a step':>10} {'MiB':>6}")
@@ -125,10 +125,10 @@ def main() -> None:
             most = max(first["mib"], again["mib"])
             print(f"{name:34} {first['first_s']:9.2f} {again['first_s']:9.2f} {again['step_ms']:10.2f} {most:6.0f}",
                   flush=True)  # fmt: skip
-            found.append({"way": name, "first": first, "again": again})
+            timed.append({"way": name, "first": first, "again": again})
     if args.out:
         command = f"python benchmarks/stream.py --rows {args.rows} --shards {args.shards} --steps {args.steps}"
-        record.save({"command": command, "machine": record.machine(), "ways": found}, args.out)
+        record.save({"command": command, "machine": record.machine(), "ways": timed}, args.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Long work on a CPU, by turns: seconds of the wall clock and of the processor, of which the least counts.
 
 What else the machine does only adds to a time, so of several turns the fastest is nearest to the work itself. Short
-calls, and those of a GPU, are timed by :mod:`octavo.fp8.measuring.timing`, whose medians need many rounds.
+calls, and calls on a GPU, are timed by :mod:`octavo.fp8.measuring.timing`, whose medians need many rounds.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="runs that train at a time, one thread each")
     parser.add_argument("--dir", type=Path, default=ROOT / "build" / "video")
-    asked = parser.parse_args()
-    here = asked.dir.resolve()
+    args = parser.parse_args()
+    here = args.dir.resolve()
     digit_clips.write(here / "clips")
     tiny.write("qwen3_vl", here / "model")
     where = [f"model.path={here}/model", f"data.train=[{{path: {here}/clips/train.json}}]"]
@@ -44,18 +44,18 @@ def main() -> None:
         cfg = load_config(ROOT / "examples" / "digits_video.yaml", [*where, f"run.dir={folder}"])
         runs.append(Run(folder.name, name, kind, high_precision(cfg) if kind == "reference" else cfg))
     unfinished = [run for run in runs if finished(run) is None]
-    failures = train_together(unfinished, asked.jobs, Console()) if unfinished else {}
+    failures = train_together(unfinished, args.jobs, Console()) if unfinished else {}
     if failures:
         raise SystemExit("\n".join(f"{name}: {why}" for name, why in failures.items()))
     records = [read(run.cfg.run.dir) for run in runs]
     machine = record.machine(records[0].environment)
     rows = [
         {"run": run.label, "recipe": run.cfg.fp8.recipe, "steps": run.cfg.train.steps, "seed": run.cfg.run.seed,
-         "mean_loss": made.mean_loss, "eval": made.eval}
-        for run, made in zip(runs, records, strict=True)
+         "mean_loss": run_record.mean_loss, "eval": run_record.eval}
+        for run, run_record in zip(runs, records, strict=True)
     ]  # fmt: skip
-    found = {"command": "python benchmarks/video.py", "example": "examples/digits_video.yaml", "runs": rows}
-    record.save({**found, "machine": machine}, RESULTS / f"video_{'gpu' if machine.get('gpus') else 'cpu'}.json")
+    result = {"command": "python benchmarks/video.py", "example": "examples/digits_video.yaml", "runs": rows}
+    record.save({**result, "machine": machine}, RESULTS / f"video_{'gpu' if machine.get('gpus') else 'cpu'}.json")
     for row in rows:
         right, questions = row["eval"]["exact_match"], row["eval"]["questions"]
         print(f"{row['run']:15} {100 * right:.1f} % of {questions} clips right, mean loss {row['mean_loss']:.4f}")

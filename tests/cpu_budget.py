@@ -2,7 +2,7 @@
 
 Wall-clock says how busy the machine was; CPU seconds say what the tests cost, subprocesses included. Every process of
 pytest-xdist counts its own and sends the total when it ends. ``OCTAVO_TEST_CPU=FILE`` writes the seconds of every test
-as JSON, which is what the table in ``docs/lab.md`` is made of (``python -m tests.cpu_budget FILE``).
+as JSON, which is what the table in ``tests/README.md`` is made of (``python -m tests.cpu_budget FILE``).
 
 A test over 5 s is to be marked long and is named. Far beyond that it fails a run that leaves long tests out, such as
 ``make test``. Neither a busy machine takes a test there nor a child process of an earlier one: the system counts a

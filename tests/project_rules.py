@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import io
 import itertools
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -531,3 +533,57 @@ def _texts_in(node: ast.AST) -> Iterator[str]:
             return
     for child in ast.iter_child_nodes(node):
         yield from _texts_in(child)
+
+
+#: A Triton kernel of more lines than these says what its arguments are and what its phases do.
+LONG_KERNEL = 40
+PHASE = 15  # lines of a kernel's body, at most, from one comment to the next
+
+
+def kernels_are_explained(tree: Tree) -> list[str]:
+    """Rule 7: a Triton kernel of more than :data:`LONG_KERNEL` lines says once what its arguments are, with shapes, and
+    has a comment at each phase: at least one in :data:`PHASE` lines.
+
+    An argument is explained by a comment on its line or by its name in the docstring. Three kinds need neither: a
+    constant, a size of one capital letter, and a name that shares a word with an explained argument before it
+    (``q_batch``, ``q_row``).
+    """
+    wrong = []
+    for module in tree.files:
+        if ".jit" not in tree.sources[module]:
+            continue
+        tokens = tokenize.generate_tokens(io.StringIO(tree.sources[module]).readline)
+        comments = {t.start[0]: t.string for t in tokens if t.type == tokenize.COMMENT and "fmt:" not in t.string}
+        for kernel in tree.files[module].nodes:
+            if isinstance(kernel, ast.FunctionDef) and _is_kernel(kernel) and _lines(kernel) > LONG_KERNEL:
+                wrong += [f"{module}.{kernel.name}: {fault}" for fault in _unexplained(kernel, comments)]
+    return wrong
+
+
+def _is_kernel(function: ast.FunctionDef) -> bool:
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+
+
+def _lines(node: ast.FunctionDef | ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def _unexplained(kernel: ast.FunctionDef, comments: dict[int, str]) -> Iterator[str]:
+    doc = ast.get_docstring(kernel) or ""
+    signature = [comments.get(arg.lineno, "") for arg in kernel.args.args]
+    if "[" not in doc + "".join(signature):
+        yield "no argument has a shape"
+    words: set[str] = set()
+    for arg, comment in zip(kernel.args.args, signature, strict=True):
+        constant = arg.annotation is not None and "constexpr" in ast.unparse(arg.annotation)
+        parts = set(arg.arg.split("_"))
+        if comment or re.search(rf"\b{arg.arg}\b", doc) or parts & words:
+            words |= parts
+        elif not constant and not re.fullmatch("[A-Z]", arg.arg):
+            yield f"the argument {arg.arg} has no comment"
+    first, last = kernel.body[0].lineno + (_lines(kernel.body[0]) if doc else 0), kernel.lineno + _lines(kernel)
+    marks = sorted(line for line in comments if first <= line < last)
+    for before, after in itertools.pairwise([first - 1, *marks, last]):
+        if after - before > PHASE + 1:
+            yield f"no comment from line {before + 1} to line {after - 1}"

@@ -1,4 +1,5 @@
-"""Every link of README, docs, examples and the changelog leads to a file that is tracked, and to a heading in it."""
+"""Every link of README, docs, examples and the changelog leads to a file that is tracked, and to a heading in it; two
+pages stay short."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md", "tests/README.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LINK = re.compile(r"\]\((?!\w+:)([^)\s]+)\)")
@@ -68,3 +72,26 @@ def test_every_page_has_its_place_on_the_site() -> None:
     made = {"reference/commands.md", "reference/configuration.md"}
     here = {str(page.relative_to(ROOT)).removeprefix("docs/") for page in PAGES} - {"README.md"} | {"index.md"}
     assert sorted(placed) == sorted(here | made)
+
+
+@pytest.mark.parametrize("folder", ["decisions", "lab"])
+def test_an_index_lists_the_pages_of_its_folder(folder: str) -> None:
+    index = (ROOT / "docs" / folder / "index.md").read_text(encoding="utf-8")
+    pages = {page.name for page in (ROOT / "docs" / folder).glob("*.md")} - {"index.md"}
+    assert pages and pages <= set(LINK.findall(index))
+
+
+def test_the_page_on_architecture_is_short() -> None:
+    """It lists packages and trips; decisions, measurements and reference have pages of their own."""
+    assert (ROOT / "docs/architecture.md").stat().st_size <= 10_000
+
+
+def test_the_changelog_of_a_release_is_a_list_of_linked_lines() -> None:
+    """At most 40 changes, a line each, with a link to a page; and a line for each known fault."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.split(r"^## ", text, flags=re.MULTILINE)[1]
+    changes, _, faults = newest.partition("Known faults")
+    lines = [line for line in changes.splitlines() if line.startswith("- ")]
+    assert 0 < len(lines) <= 40 and not re.search(r"^  ", newest, re.MULTILINE)
+    assert [line for line in lines if not LINK.search(line)] == []
+    assert re.search(r"^- ", faults, re.MULTILINE)

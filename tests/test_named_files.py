@@ -31,7 +31,7 @@ SHORT = re.compile(r"(?<![\w/.*{}$<>-])\w+(?:/\w+)+\.py\b")
 BARE = re.compile(r"(?<![\w/.*{}$<>-])\w+\.py\b")
 # Names that look like files or modules of Octavo and are none, by where they are (a file or a folder).
 NO_FILES = {
-    "CHANGELOG.md": {"octavo.models.save_hf", "octavo.fp8.kept", "octavo.report.Arm", "octavo.adapters.gap"},
+    "CHANGELOG.md": {"octavo.models.save_hf"},
     "CONTRIBUTING.md": {"octavo/cli/NAME.py", "octavo/data/formats/NAME_files.py"},  # what a reader will add
     "pyproject.toml": {"octavo.examples"},  # a link, which a wheel has as a folder
     "octavo/cli": {"octavo.key", "octavo.schema.json"},  # files that users keep
@@ -57,12 +57,13 @@ def texts() -> Iterator[tuple[str, str]]:
         yield name, (ROOT / name).read_text(encoding="utf-8")
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     yield "CHANGELOG.md", re.split(r"^## (?!Unreleased|0\.5)", changes, maxsplit=1, flags=re.MULTILINE)[0]
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    at_root = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")]
+    pages = [*at_root, *sorted((ROOT / "docs").rglob("*.md"))]
     scripts = [path for path in sorted((ROOT / "examples").rglob("*")) if path.is_file() and path.suffix != ".pyc"]
     sources = [path for folder in ("octavo", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
     for path in [*pages, *scripts, *sources]:
         text = path.read_text(encoding="utf-8")
-        if path.name == "lab.md":  # a table may say of which version its paths are
+        if path.name == "README.md":  # a table may say of which version its paths are
             text = re.sub(r"\| file \(paths as of .*?\n\n", "\n\n", text, flags=re.DOTALL)
         yield path.relative_to(ROOT).as_posix(), text
 

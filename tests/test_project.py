@@ -28,6 +28,7 @@ from tests.project_rules import (
     imports_down,
     imports_up,
     inits,
+    kernels_are_explained,
     know_shards,
     lists_of_names,
     loaded_by_text,
@@ -65,6 +66,7 @@ RULES = (
     loaded_by_text,
     names_no_device,
     lists_of_names,
+    kernels_are_explained,
 )
 
 
@@ -74,6 +76,15 @@ def test_the_layout_keeps(rule, tree: Tree) -> None:
 
 
 FACE = "from octavo.fp8.dense.linear import Linear\n"
+
+
+def kernel(arguments: str, body: str) -> dict[str, str]:
+    """A module with a Triton kernel, whose file has no such kernel otherwise."""
+    head = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
+    return {"octavo.fp8.kernels.triton_kernels.launch": f"{head}def kernel(\n{arguments}):\n{body}"}
+
+
+PHASES = ("    # Load, and why.\n" + "    tl.debug_barrier()\n" * 14) * 3
 
 
 @pytest.mark.parametrize(
@@ -211,6 +222,9 @@ FACE = "from octavo.fp8.dense.linear import Linear\n"
                 "x = path.suffix in {'.parquet', '.jsonl'}",
             )
         ),
+        (kernels_are_explained, kernel("    x,  # [M, K] fp32\n    y,\n    M,\n", PHASES)),
+        (kernels_are_explained, kernel("    x,  # fp32\n    M,\n", PHASES)),
+        (kernels_are_explained, kernel("    x,  # [M, K] fp32\n    M,\n", PHASES + "    tl.debug_barrier()\n" * 3)),
     ],
     ids=lambda x: x.__name__ if callable(x) else "",
 )
@@ -256,6 +270,19 @@ y = importlib.import_module("deep_gemm"), "torch._dynamo" in sys.modules, model.
 """
     planted = tree.planted({"octavo.fp8.blocks.mlp": said})
     assert not [*names_as_text(planted), *loaded_by_text(planted), *know_shards(planted)]
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        kernel("    x,  # [M, K] fp32\n    x_row,\n    M,\n    BLOCK: tl.constexpr,\n", PHASES),
+        kernel("    x,\n", '    """Add to x [M] fp32."""\n' + PHASES),
+        kernel("    x,\n", "    tl.debug_barrier()\n" * 37),  # a short one
+        {"octavo.fp8.kernels.triton_kernels.launch": "def f(x):\n" + "    x\n" * 50},
+    ],
+)
+def test_kernels_that_are_explained(planted: dict[str, str], tree: Tree) -> None:
+    assert not kernels_are_explained(tree.planted(planted))
 
 
 def test_no_package_of_fp8_hides_a_public_function() -> None:
@@ -367,7 +394,7 @@ FORBIDDEN = [
     (r"weights_only\s*=\s*False", "no pickle from user files"),
     (r"from transformers import \*", "imports every model, torchvision ones too"),
     (r"skipif\(\s*True", "a disabled test rots"),
-    (r"\b(TODO|FIXME|XXX)\b", "finish it, or write it down in docs/lab.md"),
+    (r"\b(TODO|FIXME|XXX)\b", "finish it, or write it down in docs/lab/"),
     (r"(?<![\w/.])/(?:work|root|home|opt)/[\w.-]+", "a path of somebody's machine"),
 ]
 

@@ -62,3 +62,8 @@ def test_code_in_pages_is_not_prose(tmp_path, monkeypatch):
     page = tmp_path / "page.md"
     page.write_text("`beside`\n```\nbeside\n```\none beside two\n", encoding="utf-8")
     assert [(p.what, p.line) for p in project_words.page_places(page)] == [("beside", 5)]
+
+
+def test_kernels_have_comments():
+    commented, lines = project_words.comment_lines(project_words.sources([project_words.ROOT / project_words.KERNELS]))
+    assert commented >= project_words.KERNEL_COMMENTS * lines, f"{commented} of {lines} lines of the kernels"

@@ -7,8 +7,9 @@
     make gpu ONLY=cast,test_gemms BUDGET=120 OUT=DIR GPU_PYTHON=python SMALL=1
 
 Needs torch, triton, transformers, pytest, hypothesis and numpy, nothing else. Writes tests.json and suites.json into
-DIR after each case, parts beside each other; `python -m octavo.bench report DIR` reads them. A case that crashes or
-hangs is lost alone, and named at the end with what it printed last. Exit code 0: nothing was lost, no test failed.
+DIR after each case, parts side by side; `python -m octavo.bench report DIR` reads them. A case that crashes or
+hangs is the only one lost, and the end names it with what it printed last. Exit code 0: nothing was lost, no test
+failed.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def summary(jobs: Sequence[Job], store: Store, call: str, stopped: str = "") -> int:
     """Say what was lost, what failed and what was left out; the exit code."""
-    found = {job: store.files[job.kind]["jobs"].get(job.name, {}) for job in jobs}
-    ran = {job: e for job, e in found.items() if e.get("call") == call and e["state"] != "not begun"}
+    entries = {job: store.files[job.kind]["jobs"].get(job.name, {}) for job in jobs}
+    ran = {job: e for job, e in entries.items() if e.get("call") == call and e["state"] != "not begun"}
     lost = [(job, what) for job, entry in ran.items() for what in entry["lost"]]
     tests = [(node, t) for entry in ran.values() for node, t in entry.get("tests", {}).items()]
     failed = [(node, t) for node, t in tests if t["outcome"] == "failed"]
@@ -120,7 +121,7 @@ def summary(jobs: Sequence[Job], store: Store, call: str, stopped: str = "") -> 
 
 
 def say(text: str) -> None:
-    """A line, with the time of day; where nobody can read it, the work goes on."""
+    """Print a line with the time of day; the work continues if nothing reads it."""
     with suppress(OSError, ValueError):
         print(text if text.startswith("{") or not text else f"{time.strftime('%X')} {text}", flush=True)
 
@@ -137,7 +138,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--collect", type=Path, metavar="LOG", help="write the results that a call printed into --out")
     args = parser.parse_args(argv)
     if args.budget <= END:
-        parser.error(f"--budget {args.budget:g}: the end of a call alone takes {END:g} s; give more")
+        parser.error(f"--budget {args.budget:g}: the end of a call takes {END:g} s; give more")
     if args.collect and not args.out:
         parser.error("--collect needs --out, a folder to write to")
     return args
@@ -145,18 +146,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _where() -> dict[str, Any]:
     """Device, machine and versions, asked by a process of its own: this one needs no torch, and no GPU's memory."""
-    process, until, found = Process(WORKER, {"kind": "where"}, ROOT), time.monotonic() + 90, dict[str, Any]()
+    process, until, reported = Process(WORKER, {"kind": "where"}, ROOT), time.monotonic() + 90, dict[str, Any]()
     while not process.ended:
         if time.monotonic() > until:
             process.force("no answer within 90 s")
         for event in process.events():
-            found |= event
+            reported |= event
         time.sleep(0.05)
     for event in process.close():
-        found |= event
-    if "device" not in found:
+        reported |= event
+    if "device" not in reported:
         raise RuntimeError("\n".join([f"torch cannot be asked for a GPU: {process.how}", *process.tail()]))
-    return {"device": found["device"], "machine": found["machine"]}
+    return {"device": reported["device"], "machine": reported["machine"]}
 
 
 def _collect(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """What `make gpu` runs: every test file of tests/gpu and every suite of `octavo bench`, in three parts.
 
-A job is a process, or several where one is lost. Its seconds are about what it took on an H200 beside 16 cores that
+A job is a process, or several where one is lost. Its seconds are about what it took on an H200 with 16 cores that
 compiled for all of them at once, and a share: what a call has for it follows from the call's budget. Part 1 tells most:
 whether cuBLAS takes our layouts, whether casts are exact, what casts, GEMMs and linear layers are worth. Part 2 holds
 the other tests and the small suites, part 3 what compiles for minutes.

@@ -84,7 +84,7 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended. One that even SIGKILL does not end, stuck in a driver, is left behind."""
+        """Whether it has ended. One that even SIGKILL does not end, stuck in a driver, is abandoned."""
         stuck = self._killing is not None and time.monotonic() > self._killing + 5
         return self._group.poll() is not None or stuck
 
@@ -112,7 +112,7 @@ class Process:
     def _lines(self, name: str) -> list[bytes]:
         got = [self._rest[name]]
         with suppress(BlockingIOError):
-            while more := os.read(self._pipes[name], 1 << 16):
-                got.append(more)
+            while chunk := os.read(self._pipes[name], 1 << 16):
+                got.append(chunk)
         *lines, self._rest[name] = b"".join(got).split(b"\n")
         return lines

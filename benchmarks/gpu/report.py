@@ -3,7 +3,7 @@
     python -m octavo.bench report DIR [DIR ...]      what make gpu, or octavo bench --out DIR, left there
 
 A speed is seconds of the baseline over seconds of the fastest candidate of a recipe, as a plan by measurement chooses,
-summed over the cases. Each device has a table of its own; the plot lies in the first folder. Figures of a CPU are
+summed over the cases. Each device has a table of its own; the plot is written to the first folder. Figures of a CPU are
 shown, to see that all of them are found, and get no verdict.
 """
 
@@ -30,19 +30,19 @@ def main(words: Sequence[str]) -> int:
         return 2
     folders = [Path(word) for word in words]
     try:
-        found, outcomes = read(folders)
+        results, outcomes = read(folders)
     except (ValueError, KeyError, TypeError, OSError) as error:
         print(f"these are not figures of make gpu or octavo bench: {error}")
         return 1
     if outcomes:
         print(f"GPU tests: {', '.join(f'{count} {name}' for name, count in sorted(outcomes.items()))}")
-    for result in found:
+    for result in results:
         print("\n".join(["", *page(result)]))
         path = folders[0] / f"report_{'_'.join(result.device.lower().split())}{'_small' * result.small}.png"
         print(_drawn(result, path))
-    if not found:
+    if not results:
         print(f"no figures in {', '.join(words)}")
-    return int(not found)
+    return int(not results)
 
 
 def read(folders: Sequence[Path]) -> tuple[list[Result], Counter[str]]:

@@ -44,9 +44,10 @@ class Runner:
         self.stopped = signal.Signals(number).name
 
     def run(self, jobs: Sequence[Job], until: float) -> None:
-        """Run all jobs before ``until`` (monotonic): tests several at a time, then alone, then suites one by one.
+        """Run all jobs before ``until`` (monotonic): tests in parallel, then the tests that need the GPU to themselves,
+        then suites one by one.
 
-        Each gets the part of what is left that its seconds are of those of all to come, so that time that one leaves
+        Each gets a share of the remaining time in proportion to its estimate, so that time that one leaves
         goes to the next.
         """
         tests = [job for job in jobs if job.kind == "tests" and not job.alone]
@@ -70,7 +71,7 @@ class Runner:
                     running.append(_Task(self, job, min(until, now + scale * job.seconds)))
                 if not running:
                     break
-                if not waiting:  # nobody else's time is left to be shared out
+                if not waiting:  # no other job is waiting for a share of the time
                     for task in running:
                         task.until = until
                 select.select([pipe for task in running for pipe in task.process.pipes], [], [], 0.1)

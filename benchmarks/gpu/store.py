@@ -29,7 +29,7 @@ class StoreError(ValueError):
 
 
 class Store:
-    """The files of a folder. ``unsaved``: how many events stand in no file and were printed."""
+    """The files of a folder. ``unsaved``: how many events were printed and are in no file."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder, say
@@ -92,8 +92,8 @@ class Store:
         if not self.unsaved:
             return ""
         return (
-            f"{self.folder} could not be written ({self._full}): {self.unsaved} results stand above as lines of JSON "
-            "and perhaps in no file; `python -m benchmarks.gpu --collect LOG --out DIR` makes files of them"
+            f"{self.folder} could not be written ({self._full}): {self.unsaved} results are above as lines of JSON "
+            "and may be in no file; `python -m benchmarks.gpu --collect LOG --out DIR` makes files of them"
         )
 
 
@@ -103,19 +103,19 @@ def add(file: dict[str, Any], job: str, event: Event) -> None:
         file["calls"].pop(event["call"], None)  # the last is the one that writes
         file["calls"][event["call"]] = event["what"]
         return
-    if "began" in event:  # anew: what an earlier call found of it is replaced
+    if "began" in event:  # replaces what an earlier call recorded of it
         file["jobs"][job] = {"call": event["began"], "state": "under way", "lost": [], "cut": []}
         file["jobs"][job] |= {"tests": {}} if event["tests"] else {"rows": [], "absent": []}
         return
     call = next(reversed(file["calls"]), "")
-    found = file["jobs"].setdefault(job, {"call": call, "state": "not begun", "lost": [], "cut": []})
+    entry = file["jobs"].setdefault(job, {"call": call, "state": "not begun", "lost": [], "cut": []})
     for key in ("rows", "absent", "lost", "cut"):
-        if new := [line for line in event.get(key, ()) if line not in found.get(key, ())]:
-            found.setdefault(key, []).extend(new)
+        if new := [line for line in event.get(key, ()) if line not in entry.get(key, ())]:
+            entry.setdefault(key, []).extend(new)
     if "test" in event:
         node, outcome, seconds, why = event["test"]
-        found.setdefault("tests", {})[node] = {"outcome": outcome, "seconds": seconds} | ({"why": why} if why else {})
-    found.update({key: event[key] for key in ("state", "seconds", "collected") if key in event})
+        entry.setdefault("tests", {})[node] = {"outcome": outcome, "seconds": seconds} | ({"why": why} if why else {})
+    entry.update({key: event[key] for key in ("state", "seconds", "collected") if key in event})
 
 
 def collect(lines: Iterable[str], store: Store) -> int:
@@ -144,9 +144,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {"command": "make gpu", "calls": {}, "jobs": {}}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        assert isinstance(found["jobs"], dict) and isinstance(found["calls"], dict)
-        return found
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(stored["jobs"], dict) and isinstance(stored["calls"], dict)
+        return stored
     except (ValueError, KeyError, TypeError, AssertionError) as error:
         raise StoreError(
             f"{path} is not what a call wrote ({error!r}); move it away, or name another --out."

@@ -1,6 +1,6 @@
 """The figures to reach on a GPU: ratios on the same work in one run, or bytes that an allocator counts.
 
-Set for one H200, beside the best that others published, which each names as its source. What no benchmark of `make gpu`
+Set for one H200, with the best published figure of others next to each, and its source. What no benchmark of `make gpu`
 says stands there as well, with what does say it.
 """
 
@@ -33,10 +33,10 @@ class Target:
     unit: str = "x"
     least: bool = True
 
-    def of(self, found: Result) -> float | None:
+    def of(self, result: Result) -> float | None:
         """What was measured; None where a candidate or its baseline is missing in all cases."""
         pairs = []
-        rows = [r for r in found.rows if r.suite == self.suite and re.match(self.cases, r.case)]
+        rows = [r for r in result.rows if r.suite == self.suite and re.match(self.cases, r.case)]
         for case in dict.fromkeys(r.case for r in rows):
             here = {r.candidate: r for r in rows if r.case == case}
             ours = [r for r in here.values() if r.baseline in here and re.match(self.who, r.candidate)]
@@ -82,7 +82,7 @@ def activations(pairs: Pairs) -> float:
     return r.memory["activations"] / 1024 / r.tokens / blocks
 
 
-# Cases by their names, those of the small sizes as well, which show on a CPU that all is found.
+# Cases by name, the small sizes included, which show on a CPU that every case is matched.
 LINEAR = r"(qwen3-8b (qkv|gate_up|down)|small) sum M="
 WIDE = r"(16384|96) x "
 STEP = r"(qwen3_vl_8b, 8192 tokens|tiny)"
@@ -101,5 +101,5 @@ TARGETS: tuple[Target, ...] = (
     Target("training, bytes a parameter", "COAT 10.2", 4.1, "memory", "", "that, codes recast", standing, "", False),
     Target("activations of a block", "COAT 92 KiB", 67, "memory", "", r"\+ FP8 act", activations, " KiB/token", False),
     Target("... with selective recomputation", "", 45, "memory", "", "that, sel", activations, " KiB/token", False),
-    Target("peak of a full 8B beside the plan's", "`octavo plan --card 80GB`", 1.05, least=False),
+    Target("peak of a full 8B compared with the plan's", "`octavo plan --card 80GB`", 1.05, least=False),
 )

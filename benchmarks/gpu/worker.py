@@ -46,7 +46,7 @@ def main() -> int:
         try:
             pipe.write(json.dumps(event, default=str) + "\n")
             pipe.flush()
-        except OSError:  # nobody listens
+        except OSError:  # the parent has closed the pipe
             os._exit(BROKEN)
 
     if order["kind"] == "where":

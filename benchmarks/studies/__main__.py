@@ -1,4 +1,4 @@
-"""Studies: questions that a single trial cannot decide, each one command, with the power of its design told first.
+"""Studies: questions that a single trial cannot decide, each one command, with the power of its design printed first.
 
     python -m benchmarks.studies pretraining [--jobs 2] [--hours 6] [--dir build/studies]
     python -m benchmarks.studies pretraining --power     what it can decide, and nothing is trained
@@ -32,29 +32,29 @@ def main() -> int:
     parser.add_argument("--hours", type=float, default=6.0, help="processor hours after which no unit begins")
     parser.add_argument("--dir", type=Path, default=Path("build/studies"), help="where units lie")
     parser.add_argument("--power", action="store_true", help="tell what the design can decide, and train nothing")
-    asked = parser.parse_args()
-    if asked.jobs < 1 or not asked.hours > 0:
-        parser.error(f"--jobs {asked.jobs} --hours {asked.hours:g}: both are more than 0")
-    if asked.study == "tables":
+    args = parser.parse_args()
+    if args.jobs < 1 or not args.hours > 0:
+        parser.error(f"--jobs {args.jobs} --hours {args.hours:g}: both are more than 0")
+    if args.study == "tables":
         importlib.import_module("tables").main()
         return 0
-    study = importlib.import_module(asked.study).STUDY
+    study = importlib.import_module(args.study).STUDY
     print(study.question, flush=True)
     estimates = [design.estimate() for design in study.designs]
     for one in estimates:
         print(told(one), flush=True)
-    if asked.power:
+    if args.power:
         return 0
-    home = (asked.dir / (study.home or asked.study)).resolve()
+    home = (args.dir / (study.home or args.study)).resolve()
     import units
 
     with units.alone(home):
         planned = study.units(home)
-        there = sum(units.read(home, unit) is not None for unit in planned)
-        written = _written(home / f"power_{asked.study}.json", estimates, there)
+        done = sum(units.read(home, unit) is not None for unit in planned)
+        written = _written(home / f"power_{args.study}.json", estimates, done)
         print(f"{len(planned)} units in {home}", flush=True)
-        found = units.train_all(home, planned, asked.jobs, asked.hours, lambda text: print(text, flush=True))
-    _save(asked.study, study, home, planned, found, written)
+        outcomes = units.train_all(home, planned, args.jobs, args.hours, lambda text: print(text, flush=True))
+    _save(args.study, study, home, planned, outcomes, written)
     return 0
 
 
@@ -74,32 +74,32 @@ def _written(file: Path, estimates: list[dict[str, Any]], trained: int) -> list[
     design that was changed later has another one, and the page can tell."""
     from octavo.base import atomic_write
 
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    if not found or found[-1]["designs"] != estimates:
+    entries = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    if not entries or entries[-1]["designs"] != estimates:
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        found.append({"written": now, "trained": trained, "designs": estimates})
+        entries.append({"written": now, "trained": trained, "designs": estimates})
         file.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write.write_text(file, json.dumps(found, indent=1) + "\n")
-    return found
+        atomic_write.write_text(file, json.dumps(entries, indent=1) + "\n")
+    return entries
 
 
-def _save(name: str, study: Any, home: Path, planned: list[Any], found: dict[str, Any], written: Any) -> None:
+def _save(name: str, study: Any, home: Path, planned: list[Any], outcomes: dict[str, Any], written: Any) -> None:
     from octavo.base import environment
     from octavo.bench import record
 
     results = HERE.parent / "results"
-    hours = sum(one.cpu_seconds for one in found.values()) / 3600
-    judged = study.judge(home, found)
+    hours = sum(one.cpu_seconds for one in outcomes.values()) / 3600
+    judged = study.judge(home, outcomes)
     whole = {
         "command": f"python -m benchmarks.studies {name}", "question": study.question, "power": written,
-        "units": len(planned), "trained": len(found), "cpu_hours": round(hours, 2),
-        "failed": {one.name: one.failure for one in found.values() if one.failure},
+        "units": len(planned), "trained": len(outcomes), "cpu_hours": round(hours, 2),
+        "failed": {one.name: one.failure for one in outcomes.values() if one.failure},
         **judged, "machine": record.machine(environment.describe()),
     }  # fmt: skip
     record.save(whole, results / f"study_{name}.json")
     if study.draw is not None:
         study.draw(whole, results / f"study_{name}.png")
-    print(f"{len(found)} of {len(planned)} units, {hours:.2f} CPU hours: {results / f'study_{name}.json'}")
+    print(f"{len(outcomes)} of {len(planned)} units, {hours:.2f} CPU hours: {results / f'study_{name}.json'}")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ The three designs of the pretraining study, and its trainings in high precision 
     same weights    judged as they computed (BF16 and FP8) and in high precision of the same BF16 weights: the mean of
                     each seed
     forks           from high precision's weights after step 400, 200 steps with an optimizer of their own, which all
-                    sides begin anew: fp32; BF16 computing with fp32 weights, which tells how much of the gap is
-                    BF16's; and everything
-    trajectories    whole trainings with everything on, beside fp32
+                    sides begin from the start: fp32; BF16 computing with fp32 weights, which tells how much of the gap
+                    is BF16's; and everything
+    trajectories    whole trainings with everything on, compared with fp32
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SHORT = (f"train.steps={LENGTH}", "train.lr=1e-3", "train.min_lr=3e-4", "train.w
 
 def units(home: Path) -> list[Unit]:
     cfg = texts.prepare(home, STEPS)
-    found = []
+    planned = []
     for seed in range(FORK_SEEDS):
-        found.append(pretraining.high(cfg, home, seed))
+        planned.append(pretraining.high(cfg, home, seed))
         begin = f"run.start_from={pretraining.checkpoint(home, seed, DEPTH)}"
         for side, words in SIDES.items():
             name = f"anew-{side}-seed-{seed}"
-            found.append(Unit(name, bare(cfg, home, name, seed, *SHORT, *words, begin)))
+            planned.append(Unit(name, bare(cfg, home, name, seed, *SHORT, *words, begin)))
     wholes = [f"whole-everything-seed-{seed}" for seed in range(PAIRS)]
-    return found + [
+    return planned + [
         Unit(name, bare(cfg, home, name, seed, *EVERYTHING), average=True) for seed, name in enumerate(wholes)
     ]
 
@@ -53,8 +53,8 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
         ("BF16 against fp32", "bf16", "fp32"),
     ):
         beside = {f"anew-{ours}-seed-{number}": f"anew-{theirs}-seed-{number}" for number in range(FORK_SEEDS)}
-        there, gone = pooled(outcomes, list(beside), beside.__getitem__)
-        sides = [(one, outcomes[beside[one.name]]) for one in there]
+        present, gone = pooled(outcomes, list(beside), beside.__getitem__)
+        sides = [(one, outcomes[beside[one.name]]) for one in present]
         gaps = [gap(one, other, LENGTH // 2 + 1, LENGTH) for one, other in sides]
         rows.append(row(f"forks after step {DEPTH}", what, gaps, FORK, gone))
         ends = [held(one, other) for one, other in sides]
@@ -72,7 +72,7 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     return {"rows": rows}
 
 
-ASSUMED = "assumed: three times that of forks without savings, since weights are rounded at random"
+ASSUMED = "assumed: three times the spread of forks without savings, since weights are rounded at random"
 STUDY = Study(
     "everything",
     "What do FP8 activations, FP8 states, bf16+sr and FP8 parameters cost together, in pretraining?",

@@ -21,8 +21,8 @@ def draw(growth: Mapping[str, Any], title: str, bar: float, path: Path) -> None:
         figure = Figure(figsize=(8, 3.6), layout="constrained")
         axes = figure.subplots()
         for number, (recipe, curve) in enumerate(growth.items()):
-            made = [(step, mean_gap(gaps)) for step, gaps in zip(curve["steps"], curve["gaps"], strict=True)]
-            known = [(step, one) for step, one in made if one is not None]
+            points = [(step, mean_gap(gaps)) for step, gaps in zip(curve["steps"], curve["gaps"], strict=True)]
+            known = [(step, one) for step, one in points if one is not None]
             if not known:
                 continue
             at = np.array([step for step, _ in known]) + 6 * (number - (len(growth) - 1) / 2)

@@ -56,10 +56,10 @@ class Judging(train.Callback):
         assert evalset is not None
         for word in ("own", "high") if run.fp8 else ("own",):
             with fp8.high_precision(run.model) if word == "high" else nullcontext():
-                found = train.evaluate(run.model, evalset, stepper.forward, run.world)
-            self.held[prefix + word] = found["loss"]
-            if "exact_match" in found:
-                self.held[f"{prefix}{word}_right"] = found["exact_match"]
+                figures = train.evaluate(run.model, evalset, stepper.forward, run.world)
+            self.held[prefix + word] = figures["loss"]
+            if "exact_match" in figures:
+                self.held[f"{prefix}{word}_right"] = figures["exact_match"]
 
 
 def _call(what: tuple[Any, ...], run: train.Run) -> Any:

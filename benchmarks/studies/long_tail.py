@@ -10,7 +10,7 @@ the same losses.
                2024, arXiv 2409.12517, whose remedy, Smooth-SwiGLU, divides by just that m)
 
 First each recipe judges held-out text by the planted weights, untrained, for all magnitudes. Then it trains 100 steps
-from them, beside high precision from the same.
+from them, compared with high precision from the same.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ SHORT = ("train.lr=1e-3", "train.min_lr=3e-4", "train.warmup=10")
 
 def units(home: Path) -> list[Unit]:
     cfg = texts.prepare(home, STEPS)
-    found = []
+    planned = []
     for seed in range(SEEDS):
-        found.append(pretraining.high(cfg, home, seed))
+        planned.append(pretraining.high(cfg, home, seed))
         begin = f"run.start_from={pretraining.checkpoint(home, seed, DEPTH)}"
         for recipe in RECIPES:
             name = f"sweep-{recipe}-seed-{seed}"
             # One step at a rate that moves nothing: what is judged is the checkpoint.
-            own = bare(cfg, home, name, seed, "train.steps=1", "train.lr=1e-12", "train.min_lr=0", "train.warmup=0",
+            swept = bare(cfg, home, name, seed, "train.steps=1", "train.lr=1e-12", "train.min_lr=0", "train.warmup=0",
                        f"fp8.recipe={recipe}", begin)  # fmt: skip
-            found.append(Unit(name, own, look=("long_tail", "sweep")))
+            planned.append(Unit(name, swept, look=("long_tail", "sweep")))
         for kind in KINDS:
             for times in TRAINED:
                 for recipe in ("off", *RECIPES):
                     name = f"train-{kind}-{times}-{recipe}-seed-{seed}"
-                    own = bare(cfg, home, name, seed, f"train.steps={LENGTH}", *SHORT, f"fp8.recipe={recipe}", begin)
-                    found.append(Unit(name, own, plant=("long_tail", "plant", kind, times)))
-    return found
+                    swept = bare(cfg, home, name, seed, f"train.steps={LENGTH}", *SHORT, f"fp8.recipe={recipe}", begin)
+                    planned.append(Unit(name, swept, plant=("long_tail", "plant", kind, times)))
+    return planned
 
 
 def plant(run: Any, kind: str, times: float) -> None:
@@ -82,7 +82,7 @@ def plant(run: Any, kind: str, times: float) -> None:
 
 def sweep(run: Any) -> dict[str, Any]:
     """Held-out loss in FP8 and in high precision by kind and magnitude: {kind: {times: [own, high]}}; infinite where
-    there is none, which is a finding about that magnitude alone."""
+    there is none, which is a finding about that magnitude only."""
     from octavo import fp8, train
 
     def judged() -> float:
@@ -91,18 +91,18 @@ def sweep(run: Any) -> dict[str, Any]:
         except train.TrainError:
             return math.inf
 
-    found: dict[str, Any] = {}
+    losses: dict[str, Any] = {}
     for kind in KINDS:
-        found[kind] = {}
+        losses[kind] = {}
         for times in SWEEP:
             plant(run, kind, times)
             fp8.invalidate(run.model)
-            own = judged()
+            in_fp8 = judged()
             with fp8.high_precision(run.model):
-                found[kind][str(times)] = [own, judged()]
+                losses[kind][str(times)] = [in_fp8, judged()]
             plant(run, kind, 1 / times)
     fp8.invalidate(run.model)
-    return found
+    return losses
 
 
 def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
@@ -111,28 +111,28 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
         curves[kind] = {}
         for recipe in RECIPES:
             swept, lost = pooled(outcomes, [f"sweep-{recipe}-seed-{seed}" for seed in range(SEEDS)])
-            made = {times: [own / high - 1 for own, high in (one.more[kind][str(times)] for one in swept)]
+            by_times = {times: [loss / high - 1 for loss, high in (one.more[kind][str(times)] for one in swept)]
                     for times in SWEEP}  # fmt: skip
-            curves[kind][recipe] = {str(times): gaps for times, gaps in made.items()}
+            curves[kind][recipe] = {str(times): gaps for times, gaps in by_times.items()}
             lines = [row(f"same weights, {kind}", f"{recipe}, {times} times", gaps, MARGIN, lost)
-                     for times, gaps in made.items()]  # fmt: skip
+                     for times, gaps in by_times.items()]  # fmt: skip
             rows += lines
         for times in TRAINED:
             for recipe in RECIPES:
                 named = f"train-{kind}-{times}"
                 beside = {f"{named}-{recipe}-seed-{seed}": f"{named}-off-seed-{seed}" for seed in range(SEEDS)}
-                there, lost = pooled(outcomes, list(beside), beside.__getitem__)
-                sides = [(one, outcomes[beside[one.name]]) for one in there]
+                present, lost = pooled(outcomes, list(beside), beside.__getitem__)
+                sides = [(one, outcomes[beside[one.name]]) for one in present]
                 gaps = [gap(one, other, LENGTH // 2 + 1, LENGTH) for one, other in sides]
                 rows.append(row(f"trained {LENGTH} steps, {kind}", f"{recipe}, {times} times", gaps, MARGIN, lost))
     return {"rows": rows, "sweep": curves}
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(result: Mapping[str, Any], path: Path) -> None:
     """Loss above high precision's by magnitude, one panel a kind."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(9, 3.4), layout="constrained")
-        for axes, (kind, curves) in zip(figure.subplots(1, 2, sharey=True), found["sweep"].items(), strict=True):
+        for axes, (kind, curves) in zip(figure.subplots(1, 2, sharey=True), result["sweep"].items(), strict=True):
             for number, (recipe, curve) in enumerate(curves.items()):
                 known = {int(times): gaps for times, gaps in curve.items() if gaps and np.isfinite(gaps).all()}
                 means = [100 * max(sum(gaps) / len(gaps), 1e-5) for gaps in known.values()]

@@ -2,7 +2,7 @@
 
 Forks from high precision after step 200 of 300 go on to the end with the same data, in FP8. Of what they trained, the
 held-out tokens are routed in FP8 and in high precision by the same weights; how far apart that is, is held against what
-BF16 alone does (the weights of high precision, in fp32 and under BF16 autocast): routers flip between any two
+BF16 itself does (the weights of high precision, in fp32 and under BF16 autocast): routers flip between any two
 roundings.
 """
 
@@ -24,17 +24,17 @@ FORK, SAME = 0.0015, 0.001
 
 def units(home: Path) -> list[Unit]:
     cfg = texts.prepare(home, STEPS, "qwen3_moe")
-    found = []
+    planned = []
     for seed in range(SEEDS):
         name = f"high-seed-{seed}"
         high = bare(cfg, home, name, seed, f"run.milestones=[{DEPTH}]")
-        found.append(Unit(name, high, keeps=True, look=("moe", "routing")))
+        planned.append(Unit(name, high, keeps=True, look=("moe", "routing")))
         begin = f"run.fork={home / UNITS / name / TRAINED / 'milestones' / f'step_{DEPTH}'}"
         for recipe in RECIPES:
-            own = f"fork-{recipe}-seed-{seed}"
-            fp8 = bare(cfg, home, own, seed, f"fp8.recipe={recipe}", begin)
-            found.append(Unit(own, fp8, DEPTH, look=("moe", "routing")))
-    return found
+            fork = f"fork-{recipe}-seed-{seed}"
+            fp8 = bare(cfg, home, fork, seed, f"fp8.recipe={recipe}", begin)
+            planned.append(Unit(fork, fp8, DEPTH, look=("moe", "routing")))
+    return planned
 
 
 def routing(run: Any) -> dict[str, Any]:
@@ -58,10 +58,10 @@ def routing(run: Any) -> dict[str, Any]:
         with way:
             chosen.append(_chosen(run))
     flips, moved, busiest = [], [], []
-    for own, high in zip(*chosen, strict=True):
-        kept = (own[:, :, None] == high[:, None, :]).any(-1).float().mean()
-        flips.append(1 - float(kept))
-        loads = [torch.bincount(of.flatten(), minlength=run.model.config.num_experts).double() for of in (own, high)]
+    for in_fp8, high in zip(*chosen, strict=True):
+        same = (in_fp8[:, :, None] == high[:, None, :]).any(-1).float().mean()
+        flips.append(1 - float(same))
+        loads = [torch.bincount(of.flatten(), minlength=run.model.config.num_experts).double() for of in (in_fp8, high)]
         moved.append(float((loads[0] - loads[1]).abs().sum() / 2 / loads[1].sum()))
         busiest.append([float(load.max() / load.mean()) for load in loads])
     layers = len(flips)
@@ -80,7 +80,7 @@ def _chosen(run: Any) -> list[Any]:
     routers = [module for module in run.model.modules() if type(module).__name__.endswith("TopKRouter")]
     seen: list[list[Any]] = [[] for _ in routers]
     hooks = [
-        router.register_forward_hook(lambda module, given, out, into=into: into.append(out[2].cpu()))
+        router.register_forward_hook(lambda module, args, out, into=into: into.append(out[2].cpu()))
         for router, into in zip(routers, seen, strict=True)
     ]
     try:
@@ -107,20 +107,20 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     return {"rows": rows, "routing": routed}
 
 
-def _routed(what: str, found: list[Any]) -> dict[str, Any]:
+def _routed(what: str, looks: list[Any]) -> dict[str, Any]:
     """Means over seeds with Student's intervals."""
     from octavo.report.evidence.claims import mean_gap
 
-    line: dict[str, Any] = {"what": what, "units": len(found)}
+    line: dict[str, Any] = {"what": what, "units": len(looks)}
     for figure in ("flips", "load_moved"):
-        interval = mean_gap([one[figure] for one in found])
+        interval = mean_gap([one[figure] for one in looks])
         line[figure] = None if interval is None else [interval.estimate, interval.low, interval.high]
-    if found:
-        line["busiest"] = [sum(one["busiest"][side] for one in found) / len(found) for side in (0, 1)]
+    if looks:
+        line["busiest"] = [sum(one["busiest"][side] for one in looks) / len(looks) for side in (0, 1)]
     return line
 
 
-ASSUMED = "assumed: twice that of forks of a dense decoder, since routers flip"
+ASSUMED = "assumed: twice the spread of forks of a dense decoder, since routers flip"
 STUDY = Study(
     "moe",
     "Do routers choose other experts in FP8, is the load of experts another, and what does it cost?",

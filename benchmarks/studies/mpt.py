@@ -38,10 +38,10 @@ def units(home: Path) -> list[Unit]:
         forks.append(Unit(name, bare(cfg, home, name, seed, *SMALL, f"run.milestones=[{DEPTH}]"), keeps=True))
         begin = f"run.fork={home / UNITS / name / TRAINED / 'milestones' / f'step_{DEPTH}'}"
         for recipe in RECIPES:
-            own = f"fork-{recipe}-seed-{seed}"
-            forks.append(Unit(own, bare(cfg, home, own, seed, *SMALL, f"fp8.recipe={recipe}", begin), DEPTH))
-            own = f"whole-{recipe}-seed-{seed}"
-            wholes.append(Unit(own, bare(cfg, home, own, seed, *SMALL, f"fp8.recipe={recipe}")))
+            label = f"fork-{recipe}-seed-{seed}"
+            forks.append(Unit(label, bare(cfg, home, label, seed, *SMALL, f"fp8.recipe={recipe}", begin), DEPTH))
+            label = f"whole-{recipe}-seed-{seed}"
+            wholes.append(Unit(label, bare(cfg, home, label, seed, *SMALL, f"fp8.recipe={recipe}")))
     return forks + wholes
 
 
@@ -67,9 +67,9 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     return {"rows": rows, "growth": curves}
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(result: Mapping[str, Any], path: Path) -> None:
     """How the gap of forks grows with their length."""
-    growth.draw(found["growth"], f"MPT, forks after step {DEPTH}: loss above high precision's", FORK, path)
+    growth.draw(result["growth"], f"MPT, forks after step {DEPTH}: loss above high precision's", FORK, path)
 
 
 TRIED = "forks of the pretraining study, which scattered by 0.01 to 0.03 % over 100 steps"

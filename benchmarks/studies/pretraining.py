@@ -44,11 +44,11 @@ def units(home: Path) -> list[Unit]:
         for depth in DEPTHS if forked else ():
             begin = f"run.fork={checkpoint(home, seed, depth)}"
             for recipe in RECIPES:
-                own = f"fork-{depth}-{recipe}-seed-{seed}"
-                forks.append(Unit(own, bare(cfg, home, own, seed, f"fp8.recipe={recipe}", begin), depth))
+                name = f"fork-{depth}-{recipe}-seed-{seed}"
+                forks.append(Unit(name, bare(cfg, home, name, seed, f"fp8.recipe={recipe}", begin), depth))
         if seed < PAIRS:
-            own = f"whole-{WHOLE_RECIPE}-seed-{seed}"
-            wholes.append(Unit(own, bare(cfg, home, own, seed, f"fp8.recipe={WHOLE_RECIPE}"), average=True))
+            name = f"whole-{WHOLE_RECIPE}-seed-{seed}"
+            wholes.append(Unit(name, bare(cfg, home, name, seed, f"fp8.recipe={WHOLE_RECIPE}"), average=True))
     return forks + wholes
 
 
@@ -73,21 +73,21 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
         by_seed: dict[str, list[float]] = {}
         for depth in DEPTHS:
             names = [f"fork-{depth}-{recipe}-seed-{seed}" for seed in range(FORK_SEEDS)]
-            there, lost = pooled(outcomes, names, beside_high)
-            sides = [(one, outcomes[beside_high(one.name)]) for one in there]
+            present, lost = pooled(outcomes, names, beside_high)
+            sides = [(one, outcomes[beside_high(one.name)]) for one in present]
             gaps = [gap(one, other, depth + THIRD // 2 + 1, depth + THIRD) for one, other in sides]
             rows.append(row(f"forks after step {depth}", recipe, gaps, FORK, lost))
             ends = [held(one, other) for one, other in sides]
             rows.append(row(f"forks after step {depth}, held-out at step {STEPS}", recipe, ends, FORK, lost))
-            same += there
+            same += present
             gone += lost
-            for one, found in zip(there, gaps, strict=True):
-                by_seed.setdefault(seed_of(one.name), []).append(found)
+            for one, of_seed in zip(present, gaps, strict=True):
+                by_seed.setdefault(seed_of(one.name), []).append(of_seed)
             if depth == DEPTHS[0]:
                 at = range(depth, STEPS, WINDOW)
                 grown = [[gap(one, other, n + 1, n + WINDOW) for one, other in sides] for n in at]
                 curves[recipe] = {"steps": [n + WINDOW - depth for n in at], "gaps": grown}
-        both = [sum(found) / len(DEPTHS) for found in by_seed.values() if len(found) == len(DEPTHS)]
+        both = [sum(of_seed) / len(DEPTHS) for of_seed in by_seed.values() if len(of_seed) == len(DEPTHS)]
         rows.append(row("forks, mean of both depths", recipe, both, FORK, gone))
         same += wholes if recipe == WHOLE_RECIPE else []
         rows.append(
@@ -102,9 +102,9 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     return {"rows": rows, "growth": curves}
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(result: Mapping[str, Any], path: Path) -> None:
     """How the gap of forks grows with their length."""
-    growth.draw(found["growth"], f"Forks after step {DEPTHS[0]}: loss above high precision's", FORK, path)
+    growth.draw(result["growth"], f"Forks after step {DEPTHS[0]}: loss above high precision's", FORK, path)
 
 
 STUDY = Study(

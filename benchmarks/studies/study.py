@@ -54,21 +54,21 @@ def row(design: str, what: str, gaps: Sequence[float], margin: float, failed: Se
     """A line of a study's table: the mean of independent gaps (shares; positive: FP8 is worse) with Student's 95 %
     interval, held against the margin; where undecided, how many units would decide if estimate and spread stayed.
     A gap that is not finite is a failure too."""
-    found = claims.mean_gap(gaps)
+    interval = claims.mean_gap(gaps)
     wild = sum(not math.isfinite(gap) for gap in gaps)
     failed = [*failed, *([f"{wild} of {len(gaps)} gaps are not finite"] if wild else [])]
     line: dict[str, Any] = {"design": design, "what": what, "margin": margin, "units": len(gaps), "gaps": list(gaps)}
     if failed:
         return {**line, "status": "fail", "failed": list(failed)}
-    if found is None:
+    if interval is None:
         return {**line, "status": "undecided"}
-    line |= {"estimate": found.estimate, "low": found.low, "high": found.high, "half": found.half}
-    if found.low > margin:
+    line |= {"estimate": interval.estimate, "low": interval.low, "high": interval.high, "half": interval.half}
+    if interval.low > margin:
         return {**line, "status": "fail"}
-    if found.high <= margin:
+    if interval.high <= margin:
         return {**line, "status": "pass"}
     spread = float(np.std(gaps, ddof=1))
-    return {**line, "status": "undecided", "needed": power.units_for(spread, margin, max(found.estimate, 0.0))}
+    return {**line, "status": "undecided", "needed": power.units_for(spread, margin, max(interval.estimate, 0.0))}
 
 
 def gap(ours: Outcome, theirs: Outcome, first: int, last: int) -> float:
@@ -98,10 +98,11 @@ def pooled(
 ) -> tuple[list[Outcome], list[str]]:
     """Those of the named units that are trained and did not fail, and the sentences of those that did. ``beside`` names
     the unit that one is held against: without that one, or where it failed, there is no gap to take."""
-    there = [outcomes[name] for name in names if name in outcomes]
+    present = [outcomes[name] for name in names if name in outcomes]
     if beside is not None:
-        there = [one for one in there if (other := outcomes.get(beside(one.name))) is not None and not other.failure]
-    return [one for one in there if not one.failure], [f"{one.name}: {one.failure}" for one in there if one.failure]
+        others = {one.name: outcomes.get(beside(one.name)) for one in present}
+        present = [one for one in present if (other := others[one.name]) is not None and not other.failure]
+    return [one for one in present if not one.failure], [f"{one.name}: {one.failure}" for one in present if one.failure]
 
 
 def seed_of(name: str) -> str:

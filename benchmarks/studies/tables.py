@@ -27,15 +27,15 @@ def written(page: str, results: Path = RESULTS) -> str:
         file = results / f"study_{name}.json"
         if not file.is_file() or word not in MORE:
             raise SystemExit(f"the place of {place[2]!r}: there is no {file if word in MORE else f'table {word!r}'}")
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return f"{place[1]}{MORE[word](found)}\n{place[3]}"
+        result = json.loads(file.read_text(encoding="utf-8"))
+        return f"{place[1]}{MORE[word](result)}\n{place[3]}"
 
     return PLACE.sub(fill, page)
 
 
-def rows(found: Mapping[str, Any]) -> str:
+def rows(result: Mapping[str, Any]) -> str:
     lines = ["| design | of what | gap, 95 % interval | bar | units | |", "|---|---|---|---|---|---|"]
-    for one in found["rows"]:
+    for one in result["rows"]:
         cells = (one["design"], one["what"], interval(one), percent(one["margin"], sign=False), str(one["units"]))
         lines.append(f"| {' | '.join((*cells, verdict(one)))} |")
     return "\n".join(lines)
@@ -62,10 +62,10 @@ def percent(share: float, sign: bool = True) -> str:
     return f"{text} %" if sign else f"{value:g} %"
 
 
-def power(found: Mapping[str, Any]) -> str:
+def power(result: Mapping[str, Any]) -> str:
     lines = ["| design | units | assumed to scatter by | expected interval | chance to pass | units for 80 % |",
              "|---|---|---|---|---|---|"]  # fmt: skip
-    for one in found["power"][-1]["designs"]:
+    for one in result["power"][-1]["designs"]:
         needed = "more than 100,000" if one["units_for_80"] is None else f"{one['units_for_80']:,}"
         cells = (
             one["design"], str(one["units"]), f"{100 * one['spread']:g} % ({one['source']})",
@@ -75,22 +75,22 @@ def power(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def cost(found: Mapping[str, Any]) -> str:
-    whole = "all" if found["trained"] == found["units"] else f"{found['trained']} of"
-    failed = f", {len(found['failed'])} failed" if found["failed"] else ""
-    return f"`{found['command']}`: {whole} {found['units']} units{failed}, {found['cpu_hours']:.2f} CPU hours."
+def cost(result: Mapping[str, Any]) -> str:
+    whole = "all" if result["trained"] == result["units"] else f"{result['trained']} of"
+    failed = f", {len(result['failed'])} failed" if result["failed"] else ""
+    return f"`{result['command']}`: {whole} {result['units']} units{failed}, {result['cpu_hours']:.2f} CPU hours."
 
 
-def cells(found: Mapping[str, Any]) -> str:
+def cells(result: Mapping[str, Any]) -> str:
     lines = ["| in FP8 | questions right | held-out loss |", "|---|---|---|"]
-    lines += [f"| {name} | {100 * one['right']:.2f} % | {one['loss']:.4f} |" for name, one in found["cells"].items()]
+    lines += [f"| {name} | {100 * one['right']:.2f} % | {one['loss']:.4f} |" for name, one in result["cells"].items()]
     return "\n".join(lines)
 
 
-def routing(found: Mapping[str, Any]) -> str:
+def routing(result: Mapping[str, Any]) -> str:
     lines = ["| between | experts of a token that are others | choices that moved | busiest expert, over the mean |",
              "|---|---|---|---|"]  # fmt: skip
-    for one in found["routing"]:
+    for one in result["routing"]:
         found_of = (one["flips"], one["load_moved"])
         shown = (
             "none" if of is None else "{:.2f} % ({:.2f} to {:.2f})".format(*(100 * x for x in of)) for of in found_of

@@ -53,7 +53,7 @@ def prepare(home: Path, steps: int, family: str = "qwen3") -> Config:
 
 
 def _of(family: str, layers: int) -> dict[str, Any]:
-    """What of a family's config.json is the studies' own."""
+    """The keys of a family's config.json that the studies set."""
     if family == "mpt":
         return {"n_layers": layers, "max_seq_len": LENGTH}
     return {"num_hidden_layers": layers, "layer_types": ["full_attention"] * layers}

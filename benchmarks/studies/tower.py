@@ -1,4 +1,4 @@
-"""The vision tower: does it cost to run it in FP8, beside a decoder that does or does not?
+"""The vision tower: does running it in FP8 cost accuracy, with a decoder that does or does not?
 
 A 2 x 2 factorial design, tower (with its projector) in FP8 or not x decoder in FP8 or not, every cell trained with the
 same seeds: a tiny Qwen3-VL learns to read four handwritten digits by their places ("First?", "Third?"). The effect of
@@ -99,9 +99,9 @@ def judge(home: Path, outcomes: Outcomes) -> dict[str, Any]:
     return {"rows": rows, "cells": means, "seeds": len(sound)}
 
 
-def draw(found: Mapping[str, Any], path: Path) -> None:
+def draw(result: Mapping[str, Any], path: Path) -> None:
     """The effects on questions right, each seed a point, with mean and 95 % interval."""
-    shown = [one for one in found["rows"] if one["design"] == "questions lost" and "half" in one]
+    shown = [one for one in result["rows"] if one["design"] == "questions lost" and "half" in one]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(7, 3), layout="constrained")
         axes = figure.subplots()
@@ -120,7 +120,7 @@ def draw(found: Mapping[str, Any], path: Path) -> None:
 ASSUMED = "assumed: seeds of the demo lie 0.3 to 1 points apart, an effect averages two differences"
 STUDY = Study(
     "tower",
-    "Does a vision tower in FP8 cost accuracy, beside a decoder in FP8 or in high precision?",
+    "Does a vision tower in FP8 cost accuracy, with a decoder in FP8 or in high precision?",
     (
         Design("questions, each effect", SEEDS, 0.007, ASSUMED, ACCURACY),
         Design("held-out loss, each effect", SEEDS, 0.1, "assumed: losses of seeds lie 10 % apart", LOSS),

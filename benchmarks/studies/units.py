@@ -3,7 +3,7 @@
     HOME/units/NAME/unit.json    losses by step, held-out figures, processor seconds; or the sentence it failed with
 
 A unit without that file is trained from its beginning, so a study that was cut off, in whatever way, goes on by the
-same command. Units run one a process and thread, several beside each other; those that others begin from come first.
+same command. Units run one a process and thread, several in parallel; units that others begin from come first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BARE = (
 
 
 def bare(cfg: Config, home: Path, name: str, seed: int, *words: str) -> Config:
-    """A configuration as a unit trains it: into its own folder, with nothing beside the training."""
+    """A configuration as a unit trains it: into its own folder, with nothing but the training."""
     return override(cfg, [*BARE, f"run.dir={home / UNITS / name / TRAINED}", f"run.seed={seed}", *words])
 
 
@@ -45,12 +45,12 @@ def read(home: Path, unit: Unit) -> Outcome | None:
     file = home / UNITS / unit.name / DONE
     if not file.is_file():
         return None
-    found = json.loads(file.read_text(encoding="utf-8"))
-    was, now = _settings(load_config_text(found.pop("config")), found.pop("plant")), _settings(unit.cfg, unit.plant)
+    stored = json.loads(file.read_text(encoding="utf-8"))
+    was, now = _settings(load_config_text(stored.pop("config")), stored.pop("plant")), _settings(unit.cfg, unit.plant)
     if keys := [key for key in now if was[key] != now[key]]:
         raise SystemExit(f"{file.parent} was trained with other {', '.join(keys)}; give another --dir, or delete it")
-    losses = tuple(math.nan if loss is None else loss for loss in found["losses"])  # of steps that were skipped
-    return Outcome(**{**found, "losses": losses})
+    losses = tuple(math.nan if loss is None else loss for loss in stored["losses"])  # of steps that were skipped
+    return Outcome(**{**stored, "losses": losses})
 
 
 @contextmanager
@@ -72,13 +72,14 @@ def train_all(
 
     No unit begins once the processor hours of all units together exceed ``hours``.
     """
-    found = {unit.name: outcome for unit in units if (outcome := read(home, unit)) is not None}
-    waiting = [unit for unit in units if unit.name not in found]
+    outcomes = {unit.name: outcome for unit in units if (outcome := read(home, unit)) is not None}
+    waiting = [unit for unit in units if unit.name not in outcomes]
     if not waiting:
-        return found
+        return outcomes
     # Before the workers are started, so that torch finds it there.
     os.environ["OMP_NUM_THREADS"] = "1"
-    # A worker whose study was killed must not train on: it would write into what the same command then makes anew.
+    # A worker whose study was killed must not train on: it would write into the folder that the same command then makes
+    # again.
     pool = ProcessPoolExecutor(
         jobs, get_context("spawn"), exit_with_parent.follow, (os.getpid(), signal.SIGKILL), max_tasks_per_child=12
     )
@@ -86,7 +87,7 @@ def train_all(
     try:
         while waiting or running:
             while len(running) < jobs and (unit := _next(waiting)) is not None:
-                if sum(outcome.cpu_seconds for outcome in found.values()) > 3600 * hours:
+                if sum(outcome.cpu_seconds for outcome in outcomes.values()) > 3600 * hours:
                     say(f"{hours:g} CPU hours are spent; {len(waiting)} units are left")
                     waiting.clear()
                     break
@@ -101,12 +102,12 @@ def train_all(
             ended.result()
             outcome = read(home, unit)
             assert outcome is not None
-            found[unit.name] = outcome
+            outcomes[unit.name] = outcome
             held = ", ".join(f"{key} {value:.4f}" for key, value in outcome.held.items())
-            say(f"{len(found)}/{len(units)} {unit.name}: {outcome.failure or held} ({outcome.cpu_seconds:.0f} s)")
+            say(f"{len(outcomes)}/{len(units)} {unit.name}: {outcome.failure or held} ({outcome.cpu_seconds:.0f} s)")
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return found
+    return outcomes
 
 
 def _next(waiting: Sequence[Unit]) -> Unit | None:
@@ -126,14 +127,14 @@ def _needs(cfg: Config) -> list[Path]:
 
 
 def _settings(cfg: Config, plant: Sequence[Any]) -> dict[str, Any]:
-    """What decides a unit's numbers, without where it lies."""
+    """The settings that decide a unit's numbers: all but paths."""
     from octavo.report.trial.reuse import comparable
 
     return {**comparable(cfg), "fork": _tail(cfg.run.fork), "plant": list(plant)}
 
 
 def _tail(path: Any) -> str | None:
-    """Unit and step of a checkpoint, wherever the study lies."""
+    """Unit and step of a checkpoint, whatever folder the study is in."""
     return None if path is None else "/".join(Path(path).parts[-4:])
 
 
@@ -157,11 +158,11 @@ def _train(home: Path, unit: Unit) -> None:
         failure = str(error)
     rows = (folder / TRAINED / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [row["loss"] for row in map(json.loads, rows) if "loss" in row and row["step"] > unit.begins]
-    found = {
+    stored = {
         "name": unit.name, "begins": unit.begins, "losses": losses, "held": judging.held, "more": judging.more,
         "cpu_seconds": round(time.process_time() - began, 1), "failure": failure,
         "config": to_yaml(unit.cfg), "plant": unit.plant,
     }  # fmt: skip
-    atomic_write.write_text(folder / DONE, json.dumps(found) + "\n")
+    atomic_write.write_text(folder / DONE, json.dumps(stored) + "\n")
     if not unit.keeps:
         shutil.rmtree(folder / TRAINED)

@@ -18,37 +18,37 @@ from octavo.parallel import Images, WorldError
 PAGE = Path(__file__).resolve().parents[1] / "families.md"
 HEAD = """# Families
 
-Octavo describes a model by its structure: it asks the model for its decoder, output projection and towers, and
-takes what lies beside them for the projector. So a family that nobody listed can be planned, and what breaks a rule is
-refused by that rule. Whether a family trains is another question: its images or sounds must become batches here,
-and its masks and positions must be known to the collation.
+Octavo describes a model by its structure: decoder, output projection and towers are taken from the model's own methods,
+and the remaining modules are the projector. So unlisted families can be planned, and a model that breaks a rule is
+refused with that rule. Training needs more: Octavo must be able to turn the family's images or sounds into batches, and
+the collation must know its masks and positions.
 
-- **trains**: `octavo train` takes it; [the first table](#what-trains) says what of it was tried.
-- **planned only**: `octavo plan` and `octavo.fp8.plan` show its layers by component; `octavo train` refuses it, for the
-  reason given.
+- **trains**: `octavo train` accepts it; [the first table](#what-trains) lists what was tested.
+- **planned only**: `octavo plan` and `octavo.fp8.plan` show its layers by component; `octavo train` refuses it, for
+  the reason in the table.
 - **refused**: a rule did not find its parts. `octavo.fp8` plans it without components, by conventional names.
-- **not built**: transformers could not build it from its default configuration, so nothing is known here; the folder of
-  a released model may well be described.
+- **not built**: transformers cannot build it from its default configuration, so nothing is known here; a released model
+  of the family may still be described from its folder.
 
-The table is of transformers {version}, from default configurations on the meta device; `octavo doctor --families` makes
-it for the installed version. Names are those of `named_modules`, as rules, `freeze` and plans use them; `model` as a
-projector stands for single parameters of that module. What stands beside a vision tower takes sound. The
-image token is the default configuration's.
+The table is of transformers {version}, from default configurations on the meta device; `octavo doctor --families`
+prints it for the installed version. Names are as in `named_modules`, rules, `freeze` and plans; the projector `model`
+means single parameters of that module. Towers after a vision tower take audio. The image token is the default
+configuration's.
 
 {summary}
 
 ## What trains
 
-Tried is what a checkpoint shows that `octavo tiny` writes: the family's architecture, tokens and template in small,
-with random weights. Each trains 20 steps in FP8 in `tests/train/test_seeing.py` or `test_hearing.py`, the GEMMs counted
-against the plan, and what it leaves in `hf/` gives the same logits to the classes named here: those of transformers, or
-Octavo's where transformers has none (pages of [LLaVA-OneVision-1.5](onevision.md) and of [NVILA](nvila.md)). Packed
-rows are held against single ones in `tests/models/test_packed.py`. Each may train on several ranks; tried there, with
-their towers sharded, are those of `tests/parallel/test_towers.py`, and with shared rows those of
-`tests/parallel/test_context_models.py`.
+Each family was tested with the checkpoint that `octavo tiny` writes: the family's architecture, tokens and template
+with small sizes and random weights. It trains 20 steps in FP8 in `tests/train/test_seeing.py` or `test_hearing.py`,
+where GEMMs are counted and compared with the plan, and its `hf/` gives the same logits in the classes named here:
+transformers', or Octavo's if transformers has none (see [LLaVA-OneVision-1.5](onevision.md) and [NVILA](nvila.md)).
+`tests/models/test_packed.py` compares packed rows with single ones. Every family may train on several ranks; tested are
+the families in `tests/parallel/test_towers.py`, with sharded towers, and in `tests/parallel/test_context_models.py`,
+with shared rows.
 
-No released weights were read. For all of them a real folder's sizes, its processor's files and its chat template are
-taken as the folder has them, and wait for one; the last column says what was inferred besides.
+No released weights were read. The sizes, processor files and chat template of a released folder are used as they are,
+and are untested; the last column lists facts that were inferred as well.
 
 {trained}
 ## All of them
@@ -67,12 +67,12 @@ HEADINGS = (
 )
 
 
-def page(found: Sequence[Surveyed]) -> str:
-    """The page, of what a survey of the installed transformers found."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *(_cells(one) for one in found)]
-    trains = [one.model_type for one in found if one.here == TRAINS and (one.tower or one.audio)]
+def page(families: Sequence[Surveyed]) -> str:
+    """The page, from a survey of the installed transformers."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *(_cells(one) for one in families)]
+    trains = [one.model_type for one in families if one.here == TRAINS and (one.tower or one.audio)]
     trained = _table([HEADINGS, ["---"] * len(HEADINGS), *map(_trained, trains)])
-    head = HEAD.format(version=transformers.__version__, summary=summary(found), trained=trained)
+    head = HEAD.format(version=transformers.__version__, summary=summary(families), trained=trained)
     return head + _table(lines)
 
 
@@ -81,7 +81,7 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
 
 
 def _trained(model_type: str) -> list[str]:
-    """The line of a family that trains, told by the code that would refuse it."""
+    """The line of a family that trains, computed by the code that would refuse it."""
     with quiet():
         model = models.empty(whole(config_classes()[model_type]))
     family = models.describe(model)
@@ -91,9 +91,9 @@ def _trained(model_type: str) -> list[str]:
     packed = why_not_packed(model)
     test = TESTS["image" if family.has_vision else "audio"]
     reader = "Octavo's" if is_own(model_type) else "transformers"
-    told = "yes" if packed is None else f"no: {packed.removeprefix(f'model_type {model_type!r} ')}"
+    packs = "yes" if packed is None else f"no: {packed.removeprefix(f'model_type {model_type!r} ')}"
     shared = "no" if packed is not None else _shared(model, family)
-    return [f"`{model_type}`", ", ".join(parts), told, shared, f"`{test}`", reader, RECORDS[model_type].unsourced]
+    return [f"`{model_type}`", ", ".join(parts), packs, shared, f"`{test}`", reader, RECORDS[model_type].unsourced]
 
 
 def _shared(model: transformers.PreTrainedModel, family: models.Family) -> str:

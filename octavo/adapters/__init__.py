@@ -1,6 +1,6 @@
-"""Low-rank adapters beside a frozen base, in FP8 or not: attached by PEFT, kept in PEFT's files.
+"""Low-rank adapters for a frozen base, in FP8 or high precision: attached by PEFT, stored in PEFT's files.
 
-Needs peft when something is attached or read, not when this is imported.
+peft is imported only when an adapter is attached or read.
 """
 
 from octavo.adapters.attach import attach, attach_second, check

@@ -1,9 +1,9 @@
-"""Putting adapters beside the layers of a model, in place, by PEFT: the model keeps its class, modules their objects.
+"""Attaching adapters to the layers of a model, in place, by PEFT: the model keeps its class, modules their objects.
 
-What was ``X.weight`` becomes ``X.base_layer.weight``, beside ``X.lora_A.default.weight`` [r, K] and
-``X.lora_B.default.weight`` [N, r] (``X.lora_magnitude_vector.default.weight`` [N] for DoRA). FP8 layers, stock layers
-over frozen FP8 weights and stock layers in BF16 get the same wrapper (:mod:`octavo.adapters.layer`), experts PEFT's own
-with another forward (:mod:`octavo.adapters.experts`).
+``X.weight`` becomes ``X.base_layer.weight``, with the new parameters ``X.lora_A.default.weight`` [r, K] and
+``X.lora_B.default.weight`` [N, r] (and ``X.lora_magnitude_vector.default.weight`` [N] for DoRA). FP8 layers, stock
+layers with frozen FP8 weights and stock layers in BF16 get the same wrapper (:mod:`octavo.adapters.layer`), experts get
+PEFT's wrapper with another forward (:mod:`octavo.adapters.experts`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.files import continued, load_adapter_state
 from octavo.adapters.inject import DTYPES, NAME, SECOND, adapter_parameters, attached, copied, inject
-from octavo.adapters.targets import split, taken_over, targets_of
+from octavo.adapters.targets import names_lost_by_peft, split, targets_of
 
 if TYPE_CHECKING:
     from octavo.config import LoraSection
@@ -31,19 +31,19 @@ def attach(
     model: nn.Module, family: Family | None, lora: LoraSection, say: Say = lambda text: None, seed: int = 0,
     device: torch.device | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Give every target of ``lora`` an adapter that changes nothing yet (B = 0), and let adapters alone be trained.
+    """Attach an adapter without effect (B = 0) to every target of ``lora``, and make only adapters trainable.
 
     Call it after :func:`octavo.fp8.apply` (and ``fuse``), before sharding. With ``lora.adapter`` the adapters are
-    filled from that folder, whose rank, alpha and targets must be the configured ones. A depends on ``seed``, the
-    targets and the rank alone: it is the same on every rank, beside any base, and no generator of the process moves.
-    `device`: where adapters get their values beside a base on the meta device; None leaves them there, too.
+    filled from that folder, whose rank, alpha and targets must be the configured ones. A depends only on ``seed``, the
+    targets and the rank: it is the same on every rank and for every base, and no generator of the process is changed.
+    `device`: the device of adapters whose base is on the meta device; None: they are on the meta device, too.
 
-    Returns the names of the targets. Raises AdapterError, before the model is changed, for targets as
-    :func:`~octavo.adapters.targets.targets_of` says, dropout or DoRA with experts, DoRA with dropout, a model that has
-    adapters, and a folder that does not fit.
+    Returns the names of the targets. Raises AdapterError, before the model is changed, for targets that
+    :func:`~octavo.adapters.targets.targets_of` refuses, dropout or DoRA with experts, DoRA with dropout, a model that
+    has adapters, and a folder that does not fit.
     """
     config = _config(lora)
-    names = _prepared(model, family, lora, config, say)
+    names = _resolve_targets(model, family, lora, config, say)
     state = None if lora.adapter is None else continued(lora, model, names)
     inject(model, config, names, DTYPES[lora.dtype], seed, device=device)
     if state is not None:
@@ -53,23 +53,23 @@ def attach(
 
 
 def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0, device: torch.device | None = None) -> None:
-    """Give the layers that :func:`attach` gave an adapter another one like it, that changes nothing yet either and is
-    trained as well: a second model over the same base (PPO's critic). It computes inside
-    :func:`octavo.adapters.inject.second` alone, and is in no file of the first. Raises AdapterError without a first.
+    """Attach a second adapter, also without effect and trainable, to the layers that :func:`attach` adapted: a second
+    model on the same base (PPO's critic). It is active only inside :func:`octavo.adapters.inject.second`, and is not in
+    the files of the first. Raises AdapterError without a first adapter.
     """
     configs = getattr(model, "peft_config", {})
     if NAME not in configs:
-        raise AdapterError("a second adapter stands beside a first, and the model has none; attach that before.")
+        raise AdapterError("a second adapter needs a first, and the model has none; attach that before.")
     layers = attached(model)
     inject(model, copied(configs[NAME]), tuple(layers), DTYPES[lora.dtype], seed, SECOND, device)
     for layer in layers.values():
-        layer._active_adapter = [NAME]  # PEFT turns to the newest
+        layer._active_adapter = [NAME]  # PEFT has activated the newest
 
 
 def check(model: nn.Module, family: Family | None, lora: LoraSection) -> tuple[str, ...]:
-    """The names that :func:`attach` would give adapters, and its errors; nothing is attached. A model on the meta
-    device will do, so that a plan can say what a run would, before the base is read."""
-    names = _prepared(model, family, lora, _config(lora), lambda text: None)
+    """The names of the targets of :func:`attach`, and its errors; nothing is attached. The model may be on the meta
+    device, so that a plan can report the errors of a run before the base is read."""
+    names = _resolve_targets(model, family, lora, _config(lora), lambda text: None)
     if lora.adapter is not None:
         continued(lora, model, names)
     return names
@@ -92,29 +92,33 @@ def _config(lora: LoraSection) -> Any:
     )
 
 
-def _prepared(model: nn.Module, family: Family | None, lora: LoraSection, config: Any, say: Say) -> tuple[str, ...]:
-    """The names of the targets, all that can be refused being refused; ``config`` gets them."""
+def _resolve_targets(
+    model: nn.Module, family: Family | None, lora: LoraSection, config: Any, say: Say
+) -> tuple[str, ...]:
+    """The names of the targets, which are also set in ``config``. Raises every error of :func:`attach` that does not
+    depend on a folder."""
     if attached(model):
-        raise AdapterError("the model has adapters already, and takes one set. Load it again, or go on with these.")
+        raise AdapterError("the model has adapters already, and takes one set. Load it again, or use these.")
     names = targets_of(model, family, lora.targets, lora.exclude)
     modules, parameters = split(model, names)
+    # Errors come before `config` is changed, which `attach` passes to PEFT.
     experts.refuse(parameters, lora)
     for name in dict.fromkeys(parameter.rpartition(".")[0] for parameter in parameters):
         why = experts.why_not(model.get_submodule(name))
         if why:
-            raise AdapterError(f'{name} cannot have adapters: {why}. Leave it out: lora.exclude: ["**.experts"]')
+            raise AdapterError(f'{name} cannot have adapters: {why}. Exclude it: lora.exclude: ["**.experts"]')
     if lora.dora and lora.dropout:
         raise AdapterError(
             f"lora.dora with lora.dropout={lora.dropout} would need the base layer's product of the dropped input as "
             "well, a second quantization and GEMM of every layer. Set lora.dropout: 0, or lora.dora: false."
         )
     config.target_modules, config.target_parameters = set(modules), parameters or None
-    lost = set(taken_over(model, config))
+    lost = set(names_lost_by_peft(model, config))
     if lost:
         first = min(lost)
         say(
             f"LoRA leaves out {len(lost)} layers ({first}, ...): for model type {model.config.model_type!r} PEFT reads "  # type: ignore[union-attr]
-            "such names as those of experts in older checkpoints, and would load the adapter into the wrong weights"
+            "their names as names of experts in older checkpoints, and would load the adapter into wrong weights"
         )
         names = tuple(name for name in names if name not in lost)
         config.target_modules = set(modules) - lost
@@ -124,12 +128,12 @@ def _prepared(model: nn.Module, family: Family | None, lora: LoraSection, config
 
 
 def _summary(model: nn.Module, lora: LoraSection, names: tuple[str, ...]) -> str:
-    own = sum(p.numel() for _, p in adapter_parameters(model))
-    base = sum(p.numel() for p in model.parameters()) - own
+    trained = sum(p.numel() for _, p in adapter_parameters(model))
+    base = sum(p.numel() for p in model.parameters()) - trained
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in names)
     form = " ".join(word for word, on in (("rsLoRA", lora.rslora), ("DoRA", lora.dora)) if on) or "LoRA"
     return (
-        f"{form}: rank {lora.rank}, alpha {lora.alpha:g} beside {len(names)} layers ({', '.join(kinds)}): "
-        f"{own:,} parameters in {lora.dtype} train, {own / base:.2%} of the base's {base:,}"
+        f"{form}: rank {lora.rank}, alpha {lora.alpha:g} on {len(names)} layers ({', '.join(kinds)}): "
+        f"{trained:,} parameters in {lora.dtype} train, {trained / base:.2%} of the base's {base:,}"
         + (f", from {lora.adapter}" if lora.adapter else "")
     )

@@ -1,8 +1,8 @@
-"""How far an FP8 base is from the stock model that its adapters will be loaded over.
+"""The error of an FP8 base compared with the stock model that its adapters will be loaded on.
 
-An adapter learns beside the values of codes, and PEFT loads it over the BF16 model: what it makes up for in one base it
-does not meet in the other. The adapter is the same in both, so that the error is that of the weights. For each weight W
-and its dequantized codes W'::
+An adapter is trained with the values of FP8 codes, and PEFT loads it on the BF16 model: it may correct errors of one
+base that the other does not have. The adapter is the same for both, so only the weights differ. For each weight W and
+its dequantized codes W'::
 
     relative   |W - W'| / |W|, norms over the whole weight          E4M3 leaves about 2.5 %
     sqnr       the mean over blocks of 10 log10 (|w|^2 / |w - w'|^2), in dB (:mod:`octavo.fp8.metrics`)
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BaseErrors:
-    """The error of each frozen weight of a model to its stock value."""
+    """The error of each frozen weight of a model compared with its stock value."""
 
     rows: tuple[Row, ...]
 
@@ -46,12 +46,12 @@ class BaseErrors:
 
     @property
     def relative(self) -> float:
-        """The mean relative error, each weight counting by its parameters."""
+        """The mean relative error, weighted by the number of parameters."""
         return sum(r.relative * r.params for r in self.rows) / sum(r.params for r in self.rows)
 
     @property
     def sqnr(self) -> float:
-        """The median SQNR, which exact weights (infinite) do not lift."""
+        """The median SQNR, which exact weights (infinite SQNR) do not distort."""
         return statistics.median(row.sqnr for row in self.rows)
 
     def summary(self) -> str:
@@ -62,24 +62,25 @@ class BaseErrors:
         )
 
     def __str__(self) -> str:
-        """The summary, and a line for each kind of layer."""
+        """The summary, and one line for each kind of layer."""
         kinds: dict[str, list[Row]] = {}
         for row in self.rows:
             kinds.setdefault(template(row.name), []).append(row)
         width = max(len(kind) for kind in kinds)
         lines = []
         for kind, rows in kinds.items():
-            own = BaseErrors(tuple(rows))
-            lines.append(f"{kind:{width}}  {len(rows):4}  {own.relative:7.2%}  {own.sqnr:5.1f} dB")
+            errors = BaseErrors(tuple(rows))
+            lines.append(f"{kind:{width}}  {len(rows):4}  {errors.relative:7.2%}  {errors.sqnr:5.1f} dB")
         return "\n".join([self.summary(), *lines])
 
 
 def base_errors(model: nn.Module, stock: nn.Module | Iterable[tuple[str, Tensor]]) -> BaseErrors:
-    """Hold each frozen FP8 weight of a model, adapted or not, against the stock model's.
+    """Compare each frozen FP8 weight of a model, adapted or not, with the weight of the stock model.
 
-    stock: the stock model, or its parameters by name, which may be produced one at a time; others are passed by.
+    stock: the stock model, or its parameters by name, which may be produced one at a time; others are ignored.
 
-    Raises AdapterError for a model without frozen weights, and for weights that ``stock`` lacks or shapes otherwise.
+    Raises AdapterError for a model without frozen weights, and for weights that ``stock`` lacks or that have another
+    shape there.
     """
     mine = {stock_name(name): weight for name, weight in frozen_weights(model)}
     if not mine:
@@ -107,11 +108,11 @@ def _row(name: str, value: Tensor, weight: Tensor) -> Row:
     power = noise = 0.0
     decibels: list[float] = []
     matrices = zip(value.reshape(-1, *value.shape[-2:]), weight.values().reshape(-1, *value.shape[-2:]), strict=True)
-    for stock, own in matrices:
+    for stock, dequantized in matrices:
         if weight.turned:
-            stock, own = stock.mT, own.mT
-        stock = stock.to(own.device)
+            stock, dequantized = stock.mT, dequantized.mT
+        stock = stock.to(dequantized.device)
         power += float(stock.double().square().sum())
-        noise += float((stock.double() - own.double()).square().sum())
-        decibels.append(metrics.sqnr(stock, own, block))
+        noise += float((stock.double() - dequantized.double()).square().sum())
+        decibels.append(metrics.sqnr(stock, dequantized, block))
     return Row(name, value.numel(), (noise / power) ** 0.5 if power else 0.0, statistics.fmean(decibels))

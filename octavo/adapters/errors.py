@@ -2,4 +2,4 @@
 
 
 class AdapterError(RuntimeError):
-    """An adapter could not be attached, read, written or merged; the message says what was found and the fix."""
+    """An adapter could not be attached, read, written or merged; the message has the cause and the fix."""

@@ -1,4 +1,4 @@
-"""Adapters of experts: low-rank products of each expert's rows, never a delta of a whole weight.
+"""Adapters of experts: low-rank products of each expert's rows, without the delta of a whole weight.
 
 PEFT adapts the three-dimensional parameters of a mixture-of-experts layer by ``target_parameters``: a ``ParamWrapper``
 around the module for each of them (nested: the first parameter's inside), with all experts' factors in one matrix
@@ -8,22 +8,22 @@ each. For a weight of E experts, W_e [N, K] as its GEMM multiplies by it, and ad
     lora_B.weight [N, r E]    B_e = columns e, e + E, e + 2 E, ...      (rank-major: column j E + e is B_e's column j)
     W_e' = W_e + s B_e A_e,   s = alpha / r, of rsLoRA alpha / sqrt(r)
 
-(PEFT before 0.19 takes the two sizes of a weight stored as [E, N, K] the other way round: A [r E, N] and B [K, r E],
-and the delta is their product transposed. :func:`factors` reads either.)
+(PEFT before 0.19 swaps the two sizes of a weight stored as [E, N, K]: A [r E, N] and B [K, r E], and the delta is their
+product transposed. :func:`factors` reads both forms.)
 
-PEFT computes by putting W + s B A, for all experts, in the place of W in every forward: FP8 codes cannot be added to,
-and the sum is as large as the layer. :func:`adopt` leaves PEFT's modules, names, configuration and files as they are
-and takes over the forward of the outer wrapper: on the rows that :mod:`octavo.fp8.moe.experts` lays out by expert,
+PEFT replaces W by W + s B A, for all experts, in every forward: this is impossible for FP8 codes, and the sum is as
+large as the layer. :func:`adopt` keeps PEFT's modules, names, configuration and files and replaces the forward of the
+outer wrapper: on the rows that :mod:`octavo.fp8.moe.experts` sorts by expert,
 
     y_e = base(x_e) + s (x_e A_e^T) B_e^T
 
-with base in FP8 from frozen codes, or in high precision. Factors are multiplied in x's dtype. For the backward are
-saved s x_e A_e^T [R, r], and of x nothing where the base can tell how to make it again: of gate_up_proj the tokens
-instead of a row for each of their choices, of down_proj the FP8 codes of gate and up if activations are saved so.
-Experts without a token get zeros for gradients.
+with base in FP8 from frozen codes, or in high precision. Factors are multiplied in x's dtype. Saved for the backward
+are s x_e A_e^T [R, r], and x only if the base cannot recompute it: for gate_up_proj the tokens are saved instead of one
+row for each of their experts, for down_proj the FP8 codes of gate and up if activations are saved in FP8. Experts
+without tokens get gradients of zero.
 
-PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A leaves no place for them; so does
-:func:`refuse`, since a file with them could be read by nobody.
+PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A has no place for them. :func:`refuse` does
+the same, because no program could read a file with them.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ if TYPE_CHECKING:
 
 
 def stock_name(name: str) -> str:
-    """The name that a module or parameter has without adapters: PEFT's ``base_layer`` taken out."""
+    """The name of a module or parameter without adapters, that is without PEFT's ``base_layer``."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The three-dimensional parameters of a model's experts by stock name: what ``target_parameters`` may name."""
-    found: dict[str, nn.Parameter] = {}
+    """The three-dimensional parameters of a model's experts by stock name: the allowed ``target_parameters``."""
+    parameters: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
         if moe.is_experts(module):
             for projection in moe.PROJECTIONS:
                 parameter = module._parameters[projection]
                 assert parameter is not None
-                found[f"{stock_name(name)}.{projection}"] = parameter
-    return found
+                parameters[f"{stock_name(name)}.{projection}"] = parameter
+    return parameters
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why the rows of these experts cannot be computed one by one, as adapters want it; None if they can."""
-    if isinstance(module, moe.Experts):  # held against the stock module when it was converted
+    """Why the rows of these experts cannot be computed one by one, as adapters require; None if they can."""
+    if isinstance(module, moe.Experts):  # was compared with the stock module when it was converted
         return None
     return moe.why_not(module) or (None if _is_meta(module) else moe.matches_stock(module))
 
 
-def in_order(model: nn.Module) -> None:
+def sort_parameters(model: nn.Module) -> None:
     """Put the parameters of experts into the order of their classes. The names in an adapter's file depend on it: PEFT
-    wraps the first parameter first, and a model that was filled in another order may hold them otherwise."""
+    wraps the first parameter first, and loading may have changed the order."""
     for module in model.modules():
         if moe.is_experts(module):
             for name in [n for n in module._parameters if not n.startswith(moe.PROJECTIONS[0])]:
@@ -79,76 +79,78 @@ def in_order(model: nn.Module) -> None:
 
 
 def refuse(names: Iterable[str], lora: LoraSection) -> None:
-    """Raise AdapterError for what adapters of experts cannot have, if any of ``names`` is a parameter of experts."""
+    """Raise AdapterError for dropout and DoRA if there are ``names`` of parameters of experts, whose adapters cannot
+    have them."""
     first = next(iter(names), None)
-    asked = {"lora.dropout": lora.dropout, "lora.dora": lora.dora}
-    wrong = [f"{key}={value}" for key, value in asked.items() if value]
+    settings = {"lora.dropout": lora.dropout, "lora.dora": lora.dora}
+    wrong = [f"{key}={value}" for key, value in settings.items() if value]
     if first is not None and wrong:
         raise AdapterError(
-            f"{' and '.join(wrong)} cannot be had for experts, and {first} is among the targets: PEFT adapts their "
-            "weights as W + B A, which leaves no place for dropout, DoRA or a bias, and could not read such an "
-            'adapter. Set lora.dropout: 0 and lora.dora: false, or leave experts out: lora.exclude: ["**.experts"]'
+            f"{' and '.join(wrong)} cannot be used for experts, and {first} is among the targets: PEFT adapts their "
+            "weights as W + B A, which has no place for dropout, DoRA or a bias, and could not read such an adapter. "
+            'Set lora.dropout: 0 and lora.dora: false, or exclude experts: lora.exclude: ["**.experts"]'
         )
 
 
 def wrappers(outer: nn.Module) -> dict[str, Any]:
-    """projection -> PEFT's wrapper of it, of nested wrappers."""
-    found, module = {}, outer
+    """projection -> PEFT's wrapper of it, for nested wrappers."""
+    by_projection, module = {}, outer
     while _is_wrapper(module):
-        found[str(module.parameter_name)] = module
+        by_projection[str(module.parameter_name)] = module
         module = module.base_layer  # type: ignore[assignment]
-    return found
+    return by_projection
 
 
 def factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
     """(A [E, r, K], B [E, N, r]) of one adapter, so that W_e [N, K] + s B_e A_e is the adapted weight of expert e, in
-    GEMM orientation whatever the storage. Views of PEFT's parameters, through which gradients flow."""
+    GEMM orientation for every storage. Views of PEFT's parameters, through which gradients flow."""
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     experts = wrapper.num_experts
     down, up = a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
     transposed = bool(getattr(wrapper.get_base_layer(), "is_transposed", False))
     if transposed or getattr(wrapper, "_did_swap_in_out_features", False):
         return down, up
-    return up.mT, down.mT  # PEFT before 0.19: A meets what the parameter has first, which is N
+    return up.mT, down.mT  # PEFT before 0.19: A is for the first dimension of the parameter, which is N
 
 
 def adopt(model: nn.Module) -> int:
-    """Take over the forward of experts that PEFT wrapped, in place; how many modules of experts there are.
+    """Replace the forward of experts that PEFT wrapped, in place; returns the number of modules of experts.
 
-    The wrappers stay PEFT's, and so do their parameters. May be called again. Raises AdapterError for wrapped
-    parameters that are none of experts, and for experts of a structure that cannot be computed row by row.
+    The wrappers and their parameters remain PEFT's. May be called again. Raises AdapterError for wrapped parameters of
+    other modules, and for experts with a structure that cannot be computed row by row.
     """
+    # Only the outermost wrapper of a module runs: it computes for the nested ones too.
     outer = [(name, module) for name, module in model.named_modules() if _is_wrapper(module)]
     inner = {id(module.base_layer) for _, module in outer}
     outer = [(name, module) for name, module in outer if id(module) not in inner]
-    held: set[tuple[Any, ...]] = set()
+    held: set[tuple[object, ...]] = set()
     for name, module in outer:
         base, mine = module.get_base_layer(), wrappers(module)
         other = [p for p in mine if p not in moe.PROJECTIONS]
         if other or not moe.is_experts(base):
             raise AdapterError(
                 f"{name}.{(other or list(mine))[0]} was named as a parameter to adapt, and only "
-                f"{' and '.join(moe.PROJECTIONS)} of experts can be (three dimensions [E, N, K]). Name linear "
+                f"{' and '.join(moe.PROJECTIONS)} of experts can be adapted (three dimensions [E, N, K]). Name linear "
                 "layers as target_modules"
             )
         kind = (type(base), *(tuple(base._parameters[p].shape) for p in moe.PROJECTIONS))
         if kind not in held and (why := why_not(base)):
             raise AdapterError(
-                f"{name}: experts of this structure cannot have adapters beside them: {why}. Leave them out with "
+                f"{name}: experts of this structure cannot have adapters: {why}. Exclude them with "
                 'lora.exclude: ["**.experts"]'
             )
         held.add(kind)
         if not isinstance(base, moe.Experts):
             moe.by_rows(base)
-        module.__class__ = _adapted()
+        module.__class__ = _adapted_class()
     return len(outer)
 
 
 _classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def _adapted() -> type[nn.Module]:
-    """PEFT's wrapper with our forward; made when first wanted, since PEFT may not be installed."""
+def _adapted_class() -> type[nn.Module]:
+    """PEFT's wrapper with Octavo's forward; created when it is first needed, because PEFT may not be installed."""
     from peft.tuners.lora.layer import ParamWrapper
 
     if ParamWrapper in _classes:
@@ -157,8 +159,10 @@ def _adapted() -> type[nn.Module]:
     class AdaptedExperts(ParamWrapper):
         @torch._disable_dynamo
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            """What the module of experts is called with; see the docstring of :mod:`octavo.adapters.experts`."""
+            """The forward of the module of experts; see the docstring of :mod:`octavo.adapters.experts`."""
             base = self.get_base_layer()
+            # The base calls these functions at its projections. An attribute, because stock experts pass no arguments
+            # through; deleted afterwards, so that a call of the base by itself has no adapters.
             base.__dict__[moe.BESIDE] = {
                 name: partial(low_rank, wrapper)
                 for name, wrapper in wrappers(self).items()
@@ -169,13 +173,14 @@ def _adapted() -> type[nn.Module]:
             finally:
                 del base.__dict__[moe.BESIDE]
 
-    AdaptedExperts.__name__ = ParamWrapper.__name__  # by which PEFT finds it when a second adapter comes
+    AdaptedExperts.__name__ = ParamWrapper.__name__  # PEFT looks for this name when it adds a second adapter
     _classes[ParamWrapper] = AdaptedExperts
     return AdaptedExperts
 
 
 def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
-    """s B_e A_e x for every expert's rows x [R, K], of all active adapters -> [R, N]; padding rows hold anything."""
+    """s B_e A_e x for every expert's rows x [R, K], summed over active adapters -> [R, N]; padding rows are
+    undefined."""
     source = source_of(x)
     parts = [
         _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, source)
@@ -189,7 +194,7 @@ def _active(wrapper: Any) -> list[str]:
 
 
 class _LowRank(torch.autograd.Function):
-    """x [R, K], A [E, r, K], B [E, N, r] -> s (x A^T) B^T [R, N], each expert its own rows."""
+    """x [R, K], A [E, r, K], B [E, N, r] -> s (x A^T) B^T [R, N], with the factors of each row's expert."""
 
     @staticmethod
     def forward(
@@ -225,12 +230,12 @@ class _LowRank(torch.autograd.Function):
 
 
 def _dense(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """As grouped products read it: rows without gaps."""
+    """A factor as grouped GEMMs need it: contiguous rows."""
     return factor.to(dtype).contiguous()
 
 
 def _is_wrapper(module: object) -> bool:
-    """Whether this is PEFT's wrapper of a parameter, without importing PEFT where nobody else has."""
+    """Whether this is PEFT's wrapper of a parameter; tested by name, so that PEFT is not imported for it."""
     return any(cls.__name__ == "ParamWrapper" for cls in type(module).__mro__)
 
 

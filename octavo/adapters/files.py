@@ -1,12 +1,12 @@
-"""PEFT's adapter folder: written whole or not at all, read strictly.
+"""PEFT's adapter folder: written atomically, read strictly.
 
     adapter_model.safetensors   base_model.model.<module>.lora_A.weight [r, K], .lora_B.weight [N, r],
                                 .lora_magnitude_vector [N] (DoRA)
     adapter_config.json         LoraConfig's fields; base_model_name_or_path: the stock model's folder
-    sealed.json                 beside a sealed model: of which key the adapter is (octavo.base.seal_note)
+    sealed.json                 for an adapter of a sealed model: the key (octavo.base.seal_note)
 
-Nothing in it says what the base was made of. PEFT loads it over the stock model; :func:`load` over a stock model or
-over FP8, since it registers the layers for that, which PEFT does not store.
+The folder does not depend on the precision of the base. PEFT loads it on the stock model; :func:`load` on a stock or an
+FP8 model, because it registers the layers for FP8, which PEFT does not store.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, copied, inject, state_name
-from octavo.adapters.targets import NEVER, taken_over
+from octavo.adapters.targets import NEVER, names_lost_by_peft
 from octavo.base import atomic_write, encryption, safe_read, target_folder
 from octavo.base.encryption.anonymous_file import plain_path
 from octavo.base.safe_read import COUNT, FINITE, FLAG, Is
@@ -39,13 +39,16 @@ from octavo.models.folder import headers
 from octavo.models.folder.folder import pickles
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from octavo.config import LoraSection
+    from octavo.fp8.policy import Row
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Of a folder that may be replaced: what PEFT and its users put beside an adapter.
-_BESIDE = (CONFIG, WEIGHTS, NOTE, encryption.LIST, "README.md", ".gitattributes")
+# Files of a folder that may be replaced: PEFT's files, and others that users commonly add to an adapter.
+_REPLACEABLE = (CONFIG, WEIGHTS, NOTE, encryption.LIST, "README.md", ".gitattributes")
 
-# Fields of LoraConfig that are honoured as they are, or say nothing about what is computed.
+# Fields of LoraConfig that are supported, or that do not affect the computation.
 _HONOURED = {
     *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "target_parameters"),
@@ -67,7 +70,7 @@ _FORM = {
     "layers_pattern": _NAMES, "layers_to_transform": _LAYERS, "use_rslora": FLAG, "use_dora": FLAG,
 }  # fmt: skip
 _REASONS = {
-    "modules_to_save": "it replaces whole modules of the base by trained copies. Merge it into the base first",
+    "modules_to_save": "it replaces whole modules of the base with trained copies. Merge it into the base first",
     "bias": "it trains biases of the base. Merge it into the base with PEFT first",
     "lora_bias": "B has a bias there, which Octavo's layers do not add",
     "fan_in_fan_out": "it is for weights stored as [K, N] (GPT-2's Conv1D)",
@@ -75,7 +78,7 @@ _REASONS = {
     "megatron_config": "it is for Megatron's own layers",
     "trainable_token_indices": "it trains rows of the embeddings",
 }
-_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")  # that change the base they begin from
+_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")  # initialisations that change the base
 Say = Callable[[str], None]
 
 
@@ -83,14 +86,14 @@ Say = Callable[[str], None]
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' values by the names of PEFT's files, sharing memory with the parameters as a state dict does. Of a
+    """The adapters' values by their names in PEFT's files, sharing memory with the parameters as in a state dict. For a
     sharded model all ranks must call it together, and get whole tensors.
 
     Raises AdapterError for a model without adapters.
     """
     state = {state_name(name): full(p.detach()) for name, p in adapter_parameters(model)}
     if not state:
-        raise AdapterError("the model has no adapters; octavo.adapters.attach gives it some.")
+        raise AdapterError("the model has no adapters; octavo.adapters.attach attaches some.")
     return state
 
 
@@ -100,66 +103,66 @@ def save(
 ) -> Path:  # fmt: skip
     """Write the adapters of a model as PEFT's folder ``directory``; ``base`` is the stock model's folder or name.
 
-    The folder appears whole or not at all, and a former adapter there stays until the new one takes its place
-    (:mod:`octavo.base.atomic_write`). On several ranks get ``state`` by :func:`adapter_state` on all of them, and call
-    this on one. ``encrypt``: every file (:mod:`octavo.base.encryption`).
+    The folder is written atomically: an adapter that is there stays until the new one replaces it
+    (:mod:`octavo.base.atomic_write`). On several ranks, get ``state`` from :func:`adapter_state` on all of them, and
+    call this on one. ``encrypt``: encrypt every file (:mod:`octavo.base.encryption`).
 
-    Raises AdapterError where the directory holds something that is no adapter, or cannot be written, and for values
-    that are not finite.
+    Raises AdapterError if the directory contains files that do not belong to an adapter, or cannot be written, and for
+    values that are not finite.
     """
     final = Path(directory)
     values = dict(state) if state is not None else adapter_state(model)
     if bad := fp8.find_nonfinite(values.items()):
-        raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): nothing is written of such adapters.")
+        raise AdapterError(f"{bad[0]} holds NaN or infinity ({len(bad)} tensors): such an adapter is not written.")
     text = json.dumps(_document(model, str(base)), indent=2, sort_keys=True) + "\n"
-    if final.exists() and (not final.is_dir() or [f for f in target_folder.contents(final) if f not in _BESIDE]):
+    if final.exists() and (not final.is_dir() or [f for f in target_folder.contents(final) if f not in _REPLACEABLE]):
         odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(target_folder.contents(final)[:3])
-        raise AdapterError(f"{final} is there and is no adapter's folder ({odd}); name another.")
+        raise AdapterError(f"{final} exists and is no adapter's folder ({odd}); name another.")
     try:
-        with atomic_write.folder(final, AdapterError) as made:
-            encrypted = encryption.Folder(made) if encrypt else None
+        with atomic_write.folder(final, AdapterError) as temporary:
+            encrypted = encryption.Folder(temporary) if encrypt else None
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
             if encrypted is not None:
-                encrypted.put(made / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
+                encrypted.put(temporary / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
             else:
-                save_file(cpu, made / WEIGHTS, metadata={"format": "pt"})
-            encryption.put(made / CONFIG, text.encode(), encrypted)
-            if (note := read_note(base, AdapterError)) is not None:  # the twin may be gone where it is unsealed
-                encryption.put(made / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
+                save_file(cpu, temporary / WEIGHTS, metadata={"format": "pt"})
+            encryption.put(temporary / CONFIG, text.encode(), encrypted)
+            if (note := read_note(base, AdapterError)) is not None:  # the sealed base may be gone when it is unsealed
+                encryption.put(temporary / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
             if encrypted is not None:
                 encrypted.write_list()
-            atomic_write.sync_tree(made)
+            atomic_write.sync_tree(temporary)
     except (OSError, SafetensorError) as error:
         raise AdapterError(f"the adapter cannot be written to {final}: {error}") from error
     return final
 
 
-def _document(model: nn.Module, base: str) -> dict[str, Any]:
-    """adapter_config.json: LoraConfig's own fields, sets in order."""
+def _document(model: nn.Module, base: str) -> dict[str, object]:
+    """The content of adapter_config.json: LoraConfig's fields, with sets sorted."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or NAME not in configs:
-        raise AdapterError("the model has no adapters; octavo.adapters.attach gives it some.")
+        raise AdapterError("the model has no adapters; octavo.adapters.attach attaches some.")
     config = copied(configs[NAME])
     config.base_model_name_or_path, config.inference_mode = base, True
-    return {key: _plain(value) for key, value in config.to_dict().items()}
+    return {key: _to_json(value) for key, value in config.to_dict().items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, set | frozenset | tuple):
         return sorted(value)
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return getattr(value, "value", value)  # an enumeration is its text
+        return {key: _to_json(inner) for key, inner in value.items()}
+    return getattr(value, "value", value)  # of an enumeration its text
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_config(directory: str | Path) -> Any:
-    """The LoraConfig of an adapter's folder, known to be one that Octavo computes exactly.
+def read_config(directory: str | Path) -> LoraConfig:
+    """The LoraConfig of an adapter's folder, if Octavo implements it exactly.
 
-    Raises AdapterError for a folder that is none, JSON that cannot be read, another kind of adapter (IA3, prompt
-    tuning, ...) and fields that change what is computed in a way Octavo does not.
+    Raises AdapterError for a folder that is no adapter's, JSON that cannot be read, another kind of adapter (IA3,
+    prompt tuning, ...) and fields whose effect Octavo does not implement.
     """
     folder = Path(directory)
     file = folder / CONFIG
@@ -170,7 +173,7 @@ def read_config(directory: str | Path) -> Any:
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
-            f"{folder} is an adapter of type {kind!r}, and Octavo computes LoRA (also rsLoRA and DoRA) alone. Merge it "
+            f"{folder} is an adapter of type {kind!r}, and Octavo supports only LoRA (with rsLoRA and DoRA). Merge it "
             "into its base with PEFT, and use the merged model."
         )
     from peft import LoraConfig
@@ -178,18 +181,21 @@ def read_config(directory: str | Path) -> Any:
     fields = {f.name: f for f in dataclasses.fields(LoraConfig)}
     stock = LoraConfig().to_dict()
     for key, value in raw.items():
-        if key in _HONOURED or not value or (key in stock and _plain(stock[key]) == value) or value == "none":
+        if key in _HONOURED or not value or (key in stock and _to_json(stock[key]) == value) or value == "none":
             continue
-        why = _REASONS.get(key, "it changes what the adapter computes, in a way that Octavo does not know")
-        raise AdapterError(f"{file}: {key}={json.dumps(value)[:80]} cannot be honoured: {why}.")
+        why = _REASONS.get(key, "it changes the adapter's computation in a way that Octavo does not know")
+        raise AdapterError(f"{file}: {key}={json.dumps(value)[:80]} is not supported: {why}.")
     start = raw.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_STARTS):
         raise AdapterError(
-            f"{file}: init_lora_weights={start!r} means that the adapter stands beside a base that this start changed. "
-            "Save it as plain LoRA with PEFT: save_pretrained(..., path_initial_model_for_weight_conversion=...)."
+            f"{file}: init_lora_weights={start!r} means that the adapter is for a base that this initialisation "
+            "changed. Save it as plain LoRA with PEFT: save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)."
         )
+    # The installed LoraConfig checks the values; patterns and numbers that it accepts and fails on later are checked
+    # here.
     known = {k: v for k, v in raw.items() if k in fields and k in _HONOURED and k not in ("runtime_config",)}
-    for key in ("loftq_config", "eva_config", "corda_config", "lora_ga_config"):  # of how it began
+    for key in ("loftq_config", "eva_config", "corda_config", "lora_ga_config"):  # only about its initialisation
         known.pop(key, None)
     try:
         tables = (raw.get("rank_pattern") or {}), (raw.get("alpha_pattern") or {})
@@ -206,16 +212,17 @@ def read_config(directory: str | Path) -> Any:
 
 
 def read_state(directory: str | Path) -> dict[str, Tensor]:
-    """The tensors of an adapter's folder. Raises AdapterError for pickles, what cannot be read, NaN."""
+    """The tensors of an adapter's folder. Raises AdapterError for pickles, files that cannot be read, NaN and
+    infinity."""
     folder = Path(directory)
     file = folder / WEIGHTS
     if not os.path.lexists(file):
         pickled = [name for name in pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
         raise AdapterError(
             f"{folder} holds {pickled[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
-            "load it with PEFT where you trust it, and save_pretrained it."
+            "load it with PEFT if you trust it, and save it with save_pretrained."
             if pickled
-            else f"{folder} has no {WEIGHTS}: the adapter is not whole."
+            else f"{folder} has no {WEIGHTS}: the adapter is incomplete."
         )
     try:
         headers.read(file)
@@ -232,31 +239,31 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
 
 
 def load(model: nn.Module, directory: str | Path, say: Say = lambda text: None, dtype: str = "fp32") -> tuple[str, ...]:
-    """Attach what an adapter's folder describes to a stock or an FP8 model, and fill it. Returns the adapted names.
+    """Attach the adapter of a folder to a stock or an FP8 model. Returns the names of the adapted layers.
 
-    dtype: fp32 or bf16, in which A and B are kept. Only the adapters ask for a gradient afterwards; dropout is as the
-    configuration says, in training mode.
+    dtype: fp32 or bf16, the dtype of A and B. Only the adapters require gradients afterwards; dropout is as in the
+    configuration, in training mode.
 
     Raises AdapterError, before the model is changed, as :func:`read_config` does, for pickles, tensors that are missing
-    or that no target wants, shapes that do not fit the model, and targets that never get an adapter.
+    or that no target needs, shapes that do not fit the model, and targets that never get an adapter.
     """
     if attached(model):
         raise AdapterError("the model has adapters already, and takes one set. Load it again.")
     config, state = read_config(directory), read_state(directory)
-    names = _fitting(model, config, state, Path(directory))
-    own = copied(config)
+    names = _check_fit(model, config, state, Path(directory))
+    resolved: Any = copied(config)  # PEFT's types do not allow sets, which it accepts and stores
     of_experts = experts.parameters_of(model)
-    own.target_modules = {name for name in names if name not in of_experts}
-    own.target_parameters = [name for name in names if name in of_experts] or None
-    own.exclude_modules = own.layers_to_transform = own.layers_pattern = None
-    inject(model, own, names, DTYPES[dtype], seed=0)
+    resolved.target_modules = {name for name in names if name not in of_experts}
+    resolved.target_parameters = [name for name in names if name in of_experts] or None
+    resolved.exclude_modules = resolved.layers_to_transform = resolved.layers_pattern = None
+    inject(model, resolved, names, DTYPES[dtype], seed=0)
     load_adapter_state(model, state, where=str(directory))
-    say(f"adapter {directory}: rank {config.r}, alpha {config.lora_alpha:g}, beside {len(names)} layers")
+    say(f"adapter {directory}: rank {config.r}, alpha {config.lora_alpha:g}, on {len(names)} layers")
     return names
 
 
 def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str = "the state") -> None:
-    """Fill the adapters of a model with values by PEFT's names; of a sharded model each rank takes its part.
+    """Copy values, by PEFT's names, to the adapters of a model; for a sharded model each rank takes its part.
 
     Raises AdapterError, before anything is written, for names that are missing or unknown, and for other shapes.
     """
@@ -268,21 +275,23 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str
             parameter.copy_(value if is_whole(parameter) else distributed(value, parameter))
 
 
-def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
-    missing, extra = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
-    other = [name for name in sorted(wanted.keys() & found.keys()) if wanted[name] != found[name]]
+def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> None:
+    missing, extra = sorted(wanted.keys() - present.keys()), sorted(present.keys() - wanted.keys())
+    other = [name for name in sorted(wanted.keys() & present.keys()) if wanted[name] != present[name]]
     wrong = []
     for names, what in ((missing, "missing"), (extra, "unknown to the model")):
         if names:
             wrong.append(f"{len(names)} tensors are {what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
     for name in other[:3]:
-        wrong.append(f"{name} is {list(found[name])} where the model takes {list(wanted[name])}")
+        wrong.append(f"{name} is {list(present[name])} where the model takes {list(wanted[name])}")
     if wrong:
         raise AdapterError(f"{where} does not fit this model: {'; '.join(wrong)}. It was made for another base.")
 
 
-def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
-    """The targets of a folder in model order, its tensors being exactly those that they take."""
+def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
+    """The targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors that the
+    targets need."""
+    # PEFT resolves the names, so that the same modules are adapted as in PEFT; the shapes are then checked exactly.
     from peft.tuners.tuners_utils import check_target_module_exists
 
     rows = {row.name: row for row in fp8.describe_layers(model)}
@@ -304,13 +313,13 @@ def _fitting(model: nn.Module, config: Any, state: Mapping[str, Tensor], where: 
     if parameters and (config.lora_dropout or config.use_dora):
         raise AdapterError(
             f"{where} adapts experts ({parameters[0]}) with lora_dropout={config.lora_dropout} and "
-            f"use_dora={config.use_dora}, and PEFT has neither for them. Set lora_dropout to 0 in {CONFIG}."
+            f"use_dora={config.use_dora}, and PEFT supports neither for them. Set lora_dropout to 0 in {CONFIG}."
         )
-    lost = taken_over(model, config) if not isinstance(config.target_modules, str) else ()
+    lost = names_lost_by_peft(model, config) if not isinstance(config.target_modules, str) else ()
     if lost:
         raise AdapterError(
-            f"{where} was made for experts as modules of their own ({lost[0]}), as older transformers had them. Load "
-            "it with PEFT over this version's model and save it again."
+            f"{where} was made for experts as separate modules ({lost[0]}), as in older transformers. Load it with "
+            "PEFT on this version's model and save it again."
         )
     wanted_shapes: dict[str, tuple[int, ...]] = {}
     for name in dict.fromkeys(matched):
@@ -328,7 +337,7 @@ def _kind(model: nn.Module, name: str) -> str:
 
 
 def _shapes(
-    name: str, row: Any, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
+    name: str, row: Row, config: Any, of_experts: Mapping[str, nn.Parameter], matched: list[str]
 ) -> dict[str, tuple[int, ...]]:
     from peft.utils.other import get_pattern_key
 
@@ -355,20 +364,20 @@ def _shapes(
 
 
 def continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors of ``lora.adapter``, whose settings must be those of ``lora``; else AdapterError."""
+    """The tensors of ``lora.adapter``. Raises AdapterError if its settings differ from ``lora``."""
     assert lora.adapter is not None
     folder = Path(lora.adapter)
     config, state = read_config(folder), read_state(folder)
-    asked = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dora": lora.dora}
+    settings = {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "dora": lora.dora}
     held = {"rank": config.r, "alpha": config.lora_alpha, "rslora": config.use_rslora, "dora": config.use_dora}
-    for key, value in asked.items():
+    for key, value in settings.items():
         if held[key] != value:
             raise AdapterError(
                 f"lora.{key} is {value} and the adapter {folder} has {held[key]}. Use lora.{key}: {held[key]}"
             )
     if config.rank_pattern or config.alpha_pattern:
-        raise AdapterError(f"{folder} has ranks or alphas of its own for some layers, which `lora` cannot go on with.")
-    theirs = set(_fitting(model, config, state, folder))
+        raise AdapterError(f"{folder} has separate ranks or alphas for some layers, which `lora` cannot continue.")
+    theirs = set(_check_fit(model, config, state, folder))
     if theirs != set(names):
         odd = sorted(theirs ^ set(names))
         raise AdapterError(

@@ -1,4 +1,4 @@
-"""PEFT's layers around a model's own: put there by :func:`inject`, and found and named again afterwards."""
+"""PEFT's layers in a model: :func:`inject` adds them, the other functions list, name and switch them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,36 +15,40 @@ from octavo import fp8
 from octavo.adapters import experts
 from octavo.adapters.errors import AdapterError
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 NAME = "default"  # PEFT's name of the adapter that is trained, saved and merged
-SECOND = "second"  # of another one beside the same layers (:func:`octavo.adapters.attach_second`)
+SECOND = "second"  # the name of a second adapter of the same layers (:func:`octavo.adapters.attach_second`)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _KINDS = ("lora_A", "lora_B", "lora_magnitude_vector")
 
 
 def inject(
-    model: nn.Module, config: Any, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME,
+    model: nn.Module, config: LoraConfig, names: tuple[str, ...], dtype: torch.dtype, seed: int, adapter: str = NAME,
     device: torch.device | None = None,
 ) -> None:  # fmt: skip
-    """Let PEFT put its layers around ``names``, ours for linear ones, and freeze all that is no adapter. ``device``:
-    where adapters are beside a base on the meta device (None: there)."""
+    """Let PEFT wrap the layers ``names``, linear ones in Octavo's class, and freeze all parameters except adapters.
+    ``device``: the device of adapters whose base is on the meta device (None: the meta device). Raises AdapterError if
+    PEFT wraps other layers."""
     from peft import inject_adapter_in_model
 
     from octavo.adapters.layer import Linear
 
     config._register_custom_module({fp8.Linear: Linear, nn.Linear: Linear})
-    experts.in_order(model)
+    experts.sort_parameters(model)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), _with_values(device):
-        # Of the generators only the CPU's: torch.manual_seed would set those of all devices, and PEFT draws on the CPU.
+        # Only the CPU's generator, on which PEFT draws: torch.manual_seed would set the generators of all devices.
         torch.default_generator.manual_seed(seed)
         warnings.filterwarnings("ignore", category=FutureWarning)  # between PEFT and transformers
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is intended
         inject_adapter_in_model(config, model, adapter)
-    found = set(attached(model))
-    if found != set(names):
-        odd = sorted(found ^ set(names))
+    adapted = set(attached(model))
+    if adapted != set(names):
+        odd = sorted(adapted ^ set(names))
         raise AdapterError(
-            f"PEFT adapted other layers than it was given: {len(odd)} differ, first {odd[0]}. This version of PEFT "
-            "matches names in a way that Octavo does not know; use another."
+            f"PEFT adapted other layers than the requested ones: {len(odd)} differ, first {odd[0]}. This version of "
+            "PEFT matches names in a way that Octavo does not know; use another version."
         )
     experts.adopt(model)
     _measure_rows(model, adapter)
@@ -54,10 +58,13 @@ def inject(
             parameter.data = parameter.data.to(dtype)
 
 
+_MOVE = "_move_adapter_to_device_of_base_layer"  # PEFT's method, which is replaced while adapters are created
+
+
 @contextmanager
 def _with_values(device: torch.device | None) -> Iterator[None]:
-    """Inside, new adapters keep the values that PEFT draws as it makes them, on this device, although it moves them
-    after their base, which may be on the meta device until it is filled. None: they go where their base is."""
+    """A context in which new adapters keep the values that PEFT draws, on this device, although PEFT then moves them to
+    the device of their base, which may be the meta device. None: they are moved to their base's device."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     stock = BaseTunerLayer._move_adapter_to_device_of_base_layer
@@ -66,23 +73,24 @@ def _with_values(device: torch.device | None) -> Iterator[None]:
     def move(self: Any, adapter_name: str, on: torch.device | None = None) -> None:
         stock(self, adapter_name, on or device)
         for kind in self.adapter_layer_names:
-            made = getattr(self, kind)
-            if isinstance(made, nn.ModuleDict) and adapter_name in made:
-                owner = made[adapter_name]
+            container = getattr(self, kind)
+            if isinstance(container, nn.ModuleDict) and adapter_name in container:
+                owner = container[adapter_name]
                 drawn.extend((owner, leaf, p.detach()) for leaf, p in owner._parameters.items() if p is not None)
 
-    BaseTunerLayer._move_adapter_to_device_of_base_layer = move
+    setattr(BaseTunerLayer, _MOVE, move)
     try:
         yield
     finally:
-        BaseTunerLayer._move_adapter_to_device_of_base_layer = stock
+        setattr(BaseTunerLayer, _MOVE, stock)
     for owner, leaf, values in drawn if device is not None else ():
-        if owner._parameters[leaf].is_meta:
+        parameter = owner._parameters[leaf]
+        if parameter is not None and parameter.is_meta:
             owner._parameters[leaf] = nn.Parameter(values)
 
 
 def _measure_rows(model: nn.Module, adapter: str) -> None:
-    """DoRA's magnitudes as fp32 norms: PEFT measures them in the weight's dtype, which BF16 rounds by up to 0.4 %."""
+    """Set DoRA's magnitudes to fp32 norms: PEFT computes them in the weight's dtype, and BF16 rounds by up to 0.4 %."""
     from octavo.adapters.layer import Linear
 
     for module in model.modules():
@@ -92,23 +100,23 @@ def _measure_rows(model: nn.Module, adapter: str) -> None:
 
 
 def attached(model: nn.Module) -> dict[str, Any]:
-    """Stock name -> PEFT's layer, of modules and of parameters of experts, in model order."""
-    found: dict[str, Any] = {}
+    """Stock name -> PEFT's layer, for modules and for parameters of experts, in model order."""
+    layers: dict[str, Any] = {}
     for name, module in model.named_modules():
         if not (hasattr(module, "lora_A") and hasattr(module, "base_layer")):
             continue
         stock, parameter = experts.stock_name(name), getattr(module, "parameter_name", None)
-        found[stock if parameter is None else f"{stock}.{parameter}"] = module
-    return found
+        layers[stock if parameter is None else f"{stock}.{parameter}"] = module
+    return layers
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter, by the names that :func:`attach` gives."""
+    """Whether a parameter of this name belongs to an adapter that :func:`attach` or :func:`attach_second` added."""
     return _is_of(NAME, name) or is_second_parameter(name)
 
 
 def is_second_parameter(name: str) -> bool:
-    """Whether it belongs to a second adapter."""
+    """Whether a parameter of this name belongs to a second adapter."""
     return _is_of(SECOND, name)
 
 
@@ -117,15 +125,15 @@ def _is_of(adapter: str, name: str) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters of a model, by name; those of a second one are none of them."""
+    """The parameters of the adapters of a model, by name, without a second adapter's."""
     return ((name, p) for name, p in model.named_parameters() if _is_of(NAME, name))
 
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as its base does: the reference that RL compares with. What is trained stays as it
-    is. Do not build a graph inside and run its backward outside where blocks recompute: they would recompute with
-    adapters."""
+    """A context in which the model computes without adapters: the reference model of RL. `requires_grad` is not
+    changed. With activation checkpointing, do not run the backward of a graph from inside after the context: blocks
+    would be recomputed with adapters. Raises AdapterError for a model without adapters."""
     layers = list(attached(model).values())
     if not layers:
         raise AdapterError("the model has no adapters that could be disabled.")
@@ -141,11 +149,12 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def second(model: nn.Module) -> Iterator[None]:
-    """Inside, the second adapter stands beside the base in place of the first, forward and backward: blocks that
-    recompute do so with the adapters of that moment. What asks for a gradient stays as it is."""
+    """A context in which the second adapter is active instead of the first. Run the backward inside, too: blocks with
+    activation checkpointing are recomputed with the adapters that are active then. `requires_grad` is not changed.
+    Raises AdapterError without a second adapter."""
     layers = [layer for layer in attached(model).values() if SECOND in layer.lora_A]
     if not layers:
-        raise AdapterError("the model has no second adapter; octavo.adapters.attach_second gives it one.")
+        raise AdapterError("the model has no second adapter; octavo.adapters.attach_second attaches one.")
     before = [layer._active_adapter for layer in layers]
     try:
         for layer in layers:
@@ -157,15 +166,15 @@ def second(model: nn.Module) -> Iterator[None]:
 
 
 def state_name(name: str) -> str:
-    """A parameter's name as PEFT's files have it."""
+    """A parameter's name in PEFT's files."""
     name = name.replace(f".{NAME}.", ".")
     if name.endswith("lora_magnitude_vector.weight"):
         name = name.removesuffix(".weight")
     return f"base_model.model.{name}"
 
 
-def copied(config: Any) -> Any:
-    """A copy of a LoraConfig without the classes that are registered with it."""
+def copied(config: LoraConfig) -> LoraConfig:
+    """A copy of a LoraConfig without its registered classes."""
     twin = copy.copy(config)
     twin._custom_modules = None
     return twin

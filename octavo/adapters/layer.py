@@ -1,17 +1,17 @@
-"""The layer that PEFT puts where a linear layer was: PEFT's own LoRA linear with another forward.
+"""The layer that PEFT puts in place of a linear layer: PEFT's LoRA linear with another forward.
 
-Parameters, names, configuration, files, DoRA's magnitudes and the switching of adapters are PEFT's. What differs is the
-arithmetic of :mod:`octavo.adapters.lowrank`, the same beside an FP8 layer, a frozen FP8 weight in a stock layer and a
-stock BF16 layer: two runs that differ in their base differ in nothing else. The base layer is called with x itself, so
-that q, k and v find each other's codes, and gets no other input under dropout, which is A's alone.
+Parameters, names, configuration, files, DoRA's magnitudes and the switching of adapters are PEFT's. Only the arithmetic
+differs (:mod:`octavo.adapters.lowrank`). It is the same with an FP8 layer, a frozen FP8 weight in a stock layer
+and a stock BF16 layer, so two runs with different bases differ in nothing else. The base layer is called with x itself,
+so that q, k and v share its codes; dropout applies only to the input of A.
 
 DoRA (Liu et al. 2024) scales each row of the adapted weight to a trained length m [N]::
 
     y = m / |W + s B A| * (W x + s B A x) + bias        |.| the 2-norm of each row, no gradient through it
 
-W being what the base multiplies by: of frozen codes, their dequantized values, made for the norm and dropped. It is
-computed as y0 + (m / |.| - 1) * (y0 - bias), y0 the output of plain LoRA, so that a small change of m is not rounded
-away in BF16.
+W is the matrix that the base multiplies by; for frozen codes, their dequantized values, computed for the norm and
+released. The product is computed as y0 + (m / |.| - 1) * (y0 - bias), where y0 is the output of plain LoRA, so that a
+small change of m is not rounded away in BF16.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from octavo.adapters.errors import AdapterError
 from octavo.adapters.lowrank import low_rank, low_rank_traced
 from octavo.fp8.weights import Fp8Weight, is_frozen
 
-_ROWS = 1024  # of a weight that are in fp32 at a time
+_ROWS = 1024  # rows of a weight that are in fp32 at a time
 
 
 class Linear(PeftLinear):
     """y = base(x) + s B (A d(x)); see the module's docstring."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [..., K] -> [..., N], in the dtype that the base layer gives."""
+        """x [..., K] -> [..., N], in the dtype of the base layer's output."""
         if kwargs.get("adapter_names") is not None:
-            raise AdapterError("adapter_names mixes adapters in one batch, which Octavo's layers do not do.")
+            raise AdapterError("adapter_names mixes adapters in one batch, which Octavo's layers do not support.")
         kwargs.pop("adapter_names", None)
         y: Tensor = self.base_layer(x, *args, **kwargs)
         if self.disable_adapters or self.merged:
             return y
         for name in self.active_adapters:
             if name in self.lora_A:
-                y = self._beside(y, x, name)
+                y = self._add_adapter(y, x, name)
         return y
 
-    def _beside(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+    def _add_adapter(self, y: Tensor, x: Tensor, name: str) -> Tensor:
         down: Any = self.lora_A[name]
         up: Any = self.lora_B[name]
         a, b, scale, drop = down.weight, up.weight, self.scaling[name], self.lora_dropout[name]
@@ -62,31 +62,32 @@ class Linear(PeftLinear):
                 "quantization and GEMM of every layer. Set lora.dropout: 0."
             )
         lengths: Any = self.lora_magnitude_vector[name]
-        grown = lengths.weight / self.norms(name) - 1
+        growth = lengths.weight / self.norms(name) - 1
         bias: Any = self.get_base_layer().bias
-        return torch.addcmul(y, y if bias is None else y - bias.to(y.dtype), grown.to(y.dtype))
+        return torch.addcmul(y, y if bias is None else y - bias.to(y.dtype), growth.to(y.dtype))
 
-    @torch._disable_dynamo  # a compiler cannot even look at FP8 weights
+    @torch._disable_dynamo  # FP8 weights cannot be traced
     def norms(self, name: str) -> Tensor:
-        """|W + s B A| of each row, [N] in fp32, of the adapter ``name``."""
+        """|W + s B A| of each row, [N] in fp32, for the adapter ``name``."""
         held: Any = self
         a, b = held.lora_A[name].weight, held.lora_B[name].weight
         return row_norms(held.get_base_layer().weight, a, b, held.scaling[name])
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """PEFT's, for a base in high precision. Raises AdapterError for frozen FP8 codes, which nothing is added to."""
+        """PEFT's merge, for a base in high precision. Raises AdapterError for frozen FP8 codes, which cannot be added
+        to."""
         if is_frozen(self.get_base_layer().weight):
             raise AdapterError(
-                "an adapter cannot be merged into frozen FP8 codes in place: they would have to be made anew, and may "
-                "round the adapter away. `octavo merge` writes a merged model and measures that."
+                "an adapter cannot be merged into frozen FP8 codes in place: they would have to be quantized again, "
+                "which may round the adapter away. `octavo merge` writes a merged model and measures the loss."
             )
         super().merge(safe_merge, adapter_names)
 
 
 @torch.no_grad()
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The 2-norms [N] of the rows of W + scale B A in fp32, W [N, K] dequantized for as long as this takes."""
-    if weight.is_meta:  # of a model that is planned
+    """The 2-norms [N] of the rows of W + scale B A in fp32; W [N, K] is dequantized temporarily."""
+    if weight.is_meta:  # a model that is only planned
         return torch.empty(weight.shape[0], device="meta")
     values = weight.values() if isinstance(weight, Fp8Weight) else weight.detach()
     a32, b32 = a.detach().float(), b.detach().float()

@@ -1,18 +1,18 @@
-"""The low-rank product beside a linear layer: y + s B (A d(x)), and what of it is saved for the backward.
+"""The low-rank product added to a linear layer: y + s B (A d(x)), and the tensors saved for its backward.
 
 With x [M, K], A [r, K], B [N, r], s = alpha / r (rsLoRA: alpha / sqrt(r)), d dropout, y [M, N] the base's output::
 
     fwd   h = d(x) A^T [M, r]      y' = y + s h B^T
     bwd   g = s dy B   [M, r]      dB = s dy^T h      dA = g^T d(x)      dx = d'(g A)
 
-All in the dtype of y, which is the dtype in which the base layer computes (autocast's under autocast): A and B are cast
-for each product and the casts are not saved, and s is applied where the GEMM adds, before the one rounding to y's
-dtype. PEFT's own layer turns x into the dtype of A instead: for fp32 adapters beside a BF16 model a copy of x in fp32,
-saved for the backward.
+All products are in the dtype of y, which is the dtype in which the base layer computes (autocast's under autocast): A
+and B are cast for each product, the casts are not saved, and s is applied in the GEMM's addition, before the only
+rounding to y's dtype. PEFT's layer casts x to the dtype of A instead: for fp32 adapters of a BF16 model this is a copy
+of x in fp32, saved for the backward.
 
-What is saved: h, and x as it came, the same tensor for all adapters that share it (q, k, v); its mask, one byte an
-element, if there is dropout. Under autocast the lowered x is saved, made once for all layers of that input
-(:mod:`octavo.fp8.dense.inputs`). Where the block can make x again (:mod:`octavo.fp8.dense.sources`), not even x.
+Saved are h, the unchanged x, which is the same tensor for all adapters that share it (q, k, v), and with dropout its
+mask, one byte for each element. Under autocast x is saved in the lower precision, cast once for all layers of that
+input (:mod:`octavo.fp8.dense.inputs`). If the block can recompute x (:mod:`octavo.fp8.dense.sources`), x is not saved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from octavo.fp8.dense import Input, Source, source_of
 def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float, user: object) -> Tensor:
     """y [..., N] + scale * B (A d(x)), x [..., K], in the dtype of y.
 
-    dropout: the share of x that is zeroed, 0 outside of training. user: the layer, the same object at every call.
+    dropout: the share of x that is zeroed, 0 outside training. user: the layer, the same object in every call.
     """
     mask = None
     if dropout:
@@ -40,7 +40,7 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: 
 
 
 def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float) -> Tensor:
-    """The same as operators that a compiler sees through; it decides what is saved."""
+    """The same in operators that a compiler can trace; the compiler decides what is saved."""
     dropped = torch.nn.functional.dropout(x, dropout) if dropout else x
     dropped = dropped.to(y.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
     h = dropped @ a.to(y.dtype).t()
@@ -49,12 +49,12 @@ def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dr
 
 
 class Call(NamedTuple):
-    """What a forward knows besides its tensors."""
+    """The arguments of a forward besides its tensors."""
 
     scale: float
     dropout: float
     user: object
-    source: Source | None  # how the backward gets x again, where it need not be saved
+    source: Source | None  # how the backward recomputes x, if it need not be saved
 
 
 class _LowRank(torch.autograd.Function):
@@ -62,13 +62,13 @@ class _LowRank(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: Call) -> Tensor:
         dtype = y.dtype
         with torch.autocast(x.device.type, enabled=False):
-            given = Input(x, call.user, dtype)
-            x_MK = given.high() if x.dtype != dtype else given.matrix()
-            h = _dropped(x_MK, mask, call.dropout) @ a.to(dtype).t()
+            operand = Input(x, call.user, dtype)
+            x_MK = operand.high() if x.dtype != dtype else operand.matrix()
+            h = _apply_mask(x_MK, mask, call.dropout) @ a.to(dtype).t()
             y_MN = y.reshape(h.shape[0], y.shape[-1])
             out = torch.addmm(y_MN, h, b.to(dtype).t(), alpha=call.scale)
         source = call.source
-        # The tensor that came, not a view of it, is what its other users save as well.
+        # Save x itself and not a view, because its other users save x too, and the memory is then shared.
         saved = source.tensors if source is not None else (x if x.dtype == dtype else x_MK,)
         masks = () if mask is None else (mask,)
         ctx.save_for_backward(a, b, h, *masks, *(saved if ctx.needs_input_grad[2] else ()))
@@ -93,14 +93,14 @@ class _LowRank(torch.autograd.Function):
                 assert g is not None
                 x = rest[0] if ctx.remake is None else ctx.remake(*rest).to(ctx.dtype)
                 x_MK = x.reshape(h.shape[0], a.shape[1])
-                da = (g.t() @ _dropped(x_MK, mask, ctx.dropout)).to(a.dtype)
+                da = (g.t() @ _apply_mask(x_MK, mask, ctx.dropout)).to(a.dtype)
             if needs_x:
                 assert g is not None
-                dx = _dropped(g @ a.to(ctx.dtype), mask, ctx.dropout).view(ctx.x_shape).to(ctx.x_dtype)
+                dx = _apply_mask(g @ a.to(ctx.dtype), mask, ctx.dropout).view(ctx.x_shape).to(ctx.x_dtype)
         return dy, dx, da, db, None, None
 
 
-def _dropped(x_MK: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def _apply_mask(x_MK: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """x with the masked elements zeroed and the others scaled by 1 / (1 - dropout); the gradient is the same map."""
     if mask is None:
         return x_MK

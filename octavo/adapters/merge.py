@@ -1,11 +1,11 @@
-"""Adapters folded into the weights they stand beside: W' = W + s B A, added in fp32 and rounded once.
+"""Merging adapters into the weights of their layers: W' = W + s B A, added in fp32 and rounded once.
 
-W is what the base multiplies by: of frozen FP8 codes their values (code * scale, exact in fp32), else the parameter.
-DoRA scales the rows of the sum to their trained lengths, W' = m / |W + s B A| * (W + s B A). Experts are folded one at
-a time, so that nothing of the size of a layer exists in fp32.
+W is the matrix that the base multiplies by: for frozen FP8 codes their values (code * scale, exact in fp32), else the
+parameter. DoRA scales the rows of the sum to their trained lengths, W' = m / |W + s B A| * (W + s B A). Experts are
+merged one at a time, so that no matrix of the size of a layer exists in fp32.
 
-PEFT's own ``merge_and_unload`` rounds s B A to the weight's dtype and then the sum: two roundings, of which the first
-is small; in fp32 the two agree to the last bits. Over FP8 codes PEFT cannot merge at all.
+PEFT's ``merge_and_unload`` rounds s B A to the weight's dtype and then rounds the sum: two roundings, of which the
+first is small; in fp32 the results agree to the last bits. PEFT cannot merge into FP8 codes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from octavo.fp8.weights import codes_of_frozen, is_frozen, is_whole
 
 @dataclass(frozen=True, eq=False)
 class Fold:
-    """One adapted weight, and the adapter that is to be folded into it.
+    """One adapted weight, and the adapter to merge into it.
 
-    name        the parameter's, in the stock model: "...q_proj.weight", "...experts.down_proj"
+    name        of the parameter in the stock model: "...q_proj.weight", "...experts.down_proj"
     layer       PEFT's layer
-    weight      the base's parameter: high precision, or frozen FP8
-    count       experts; None for a linear layer
+    weight      the base's parameter: high precision or frozen FP8
+    count       number of experts; None for a linear layer
     transposed  the parameter is stored as [E, K, N]
     """
 
@@ -43,7 +43,7 @@ class Fold:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K) of one matrix, as the GEMM multiplies by it."""
+        """(N, K) of one matrix, in GEMM orientation."""
         n, k = self.weight.shape[-2:]
         return (k, n) if self.transposed else (n, k)
 
@@ -53,11 +53,11 @@ class Fold:
 
     @property
     def slots(self) -> tuple[int | None, ...]:
-        """The experts, one after the other; (None,) for a linear layer."""
+        """The indices of the experts; (None,) for a linear layer."""
         return (None,) if self.count is None else tuple(range(self.count))
 
     def base(self, slot: int | None = None) -> Tensor:
-        """W in fp32, [N, K]: the values of the codes, or of the parameter."""
+        """W in fp32, [N, K]: the dequantized codes, or the parameter."""
         if is_frozen(self.weight):
             q = codes_of_frozen(self.weight)
             if slot is not None:
@@ -68,7 +68,7 @@ class Fold:
         return (values.mT if self.transposed else values).float()
 
     def folded(self, slot: int | None = None, base: Tensor | None = None) -> Tensor:
-        """W' in fp32, [N, K]; ``base``: W if the caller has it already."""
+        """W' in fp32, [N, K]; ``base``: W, if the caller has computed it."""
         w = self.base(slot) if base is None else base
         a, b = self._factors(slot)
         out = torch.addmm(w, b, a, alpha=float(self.layer.scaling[NAME]))
@@ -78,7 +78,7 @@ class Fold:
         return out
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """The folded parameter as the stock model stores it, each value rounded once."""
+        """The merged parameter as the stock model stores it, each value rounded once."""
         if self.count is None:
             return self.folded().to(dtype)
         n, k = self.shape
@@ -100,60 +100,60 @@ class Fold:
 def folds(model: nn.Module, base: nn.Module | None = None) -> dict[str, Fold]:
     """The adapted weights of a model by stock name, in model order.
 
-    base: a stock model whose weights are to be folded into, instead of the model's own base.
+    base: a stock model to merge into, instead of the model's own base.
 
-    Raises AdapterError for a model without adapters, one that is sharded, and adapters that were merged in place.
+    Raises AdapterError for a model without adapters, a sharded model, and adapters that were merged in place.
     """
     layers = attached(model)
     if not layers:
-        raise AdapterError("the model has no adapters that could be merged; octavo.adapters.load attaches some.")
-    found = {}
+        raise AdapterError("the model has no adapters to merge; octavo.adapters.load attaches some.")
+    by_name = {}
     for stock, layer in layers.items():
         if layer.merged:
             raise AdapterError(f"the adapter of {stock} is merged in place already; unmerge it (PEFT's unmerge) first.")
         inside = layer.get_base_layer()
-        own = getattr(layer, "parameter_name", None)
-        name = stock if own is not None else f"{stock}.weight"
-        weight = inside._parameters[own or "weight"] if base is None else _parameter(base, name)
+        projection = getattr(layer, "parameter_name", None)
+        name = stock if projection is not None else f"{stock}.weight"
+        weight = inside._parameters[projection or "weight"] if base is None else _parameter(base, name)
         if not all(is_whole(p) for p in (weight, *layer.lora_A.parameters())):
             raise AdapterError(
                 f"{name} is a rank's shard; merge from a checkpoint or an adapter folder, in one process."
             )
-        if weight.shape != inside._parameters[own or "weight"].shape:
-            raise AdapterError(f"{name} is {list(weight.shape)} in the base that was given, and another in the model.")
-        turned = own is not None and bool(getattr(inside, "is_transposed", False))
-        found[name] = Fold(name, layer, weight, None if own is None else weight.shape[0], turned)
-    return found
+        if weight.shape != inside._parameters[projection or "weight"].shape:
+            raise AdapterError(f"{name} has the shape {list(weight.shape)} in `base`, and another one in the model.")
+        turned = projection is not None and bool(getattr(inside, "is_transposed", False))
+        by_name[name] = Fold(name, layer, weight, None if projection is None else weight.shape[0], turned)
+    return by_name
 
 
 def merged(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, base: nn.Module | None = None
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
-    """(stock name, value) of every parameter and persistent buffer, adapters folded in; tied ones once.
+    """(stock name, value) of every parameter and persistent buffer, with adapters merged; tied ones once.
 
     Adapted weights are W' as the stock model stores them, computed in fp32 and rounded once to ``dtype``, one at a
-    time. All others come as they are: frozen ones as their very codes ([N, K], or [E, N, K] for experts), parameters
-    and buffers in their own dtype.
+    time. All others are unchanged: frozen weights are their codes ([N, K], or [E, N, K] for experts), parameters and
+    buffers have their own dtypes.
 
-    base: a stock model, in whatever precision, to fold the adapters into instead of the one that they stand beside.
+    base: a stock model of any precision to merge the adapters into, instead of their own base.
 
     Raises AdapterError as :func:`folds` does, before the first value.
     """
-    found = folds(model, base)
-    return _values(model if base is None else base, found, dtype)
+    by_name = folds(model, base)
+    return _values(model if base is None else base, by_name, dtype)
 
 
 def _values(
-    source: nn.Module, found: dict[str, Fold], dtype: torch.dtype
+    source: nn.Module, by_name: dict[str, Fold], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     tied = set(getattr(source, "all_tied_weights_keys", {}))
     for name, value in source.state_dict(keep_vars=True).items():
         stock = experts.stock_name(name)
         if is_adapter_parameter(name) or stock in tied:
             continue
-        if stock in found:
-            with torch.no_grad():  # not around the yield, where it would reach into whoever takes the value
-                folded = found[stock].whole(dtype)
+        if stock in by_name:
+            with torch.no_grad():  # not around the yield, where it would apply to the caller's code
+                folded = by_name[stock].whole(dtype)
             yield stock, folded
         elif is_frozen(value):
             yield stock, codes_of_frozen(value)
@@ -166,5 +166,5 @@ def _parameter(base: nn.Module, name: str) -> Tensor:
         return base.get_parameter(name)
     except AttributeError as error:
         raise AdapterError(
-            f"the base that was given has no parameter {name}, which the adapter changes: it is another model."
+            f"`base` has no parameter {name}, which the adapter changes: it is another model."
         ) from error

@@ -1,13 +1,14 @@
-"""Which modules get adapters: components, globs and names, resolved to the very modules before PEFT sees them.
+"""The modules that get adapters: components, globs and names, resolved to full names before they are passed to PEFT.
 
 A pattern is one of
 
     a component   foundation, image_encoder, image_projector, audio_encoder: all its linear layers and experts
     a glob        "**.q_proj", "model.language_model.layers.0.**" (:mod:`octavo.fp8.policy.globs`); a module means all
-    in it a suffix      "q_proj", "self_attn.q_proj": what PEFT calls a target module
+                  modules in it
+    a suffix      "q_proj", "self_attn.q_proj": PEFT's target modules
 
-What comes out are full names, so that an adapter means the same modules wherever it is read. Some linear maps never
-get an adapter: see :data:`NEVER`.
+The results are full names, so that an adapter has the same modules wherever it is loaded. Some linear maps never get an
+adapter: see :data:`NEVER`.
 """
 
 from __future__ import annotations
@@ -29,26 +30,26 @@ if TYPE_CHECKING:
 
 NEVER: Mapping[str, str] = {
     "lm_head": "the loss is computed from its weight in chunks, without calling the module, and RL compares "
-    "log-probabilities of one head: an adapter there would be passed by",
-    "embedding": "a look-up has no product to add to, and the weight is often that of lm_head",
-    "patch_embed": "it runs once an image, over pixels; adapt the tower's blocks (image_encoder) instead",
-    "router": "it decides which expert sees a token; a change there moves tokens, and servers read it as it is",
-    "subclass": "its class computes in its own way, beside which a low-rank product need not be right",
+    "log-probabilities of one head: an adapter there would have no effect",
+    "embedding": "a look-up has no product to add to, and its weight is often shared with lm_head",
+    "patch_embed": "it runs once for each image, on pixels; adapt the tower's blocks (image_encoder) instead",
+    "router": "it decides which expert a token goes to; a change moves tokens, and servers use it without adapters",
+    "subclass": "its class has its own forward, to which adding a low-rank product may be wrong",
 }
-"""Kinds of modules that get no adapter, with the reason. A glob passes them by; naming one is an error."""
+"""Kinds of modules that get no adapter, with the reason. A glob skips them; naming one is an error."""
 
 
 def targets_of(
     model: nn.Module, family: Family | None, targets: Sequence[str], exclude: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The names of what gets an adapter, in model order: modules, and parameters for experts ("...experts.down_proj").
+    """The names of the layers to adapt, in model order: modules, and parameters for experts ("...experts.down_proj").
 
-    family   says which module belongs to which component; None goes by conventional names
-    targets  components, globs or suffixes; each must match something that can have an adapter
-    exclude  the same, left out though a target names them
+    family   the components of modules; None uses conventional names
+    targets  components, globs or suffixes; each must match a layer that can have an adapter
+    exclude  the same, for layers to exclude from the targets
 
-    Raises AdapterError for a pattern that matches nothing (with the nearest names), one that names what never gets an
-    adapter (with the reason), a malformed glob, and when nothing is left.
+    Raises AdapterError for a pattern that matches nothing (with the nearest names), one that names a layer of
+    :data:`NEVER` (with the reason), a malformed glob, and when no layer is left.
     """
     rows = fp8.describe_layers(model, None if family is None else family.components)
     usable = [row for row in rows if row.kind in ("linear", "experts")]
@@ -71,27 +72,29 @@ def targets_of(
 
 
 def _matching(pattern: str, rows: Sequence[Row], model: nn.Module, family: Family | None) -> set[str]:
+    # A pattern without a match gets one of three errors: its layers never have adapters, it covers only modules without
+    # linear layers, or it matches nothing.
     if pattern in WITHOUT_HEAD:
-        found = {row.name for row in rows if row.component == pattern and row.kind in ("linear", "experts")}
-        if not found:
+        matched = {row.name for row in rows if row.component == pattern and row.kind in ("linear", "experts")}
+        if not matched:
             has = dict.fromkeys(row.component for row in rows if row.component in WITHOUT_HEAD)
             raise AdapterError(
                 f"targets: this {family.name if family else type(model).__name__} has no linear layers in {pattern}; "
                 f"it has {', '.join(has) or 'none in any component'}. Remove {pattern}."
             )
-        return found
+        return matched
     hit = [row for row in rows if row.component == pattern or _hits(pattern, row)]
-    found = {row.name for row in hit if row.kind in ("linear", "experts") and row.component != pattern}
-    if found:
-        return found
+    matched = {row.name for row in hit if row.kind in ("linear", "experts") and row.component != pattern}
+    if matched:
+        return matched
     names = {name: module for name, module in model.named_modules() if name}
     tables = [name for name, m in names.items() if isinstance(m, nn.Embedding) and _covers(pattern, name)]
     for name, kind in [*((row.name, row.kind) for row in hit), *((name, "embedding") for name in tables)]:
         raise AdapterError(
             f"targets: {pattern!r} names {name} ({kind}), which gets no adapter: {NEVER[kind]}. Remove it."
         )
-    there = [name for name in names if _covers(pattern, name)]
-    why = f"names {there[0]}, which holds no linear layer" if there else "matches nothing"
+    covered = [name for name in names if _covers(pattern, name)]
+    why = f"names {covered[0]}, which holds no linear layer" if covered else "matches nothing"
     usable = [row for row in rows if row.kind in ("linear", "experts")]
     raise AdapterError(
         f"targets: {pattern!r} {why}. A target is a component ({', '.join(WITHOUT_HEAD)}) or a glob over module names."
@@ -121,15 +124,15 @@ def split(model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[str]]
     return [n for n in names if n not in of_experts], [n for n in names if n in of_experts]
 
 
-def taken_over(model: nn.Module, config: Any) -> tuple[str, ...]:
-    """Modules that PEFT would not adapt though ``config`` (a LoraConfig) names them.
+def names_lost_by_peft(model: nn.Module, config: Any) -> tuple[str, ...]:
+    """Modules that PEFT would not adapt although ``config`` (a LoraConfig) names them.
 
-    For some mixture-of-experts families PEFT reads targets by their last name as those of older checkpoints, where
-    experts were modules: a dense "mlp.gate_proj" of such a model becomes the experts' gate_up_proj.
+    For some mixture-of-experts families PEFT takes the last part of a target's name for a name in an older checkpoint,
+    in which experts were modules: a dense "mlp.gate_proj" of such a model becomes the experts' gate_up_proj.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # older PEFT does not
+    except ImportError:  # older versions of PEFT do not
         return ()
     if not hasattr(getattr(model, "config", None), "model_type"):
         return ()
@@ -137,6 +140,6 @@ def taken_over(model: nn.Module, config: Any) -> tuple[str, ...]:
     before = set(twin.target_modules or ())
     try:
         convert_peft_config_for_transformers(twin, model=model, conversions=None)
-    except ValueError:  # it took some of the names over, and misses their siblings
+    except ValueError:  # PEFT has converted some of the names and misses related ones
         twin.target_modules = {n for n in before if n.rpartition(".")[2] not in ("gate_proj", "up_proj", "down_proj")}
     return tuple(sorted(before - set(twin.target_modules or ())))

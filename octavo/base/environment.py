@@ -61,7 +61,7 @@ class Problem:
     """A package that is missing, or has a version that Octavo is not written for."""
 
     package: str
-    found: str
+    installed: str
     needed: str
     fix: str
 

@@ -36,11 +36,11 @@ ONE_PURPOSE = (
 
 @dataclass(frozen=True)
 class Note:
-    """``of``: "model", "data" or "adapter"; ``key``: the fingerprint; ``more``: the other entries of the note."""
+    """``of``: "model", "data" or "adapter"; ``key``: the fingerprint; ``details``: the other entries of the note."""
 
     of: str
     key: str
-    more: Mapping[str, object] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
 
 
 def fingerprint(secret: bytes) -> str:
@@ -78,5 +78,5 @@ def write_note(folder: Path, note: Note) -> None:
 def note_bytes(note: Note) -> bytes:
     """The bytes of a note's file."""
     return (
-        json.dumps({"octavo_sealed": FORMAT, "of": note.of, "key": note.key, **note.more}, indent=1) + "\n"
+        json.dumps({"octavo_sealed": FORMAT, "of": note.of, "key": note.key, **note.details}, indent=1) + "\n"
     ).encode()

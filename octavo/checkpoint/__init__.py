@@ -1,14 +1,14 @@
-"""What lies on disk: the state of a run, saved whole or not at all, and model folders, examined."""
+"""Checkpoints on disk: run states that are saved completely or not at all, and checks of model folders."""
 
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.hf_folder import save_hf
 from octavo.checkpoint.run_state import rng
 from octavo.checkpoint.run_state.background import Background
 from octavo.checkpoint.run_state.dcp_safe import SafeReader
-from octavo.checkpoint.run_state.files import OTHER, copied, others, prune, read_state, steps, sweep
+from octavo.checkpoint.run_state.files import OTHER, foreign_entries, prune, read_state, steps, sweep, why_misplaced
 from octavo.checkpoint.run_state.state import WITHOUT_STATES, Restored, latest, load, not_finite
 from octavo.checkpoint.run_state.weights import load_weights
-from octavo.checkpoint.run_state.writing import Moment, save, take, write
+from octavo.checkpoint.run_state.writing import Snapshot, save, take_snapshot, write
 from octavo.checkpoint.verify import verify
 from octavo.checkpoint.verify.findings import Verified
 
@@ -17,16 +17,16 @@ __all__ = [
     "CheckpointError",
     "OTHER",
     "WITHOUT_STATES",
-    "Moment",
+    "Snapshot",
     "Restored",
     "SafeReader",
     "Verified",
-    "copied",
+    "why_misplaced",
     "latest",
     "load",
     "load_weights",
     "not_finite",
-    "others",
+    "foreign_entries",
     "prune",
     "read_state",
     "rng",
@@ -34,7 +34,7 @@ __all__ = [
     "save_hf",
     "steps",
     "sweep",
-    "take",
+    "take_snapshot",
     "verify",
     "write",
 ]

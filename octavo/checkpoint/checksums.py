@@ -1,4 +1,4 @@
-"""The note that an export leaves in its folder: what it wrote, with the SHA-256 of every file."""
+"""octavo_export.json, the file in which an export lists what it wrote, with the SHA-256 of every file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from octavo.base import safe_read
 from octavo.checkpoint import compat
 from octavo.checkpoint.errors import CheckpointError
 
-#: what was written, and the permission to replace it by another export
+#: lists what an export wrote; a folder that has it may be replaced by another export
 MARKER = "octavo_export.json"
-#: the note's own key for the SHA-256 of all its other fields
+#: the key of the SHA-256 of all other fields of this file
 OWN = "sha256_of_note"
 
 
 def sha256(file: Path) -> str:
-    """Of a file's bytes, in hex. Raises CheckpointError."""
+    """Return the SHA-256 of a file's bytes, in hex. Raises CheckpointError for a file that cannot be read."""
     digest = hashlib.sha256()
     with safe_read.open_file(file, CheckpointError) as opened:
         while piece := opened.read(1 << 22):
@@ -28,27 +28,29 @@ def sha256(file: Path) -> str:
 
 
 def note_digest(note: Mapping[str, Any]) -> str:
-    """SHA-256 of a note's fields but this one, in hex, whatever their order and spaces."""
+    """Return the SHA-256 of all fields except the digest itself, in hex, independent of their order and of spaces."""
     fields = {key: value for key, value in note.items() if key != OWN}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def is_changed(note: Mapping[str, Any]) -> bool:
-    """Whether a note is not what an export wrote: its own digest is another, or files that it names have no sum. A
-    note without a digest is not compared with one."""
+    """Whether a note was changed after the export: its digest does not match, or files that it names have no checksum.
+
+    A note without a digest (Octavo 0.4.0) is judged by its checksums only.
+    """
     sums = compat.export_sums(note)
-    own = note.get(OWN)
-    return (own is not None and own != note_digest(note)) or bool(sums and not {*note["files"]} <= sums.keys())
+    noted = note.get(OWN)
+    return (noted is not None and noted != note_digest(note)) or bool(sums and not {*note["files"]} <= sums.keys())
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """The note of an export, its `sha256` a table of this folder's file names (empty where it noted none).
+    """Return the note of an export; its `sha256` maps file names of this folder to digests (empty where it has none).
 
-    Raises CheckpointError for one that cannot be read or that Octavo did not write.
+    Raises CheckpointError for a note that cannot be read or that Octavo did not write.
     """
     note = safe_read.read_json(folder / MARKER, CheckpointError)
     sums, files = compat.export_sums(note), note.get("files")
     good = isinstance(sums, dict) and all(Path(n).name == n and isinstance(s, str) for n, s in sums.items())
     if not good or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
-        raise CheckpointError(f"{folder / MARKER} does not say what an export wrote. Export the folder anew.")
+        raise CheckpointError(f"{folder / MARKER} does not say what an export wrote. Export the folder again.")
     return {**note, "sha256": sums}

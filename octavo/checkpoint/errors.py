@@ -2,4 +2,4 @@
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, found or trusted; the message names the file and the fix."""
+    """A checkpoint could not be written, was not found or cannot be trusted; the message names the file and the fix."""

@@ -1,12 +1,12 @@
-"""hf/: the trained weights as a Hugging Face folder that all ranks write, none of which holds the whole model.
+"""hf/: writes the trained weights as a Hugging Face folder from all ranks, none of which holds the whole model.
 
-Names, dtypes, shapes and places in the files are decided before a value is known. Then parameter by parameter is
-gathered, and one rank, each time that with the least to do, turns it into what transformers has on disk and writes it
-into its place. So a rank holds its shards and one tensor, and the files are the same bytes on any number of ranks. What
-fails on one rank fails on all, and leaves nothing.
+Names, dtypes, shapes and file offsets are decided before any value is read. Then one parameter at a time is gathered,
+and the rank with the least work so far converts it to the layout on disk and writes it to its offset. So a rank holds
+its shards and one full tensor, and the files have the same bytes for any number of ranks. An error on one rank is
+raised on all, and leaves no files.
 
-Tensors of a model in three folders are named after the folder that they belong to; inside it they have the names that
-are left (:class:`Homes`).
+Tensors of a model in three folders begin with the name of their folder; in its files they have the rest of the name
+(:class:`FolderShards`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from octavo.models.folder.folder import (
 )
 from octavo.models.processors import stop_tokens
 
-LARGEST = 5 * 10**9
+LARGEST = 5 * 10**9  # bytes of a file, the default of transformers
 _FAILURES = (OSError, RuntimeError, TypeError, ValueError)
 
 
 class Part(NamedTuple):
-    """Parameters that are converted together (one, usually), what they are on disk, and the rank that writes it."""
+    """Parameters that are converted together (usually one), their tensors on disk, and the rank that writes them."""
 
     parameters: tuple[str, ...]
     tensors: tuple[Planned, ...]
@@ -62,20 +62,20 @@ def save_hf(
     skip: Callable[[str], bool] = lambda name: False,
     encrypt: bool = False,
 ) -> Path:
-    """Write `model`, whole or sharded over the ranks of `world`, as a model folder, and return it. A collective.
+    """Write `model`, whole or sharded over the ranks of `world`, as a model folder, and return its path. A collective.
 
-    source   the folder the model was loaded from: config, tokenizer and processor files are copied from it
-    largest  bytes of a file at most; a tensor above that has its own
-    skip     names that are no part of the model (a critic's)
-    encrypt  every file (:mod:`octavo.base.encryption`); which tensors share one then depends on the number of ranks
+    source   the folder that the model was loaded from: config, tokenizer and processor files are copied from it
+    largest  maximum bytes of a file; a larger tensor gets a file of its own
+    skip     whether a parameter name is not part of the model (parameters of a critic)
+    encrypt  encrypt every file (:mod:`octavo.base.encryption`); which tensors share a file then depends on the ranks
 
-    What is written is what trains: weights in the dtypes they have (BF16 where an optimizer keeps lower halves, which
-    no forward saw), frozen FP8 ones as their values. Written aside (`.NAME.part`), forced to the disk, then renamed:
-    the directory is whole or as it was. An earlier model is replaced where the directory holds nothing else.
+    Weights are written in their training dtypes (in BF16 where the optimizer keeps lower halves, which no forward uses)
+    and frozen FP8 weights as their values. The folder is written as `.NAME.part`, forced to the disk and renamed, so
+    `directory` is complete or unchanged. An earlier model in it is replaced if it holds nothing else.
 
-    Raises ModelError for any other directory that is not empty, names or shapes that are not those of the source's
-    model, weights on the meta device, NaN or infinity, a file to copy that cannot be read or is a link out of the
-    source, and a full disk; CheckpointError with the words of another rank that failed.
+    Raises ModelError for any other directory that is not empty, names or shapes that differ from the model in `source`,
+    weights on the meta device, NaN or infinity, a file to copy that cannot be read or is a link out of the source, and
+    a full disk; CheckpointError with the message of another rank that failed.
     """
     source, target = Path(source), Path(directory)
     _check_target(target)
@@ -84,34 +84,38 @@ def save_hf(
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
     _check_names(state, stock.model)
     state = {name: master_of(state[name]) for name in stock.weights if name in state}
-    dead = {name for found in world.gather_objects(fp8.find_nonfinite(state.items())) for name in found}
-    _refuse_dead([name for name in state if name in dead], state)
-    parts = planned(stock, {name: t.dtype for name, t in state.items()}, world.size)
-    with _aside(target, world) as made:
+    # Gathered before any file exists, so that all ranks refuse together.
+    nonfinite = {name for names in world.gather_objects(fp8.find_nonfinite(state.items())) for name in names}
+    _refuse_nonfinite([name for name in state if name in nonfinite], state)
+    parts = plan_parts(stock, {name: t.dtype for name, t in state.items()}, world.size)
+    with _temporary_folder(target, world) as folder:
         tensors = [tensor for part in parts for tensor in part.tensors]
         owners = {name: part.rank for part in parts for name, _, _ in part.tensors}
-        encrypted = encryption.Folder(made, _one_id(world)) if encrypt else None
-        homes = Homes(made, tensors, largest, owners, world.rank, parts_of(source), encrypted)
-        with _shards(homes, world) as shards:
+        encrypted = encryption.Folder(folder, _shared_folder_id(world)) if encrypt else None
+        homes = FolderShards(folder, tensors, largest, owners, world.rank, parts_of(source), encrypted)
+        with _open_shards(homes, world) as shards:
             _write(state, parts, stock, shards, world)
         sizes: Counter[torch.dtype] = Counter()
         for _, dtype, shape in tensors:
             sizes[dtype] += nbytes(dtype, shape) // dtype.itemsize if dtype.is_floating_point else 0
-        with _agreed(world):
+        with _fail_together(world):
             if world.rank == 0:
                 shards.write_index()
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
-                write_config(source, made, most, encrypted=encrypted)
-                copy_companions(source, made, encrypted)
-                stop_tokens.state_end(source, made, encrypted)
+                write_config(source, folder, most, encrypted=encrypted)
+                copy_companions(source, folder, encrypted)
+                stop_tokens.state_end(source, folder, encrypted)
                 if encrypted is not None:
                     encrypted.write_list()
-                atomic_write.sync_tree(made)
+                atomic_write.sync_tree(folder)
     return target
 
 
-def planned(stock: Stock, dtypes: Mapping[str, torch.dtype], ranks: int) -> list[Part]:
-    """What is written, in the model's order, and who does it: a function of the model and the number of ranks alone."""
+def plan_parts(stock: Stock, dtypes: Mapping[str, torch.dtype], ranks: int) -> list[Part]:
+    """Return the tensors to write, in the model's order, each with its rank.
+
+    The result depends only on the model and the number of ranks, so that all ranks compute the same one.
+    """
     users: dict[str, list[str]] = {}
     for name in stock.weights:
         for disk in stock.disk[name]:
@@ -131,12 +135,15 @@ def planned(stock: Stock, dtypes: Mapping[str, torch.dtype], ranks: int) -> list
     return parts
 
 
-def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards: Homes, world: Ranks) -> None:
-    """All parts, one after the other; a rank that cannot write goes on gathering, since the others wait for it."""
-    with _agreed(world):
+def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards: FolderShards, world: Ranks) -> None:
+    """Gather all parts, one after the other, and write the parts of this rank.
+
+    A rank that cannot write continues to gather, because gathering is a collective that the others wait in.
+    """
+    with _fail_together(world):
         error: Exception | None = None
         for part in parts:
-            whole = {name: _whole(state[name]) for name in part.parameters}
+            whole = {name: _gather(state[name]) for name in part.parameters}
             if part.rank != world.rank or error is not None:
                 continue
             try:
@@ -149,36 +156,36 @@ def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards:
         shards.flush()
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor in high precision; a collective for a DTensor."""
+def _gather(tensor: Tensor) -> Tensor:
+    """Return the full tensor in high precision. A collective if it is a DTensor."""
     here: Tensor = full(tensor.detach())
     return here.dequantize() if is_frozen(here) else here
 
 
 @contextmanager
-def _aside(target: Path, world: Ranks) -> Iterator[Path]:
-    """One new directory for all ranks, which becomes `target`, or vanishes: see `atomic_write.folder`."""
+def _temporary_folder(target: Path, world: Ranks) -> Iterator[Path]:
+    """Create one new directory for all ranks, which is renamed to `target` or removed: see `atomic_write.folder`."""
     with ExitStack() as stack:
-        made: Path | None = None
-        with _agreed(world):
+        folder: Path | None = None
+        with _fail_together(world):
             if world.rank == 0:
-                made = stack.enter_context(atomic_write.folder(target, models.ModelError))
-        yield Path(world.gather_objects(str(made))[0])
-        with _agreed(world):
+                folder = stack.enter_context(atomic_write.folder(target, models.ModelError))
+        yield Path(world.gather_objects(str(folder))[0])
+        with _fail_together(world):
             stack.close()
 
 
-def _one_id(world: Ranks) -> bytes:
-    """The id of the folder that all ranks write, from the first."""
+def _shared_folder_id(world: Ranks) -> bytes:
+    """Return an id for the encrypted folder, drawn on rank 0 and the same on all ranks."""
     return bytes.fromhex(world.gather_objects(os.urandom(16).hex())[0])
 
 
 @contextmanager
-def _shards(shards: Homes, world: Ranks) -> Iterator[Homes]:
-    """The files, with their headers, open on every rank."""
+def _open_shards(shards: FolderShards, world: Ranks) -> Iterator[FolderShards]:
+    """Open the files on every rank; rank 0 creates them, with their headers."""
     try:
-        for first in (True, False):  # the others open what the first rank made
-            with _agreed(world):
+        for first in (True, False):  # rank 0 creates the files before the others open them
+            with _fail_together(world):
                 if (world.rank == 0) == first:
                     shards.open(create=first)
         yield shards
@@ -187,50 +194,50 @@ def _shards(shards: Homes, world: Ranks) -> Iterator[Homes]:
 
 
 @contextmanager
-def _agreed(world: Ranks) -> Iterator[None]:
-    """What fails on one rank fails on all: there with its own error, elsewhere with its words."""
+def _fail_together(world: Ranks) -> Iterator[None]:
+    """Run the block on all ranks. An error is raised on its rank, and as CheckpointError on the others."""
     error: Exception | None = None
     try:
         yield
     except _FAILURES as caught:
         error = caught
-    said = [words for words in world.gather_objects(None if error is None else str(error)) if words is not None]
+    messages = [text for text in world.gather_objects(None if error is None else str(error)) if text is not None]
     if error is not None:
         raise error
-    if said:
-        raise CheckpointError(f"another rank failed, and this one with it: {said[0]}")
+    if messages:
+        raise CheckpointError(f"another rank failed, and this one with it: {messages[0]}")
 
 
 def _check_target(target: Path) -> None:
-    """Raise ModelError for a directory that no model may replace."""
+    """Raise ModelError for a directory that a model must not replace."""
     if target.exists() and (
         not target.is_dir() or (target_folder.contents(target) and not (target / "config.json").exists())
     ):
-        raise models.ModelError(f"{target} exists and is no model folder; name another directory, or delete it.")
+        raise models.ModelError(f"{target} exists and is not a model folder; name another directory, or delete it.")
     if foreign := _foreign(target):
         raise models.ModelError(
-            f"{target} would be replaced, and {printable(foreign[0])} in it is no part of a model; move it away."
+            f"{target} would be replaced, and {printable(foreign[0])} in it is not part of a model; move it away."
         )
 
 
 def _foreign(target: Path) -> list[str]:
-    """What is in a model folder that no saved model has, and would be gone with it."""
-    names = target_folder.contents(target)
-    own = {"config.json", INDEX, encryption.LIST, *(file.name for file in companions(target))}
+    """Return the files in a model folder that do not belong to a saved model, which replacing it would delete."""
+    entries = target_folder.contents(target)
+    model_files = {"config.json", INDEX, encryption.LIST, *(file.name for file in companions(target))}
     inside = {f"{part}/{name}" for part in parts_of(target) for name in os.listdir(target / part)}
-    names = {name for name in names if not (inside and name in PARTS)} | inside
-    return sorted(name for name in names if Path(name).name not in own and not name.endswith(".safetensors"))
+    names = {name for name in entries if not (inside and name in PARTS)} | inside
+    return sorted(name for name in names if Path(name).name not in model_files and not name.endswith(".safetensors"))
 
 
 def _check_names(weights: Mapping[str, Tensor], stock: nn.Module) -> None:
-    """Raise ModelError where names or shapes are not those of the stock model; tied names may be left out."""
+    """Raise ModelError unless names and shapes match the stock model. Tied names may be missing."""
     wanted = stock.state_dict()
     tied = set(getattr(stock, "all_tied_weights_keys", {}))
     absent = [name for name in wanted if name not in weights and name not in tied]
     strange = [name for name in weights if name not in wanted]
     if absent or strange:
         raise models.ModelError(
-            f"the weights are not those of the source's model: {len(absent)} missing (first {absent[:1]}), "
+            f"the weights do not match the source's model: {len(absent)} missing (first {absent[:1]}), "
             f"{len(strange)} unknown (first {strange[:1]}). Save with the folder that the model was loaded from."
         )
     for name, tensor in weights.items():
@@ -243,19 +250,21 @@ def _check_names(weights: Mapping[str, Tensor], stock: nn.Module) -> None:
             raise models.ModelError(f"{name} is on the meta device and has no values to save. Load the weights first.")
 
 
-def _refuse_dead(bad: Sequence[str], of: Mapping[str, Tensor]) -> None:
-    """Raise ModelError where tensors, the `bad` ones, hold NaN or infinity."""
+def _refuse_nonfinite(bad: Sequence[str], of: Mapping[str, Tensor]) -> None:
+    """Raise ModelError if `bad`, the names of tensors in `of` that hold NaN or infinity, is not empty."""
     if bad:
         raise models.ModelError(
-            f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(of)} tensors do), and a model that does answers "
-            "with NaN: nothing is written. Save an earlier checkpoint."
+            f"{bad[0]} holds NaN or infinity ({len(bad)} of {len(of)} tensors do), and such a model answers with NaN: "
+            "nothing is written. Save an earlier checkpoint."
         )
 
 
-class Homes:
-    """The weight files of a model that is being written: as `Shards`, for the folders `parts` of a directory, or
-    without them for itself. `owners`: tensor -> the rank that writes it; `encrypted`: then values come in
-    the order of `tensors`."""
+class FolderShards:
+    """The weight files of a model that is being written, as `Shards` of each folder in `parts`, or of `directory`.
+
+    owners     tensor -> the rank that writes it
+    encrypted  write encrypted files; values must then come in the order of `tensors`
+    """
 
     def __init__(
         self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
@@ -266,12 +275,12 @@ class Homes:
         for name, dtype, shape in tensors:
             part, name = self._place(name)
             planned[part].append((name, dtype, shape))
-        own: dict[str, dict[str, int]] = {part: {} for part in planned}
+        owner_of: dict[str, dict[str, int]] = {part: {} for part in planned}
         for tensor, owner in owners.items():
             part, name = self._place(tensor)
-            own[part][name] = owner
+            owner_of[part][name] = owner
         self._shards: dict[str, Shards | EncryptedShards] = {}
-        for part, named in own.items():
+        for part, named in owner_of.items():
             if encrypted is not None:
                 self._shards[part] = EncryptedShards(directory / part, planned[part], largest, named, rank, encrypted)
             else:
@@ -280,12 +289,12 @@ class Homes:
         self._folders = [directory / part for part in parts]
 
     def _place(self, name: str) -> tuple[str, str]:
-        """(folder, name in it) of a tensor."""
+        """Return (folder, name inside it) of a tensor."""
         part, _, inside = name.partition(".")
         return (part, inside) if self._named else ("", name)
 
     def open(self, create: bool = True) -> None:
-        """Make the files, with their headers, or open those that another process made."""
+        """Create the files, with their headers, or open those that another process created."""
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
         for shards in self._shards.values():
@@ -296,16 +305,16 @@ class Homes:
             shards.close()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor into its place."""
+        """Write a tensor to its place in the files."""
         part, inside = self._place(name)
         self._shards[part].write(inside, tensor)
 
     def flush(self) -> None:
-        """Force what this process wrote to the disk. Raises CheckpointError if a tensor never came."""
+        """Force the files to the disk. Raises CheckpointError if a tensor of this process was not written."""
         for shards in self._shards.values():
             shards.flush()
 
     def write_index(self) -> None:
-        """The list of what is where, in each folder with several files."""
+        """Write the index of each folder that has several files."""
         for shards in self._shards.values():
             shards.write_index()

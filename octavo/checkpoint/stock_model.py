@@ -1,10 +1,10 @@
-"""What a model has on disk: names, shapes, linear layers, experts, and other names of the same.
+"""The form of a model on disk: names and shapes, linear layers, experts, and alternative names.
 
-A model's parameters have names of modules; on disk they have those of the family's own published checkpoints
-(`model.visual.blocks` in memory is `visual.blocks` on disk in Qwen2.5-VL). So a model on the meta device sends its
-names through transformers' own conversion, there (what save_pretrained would write) and back (what from_pretrained
-would do with a name). FP8 checkpoints hold experts one by one also where a family's own folders stack them
-(Qwen3-VL-MoE), so both are known.
+In memory parameters are named after modules; on disk they have the names of the family's published checkpoints
+(`model.visual.blocks` in memory is `visual.blocks` on disk in Qwen2.5-VL). So the names of a model on the meta device
+are converted with transformers' own code, in both directions: the names that save_pretrained would write, and the
+parameter that from_pretrained would fill from a name. FP8 checkpoints store experts one by one even where the family's
+own folders stack them (Qwen3-VL-MoE), so both forms are known.
 """
 
 from __future__ import annotations
@@ -30,13 +30,20 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.quantization import FUSED
 from octavo.models.weights.name_mapping import is_transposed
 
-#: the parameter of stacked experts -> the projections in it, one below the other, as they are named one by one
+#: parameter of stacked experts -> the names of the projections that are stacked in it, in the order of its rows
 EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A layer whose weight may be FP8: disk and module-space name of the module, shape [N, K], class names."""
+    """A layer whose weight may be FP8.
+
+    disk    name of the module on disk
+    module  name of the module in memory
+    shape   (N, K) of the weight
+    types   class names of the module, with its base classes
+    expert  whether it is one of a layer's experts
+    """
 
     disk: str
     module: str
@@ -46,11 +53,12 @@ class Linear:
 
 
 class Stock:
-    """A stock model on the meta device, and its names on disk: by transformers' conversion there and back.
+    """A stock model on the meta device with its names on disk, by transformers' conversion in both directions.
 
-    tied     second names of parameters -> the first
-    weights  parameter or persistent buffer -> its meta tensor; second names left out
-    modules  module -> the same
+    state    parameter or persistent buffer -> its meta tensor
+    tied     second names of tied parameters -> the first name
+    weights  `state` without second names
+    modules  name -> module
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -62,17 +70,18 @@ class Stock:
         moves = get_model_conversion_mapping(model)
         self._renamings = [m for m in moves if isinstance(m, WeightRenaming)]
         self._converters = [m for m in moves if isinstance(m, WeightConverter)]
-        #: patterns of names that the family's own folders hold and the model does not
+        #: patterns of names that the family's own folders have and the model does not
         self._ignored = tuple(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
-    # There: what is written ------------------------------------------------------------------------------------------
+    # Memory to disk: the names that are written ----------------------------------------------------------------------
 
     def revert(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters as transformers would save them: names, pieces and orientation."""
-        if getattr(self.model, "_weight_conversions", None) is not None:  # those that the model was loaded by
+        """Return parameters as transformers would save them, with names, pieces and orientation on disk."""
+        if getattr(self.model, "_weight_conversions", None) is not None:  # set when the model was loaded
             return revert_weight_conversion(self.model, dict(state))
         if not self._conversions:
             return dict(state)
+        # Set only for this call. Otherwise transformers would look the conversions up again at each call.
         self.model._weight_conversions = self._conversions  # type: ignore[assignment]
         try:
             return revert_weight_conversion(self.model, dict(state))
@@ -81,22 +90,21 @@ class Stock:
 
     @cached_property
     def _conversions(self) -> list[WeightTransform]:
-        """What transformers looks up for a model that was not loaded, going through all its modules at each call."""
-        found = get_model_conversion_mapping(self.model, add_legacy=False)
-        return [move for move in found if not isinstance(move, PrefixChange)]
+        """The conversions that transformers looks up for a model that was not loaded, which visits all its modules."""
+        moves = get_model_conversion_mapping(self.model, add_legacy=False)
+        return [move for move in moves if not isinstance(move, PrefixChange)]
 
     @cached_property
     def disk(self) -> dict[str, tuple[str, ...]]:
-        """Parameter -> its names on disk, several where it is written in pieces; those of a group are all written in
-        the same."""
-        found: dict[str, tuple[str, ...]] = {}
+        """Parameter -> its names on disk: several if it is written in pieces. Parameters of a group share theirs."""
+        names: dict[str, tuple[str, ...]] = {}
         for group in self._groups():
-            found |= dict.fromkeys(group, tuple(self.revert({name: self.weights[name] for name in group})))
-        return {name: found[name] for name in self.weights}
+            names |= dict.fromkeys(group, tuple(self.revert({name: self.weights[name] for name in group})))
+        return {name: names[name] for name in self.weights}
 
     def _groups(self) -> list[tuple[str, ...]]:
-        """Parameters, and together those that transformers writes and reads as one (the experts of Ernie for text and
-        those for images, which are numbered on)."""
+        """Parameters in groups that transformers converts together: usually one parameter, but in Ernie the experts for
+        text and those for images, which continue the same numbering."""
         several = [move.target_patterns for move in self._converters if len(move.target_patterns) > 1]
         groups, grouped = [], set()
         for name in self.weights:
@@ -104,8 +112,8 @@ class Stock:
                 continue
             group: tuple[str, ...] = (name,)
             for patterns in several:
-                for own in (pattern for pattern in patterns if pattern in name):
-                    named = tuple(name.replace(own, pattern) for pattern in patterns)
+                for matched in (pattern for pattern in patterns if pattern in name):
+                    named = tuple(name.replace(matched, pattern) for pattern in patterns)
                     group = named if all(one in self.weights for one in named) else group
             groups.append(group)
             grouped |= set(group)
@@ -118,7 +126,7 @@ class Stock:
 
     @cached_property
     def tied_on_disk(self) -> dict[str, str]:
-        """Names on disk of tied weights -> the one that holds their values."""
+        """Names on disk of tied weights -> the name on disk that holds their values."""
 
         def only(name: str) -> str:
             (disk,) = self.revert({name: self.state[name]})
@@ -127,20 +135,24 @@ class Stock:
         return {only(second): only(first) for second, first in self.tied.items()}
 
     def renamed(self, module: str) -> str:
-        """The name on disk of a module."""
+        """Return the name on disk of a module."""
         for name in (f"{module}.weight", *(n for n in self.weights if n.startswith(f"{module}."))):
-            found = self.disk.get(name, ())
+            on_disk = self.disk.get(name, ())
             leaf = name.removeprefix(f"{module}.")
-            if len(found) == 1 and found[0].endswith(f".{leaf}"):
-                return found[0].removesuffix(f".{leaf}")
-        # Its parameters are written in pieces (experts one by one), or it is tied: its parent's name, and its own.
-        parent, _, own = module.rpartition(".")
-        return f"{self.renamed(parent)}.{own}" if parent and parent in self.modules else module
+            if len(on_disk) == 1 and on_disk[0].endswith(f".{leaf}"):
+                return on_disk[0].removesuffix(f".{leaf}")
+        # Its parameters are written in pieces (experts one by one), or it is tied: convert the parent's name, and
+        # append the last part of its name.
+        parent, _, last = module.rpartition(".")
+        return f"{self.renamed(parent)}.{last}" if parent and parent in self.modules else module
 
-    # Back: what is read ----------------------------------------------------------------------------------------------
+    # Disk to memory: the parameters that are filled ------------------------------------------------------------------
 
     def to_module(self, name: str) -> str:
-        """The parameter of the model that transformers fills from a disk name (which need not exist)."""
+        """Return the parameter that transformers would fill from a name on disk, whether or not the model has it.
+
+        Raises CheckpointError for a name that its conversion cannot handle.
+        """
         moves = self._renamings, self._converters
         try:
             moved, _ = rename_source_key(name, *moves, self.model.base_model_prefix, self.state)
@@ -149,14 +161,14 @@ class Stock:
         return moved
 
     def to_module_prefix(self, name: str) -> str:
-        """The module that a disk name of a module becomes: what transformers does with the names of a skip list."""
+        """Return the module for a module name on disk, as transformers converts the names in a skip list."""
         moved = name + "."
         for move in (*self._renamings, *self._converters):
             moved, _ = move.rename_source_key(moved)
         return moved.removesuffix(".")
 
     def alias(self, name: str, present: Iterable[str]) -> str | None:
-        """The disk name that an unusual name stands for, where the loader takes both and only one is there."""
+        """Return the usual disk name for another name that the loader also accepts; None if `present` has both."""
         if name in self.shapes:
             return name
         moved = self.to_module(name)
@@ -169,15 +181,16 @@ class Stock:
         return {self.to_module(name): name for name in self.shapes if name not in merged}
 
     def is_ignored(self, name: str) -> bool:
+        """Whether the family's loaders leave out a tensor with this name."""
         return any(re.search(pattern, name) for pattern in self._ignored)
 
     # Layers ----------------------------------------------------------------------------------------------------------
 
     @cached_property
     def linears(self) -> dict[str, Linear]:
-        """Name on disk of the weight -> its layer; experts one by one."""
+        """Name on disk of a weight -> its layer; experts one by one."""
         back = {self.to_module(name): name for name in (*self.shapes, *self.tied_on_disk)}
-        found: dict[str, Linear] = {}
+        layers: dict[str, Linear] = {}
         for name, module in self.modules.items():
             weight = f"{name}.weight"
             if not isinstance(module, nn.Linear) or weight not in back:
@@ -186,31 +199,31 @@ class Stock:
             types = tuple(cls.__name__ for cls in type(module).__mro__)
             layer = Linear(disk.removesuffix(".weight"), name, (module.out_features, module.in_features), types)
             if weight not in self.tied:
-                found[disk] = layer
+                layers[disk] = layer
             else:
-                found.setdefault(disk, layer)
+                layers.setdefault(disk, layer)
         for disk, shape in self.shapes.items():
-            if (match := _ONE.match(disk)) and len(shape) == 2 and disk not in found:
-                found[disk] = _expert(disk, match["experts"], shape)
+            if (match := _ONE.match(disk)) and len(shape) == 2 and disk not in layers:
+                layers[disk] = _expert(disk, match["experts"], shape)
         for disk, singles in self.stacked.items():
             moved = self.to_module(disk)
             many, rows, columns = self.state[moved].shape
             size = (rows * many // len(singles), columns)
-            found |= {name: _expert(name, moved.rpartition(".")[0], size) for name in singles}
-        return found
+            layers |= {name: _expert(name, moved.rpartition(".")[0], size) for name in singles}
+        return layers
 
     @cached_property
     def stacked(self) -> dict[str, tuple[str, ...]]:
-        """Name on disk of stacked experts -> the names that the same experts have one by one, in their order."""
-        found = {}
+        """Name on disk of stacked experts -> the names of the same experts stored one by one, in their order."""
+        singles = {}
         for disk in [name for name, shape in self.shapes.items() if len(shape) == 3 and ".experts." in name]:
             prefix, _, leaf = disk.rpartition(".")
             moved = self.to_module(disk)
             if moved not in self.state or leaf not in EXPERTS or self.transposed(moved):
                 continue
             many = range(len(self.state[moved]))
-            found[disk] = tuple(f"{prefix}.{e}.{one}.weight" for e in many for one in EXPERTS[leaf])
-        return found
+            singles[disk] = tuple(f"{prefix}.{e}.{one}.weight" for e in many for one in EXPERTS[leaf])
+        return singles
 
     @cached_property
     def head(self) -> str | None:
@@ -220,21 +233,21 @@ class Stock:
         return next((disk for disk, layer in self.linears.items() if layer.module in names), None)
 
     def transposed(self, parameter: str) -> bool:
-        """Whether experts lie in memory as [E, K, N]."""
+        """Whether a parameter of experts is [E, K, N] in memory."""
         return is_transposed(self.modules[parameter.rpartition(".")[0]])
 
     @cached_property
     def names(self) -> set[str]:
-        """Every name that a skip list may mean: modules and parameters, in both name spaces."""
-        found = {*self.modules, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))}
+        """Every name that a skip list may contain: modules and parameters, by their names in memory and on disk."""
+        known = {*self.modules, *(name for name, _ in self.model.named_parameters(remove_duplicate=False))}
         for name in (*self.shapes, *self.linears, *self.tied_on_disk):
             parts = name.split(".")
-            found.update(".".join(parts[:i]) for i in range(1, len(parts) + 1))
-        return found
+            known.update(".".join(parts[:i]) for i in range(1, len(parts) + 1))
+        return known
 
     @cached_property
     def fused_groups(self) -> list[tuple[Linear, ...]]:
-        """The layers that servers put into one matrix, in its order; only groups that are whole."""
+        """The groups of layers that servers merge into one matrix, in its order; incomplete groups are left out."""
         at = {layer.disk: layer for layer in self.linears.values()}
         groups = []
         for layer in at.values():

@@ -203,7 +203,7 @@ def _folder_fps(cfg: Any) -> float | None:
 def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tuple[str, ...]]:
     """The answers to each question, how many FP8 GEMMs gave them, and how the model was opened."""
     from octavo import fp8, generation, models
-    from octavo.data.loaders.rows_from_config import shots
+    from octavo.data.loaders.rows_from_config import decode_videos
     from octavo.data.rows import audio_refs, image_refs
     from octavo.models.folder import chat
     from octavo.train.forward.forward import autocast_dtype
@@ -212,7 +212,7 @@ def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tu
         load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, say=terminal.note
     )
     if args.template_arg:
-        chat.give(processor, {**processor.template_args, **dict(args.template_arg)}, target.base)
+        chat.set_template_args(processor, {**processor.template_args, **dict(args.template_arg)}, target.base)
     cfg = target.cfg
     system, megapixels = (None, 100.0) if cfg is None else (cfg.data.system, cfg.data.max_image_megapixels)
     loaded = [image_refs.load(file, megapixels) for file in args.image]
@@ -222,7 +222,7 @@ def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tu
             "this version; use generate of transformers, or evaluate rows with `octavo eval`"
         )
     sees = not isinstance(processor, models.TextProcessor)
-    videos = shots(args.video, processor, cfg, args.fps)
+    videos = decode_videos(args.video, processor, cfg, args.fps)
     places = {PLACE: len(loaded), VIDEO: len(videos)}
     conversations = [(_messages(system, prompt, places, sees), loaded, videos) for prompt in args.prompt]
     sampling = generation.Sampling(

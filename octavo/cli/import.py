@@ -141,7 +141,7 @@ def _show(translation: Translation, out: Path) -> None:
             print(f"\n{heading}: {len(rows)}")
             shown = rows if kind in ("dead", "unknown") else []
             for row in shown:
-                print(f"  {row.given.place}: {brief(row.given.key, 60)}: {brief(row.why, 240)}")
+                print(f"  {row.source_key.place}: {brief(row.source_key.key, 60)}: {brief(row.why, 240)}")
     for note in translation.notes:
         print(f"\nnote: {brief(note, 400)}")
     for problem in translation.refused:

@@ -353,7 +353,7 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
 
     names = ("tokenizer.json", "tokenizer_config.json")
     if args.shape is None:
-        models.check_kinds(cfg.model.path, model)
+        models.refuse_integers(cfg.model.path, model)
     if args.shape is not None or not any(at(Path(cfg.model.path), name).exists() for name in names):
         return ()
     return model_folder.notes(cfg, models.load_for_chat(cfg.model.path))

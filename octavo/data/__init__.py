@@ -3,8 +3,8 @@
     read -> Source of Conversation -> Encoder -> Sample -> collate -> Loader / EvalSet
                                                         -> collate_pack -> PackLoader
 
-`train_loader` and `eval_set` put these together as a configuration says. Prompts and preferences are rows read, encoded
-and gathered in ways of their own, by the same Source and Loader.
+`train_loader` and `eval_set` build these from a configuration. Prompts and preferences use the same Source and Loader
+with other functions to parse, encode and collate a row.
 """
 
 from octavo.data.batching.collate import collate, collate_pack
@@ -15,7 +15,13 @@ from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import eval_set, pair_loader, pair_set, prompt_loader, train_loader
 from octavo.data.loaders.loader import Loader
 from octavo.data.loaders.pack_loader import PackLoader
-from octavo.data.loaders.rows_from_config import compared, learned, prepare, rows_of_an_epoch, shots
+from octavo.data.loaders.rows_from_config import (
+    count_epoch_rows,
+    decode_videos,
+    preference_rows,
+    prepare,
+    training_rows,
+)
 from octavo.data.order import Mixture
 from octavo.data.rows.audio_refs import AudioRef
 from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn, parse
@@ -26,9 +32,9 @@ from octavo.data.tasks.prompts import PromptEncoder, PromptSample
 from octavo.data.tasks.sources import Source, read
 
 __all__ = [
-    "IGNORE", "AudioRef", "BadSample", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder", "EvalSet",
-    "ImageRef", "LabelledEncoder", "Loader", "LongSample", "Mixture", "PackLoader", "Pair", "PairEncoder",
+    "IGNORE", "AudioRef", "BadSample", "Conversation", "DataError", "Document", "DocumentEncoder", "Encoder",
+    "EvalSet", "ImageRef", "LabelledEncoder", "Loader", "LongSample", "Mixture", "PackLoader", "Pair", "PairEncoder",
     "PromptEncoder", "PromptSample", "Sample", "SkipReport", "Source", "Text", "Turn", "collate", "collate_pack",
-    "compared", "eval_set", "learned", "pair_loader", "pair_set", "parse", "prepare", "prompt_loader", "read",
-    "rows_of_an_epoch", "shots", "train_loader",
+    "count_epoch_rows", "decode_videos", "eval_set", "pair_loader", "pair_set", "parse", "preference_rows", "prepare",
+    "prompt_loader", "read", "train_loader", "training_rows",
 ]  # fmt: skip

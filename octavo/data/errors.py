@@ -1,32 +1,31 @@
-"""What can be wrong with data: a whole file (`DataError`), one row of it (`BadSample`), or a worker (`WorkerDied`)."""
+"""Errors of data: of a whole file (`DataError`), of one row (`BadSample`), or of a worker process (`WorkerDied`)."""
 
 from __future__ import annotations
 
 import math
 import reprlib
 from pathlib import Path
-from typing import Any
 
 from octavo.base.safe_read import printable
 
-MOST = 1000  # characters of a reason, and a tenth of it of an id: rows may hold megabytes
+MOST = 1000  # characters of a quoted reason, a tenth of it for an id: values in rows may have megabytes
 
 
-_REPR = reprlib.Repr()  # what is shown of a value costs the same, however large the value
+_REPR = reprlib.Repr()  # abbreviates without formatting the whole value, however large it is
 _REPR.maxstring = _REPR.maxother = 80
 
 
 class DataError(ValueError):
-    """A data set that cannot be used as it was asked for. The message names the file, the finding and the fix.
+    """A data set that cannot be used as configured. The message names the file, the problem and the fix.
 
-    quotes  whether it may hold words of a row, which a run that encrypts what it writes does not print
+    quotes  whether the message may quote a row; a run that encrypts its files does not print such messages
     """
 
     quotes = False
 
 
 class QuotingError(DataError):
-    """The same, of which the message shows what stands in rows."""
+    """A `DataError` whose message quotes rows."""
 
     quotes = True
 
@@ -35,7 +34,7 @@ class BadSample(DataError):
     """One row that cannot be trained on.
 
     Attributes: `file` (the data file), `row` (counted from 0, in file order), `reason` (one sentence) and
-    `id` (the row's own id, where it has one). With `on_bad_sample: skip` such a row is left out and listed.
+    `id` (of the row, if it has one). With `on_bad_sample: skip` such a row is left out and listed.
     """
 
     action = "skipped"
@@ -47,11 +46,11 @@ class BadSample(DataError):
         named = f" (id {self.id})" if id is not None else ""
         super().__init__(f"{printable(file)}, row {row}{named}: {self.reason}")
 
-    # Exceptions pickle by their args; ours are the four fields, not the finished sentence.
-    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+    # Exceptions pickle their args, which here are the four fields and not the finished message.
+    def __reduce__(self) -> tuple[type, tuple[str, int, str, str | None]]:
         return type(self), (self.file, self.row, self.reason, self.id)
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> dict[str, str | int | None]:
         """The line written to `skipped.jsonl`."""
         return {"file": self.file, "row": self.row, "id": self.id, "action": self.action, "reason": self.reason}
 
@@ -61,7 +60,7 @@ def _cut(text: str, most: int) -> str:
 
 
 class RowProblem(ValueError):
-    """Why a row is not what it should be. Who knows its file and number turns it into a `BadSample`."""
+    """A row with a wrong structure; becomes a `BadSample` where the file and the row number are known."""
 
 
 class ImageProblem(ValueError):
@@ -69,11 +68,11 @@ class ImageProblem(ValueError):
 
 
 class Mismatch(ValueError):
-    """Processor and conversation do not go together; becomes a `BadSample`."""
+    """A conversation that the processor or the model cannot take; becomes a `BadSample`."""
 
 
-def shown(value: Any) -> str:
-    """The beginning of a value, for an error."""
+def shown(value: object) -> str:
+    """The beginning of a value, for an error message."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN, a missing value" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
     text = _REPR.repr(value)
@@ -81,10 +80,10 @@ def shown(value: Any) -> str:
 
 
 class LongSample(BadSample):
-    """A row longer than `seq_length` that `on_long` says to leave out. Always left out, never an error."""
+    """A row longer than `seq_length` with `on_long: drop`. It is always left out, never an error."""
 
     action = "dropped"
 
 
 class WorkerDied(RuntimeError):
-    """A process that prepares rows (`data.workers`) died or hangs. The message names it, what is known and the fix."""
+    """A process that prepares rows (`data.workers`) died or hangs. The message names the process, rows and fix."""

@@ -1,12 +1,12 @@
-"""What files hold, by a digest of all their bytes that is taken once and kept, and checks that need no repetition.
+"""Digests of files, computed once and stored, and checks that need not be repeated.
 
-Size and time of the last change do not say what a file holds: `cp -p`, `rsync -t` and `tar` put other bytes there and
-set the former time. Each of them changes the inode or the time of the last status change (ctime), which no program can
-set. So a file whose size, mtime, ctime and inode are noted is the file that was read; any other is read again, and its
-digest decides. A start reads no file twice, however large.
+Size and mtime do not identify the content of a file: `cp -p`, `rsync -t` and `tar` write other bytes and set the former
+mtime. But each of them changes the inode or the time of the last status change (ctime), which no program can set. So a
+file with a noted size, mtime, ctime and inode is the file that was read; any other is read again, and its digest
+decides. No file is read twice, however large.
 
-Notes are lines of `CACHE/contents/FOLDER.jsonl`, one file for a folder of data, only ever appended to; the last line
-of a name counts, and a line that is broken (two machines without locks) is a line that is missing:
+Notes are lines of `CACHE/contents/FOLDER.jsonl`, one file for each folder of data, which is only appended to; the last
+line for a name counts, and a broken line (two machines without locks) is ignored:
 
     {"name": "a.jsonl", "stat": [size, mtime_ns, ctime_ns, inode], "sha256": "...", "head": "..."}
     {"name": "a.arrow", "stat": [size, mtime_ns, ctime_ns, inode], "valid": true}
@@ -27,73 +27,73 @@ from typing import Any, NamedTuple
 from octavo.base.safe_read import printable
 from octavo.data.errors import DataError
 
-HEAD = 64 << 20  # bytes of `Content.head`: what checkpoints of 0.4.0 compare
-AT_ONCE = 4  # files that are read at a time
-#: Nanoseconds: a file that changed within them before it was read may change again at the same time of its clock (4 ms
-#: of Linux, 2 s of FAT), so nothing is noted of it.
+HEAD = 64 << 20  # bytes in the digest `Content.head`, which checkpoints of 0.4.0 compare
+AT_ONCE = 4  # files that are read in parallel
+#: Nanoseconds: a file that changed less than this before it was read may change again with the same time stamp (the
+#: resolution is 4 ms on Linux, 2 s on FAT), so nothing is noted for it.
 RECENT = 2 * 10**9
 _PIECE = 1 << 20
 
 Say = Callable[[str], None]
 Stat = tuple[int, int, int, int]
-_CTIME = 2  # of a Stat
+_CTIME = 2  # index of the ctime in a Stat
 
 
 class Content(NamedTuple):
-    """SHA-256 of a file's bytes: of all, and of the first `HEAD`."""
+    """Size of a file, and SHA-256 of all its bytes and of the first `HEAD`."""
 
     size: int
     sha256: str
     head: str
 
 
-def stat_of(found: os.stat_result) -> Stat:
-    """What changes whenever a file's bytes do: size, mtime, ctime, inode. (The device number differs between machines
-    that mount one disk.)"""
-    return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
+def stat_of(result: os.stat_result) -> Stat:
+    """Values that change whenever a file's bytes do: size, mtime, ctime, inode. (Not the device number, which differs
+    between machines that mount one disk.)"""
+    return result.st_size, result.st_mtime_ns, result.st_ctime_ns, result.st_ino
 
 
 def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -> list[Content]:
-    """The digest of each file, out of the notes below `folder` (of the cache) or taken now, several files at a time.
+    """The digest of each file, from the notes in `folder` (of the cache) or computed now, several files in parallel.
 
-    Raises `DataError` where a file cannot be read, or changes while it is.
+    Raises `DataError` if a file cannot be read, or changes while it is read.
     """
-    noted = [_noted(file, folder, "sha256") for file in files]
+    noted = [_find_note(file, folder, "sha256") for file in files]
     new = [n for n, note in enumerate(noted) if note is None]
     result = [Content(n["stat"][0], n["sha256"], n["head"]) if n else None for n in noted]
     size = sum(files[n].stat().st_size for n in new)
     if size > HEAD:
         say(f"{files[new[0]]}{f' and {len(new) - 1} more' * (len(new) > 1)}: {size / 1e9:.3g} GB are read for a digest "
-            "of what they hold, once")  # fmt: skip
+            "of their content, once")  # fmt: skip
     with ThreadPoolExecutor(AT_ONCE) if len(new) > 1 else contextlib.nullcontext() as pool:
         run = map if pool is None else pool.map
-        for number, content in zip(new, run(lambda n: _taken(files[n], folder), new), strict=True):
+        for number, content in zip(new, run(lambda n: _digest(files[n], folder), new), strict=True):
             result[number] = content
     return [content for content in result if content is not None]
 
 
-def once(file: Path, folder: Path, check: Callable[[], None], used: bool = False) -> None:
-    """Do `check`, which raises where the file is damaged, unless it was done for this very file before. `used`: its
-    time of access is set when it is used, which sets its ctime too, so that this says nothing."""
+def check_once(file: Path, folder: Path, check: Callable[[], None], used: bool = False) -> None:
+    """Call `check`, which raises for a damaged file, unless this version of the file has passed it before. `used`: the
+    access time is set when the file is used, which changes its ctime, so the ctime is not compared."""
     before = stat_of(file.stat())
-    if _noted(file, folder, "valid", used) is None:
+    if _find_note(file, folder, "valid", used) is None:
         check()
         note_valid(file, folder, before)
 
 
 def note_valid(file: Path, folder: Path, stat: Stat | None = None) -> None:
-    """Note that a file is good as it is (`stat`: as it was)."""
+    """Note that a file is valid. `stat`: of the checked file; nothing is noted if it has changed since."""
     now = stat_of(file.stat())
     if stat is None or stat == now:
         _note(file, folder, now, {"valid": True})
 
 
 def content_of(file: Path) -> Content:
-    """The digest of a file, taken now. Raises `DataError` where it cannot be read, or changes while it is."""
+    """The digest of a file, computed now. Raises `DataError` if it cannot be read, or changes while it is read."""
     return _read(file)[0]
 
 
-def _taken(file: Path, folder: Path) -> Content:
+def _digest(file: Path, folder: Path) -> Content:
     content, stat = _read(file)
     if time.time_ns() - max(stat[1:3]) > RECENT:
         _note(file, folder, stat, {"sha256": content.sha256, "head": content.head})
@@ -121,19 +121,19 @@ def _read(file: Path) -> tuple[Content, Stat]:
 # Notes -----------------------------------------------------------------------------------------------------------
 
 _Names = dict[tuple[str, str], dict[str, Any]]  # (name, "sha256" or "valid") -> note
-_READ: dict[Path, tuple[tuple[int, int], _Names]] = {}  # files of notes as this process last read them
-_OWN: dict[tuple[Path, str, str], dict[str, Any]] = {}  # what this process noted, also where the cache takes no file
+_READ: dict[Path, tuple[tuple[int, int], _Names]] = {}  # note files as this process last read them
+_OWN: dict[tuple[Path, str, str], dict[str, Any]] = {}  # notes of this process, also if the cache cannot be written
 
 
 def _home(file: Path, folder: Path) -> tuple[Path, str]:
-    """(file of notes, name in it) of a data file."""
+    """(note file, name in it) of a data file."""
     path = file.resolve()
     named = hashlib.sha256(os.fsencode(path.parent)).hexdigest()[:20]
     return folder / "contents" / f"{named}.jsonl", os.fsencode(path.name).decode("utf-8", "backslashreplace")
 
 
-def _noted(file: Path, folder: Path, what: str, used: bool = False) -> dict[str, Any] | None:
-    """The newest note of a file that says `what`, if it is still the same file."""
+def _find_note(file: Path, folder: Path, what: str, used: bool = False) -> dict[str, Any] | None:
+    """The newest note of a file with the key `what`, if the file is unchanged."""
     home, name = _home(file, folder)
     now = stat_of(file.stat())
     notes = _OWN.get((home, name, what)), _notes(home).get((name, what))
@@ -158,7 +158,7 @@ def _parsed(raw: bytes) -> _Names:
     for line in raw.split(b"\n"):
         try:
             note = json.loads(line)
-        except (ValueError, RecursionError):  # of two that wrote at once, or damaged
+        except (ValueError, RecursionError):  # damaged, or written by two processes at once
             continue
         if not (isinstance(note, dict) and isinstance(note.get("name"), str) and _whole(note.get("stat"))):
             continue
@@ -174,8 +174,8 @@ def _whole(stat: Any) -> bool:
 
 
 def _note(file: Path, folder: Path, stat: Stat, what: dict[str, Any]) -> None:
-    """Append a note. A cache that cannot be written to costs reading the file again, and is reported where rows are
-    kept in it."""
+    """Append a note. If the cache cannot be written, the file is read again next time; the error is reported when rows
+    are stored in the cache."""
     home, name = _home(file, folder)
     note = {"name": name, "stat": stat, **what}
     _OWN[home, name, next(iter(what))] = note
@@ -184,13 +184,13 @@ def _note(file: Path, folder: Path, stat: Stat, what: dict[str, Any]) -> None:
         home.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(home, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            os.write(handle, b"\n" + line if _torn(home) else line)
+            os.write(handle, b"\n" + line if _lacks_line_end(home) else line)
         finally:
             os.close(handle)
 
 
-def _torn(home: Path) -> bool:
-    """Whether the last line has no end, as a full disk leaves it."""
+def _lacks_line_end(home: Path) -> bool:
+    """Whether the last line has no line break, as a full disk leaves it."""
     with open(home, "rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False

@@ -1,19 +1,19 @@
-"""Which row comes n-th, for every n, from the seed alone, so that a resume needs one number: of one data set (`Whole`,
-`Windows`) and of a mixture of several.
+"""The order of rows with random access, computed from the seed only, so that a resume needs one number: of one data set
+(`Whole`, `Windows`) and of a mixture of several.
 
-The rows of one set come an epoch after the other, all shuffled together or in two levels. Two levels are for sets of
-many files (shards), of which few can be at hand at a time:
+The rows of a data set come epoch by epoch, all shuffled together or in two levels. Two levels are for sets of many
+files (shards), of which only a few can be available at a time:
 
-    an epoch = its shards in a new order, one behind the other, cut into windows of `window` rows
+    an epoch = its shards in a new order, concatenated and cut into windows of `window` rows
     a window = its rows in a new order
 
-So a window needs the few shards that it lies in, and what is kept is the order of the shards and of two windows,
-however many rows there are. Both orders answer `row(epoch, position)` for any position without what came before it.
+So a window needs only the few shards that it covers, and memory holds the order of the shards and of two windows,
+however many rows there are. Both orders compute `row(epoch, position)` for any position without the previous ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from functools import lru_cache
 from typing import Any
 
@@ -21,14 +21,14 @@ import numpy as np
 
 from octavo.data.errors import DataError
 
-WHOLE = 1 << 24  # rows of a set up to which all are shuffled together, where nothing else is said: 8 bytes each
-WINDOW = 1 << 14  # rows of a window, where nobody says
-BLOCK = 1 << 16  # about as many rows of a round are dealt out at a time, where a round has more than WHOLE
-PIECE = 1 << 10  # rows that stand together in a set without shards
+WHOLE = 1 << 24  # up to this many rows a set is by default shuffled as a whole: 8 bytes a row
+WINDOW = 1 << 14  # default rows of a window
+BLOCK = 1 << 16  # approximate rows of a block, into which a round of more than WHOLE rows is divided
+PIECE = 1 << 10  # rows of a piece, which takes the place of a shard in a set without shards
 
 
-def shuffled(size: int, *key: int) -> np.ndarray:
-    """The numbers below `size` in an order that `key` alone decides, on any machine."""
+def permutation(size: int, *key: int) -> np.ndarray:
+    """The numbers below `size` in an order that depends only on `key`, on any machine."""
     words = np.random.PCG64(np.random.SeedSequence([abs(k) for k in key])).random_raw(size)
     return np.argsort(words, kind="stable")
 
@@ -41,21 +41,21 @@ class Whole:
         self._order = lru_cache(maxsize=2)(self._make)
 
     def row(self, epoch: int, position: int) -> int:
-        """The row that comes at a position (from 0) of an epoch."""
+        """The row at a position (from 0) of an epoch."""
         return int(self._order(epoch)[position])
 
     def _make(self, epoch: int) -> np.ndarray:
-        return shuffled(self.size, self.seed, 2, self.source, epoch)
+        return permutation(self.size, self.seed, 2, self.source, epoch)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.size, self.seed, self.source)
 
 
 class Windows:
-    """Shards of `sizes` rows in an order of the epoch's, the rows shuffled within windows of `window`: 8 bytes a row of
-    a window, 24 a shard."""
+    """Shards of `sizes` rows in a new order each epoch, with rows shuffled within windows of `window` rows: 8 bytes a
+    row of a window, 24 a shard."""
 
-    def __init__(self, sizes: Sequence[int], window: int, seed: int, source: int) -> None:
+    def __init__(self, sizes: Sequence[int] | np.ndarray, window: int, seed: int, source: int) -> None:
         self.sizes, self.window, self.seed, self.source = np.asarray(sizes, np.int64), window, seed, source
         self.first = np.cumsum(self.sizes) - self.sizes  # row of each shard
         self.size = int(self.sizes.sum())
@@ -63,7 +63,7 @@ class Windows:
         self._rows = lru_cache(maxsize=2)(self._make_rows)
 
     def row(self, epoch: int, position: int) -> int:
-        """The row that comes at a position (from 0) of an epoch."""
+        """The row at a position (from 0) of an epoch."""
         window, nth = divmod(position, self.window)
         place = window * self.window + int(self._rows(epoch, window)[nth])
         order, starts = self._shards(epoch)
@@ -71,7 +71,7 @@ class Windows:
         return int(self.first[order[at]]) + place - int(starts[at])
 
     def shards(self, epoch: int, position: int) -> Iterator[int]:
-        """The shards that the window at a position needs, and then those of the window behind it."""
+        """The shards of the window at a position, and then of the next window."""
         for _ in range(2):
             if position >= self.size:
                 epoch, position = epoch + 1, 0
@@ -83,25 +83,24 @@ class Windows:
             position = stop
 
     def _make_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(shards in the epoch's order, the position at which each begins)."""
-        order = shuffled(len(self.sizes), self.seed, 2, self.source, epoch)
+        """(shards in the order of the epoch, the position at which each begins)."""
+        order = permutation(len(self.sizes), self.seed, 2, self.source, epoch)
         sizes = self.sizes[order]
         return order, np.cumsum(sizes) - sizes
 
     def _make_rows(self, epoch: int, window: int) -> np.ndarray:
         size = min(self.window, self.size - window * self.window)
-        return shuffled(size, self.seed, 4, self.source, epoch, window)
+        return permutation(size, self.seed, 4, self.source, epoch, window)
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.sizes, self.window, self.seed, self.source)
 
 
-def order_of(source: Any, seed: int, number: int) -> Whole | Windows:
+def order_of(source: Sized, seed: int, number: int) -> Whole | Windows:
     """The order of a data set, the `number`-th of its mixture.
 
-    `source.window`: rows that are shuffled together, None for all; a source that does not say it has all up to
-    :data:`WHOLE` rows, and windows beyond. `source.shards`: how many rows each of its files has; without, pieces of
-    :data:`PIECE` rows stand for files."""
+    `source.window`: rows that are shuffled together; None: all up to :data:`WHOLE` rows, windows for larger sets.
+    `source.shards`: the number of rows in each of its files; without it, pieces of :data:`PIECE` rows are used."""
     size = len(source)
     window = getattr(source, "window", None)
     if window is None and size > WHOLE:
@@ -119,16 +118,16 @@ class Mixture:
     """An endless order over several data sets, with random access: `row(n) -> (source, row)`.
 
     A data set is drawn in proportion to weight x size (its size after `max_samples`): with all weights 1 every row
-    of every data set comes equally often; weight 2 makes the rows of one come twice as often. The order is made of
-    rounds of as many rows as there are in all; a round holds a fixed number of draws from each data set (the
-    proportion, rounded by largest remainder, at least one) in shuffled places. Of more than `WHOLE` rows it is dealt
-    out in blocks, each of which has every data set's share. Each data set runs through its own epochs, each a new order
-    (`order_of`), and every row comes once in an epoch. Same sources, weights and seed, same order, on any
-    machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable. `round`: how many rows a round has,
-    an epoch of `train.epochs`.
+    of every data set comes equally often; with weight 2 the rows of a set come twice as often. The order consists of
+    rounds with as many rows as there are in total; a round has a fixed number of draws from each data set (the
+    proportion, rounded by largest remainder, at least one) in shuffled places. A round of more than `WHOLE` rows is
+    divided into blocks, each with a proportional share of every data set. Each data set has separate epochs, each in a
+    new order (`order_of`), and every row comes once in an epoch. The same sources, weights and seed give the same order
+    on any machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable. `round`: the rows of a round,
+    which is an epoch of `train.epochs`.
     """
 
-    def __init__(self, sources: Sequence[Any], weights: Sequence[float] | None = None, seed: int = 0) -> None:
+    def __init__(self, sources: Iterable[Any], weights: Sequence[float] | None = None, seed: int = 0) -> None:
         self.sources = tuple(sources)
         weights = [1.0] * len(self.sources) if weights is None else list(weights)
         if not self.sources:
@@ -158,8 +157,8 @@ class Mixture:
         return source, self.orders[source].row(epoch, position)
 
     def shards(self, n: int, sources: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """(data set, shard of it) of what the rows from the n-th on need of these data sets: in the window under way of
-        each and the one behind it; of one that is shuffled whole, all."""
+        """(data set, shard) of the files that the rows from the n-th on need of these data sets: of the current and the
+        next window of each; all files of a set that is shuffled as a whole."""
         turn, place = divmod(n, self.round)
         for source in sources:
             order = self.orders[source]
@@ -172,15 +171,15 @@ class Mixture:
                 yield from ((source, shard) for shard, rows in enumerate([] if sizes is None else sizes) if rows)
 
     def _drawn(self, turn: int, source: int, place: int) -> int:
-        """How many draws from a data set a round has before a place of it."""
+        """The number of draws from a data set in a round before a place."""
         block = self._block_of(turn, place)
         which, _ = self._places(turn, block)
         in_block = int(np.count_nonzero(which[: place - self._begin(turn, block)] == source))
         return self._before(turn, source, block) + in_block
 
     def _before(self, turn: int, source: int, block: int) -> int:
-        """How many draws from a data set a round has before a block: its share, begun at a point of its own, so that
-        those with few draws do not come together."""
+        """The number of draws from a data set in a round before a block. Each set has another offset, so that the draws
+        of several sets with few draws do not fall into the same blocks."""
         return (block * self.draws[source] + (7919 * turn + 104729 * source) % self._blocks) // self._blocks
 
     def _begin(self, turn: int, block: int) -> int:
@@ -195,12 +194,12 @@ class Mixture:
         return low
 
     def _make_places(self, turn: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a block: the data set, and how many draws from it the round had before."""
+        """For each place of a block: the data set, and the number of earlier draws from it in the round."""
         begins, ends = ([self._before(turn, s, b) for s in range(len(self.draws))] for b in (block, block + 1))
         counts = np.subtract(ends, begins)
         which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         key = (turn,) if self._blocks == 1 else (turn, block)
-        which = which[shuffled(len(which), self.seed, 1, *key)]
+        which = which[permutation(len(which), self.seed, 1, *key)]
         nth = np.empty(len(which), dtype=np.int64)
         for source, (begin, end) in enumerate(zip(begins, ends, strict=True)):
             nth[which == source] = np.arange(begin, end)
@@ -215,7 +214,7 @@ class Mixture:
 
 
 def _share_out(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to `shares` that sum to `total`, largest remainders first; none below one."""
+    """Whole numbers in proportion to `shares` that sum to `total`, by largest remainders; none is below one."""
     exact = np.asarray(shares, dtype=np.float64)
     exact = exact * (total / exact.sum())
     counts = np.floor(exact).astype(np.int64)

@@ -25,7 +25,7 @@ def versions() -> list[Check]:
     for package, needed in environment.REQUIRED.items():
         if package in problems:
             means = f"Octavo requires {package} {needed}"
-            checks.append(Check("versions", package, FAIL, problems[package].found, means, problems[package].fix))
+            checks.append(Check("versions", package, FAIL, problems[package].installed, means, problems[package].fix))
         else:
             checks.append(Check("versions", package, OK, f"{environment.version(package)} ({needed})"))
     return checks

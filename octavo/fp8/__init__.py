@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized, dequantize
 from octavo.fp8.arithmetic.errors import Fp8Error, ProofError
 from octavo.fp8.arithmetic.recipe import RECIPES, Gemm, Recipe, RecipeError, recipe
-from octavo.fp8.delayed import load_scaling_state, scaling_state
+from octavo.fp8.dense.delayed import load_scaling_state, scaling_state
 from octavo.fp8.dense.linear import Linear, linear
 from octavo.fp8.invariance import InvarianceError
 from octavo.fp8.kernels.registry import BackendError, quantize

@@ -1,4 +1,4 @@
-"""How far FP8 is from what it stands for: SQNR, underflow, saturation, cosine, calc_diff.
+"""The error of FP8 values compared with their originals: SQNR, underflow, saturation, cosine, calc_diff.
 
 SQNR is blind to underflow (a value that vanishes was small), so both are always shown. All sums are float64, all
 results are Python floats; each call waits for the device. ``approx`` is a tensor, or the :class:`Quantized` itself.
@@ -47,7 +47,7 @@ def sqnr(x: Tensor, approx: Tensor | Quantized, block: tuple[int, int] | None = 
 
     Args:
         x: the high-precision tensor.
-        approx: what stands for it, same shape.
+        approx: its approximation, same shape.
         block: (rows, columns), -1 for the whole side; default: the blocks of the cast, or the whole tensor.
     """
     if isinstance(approx, Quantized):
@@ -83,7 +83,7 @@ def underflow(x: Tensor, approx: Tensor | Quantized) -> float:
 def saturation(x: Tensor, q: Quantized) -> float:
     """Share of the elements of x that the clamp changed, 0 to 1.
 
-    An element counts if |x / scale| lies more than half a step above FMAX: nearer values would round to FMAX without a
+    An element counts if |x / scale| is more than half a step above FMAX: nearer values would round to FMAX without a
     clamp as well (under fp32 scales a block's own amax can land there). Zero for scales taken from the same tensor;
     delayed scaling is what saturates. Bad blocks (NaN scale) do not count.
     """
@@ -124,7 +124,7 @@ def figures(x: Tensor, q: Quantized) -> Figures:
     power = _block_sums(squares, q.spec.block)
     squares.copy_(values).sub_(signal)
     noise = _block_sums(squares.mul_(squares), q.spec.block)
-    # Saturation is rare, and told by the largest magnitude of each block.
+    # Saturation is rare, and shows in the largest magnitude of each block: only then is it counted.
     saturated = 0.0
     for p, (blocks, factor) in zip(lay.parts, lay.split(x, grid=scale), strict=True):
         largest = torch.maximum(blocks.amax(p.dims, keepdim=True), -blocks.amin(p.dims, keepdim=True))

@@ -1,4 +1,4 @@
-"""Completions of prompts by the modules that train: batches over a key-value cache of pages."""
+"""Generation with the modules that train: continuous batching over a paged key-value cache."""
 
 from octavo.generation.caller import Context
 from octavo.generation.engine import Engine

@@ -1,9 +1,8 @@
-"""What the decoder's layers call in place of their attention: keep the new keys and values, attend.
+"""Attention over the paged cache, in place of the decoder layers' own: write the new keys and values, then attend.
 
-Whole prompts attend to themselves; a batch of them stands in one row of tokens. In a decode step each sequence has one
-new token. A prompt is read once for all its samples, whose queries stand behind each other there; to what followed it
-each sequence attends alone. The softmax is over both, in fp32. On a GPU a kernel looks at
-all pages of a sequence where they lie.
+In prefill, prompts are concatenated in one row of tokens and each attends to itself. In a decode step each sequence has
+one new token. The keys of a prompt are read once for all its samples, whose queries are stacked; each sequence then
+attends to its own completion. One softmax in fp32 covers both. On a GPU a kernel reads the pages in place.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from octavo.generation.kv_cache import Cache
 
 @dataclass(frozen=True)
 class Prefill:
-    """Attention of prompts that stand behind each other. `where`: the places of their tokens (`Cache.places`)."""
+    """Attention of concatenated prompts. `where`: the cache rows of their tokens (`Cache.places`)."""
 
     cache: Cache
     where: Tensor
@@ -41,8 +40,9 @@ class Prefill:
 
     @cached_property
     def _padded(self) -> tuple[Tensor, Tensor] | None:
-        """Which tokens stand in rows of one length, padded behind with any, and where the tokens stand there; None
-        where they are of one length. No query that counts sees the padding."""
+        """(token of each place of a [count, longest] grid, place of each token); None if all prompts have one length.
+
+        Padding comes last and repeats token 0; under the causal mask no token's query sees it."""
         lengths = np.array(self.lengths)
         if (lengths == lengths.max()).all():
             return None
@@ -54,11 +54,13 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Shared:
-    """The prompts of B sequences: G of them, each with at most M of the sequences.
+    """The G prompts of B sequences, each with at most M of the sequences.
 
-    `tables`: of their pages, filled up with any (`Cache.tables` of [G, n]) · `longest`: tokens of the longest ·
-    `bias` [B, 1, longest]: 0 for the tokens of a sequence's prompt, -inf behind · `members` [G * M]: which sequences,
-    filled up with any · `place` [B]: where in `members` each stands
+    tables   of their pages, padded with arbitrary ones (`Cache.tables` of [G, n])
+    longest  tokens of the longest prompt
+    bias     [B, 1, longest]: 0 for the tokens of a sequence's prompt, -inf after its end
+    members  [G * M]: the sequences of each prompt, padded with arbitrary ones
+    place    [B]: index of each sequence in `members`
     """
 
     tables: Tensor
@@ -68,20 +70,23 @@ class Shared:
     place: Tensor
 
     def spread(self, x: Tensor) -> Tensor:
-        """[heads, G, M * R, ...] of x [heads, B, R, ...]."""
+        """x [heads, B, R, ...] -> [heads, G, M * R, ...]."""
         return x.index_select(1, self.members).view(len(x), self.tables.shape[1], -1, x.shape[-1])
 
     def gather(self, x: Tensor, rows: int) -> Tensor:
-        """[heads, B, R, ...] of x [heads, G, M * R, ...], with R = `rows`."""
+        """x [heads, G, M * R, ...] -> [heads, B, R, ...], with R = `rows`."""
         return x.view(len(x), len(self.members), rows, x.shape[-1]).index_select(1, self.place)
 
 
 @dataclass(frozen=True)
 class Decode:
-    """Attention of one new token of each of B sequences, which are those of the first B runs.
+    """Attention of one new token in each of B sequences, which have the first B runs of pages.
 
-    `where`: its place (`Cache.places`) · `run`: pages of a run · `first`, `last`: the tokens of runs among which are
-    all that follow a prompt · `bias` [B, 1, last - first]: 0 for a sequence's own, -inf for others · `shared`: prompts
+    where        cache row of each new token (`Cache.places`)
+    run          pages of a run
+    first, last  range of a run's tokens that holds every sequence's completion
+    bias         [B, 1, last - first]: 0 for a sequence's tokens, -inf for others
+    shared       the prompts
     """
 
     cache: Cache
@@ -96,7 +101,7 @@ class Decode:
         self.cache.write(layer, self.where, k, v)
         count, heads, dim = q.shape
         held, shared = k.shape[1], self.shared
-        # the queries of a key's head stand together: [heads of keys, B, queries of each, dim]
+        # Grouped by key head, so that one matrix product serves its query heads: [key heads, B, queries, dim].
         q = q.to(self.cache.dtype).float().mul(scale).view(count, held, -1, dim).transpose(0, 1).contiguous()
         keys, values = self.cache.read_runs(layer, count, self.run, self.first, self.last)
         scores = q @ keys.transpose(2, 3) + self.bias
@@ -110,10 +115,11 @@ class Decode:
 
 @dataclass(frozen=True)
 class PagedDecode:
-    """The same by kernels that read pages where they lie, for R rows of which some may be nobody's.
+    """The same by kernels that read pages in place, for R rows of which some may be empty.
 
-    `where` [R]: the new token's place, -1 of nobody's · `table` int32 [R, n]: all pages of each sequence, in order,
-    filled up with any · `lengths` [R]: tokens that it sees, the new one included; 0 of nobody's
+    where    [R]: cache row of the new token; -1 in empty rows
+    table    int32 [R, n]: all pages of each sequence in order, padded with arbitrary ones
+    lengths  [R]: tokens that the new one attends to, itself included; 0 in empty rows
     """
 
     cache: Cache
@@ -128,7 +134,7 @@ class PagedDecode:
 
 @dataclass(frozen=True)
 class InvariantDecode:
-    """The same by the attention whose result depends on the sequence alone: its keys in one order, none shared.
+    """The same by batch-invariant attention: each sequence reads its own keys in a fixed order.
 
     `tables`: of all pages of each sequence · `positions` [B, 1]: of its new token
     """

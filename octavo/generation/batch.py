@@ -1,9 +1,9 @@
-"""One call of the engine, as a loop of two moves.
+"""One call of the engine, as a loop of two actions.
 
-    refill    free slots get the next samples; prompts that are new run through the model, several in one row
-    step      one token of every sequence: a forward, a choice, and those that ended leave their slots
+    refill    assign the next samples to free slots; new prompts run through the model, several in one row
+    step      one token for every sequence: a forward and a choice; finished sequences free their slots
 
-Ranks that share a model make the same moves, with a forward of nothing where one has nothing to do.
+Ranks that share a model run the same actions, with a forward of one unused token on a rank without work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import models
-from octavo.data.encoding.sample import joined, joined_inputs
+from octavo.data.encoding.sample import concatenate, concatenate_inputs
 from octavo.generation.attention import Prefill
 from octavo.generation.caller import Caller
 from octavo.generation.decode_cuda_graph import Replayed
@@ -27,57 +27,58 @@ from octavo.generation.sampling import Stops, uniforms
 from octavo.generation.slots import Group, Slots
 
 PREFILL = 2048
-"""Tokens of prompts that run through the model at once, each padded to the longest, unless one prompt is longer: enough
-for a GPU, and what they make stays in a CPU's caches."""
+"""Most tokens of one prefill, each prompt padded to the longest, unless one prompt is longer: enough to fill a GPU, and
+few enough for activations to stay in a CPU's caches."""
 
 
 class Batch:
-    """Prompts on their way to completions. `done` grows with each :meth:`work`."""
+    """The prompts of one call. `done` grows with each :meth:`advance`."""
 
     def __init__(
         self, caller: Caller, cache: Cache, slots: int, prompts: Sequence[Prompt], sampling: Sampling, group: int,
-        stops: Stops, given: Tensor | None = None, say: Callable[[str], None] = lambda text: None,
+        stops: Stops, forced: Tensor | None = None, say: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.sampling, self.stops = caller, cache, sampling, stops
-        self.given = given  # int64 [T]: tokens that are taken whatever the model would choose
+        self.forced = forced  # int64 [T]: taken in place of the tokens that the model would choose
         longest = max((len(prompt.input_ids) for prompt in prompts), default=0)
         self.slots = Slots(slots, sampling.max_new_tokens, longest, cache.page, caller.device)
         self.page, self.pool = cache.page, Pool(slots * self.slots.run, cache.pages)
         self.next_tokens: Callable[[np.ndarray], Tensor] = (
-            Gathered(caller, cache, self.slots, sampling, given)
+            Gathered(caller, cache, self.slots, sampling, forced)
             if cache.kernels is None or caller.invariant
-            else Replayed(caller, cache, self.slots, sampling, given, say)
+            else Replayed(caller, cache, self.slots, sampling, forced, say)
         )
         self.waiting = [Group(index, prompt, group) for index, prompt in enumerate(prompts)][::-1]
-        self.open: Group | None = None  # its prompt has run, and samples of it wait for slots or pages
+        self.open: Group | None = None  # a prompt that has run, with samples that wait for slots or pages
         self.done: list[Completion] = []
 
-    def work(self) -> bool:
-        """Refill and make a step; False when all is done, on every rank."""
-        few = len(self.slots.active) * 8 <= len(self.slots) * 7  # slots to fill: prompts run better together
+    def advance(self) -> bool:
+        """Refill and run a step; False once every rank is done."""
+        # Refill only when an eighth of the slots is free: prompts are cheaper in larger prefills.
+        few = len(self.slots.active) * 8 <= len(self.slots) * 7
         starts = self._next() if few else []
-        assert starts or len(self.slots.active) or not (self.open or self.waiting), "a sequence has no room alone"
-        while self.caller.anyone(bool(starts)):
+        assert starts or len(self.slots.active) or not (self.open or self.waiting), "a single sequence does not fit"
+        while self.caller.any_rank(bool(starts)):
             self._begin(starts)
             starts = self._next() if few else []
         active = self.slots.active
-        if not self.caller.anyone(bool(len(active) or self.open or self.waiting)):
+        if not self.caller.any_rank(bool(len(active) or self.open or self.waiting)):
             return False
-        if self.caller.anyone(bool(len(active))):
+        if self.caller.any_rank(bool(len(active))):
             self._step(active) if len(active) else self.caller.idle()
         return True
 
-    # who comes next
+    # Refilling slots
 
     def _next(self) -> list[tuple[Group, int]]:
-        """Groups in order, and how many samples of each there are slots for, and pages for their prompts."""
+        """The next groups in order, and the number of samples of each for which slots and prompt pages are free."""
         room, left, new, longest = self.pool.free, len(self.slots.free), 0, 0
         starts: list[tuple[Group, int]] = []
         while left and (group := self.open or (self.waiting[-1] if self.waiting else None)):
             if group is not self.open:
                 new, longest = new + 1, max(longest, group.tokens)
                 room -= pages_of(group.tokens, self.page)
-                if room < 0 or (new > 1 and new * longest > PREFILL):  # as attention pads them
+                if room < 0 or (new > 1 and new * longest > PREFILL):  # attention pads to the longest
                     break
                 self.waiting.pop()
             count = min(left, group.samples - group.started)
@@ -87,15 +88,15 @@ class Batch:
         return starts
 
     def _begin(self, starts: list[tuple[Group, int]]) -> None:
-        """Run the prompts that are new, and start samples. On ranks that share the model, a forward on each."""
+        """Run new prompts and start samples. Where ranks share the model, every rank runs a forward."""
         new = [group for group, _ in starts if not group.started]
-        if self.caller.anyone(bool(new)):
+        if self.caller.any_rank(bool(new)):
             self._prefill(new) if new else self.caller.idle()
         if starts:
             self._start(starts)
 
     def _prefill(self, groups: list[Group]) -> None:
-        """Run prompts through the model: their keys and values into pages, the logits after each kept."""
+        """Run prompts through the model: write their keys and values to pages, keep the logits after each."""
         caller, where, positions = self.caller, [], []
         for group in groups:
             prompt = group.prompt
@@ -105,8 +106,8 @@ class Batch:
                 None if x is None else torch.from_numpy(x) for x in (prompt.mm_token_type_ids, prompt.image_grid_thw)
             )
             ids = torch.from_numpy(prompt.input_ids)
-            found, group.next_position = models.positions(caller.model, caller.family, ids, kinds, grid)
-            positions.append(found)
+            prompt_positions, group.next_position = models.positions(caller.model, caller.family, ids, kinds, grid)
+            positions.append(prompt_positions)
         lengths = [group.tokens for group in groups]
         tokens = self._device(np.concatenate([group.prompt.input_ids for group in groups]))
         ends = self._device(np.cumsum(lengths) - 1)
@@ -117,21 +118,21 @@ class Batch:
             group.logits = row
 
     def _images(self, groups: list[Group]) -> dict[str, Tensor]:
-        """What the model takes of the images of prompts in one row."""
-        prompts, found = [group.prompt for group in groups], {}
+        """The model's image inputs for prompts that are concatenated in one row."""
+        prompts, inputs = [group.prompt for group in groups], {}
         for name in ("pixel_values", "image_grid_thw"):
             if parts := [x for prompt in prompts if (x := getattr(prompt, name)) is not None]:
-                found[name] = self._device(joined(parts))
-        found |= {name: self._device(x) for name, x in joined_inputs([prompt.more for prompt in prompts]).items()}
+                inputs[name] = self._device(concatenate(parts))
+        inputs |= {name: self._device(x) for name, x in concatenate_inputs([prompt.more for prompt in prompts]).items()}
         for name in {name: None for prompt in prompts for name, one in prompt.more.items() if one.per == "token"}:
             kinds = [p.more[name].values if name in p.more else np.zeros_like(p.input_ids) for p in prompts]
-            found[name] = self._device(np.concatenate(kinds))[None]
-        if "pixel_values" in found:
-            found["pixel_values"] = found["pixel_values"].to(self.caller.dtype)
-        return found
+            inputs[name] = self._device(np.concatenate(kinds))[None]
+        if "pixel_values" in inputs:
+            inputs["pixel_values"] = inputs["pixel_values"].to(self.caller.dtype)
+        return inputs
 
     def _start(self, starts: list[tuple[Group, int]]) -> None:
-        """Put samples into slots, and choose the first token of each."""
+        """Assign samples to slots, and choose the first token of each."""
         who = [group for group, count in starts for _ in range(count)]
         rows: list[Tensor] = []
         for group in who:
@@ -139,7 +140,7 @@ class Batch:
             rows.append(group.logits)
         logits = torch.stack(rows)
         at = np.array(self.slots.free[: len(who)], dtype=np.int64)
-        samples = [self.slots.enter(slot, group) for slot, group in zip(at.tolist(), who, strict=True)]
+        samples = [self.slots.assign(slot, group) for slot, group in zip(at.tolist(), who, strict=True)]
         self._copy_last_pages(at)
         for group, _ in starts:
             if group.started == group.samples:
@@ -149,12 +150,12 @@ class Batch:
         slots = self._device(at)
         numbers = [group.prompt.number for group in who]
         self.slots.uniforms[slots] = uniforms(self.sampling, numbers, samples, self.caller.device)
-        made = torch.zeros_like(slots)
-        chosen = self.slots.choose(slots, made, logits, self.sampling, self.given, self.caller.invariant)
-        self._judge(at, chosen)
+        index = torch.zeros_like(slots)  # the first token of each completion
+        chosen = self.slots.choose(slots, index, logits, self.sampling, self.forced, self.caller.invariant)
+        self._record(at, chosen)
 
     def _copy_last_pages(self, at: np.ndarray) -> None:
-        """Begin the runs of slots with what their prompts have beyond full pages."""
+        """Copy each prompt's last, partial page to the start of its slots' runs, which will be written to."""
         pairs = [
             (group.pages[full], self.slots.pages[slot, full])
             for slot in at.tolist()
@@ -164,28 +165,28 @@ class Batch:
         if pairs:
             self.cache.copy(*np.array(pairs, dtype=np.int64).T.copy())
 
-    # a token of each
+    # A token for each sequence
 
     def _step(self, active: np.ndarray) -> None:
         chosen = self.next_tokens(active)
         self.slots.held[active] += 1
         self.slots.position[active] += 1
-        self._judge(active, chosen)
+        self._record(active, chosen)
 
-    def _judge(self, active: np.ndarray, chosen: Tensor) -> None:
-        """Look at the tokens that sequences got (`Slots.choose`); those that end leave."""
-        slots, tokens = self.slots, chosen.cpu().numpy()  # the one wait for the device in a step
-        slots.told[active, slots.made[active]] = tokens
-        slots.made[active] += 1
+    def _record(self, active: np.ndarray, chosen: Tensor) -> None:
+        """Record the chosen tokens (`Slots.choose`), and finish the sequences that end with them."""
+        slots, tokens = self.slots, chosen.cpu().numpy()  # a step's only wait for the device
+        slots.host_tokens[active, slots.generated[active]] = tokens
+        slots.generated[active] += 1
         self._refuse_nan(active, tokens < 0)
         ended = self.stops.by_token(tokens)
         reasons = dict.fromkeys(active[ended].tolist(), "stop")
         if self.stops.texts:
             for slot in active[~ended].tolist():
-                made = slots.made[slot]
-                if self.stops.by_text(slots.told[slot, max(0, made - self.stops.reach) : made].tolist()):
+                end = slots.generated[slot]
+                if self.stops.by_text(slots.host_tokens[slot, max(0, end - self.stops.reach) : end].tolist()):
                     reasons[slot] = "stop_string"
-        for slot in active[slots.made[active] == self.sampling.max_new_tokens].tolist():
+        for slot in active[slots.generated[active] == self.sampling.max_new_tokens].tolist():
             reasons.setdefault(slot, "length")
         if reasons:
             self._finish(reasons)
@@ -196,31 +197,30 @@ class Batch:
         slot = active[bad.argmax()]
         group = self.slots.groups[slot]
         assert group is not None
-        who = group.prompt.name or f"prompt {group.index}"
+        name = group.prompt.name or f"prompt {group.index}"
         raise GenerationError(
-            f"the model gives NaN or infinity as the score of token {self.slots.made[slot]} after {who}: it computes "
-            "no numbers, and would answer with any token. Take an earlier checkpoint, or compute in high precision "
-            "(recipe off)."
+            f"the model gives NaN or infinity as the score of token {self.slots.generated[slot]} after {name}, so any "
+            "token it chose would be arbitrary. Use an earlier checkpoint, or compute in high precision (recipe off)."
         )
 
     def _finish(self, reasons: dict[int, str]) -> None:
         slots, at = self.slots, self._device(np.array(list(reasons)))
         logps, entropies = (x[at].cpu().numpy() for x in (slots.logps, slots.entropies))
         for row, (slot, reason) in enumerate(reasons.items()):
-            group, length = slots.groups[slot], int(slots.made[slot])
+            group, length = slots.groups[slot], int(slots.generated[slot])
             assert group is not None
-            tokens, logp, entropy = (x[:length].copy() for x in (slots.told[slot], logps[row], entropies[row]))
+            tokens, logp, entropy = (x[:length].copy() for x in (slots.host_tokens[slot], logps[row], entropies[row]))
             self.done.append(Completion(group.index, int(slots.samples[slot]), tokens, logp, entropy, reason))
-            slots.leave(slot)
+            slots.release(slot)
             if not group.running and group.started == group.samples:
                 self.pool.give(group.pages)
-        if isinstance(self.next_tokens, Gathered):  # it looks at the first slots alone
-            last, free = slots.close_up()
+        if isinstance(self.next_tokens, Gathered):  # it reads the runs of the first slots as one block
+            last, free = slots.compact()
             if len(free):
                 self.cache.copy(slots.runs[last].reshape(-1), slots.runs[free].reshape(-1))
 
     def _place(self, pages: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Where in the cache tokens of a sequence stand."""
+        """Cache rows of a sequence's tokens: page number times page size plus offset."""
         return pages[tokens // self.page] * self.page + tokens % self.page
 
     def _device(self, x: np.ndarray) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model as the engine calls it: tokens of many sequences in one row, attention handed over, logits of few."""
+"""The model as the engine calls it: the tokens of many sequences in one row, with the engine's attention."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def _no_dummy(needed: bool) -> None:
 class Context:
     """How a run calls its model.
 
-    autocast     compute under autocast, in this dtype (None: without)
-    dtype        of pixels, without autocast (None: that of the parameters)
-    world        the ranks that share the model's parameters, and so run as many forwards (None: this process alone)
-    dummy_image  told before each forward whether a dummy image has to keep the vision tower in step with other ranks
+    autocast     dtype of autocast (None: without autocast)
+    dtype        of pixels without autocast (None: the parameters' dtype)
+    world        the ranks that share the model's parameters, and so must run equally many forwards (None: one process)
+    dummy_image  called before each forward with whether the vision tower needs a dummy image (other ranks run it)
     """
 
     autocast: torch.dtype | None = None
@@ -40,7 +40,7 @@ class Context:
 
 class Caller:
     """Calls a model; `invariant`: inside `fp8.batch_invariant`. Raises GenerationError for a model whose attention
-    cannot be handed over."""
+    cannot be replaced."""
 
     def __init__(self, model: PreTrainedModel, context: Context, invariant: bool = False) -> None:
         if why := models.why_not_paged(model):
@@ -50,8 +50,8 @@ class Caller:
         self.shape = models.cache_shape(model.config)
         self.axes = models.axes(model, self.family)
         self._attention: models.Attend | None = None
-        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.dtype = context.autocast or context.dtype or own
+        parameters = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = context.autocast or context.dtype or parameters
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +59,7 @@ class Caller:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Inside, the decoder's attention is that of each :meth:`forward`, and the model is in its mode for use."""
+        """Context in which the decoder uses the attention passed to :meth:`forward`, in eval mode."""
         training = self.model.training
         self.model.eval()
         try:
@@ -72,32 +72,32 @@ class Caller:
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         assert self._attention is not None
-        with torch.autocast(q.device.type, enabled=False):  # its products are in the dtypes that it says
+        with torch.autocast(q.device.type, enabled=False):  # attention sets the dtypes of its products itself
             return self._attention(layer, q, k, v, scale)
 
-    def anyone(self, wants: bool) -> bool:
-        """Whether any rank wants a forward: then all run one. A collective where parameters are shared."""
+    def any_rank(self, needed: bool) -> bool:
+        """Whether any rank needs a forward: then all run one. A collective if ranks share parameters."""
         world = self.context.world
-        return wants if world is None or world.size == 1 else world.any(wants)
+        return needed if world is None or world.size == 1 else world.any(needed)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, attention: models.Attend, keep: Tensor | None = None, **images: Tensor
     ) -> Tensor:
-        """Logits [K, V] of tokens [T] in one row at positions [axes, T], of those at `keep` [K] (None: of all)."""
+        """Logits [K, V] after the tokens at `keep` [K] (None: all T) of a row of tokens [T] at positions [axes, T]."""
         world = self.context.world
         if self.family.has_vision and world is not None and world.size > 1:
             self.context.dummy_image(world.any(bool(images)) and not images)
         else:
             self.context.dummy_image(False)
         self._attention = attention
-        more = {} if keep is None else {"logits_to_keep": keep}
+        trim = {} if keep is None else {"logits_to_keep": keep}
         where = positions[:, None] if self.axes == 3 else positions
         low = self.context.autocast
         with torch.autocast(tokens.device.type, dtype=low, enabled=low is not None):
-            out = self.model(input_ids=tokens[None], position_ids=where, use_cache=False, **more, **images)
+            out = self.model(input_ids=tokens[None], position_ids=where, use_cache=False, **trim, **images)
         return out.logits[0]
 
     def idle(self) -> None:
-        """A forward of one token that nobody asks for, in step with ranks that have work."""
+        """Run a forward of one unused token, because other ranks run one and gather this rank's shards."""
         one = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.forward(one, one.expand(self.axes, -1), lambda layer, q, k, v, scale: torch.zeros_like(q))

@@ -1,4 +1,4 @@
-"""A token of each sequence where torch reads the cache: what is copied for it is decided on the host."""
+"""A token for each sequence where torch reads the cache: the host decides which pages are gathered."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from octavo.generation.slots import Slots
 
 
 class Gathered:
-    """A forward of the sequences that are under way, which stand in the first slots, and no other rows."""
+    """Decodes the active sequences, which occupy the first slots, without padding."""
 
-    def __init__(self, caller: Caller, cache: Cache, slots: Slots, sampling: Sampling, given: Tensor | None) -> None:
+    def __init__(self, caller: Caller, cache: Cache, slots: Slots, sampling: Sampling, forced: Tensor | None) -> None:
         self.caller, self.cache, self.slots, self.page = caller, cache, slots, cache.page
-        self.sampling, self.given = sampling, given
-        self._shared: tuple[int, Shared] | None = None  # as of how many changes
+        self.sampling, self.forced = sampling, forced
+        self._shared: tuple[int, Shared] | None = None  # with the value of Slots.changes for which it holds
 
     def __call__(self, active: np.ndarray) -> Tensor:
-        """Choose the next token of the slots `active` [B]: int64 [B], -1 for NaN."""
-        slots, at, made = self.slots, self._device(active), self._device(self.slots.made[active])
-        last = slots.tokens[at, made - 1]
+        """Choose the next token of the slots `active` [B]: int64 [B], -1 for NaN scores."""
+        slots, at, generated = self.slots, self._device(active), self._device(self.slots.generated[active])
+        last = slots.tokens[at, generated - 1]
         position = self._device(slots.position[active]).expand(self.caller.axes, -1)
         logits = self.caller.forward(last, position, self._attention(active))
-        return slots.choose(at, made, logits, self.sampling, self.given, self.caller.invariant)
+        return slots.choose(at, generated, logits, self.sampling, self.forced, self.caller.invariant)
 
     def _attention(self, active: np.ndarray) -> models.Attend:
         slots, page = self.slots, self.page
@@ -38,7 +38,7 @@ class Gathered:
         if self.caller.invariant:
             tables = self.cache.tables(self._device(pages[:, : int(held.max()) // page + 1]))
             return InvariantDecode(self.cache, places, tables, self._device(held)[:, None])
-        begin = prompt % page  # of what is new, in a run
+        begin = prompt % page  # of the completion, in a run
         end = begin + held + 1 - prompt
         first, last = int(begin.min()), int(end.max())
         bias = self._bias(first, last, begin, end)
@@ -50,7 +50,7 @@ class Gathered:
         return self._shared[1]
 
     def _share(self, active: np.ndarray) -> Shared:
-        """The pages of prompts, from the table of any sample: a line for each prompt."""
+        """The distinct prompts of the active sequences, with the page table of any of their samples."""
         slots = self.slots
         index = np.array([group.index for slot in active if (group := slots.groups[slot])])
         _, one, line, counts = np.unique(index, return_index=True, return_inverse=True, return_counts=True)

@@ -1,7 +1,7 @@
-"""Completions of prompts by the very modules that train, in batches that go on while others come and leave.
+"""Generation with the modules that train, by continuous batching: sequences join and leave between steps.
 
-Nothing of the model is copied or cast again: the forward is the model's own, with whatever layers it has; its decoder's
-attention is handed over to the engine, which keeps keys and values in pages.
+No weight is copied or cast again: the forward is the model's own, with whatever layers it has. Only the decoder's
+attention is replaced by the engine's, which keeps keys and values in pages.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Generates with a model as it stands.
+    """Generates with a model.
 
-    processor  the model's, or its tokenizer: completions end also with the token by which its chat template ends
-               answers, where the model's generation settings do not name that one
+    processor  the model's processor or tokenizer: completions also end with the token that ends answers in its chat
+               template, even if the model's generation settings do not name it
     slots      sequences at a time
-    kv         "bf16": keys and values in the dtype that the model computes in; "fp8": E4M3, a scale for each token and
-               head
+    kv         "bf16": keys and values in the model's compute dtype; "fp8": E4M3 with a scale per token and head
     page       tokens of a page
-    pages      pages of the cache (None: as many as the slots can need in the call at hand)
-    invariant  inside `fp8.batch_invariant`: what a sequence gets depends on it alone, so that log-probabilities are bit
-               for bit those of a training step inside it
-    say        gets, once each, why a GPU decodes without the kernels for it, or without CUDA graphs
+    pages      pages of the cache (None: as many as the slots can need in a call)
+    invariant  compute inside `fp8.batch_invariant`: a sequence's result does not depend on the rest of the batch, so
+               log-probabilities equal those of an invariant training step bit for bit
+    say        gets, once each, the reason why a GPU decodes without its kernels or without CUDA graphs
 
-    The cache is kept from call to call until :meth:`release`; `bytes` says what the last call held, by kind. Raises
-    GenerationError for a model whose attention cannot be handed over.
+    The cache is kept between calls until :meth:`release`; `bytes` has what the last call held, by kind. Raises
+    GenerationError for a model whose attention cannot be replaced.
     """
 
     def __init__(
@@ -58,8 +57,8 @@ class Engine:
             )
         if invariant and kv != "bf16":
             raise GenerationError(
-                f"kv is {kv!r}, and an invariant engine reads the very keys and values that training does. Keep "
-                "them as they are computed (kv: bf16), or leave invariant out."
+                f"kv is {kv!r}, but an invariant engine must read the same keys and values as training. Keep them as "
+                "they are computed (kv: bf16), or leave invariant out."
             )
         self.caller = Caller(model, context or Context(), invariant)
         self.processor, self.tokenizer = processor, getattr(processor, "tokenizer", processor)
@@ -71,11 +70,11 @@ class Engine:
 
     @property
     def in_place(self) -> bool:
-        """Whether kernels read pages where they lie."""
+        """Whether kernels read pages in place."""
         return not self.caller.invariant and kernels.why_not_paged(self.caller.device) is None
 
     def release(self) -> None:
-        """Give the pages back, and all else that is kept between calls."""
+        """Free the cache and everything else that is kept between calls."""
         self.cache, self.bytes = None, {}
 
     @torch.no_grad()
@@ -83,51 +82,51 @@ class Engine:
         self, prompts: Sequence[Prompt], sampling: Sampling, group: int = 1,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Completion]:  # fmt: skip
-        """`group` completions of each prompt, ordered by (prompt, sample). `progress` gets (completions, of how many).
-        Where ranks share the model's parameters, a collective: each brings its own prompts, or none.
+        """`group` completions of each prompt, ordered by (prompt, sample). `progress` gets (finished, total).
+        A collective if ranks share the model's parameters: each rank passes its own prompts, or none.
 
-        Raises GenerationError for a prompt that the model or the cache has no room for, for an image that the model
-        has no eyes for, and where the model computes no numbers.
+        Raises GenerationError for a prompt that exceeds the model's context or the cache, for images that a text-only
+        model gets, and for NaN or infinite scores.
         """
         if group < 1:
-            raise GenerationError(f"group is {group}; at least 1 completion of each prompt is made.")
+            raise GenerationError(f"group is {group}; it must be at least 1 completion per prompt.")
         for number, prompt in enumerate(prompts):
             self._check(number, prompt, sampling, group)
-        if sampling.stop not in self._stops:  # which asks the chat template how it ends answers
+        if sampling.stop not in self._stops:  # cached, because it renders the chat template
             self._stops[sampling.stop] = Stops.of(self.caller.model, self.processor, sampling.stop)
         return self._run(prompts, sampling, group, self._stops[sampling.stop], progress)
 
     @torch.no_grad()
     def replay(self, prompt: Prompt | None, tokens: np.ndarray) -> None:
-        """Run a prompt and the tokens [T] that followed it through the model in the way of :meth:`generate`, for
-        whoever watches its modules. Where ranks share the model's parameters, a collective: None has no prompt."""
+        """Run a prompt and its completion's tokens [T] through the model exactly as :meth:`generate` did, for hooks on
+        its modules. A collective if ranks share the model's parameters; None: this rank has no prompt."""
         sampling = Sampling(max(len(tokens), 1), temperature=0.0)
-        given = torch.from_numpy(tokens).to(self.caller.device)
+        forced = torch.from_numpy(tokens).to(self.caller.device)
         nothing_ends = Stops(np.zeros(0, dtype=np.int64), (), self.tokenizer)
-        self._run([] if prompt is None else [prompt], sampling, 1, nothing_ends, given=given)
+        self._run([] if prompt is None else [prompt], sampling, 1, nothing_ends, forced=forced)
 
     def _run(
         self, prompts: Sequence[Prompt], sampling: Sampling, group: int, stops: Stops,
-        progress: Callable[[int, int], None] = lambda done, total: None, given: Tensor | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None, forced: Tensor | None = None,
     ) -> list[Completion]:  # fmt: skip
         total = len(prompts) * group
         slots = min(self.slots, max(total, 1))
         longest = max((len(prompt.input_ids) for prompt in prompts), default=1)
-        shape = Shape(slots, longest, sampling.max_new_tokens, group, self.page, given=self.pages)
-        slots = most_that_fit(slots, lambda count: replace(shape, sequences=count).takes <= shape.pages) or 1
+        shape = Shape(slots, longest, sampling.max_new_tokens, group, self.page, limit=self.pages)
+        slots = most_that_fit(slots, lambda count: replace(shape, sequences=count).needed_pages <= shape.pages) or 1
         cache = self._cache(replace(shape, sequences=slots).pages)
-        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, given, self._say)
+        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, forced, self._say)
         self.bytes = {"cache": cache.nbytes, "slots": batch.slots.nbytes}
         with self.caller.generating():
-            while batch.work():
+            while batch.advance():
                 progress(len(batch.done), total)
         return sorted(batch.done, key=lambda c: (c.prompt, c.sample))
 
     def _cache(self, pages: int) -> Cache:
-        """The cache, made anew where it is too small or the model has moved."""
+        """The cache, allocated again if it is too small or the model has moved to another device."""
         held, caller = self.cache, self.caller
         if held is None or held.pages < pages or held.codes.device != caller.device:
-            self.cache = held = None  # first, so that there are never two
+            self.cache = held = None  # freed first, so that never two exist
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
         if accelerator.has_own_memory(caller.device) and (why := kernels.why_not_paged(caller.device)):
@@ -141,27 +140,28 @@ class Engine:
 
     def _check(self, number: int, prompt: Prompt, sampling: Sampling, group: int) -> None:
         count, new, shape = len(prompt.input_ids), sampling.max_new_tokens, self.caller.shape
-        who = prompt.name or f"prompt {number}"
+        name = prompt.name or f"prompt {number}"
         if prompt.images and not self.caller.family.has_vision:
             raise GenerationError(
-                f"{who} holds {prompt.images} images, and {type(self.caller.model).__name__} is text-only. "
-                "Leave the images out, or take a vision-language model."
+                f"{name} holds {prompt.images} images, and {type(self.caller.model).__name__} is text-only. "
+                "Leave the images out, or use a vision-language model."
             )
         if count + new > shape.context:
             raise GenerationError(
-                f"{who} has {count} tokens and may get {new} more, and the model's context is "
+                f"{name} has {count} tokens and may get {new} more, but the model's context is "
                 f"{shape.context} tokens (max_position_embeddings). Shorten the prompt, or lower max_new_tokens."
             )
-        place = self.caller.family.image_token_id  # which may lie outside the table: no row of it is looked up
+        # May lie outside the embedding table, because its embedding is never looked up.
+        place = self.caller.family.image_token_id
         if outside := sorted({int(i) for i in prompt.input_ids if not 0 <= i < shape.vocabulary and i != place}):
             raise GenerationError(
-                f"{who} holds the token {outside[0]}, and the model's vocabulary has {shape.vocabulary}. "
-                "Take the tokenizer that belongs to the model."
+                f"{name} holds the token {outside[0]}, but the model's vocabulary has {shape.vocabulary} tokens. "
+                "Use the tokenizer that belongs to the model."
             )
         need = pages_needed(count, new, self.page)
         if self.pages is not None and need > self.pages:
             raise GenerationError(
-                f"the key-value cache has {self.pages} pages of {self.page} tokens, and one sequence of "
-                f"{who} may need {need} ({count} tokens and {new} new ones). Give it more pages, lower "
+                f"the key-value cache has {self.pages} pages of {self.page} tokens, but one sequence of "
+                f"{name} may need {need} ({count} tokens and {new} new ones). Give it more pages, lower "
                 "max_new_tokens, or keep the cache in FP8 (kv: fp8), which takes half the bytes or less."
             )

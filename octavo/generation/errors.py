@@ -1,4 +1,4 @@
-"""The one exception that this package raises for users."""
+"""The error of this package."""
 
 
 class GenerationError(ValueError):

@@ -1,16 +1,16 @@
-"""The key-value cache: pages of a fixed number of tokens, handed out by number, shared by reference.
+"""The key-value cache: pages of a fixed number of tokens, allocated by number, shared by reference.
 
     codes    [layers, 2 * heads, pages * page, dim]   keys, then values: the compute dtype, or E4M3 with kv="fp8"
-    scales   [layers, 2 * heads, pages * page]        fp32, with kv="fp8" alone: amax / 448 of a token's head
+    scales   [layers, 2 * heads, pages * page]        fp32, only with kv="fp8": amax / 448 of a token's head
 
-A sequence is a list of page numbers: the full pages of its prompt, which all samples of that prompt hold together, and
-a run of pages of its own, as long as the longest completion. Runs lie behind each other from the first page on, one for
-each slot; the pages behind them are prompts'. Where a prompt's last page is not full, each sample begins its run with a
-copy of it, since it writes its next token there. So no sequence is ever thrown out for want of pages, and on a CPU the
-tokens of all sequences are read as one block.
+A sequence is a list of page numbers: the full pages of its prompt, which all samples of the prompt share, and its own
+run of pages, as long as the longest completion needs. The runs of all slots come first, one after the other; the pages
+after them are for prompts. Each sample starts its run with a copy of the prompt's last page if that is partial, because
+it writes its next token there. So no sequence is ever evicted for lack of pages, and on a CPU the tokens of all
+sequences are read as one block.
 
-On a GPU kernels write the pages, with their casts, and look at them where they lie; elsewhere torch does, and copies
-them first: what is copied in one sweep is read from memory twice as fast as by many small products.
+On a GPU kernels cast and write the pages and read them in place. Elsewhere torch gathers them first: one large copy
+reads memory twice as fast as many small products.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from octavo.models import CacheShape
 
 KINDS = ("bf16", "fp8")
 PAGE = 8
-"""Tokens of a page: of what a sequence reads in each step half a page is behind its end."""
+"""Tokens of a page. On average half a page of what a sequence reads in each step is past its end."""
 
 _HUGE = 1 << 21
 _TOKEN_AND_HEAD = CastSpec("e4m3", block=(1, -1), scale="fp32")
 
 
 def pages_of(tokens: int, page: int) -> int:
-    """Pages that hold so many tokens."""
+    """Number of pages for so many tokens."""
     return -(-tokens // page)
 
 
 def run_of(new: int, page: int = PAGE) -> int:
-    """Pages of a sequence's own run: what a prompt has beyond full pages, a page less a token at most, and `new`
-    tokens, the last of which is not looked back at."""
+    """Pages of a sequence's run: for the prompt's partial page, at most page - 1 tokens, and `new` tokens, the last of
+    which needs no place because no later token attends to it."""
     return pages_of(page - 1 + new - 1, page)
 
 
 def pages_needed(prompt: int, new: int, page: int = PAGE) -> int:
-    """Pages without which no sample of a prompt of so many tokens can have `new` ones: its prompt's, and its run."""
+    """Pages that one sample of a prompt of so many tokens needs for `new` tokens: those of the prompt, and a run."""
     return pages_of(prompt, page) + run_of(new, page)
 
 
 class Pool:
-    """The pages from `first` on that are free."""
+    """The free pages among those from `first` on."""
 
     def __init__(self, first: int, pages: int) -> None:
         self._free = list(range(pages - 1, first - 1, -1))
@@ -64,7 +64,7 @@ class Pool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """So many free pages; there must be as many."""
+        """Take `count` free pages. The caller checks that there are enough."""
         assert count <= self.free, (count, self.free)
         return [self._free.pop() for _ in range(count)]
 
@@ -73,26 +73,26 @@ class Pool:
 
 
 def _zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU in the system's huge pages, where it has them: a step touches rows in thousands of places, and
-    the processor would look up as many addresses."""
+    """Zeros; on a CPU in huge pages if the system has them, because a step touches thousands of scattered rows and
+    would miss the TLB for each."""
     count = math.prod(size) * dtype.itemsize
     if device.type != "cpu" or count < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=dtype, device=device)
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
+    with suppress(OSError):  # an operating system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
 
 
 class Cache:
-    """Keys and values of all layers in pages. `kernels`: what reads and writes them on this device; None: torch."""
+    """Keys and values of all layers in pages. `kernels`: those that read and write them on this device; None: torch."""
 
     def __init__(
         self, shape: CacheShape, pages: int, page: int, kind: str, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.pages, self.page, self.dtype = pages, page, dtype
         size = (shape.layers, 2 * shape.heads, pages * page, shape.dim)
-        # zeros, since what lies behind a sequence is multiplied by a probability of zero
+        # Zeros, because values past a sequence's end are multiplied by a probability of zero, and NaN * 0 is NaN.
         self.codes = _zeros(size, torch.float8_e4m3fn if kind == "fp8" else dtype, device)
         self.scales = torch.zeros(size[:-1], device=device) if kind == "fp8" else None
         self._heads = torch.arange(size[1], device=device)[:, None]
@@ -103,18 +103,18 @@ class Cache:
         return self.codes.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def places(self, where: Tensor) -> Tensor:
-        """Rows of a layer for the keys and values of T tokens: [2 * heads * T], of page number times page plus offset
-        `where` [T]. Kernels take the latter."""
+        """Rows of a layer, [2 * heads * T], for the keys and values of T tokens at `where` [T], which is page number
+        times page size plus offset. Kernels take `where` itself."""
         if self.kernels is not None:
             return where
         return (self._heads * (self.pages * self.page) + where).view(-1)
 
     def tables(self, pages: Tensor) -> Tensor:
-        """The same of whole pages: [2 * heads, B, n] of page numbers [B, n]."""
+        """The same for whole pages: page numbers [B, n] -> [2 * heads, B, n]."""
         return self._heads[..., None] * self.pages + pages
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
-        """Keep keys and values [T, heads, dim] at `places`."""
+        """Write keys and values [T, heads, dim] to `places`."""
         if self.kernels is not None:
             self.kernels.write(k, v, places, self.codes[layer], self._scales_of(layer), self.dtype)
             return
@@ -123,13 +123,13 @@ class Cache:
             self.codes[layer].view(-1, x.shape[-1]).index_copy_(0, places, x)
             return
         q = quantize(x, _TOKEN_AND_HEAD)
-        codes = self.codes[layer].view(torch.uint8).view(-1, x.shape[-1])  # torch copies bytes, not FP8
+        codes = self.codes[layer].view(torch.uint8).view(-1, x.shape[-1])  # index_copy_ has no FP8
         codes.index_copy_(0, places, q.data.view(torch.uint8))
         self.scales[layer].view(-1).index_copy_(0, places, q.scale.view(-1))
 
     def attend(self, layer: int, q: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        """One query [R, H, dim] of each of R sequences over its `lengths` [R] tokens, in the pages of `table` int32
-        [R, n]: by the kernels alone."""
+        """Attention of one query [R, H, dim] of each of R sequences over its `lengths` [R] tokens, in the pages of
+        `table` int32 [R, n]. Needs kernels."""
         assert self.kernels is not None
         q = q.to(self.dtype)
         return self.kernels.attend(q, self.codes[layer], self._scales_of(layer), table, lengths, scale, self.page)
@@ -148,8 +148,8 @@ class Cache:
         return k, v
 
     def read_runs(self, layer: int, count: int, pages: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
-        """The same [heads, count, end - begin, dim] of the first `count` runs of `pages` pages: their tokens from
-        `begin` to `end`."""
+        """Keys and values [heads, count, end - begin, dim] of the tokens from `begin` to `end` in each of the first
+        `count` runs of `pages` pages."""
 
         def part(x: Tensor) -> Tensor:
             run = pages * self.page
@@ -162,14 +162,14 @@ class Cache:
         return k, v
 
     def _gather(self, x: Tensor, tables: Tensor) -> Tensor:
-        """[2 * heads, B, n * page, ...] of x [2 * heads, pages * page, ...]."""
-        rows = F.embedding(tables, x.view(len(x) * self.pages, -1))  # the quickest gather of rows on a CPU
+        """x [2 * heads, pages * page, ...] -> [2 * heads, B, n * page, ...]."""
+        rows = F.embedding(tables, x.view(len(x) * self.pages, -1))  # the fastest gather of rows on a CPU
         return rows.view(*tables.shape[:2], tables.shape[2] * self.page, *x.shape[2:])
 
     def copy(self, source: np.ndarray, target: np.ndarray) -> None:
         """Copy whole pages."""
-        there, here = (torch.from_numpy(x).to(self.codes.device) for x in (source, target))
-        kept = (self.codes,) if self.scales is None else (self.codes.view(torch.uint8), self.scales)
-        for x in kept:
+        read, written = (torch.from_numpy(x).to(self.codes.device) for x in (source, target))
+        tensors = (self.codes,) if self.scales is None else (self.codes.view(torch.uint8), self.scales)
+        for x in tensors:
             paged = x.view(*x.shape[:2], self.pages, -1)
-            paged.index_copy_(2, here, paged.index_select(2, there))
+            paged.index_copy_(2, written, paged.index_select(2, read))

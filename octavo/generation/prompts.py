@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from octavo import models
-from octavo.data.encoding.sample import of_processor
+from octavo.data.encoding.sample import inputs_of_processor
 from octavo.generation.caller import Context
 from octavo.generation.engine import Engine
 from octavo.generation.errors import GenerationError
@@ -27,24 +27,25 @@ def prompt_of(
     processor: Any, messages: Messages, images: Sequence[Any] = (), videos: Sequence[Any] = (),
     number: int = 0,
 ) -> Prompt:  # fmt: skip
-    """The prompt of a conversation that waits for an answer, by the model's processor and chat template.
+    """The prompt of a conversation without its answer, by the model's processor and chat template.
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
-    images    one PIL image for each image part, in reading order
-    videos    one `octavo.data` Shot for each video part, likewise, of a processor whose `why_not_images` is None
+    images    a PIL image for each image part, in reading order
+    videos    an `octavo.data` Shot for each video part, in reading order; needs a processor whose `why_not_images` is
+              None
     number    the prompt's identity for randomness
 
-    Raises ModelError as `models.question`.
+    Raises ModelError as `models.question` does.
     """
-    asked = models.question(processor, messages, images, videos=videos)
-    if "video_grid_thw" in asked:
-        asked = processor.as_images(asked)
-    batch = {name: value.numpy() for name, value in asked.items()}
+    encoded = models.question(processor, messages, images, videos=videos)
+    if "video_grid_thw" in encoded:
+        encoded = processor.as_images(encoded)
+    batch = {name: value.numpy() for name, value in encoded.items()}
     kinds = batch.get("mm_token_type_ids")
     return Prompt(
         batch["input_ids"][0], number, batch.get("pixel_values"), batch.get("image_grid_thw"),
         None if kinds is None else kinds[0], len(images) + len(videos),
-        more=of_processor(processor, batch) if images else {},
+        more=inputs_of_processor(processor, batch) if images else {},
     )  # fmt: skip
 
 
@@ -53,19 +54,18 @@ def answers(
     sampling: Sampling, context: Context | None = None, *, samples: int = 1, kv: str = "bf16",
     say: Callable[[str], None] = lambda text: None,
 ) -> list[list[str]]:  # fmt: skip
-    """`samples` answers to each conversation (messages, images and, if there are any, videos, as
-    :func:`prompt_of` takes them), as text without
-    special tokens and without the text that stopped them.
+    """`samples` answers to each conversation (messages, images and optionally videos, as :func:`prompt_of` takes them),
+    as text without special tokens and without the stop text.
 
-    A model whose attention cannot be handed over answers greedily by transformers' own loop, one question after the
-    other, and `say` gets why. Raises GenerationError and ModelError.
+    A model whose attention cannot be replaced answers greedily by transformers' own loop, one question after the
+    other, and `say` gets the reason. Raises GenerationError and ModelError.
     """
     context = context or Context()
     questions = [(*asked, ()) if len(asked) == 2 else asked for asked in conversations]  # with their videos
     films = any(videos for _, _, videos in questions)
     if why := models.why_not_paged(model) or (films and getattr(processor, "why_not_images", None)):
         if sampling.temperature or sampling.stop or samples > 1 or kv != "bf16":
-            raise GenerationError(f"{why}: it answers greedily alone. Leave temperature, stop, samples and kv out.")
+            raise GenerationError(f"{why}: it only answers greedily. Leave temperature, stop, samples and kv out.")
         say(f"answers come from transformers, one by one: {why}")
         device, low = next(model.parameters()).device.type, context.autocast
         with torch.autocast(device, dtype=low, enabled=low is not None):
@@ -79,9 +79,9 @@ def answers(
         for number, (messages, images, videos) in enumerate(questions)
     ]
     engine = Engine(model, processor, context, slots=SLOTS, kv=kv, say=say)
-    found: list[list[str]] = [[] for _ in prompts]
+    texts: list[list[str]] = [[] for _ in prompts]
     for completion in engine.generate(prompts, sampling, samples):
         text = processor.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
         ends = [place for stop in sampling.stop if (place := text.find(stop)) >= 0]
-        found[completion.prompt].append(text[: min(ends, default=len(text))].strip())
-    return found
+        texts[completion.prompt].append(text[: min(ends, default=len(text))].strip())
+    return texts

@@ -1,4 +1,4 @@
-"""What is asked of the engine and what comes back: plain values, checked where they are made."""
+"""The engine's requests and results: value objects, checked on construction."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Sampling:
 
     max_new_tokens  the most tokens of a completion, the one that ends it included
     temperature     divides the logits (by 1e-6 or more); 0 takes the most likely token
-    top_k           keep the k most likely tokens (0: all); those as likely as the k-th stay
-    top_p           then the fewest tokens whose probability reaches this
-    min_p           then those at least this fraction as likely as the likeliest
+    top_k           keep the k most likely tokens (0: all) and those as likely as the k-th
+    top_p           then keep the fewest tokens whose total probability reaches this
+    min_p           then keep tokens at least this fraction as likely as the most likely one
     stop            texts that end a completion when they appear in it
-    never           tokens that are not chosen, such as places of images; log-probabilities are of all tokens
-    seed, step      with a prompt's number, the sample and the position they give a token's random number
+    never           tokens that are never chosen, such as image placeholders; log-probabilities are over all tokens
+    seed, step      determine a token's random number, with the prompt's number, the sample and the position
     """
 
     max_new_tokens: int
@@ -55,17 +55,21 @@ class Sampling:
             if not holds
         ]
         if wrong:
-            raise GenerationError(f"sampling cannot be by {', '.join(wrong)}. Give values in these ranges.")
+            raise GenerationError(f"sampling got {', '.join(wrong)}. Use values in these ranges.")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens of a question of P tokens, with its images as `octavo.data.Sample` names them.
+    """A prompt of P tokens, with the image inputs of `octavo.data.Sample`.
 
-    `input_ids` [P] int64 · `number`: its identity for randomness, e.g. the row's position in the data stream ·
-    `pixel_values` float32 or None · `image_grid_thw` [images, 3] int64 or None · `mm_token_type_ids` [P] int64 or None
-    `more`: further tensors, by their names · `name`: what errors call it, such as its file and row (else its place in
-    the list)
+    input_ids          [P] int64
+    number             its identity for randomness, e.g. the row's position in the data stream
+    pixel_values       float32 or None
+    image_grid_thw     [images, 3] int64 or None
+    mm_token_type_ids  [P] int64 or None
+    images             the number of images
+    name               its name in errors, such as file and row (default: its index in the list)
+    more               further tensors, by name
     """
 
     input_ids: np.ndarray
@@ -79,7 +83,9 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if self.input_ids.ndim != 1 or not len(self.input_ids):
-            raise GenerationError(f"a prompt's tokens have the shape {self.input_ids.shape}; [P] with P >= 1 is meant.")
+            raise GenerationError(
+                f"a prompt's tokens have the shape {self.input_ids.shape}; they must be [P] with P >= 1."
+            )
         if not 0 <= self.number < WORD:
             raise GenerationError(f"a prompt's number is {self.number}; it must be 0 to 2^32 - 1.")
         if bool(self.images) != (self.pixel_values is not None):
@@ -89,12 +95,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer of T tokens.
+    """A completion of T tokens.
 
-    `prompt`: index in the list that was given · `sample`: 0 to group - 1 · `tokens` [T] int64, the stop token included
-    · `logps` [T] fp32: log-probability of each token over the full vocabulary at the sampling temperature (greedy: at
-    1), before top-k, top-p and min-p · `entropy` [T] fp32, nats, of that distribution · `reason`: "stop" (a token that
-    ends answers), "stop_string" or "length"
+    prompt   index of the prompt in the call's list
+    sample   0 to group - 1
+    tokens   [T] int64, the stop token included
+    logps    [T] fp32: log-probability of each token over the full vocabulary at the sampling temperature (greedy: at
+             1), before top-k, top-p and min-p
+    entropy  [T] fp32, nats, of that distribution
+    reason   "stop" (a token that ends answers), "stop_string" or "length"
     """
 
     prompt: int

@@ -1,13 +1,12 @@
-"""From logits to a token, its log-probability and the entropy: one function, and the random numbers that it takes. And
-what ends a completion: a token, or a text.
+"""Sampling: from logits to a token, its log-probability and the entropy; the random numbers; and stop conditions.
 
 A token's random number is a word of Philox at the counter
 
     (prompt number, sample, position, step + 1)        key: seed
 
-so that it is the same whatever else is in the batch, in any slot, on any rank and after a resume. The token is the
-first whose cumulative probability, summed in fp64 in the vocabulary's order, exceeds that number: one number a token
-rather than one for each word of the vocabulary.
+so it does not depend on the rest of the batch, the slot, the rank or a resume. The chosen token is the first whose
+cumulative probability, summed in fp64 in the vocabulary's order, exceeds that number: this takes one random number per
+token, where the Gumbel trick takes one per vocabulary entry.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ELEMENTS = 1 << 25
-"""Logits that are looked at at once: 128 MiB in fp32, and about six times that for all that is made of them."""
+"""Logits that are processed at once: 128 MiB in fp32, and about six times that for all intermediate tensors."""
 
 _ALMOST_NEVER = -1e4
-"""What stands for log 0 where it is multiplied by a probability of 0."""
+"""Replaces log 0 = -inf in the entropy, where it is multiplied by a probability of 0: -inf * 0 would be NaN."""
 _SPARE = 8
-"""Tokens looked at beyond the bytes of the longest text: special tokens hold none."""
+"""Tokens searched beyond the bytes of the longest stop text: special tokens have no bytes."""
 
 
 def uniforms(
@@ -53,8 +52,11 @@ def uniforms(
 def choose(logits: Tensor, sampling: Sampling, u: Tensor, invariant: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """The next tokens of B sequences: (tokens int64 [B], log-probabilities fp32 [B], entropies fp32 [B]).
 
-    logits [B, V] · u [B] float64, a random number each (greedy choice looks at none) · invariant: log-probabilities and
-    entropies by the function that trains, bit for bit. A log-probability is NaN where the logits are no numbers.
+    logits     [B, V]
+    u          [B] float64, a random number for each (greedy sampling uses none)
+    invariant  log-probabilities and entropies by the same function as in training, bit for bit
+
+    A log-probability is NaN where the logits are NaN or infinite.
     """
     if invariant:
         tokens = choose(logits, sampling, u)[0]
@@ -76,7 +78,7 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
         tokens = logits.index_fill(-1, never, -torch.inf).argmax(-1)
     else:
         left = _without(logps, never) if len(never) else p
-        cumulative = kept(left, sampling).double().cumsum(-1)
+        cumulative = filter_probabilities(left, sampling).double().cumsum(-1)
         aim = u[:, None] * cumulative[:, -1:]
         tokens = torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=logits.shape[1] - 1)
     return tokens, logps.gather(1, tokens[:, None])[:, 0], -(p * logps.clamp_min(_ALMOST_NEVER)).sum(-1)
@@ -84,33 +86,33 @@ def _choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tens
 
 @lru_cache(maxsize=8)
 def _indices(tokens: tuple[int, ...], vocabulary: int, device: torch.device) -> Tensor:
-    """Those that have a logit: places of images may have none (NVILA). Kept, because numbers that come from the host
-    cannot be in a CUDA graph."""
+    """The tokens that have a logit, as a tensor; image placeholders may have none (NVILA). Cached, because a CUDA graph
+    cannot copy from the host."""
     return torch.tensor([token for token in tokens if token < vocabulary], dtype=torch.int64, device=device)
 
 
 def _without(logps: Tensor, never: Tensor) -> Tensor:
-    """What is left of the probabilities, as shares of the largest that is left: it must not drown beside what is never
-    chosen, which at a low temperature may be all there is."""
+    """Probabilities of all other tokens, relative to the largest of them: at a low temperature the excluded tokens may
+    have all the mass, and the rest would underflow."""
     left = logps.index_fill(-1, never, -torch.inf)
     return left.sub_(left.amax(-1, keepdim=True)).exp_()
 
 
 def bytes_to_choose(count: int, vocabulary: int, dtype: torch.dtype, sampling: Sampling) -> int:
-    """The most bytes that :func:`choose` makes beside logits [count, vocabulary] of `dtype`: fp32 logits,
-    log-probabilities and probabilities, and in fp64 the latter and their sums. Top-p sorts what is left of them: in
-    order, their places, and in fp64 their sums, those without each one itself, and which are beyond."""
+    """The most bytes that :func:`choose` allocates for logits [count, vocabulary] of `dtype`: fp32 logits,
+    log-probabilities and probabilities, and fp64 probabilities and cumulative sums. Top-p sorts them: sorted values,
+    their indices, and in fp64 their sums, the exclusive sums, and a mask."""
     rows = min(count, max(1, _ELEMENTS // vocabulary))
     numbers = (0 if dtype == torch.float32 else 4) + 4 + 4
     if sampling.temperature == 0:
         return rows * vocabulary * (numbers + 8)
     numbers += 4 * bool(sampling.never)
-    more = 4 * (0 < sampling.top_k < vocabulary) + 4 + 8 + 8 + 8 + 1 if sampling.top_p < 1 else 8 + 8
-    return rows * vocabulary * (numbers + more)
+    rest = 4 * (0 < sampling.top_k < vocabulary) + 4 + 8 + 8 + 8 + 1 if sampling.top_p < 1 else 8 + 8
+    return rows * vocabulary * (numbers + rest)
 
 
-def kept(p: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities [B, V] with those set to zero that top-k, then top-p, then min-p leave out; not normalised."""
+def filter_probabilities(p: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities [B, V] with those zeroed that top-k, then top-p, then min-p exclude; not normalised."""
     if 0 < sampling.top_k < p.shape[1]:
         p = p.masked_fill(~(p >= p.topk(sampling.top_k).values[:, -1:]), 0)
     if sampling.top_p < 1:
@@ -125,7 +127,7 @@ def kept(p: Tensor, sampling: Sampling) -> Tensor:
 
 @dataclass(frozen=True)
 class Stops:
-    """`ids`: tokens that end a completion · `texts`: those that end it when they appear · `tokenizer`: decodes."""
+    """Stop conditions. `ids`: tokens that end a completion · `texts`: texts that end it · `tokenizer`: decodes."""
 
     ids: np.ndarray
     texts: tuple[str, ...]
@@ -133,8 +135,8 @@ class Stops:
 
     @classmethod
     def of(cls, model: PreTrainedModel, processor: Any, texts: tuple[str, ...]) -> Stops:
-        """The tokens of the model's generation settings (or the tokenizer's end), and the one by which the chat
-        template of `processor`, a processor or a tokenizer, ends answers (`stop_tokens.stop_ids`)."""
+        """The tokens of the model's generation settings (or the tokenizer's end-of-sequence token), and the token that
+        ends answers in the chat template of `processor`, a processor or a tokenizer (`stop_tokens.stop_ids`)."""
         ids = stop_tokens.stop_ids(getattr(model, "generation_config", None), processor)
         return cls(np.array(ids, dtype=np.int64), tuple(texts), getattr(processor, "tokenizer", processor))
 
@@ -144,10 +146,10 @@ class Stops:
 
     @cached_property
     def reach(self) -> int:
-        """Tokens at the end of a completion that are looked at for a text: a token is a byte at least."""
+        """Tokens at the end of a completion that are searched for a text: a token has at least one byte."""
         return max((len(text.encode()) for text in self.texts), default=0) + _SPARE
 
     def by_text(self, tokens: Sequence[int]) -> bool:
-        """Whether the last tokens of a completion, `reach` of them or all, hold one of the texts."""
+        """Whether the last tokens of a completion, at most `reach`, contain one of the texts."""
         tail = self.tokenizer.decode(tokens, skip_special_tokens=False)
         return any(text in tail for text in self.texts)

@@ -1,4 +1,4 @@
-"""Who is under way: prompts whose samples wait, and one row of state for each sequence."""
+"""The state of active sequences: prompts and their samples, and a row of state for each sequence."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from octavo.generation.sampling import choose
 class Group:
     """A prompt and its samples.
 
-    `index`: of the prompt in the list given · `pages`: that hold the prompt, once all samples have started its full
-    ones · `logits` [V]: after it · `next_position`: of the first new token · `started`: samples that have a slot, or
-    had one · `running`: those that have one
+    index          of the prompt in the call's list
+    pages          of the prompt; once all samples have started, only the full ones
+    logits         [V] after the prompt, until all samples have started
+    next_position  of the first new token
+    started        samples that have or had a slot
+    running        samples that have a slot
     """
 
     index: int
@@ -37,21 +40,26 @@ class Group:
 
 
 class Slots:
-    """S sequences. On the host, what is decided by (numpy [S]); on the device, what is computed with ([S, N], N the
-        most new tokens).
+    """The state of S slots: on the host (numpy [S]) for scheduling, on the device ([S, N], N the most new tokens) for
+    computing.
 
-        `prompt`: tokens of it · `held`: tokens in the cache · `position`: of the token that comes next · `made`: tokens
-    chosen, `told` [S, N] · `runs` [S, R]: the pages that are a slot's own · `pages` [S, W]: of each sequence, its
-    prompt's and then those · `changes`: how often others were under way, or elsewhere, than before
+    prompt       tokens of the prompt
+    held         tokens in the cache
+    position     of the next token
+    generated    tokens chosen so far
+    host_tokens  [S, N]: those tokens
+    runs         [S, R]: the pages of each slot's run
+    pages        [S, W]: the pages of each sequence, those of its prompt and then its run
+    changes      counts changes of the slots' occupation
     """
 
     def __init__(self, slots: int, most: int, longest: int, page: int, device: torch.device) -> None:
         self.groups: list[Group | None] = [None] * slots
-        self.samples, self.prompt, self.held, self.position, self.made = np.zeros((5, slots), dtype=np.int64)
+        self.samples, self.prompt, self.held, self.position, self.generated = np.zeros((5, slots), dtype=np.int64)
         self.page, self.run, self.changes = page, run_of(most, page), 0
         self.runs = np.arange(slots * self.run).reshape(slots, self.run)
         self.pages = np.zeros((slots, longest // page + self.run), dtype=np.int64)
-        self.told = np.zeros((slots, most), dtype=np.int64)
+        self.host_tokens = np.zeros((slots, most), dtype=np.int64)
         self.device = device
         self.tokens = torch.zeros(slots, most, dtype=torch.int64, device=device)
         self.uniforms = torch.zeros(slots, most, dtype=torch.float64, device=device)
@@ -72,11 +80,11 @@ class Slots:
     def free(self) -> list[int]:
         return [slot for slot, group in enumerate(self.groups) if group is None]
 
-    def enter(self, slot: int, group: Group) -> int:
-        """Put the next sample of a group into a slot; gives its number."""
+    def assign(self, slot: int, group: Group) -> int:
+        """Assign the next sample of a group to a slot; return its number."""
         sample = group.started
         group.started, group.running = sample + 1, group.running + 1
-        self.samples[slot], self.made[slot] = sample, 0
+        self.samples[slot], self.generated[slot] = sample, 0
         self.prompt[slot] = self.held[slot] = group.tokens
         self.position[slot] = group.next_position
         self._hold(slot, group)
@@ -90,17 +98,17 @@ class Slots:
         self.changes += 1
 
     def choose(
-        self, at: Tensor, made: Tensor, logits: Tensor, sampling: Sampling, given: Tensor | None, invariant: bool
+        self, at: Tensor, index: Tensor, logits: Tensor, sampling: Sampling, forced: Tensor | None, invariant: bool
     ) -> Tensor:
-        """Choose and keep the next token of the slots `at` [B], which have `made` [B], by their logits [B, V]; with
-        `given` [T] that one is taken. int64 [B], -1 where logits are no numbers."""
-        tokens, logps, entropies = choose(logits, sampling, self.uniforms[at, made], invariant)
-        tokens = tokens if given is None else given[made]
-        self.tokens[at, made], self.logps[at, made], self.entropies[at, made] = tokens, logps, entropies
+        """Choose and store token number `index` [B] of the slots `at` [B] by their logits [B, V], or take it from
+        `forced` [T]. Returns int64 [B], -1 where logits are NaN or infinite."""
+        tokens, logps, entropies = choose(logits, sampling, self.uniforms[at, index], invariant)
+        tokens = tokens if forced is None else forced[index]
+        self.tokens[at, index], self.logps[at, index], self.entropies[at, index] = tokens, logps, entropies
         return tokens.masked_fill(logps.isnan(), -1)
 
-    def leave(self, slot: int) -> Group:
-        """Free a slot; gives the group whose sample it held."""
+    def release(self, slot: int) -> Group:
+        """Free a slot; return the group whose sample it held."""
         group = self.groups[slot]
         assert group is not None
         self.groups[slot] = None
@@ -108,19 +116,19 @@ class Slots:
         self.changes += 1
         return group
 
-    def close_up(self) -> tuple[np.ndarray, np.ndarray]:
-        """Move the last sequences into the slots before them that are free: (from where, to where). What their runs
-        hold is left to the caller."""
+    def compact(self) -> tuple[np.ndarray, np.ndarray]:
+        """Move the last sequences to free slots before them; return (sources, targets). The caller copies the contents
+        of their runs."""
         active = self.active
         free = np.setdiff1d(np.arange(len(active)), active)
         last = active[len(active) - len(free) :]
         if not len(free):
             return last, free
-        for kept in (self.samples, self.prompt, self.held, self.position, self.made, self.told):
-            kept[free] = kept[last]
-        here, there = (torch.from_numpy(x).to(self.device) for x in (free, last))
+        for state in (self.samples, self.prompt, self.held, self.position, self.generated, self.host_tokens):
+            state[free] = state[last]
+        targets, sources = (torch.from_numpy(x).to(self.device) for x in (free, last))
         for values in (self.tokens, self.uniforms, self.logps, self.entropies):
-            values[here] = values[there]
+            values[targets] = values[sources]
         for slot, before in zip(free.tolist(), last.tolist(), strict=True):
             group = self.groups[before]
             assert group is not None

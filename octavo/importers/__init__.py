@@ -1,5 +1,5 @@
-"""Configurations of other frameworks, translated: ``translate(["their.yaml"], "ours.yaml")`` gives the file, and what
-became of every key. No torch is imported here.
+"""Translates configurations of other frameworks: ``translate(["their.yaml"], "ours.yaml")`` returns the file and the
+outcome of every key. No torch is imported here.
 """
 
 from octavo.importers.common.key_outcomes import HEADINGS, Row

@@ -1,4 +1,4 @@
-"""Whose file it is, by keys that one framework has and the others have not."""
+"""Recognizes the framework of a file, by keys that only one framework has."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from octavo.importers.source.files import KEYS
 from octavo.importers.source.keys import Foreign
 
 _MODULES = (llm_foundry, loongforge, mindspeed, vila, llama_factory, axolotl, ms_swift)
-#: name -> the file that knows it, in the order in which a help lists them
+#: name -> its module, in the order of the help text
 FRAMEWORKS: dict[str, ModuleType] = {module.NAME: module for module in _MODULES}
-#: other names that people use
+#: alternative names
 ALSO = {"coat": "vila", "nvila": "vila", "composer": "llm-foundry", "mosaicml": "llm-foundry", "swift": "ms-swift",
         "mindspeed": "mindspeed-mm", "llamafactory": "llama-factory", "llama_factory": "llama-factory"}  # fmt: skip
 
 
 def named(name: str) -> ModuleType:
-    """The framework of a name that the user gave. Raises TranslateError with the nearest."""
+    """Return the framework with a name that the user gave. Raises TranslateError that suggests the nearest name."""
     word = name.lower().replace("_", "-")
     word = ALSO.get(word, word)
     if word in FRAMEWORKS:
@@ -31,8 +31,8 @@ def named(name: str) -> ModuleType:
 
 
 def framework_of(foreign: Foreign) -> ModuleType:
-    """The one framework whose marks a file bears most, by at least two. Raises TranslateError where none or several
-    could have written it, with what was seen."""
+    """Return the framework with the most marks in a file, at least two. Raises TranslateError if no or several
+    frameworks could have written it, with the keys that were found."""
     seen: dict[str, list[str]] = {}
     keys = foreign.keys
     for name, module in FRAMEWORKS.items():
@@ -43,15 +43,15 @@ def framework_of(foreign: Foreign) -> ModuleType:
     best, second = ranked[0], ranked[1]
     if len(seen[best]) >= 2 and len(seen[best]) > len(seen[second]):
         return FRAMEWORKS[best]
-    some, more = [brief(key, 60) for key in sorted(keys)[:12]], " ..." if len(keys) > 12 else ""
+    first, rest = [brief(key, 60) for key in sorted(keys)[:12]], " ..." if len(keys) > 12 else ""
     if not seen[best] or len(seen[best]) < 2:
         if named := next((text for _, text, why in foreign.unread if why == KEYS), None):
             raise TranslateError(f"this script trains from {named}: give both, octavo import {named} SCRIPT.")
         raise TranslateError(
-            f"whose file this is was not recognised: its keys are {', '.join(some)}{more}. "
-            f"Say it with --from NAME: {', '.join(FRAMEWORKS)}."
+            f"the framework of this file was not recognized: its keys are {', '.join(first)}{rest}. "
+            f"Name it with --from NAME: {', '.join(FRAMEWORKS)}."
         )
     both = [f"{name} ({', '.join(seen[name])})" for name in ranked if len(seen[name]) == len(seen[best])]
     raise TranslateError(
-        f"several frameworks could have written this file: {'; '.join(both)}. Say which with --from NAME."
+        f"several frameworks could have written this file: {'; '.join(both)}. Name one with --from NAME."
     )

@@ -2,4 +2,4 @@
 
 
 class TranslateError(ValueError):
-    """A file that cannot be translated at all: what was asked, what was found, and what to do."""
+    """A file cannot be translated at all; the message says what was asked, what was found, and what to do."""

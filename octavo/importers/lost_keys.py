@@ -1,6 +1,8 @@
-"""Which keys without translation are lost: those that decide the numbers of a training. One table says which do not;
-every other key that has no equivalent here, is unknown, or is left open counts as lost. So does one whose value a line
-of a script may change that was not followed."""
+"""Decides which keys without translation are lost, that is, affect the numbers of a training.
+
+One table lists the keys that do not. Every other key that has no equivalent, is unknown or is left open counts as lost,
+and so does a key whose value may be changed by a line of a script that was not followed.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from typing import Any
 
 from octavo.importers.common.key_outcomes import Row
 
-#: why no number of the training depends on a key -> its names: of the last part of a key, or of all of it where a name
-#: has a dot
+#: why no number of the training depends on some keys -> their names. A name with a dot is compared with the whole key,
+#: one without a dot with its last part
 APART: dict[str, str] = {
     "figures, logs, trackers and profiles":
     "log_* no_log_* logging_* tensorboard* wandb_* mlflow_* swanlab_* use_wandb use_mlflow use_swanlab "
@@ -106,7 +108,7 @@ APART: dict[str, str] = {
     "of other phases than this file's":
     "ppo_* reward_model* ref_model_quantization_bit trl.vllm_* trl.use_vllm rollout_* ref_model_sync_*",
 }  # fmt: skip
-#: of these, false asks for something
+#: keys for which false is a request
 _ASKS_WHEN_FALSE = ("*shuffle",)
 _OFF: tuple[Any, ...] = ("", "none", "null", "false", "off", "no")
 
@@ -122,14 +124,14 @@ _FALSE = _any_of(" ".join(_ASKS_WHEN_FALSE))
 
 
 def is_lost(row: Row) -> bool:
-    """Whether a key has no translation, or not for sure, and decides numbers. One that is off, empty or 0 asks for
-    nothing, unless a line of a script that was not followed may set it."""
-    unsure = bool(row.given.unsure) and row.kind != "dead"
+    """Whether a key affects the numbers of the training and has no certain translation. A key that is off, empty or 0
+    requests nothing, unless a line of a script that was not followed may set it."""
+    unsure = bool(row.source_key.unsure) and row.kind != "dead"
     if (row.kind not in ("none", "unknown") and not unsure) or row.apart:
         return False
-    key, value = row.given.key, row.given.value
+    key, value = row.source_key.key, row.source_key.value
     last = key.rpartition(".")[2]
-    if not row.given.open and not unsure:
+    if not row.source_key.open and not unsure:
         if key.startswith("$"):
             return False
         if value in (None, [], {}) or (isinstance(value, str) and value.lower() in _OFF):

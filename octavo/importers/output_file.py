@@ -1,5 +1,4 @@
-"""The file that is written: settings as YAML, each with a word on where it came from, tried against Octavo's own "
-"rules."""
+"""The output file: settings as YAML with comments on their origin, checked by Octavo's own rules."""
 
 from __future__ import annotations
 
@@ -16,11 +15,11 @@ from octavo.importers.common.key_outcomes import Setting
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./~@+-][A-Za-z0-9_./~@+ -]*")
 _PAIR = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
-_COLUMN = 48  # where comments begin
+_COLUMN = 48  # column at which comments begin
 
 
 def nested(settings: dict[str, Setting]) -> dict[str, Any]:
-    """Dotted keys as mappings and lists: ``data.train.0.path``."""
+    """Convert dotted keys (``data.train.0.path``) to nested mappings and lists."""
     root: dict[str, Any] = {}
     for target, setting in settings.items():
         at: Any = root
@@ -40,7 +39,7 @@ def nested(settings: dict[str, Setting]) -> dict[str, Any]:
 
 
 def text(settings: dict[str, Setting], head: list[str]) -> str:
-    """The whole file: a head of comments, then sections in the order of Octavo's own."""
+    """Return the whole file: comments at the top, then sections in the order of Octavo's schema."""
     tree = nested(settings)
     order = list(Sections.model_fields)
     lines = [f"# {line}".rstrip() for line in head]
@@ -70,8 +69,8 @@ def _line(line: str, setting: Setting) -> str:
 
 
 def origin(setting: Setting) -> str:
-    """Where a value came from: keys of theirs with their values; their default; and why."""
-    source = ", ".join(f"{given.key}: {brief(_short(given.value), 60)}" for given in setting.source)
+    """Return the origin of a value: the source keys with their values, or the default there; and the reason."""
+    source = ", ".join(f"{entry.key}: {brief(_short(entry.value), 60)}" for entry in setting.source)
     parts = [source or ("" if setting.why else "their default"), setting.why]
     return brief("; ".join(part for part in parts if part), 220)
 
@@ -81,7 +80,7 @@ def _short(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as YAML that reads back as itself."""
+    """Return a value as YAML that reads back as itself."""
     if isinstance(value, str):
         return (
             value
@@ -100,13 +99,13 @@ def shown(value: Any) -> str:
 
 
 def _long(pair: re.Match[str]) -> str:
-    """YAML's name of a character that JSON writes as two halves."""
+    """Return the YAML escape of a character that JSON writes as a surrogate pair."""
     character = json.loads('"' + pair[0] + '"')
     return f"\\U{ord(character):08x}"
 
 
 def refused(content: str, out: Path) -> tuple[Problem, ...]:
-    """What Octavo says against the file that would be written."""
+    """Return the problems for which Octavo would refuse the file."""
     try:
         load_config_text(content, source=out.name, base=out.parent)
     except ConfigError as error:

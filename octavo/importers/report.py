@@ -1,4 +1,4 @@
-"""The report beside the file: what became of every key, and what is left to do."""
+"""The report about a translated file: the outcome of every key, and what is left to do."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from octavo.importers.translation import Translation
 
 _SAYS: dict[Kind, str] = {
     "translated": "Each key, and what it became.",
-    "default": "These keys ask for what Octavo does in any case.",
-    "none": "Octavo has nothing that does this; the run will differ from theirs in it.",
-    "dead": "These keys changed nothing in the run as it was configured there; what they really did:",
-    "unknown": "Octavo knows no such key of this framework. A slip of the pen, or of a version that it does not know.",
+    "default": "These keys ask for what Octavo does anyway.",
+    "none": "Octavo has no equivalent; the run will differ from the original in this.",
+    "dead": "These keys had no effect in the original run; the reason:",
+    "unknown": "Octavo knows no such key of this framework: it is misspelled, or from a version that Octavo does not "
+    "know.",
 }
 
 
@@ -29,51 +30,54 @@ _COUNTED: dict[Kind, str] = {
 }
 
 
-def value(found: Any) -> str:
-    return brief(shown(found), 80)
+def value(held: Any) -> str:
+    return brief(shown(held), 80)
 
 
-def lost_line(made: Translation) -> str:
-    """How many keys that decide numbers have no translation; empty where all have one."""
-    count = len(made.lost_keys)
+def lost_line(translation: Translation) -> str:
+    """Return a line with the number of lost keys; empty if there are none."""
+    count = len(translation.lost_keys)
     return "" if not count else "1 key of yours is lost" if count == 1 else f"{count} keys of yours are lost"
 
 
-def markdown(made: Translation) -> str:
-    """The report as a page."""
-    counts = made.counts
-    lines = [f"# {made.sources} of {made.framework}, translated", ""]
+def markdown(translation: Translation) -> str:
+    """Return the report as a Markdown page: problems and lost keys first, then a table for each outcome."""
+    # Problems and lost keys come first: they are what the user must act on.
+    counts = translation.counts
+    lines = [f"# {translation.sources} of {translation.framework}, translated", ""]
     lines += [
         f"{sum(counts.values())} keys: " + ", ".join(f"{n} {_COUNTED[kind]}" for kind, n in counts.items() if n) + ".",
         "",
     ]
-    if made.refused:
-        lines += ["## Octavo refuses this as it stands", ""]
-        lines += [f"- `{problem.key}`: {_cell(problem.reason)}; {_cell(problem.fix)}" for problem in made.refused] + [
-            ""
-        ]
-    if made.lost_keys:
-        lines += [f"## {lost_line(made)}", ""]
+    if translation.refused:
+        lines += ["## Octavo refuses this file as it is", ""]
         lines += [
-            "They decide numbers of the training and have no translation; each is in a list below, with its reason."
+            f"- `{problem.key}`: {_cell(problem.reason)}; {_cell(problem.fix)}" for problem in translation.refused
+        ] + [""]
+    if translation.lost_keys:
+        lines += [f"## {lost_line(translation)}", ""]
+        lines += [
+            "They affect the numbers of the training and have no translation; each is listed below, with its reason."
         ]
-        lines += ["", *[f"- `{_cell(key)}`" for key in made.lost_keys], ""]
-    if made.notes:
-        lines += ["## To know, and to do", "", *[f"- {_cell(note)}" for note in made.notes], ""]
+        lines += ["", *[f"- `{_cell(key)}`" for key in translation.lost_keys], ""]
+    if translation.notes:
+        lines += ["## To know, and to do", "", *[f"- {_cell(note)}" for note in translation.notes], ""]
     for kind, heading in HEADINGS.items():
-        rows = [row for row in made.rows if row.kind == kind]
+        rows = [row for row in translation.rows if row.kind == kind]
         if rows:
             lines += [f"## {heading}", "", _SAYS[kind], "", *_table(rows, kind), ""]
-    if made.lost:
-        lines += ["## Given twice", "", "| key | value | line | |", "|---|---|---|---|"]
+    if translation.lost:
+        lines += ["## SourceKey twice", "", "| key | value | line | |", "|---|---|---|---|"]
         lines += [
-            f"| `{given.key}` | `{_cell(value(given.value))}` | {given.place} | {_cell(why)} |"
-            for given, why in made.lost
+            f"| `{entry.key}` | `{_cell(value(entry.value))}` | {entry.place} | {_cell(why)} |"
+            for entry, why in translation.lost
         ]
         lines += [""]
-    if made.unread:
+    if translation.unread:
         lines += ["## Lines of the script that were not read", ""]
-        lines += [f"- {place}: `{_cell(brief(text, 120))}`: {_cell(why)}" for place, text, why in made.unread] + [""]
+        lines += [
+            f"- {place}: `{_cell(brief(text, 120))}`: {_cell(why)}" for place, text, why in translation.unread
+        ] + [""]
     return "\n".join(lines)
 
 
@@ -82,8 +86,8 @@ def _table(rows: Sequence[Row], kind: Kind) -> list[str]:
     lines = ["| theirs | value | line | ours | |" if became else "| theirs | value | line | |"]
     lines += ["|---|---|---|---|---|" if became else "|---|---|---|---|"]
     for row in rows:
-        ours = ", ".join(f"`{_cell(target)}: {_cell(value(found))}`" for target, found in row.targets)
-        cells = [f"`{_cell(row.given.key)}`", f"`{_cell(value(row.given.value))}`", str(row.given.place)]
+        ours = ", ".join(f"`{_cell(target)}: {_cell(value(held))}`" for target, held in row.targets)
+        cells = [f"`{_cell(row.source_key.key)}`", f"`{_cell(value(row.source_key.value))}`", str(row.source_key.place)]
         lines.append("| " + " | ".join([*cells, *([ours] if became else []), _cell(row.why)]) + " |")
     return lines
 
@@ -92,31 +96,32 @@ def _cell(text: str) -> str:
     return printable(text).replace("|", "\\|").replace("`", "'")
 
 
-def plain(made: Translation) -> dict[str, Any]:
-    """The report for programs."""
+def plain(translation: Translation) -> dict[str, Any]:
+    """Return the report as JSON values."""
     return {
-        "framework": made.framework,
-        "file": str(made.out),
-        "report": str(made.report),
-        "valid": not made.refused,
-        "counts": made.counts,
-        "refused": [{"key": p.key, "found": p.reason, "fix": p.fix} for p in made.refused],
-        "lost": list(made.lost_keys),
-        "lost_line": lost_line(made),
-        "notes": list(made.notes),
+        "framework": translation.framework,
+        "file": str(translation.out),
+        "report": str(translation.report),
+        "valid": not translation.refused,
+        "counts": translation.counts,
+        "refused": [{"key": p.key, "found": p.reason, "fix": p.fix} for p in translation.refused],
+        "lost": list(translation.lost_keys),
+        "lost_line": lost_line(translation),
+        "notes": list(translation.notes),
         "keys": [
             {
-                "key": row.given.key,
-                "value": row.given.value,
-                "place": str(row.given.place),
+                "key": row.source_key.key,
+                "value": row.source_key.value,
+                "place": str(row.source_key.place),
                 "kind": row.kind,
                 "why": row.why,
-                "ours": [{"key": target, "value": found} for target, found in row.targets],
+                "ours": [{"key": target, "value": held} for target, held in row.targets],
             }
-            for row in made.rows
+            for row in translation.rows
         ],
         "given_twice": [
-            {"key": given.key, "value": given.value, "place": str(given.place), "why": why} for given, why in made.lost
+            {"key": entry.key, "value": entry.value, "place": str(entry.place), "why": why}
+            for entry, why in translation.lost
         ],
-        "unread": [{"place": str(place), "text": text, "why": why} for place, text, why in made.unread],
+        "unread": [{"place": str(place), "text": text, "why": why} for place, text, why in translation.unread],
     }

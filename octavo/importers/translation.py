@@ -1,4 +1,4 @@
-"""One translation, whole: from files of another framework to a file of ours, with what became of every key."""
+"""One complete translation: from files of another framework to a file of Octavo, with the outcome of every key."""
 
 from __future__ import annotations
 
@@ -14,14 +14,20 @@ from octavo.importers import detect, lost_keys, output_file
 from octavo.importers.common.draft import Draft
 from octavo.importers.common.key_outcomes import HEADINGS, Kind, Row
 from octavo.importers.source import files
-from octavo.importers.source.keys import Given
+from octavo.importers.source.keys import SourceKey
 from octavo.importers.source.root_folder import Folder
 
 
 @dataclass(frozen=True)
 class Translation:
-    """``content`` is the text of the file ``out``; ``extra`` are files of a model's folder beside it; ``refused`` is
-    what Octavo says against the file as it stands."""
+    """The result of a translation; nothing is written yet.
+
+    content  the text of the file ``out``
+    extra    files for a model folder next to it: path -> text
+    refused  the problems for which Octavo refuses the file
+    lost     keys that another value overrides: (key, why)
+    unread   lines of scripts that were not read: (place, text, why)
+    """
 
     framework: str
     sources: str
@@ -31,7 +37,7 @@ class Translation:
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
     refused: tuple[Problem, ...]
-    lost: tuple[tuple[Given, str], ...]
+    lost: tuple[tuple[SourceKey, str], ...]
     unread: tuple[tuple[Place, str, str], ...]
 
     @property
@@ -40,13 +46,13 @@ class Translation:
 
     @property
     def lost_keys(self) -> tuple[str, ...]:
-        """Keys that decide numbers and have no translation."""
-        return tuple(row.given.key for row in self.rows if lost_keys.is_lost(row))
+        """Keys that affect the numbers of the training and have no translation."""
+        return tuple(row.source_key.key for row in self.rows if lost_keys.is_lost(row))
 
     @property
     def counts(self) -> dict[Kind, int]:
-        found = Counter(row.kind for row in self.rows)
-        return {kind: found[kind] for kind in HEADINGS}
+        numbers = Counter(row.kind for row in self.rows)
+        return {kind: numbers[kind] for kind in HEADINGS}
 
 
 def translate(
@@ -60,23 +66,25 @@ def translate(
     variables: Mapping[str, str] | None = None,
     fp8: str | None = None,
 ) -> Translation:
-    """Reads one or two files (a configuration, a launch script or flags) and translates them; nothing is written.
+    """Read one or two files (a configuration, a launch script or flags) and translate them. Nothing is written.
 
-    framework  its name; None: it is recognised by its keys
-    root       the folder that their relative paths are seen from
-    world      processes that trained there; None: as the launch says
-    rows       rows of the training data, which make shares of a run into steps; None: counted where they lie here
+    framework  its name; None: it is recognized by its keys
+    root       the folder that relative paths in the files start from
+    world      number of processes of the original run; None: as the launch command says
+    rows       number of rows of the training data, to convert fractions of a run to steps; None: counted if the data
+               is on this machine
     variables  values of variables that a script leaves open
-    fp8        a recipe for the whole model, in place of what the files say of FP8
+    fp8        a recipe for the whole model, instead of the FP8 settings of the files
 
-    Raises TranslateError for files that cannot be read or recognised, ConfigError for values that are nonsense.
+    Raises TranslateError for files that cannot be read or recognized, ConfigError for invalid values.
     """
-    given, folder = (
+    files_given, folder = (
         [Path(path) for path in paths],
         Folder(Path(root).absolute(), [Path(path).absolute().parent for path in paths]),
     )
+    # Which of two values wins depends on the framework, so a file is merged once to recognize it, and then again.
     module = detect.named(framework) if framework else None
-    parts = files.read(_yaml_first(given), variables or {}, folder)
+    parts = files.read(_yaml_first(files_given), variables or {}, folder)
     if module is None:
         module = detect.framework_of(files.merged(parts, first_wins=False))
     foreign = files.merged(parts, first_wins=module.FIRST_WINS)
@@ -86,27 +94,27 @@ def translate(
     draft.finish()
     if fp8 is not None:
         _with_fp8(draft, fp8)
-    sources = " and ".join(printable(path.name) for path in given)
+    sources = " and ".join(printable(path.name) for path in files_given)
     head = [f"Translated from {sources} ({module.NAME}) by octavo import; {printable(target.stem)}.report.md says what",
             "became of every key. Comments: theirs, then why."]  # fmt: skip
     content = output_file.text(draft.settings, head)
-    folder = target.with_name(f"{target.stem}_model")
+    model_folder = target.with_name(f"{target.stem}_model")
     return Translation(
-        module.NAME, sources, target, content, {folder / name: text for name, text in draft.files.items()},
-        tuple(draft.rows[key] for key in draft.given), tuple(draft.notes), output_file.refused(content, target),
+        module.NAME, sources, target, content, {model_folder / name: text for name, text in draft.files.items()},
+        tuple(draft.rows[key] for key in draft.source_keys), tuple(draft.notes), output_file.refused(content, target),
         foreign.lost, foreign.unread,
     )  # fmt: skip
 
 
 def _yaml_first(paths: list[Path]) -> list[Path]:
-    """A configuration before the flags it is started with, in whichever order they were named."""
+    """Return the configuration before the flags, in whatever order the user named them."""
     return sorted(paths, key=lambda path: path.suffix not in (".yaml", ".yml", ".json"))
 
 
 def _with_fp8(draft: Draft, recipe: str) -> None:
-    """FP8 as the user asks for it here, in place of theirs."""
+    """Replace the FP8 settings by the recipe that the user asked for."""
     for target in [target for target in draft.settings if target.startswith("fp8.")]:
         del draft.settings[target]
-    draft.put("fp8.recipe", recipe, why="asked for with --fp8-recipe, in place of what the files say")
+    draft.put("fp8.recipe", recipe, why="set with --fp8-recipe, instead of the settings in the files")
     draft.notes[:] = [note for note in draft.notes if not note.startswith("there was no FP8")]
-    draft.note(f"fp8.recipe: {recipe} was asked for (--fp8-recipe); what the report says of FP8 keys is of theirs")
+    draft.note(f"fp8.recipe: {recipe} was set with --fp8-recipe; the report describes the FP8 keys of the files")

@@ -1,4 +1,4 @@
-"""Several processes on one job: the world they form and FSDP2 over it."""
+"""Training on several ranks: the process group, FSDP2, context parallelism and expert parallelism."""
 
 from octavo.parallel.context import Context, context_of, ulysses_of
 from octavo.parallel.errors import WorldError

@@ -1,16 +1,16 @@
-"""Context parallel: the tokens of a packed row on several ranks, and attention over all of them.
+"""Context parallelism: the tokens of a packed row are split over several ranks, which attend to all of them.
 
-P = U x C ranks share a row of T tokens; rank p = c * U + u has the p-th T/P of them. Everything but attention works on
-tokens one by one. Attention of a layer, with H heads of queries and H_k of keys and values::
+P = U x C ranks share a row of T tokens; rank p = c * U + u has the p-th T/P of them. Everything except attention works
+on single tokens. A layer's attention, with H query heads and H_k key-value heads::
 
-    exchange    U ranks (Ulysses):  [H, T/P]  -> [H/U, T/C]     tokens for heads, q, k and v in one all-to-all
+    exchange    U ranks (Ulysses):  [H, T/P]  -> [H/U, T/C]     heads for tokens; q, k and v in one all-to-all
     gather      C ranks:            k, v [H_k/U, T/C] -> [H_k/U, T]
-    attend      queries of T/C tokens over the keys from their first sample's begin on
+    attend      queries of T/C tokens over the keys from the start of their first sample on
     exchange    back:               [H/U, T/C] -> [H, T/P]
 
-In backward exchanges run the other way, and the gradients of gathered keys and values are summed over the C ranks in
-fp32 and rounded once. With U = P no sum has another order than in one process. Heads of keys and values that U does not
-divide are repeated before the exchange.
+Backward reverses the exchanges, sums the gradients of gathered keys and values over the C ranks in fp32, and rounds
+them once. With U = P every sum has the same order as in one process. Key-value heads that U does not divide are
+repeated before the exchange.
 """
 
 from __future__ import annotations
@@ -32,15 +32,22 @@ from octavo.parallel.world import WAITS, World
 Within = Callable[[Tensor, Tensor, Tensor], Tensor]
 Group = dist.ProcessGroup | None
 
-# torch 2.13 has new names for both and warns of the old ones.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed both collectives and warns about the old names.
+_all_gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., object] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that share a row with this one. `size`: P; `rank`: this one among them; `ulysses`: U. `group` has all
-    of them, `heads` the U that exchange heads, `keys` the C that gather keys and values; None where it is one rank."""
+    """The ranks that share rows with this one.
+
+    size     P
+    rank     of this process among them
+    ulysses  U
+    group    all P ranks
+    heads    the U ranks that exchange heads; None for one rank
+    keys     the C ranks that gather keys and values; None for one rank
+    """
 
     size: int
     rank: int
@@ -50,17 +57,17 @@ class Context:
     keys: Group = None
 
     def part(self, length: int) -> slice:
-        """The tokens of a row of so many that this rank has."""
+        """The slice of a row of `length` tokens that this rank has. Raises WorldError unless P divides `length`."""
         if length % self.size:
             raise WorldError(
-                f"a row of {length} tokens cannot be shared by {self.size} ranks: it is not a multiple of them. Rows "
-                "of data.packing are; give octavo.data.collate_pack the number of ranks"
+                f"a row of {length} tokens cannot be shared by {self.size} ranks, which do not divide it. Packs of "
+                "data.packing are padded to a multiple; give octavo.data.collate_pack the number of ranks"
             )
         each = length // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def queries(self, length: int) -> tuple[int, int]:
-        """[first, last) of the tokens whose queries this rank attends by, between the exchanges."""
+        """[first, last) of the tokens whose queries this rank has between the two exchanges."""
         each = length // self.size * self.ulysses
         number = self.rank // self.ulysses
         return number * each, (number + 1) * each
@@ -68,21 +75,21 @@ class Context:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, within: Within, layer: object = None) -> Tensor:
         """Attention of this rank's tokens over the row: q [1, H, T/P, D], k and v [1, H_k, T/P, D] -> [1, T/P, H, D].
 
-        ``within`` gets q [1, H/U, T/C, D] and k, v [1, H_k/U, T, D], and gives [1, T/C, H/U, D], which a ``layer``
-        that has a coding (:mod:`octavo.parallel.wire`) sends back to tokens by it.
+        ``within`` maps q [1, H/U, T/C, D] and k, v [1, H_k/U, T, D] to [1, T/C, H/U, D]. If ``layer`` has a coding
+        (:mod:`octavo.parallel.wire`), the second exchange sends that output as FP8 codes.
         """
         if self.heads is not None:
             q, k, v = self._to_heads(q, k, v)
         if self.keys is not None:
-            k, v = self._gathered(k, v)
+            k, v = self._gather_keys(k, v)
         out = within(q, k, v)
         return out if self.heads is None else self._to_tokens(out, getattr(layer, "__dict__", {}).get(CODING))
 
     def swap(self, rows: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
-        """Rows to all ranks of the context, `sent[p]` to rank p, in order; returns what came, `got[p]` from rank p.
-        Differentiable. A collective."""
-        found: Tensor = _Swap.apply(rows, self.group, list(sent), list(got), None)
-        return found
+        """Send rows to the ranks of the context, `sent[p]` of them to rank p, in order; return the received rows,
+        `got[p]` from rank p. Differentiable. A collective."""
+        received: Tensor = _Swap.apply(rows, self.group, list(sent), list(got), None)
+        return received
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks of the context, as a new tensor without a gradient. A collective."""
@@ -107,7 +114,7 @@ class Context:
         mine = got.view(self.ulysses, tokens // self.ulysses, heads, dim).transpose(0, 1)
         return mine.reshape(1, tokens // self.ulysses, self.ulysses * heads, dim)
 
-    def _gathered(self, k: Tensor, v: Tensor) -> list[Tensor]:
+    def _gather_keys(self, k: Tensor, v: Tensor) -> list[Tensor]:
         """Each [1, H_k/U, T/C, D] -> [1, H_k/U, T, D]."""
         sizes = [(x.shape[1], x.shape[3]) for x in (k, v)]
         got: Tensor = _Gather.apply(torch.cat([x[0].transpose(0, 1).flatten(1) for x in (k, v)], -1), self.keys)
@@ -116,45 +123,48 @@ class Context:
 
 
 def context_of(world: World, ulysses: int | str, heads: int) -> Context | None:
-    """The context of this rank, of a model with so many heads of queries; None where no rank shares its rows with
-    another. ``ulysses``: as `parallel.ulysses` asks for it. A collective: all ranks make their groups.
+    """The context of this rank for a model with ``heads`` query heads; None if ranks share no rows.
 
-    Raises WorldError where `ulysses` does not divide the heads.
+    ``ulysses`` is the value of `parallel.ulysses`. A collective: all ranks create their groups. Raises WorldError if
+    ``ulysses`` does not divide the heads.
     """
     size = world.layout.context
     if size == 1:
         return None
-    asked = ulysses_of(size, ulysses, heads)
+    u = ulysses_of(size, ulysses, heads)
     first, rank = world.rank - world.context_rank, world.context_rank
     wait = timedelta(seconds=WAITS * world.timeout)
 
     def group(ranks: range) -> Group:
-        # Its own ranks alone make a group: on thousands, making all of them everywhere takes minutes.
+        # Only members create a group: with thousands of ranks, creating every group on every rank takes minutes.
         return dist.new_group(list(ranks), timeout=wait, use_local_synchronization=True) if len(ranks) > 1 else None
 
     whole = group(range(first, first + size))
-    begin = first + rank // asked * asked
-    by_heads = whole if asked == size else group(range(begin, begin + asked))
-    by_keys = whole if asked == 1 else group(range(first + rank % asked, first + size, asked))
-    return Context(size, rank, asked, whole, by_heads if asked > 1 else None, by_keys if asked < size else None)
+    begin = first + rank // u * u
+    by_heads = whole if u == size else group(range(begin, begin + u))
+    by_keys = whole if u == 1 else group(range(first + rank % u, first + size, u))
+    return Context(size, rank, u, whole, by_heads if u > 1 else None, by_keys if u < size else None)
 
 
-def ulysses_of(size: int, asked: int | str, heads: int) -> int:
-    """U: what is asked for, or with "auto" the most ranks that divide the context and the heads of queries."""
-    if asked == "auto":
+def ulysses_of(size: int, ulysses: int | str, heads: int) -> int:
+    """U: the number in ``ulysses``, or for "auto" the largest common divisor of the context and the query heads.
+
+    Raises WorldError for a number that does not divide both.
+    """
+    if ulysses == "auto":
         return max(n for n in range(1, size + 1) if size % n == 0 and heads % n == 0)
-    ranks = int(asked)
+    ranks = int(ulysses)
     if size % ranks or heads % ranks:
-        of = f"the {size} ranks of a context" if size % ranks else f"the model's {heads} heads of queries"
+        whole = f"the {size} ranks of a context" if size % ranks else f"the model's {heads} heads of queries"
         raise WorldError(
-            f"parallel.ulysses is {ranks}, which does not divide {of}. Use a divisor of both, or auto "
+            f"parallel.ulysses is {ranks}, which does not divide {whole}. Use a divisor of both, or auto "
             f"({ulysses_of(size, 'auto', heads)} here)"
         )
     return ranks
 
 
 def _repeated(x: Tensor, heads: int) -> Tensor:
-    """[1, H, t, D] with each head several times in a row, so that there are so many."""
+    """[1, H, t, D] -> [1, heads, t, D]: each head repeated as often as that takes."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
@@ -165,8 +175,8 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 
 
 class _Swap(torch.autograd.Function):
-    """Pieces of dimension 0 to and from the ranks of a group; `sent` and `got` are their lengths, None for equal ones.
-    The gradient goes the way back, as it is; the pieces by a ``coding`` if there is one."""
+    """An all-to-all along dimension 0; `sent` and `got` are the rows to and from each rank, None for equal parts. With
+    a ``coding`` values travel as FP8 codes; gradients always travel in their own dtype."""
 
     @staticmethod
     def forward(
@@ -178,13 +188,13 @@ class _Swap(torch.autograd.Function):
         return coding.unpack(_all_to_all(coding.pack(x), group, sent, got), x.shape[1], x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group, sent, got = ctx.way
         return _all_to_all(grad, group, got, sent), None, None, None, None
 
 
 class _Gather(torch.autograd.Function):
-    """[n, ...] of each rank -> [ranks * n, ...]; the gradient is summed over ranks in fp32 and rounded once."""
+    """[n, ...] of each rank -> [ranks * n, ...]; gradients are summed over ranks in fp32 and rounded once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -194,7 +204,8 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # One rounding after the sum, as where one process adds up all queries' contributions.
         wide = grad.to(torch.float64 if grad.dtype == torch.float64 else torch.float32).contiguous()
         out = wide.new_empty((wide.shape[0] // dist.get_world_size(ctx.group), *wide.shape[1:]))
         _reduce_scatter(out, wide, group=ctx.group)

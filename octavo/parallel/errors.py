@@ -1,4 +1,4 @@
-"""What goes wrong between ranks."""
+"""The error of this package."""
 
 
 class WorldError(RuntimeError):

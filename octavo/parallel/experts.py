@@ -1,12 +1,12 @@
-"""Expert parallel: the experts of each layer dealt to the ranks of the mesh's axis "expert", a part of them each.
+"""Expert parallelism: the experts of each layer are distributed over the ranks of the mesh's axis "expert".
 
-A module of experts then has parameters [E, ...] of which rank r of n holds those of the experts from r E / n on, as
-DTensors ``Shard(0)`` on that axis; FSDP2 shards these over the rest of the mesh, in a group of the module's own, and
-gathers over that rest alone. Both cuts are between experts, and both are in the DTensor: so whoever saves, counts or
-adds up sees E experts, and checkpoints load on any other number of ranks.
+The parameters [E, ...] of an expert module become DTensors ``Shard(0)`` on that axis: rank r of n holds the experts
+from r E / n on. FSDP2 shards these over the rest of the mesh, in a group per module, and gathers only over that rest.
+Both splits are between experts, and the DTensor knows both: code that saves, counts or sums parameters sees E experts,
+and checkpoints load on any number of ranks.
 
-Tokens go to the experts (:mod:`octavo.fp8.moe.exchange`), whether these compute in FP8 or not. An expert's gradient is
-the sum over the ranks that have it, of the rows that came to them from all others: the one that one process has.
+Tokens are dispatched to the experts (:mod:`octavo.fp8.moe.exchange`), in FP8 or not. An expert's gradient is the sum
+over the ranks that hold it, for the rows they received from all ranks: the same gradient as in one process.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ from octavo.parallel.world import World
 
 
 def deal(model: nn.Module, world: World) -> list[nn.Module]:
-    """Deal the experts of all layers to the ranks of ``world.experts``, in place; the modules that hold them.
+    """Distribute the experts of all layers over the ranks of ``world.experts``, in place; return their modules.
 
-    All ranks hold the same weights, or none. Raises WorldError as :func:`check_experts`, and for experts that are not
-    known to give the same when rows are laid out by expert.
+    All ranks hold the same weights, or none. Raises WorldError as :func:`check_experts` does, and for experts that are
+    not known to compute the same with rows grouped by expert.
     """
-    found = check_experts(model, world.layout, lambda name, module: getattr(module, "scaled_late", None))
-    for name, module in found.items():
-        if not isinstance(module, moe.Experts) and (why := _gives_other(module)):
+    modules = check_experts(model, world.layout, lambda name, module: getattr(module, "scaled_late", None))
+    for name, module in modules.items():
+        if not isinstance(module, moe.Experts) and (why := _why_different(module)):
             raise _refused(world.layout, name, f"{why}. Set parallel.expert: 1")
-    for module in found.values():
+    for module in modules.values():
         _deal(module, world.experts)
-    return list(found.values())
+    return list(modules.values())
 
 
 def check_experts(
     model: nn.Module, layout: Layout, late: Callable[[str, nn.Module], str | None]
 ) -> dict[str, nn.Module]:
-    """The modules of experts of a model, which may be on the meta device, by their names. ``late``: the name of the
-    delayed recipe of a module, or None.
+    """Name -> expert module of a model, which may be on the meta device. ``late`` returns the name of a module's
+    delayed recipe, or None.
 
-    Raises WorldError for a model without experts, and where they cannot be dealt to ranks, with what to do about it.
+    Raises WorldError, with the fix, for a model without experts and for experts that cannot be distributed.
     """
-    found = {name: module for name, module in model.named_modules() if moe.is_experts(module)}
-    if not found:
+    modules = {name: module for name, module in model.named_modules() if moe.is_experts(module)}
+    if not modules:
         raise WorldError(
             f"parallel.expert: {layout.expert} was asked for, but {type(model).__name__} has no experts that are "
             "stacked in one parameter (gate_up_proj, down_proj). Set parallel.expert: 1"
         )
-    for name, module in found.items():
+    for name, module in modules.items():
         if why := _why_not(module, layout.sharded, late(name, module)):
             raise _refused(layout, name, why)
-    return found
+    return modules
 
 
 def _refused(layout: Layout, name: str, why: str) -> WorldError:
@@ -64,15 +64,14 @@ def _refused(layout: Layout, name: str, why: str) -> WorldError:
 
 
 def _why_not(module: nn.Module, over: int, late: str | None) -> str | None:
-    """Why these experts cannot be dealt out where so many ranks share them, with what to do about it; None if they
-    can."""
+    """Why these experts cannot be distributed over ``over`` ranks, with the fix; None if they can."""
     experts = module._parameters["gate_up_proj"].shape[0]  # type: ignore[union-attr]
-    own = {f"{name}{more}" for name in moe.PROJECTIONS for more in ("", "_bias")}
-    if other := sorted(name for name, _ in module.named_parameters() if name not in own):
-        return f"its parameter {other[0]} belongs to no expert alone. Set parallel.expert: 1"
+    by_expert = {f"{name}{suffix}" for name in moe.PROJECTIONS for suffix in ("", "_bias")}
+    if other := sorted(name for name, _ in module.named_parameters() if name not in by_expert):
+        return f"its parameter {other[0]} belongs to no single expert. Set parallel.expert: 1"
     if experts % over:
         return (
-            f"its {experts} experts are no multiple of the {over} ranks (shard x context) that share a copy of the "
+            f"its {experts} experts are not a multiple of the {over} ranks (shard x context) that share a copy of the "
             "model, and each rank must hold whole experts. Use parallel.replicate for more copies of fewer ranks"
         )
     if any(is_frozen(parameter) for parameter in module.parameters()):
@@ -84,7 +83,8 @@ def _why_not(module: nn.Module, over: int, late: str | None) -> str | None:
     return None
 
 
-def _gives_other(module: nn.Module) -> str | None:
+def _why_different(module: nn.Module) -> str | None:
+    """Why experts would compute something else with rows grouped by expert; None if they compute the same."""
     meta = any(p.is_meta for p in module.parameters())
     return moe.stand_in_matches(module) if meta else moe.matches_stock(module)
 
@@ -94,24 +94,25 @@ def _deal(module: nn.Module, mesh: DeviceMesh | None) -> None:
     axis = mesh["expert"]
     for name, parameter in list(module._parameters.items()):
         if parameter is not None:
-            setattr(module, name, nn.Parameter(_own(parameter, axis), requires_grad=parameter.requires_grad))
+            setattr(module, name, nn.Parameter(_local_part(parameter, axis), requires_grad=parameter.requires_grad))
     if not isinstance(module, moe.Experts):
         moe.by_rows(module)
     module.__dict__[moe.EXCHANGE] = moe.Exchange(axis.get_group(), axis.size())
 
 
-def _own(parameter: Tensor, axis: DeviceMesh) -> DTensor:
-    """The part of a parameter [E, ...] that this rank has, as one of the whole."""
+def _local_part(parameter: Tensor, axis: DeviceMesh) -> DTensor:
+    """This rank's experts of a parameter [E, ...], as a DTensor of the whole parameter."""
     each = parameter.shape[0] // axis.size()
     first = axis.get_local_rank() * each
     part = part_of(parameter, first, first + each)
-    found = DTensor.from_local(part, axis, [Shard(0)], run_check=False)
-    found._local_tensor = part  # of which torch takes a view, and a view of FP8 codes would be their values
-    return found
+    whole = DTensor.from_local(part, axis, [Shard(0)], run_check=False)
+    # from_local takes a view of the part, and a view of FP8 codes would be their dequantized values.
+    whole._local_tensor = part
+    return whole
 
 
 def rest_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes of the mesh of experts over which FSDP2 works."""
+    """The axes of the expert mesh over which FSDP2 shards: all except the last, "expert"."""
     names = mesh.mesh_dim_names
     assert names is not None
     return mesh[names[:-1]] if len(names) > 2 else mesh[names[0]]

@@ -1,9 +1,9 @@
-"""The images of a row that several ranks share: each rank encodes some, whole, and features go where their tokens are.
+"""The images of a row that several ranks share: each rank encodes some whole images, and sends features to the tokens.
 
-Images are dealt by what they cost, whatever tokens they stand for; a run of placeholders may lie on two ranks. Inside
-the model's own forward, where it asks for the features of its images, each rank runs the tower on its own and one
-exchange brings to each the features of the placeholders that it has, in their order. A rank without an image of its own
-runs the tower on a dummy, so that it takes part in what shards of the tower send each other.
+Images are distributed by cost, wherever their tokens are; the placeholders of one image may be on two ranks. When the
+model's forward asks for image features, each rank runs the tower on its images, and one exchange sends every rank the
+features of its placeholders, in order. A rank without images runs the tower on a dummy image, so that it takes part in
+the collectives of the sharded tower.
 """
 
 from __future__ import annotations
@@ -26,51 +26,57 @@ from octavo.parallel.errors import WorldError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LINEAR = 4096  # patches of attention that a patch's other work weighs as much as
+LINEAR = 4096  # a patch costs n (attention over n patches) + LINEAR (its linear layers)
 
 
 @dataclass(frozen=True)
 class Deal:
-    """Who encodes which images of a row, as one rank sees it. ``own``: numbers of its images; ``sent``, ``got``: rows
-    of features to and from each rank; ``order``: the places of what it gets, in the order of its placeholders."""
+    """The distribution of a row's images, as one rank sees it.
 
-    own: tuple[int, ...]
+    images     indices of the images that this rank encodes
+    sent, got  rows of features to and from each rank
+    order      index of each placeholder's feature among the received rows
+    """
+
+    images: tuple[int, ...]
     sent: tuple[int, ...]
     got: tuple[int, ...]
     order: Tensor
 
 
 def deal(patches: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """The rank of each image: the dearest first, to the rank with the least to do; of equal ones the first."""
-    loads, found = [0] * ranks, [0] * len(patches)
+    """The rank of each image: the most expensive image first, to the rank with the least load; ties by index."""
+    loads, owners = [0] * ranks, [0] * len(patches)
     costs = [n * n + LINEAR * n for n in patches]
     for image in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
         rank = min(range(ranks), key=lambda n: (loads[n], n))
         loads[rank] += costs[image]
-        found[image] = rank
-    return tuple(found)
+        owners[image] = rank
+    return tuple(owners)
 
 
 def dealt(places: Tensor, tokens: Sequence[int], patches: Sequence[int], each: int, ranks: int, rank: int) -> Deal:
-    """The deal of a row that has images of so many `tokens` and `patches`, as this rank sees it.
+    """The distribution of a row's images, as this rank sees it.
 
-    places int64: where the placeholders of all images stand, rising; `each`: tokens of the row that a rank has.
+    places           int64, ascending: positions of the placeholders of all images
+    tokens, patches  of each image
+    each             tokens of the row on one rank
     """
-    of = deal(patches, ranks)
-    source = torch.repeat_interleave(torch.tensor(of), torch.tensor(tokens))
+    owners = deal(patches, ranks)
+    source = torch.repeat_interleave(torch.tensor(owners), torch.tensor(tokens))
     home = places // each
     sent = [int(((source == rank) & (home == to)).sum()) for to in range(ranks)]
-    mine = source[home == rank]  # who encodes each of this rank's placeholders
+    mine = source[home == rank]  # the rank that encodes each of this rank's placeholders
     got = [int((mine == by).sum()) for by in range(ranks)]
-    order = mine.argsort(stable=True).argsort()  # what comes lies by rank, and of one rank in order
-    return Deal(tuple(n for n, by in enumerate(of) if by == rank), tuple(sent), tuple(got), order)
+    order = mine.argsort(stable=True).argsort()  # received rows are grouped by rank, and in order within each
+    return Deal(tuple(n for n, by in enumerate(owners) if by == rank), tuple(sent), tuple(got), order)
 
 
 class Images:
-    """Deals the images of shared rows and brings their features to their tokens, in a model whose `get_image_features`
-    is exchanged on the instance.
+    """Distributes the images of shared rows and sends their features to their tokens, by replacing the model's
+    `get_image_features` on the instance.
 
-    Raises WorldError for a family that does not make features there.
+    Raises WorldError for a family without that method.
     """
 
     def __init__(self, model: PreTrainedModel, family: models.Family, context: Context) -> None:
@@ -84,37 +90,37 @@ class Images:
         self.model, self.family, self.context = model, family, context
         self.vision = models.vision_of(model.config)
         self._now: Deal | None = None
-        self._given: list[int] = []
+        self._encoded: list[int] = []  # images in the order in which the tower gets them
         owner.get_image_features = self._features  # type: ignore[assignment]
 
     def sees(self, batch: Mapping[str, Any]) -> bool:
-        """Whether an image of a row is this rank's."""
-        found = self._deal(batch)
-        return found is not None and bool(found.own)
+        """Whether this rank encodes an image of the row."""
+        mine = self._deal(batch)
+        return mine is not None and bool(mine.images)
 
     def begin(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What of a row's images goes into the next forward of the model on this rank, whose features are exchanged;
-        nothing where the row has none."""
+        """The image tensors for this rank's next forward, whose features are exchanged; {} for a row without images."""
         self._now = self._deal(batch)
         if self._now is None:
             return {}
-        if not self._now.own:
+        if not self._now.images:
             return {name: x.cpu() for name, x in dummy_image_inputs(self.model, self.family).items()}
-        grid, own, more = batch.get("image_grid_thw"), list(self._now.own), {}
-        if self.vision.sized:  # told by counts which images are alone in their row: those first
-            alone = anyres.alone(batch["batch_num_images"])
-            own.sort(key=lambda n: not alone[n])
-            more = {"batch_num_images": torch.tensor([1 if alone[n] else 2 for n in own])}
-        self._given = own
-        of = [1] * len(batch["pixel_values"]) if grid is None else grid.prod(-1).tolist()
-        ends = [0, *accumulate(of)]
-        more["pixel_values"] = torch.cat([batch["pixel_values"][ends[n] : ends[n + 1]] for n in own])
+        grid, images = batch.get("image_grid_thw"), list(self._now.images)
+        inputs: dict[str, Tensor] = {}
+        if self.vision.sized:  # it cuts an image by whether its row has others, which it tells from counts per row
+            single = anyres.alone(batch["batch_num_images"])
+            images.sort(key=lambda n: not single[n])
+            inputs = {"batch_num_images": torch.tensor([1 if single[n] else 2 for n in images])}
+        self._encoded = images
+        rows = [1] * len(batch["pixel_values"]) if grid is None else grid.prod(-1).tolist()
+        ends = [0, *accumulate(rows)]
+        inputs["pixel_values"] = torch.cat([batch["pixel_values"][ends[n] : ends[n + 1]] for n in images])
         if grid is not None:
-            more["image_grid_thw"] = grid[own]
-        return more | {name: batch[name][own] for name in _of_images(batch)}
+            inputs["image_grid_thw"] = grid[images]
+        return inputs | {name: batch[name][images] for name in _image_inputs(batch)}
 
     def end(self) -> None:
-        """The forward is over: images of others (held-out rows) are the model's own business."""
+        """Stop exchanging features: forwards of other rows (evaluation) are the model's own."""
         self._now = None
 
     def _deal(self, batch: Mapping[str, Any]) -> Deal | None:
@@ -135,22 +141,23 @@ class Images:
         return dealt(places, tokens, patches, part.stop - part.start, self.context.size, self.context.rank)
 
     def _features(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own features, of the placeholders that this rank has."""
+        """The model's features of this rank's placeholders, in place of `get_image_features`."""
         assert self._stock is not None
         now = self._now
         if now is None:
             return self._stock(*args, **kwargs)
-        if now.own:
+        if now.images:
             output = self._stock(*args, **kwargs)
         else:
-            with uncounted():
+            with uncounted():  # the plan's proof counts no GEMMs of a dummy image
                 output = self._stock(*args, **kwargs)
         whole = output.pooler_output
-        if now.own and self._given != list(now.own):  # back in their order
-            whole = [whole[self._given.index(n)] for n in now.own]
+        if now.images and self._encoded != list(now.images):  # undo the sorting of `begin`
+            whole = [whole[self._encoded.index(n)] for n in now.images]
         deep = [_joined(layer) for layer in getattr(output, "deepstack_features", None) or ()]
-        made = torch.cat([_joined(whole), *deep], -1)
-        got = self.context.swap(made if now.own else made[:0], now.sent, now.got)[now.order.to(made.device)]
+        features = torch.cat([_joined(whole), *deep], -1)
+        sent = features if now.images else features[:0]  # the dummy's features go to no rank
+        got = self.context.swap(sent, now.sent, now.got)[now.order.to(features.device)]
         first, *rest = got.chunk(1 + len(deep), -1)
         output.pooler_output = first[None] if isinstance(whole, Tensor) and whole.dim() == 3 else (first,)
         if rest:
@@ -158,11 +165,11 @@ class Images:
         return output
 
 
-def _of_images(batch: Mapping[str, Any]) -> list[str]:
-    """Further tensors of a row's images, or of their tiles, of which each is an image here."""
+def _image_inputs(batch: Mapping[str, Any]) -> list[str]:
+    """Names of further tensors with an entry per image or per tile."""
     return [name for name, per in batch["meta"].inputs.items() if per in ("image", "pixels")]
 
 
 def _joined(features: Any) -> Tensor:
-    """[rows, width] of the features of images, apart or of tiles of one size."""
+    """Features as [rows, width], from a list with a tensor per image or from one tensor of tiles of one size."""
     return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(list(features))

@@ -1,13 +1,13 @@
-"""How the ranks of a run are laid out: which axis of the mesh means what, and who stands where on it.
+"""The layout of a run's ranks: the axes of the device mesh.
 
 From the slowest axis to the fastest::
 
     replicate   copies of the model; gradients are summed over them
-    shard       parts of a global batch: each trains on rows of its own
+    shard       parts of a global batch: each trains on different rows
     context     ranks that share the tokens of a row
 
-Parameters are sharded over shard x context ranks, which follow one another and so may lie in one node. Experts are
-dealt to `expert` of these, the fastest axis among them, and sharded over the rest.
+Parameters are sharded over shard x context ranks. These are consecutive, so one node can hold them. Experts are
+distributed over `expert` of them, the fastest axis, and sharded over the rest.
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.replicate * self.sharded
 
     @property
     def sharded(self) -> int:
-        """How many ranks the parameters of a copy are sharded over."""
+        """The number of ranks over which a copy's parameters are sharded."""
         return self.shard * self.context
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes of the mesh over which FSDP2 works, the slowest first; one of copies only where there are some."""
+        """The axes of FSDP2's mesh, the slowest first; "replicate" only if there are copies."""
         return {"shard": self.sharded} if self.replicate == 1 else {"replicate": self.replicate, "shard": self.sharded}
 
     @property
     def expert_axes(self) -> dict[str, int]:
-        """The axes of the mesh of experts, the slowest first: those that experts are dealt to, and over which FSDP2
-        shards what each of these has."""
+        """The axes of the expert mesh, the slowest first: experts are distributed over "expert", and FSDP2 shards each
+        rank's experts over the others."""
         rest = {"rest": self.sharded // self.expert, "expert": self.expert}
         return rest if self.replicate == 1 else {"replicate": self.replicate, **rest}
 
     @classmethod
     def of(cls, ranks: int, section: ParallelSection) -> Layout:
-        """That of so many ranks, as `parallel` in a configuration asks for it; ``shard`` "auto" takes what is left.
+        """The layout of so many ranks under the section `parallel`; ``shard`` "auto" takes the ranks that are left.
 
-        Raises WorldError where the axes do not multiply to the number of ranks, or `expert` does not divide.
+        Raises WorldError if the product of the axes is not the number of ranks, or if `expert` does not divide
+        shard x context.
         """
         replicate, shard, context, expert = section.replicate, section.shard, section.context, section.expert
         within = ranks // (replicate * context) if shard == "auto" else int(shard)
@@ -62,7 +63,7 @@ class Layout:
             each = f"shard: {shard}" if shard != "auto" else f"shard: auto, {auto}"
             context_too = f", context: {context}" if context > 1 else ""
             raise WorldError(
-                f"parallel asks for replicate: {replicate} and {each}{context_too}, and there are {ranks} ranks. Start "
+                f"parallel asks for replicate: {replicate} and {each}{context_too}, but there are {ranks} ranks. Start "
                 "replicate x shard x context ranks, or change parallel.replicate, parallel.shard or parallel.context"
             )
         if within * context % expert:

@@ -1,15 +1,14 @@
-"""How the ranks of a run find each other in a store that may be older than they are, and that they started alike.
+"""Rendezvous: the ranks of a run meet in a store that may hold keys of earlier starts, and check that they agree.
 
-torchrun's agents keep one store while they start the processes anew (`--max-restarts`, another number of nodes), and
-what the former ranks wrote is still in it: addresses of processes that are gone. No variable that torchrun sets tells
-one start from the next on all nodes, so the ranks agree on a name themselves. Each knocks with a word that no rank has
-used before; rank 0 answers to every word with the name that it has just made up, until each rank has come by that name.
-What is left of former starts is answered too, and no process reads it.
+torchrun's agents keep one store across restarts (`--max-restarts`, another number of nodes), and it still holds what
+the former ranks wrote, such as addresses of processes that no longer exist. No variable of torchrun's identifies a
+start on all nodes, so the ranks agree on a name for it. Each rank writes a new random word; rank 0 answers every word
+with a random name, until each rank has registered under that name. Rank 0 also answers words of former starts, and
+no process reads those answers.
 
-The answer holds the number of ranks that rank 0 was given. A rank that was given another one says so under the new name
-and ends, and rank 0 ends with it (:func:`meet`). Ranks that met compare what they start with (:func:`agree`) before
-anything is sent between them: ranks with different settings would wait for collectives that others never enter, or
-train a mixture of both settings in silence.
+The answer also holds WORLD_SIZE of rank 0. A rank with a different WORLD_SIZE reports it under the name and ends, and
+so does rank 0 (:func:`meet`). Then the ranks compare their settings (:func:`agree`) before the first collective: ranks
+with different settings would wait for collectives that others never enter, or silently train a mixture of both.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ import torch.distributed as dist
 
 from octavo.parallel.errors import WorldError
 
-LOOK = 0.02  # seconds between two looks of rank 0
-LIVE = 3.0  # seconds between two looks of a rank without an answer at the pulse of a run that has begun
-LINGER = 10.0  # seconds that rank 0 stays, once it knows why the run cannot be, so that others can read the reason
+LOOK = 0.02  # seconds between two polls of rank 0
+LIVE = 3.0  # seconds between two polls of a running job's heartbeat, by a rank that has no answer yet
+LINGER = 10.0  # seconds that rank 0 keeps the store up after a refusal, so that other ranks can read the reason
 NAMED = 8  # ranks, and values, that a message names
 
 Differences = Sequence[tuple[str, Mapping[str, Sequence[int]]]]
-"""(key, value -> the ranks that have it), of each key in which ranks differ."""
+"""(key, value -> ranks with that value) for each key in which ranks differ."""
 
 
 def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
-    """The part of `store` that is of this start alone. All ranks call it.
+    """Return the part of `store` that only this start uses. All ranks call it.
 
-    Raises RuntimeError where ranks do not come within `timeout` seconds; on rank 0 it names them. Raises WorldError on
-    every rank that has come where one was given another number of ranks.
+    Raises RuntimeError if ranks do not appear within `timeout` seconds; on rank 0 it names them. Raises WorldError on
+    every rank that has appeared if one of them has another WORLD_SIZE.
     """
     if rank == 0:
-        return dist.PrefixStore(_answer(store, size, timeout), store)
+        return dist.PrefixStore(_collect_ranks(store, size, timeout), store)
     word = uuid4().hex
     store.set(f"knock/{rank}", word)
-    answer = json.loads(_answered(store, f"answer/{word}", rank, size, timeout))
+    answer = json.loads(_wait_for_answer(store, f"answer/{word}", rank, size, timeout))
     name = answer["name"]
     store.set(f"{name}/size/{rank}", str(size))
     if answer["size"] != size:
@@ -52,8 +51,8 @@ def meet(store: dist.Store, rank: int, size: int, timeout: float) -> dist.Store:
     return dist.PrefixStore(name, store)
 
 
-def _answer(store: dist.Store, size: int, timeout: float) -> str:
-    """Rank 0's part; the name that it gave."""
+def _collect_ranks(store: dist.Store, size: int, timeout: float) -> str:
+    """Rank 0: answer words until every rank has registered; return the name of this start."""
     name, until = uuid4().hex, time.monotonic() + timeout
     answer = json.dumps({"name": name, "size": size})
     store.set("start", answer)
@@ -64,7 +63,7 @@ def _answer(store: dist.Store, size: int, timeout: float) -> str:
             sizes[rank] = int(store.get(f"{name}/size/{rank}"))
             missing.remove(rank)
         if not differ and set(sizes.values()) != {size}:
-            # Ranks that only the other number has come too, and read why they end.
+            # Wait for the ranks that exist only under the larger WORLD_SIZE too: they must read why they end.
             missing = [rank for rank in range(1, max(sizes.values())) if rank not in sizes]
             differ, until = True, min(until, time.monotonic() + LINGER)
         if missing and time.monotonic() > until:
@@ -83,17 +82,17 @@ def _answer(store: dist.Store, size: int, timeout: float) -> str:
     return name
 
 
-def _answered(store: dist.Store, key: str, rank: int, size: int, timeout: float) -> str:
-    """Rank 0's answer. Raises WorldError where rank 0 is in a run already that has no place for this rank, and
-    RuntimeError where there is no answer in time."""
+def _wait_for_answer(store: dist.Store, key: str, rank: int, size: int, timeout: float) -> str:
+    """Rank 0's answer. Raises WorldError if rank 0 already runs a job without this rank, and RuntimeError without an
+    answer in time."""
     began = time.monotonic()
     beat, seen = b"", began
-    # Asked again and again: a wait of the store's own that ends without an answer writes warnings.
+    # Polls, because store.wait prints warnings when it times out.
     while not store.check([key]):
         if (now := time.monotonic()) - began > timeout:
             raise RuntimeError(f"rank 0 has not answered within {timeout:g} s")
         if now - seen > LIVE and store.check(["start"]):
-            # Only a run whose rank 0 still beats counts: what former starts wrote stays in the store.
+            # Only a run whose heartbeat changes counts: keys of former starts stay in the store.
             start = json.loads(store.get("start"))
             pulse = f"{start['name']}/pulse_0"
             last, beat, seen = beat, store.get(pulse) if store.check([pulse]) else b"", now
@@ -104,8 +103,8 @@ def _answered(store: dist.Store, key: str, rank: int, size: int, timeout: float)
 
 
 def agree(store: dist.Store, rank: int, size: int, facts: Mapping[str, str], timeout: float) -> Differences:
-    """In what the facts of the ranks differ, on every rank; nothing where they are equal. All ranks call it, with the
-    store that they met in. Each sends a digest of its facts; rank 0 reads the facts of those whose digest differs."""
+    """The differences between the facts of the ranks, on every rank; empty if they are equal. All ranks call it, with
+    the store that :func:`meet` returned. Each sends a digest; rank 0 reads the facts only where a digest differs."""
     mine = json.dumps(facts, sort_keys=True)
     digest = hashlib.sha256(mine.encode()).hexdigest()
     wait = timedelta(seconds=timeout)
@@ -142,13 +141,13 @@ def _differences(every: Mapping[int, Mapping[str, str]]) -> Differences:
 
 
 def in_words(differences: Differences, keys: int = 4) -> str:
-    """The first differences: "train.lr is 0.001 on rank 0 and 0.002 on rank 1; ..."."""
+    """The first ``keys`` differences: "train.lr is 0.001 on rank 0 and 0.002 on rank 1; ..."."""
     clauses = []
     for key, values in differences[:keys]:
         parts = [f"{value} on {_ranks(ranks)}" for value, ranks in [*values.items()][:NAMED]]
         clauses.append(f"{key} is {', '.join(parts[:-1])} and {parts[-1]}")
-    more = len(differences) - keys
-    return "; ".join(clauses) + (f"; and {more} more" if more > 0 else "")
+    rest = len(differences) - keys
+    return "; ".join(clauses) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _sizes(sizes: Mapping[int, int]) -> str:

@@ -1,22 +1,21 @@
-"""Bytes on the wire: how many each collective brings to a rank, as a formula and counted; and what goes as FP8 codes.
+"""Bytes on the wire: how many a rank receives in each collective, counted; and what ranks send as FP8 codes.
 
-A collective over n ranks brings to each of them, whatever algorithm carries it out:
+Each of n ranks receives, whatever the algorithm:
 
 =============== ====================================================================================
 all_gather      (n - 1) x what a rank sends
-reduce_scatter  (n - 1) x what a rank keeps: the other ranks' shares of its shard, to be added up
+reduce_scatter  (n - 1) x a shard: the other ranks' addends of its own shard
 all_reduce      a reduce-scatter and a gather of n equal pieces: 2 (n - 1) x a piece
-all_to_all      what the others have for it
-broadcast       the tensor, but to the rank that has it
+all_to_all      the parts that other ranks send to it
+broadcast       the tensor, except on the source rank
 =============== ====================================================================================
 
-:class:`Counted` counts them of the calls that a stretch of code makes; :mod:`octavo.train.estimate.step_time` predicts
-them.
+:class:`Counted` counts the bytes of the collectives in a context; :mod:`octavo.train.estimate.step_time` predicts them.
 
-:func:`send_codes` (`train.exchange: fp8`) lets ranks exchange as codes what the FP8 recipe of a layer casts row by row
-with powers of two anyway (:mod:`octavo.fp8.dense.wire`): the output of attention before o_proj where ranks share a row,
-the rows that go to experts before gate_up_proj, and the gradients of their results before down_proj. All else travels
-as it is.
+:func:`send_codes` (`train.exchange: fp8`) makes ranks exchange FP8 codes where a layer's recipe casts the values row by
+row with powers of two anyway (:mod:`octavo.fp8.dense.wire`): the output of attention before o_proj if ranks share rows,
+the rows dispatched to experts before gate_up_proj, and the gradients of their results before down_proj. Everything else
+is sent in its own dtype.
 """
 
 from __future__ import annotations
@@ -50,26 +49,26 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
 _NAMES = {op: collective for collective, ops in _OPS.items() for op in ops}
 
-# What a module of attention may consist of, for its output to be the input of o_proj as it is.
+# If an attention module has no other parts, its output is the input of o_proj unchanged.
 _KNOWN = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 SENDS_NO_CODES = (
-    "train.exchange is fp8, and no layer casts what ranks exchange row by row with powers of two: that needs a recipe "
+    "train.exchange is fp8, but no layer casts what ranks exchange row by row with powers of two: that needs a recipe "
     "such as blockwise or mxfp8, in all three GEMMs of o_proj (with heads of whole blocks) or of experts. Set "
     "train.exchange: stored"
 )
 
 
 def reduced(size: int, ranks: int) -> int:
-    """What an all-reduce of so many bytes brings to each rank."""
+    """Bytes that each rank receives in an all-reduce of `size` bytes."""
     return 2 * (ranks - 1) * -(-size // ranks)
 
 
 class Counted(TorchDispatchMode):
-    """While entered: bytes that this thread's collectives bring to this rank.
+    """Context in which the bytes that this rank receives in this thread's collectives are counted.
 
     ``bytes``: collective -> bytes; ``calls``: collective -> calls. All-reduces of less than :data:`FIGURE` bytes,
-    of integers (amaxes of blocks that two ranks share) and of fp64 (counts) are "figures". Backward is seen where it
-    runs in the same thread, as it does on a CPU. Raises NotImplementedError at a collective that it has no rule for.
+    of integers (amaxes of blocks that two ranks share) and of fp64 (counts) count as "figures". Backward counts if it
+    runs in the same thread, as on a CPU. Raises NotImplementedError for a collective without a rule.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ class Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it becomes collectives on plain tensors, which come by here again
+            return NotImplemented  # DTensor turns it into collectives on plain tensors, which are dispatched here too
         space = getattr(func, "namespace", "")
         if space in ("c10d", "_c10d_functional"):
             self._count(func._opname, args)
@@ -92,24 +91,24 @@ class Counted(TorchDispatchMode):
             raise NotImplementedError(f"bytes of the collective {op} are not counted; add it to octavo.parallel.wire")
         collective, group = _NAMES[op], _group(args)
         size, sent = group.size(), _tensors(args)
-        if collective == "all_gather":  # c10d's forms have the result first
-            found = (size - 1) * _nbytes(sent[-1])
+        if collective == "all_gather":  # the result comes first among c10d's arguments
+            received = (size - 1) * _nbytes(sent[-1])
         elif collective == "reduce_scatter":
-            found = (size - 1) * (_nbytes(sent[0]) // (size if op == "reduce_scatter_tensor" else 1))
+            received = (size - 1) * (_nbytes(sent[0]) // (size if op == "reduce_scatter_tensor" else 1))
         elif collective == "all_reduce":
-            found = reduced(_nbytes(sent[0]), size)
+            received = reduced(_nbytes(sent[0]), size)
             if _nbytes(sent[0]) < FIGURE or sent[0].dtype not in _GRADIENTS:
                 collective = "figures"
         elif collective == "broadcast":
-            found = _nbytes(sent[0])
+            received = _nbytes(sent[0])
         else:
-            found = _exchanged(args, group)
-        self.bytes[collective] += found
+            received = _exchanged(args, group)
+        self.bytes[collective] += received
         self.calls[collective] += 1
 
 
 def _exchanged(args: Sequence[Any], group: dist.ProcessGroup) -> int:
-    """Of an all-to-all with rows in splits, or in equal parts: all that comes but this rank's own."""
+    """Bytes received from other ranks in an all-to-all, with splits or in equal parts."""
     tensors, rank, size = _tensors(args), group.rank(), group.size()
     splits = next((a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], int)), None)
     if splits is None:
@@ -123,14 +122,14 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup:
         if isinstance(arg, torch.ScriptObject):
             try:
                 return dist.ProcessGroup.unbox(arg)
-            except RuntimeError:  # a reduce operation, which is an object too
+            except RuntimeError:  # a ReduceOp is a ScriptObject too
                 continue
     name = next(arg for arg in reversed(args) if isinstance(arg, str))
     return dist.distributed_c10d._resolve_process_group(cast("dist.distributed_c10d.GroupName", name))
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    """Tensors, those in lists too, in the order of the arguments."""
+    """All tensors among the arguments and in their lists, in order."""
     out: list[Tensor] = []
     for arg in args:
         out += [arg] if isinstance(arg, Tensor) else _tensors(arg) if isinstance(arg, list | tuple) else []
@@ -142,21 +141,21 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def by_collective(counted: Mapping[str, int]) -> dict[str, int]:
-    """Without the figures of a step: what is predicted."""
+    """The collectives that are predicted: without "figures" and without those of 0 bytes."""
     return {name: size for name, size in counted.items() if name != "figures" and size}
 
 
 def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]:
-    """Let layers of a model that is sharded exchange codes; how many of attention and of experts do.
+    """Make the layers of a sharded model exchange codes; return how many attention and expert modules do.
 
-    Raises WorldError where none does, though ranks share rows or experts.
+    Raises WorldError if ranks share rows or experts and no layer can.
     """
     outputs = experts = 0
     for module in model.modules():
         if moe.EXCHANGE in module.__dict__ and isinstance(module, moe.Experts):
-            found = module.__dict__[moe.EXCHANGE].coded(module)
-            module.__dict__[moe.EXCHANGE] = found
-            experts += found.rows is not None or found.gradients is not None
+            exchange = module.__dict__[moe.EXCHANGE].coded(module)
+            module.__dict__[moe.EXCHANGE] = exchange
+            experts += exchange.rows is not None or exchange.gradients is not None
         elif world.layout.context > 1 and isinstance(output := getattr(module, "o_proj", None), Linear):
             coding = Coding.of_x(output.recipe, head_dim)
             if coding is not None and {name for name, _ in module.named_children()} <= _KNOWN:

@@ -1,9 +1,9 @@
-"""The processes of a run: who am I, how many are we, and the few things we say to each other.
+"""The processes of a run: rank, size, device and mesh, and the small collectives that a run needs.
 
-`setup` reads what torchrun wrote into the environment. One process is the ordinary case: then there is no process
-group, no mesh, and every helper of `World` is the identity, so that callers need no second code path.
+`setup` reads the environment variables of torchrun. In one process there is no process group and no mesh, and every
+method of `World` is the identity, so that callers need no second code path.
 
-Objects cross between ranks as JSON in uint8 tensors: `torch.distributed`'s own object collectives are pickle.
+Objects are sent as JSON in uint8 tensors, because `torch.distributed`'s object collectives use pickle.
 """
 
 from __future__ import annotations
@@ -33,18 +33,25 @@ from octavo.parallel.hang_watch import Marks, Pulse, missing_words
 from octavo.parallel.layout import Layout
 from octavo.parallel.rendezvous import agree, in_words, meet
 
-TIMEOUT = 600.0  # seconds: longer than any honest wait (a checkpoint, an evaluation), shorter than a night
-SOON = 20.0  # seconds until a rank that waits for others at the start says so
-WAITS = 0.9  # of the timeout a collective waits; in the rest of it the rank that did not come is found and named
+TIMEOUT = 600.0  # seconds: longer than any regular wait (a checkpoint, an evaluation), shorter than a night
+SOON = 20.0  # seconds after which a rank that waits for others at the start prints a message
+WAITS = 0.9  # share of the timeout that a collective waits; the rest is for finding and naming the missing rank
 
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`. `device` is where this rank computes; `mesh` has the axis "shard" or, with copies of
-    the model, the axes "replicate" and "shard", and is None for a single process; `layout` says what all axes are, and
-    `experts` is the mesh of experts where they are dealt to ranks (`Layout.expert_axes`);
-    `timeout` is how many seconds it may take until a rank that does not come is named; `group` what its own collectives
-    go through (None: the group of all ranks). Every method is a collective: all ranks call it, in the same order.
+    """One process among `size`.
+
+    device   where this rank computes
+    mesh     the axis "shard" or, with copies of the model, the axes "replicate" and "shard"; None for one process
+    timeout  seconds within which a missing rank is named
+    pulse    this rank's heartbeat (:mod:`octavo.parallel.hang_watch`); None for one process
+    group    process group of the collectives below (None: the group of all ranks)
+    layout   all axes
+    experts  the expert mesh, if experts are distributed over ranks (`Layout.expert_axes`)
+
+    `sum`, `all_reduce_max`, `any`, `barrier`, `gather_objects`, `from_main` and `with_own_group` are collectives: all
+    ranks call them, in the same order. `at` sends nothing, but all ranks call it alike.
     """
 
     rank: int = 0
@@ -61,17 +68,17 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """Which part of a global batch this rank trains on; ranks of a context share one."""
+        """The part of a global batch that this rank trains on; the ranks of a context share one."""
         return self.rank // self.layout.context
 
     @property
     def data_size(self) -> int:
-        """How many parts of a global batch are trained on at once."""
+        """The number of parts of a global batch that are trained on at once."""
         return self.size // self.layout.context
 
     @property
     def context_rank(self) -> int:
-        """Which part of each row this rank has, among `layout.context`."""
+        """The part of each row that this rank has, among `layout.context`."""
         return self.rank % self.layout.context
 
     @property
@@ -80,45 +87,45 @@ class World:
         return self.rank == 0
 
     def at(self, place: str) -> None:
-        """Say where this rank is now ("step 7, reading its rows"): how others name it should it hang there. Sends
-        nothing; all ranks say the same, in the same order."""
+        """Record where this rank is now ("step 7, reading its rows"), for the message of other ranks if it hangs there.
+        Sends nothing. All ranks record the same places, in the same order."""
         self.marks.count, self.marks.place = self.marks.count + 1, place
 
     def lost(self, error: RuntimeError) -> WorldError | None:
-        """The error of a collective that waited in vain, with the rank that did not come; None for any other error."""
+        """The error of a collective that timed out or lost a rank, with the missing rank; None for another error."""
         if self.pulse is None or isinstance(error, WorldError):
             return None
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             return None
         trace = nccl_flight_recorder.save(self.rank) if accelerator.traces_collectives(self.device) else None
-        kept = "" if trace is None else f"Its last collectives are in {trace}; torchfrtrace reads those of all ranks. "
+        record = f"Its last collectives are in {trace}; torchfrtrace reads the files of all ranks. " if trace else ""
         return WorldError(
-            f"rank {self.rank} of {self.size} waited in vain at {self.marks.place} (run.timeout: {self.timeout:g} s): "
-            f"{missing_words(self.pulse)}. A message of that rank, further up or in its log, has the cause; a wait "
-            f"that was honest needs a larger run.timeout. {kept}({first_line(error)})"
+            f"a collective failed on rank {self.rank} of {self.size} at {self.marks.place} (run.timeout: "
+            f"{self.timeout:g} s): {missing_words(self.pulse)}. A message of that rank, above or in its log, has the "
+            f"cause; if it only needs more time, raise run.timeout. {record}({first_line(error)})"
         )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum over ranks, as a new tensor on the tensor's own device; the input is left alone."""
+        """The elementwise sum over ranks, as a new tensor on the tensor's device; the input is not changed."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum over ranks, as a new tensor on the tensor's own device."""
+        """The elementwise maximum over ranks, as a new tensor on the tensor's device."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """True where any rank says so: how a signal that reached one rank is acted upon by all at the same step."""
+        """Whether the flag is set on any rank. It lets all ranks act at the same step on a signal that reached one."""
         return bool(self.all_reduce_max(torch.tensor(int(flag))).item())
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
-        # A reduced tensor rather than dist.barrier: the same call for gloo and NCCL, without guessing a device.
+        """Wait until every rank has called this."""
+        # An all-reduce rather than dist.barrier, which guesses a device under NCCL.
         self.sum(torch.zeros(1))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank. Values are what JSON holds (a tuple returns as a list).
+        """Every rank's `value`, in rank order, on every rank. Values are JSON (a tuple comes back as a list).
 
-        Raises TypeError for anything else, on the rank that tried, before a word is sent.
+        Raises TypeError for another value, on its rank, before anything is sent.
         """
         data = json.dumps(value).encode()
         if self.size == 1:
@@ -127,16 +134,16 @@ class World:
         lengths = torch.zeros(self.size, dtype=torch.int64)
         lengths[self.rank] = mine.numel()
         lengths = self.sum(lengths)
-        # One row a rank, summed: rows of the others are zero, so uint8 cannot overflow.
+        # One row per rank, summed: the rows of other ranks are zero here, so uint8 cannot overflow.
         table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
         table[self.rank, : mine.numel()] = mine
         table = self.sum(table)
         return [json.loads(bytes(row[:length].tolist())) for row, length in zip(table, lengths.tolist(), strict=True)]
 
     def from_main(self, action: Callable[[], Any]) -> Any:
-        """Run `action` on rank 0 alone and give its result (JSON) to all.
+        """Run `action` on rank 0 only and return its result (JSON) on all ranks.
 
-        An exception raised there leaves every rank: as itself on rank 0, as WorldError with its words elsewhere.
+        An exception is raised on every rank: unchanged on rank 0, as a WorldError with its text elsewhere.
         """
         if self.size == 1:
             return json.loads(json.dumps(action()))
@@ -145,7 +152,7 @@ class World:
         if self.is_main:
             try:
                 answer = {"value": action()}
-            except Exception as error:  # sent to the others first, raised below
+            except Exception as error:  # raised below, after the others have it: they would wait for the answer
                 failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
         answer = self.gather_objects(answer)[0]
         if failure is not None:
@@ -154,22 +161,22 @@ class World:
             raise WorldError(f"rank 0 failed, and rank {self.rank} with it: {answer['error']}")
         return answer["value"]
 
-    def beside(self) -> World:
-        """The same ranks with a gloo group of their own, for a thread that works beside the steps: in the steps' group
-        what it sends could meet a collective of theirs. In one process the same world."""
+    def with_own_group(self) -> World:
+        """The same ranks with a new gloo group, for a thread that runs during the steps: in their group its collectives
+        could be matched with theirs. In one process this world itself."""
         if self.size == 1:
             return self
         return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=WAITS * self.timeout)))
 
     def close(self) -> None:
-        """Leave the process group. Harmless without one, and when called twice."""
+        """Leave the process group. Does nothing without one, or when called again."""
         if self.pulse is not None:
             self.pulse.stop()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
-            # Gloo's worker threads outlive the group while a mesh refers to it (every DTensor does). One that drops
-            # the last tensor of the last collective after the interpreter began to end aborts the process
-            # ("terminate called without an active exception"); asleep, we let it have the GIL it waits for.
+            # Gloo's worker threads outlive the group while a mesh refers to it (every DTensor does). A thread that
+            # frees the last collective's tensor while the interpreter shuts down aborts the process ("terminate
+            # called without an active exception"). The sleep releases the GIL, which it waits for.
             time.sleep(0.1)
 
     def _reduce(self, tensor: torch.Tensor, op: Any) -> torch.Tensor:
@@ -192,41 +199,42 @@ def setup(
     """Join the run that torchrun started, or be its only process. Call once, before the model is built.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
-    1, there is no process group. Beside gloo, for what lives on the CPU,
-    an accelerator takes what torch registers for it: CUDA NCCL.
-    `threads` sets torch's intra-op threads; None leaves torch's own choice (torchrun exports OMP_NUM_THREADS=1).
-    `timeout`: seconds until a rank that does not come is named, here and in every collective. `traces`: the directory
-    where NCCL's last collectives go once one was in vain (:mod:`octavo.parallel.nccl_flight_recorder`). `facts`: what
-    all ranks must start with alike, key -> value, asked where there are several. `section`: the sizes of the axes that
-    are asked for.
+    1, there is no process group. CPU tensors go through gloo, those of an accelerator through the backend that torch
+    registers for it (CUDA: NCCL).
+
+    threads  torch's intra-op threads; None leaves torch's default (torchrun exports OMP_NUM_THREADS=1)
+    timeout  seconds within which a missing rank is named, here and in every collective
+    traces   directory for NCCL's last collectives once one has failed (:mod:`octavo.parallel.nccl_flight_recorder`)
+    facts    returns settings that must be equal on all ranks, key -> value; called only if there are several
+    section  the requested sizes of the axes
 
     A rank that has waited `SOON` seconds for others says so on stderr, and goes on waiting.
 
-    Raises WorldError where the environment contradicts itself, the axes do not multiply to the number of ranks, a rank
-    has no GPU of its own, peers do not appear, or ranks were started for another number of ranks or with other facts:
-    then on every rank that has come.
+    Raises WorldError if the environment contradicts itself, the product of the axes is not the number of ranks, a rank
+    has no GPU of its own, or peers do not appear. If ranks have another WORLD_SIZE or other facts, every rank that has
+    appeared raises it.
     """
     if threads is not None:
         if threads < 1:
-            raise WorldError(f"threads={threads} was asked; at least 1 is needed")
+            raise WorldError(f"threads={threads} was requested; at least 1 is needed")
         torch.set_num_threads(threads)
     rank, size, local_rank = _read(os.environ)
     layout = Layout.of(size, section or ParallelSection())
     device = _device(local_rank, size)
     if size == 1:
         return World(device=device)
-    backend = _wire(device)
+    backend = _backend(device)
     if accelerator.traces_collectives(device) and traces is not None:
         nccl_flight_recorder.record(traces)
-    own = None if facts is None else facts()
+    settings = None if facts is None else facts()
     try:
         with _patience(rank, size, timeout):
             wait = timedelta(seconds=WAITS * timeout)
-            # "1 rank": the store of rank 0 would wait for as many as it was given, and no rank could tell it of another
-            # number; whom to wait for is the meeting's business.
+            # "1 rank", because rank 0's store would wait for WORLD_SIZE ranks, and ranks with another WORLD_SIZE could
+            # not report it. `meet` waits for the ranks.
             store = next(dist.rendezvous("env://", rank, 1, timeout=wait))[0]
             store = meet(store, rank, size, WAITS * timeout)
-        if own is not None and (differences := agree(store, rank, size, own, WAITS * timeout)):
+        if settings is not None and (differences := agree(store, rank, size, settings, WAITS * timeout)):
             raise WorldError(
                 f"the ranks of this run did not start alike: {in_words(differences)}. Start all of them with the same "
                 "files, versions and command line"
@@ -255,7 +263,7 @@ def _place() -> str:
 
 @contextmanager
 def _patience(rank: int, size: int, timeout: float) -> Iterator[None]:
-    """Say on stderr, after `SOON` seconds, that this rank still waits for others."""
+    """Print to stderr after `SOON` seconds that this rank still waits for others."""
     others = f"one of its {size - 1} other ranks" if rank == 0 else "rank 0"
 
     def say() -> None:
@@ -284,9 +292,9 @@ def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
         try:
             return int(text or "")
         except ValueError:
-            found = "is not set" if text is None else f"is {text!r}"
+            state = "is not set" if text is None else f"is {text!r}"
             raise WorldError(
-                f"WORLD_SIZE={env['WORLD_SIZE']} asks for several processes, but {name} {found}, not a number. "
+                f"WORLD_SIZE={env['WORLD_SIZE']} asks for several processes, but {name} {state}, not a number. "
                 "Start the run with torchrun, or unset WORLD_SIZE for a single process"
             ) from None
 
@@ -301,19 +309,19 @@ def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
 
 def _device(local_rank: int, size: int) -> torch.device:
     try:
-        found = accelerator.count()
+        devices = accelerator.count()
     except accelerator.DeviceError as error:
         raise WorldError(str(error)) from error
-    if found and local_rank >= found:
+    if devices and local_rank >= devices:
         raise WorldError(
-            f"local rank {local_rank} needs an accelerator of its own, but this machine shows {found}. Start at most "
-            f"{found} processes here (torchrun --nproc-per-node), or set {accelerator.VARIABLE}=cpu to run on the CPU"
+            f"local rank {local_rank} needs an accelerator of its own, but this machine shows {devices}. Start at most "
+            f"{devices} processes here (torchrun --nproc-per-node), or set {accelerator.VARIABLE}=cpu to run on the CPU"
         )
     return accelerator.select(local_rank if size > 1 else None)
 
 
-def _wire(device: torch.device) -> str:
-    """gloo for what lives on the CPU, and beside it what carries tensors of the device."""
+def _backend(device: torch.device) -> str:
+    """torch's backend string: gloo for CPU tensors, and the device's own backend for its tensors."""
     if not accelerator.has_own_memory(device):
         return "gloo"
     try:

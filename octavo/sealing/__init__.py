@@ -1,6 +1,6 @@
-"""Permuted twins of models and data sets, exact by construction: what trains need not be what is meant.
+"""Sealing: permuted twins of models and data sets, which train like the originals and are exact by construction.
 
-What that hides and what it does not is in docs/confidential.md.
+docs/confidential.md says what this hides and what it does not.
 """
 
 from octavo.sealing.adapter import seal_adapter, unseal_adapter

@@ -1,4 +1,4 @@
-"""Adapters sealed and unsealed: A takes what its layer takes, B gives what it gives, and both move as its axes do.
+"""Sealed and unsealed adapters: A has its layer's input axis, B its output axis, and both are permuted like these.
 
 lora_A.weight [r, K], lora_B.weight [N, r], lora_magnitude_vector [N]     of a linear layer [N, K]
 lora_A.weight [r E, K], lora_B.weight [N, r E]                            of E experts (octavo.adapters.experts)
@@ -31,7 +31,7 @@ Move = Callable[[Tensor, Layout, Orders], Tensor]
 
 
 def seal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
-    """Write a plain adapter for the sealed twin `base`: what a sealed run begins from (`lora.adapter`). Raises
+    """Seal a plain adapter for the sealed twin `base`, so that a sealed run can start from it (`lora.adapter`). Raises
     SealError and AdapterError."""
     sealed_by(base, key)
     if read_note(source, SealError) is not None:
@@ -40,14 +40,14 @@ def seal_adapter(source: str | Path, target: str | Path, base: str | Path, key: 
 
 
 def unseal_adapter(source: str | Path, target: str | Path, base: str | Path, key: Key) -> Path:
-    """Write the plain adapter of one that was trained beside a sealed twin.
+    """Unseal an adapter that was trained with a sealed twin.
 
-    base  the plain model that it is for. The adapter must be of this key, as its note says
+    base  the plain model for which it is. The adapter's note must name this key
 
     Raises SealError and AdapterError.
     """
     if read_note(base, SealError) is not None:
-        raise SealError(f"{base} is sealed. Name the plain model that the adapter is to stand beside")
+        raise SealError(f"{base} is sealed. Name the plain model to which the adapter belongs")
     sealed_by(source, key)
     return _written(Path(source), Path(target), Path(base), key, permute.plain)
 
@@ -57,28 +57,29 @@ def _written(source: Path, target: Path, base: Path, key: Key, move: Move, note:
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     config, state = read_config(source), read_state(source)
     stock = models.empty(base)
-    found = structure(stock)
-    orders = found.draw(key)
-    by = _Moving(stock, found, orders, config, move)
+    axes = structure(stock)
+    orders = axes.draw(key)
+    by = _Moving(stock, axes, orders, config, move)
     moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
     raw = safe_read.read_json(source / CONFIG, SealError) | {"base_model_name_or_path": str(base)}
-    with atomic_write.folder(target, SealError) as made:
-        save_file(moved, made / WEIGHTS, metadata={"format": "pt"})
-        (made / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with atomic_write.folder(target, SealError) as folder:
+        save_file(moved, folder / WEIGHTS, metadata={"format": "pt"})
+        (folder / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if note is not None:
-            write_note(made, note)
-        atomic_write.sync_tree(made)
+            write_note(folder, note)
+        atomic_write.sync_tree(folder)
     return target
 
 
 class _Moving:
-    """The tensors of one adapter, by name."""
+    """Permutes the tensors of one adapter."""
 
-    def __init__(self, model: Any, found: Structure, orders: Orders, config: Any, move: Move) -> None:
-        self.modules, self.layouts = dict(model.named_modules()), found.layouts
+    def __init__(self, model: Any, axes: Structure, orders: Orders, config: Any, move: Move) -> None:
+        self.modules, self.layouts = dict(model.named_modules()), axes.layouts
         self.orders, self.config, self.move = orders, config, move
 
     def moved(self, name: str, value: Tensor) -> Tensor:
+        """The tensor of an adapter by its name in the file, permuted like its layer's axes."""
         path, _, kind = name.removeprefix(_START).rpartition(".lora_")
         depth = path.count(".base_layer")
         module = path.replace(".base_layer", "")
@@ -91,12 +92,14 @@ class _Moving:
         adapted = [p for p in _EXPERTS if any(t.endswith(f".{p}") for t in self.config.target_parameters or ())]
         if f"{module}.{_EXPERTS[0]}" not in self.layouts or depth >= len(adapted):
             raise SealError(f"{name} belongs to no layer of the model that sealing knows")
-        layout = self.layouts[f"{module}.{adapted[len(adapted) - 1 - depth]}"]  # the first parameter is innermost
+        layout = self.layouts[
+            f"{module}.{adapted[len(adapted) - 1 - depth]}"
+        ]  # PEFT wraps the first parameter innermost
         transposed = bool(getattr(self.modules[module], "is_transposed", False))
         return self._experts(value, layout, first, transposed)
 
     def _experts(self, value: Tensor, layout: Layout, first: bool, transposed: bool) -> Tensor:
-        """A [r E, K], expert by expert, or B [N, r E], whose columns are by rank and then by expert."""
+        """A [r E, K], expert by expert, or B [N, r E], whose columns are ordered by rank, then by expert."""
         experts = len(layout.each)
 
         def axis(axes: tuple[Axis, ...]) -> Axis:
@@ -104,11 +107,12 @@ class _Moving:
             return into if first else out
 
         each = tuple(((), axis(axes)) for axes in layout.each)
-        own = Layout(layout.axes, each=each)
+        stacked_layout = Layout(layout.axes, each=each)
         if first:
-            return self.move(value.reshape(experts, -1, value.shape[1]), own, self.orders).reshape(value.shape)
+            stacked = value.reshape(experts, -1, value.shape[1])
+            return self.move(stacked, stacked_layout, self.orders).reshape(value.shape)
         stacked = value.reshape(value.shape[0], -1, experts).permute(2, 1, 0)
-        back: Tensor = self.move(stacked, own, self.orders).permute(2, 1, 0).reshape(value.shape)
+        back: Tensor = self.move(stacked, stacked_layout, self.orders).permute(2, 1, 0).reshape(value.shape)
         return back
 
 

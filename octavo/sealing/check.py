@@ -1,9 +1,9 @@
-"""A structure tried before anything is written: plain and sealed models of random weights must say the same.
+"""Check of a structure before anything is written: plain and sealed models of random weights must agree.
 
-Both are built from the configurations, cut to the fewest blocks that still hold every kind of block, on the CPU in
-fp32, and given the same random tokens and, where the processor can be loaded, an image or a sound. Their logits,
-sealed ones in plain order, may differ by what another order of sums does: 1e-3 of the largest, ten times the most that
-was seen (of recurrences; elsewhere 1e-5), and far below what one wrong axis does.
+Both are built from the configurations on the CPU in fp32, with the fewest blocks that include every kind of block. They
+get the same random tokens, and an image or a sound if the processor can be loaded. Their logits, compared in plain
+order, may differ by the order of sums: up to 1e-3 of the largest, which is ten times the largest difference seen (with
+recurrences; otherwise 1e-5), and far below the effect of one wrong axis.
 """
 
 from __future__ import annotations
@@ -27,67 +27,67 @@ from octavo.sealing.key import Key
 from octavo.sealing.structure import structure
 
 TOLERANCE = 1e-3
-SHARE = 4  # of the memory of this machine one of the two models may take a part
+SHARE = 4  # each of the two models may take 1 / SHARE of this machine's memory
 _TOKENS = 12
 _FORWARD = {"input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", "image_grid_thw", "token_type_ids"}
 
 
 def check(folder: Path, key: Key, largest: int | None = None) -> float | None:
-    """The largest difference of logits, as a part of the largest logit; None where even few blocks take more than
-    `largest` bytes (None: a quarter of this machine's memory). Raises SealError where plain and sealed differ."""
+    """The largest difference of logits relative to the largest logit; None if even the few blocks take more than
+    `largest` bytes (None: a quarter of this machine's memory). Raises SealError if plain and sealed differ."""
     if largest is None:
         largest = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
     config = _cut(models.read_config(folder))
     if 4 * models.parameter_count(models.empty(config)) > largest:
         return None
-    found = structure(models.empty(config))
-    orders = found.draw(key)
+    axes = structure(models.empty(config))
+    orders = axes.draw(key)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         plain = models.random_model(config, "cpu", torch.float32).eval()
         for name, tensor in plain.state_dict().items():
-            if name in found.layouts and tensor.is_floating_point():
+            if name in axes.layouts and tensor.is_floating_point():
                 tensor += (0.1 if tensor.dim() == 1 else tensor.shape[-1] ** -0.5) * torch.randn(tensor.shape)
         twin = models.random_model(sealed_config(config, orders["vocab"]), "cpu", torch.float32).eval()
         state = plain.state_dict()
         for name, tensor in twin.state_dict().items():
-            if name in found.layouts:
-                tensor.copy_(permute.sealed(state[name], found.layouts[name], orders))
-        given = _inputs(folder, config, len(orders["vocab"]))
-        asked = inputs.batch(given, orders, patch_of(config))
-        here, there = (
+            if name in axes.layouts:
+                tensor.copy_(permute.sealed(state[name], axes.layouts[name], orders))
+        plain_inputs = _inputs(folder, config, len(orders["vocab"]))
+        sealed_inputs = inputs.batch(plain_inputs, orders, patch_of(config))
+        expected, actual = (
             model(**{name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in batch.items()}).logits
-            for model, batch in ((plain, given), (twin, asked))
+            for model, batch in ((plain, plain_inputs), (twin, sealed_inputs))
         )
-    here = here[..., torch.from_numpy(orders["vocab"])]
-    difference = float((here - there).abs().max() / here.abs().max())
+    expected = expected[..., torch.from_numpy(orders["vocab"])]
+    difference = float((expected - actual).abs().max() / expected.abs().max())
     if not difference <= TOLERANCE:  # NaN too
         raise SealError(
-            f"a sealed {config.model_type} of random weights does not answer as the plain one (logits differ by "
-            f"{difference:.1e} of the largest): its structure is not what its names say, and nothing was written"
+            f"a sealed {config.model_type} with random weights differs from the plain one (logits differ by "
+            f"{difference:.1e} of the largest): its structure is not what its names suggest. Nothing was written"
         )
     return difference
 
 
 def patch_of(config: Any) -> tuple[int, int]:
-    """(height, width) of a patch in pixels; (1, 1) of a model that sees nothing."""
+    """(height, width) of a patch in pixels; (1, 1) for a model without vision."""
     return models.vision_of(config).patch if getattr(config, "vision_config", None) is not None else (1, 1)
 
 
 def sealed_config(config: Any, vocab: np.ndarray) -> Any:
-    """A configuration whose tokens have the numbers of the sealed vocabulary."""
+    """The configuration with token ids of the sealed vocabulary."""
     return type(config).from_dict(with_ids(config.to_dict(), vocab))
 
 
 def _cut(config: Any) -> Any:
-    """A configuration of the fewest blocks that hold every kind of parameter that the whole has."""
+    """The configuration with the fewest blocks that include every kind of parameter."""
     whole = _kinds(config)
     for layers in (2, 4, 8, 16):
         try:
             short = shortened(copy.deepcopy(config), layers, layers)
             if _kinds(short) == whole:
                 return short
-        except models.ModelError:  # so few layers are no model of this family
+        except models.ModelError:  # too few layers for this family
             continue
     return config
 
@@ -97,8 +97,8 @@ def _kinds(config: Any) -> set[str]:
 
 
 def _inputs(folder: Path, config: Any, rows: int) -> dict[str, np.ndarray]:
-    """Random tokens; of a model that sees or hears those of a conversation with an image or a sound, as its processor
-    makes them."""
+    """Random tokens; for a model with vision or audio, the processor's outputs for a conversation with a random image
+    or sound."""
     generator = np.random.default_rng(0)
     see, hear = (getattr(config, f"{part}_config", None) is not None for part in ("vision", "audio"))
     if not see and not hear:
@@ -110,6 +110,6 @@ def _inputs(folder: Path, config: Any, rows: int) -> dict[str, np.ndarray]:
     text = processor.apply_chat_template(turns, tokenize=False)
     noise = Image.fromarray(generator.integers(0, 256, (64, 96, 3), dtype=np.uint8))
     media = {"images": [noise]} if see else {"audio": [generator.standard_normal(4000).astype(np.float32)]}
-    made = processor(text=[text], return_tensors="np", add_special_tokens=False, **media)
+    outputs = processor(text=[text], return_tensors="np", add_special_tokens=False, **media)
     known = _FORWARD | set(getattr(processor, "inputs", {}))
-    return {name: np.asarray(values) for name, values in made.items() if name in known}
+    return {name: np.asarray(values) for name, values in outputs.items() if name in known}

@@ -1,7 +1,7 @@
-"""Weights in FP8 sealed as they lie on disk: codes move as their weights do, and a scale with the block it stands for.
+"""Sealing of FP8 weights as stored: codes are permuted like their weights, and scales with their blocks.
 
-What makes that exact is the draw: blocks change places whole, or places change within one block
-(:mod:`octavo.sealing.draw`). So nothing is cast, and `unseal` gives back the very bytes.
+This is exact because permutations exchange whole blocks, or positions within one block (:mod:`octavo.sealing.draw`). So
+nothing is cast, and `unseal` restores the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from octavo.sealing.structure import FREE, Structure
 
 Move = Callable[..., Tensor]
 _AGAIN = (
-    "Seal its values (`octavo export DIR VALUES --format bf16`): model.load_in_fp8 makes codes of them, in the blocks "
+    "Seal its values (`octavo export DIR VALUES --format bf16`): model.load_in_fp8 quantizes them again, in the blocks "
     "of the plain model"
 )
 
@@ -33,7 +33,7 @@ _AGAIN = (
 class Coded:
     """The FP8 weights of a folder.
 
-    matrices  parameter -> what it is on disk
+    matrices  parameter -> its tensors on disk
     scales    name of a weight's scales -> dtype and shape
     """
 
@@ -42,7 +42,7 @@ class Coded:
     quantization: Quantization | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of what they are on disk."""
+        """(name, dtype, shape) of their tensors on disk."""
         for m in (m for pieces in self.matrices.values() for m in pieces):
             yield m.name, torch.float8_e4m3fn, m.shape
             yield _scale(m, self.quantization), *self.scales[_scale(m, self.quantization)]
@@ -50,7 +50,7 @@ class Coded:
     def moved(
         self, name: str, value: fp8.Quantized, layout: Layout, orders: Orders, move: Move, turned: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name on disk, tensor) of codes [N, K] or [E, N, K] and their scales, moved. `turned`: the layout is of a
+        """(name on disk, tensor) of permuted codes [N, K] or [E, N, K] and their scales. `turned`: the layout is of a
         parameter that is stored as [E, K, N]."""
         assert self.quantization is not None
         if turned:
@@ -65,23 +65,23 @@ class Coded:
         whole = fp8.Quantized(data, scale, fp8.CastSpec(value.spec.format, (1, width), "fp32"))
         for m in self.matrices[name]:
             _, codes = part(whole, m.slot, m.rows, False)
-            found = regrid(codes, self.quantization.spec)
-            if found is None:
-                raise SealError(f"{m.name} would be moved out of the blocks of its scales. {_AGAIN}")
+            regridded = regrid(codes, self.quantization.spec)
+            if regridded is None:
+                raise SealError(f"{m.name} would be permuted across the blocks of its scales. {_AGAIN}")
             dtype, shape = self.scales[_scale(m, self.quantization)]
-            yield m.name, found.data
-            yield _scale(m, self.quantization), found.scale.to(dtype).reshape(shape)
+            yield m.name, regridded.data
+            yield _scale(m, self.quantization), regridded.scale.to(dtype).reshape(shape)
 
 
-def coded(folder: Path, stock: Matrices, found: Structure) -> Coded:
-    """What of a folder is in FP8, from headers alone. Raises SealError for codes that cannot be moved with their
+def coded(folder: Path, stock: Matrices, axes: Structure) -> Coded:
+    """The FP8 weights of a folder, from headers only. Raises SealError for codes that cannot be permuted with their
     scales, naming the tensor."""
     quantization = read_quantization(folder)
     if quantization is None:
         return Coded({}, {})
     if quantization.activations == "static" or quantization.scale_format != "float":
         kind = "scales of one byte" if quantization.scale_format != "float" else "fixed scales of activations"
-        raise SealError(f"{folder} is in FP8 with {kind}, which sealing does not write. {_AGAIN}")
+        raise SealError(f"{folder} is in FP8 with {kind}, which sealing does not support. {_AGAIN}")
     with open_weights(folder, True)[0] as shards:
         stored = dict(shards.stored)
     names = {name for name, one in stored.items() if one.is_codes}
@@ -91,13 +91,13 @@ def coded(folder: Path, stock: Matrices, found: Structure) -> Coded:
         if pieces and {m.name for m in pieces} <= names:
             matrices[pieces[0].parameter] = pieces
     if left := sorted(names - {m.name for pieces in matrices.values() for m in pieces}):
-        raise SealError(f"{left[0]} is in FP8, and lies on disk as sealing does not write it. {_AGAIN}")
+        raise SealError(f"{left[0]} is in FP8, in a layout on disk that sealing does not support. {_AGAIN}")
     scales = [_scale(m, quantization) for pieces in matrices.values() for m in pieces]
     if absent := next((name for name in scales if name not in stored), None):
         raise SealError(f"{folder} lacks {absent}, the scales of codes; octavo verify {folder} says what else is wrong")
     for parameter, pieces in matrices.items():
-        if quantization.block is not None and {s.name for a in found.layouts[parameter].axes for s in a} & set(FREE):
-            raise SealError(f"{pieces[0].name} is in FP8: tokens change places freely, across its blocks. {_AGAIN}")
+        if quantization.block is not None and {s.name for a in axes.layouts[parameter].axes for s in a} & set(FREE):
+            raise SealError(f"{pieces[0].name} is in FP8, but tokens are permuted across its blocks. {_AGAIN}")
     return Coded(matrices, {name: (stored[name].dtype, stored[name].shape) for name in scales}, quantization)
 
 

@@ -1,14 +1,15 @@
-"""Permutations drawn from a key that leave every scale of FP8 what it was.
+"""Permutations drawn from a key that preserve every FP8 scale.
 
-A permutation is an array p: place i of the sealed axis holds what stood at p[i]. Scales stand for blocks of 128 places
-of an axis (128 x 128, 1 x 128) or of 32 (MXFP8). They only move along if a block's members stay together, so that
+A permutation is an array p: position i of the sealed axis holds the entry from p[i]. An FP8 scale covers a block of 128
+positions of an axis (128 x 128, 1 x 128) or of 32 (MXFP8). It can only move with its block if the block's entries stay
+together, so
 
-    blocks of 128 change places, within each the groups of 32, within these single places; a ragged last block stays
+    blocks of 128 are permuted, within each the groups of 32, within these single positions; a partial last block stays
 
-An *item* may take several places (a head takes head_dim) and stand at several points of an axis (channels behind a
-2 x 2 merge) or in several axes. Each such use is a pair (unit, offset): item i takes the places offset + i unit ...
-offset + (i + 1) unit - 1. Two runs of items may be exchanged if in every use each either fills whole blocks, or both
-lie in one and the same block. Whatever cannot be exchanged so stays.
+An *item* may have several positions (a head has head_dim) and occur several times in an axis (channels after a 2 x 2
+merge) or in several axes. Each such use is a pair (unit, offset): item i has the positions offset + i unit ...
+offset + (i + 1) unit - 1. Two runs of items may be exchanged if in every use each of them fills whole blocks, or both
+are in the same block. All others stay.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Use = tuple[int, int]  # (unit, offset)
 
 
 def shuffle(items: Sequence[int], words: Iterator[int]) -> list[int]:
-    """Fisher and Yates's: every order equally likely. A word that would favour small numbers is thrown away."""
+    """Fisher-Yates shuffle: all orders are equally likely. Words that would favor small numbers are discarded."""
     out = list(items)
     for last in range(len(out) - 1, 0, -1):
         size = last + 1
@@ -40,19 +41,19 @@ def shuffle(items: Sequence[int], words: Iterator[int]) -> list[int]:
 
 
 def free(key: Key, label: str, size: int) -> np.ndarray:
-    """Any order of `size` items: of axes that no scale stands for."""
+    """An arbitrary order of `size` items, for axes without FP8 scales."""
     return np.asarray(shuffle(range(size), key.words(label)), dtype=np.int64)
 
 
 def within(key: Key, label: str, size: int, uses: Iterable[Use], blocks: Sequence[int] = BLOCKS) -> np.ndarray:
-    """An order of `size` items under which the blocks of all uses stay together."""
-    found, words = sorted(set(uses)), key.words(label)
-    runs = {block // gcd(block, unit) for block in blocks for unit, _ in found} | {1}
+    """An order of `size` items that keeps the blocks of all uses together."""
+    distinct, words = sorted(set(uses)), key.words(label)
+    runs = {block // gcd(block, unit) for block in blocks for unit, _ in distinct} | {1}
     order = np.arange(size, dtype=np.int64)
     for run in sorted(runs, reverse=True):
         alike: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for number in range(size // run):
-            alike[_kind(number, run, found, blocks)].append(number)
+            alike[_kind(number, run, distinct, blocks)].append(number)
         moved = np.arange(size, dtype=np.int64)
         for numbers in alike.values():
             for place, number in zip(numbers, shuffle(numbers, words), strict=True):
@@ -62,7 +63,7 @@ def within(key: Key, label: str, size: int, uses: Iterable[Use], blocks: Sequenc
 
 
 def _kind(number: int, run: int, uses: Sequence[Use], blocks: Sequence[int]) -> tuple[object, ...]:
-    """Equal for two runs of items that may be exchanged."""
+    """A key that is equal for two runs of items if they may be exchanged."""
     kind: list[object] = []
     for unit, offset in uses:
         length, start = run * unit, offset + number * run * unit
@@ -76,24 +77,24 @@ def _kind(number: int, run: int, uses: Sequence[Use], blocks: Sequence[int]) -> 
 def heads(
     key: Key, label: str, groups: int, each: int, of_groups: Iterable[Use], of_heads: Iterable[Use]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(order of the groups, order of all heads): groups change places, and heads within their group.
+    """(order of the groups, order of all heads): permutes groups, and heads within their group.
 
     groups     heads of keys and values, each shared by the `each` query heads of its group
     of_groups  uses of the groups, (head_dim, offset)
     of_heads   uses of the heads, (head_dim, offset)
     """
-    asked = list(of_heads)
-    outer = within(key, f"{label} groups", groups, [*of_groups, *((each * unit, at) for unit, at in asked)])
+    uses = list(of_heads)
+    outer = within(key, f"{label} groups", groups, [*of_groups, *((each * unit, at) for unit, at in uses)])
     inner = [
         group * each
-        + within(key, f"{label} heads {group}", each, [(unit, at + group * each * unit) for unit, at in asked])
+        + within(key, f"{label} heads {group}", each, [(unit, at + group * each * unit) for unit, at in uses])
         for group in range(groups)
     ]
     return outer, np.concatenate([inner[group] for group in outer])
 
 
 def inverse(order: np.ndarray) -> np.ndarray:
-    """What undoes a permutation."""
+    """The inverse of a permutation."""
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return back

@@ -1,5 +1,5 @@
-"""What sealing refuses."""
+"""The error of this package."""
 
 
 class SealError(ValueError):
-    """A key, a model or rows that cannot be sealed or unsealed; says what, why and what helps. Never holds the key."""
+    """A key, a model or rows cannot be sealed or unsealed; the message has the reason and the fix, never the key."""

@@ -1,11 +1,11 @@
-"""Model folders sealed and unsealed: tensor by tensor, whole or not at all.
+"""Seal and unseal model folders, tensor by tensor and atomically.
 
-    seal_model     SRC -> DST: weights, config.json and generation settings in the sealed world, a tokenizer of numbers,
-                   the processor's settings as they are, sealed.json
-    unseal_model   a sealed folder, trained or not (`hf/` of a run), -> the plain model; bits as they are
+    seal_model     SRC -> DST: permuted weights, config.json and generation settings with sealed token ids, a tokenizer
+                   of numbers, unchanged processor settings, sealed.json
+    unseal_model   a sealed folder, trained or not (`hf/` of a run), -> the plain model, bit for bit
 
-A tensor is held at a time (of experts that are written as one tensor, those). Weights keep their dtypes, codes in FP8
-and their scales too (:mod:`octavo.sealing.codes`).
+Memory holds one tensor at a time (all experts that are written as one tensor). Weights, FP8 codes and scales keep their
+dtypes (:mod:`octavo.sealing.codes`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from octavo.base import atomic_write
 from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
-from octavo.checkpoint.hf_folder import LARGEST, planned
+from octavo.checkpoint.hf_folder import LARGEST, plan_parts
 from octavo.models.folder.folder import companions, copy_companions, one_folder, read_companion, read_json
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
@@ -38,15 +38,15 @@ from octavo.sealing.structure import Structure, structure
 from octavo.sealing.tokenizer import write_tokenizer
 
 Progress = Callable[[int, int], None]
-#: what of COMPANIONS holds words, and is written anew or left out
+#: name prefixes of COMPANIONS that contain words; they are rewritten or left out
 _WORDS = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "chat_template")
 _CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: the folder, tensors and bytes, the largest difference of logits that the trial found (None: no
-    trial), and what of the model did not move."""
+    """The result: folder, number of tensors, bytes, the largest difference of logits in the check (None: no check), and
+    the parts of the model that are not permuted."""
 
     directory: Path
     tensors: int
@@ -65,33 +65,33 @@ def seal_model(
 ) -> Written:
     """Write the sealed twin of a model folder.
 
-    largest   bytes that each of the two models of the trial may take (:func:`octavo.sealing.check.check`)
-    progress  called with bytes done and bytes in all
+    largest   most bytes of each of the two models in the check (:func:`octavo.sealing.check.check`)
+    progress  called with bytes done and total bytes
 
-    Raises SealError for a target that is there, a folder that is sealed or in three folders, and a structure or codes
-    in FP8 that cannot be sealed, naming the tensor; ModelError for a folder that cannot be read.
+    Raises SealError for an existing target, a folder that is sealed or has three parts, and a structure or FP8 codes
+    that cannot be sealed, naming the tensor; ModelError for a folder that cannot be read.
     """
     source, target = Path(source), Path(target)
     _ready(source, target)
     if read_note(source, SealError) is not None:
         raise SealError(f"{source} is sealed already ({NOTE}). Name the plain folder")
     stock = Matrices(models.empty(source))
-    found = structure(stock.model)
-    orders = found.draw(key)
+    axes = structure(stock.model)
+    orders = axes.draw(key)
     difference = check(source, key, largest)
-    with atomic_write.folder(target, SealError) as made:
-        tensors, size = _weights(source, made, stock, found, orders, permute.sealed, progress)
-        _write_configs(source, made, orders, back=False)
-        write_tokenizer(source, made, orders["vocab"])
+    with atomic_write.folder(target, SealError) as folder:
+        tensors, size = _weights(source, folder, stock, axes, orders, permute.sealed, progress)
+        _write_configs(source, folder, orders, back=False)
+        write_tokenizer(source, folder, orders["vocab"])
         for file in companions(source):
             if not file.name.startswith(_WORDS) and file.name not in (*_CONFIGS, NOTE):
-                _write_settings(file, made / file.name)
-        _name_processor(source, made)
-        note = {"family": stock.model.config.model_type, "stays": found.stays, "difference": difference}
-        write_note(made, Note("model", key.fingerprint, note))
-        models.load_processor(made)  # what training would refuse
-        atomic_write.sync_tree(made)
-    return Written(target, tensors, size, difference, tuple(found.stays))
+                _write_settings(file, folder / file.name)
+        _name_processor(source, folder)
+        note = {"family": stock.model.config.model_type, "stays": axes.stays, "difference": difference}
+        write_note(folder, Note("model", key.fingerprint, note))
+        models.load_processor(folder)  # fails here if training could not load it
+        atomic_write.sync_tree(folder)
+    return Written(target, tensors, size, difference, tuple(axes.stays))
 
 
 def unseal_model(
@@ -104,36 +104,36 @@ def unseal_model(
 ) -> Written:
     """Write the plain model of a sealed folder.
 
-    like  the plain folder that was sealed: tokenizer, template and processor are copied from it. None: weights and
-          configuration alone
+    like  the plain folder that was sealed, from which tokenizer, template and processor are copied. None: only weights
+          and configuration
 
-    Raises SealError for a folder that is not sealed or of another key, and as :func:`seal_model` does.
+    Raises SealError for a folder that is not sealed or has another key, and as :func:`seal_model` does.
     """
     source, target = Path(source), Path(target)
     _ready(source, target)
     sealed_by(source, key)
     if like is not None and read_note(like, SealError) is not None:
-        raise SealError(f"--model {like} is sealed itself. Name the plain folder that the tokenizer is to come from")
+        raise SealError(f"--model {like} is sealed itself. Name the plain folder with the tokenizer")
     stock = Matrices(models.empty(source))
-    found = structure(stock.model)
-    orders = found.draw(key)
-    with atomic_write.folder(target, SealError) as made:
-        tensors, size = _weights(source, made, stock, found, orders, permute.plain, progress)
+    axes = structure(stock.model)
+    orders = axes.draw(key)
+    with atomic_write.folder(target, SealError) as folder:
+        tensors, size = _weights(source, folder, stock, axes, orders, permute.plain, progress)
         if like is not None:
-            copy_companions(Path(like), made)
-        _write_configs(source, made, orders, back=True)
-        atomic_write.sync_tree(made)
-    return Written(target, tensors, size, None, tuple(found.stays))
+            copy_companions(Path(like), folder)
+        _write_configs(source, folder, orders, back=True)
+        atomic_write.sync_tree(folder)
+    return Written(target, tensors, size, None, tuple(axes.stays))
 
 
 def sealed_by(folder: str | Path, key: Key) -> Note:
-    """The note of a sealed folder. Raises SealError for one that is not sealed, or with another key."""
+    """The note of a sealed folder. Raises SealError if it is not sealed, or with another key."""
     note = read_note(folder, SealError)
     if note is None:
-        found = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is no folder; name one that is there"
-        raise SealError(f"{folder} {found}")
+        state = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is not a folder; name an existing one"
+        raise SealError(f"{folder} {state}")
     if note.key != key.fingerprint:
-        raise SealError(f"{folder} was sealed with the key {note.key}, and this one is {key.fingerprint}")
+        raise SealError(f"{folder} was sealed with the key {note.key}, but this one is {key.fingerprint}")
     return note
 
 
@@ -141,17 +141,17 @@ def _ready(source: Path, target: Path) -> None:
     one_folder(source, "octavo seal")
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
-    here, there = target.absolute(), source.resolve()
-    if there == here or there in here.parents:
-        raise SealError(f"{target} lies in {source}, which is only read. Name a folder elsewhere")
+    destination, origin = target.absolute(), source.resolve()
+    if origin == destination or origin in destination.parents:
+        raise SealError(f"{target} is inside {source}, which must not change. Name a folder elsewhere")
 
 
 def _weights(
-    source: Path, made: Path, stock: Matrices, found: Structure, orders: Orders, move: Move, progress: Progress,
+    source: Path, folder: Path, stock: Matrices, axes: Structure, orders: Orders, move: Move, progress: Progress,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write every tensor, moved; (how many, bytes)."""
-    codes = coded(source, stock, found)
-    parts = [p for p in planned(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
+    """Write every tensor, permuted; return (number, bytes)."""
+    codes = coded(source, stock, axes)
+    parts = [p for p in plan_parts(stock, stored_dtypes(source), 1) if not set(p.parameters) & set(codes.matrices)]
     with open_weights(source, bool(codes.matrices))[0] as opened:
         shapes = {name: one.shape for name, one in opened.stored.items()}
     plain = [
@@ -162,13 +162,13 @@ def _weights(
     group_of = {name: part.parameters for part in parts for name in part.parameters}
     waiting: dict[str, Tensor] = {}
     done = 0
-    with Shards(made, tensors, LARGEST) as shards:
+    with Shards(folder, tensors, LARGEST) as shards:
         for name, value in models.stream(source):
             pieces: Iterable[tuple[str, Tensor]] = ()
             if not isinstance(value, Tensor):
-                pieces = codes.moved(name, value, found.layouts[name], orders, move, stock.transposed(name))
-            elif name in group_of:  # else transformers makes it anew and does not save it
-                waiting[name] = move(value, found.layouts[name], orders)
+                pieces = codes.moved(name, value, axes.layouts[name], orders, move, stock.transposed(name))
+            elif name in group_of:  # other tensors are computed by transformers, and not saved
+                waiting[name] = move(value, axes.layouts[name], orders)
                 if all(one in waiting for one in group_of[name]):
                     pieces = stock.revert({one: waiting.pop(one) for one in group_of[name]}).items()
             for disk, tensor in pieces:
@@ -181,24 +181,24 @@ def _weights(
 
 
 def _as_stored(shape: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape that a tensor gets: of experts that are published the other way round than transformers saves them,
-    [E, K, N], that of the source."""
+    """The shape of a tensor on disk: for experts that are published transposed to how transformers saves them, as
+    [E, K, N], the source's shape."""
     return stored if stored == (*shape[:-2], *shape[:-3:-1]) and len(shape) == 3 else shape
 
 
-# Beside the weights --------------------------------------------------------------------------------------------------
+# Other files ----------------------------------------------------------------------------------------------------------
 
 
-def _write_configs(source: Path, made: Path, orders: Orders, back: bool) -> None:
+def _write_configs(source: Path, folder: Path, orders: Orders, back: bool) -> None:
     for name in _CONFIGS:
         if (source / name).exists():
             raw = read_json(source / name)
             raw.pop("auto_map", None)
-            _dump(made / name, with_ids(raw, orders["vocab"], back))
+            _dump(folder / name, with_ids(raw, orders["vocab"], back))
 
 
 def _write_settings(file: Path, target: Path) -> None:
-    """The settings of a processor, without words that it might hold."""
+    """Copy a processor's settings without its chat template, which contains words."""
     raw = read_companion(file)
     if file.suffix != ".json":
         target.write_bytes(raw)
@@ -206,11 +206,12 @@ def _write_settings(file: Path, target: Path) -> None:
     _dump(target, {name: value for name, value in json.loads(raw).items() if name != "chat_template"})
 
 
-def _name_processor(source: Path, made: Path) -> None:
-    """The tokenizer's word for its processor, by which transformers finds that."""
+def _name_processor(source: Path, folder: Path) -> None:
+    """Copy the processor's class name in the tokenizer's configuration, by which transformers finds the processor."""
     named: Any = read_json(source / "tokenizer_config.json") if (source / "tokenizer_config.json").exists() else {}
     if kind := named.get("processor_class"):
-        _dump(made / "tokenizer_config.json", {**read_json(made / "tokenizer_config.json"), "processor_class": kind})
+        file = folder / "tokenizer_config.json"
+        _dump(file, {**read_json(file), "processor_class": kind})
 
 
 def _dump(file: Path, content: Mapping[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""What a model takes of rows, in the sealed world: numbers of tokens, pixels within their patches, bins of sounds; and
-the numbers of tokens in its configurations: `image_token_id`, `eos_token_id`, lists of suppressed ones."""
+"""Seals model inputs: token ids, pixels within their patches, frequency bins of sounds; and the token ids in
+configurations: `image_token_id`, `eos_token_id`, lists of suppressed tokens."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ _KEYS = re.compile(r"(^|_)(token_ids?|token_index|suppress_tokens|bad_words_ids|
 
 
 def tokens(ids: np.ndarray, vocab: np.ndarray, back: bool = False) -> np.ndarray:
-    """Numbers of tokens in the sealed vocabulary (`back`: in the plain one). Negative ones, which are no tokens, and
-    those behind the table of embeddings, which stand for media alone, stay."""
+    """Token ids in the sealed vocabulary (`back`: in the plain one). Negative ids, which are not tokens, and ids beyond
+    the embedding table, which are only placeholders of media, are unchanged."""
     to = np.asarray(vocab if back else inverse(vocab))
     inside = (ids >= 0) & (ids < len(to))
     return np.where(inside, to[np.where(inside, ids, 0)], ids)
 
 
 def pixels(values: np.ndarray, order: np.ndarray, patch: tuple[int, int]) -> np.ndarray:
-    """Pixels with the numbers of each patch in the order of the key.
+    """Pixels with the values of each patch permuted.
 
-    values  [patches, features], or [..., C, H, W], of which what is left over at the right and below is seen by no
-            patch, and becomes zero
-    order   of the features of a patch, C x (frames) x tall x wide
+    values  [patches, features], or [..., C, H, W], where pixels at the right and bottom outside all patches become zero
+    order   of the features of a patch, C x (frames) x height x width
     """
     if values.ndim == 2:
         if values.shape[1] != len(order):
-            raise SealError(f"patches have {values.shape[1]} numbers, and the model's embedding takes {len(order)}")
+            raise SealError(f"patches have {values.shape[1]} values, but the model's embedding takes {len(order)}")
         return np.ascontiguousarray(values[:, order])
     (tall, wide), (channels, height, width) = patch, values.shape[-3:]
     rows, columns = height // tall, width // wide
     if channels * tall * wide != len(order):
-        raise SealError(f"{channels} channels of {tall} x {wide} patches, and the embedding takes {len(order)} numbers")
+        raise SealError(f"{channels} channels of {tall} x {wide} patches, but the embedding takes {len(order)} values")
     lead = values.shape[:-3]
     cut = values[..., : rows * tall, : columns * wide]
     cells = cut.reshape(*lead, channels, rows, tall, columns, wide)
@@ -50,12 +49,12 @@ def pixels(values: np.ndarray, order: np.ndarray, patch: tuple[int, int]) -> np.
 
 
 def spectrum(values: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """[sounds, bins, frames] with the bins in the order of the key."""
+    """[sounds, bins, frames] with permuted bins."""
     return np.ascontiguousarray(values[:, order])
 
 
 def batch(inputs: Mapping[str, Any], orders: Mapping[str, np.ndarray], patch: tuple[int, int]) -> dict[str, np.ndarray]:
-    """The tensors of a processor, as arrays by their names, in the sealed world."""
+    """The outputs of a processor, sealed, as arrays by name."""
     out = {name: np.asarray(values) for name, values in inputs.items()}
     for name in ("input_ids", "labels"):
         if name in out:
@@ -68,7 +67,7 @@ def batch(inputs: Mapping[str, Any], orders: Mapping[str, np.ndarray], patch: tu
 
 
 def with_ids(raw: Any, vocab: np.ndarray, back: bool = False, key: str = "") -> Any:
-    """JSON of a configuration with the numbers of tokens that it names in the sealed vocabulary."""
+    """JSON of a configuration with its token ids in the sealed vocabulary."""
     if isinstance(raw, dict):
         return {name: with_ids(value, vocab, back, str(name)) for name, value in raw.items()}
     if isinstance(raw, list):
@@ -79,7 +78,7 @@ def with_ids(raw: Any, vocab: np.ndarray, back: bool = False, key: str = "") -> 
 
 
 def named_ids(raw: Any, key: str = "") -> set[int]:
-    """The numbers of tokens that a configuration names."""
+    """The token ids in a configuration."""
     if isinstance(raw, dict):
         return set().union(*(named_ids(value, str(name)) for name, value in raw.items()))
     if isinstance(raw, list):

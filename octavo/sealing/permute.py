@@ -1,10 +1,10 @@
-"""The axes of tensors as data, and tensors moved by the orders of their axes: bits are copied, nothing is computed.
+"""The axes of tensors as data, and the permutation of tensors: bits are copied, nothing is computed.
 
-stretch   (name of a permutation, unit): its items one after the other, each `unit` places long
-axis      stretches one after the other; of none: its places stay
-layout    axes of a tensor, of its shape or of another view of it; in tensors of experts one list of axes each
+stretch   (name of a permutation, unit): its items in sequence, each with `unit` positions
+axis      a sequence of stretches; an axis without any is not permuted
+layout    the axes of a tensor, in its shape or another view; for expert tensors a list of axes per expert
 
-`width`: of scales, how many places of the last axis an entry stands for (-1: all); blocks of so many stay together.
+`width`: for scales, the number of positions of the last axis that an entry covers (-1: all); such blocks stay together.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from octavo.sealing.errors import SealError
 
 
 class Stretch(NamedTuple):
-    """The items of a permutation one behind the other, each of `unit` places."""
+    """The items of a permutation in sequence, each with `unit` positions."""
 
     name: str
     unit: int = 1
@@ -37,8 +37,8 @@ class Layout:
     """The axes of one tensor.
 
     axes   of the view `shape`
-    shape  None: the tensor's own; else the view that the axes are of
-    each   of stacked experts: the axes behind the first, expert by expert in sealed order
+    shape  of the view to which the axes refer; None: the tensor's own
+    each   for stacked experts: the axes after the first, expert by expert in sealed order
     """
 
     axes: tuple[Axis, ...]
@@ -50,29 +50,29 @@ Orders = Mapping[str, np.ndarray]
 
 
 def places(axis: Axis, orders: Orders) -> np.ndarray | None:
-    """The place in the plain axis that each place of the sealed one is taken from; None where all stay."""
+    """For each position of the sealed axis its position in the plain axis; None if it is not permuted."""
     if not axis:
         return None
-    found, start = [], 0
+    stretches, start = [], 0
     for name, unit in axis:
         order = orders[name]
-        found.append((start + order[:, None] * unit + np.arange(unit)).reshape(-1))
+        stretches.append((start + order[:, None] * unit + np.arange(unit)).reshape(-1))
         start += len(order) * unit
-    return np.concatenate(found)
+    return np.concatenate(stretches)
 
 
 def size(axis: Axis, sizes: Mapping[str, int]) -> int:
-    """Places of an axis."""
+    """The number of positions of an axis."""
     return sum(sizes[name] * unit for name, unit in axis)
 
 
 def sealed(tensor: Tensor, layout: Layout, orders: Orders, width: int = 1) -> Tensor:
-    """A tensor of the plain model as the sealed one has it."""
+    """Permute a tensor of the plain model to the sealed model's order."""
     return _moved(tensor, layout, orders, False, width)
 
 
 def plain(tensor: Tensor, layout: Layout, orders: Orders, width: int = 1) -> Tensor:
-    """A tensor of a sealed model as the plain one has it."""
+    """Permute a tensor of a sealed model back to the plain order."""
     return _moved(tensor, layout, orders, True, width)
 
 
@@ -101,8 +101,8 @@ def _by(tensor: Tensor, axes: tuple[Axis, ...], orders: Orders, back: bool, widt
 
 
 def _of_blocks(order: np.ndarray, width: int) -> np.ndarray:
-    """The order of blocks of `width` places. Raises SealError where one does not stay together."""
-    found: np.ndarray = order[::width] // width
-    if (order // width != found.repeat(width)[: len(order)]).any():
-        raise SealError(f"an axis of {len(order)} has scales for {width} places each, which would be torn apart")
-    return found
+    """The order of blocks of `width` positions. Raises SealError if one does not stay together."""
+    blocks: np.ndarray = order[::width] // width
+    if (order // width != blocks.repeat(width)[: len(order)]).any():
+        raise SealError(f"an axis of {len(order)} has scales for blocks of {width}, which the permutation would split")
+    return blocks

@@ -1,24 +1,24 @@
-"""Which permutation moves which axis, by the names that modules have: one table.
+"""The permutation of each axis, by the names of modules: one table.
 
-A rule is a pattern of a parameter's name and the axes of its weight; of a bias, and of whatever has one axis, the first
-one counts. The words of an axis, joined by + where stretches stand behind each other:
+A rule has a pattern for a parameter's name and the axes of its weight; biases and other parameters with one axis have
+the first of these. The words of an axis, joined by + for consecutive stretches:
 
-    -        stays
-    vocab    rows of the table of embeddings and of the output projection
-    res      channels of the decoder's residual stream; `own`: those of the part that the parameter lies in
-             (the decoder's, or a tower's)
-    q, kv    heads of this attention (those of keys and values, and query heads within theirs)
-    @NAME    an order of its own, named after the module that the parameter's module lies in (`@mlp`: of this MLP);
-             @@NAME after the one around that, @PART@NAME that of its part PART
-    q?, kv?  of norms of queries and keys: these heads where all are normed as one, - where each is normed by itself
-    lk, lv   heads of keys and of values of a recurrence, as kv and q
-    K*WORD   K stretches one behind the other, as channels of K merged patches lie; 0*: as many as fit
-    WORD^    one stretch whose items take several places each, as many as fit
-    patch    numbers of a patch of pixels (all axes of a convolution behind the first are one)
-    bins     bins of a spectrum of sound
+    -        not permuted
+    vocab    rows of the embedding table and of the output projection
+    res      channels of the decoder's residual stream; `own`: of the residual stream of the parameter's part (the
+             decoder or a tower)
+    q, kv    heads of this attention (key-value heads, and query heads within their groups)
+    @NAME    a separate permutation, named after the parent of the parameter's module (`@mlp`: of this MLP);
+             @@NAME after the grandparent, @PART@NAME after the parent's part PART
+    q?, kv?  for norms of queries and keys: these heads if all are normalized together, - if each is separately
+    lk, lv   key heads and value heads of a recurrence, like kv and q
+    K*WORD   K consecutive stretches, like the channels of K merged patches; 0*: as many as fit
+    WORD^    one stretch whose items have several positions each, as many as fit
+    patch    values of a patch of pixels (all axes of a convolution after the first are one)
+    bins     frequency bins of a spectrogram
     experts  experts of this layer
 
-The first pattern that matches decides. A parameter that none matches cannot be sealed, and is refused by its name.
+The first matching pattern decides. A parameter without a match cannot be sealed, and is refused by name.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _RULES: tuple[tuple[str, str], ...] = (
     (r"resampler_model\.mlp", "res, @temporal_linear@b"),
     (r"resampler_model\.after_norm", "res"),
     (r"image_newline", "res"),
-    # What begins a tower ---------------------------------------------------------------------------------------------
+    # The first layers of a tower -------------------------------------------------------------------------------------
     (r"(patch_embed\.proj|patch_embedding|patch_embeddings\.projection|patch_conv)", "own, patch"),
     (r"audio_tower\.conv1", "@first, bins, -"),
     (r"audio_tower\.conv2", "own, @first, -"),
@@ -101,8 +101,7 @@ RULES = tuple((re.compile(rf"(?:.*\.)?{pattern}"), axes) for pattern, axes in _R
 
 
 def rule_of(name: str, kind: str) -> str | None:
-    """The axes of a parameter (`.weight` and `.bias` left out of its name) of a module of class `kind`; None where no
-    rule knows it."""
+    """The axes of a parameter (its name without `.weight` and `.bias`) in a module of class `kind`; None: no rule."""
     return next(
         (axes for pattern, axes in RULES if pattern.fullmatch(name) or pattern.fullmatch(f"{name}:{kind}")), None
     )

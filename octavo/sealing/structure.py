@@ -1,7 +1,7 @@
-"""A model's tensors as axes, and its permutations drawn: by its structure, from a key.
+"""The axes of a model's tensors, and its permutations drawn from a key.
 
-What moves is found by :mod:`octavo.sealing.rules`; how far a permutation may reach by the uses of its items
-(:mod:`octavo.sealing.draw`). What stays, and why, is listed in :attr:`Structure.stays`.
+:mod:`octavo.sealing.rules` determines what is permuted, and the uses of its items how far a permutation may reach
+(:mod:`octavo.sealing.draw`). :attr:`Structure.stays` lists what is not permuted, and why.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _TIMES = re.compile(r"(\d+)\*(.+)")
 
 @dataclass
 class Structure:
-    """What of a model moves.
+    """The permuted axes of a model.
 
     layouts  parameter or persistent buffer -> its axes
-    sizes    permutation -> how many items it has
-    uses     permutation -> where its items stand (`draw.Use`)
+    sizes    permutation -> its number of items
+    uses     permutation -> the positions of its items (`draw.Use`)
     heads    attention -> (permutation of its groups, of its heads)
-    groups   permutation of experts -> groups of them that a router chooses first
-    stays    what is not moved, in words
+    groups   permutation of experts -> number of expert groups among which a router chooses first
+    stays    what is not permuted, in words
     """
 
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -69,13 +69,13 @@ class Structure:
 
 
 def structure(model: nn.Module) -> Structure:
-    """The structure of a stock model (the meta device will do). Raises SealError, naming the tensor, for one that no
-    rule knows or whose sizes do not fit."""
+    """The structure of a stock model, which may be on the meta device. Raises SealError, naming the tensor, for a
+    tensor without a rule or with unexpected sizes."""
     return _Reading(model).read()
 
 
 class _Reading:
-    """One model being read."""
+    """Determines the structure of one model."""
 
     def __init__(self, model: Any) -> None:
         self.model, self.config, self.found = model, model.config, Structure()
@@ -91,8 +91,8 @@ class _Reading:
         attention = getattr(text, "attn_config", None)
         if getattr(text, "alibi", False) or getattr(attention, "alibi", False):
             self.found.fixed |= {name for pair in self.found.heads.values() for name in pair}
-            self.found.stays.append("heads: ALiBi gives each its slope by its place")
-        self.found.stays += ["places within a head: rotary positions pair them", "layers", "places of patches"]
+            self.found.stays.append("heads: with ALiBi a head's slope depends on its position")
+        self.found.stays += ["positions within a head: rotary embeddings pair them", "layers", "positions of patches"]
         return self.found
 
     def _layout(self, name: str, shape: tuple[int, ...]) -> Layout:
@@ -102,8 +102,8 @@ class _Reading:
         rule = rule_of(subject, type(module).__name__)
         if rule is None:
             raise SealError(
-                f"{name} {list(shape)} of {type(self.model).__name__} is of no kind that sealing knows, and what is "
-                "left as it is would give the order of its neighbours away: this model cannot be sealed"
+                f"{name} {list(shape)} of {type(self.model).__name__} is unknown to sealing. Left unpermuted, it would "
+                "reveal the order of adjacent layers, so this model cannot be sealed"
             )
         words = [word.strip() for word in rule.split(",")]
         view = shape
@@ -123,7 +123,7 @@ class _Reading:
         return Layout(axes, None if view == shape else view)
 
     def _experts(self, name: str, subject: str, module: Any, words: list[str], shape: tuple[int, ...]) -> Layout:
-        """Stacked experts [E, N, K], each of whom has an order of its own width."""
+        """Stacked experts [E, N, K], each with a separate permutation of its width."""
         if getattr(module, "is_transposed", False):
             words = [words[0], words[2], words[1]]
         first = self._axis(words[0], shape[0], subject, name)
@@ -148,7 +148,7 @@ class _Reading:
     # Words -----------------------------------------------------------------------------------------------------------
 
     def _axis(self, word: str, places: int, subject: str, name: str) -> Axis:
-        """The axis that a word of a rule means, of so many places."""
+        """The axis for a word of a rule, with so many positions."""
         if word == "-" or (word.endswith("?") and places == self._head_dim(subject)):
             return FIXED
         word = word.removesuffix("?")
@@ -168,18 +168,20 @@ class _Reading:
     def _fitting(self, axis: tuple[tuple[str, int], ...], places: int, name: str, parts: int = 1) -> Axis:
         for label, _ in axis:
             self._size(label, places // parts, name)
-        made = tuple(Stretch(*one) for one in axis)
-        if size(made, self.found.sizes) != places:
+        stretches = tuple(Stretch(*one) for one in axis)
+        if size(stretches, self.found.sizes) != places:
             expected = " + ".join(f"{self.found.sizes[label]} x {unit} of {label}" for label, unit in axis)
-            raise SealError(f"{name} has an axis of {places}, and {expected} were expected: this cannot be sealed")
-        return made
+            raise SealError(
+                f"{name} has an axis of {places}, but {expected} were expected: this model cannot be sealed"
+            )
+        return stretches
 
     def _size(self, label: str, places: int, name: str) -> int:
-        """How many items a permutation has; of a new one as many as there are places."""
+        """The number of items of a permutation; a new one has as many as there are positions."""
         return self.found.sizes.setdefault(label, places)
 
     def _label(self, word: str, subject: str) -> str:
-        """The name of the permutation that a word means here."""
+        """The name of the permutation for a word at this parameter."""
         parent = subject.rpartition(".")[0]
         if word == "own":
             return self._part(subject)
@@ -203,7 +205,7 @@ class _Reading:
         return "res"
 
     def _of_heads(self, parts: list[str], labels: list[str], places: int, subject: str) -> tuple[tuple[str, int], ...]:
-        """Stretches of heads, whose numbers the configuration says."""
+        """Stretches of heads, whose numbers come from the configuration."""
         config: Any = self._config(subject)
         if parts[0] in ("lk", "lv"):
             counts = {"lk": config.linear_num_key_heads, "lv": config.linear_num_value_heads}
@@ -224,7 +226,7 @@ class _Reading:
         )
 
     def _head_dim(self, subject: str) -> int:
-        """Places of a head of this attention."""
+        """The head size of this attention."""
         config = self._config(subject)
         return int(getattr(config, "head_dim", None) or config.hidden_size // _first(config, *_HEADS))
 
@@ -235,11 +237,11 @@ class _Reading:
         return self.config.audio_config if part == "ear" else self.config.get_text_config()
 
     def _odd(self, name: str, shape: tuple[int, ...], rule: str) -> SealError:
-        return SealError(f"{name} has the shape {list(shape)}, and {rule} was expected: this model cannot be sealed")
+        return SealError(f"{name} has the shape {list(shape)}, but {rule} was expected: this model cannot be sealed")
 
 
 def _first(config: Any, *names: str) -> int:
-    found = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-    if found is None:
-        raise SealError(f"the configuration of a {type(config).__name__} does not say how many heads attention has")
-    return int(found)
+    count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    if count is None:
+        raise SealError(f"the configuration of a {type(config).__name__} has no number of attention heads")
+    return int(count)

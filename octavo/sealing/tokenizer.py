@@ -1,9 +1,9 @@
-"""The tokenizer of a sealed model: it writes numbers, `t17 t4005`, and knows no word.
+"""The tokenizer of a sealed model: it writes numbers, `t17 t4005`, and has no words.
 
-A plain tokenizer with its numbers changed would be the permutation itself. So token n of the sealed vocabulary is
-the word `tn`. Control tokens alone keep their names, since config.json and the processor name their places anyway:
-where answers end, and what stands for an image. The chat template puts contents behind each other: what a model is
-asked is sealed before (:func:`seal_text`), template and all, by who holds the key.
+A plain tokenizer with permuted ids would reveal the permutation. So token n of the sealed vocabulary is the word `tn`.
+Only control tokens keep their names, since config.json and the processor name their ids anyway: the tokens that end
+answers, and the placeholders of images. The chat template only concatenates contents: the owner of the key seals
+questions before, including the plain model's template (:func:`seal_text`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TEMPLATE = (
     "{% for message in messages %}{% if not loop.first %} {% endif %}{% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{{ message['content'] | join(' ', attribute='text') }}{% endif %}{% endfor %}"
 )
-"""Contents one after the other: the one who writes the words has written the template's as well."""
+"""Concatenates contents, because sealed text already includes the plain model's template."""
 _USUAL = ("bos_token", "eos_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -41,31 +41,31 @@ def word(number: int) -> str:
 
 
 def named(tokenizer: Any, model: str | Path) -> dict[int, str]:
-    """The tokens of a plain model that keep their names: control tokens, and those that config.json names, of NVILA a
-    line break."""
+    """The tokens of a plain model that keep their names: control tokens, and those in config.json, such as NVILA's line
+    break."""
     control = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     also = {number: tokenizer.decode([number]) for number in named_ids(read_json(Path(model) / "config.json"))}
     return {number: name for number, name in {**also, **control}.items() if name}
 
 
-def write_tokenizer(source: Path, made: Path, vocab: np.ndarray) -> None:
-    """Write the tokenizer of a twin: as many words as the table of embeddings has rows, and the control tokens of the
-    plain one where the key puts them."""
+def write_tokenizer(source: Path, folder: Path, vocab: np.ndarray) -> None:
+    """Write the tokenizer of a twin: a word for each row of the embedding table, and the plain model's control tokens
+    at their sealed ids."""
     plain: Any = models.load_tokenizer(source)
-    kept = {int(tokens(np.asarray([n]), vocab)[0]): name for n, name in named(plain, source).items()}
-    behind = [number for number in kept if number >= len(vocab)]
-    words = {kept.get(number, word(number)): number for number in [*range(len(vocab)), *behind]}
-    numbered_tokenizer(words, {name: number for number, name in kept.items()}, plain).save_pretrained(made)
+    names = {int(tokens(np.asarray([n]), vocab)[0]): name for n, name in named(plain, source).items()}
+    behind = [number for number in names if number >= len(vocab)]
+    words = {names.get(number, word(number)): number for number in [*range(len(vocab)), *behind]}
+    numbered_tokenizer(words, {name: number for number, name in names.items()}, plain).save_pretrained(folder)
 
 
 def numbered_tokenizer(
     words: Mapping[str, int], control: Mapping[str, int], like: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of words between spaces.
+    """A tokenizer of words separated by spaces.
 
-    words    word -> its number, of all tokens
-    control  those that are control tokens, which stand alone wherever they are written
-    like     the tokenizer whose names of control tokens (`eos_token`, `image_token`, ...) this one takes over
+    words    word -> id, of all tokens
+    control  word -> id of control tokens, which are recognized without spaces
+    like     the tokenizer from which the names of control tokens (`eos_token`, `image_token`, ...) are copied
     """
     tokenizer = Tokenizer(WordLevel(dict(words), unk_token=next(iter(words))))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -86,7 +86,7 @@ def numbered_tokenizer(
 
 
 def seal_text(text: str, model: str | Path, key: Key) -> str:
-    """A question as the words of the sealed model: in the plain model's chat template, up to where the answer begins.
+    """A question as words of the sealed model, in the plain model's chat template, up to the start of the answer.
     `model`: the plain folder."""
     processor: Any = models.load_processor(model)
     turns = [{"role": "user", "content": text}]
@@ -94,11 +94,11 @@ def seal_text(text: str, model: str | Path, key: Key) -> str:
     ids = np.asarray(processor.tokenizer(written, add_special_tokens=False)["input_ids"])
     names = named(processor.tokenizer, model)
     moved = tokens(ids, _vocab(model, key))
-    return " ".join(names.get(int(plain), word(int(own))) for plain, own in zip(ids, moved, strict=True))
+    return " ".join(names.get(int(plain), word(int(number))) for plain, number in zip(ids, moved, strict=True))
 
 
 def unseal_text(words: str, model: str | Path, key: Key) -> str:
-    """What the words of a sealed model mean. Raises SealError for one that is none."""
+    """The plain text of a sealed model's words. Raises SealError for an unknown word."""
     tokenizer: Any = models.load_tokenizer(model)
     numbers = {name: number for number, name in named(tokenizer, model).items()}
     vocab = _vocab(model, key)
@@ -108,10 +108,10 @@ def unseal_text(words: str, model: str | Path, key: Key) -> str:
             ids.append(numbers[one])
         elif one == "\n":
             continue  # between words
-        elif (found := _WORD.fullmatch(one)) and int(found[1]) < len(vocab):
-            ids.append(int(vocab[int(found[1])]))
+        elif (match := _WORD.fullmatch(one)) and int(match[1]) < len(vocab):
+            ids.append(int(vocab[int(match[1])]))
         else:
-            raise SealError(f"{one!r:.60} is no word of a sealed model: they are t0 to t{len(vocab) - 1}")
+            raise SealError(f"{one!r:.60} is not a word of a sealed model: they are t0 to t{len(vocab) - 1}")
     return str(tokenizer.decode(ids))
 
 

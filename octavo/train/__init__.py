@@ -1,6 +1,6 @@
 """Training: one configuration, one job.
 
-build (the ordered list) -> step (a page) -> loop (run directory, proof, evaluation, checkpoints)
+setup.build assembles a run, step makes one training step, and loop runs the steps with their callbacks.
 """
 
 from octavo.train.artifacts import evaluate_run, load_run

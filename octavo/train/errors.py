@@ -1,5 +1,5 @@
-"""What can stop a run."""
+"""The error that stops a run."""
 
 
 class TrainError(RuntimeError):
-    """A run that cannot start, continue or go on; the message names what was asked, what was found and the fix."""
+    """A run cannot start or continue; the message names what was requested, what was found and the fix."""

@@ -285,7 +285,7 @@ def test_names_do_not_depend_on_the_order_in_which_a_model_was_filled():
         held = block.experts._parameters
         for name in reversed(list(held)):
             held[name] = held.pop(name)
-        experts.in_order(block)
+        experts.sort_parameters(block)
         assert {n: p.shape for n, p in lora(adapted(block)).items()} == want, family
 
 
@@ -293,7 +293,7 @@ def test_names_do_not_depend_on_the_order_in_which_a_model_was_filled():
 def test_what_peft_refuses_is_refused_with_a_sentence(asked):
     from octavo.config import LoraSection
 
-    with pytest.raises(AdapterError, match=f"lora.{next(iter(asked))}=.*leave experts out"):
+    with pytest.raises(AdapterError, match=f"lora.{next(iter(asked))}=.*exclude experts"):
         experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection(**asked))
     experts.refuse([], LoraSection(**asked))
     experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection())
@@ -316,5 +316,5 @@ def test_experts_of_another_structure_are_refused():
 
     block = Block(made(Llama4TextExperts, Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)))
     inject_adapter_in_model(config(), block)
-    with pytest.raises(AdapterError, match="cannot have adapters beside them: experts called with"):
+    with pytest.raises(AdapterError, match="cannot have adapters: experts called with"):
         experts.adopt(block)

@@ -136,7 +136,7 @@ def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
 
 def test_without_adapters_or_with_merged_ones_it_says_so(folder: Folder) -> None:
     model = models.load(folder("qwen3"))
-    with pytest.raises(adapters.AdapterError, match="no adapters that could be merged"):
+    with pytest.raises(adapters.AdapterError, match="no adapters to merge"):
         merged(model)
     model = adapted(folder("qwen3"))
     next(iter(adapters.attached(model).values())).merge()
@@ -164,7 +164,7 @@ def fold(w: Tensor, scale: float, kind: str | None, rank: int = 4) -> tuple[Fold
 
 def survived(made: Fold, kind: str) -> MergeErrors:
     found = MergeErrors({made.name: made})
-    found.written(made.name, None, (0, made.shape[0]), fp8.quantize(made.folded(), FROZEN[kind]))
+    found.add(made.name, None, (0, made.shape[0]), fp8.quantize(made.folded(), FROZEN[kind]))
     return found
 
 
@@ -206,8 +206,8 @@ def test_figures_are_those_of_their_definitions() -> None:
     q = fp8.quantize(made.folded(), FROZEN["row"])
     found = MergeErrors({made.name: made})
     for rows in ((0, 16), (16, 64)):  # in pieces
-        found.written(made.name, None, rows, fp8.Quantized(q.data[slice(*rows)], q.scale[slice(*rows)], q.spec))
-    found.written("another.weight", None, None, torch.zeros(1))
+        found.add(made.name, None, rows, fp8.Quantized(q.data[slice(*rows)], q.scale[slice(*rows)], q.spec))
+    found.add("another.weight", None, None, torch.zeros(1))
     own = found.weights[made.name]
     d, applied = made.folded() - base, fp8.dequantize(q) - base
     want = {
@@ -225,4 +225,4 @@ def test_figures_are_those_of_their_definitions() -> None:
 
 def test_an_adapter_that_changes_nothing_is_not_lost() -> None:
     found = survived(fold(torch.randn(32, 32), 0.0, "row")[0], "row")
-    assert not found.lost and found.counted() == [] and found.kept == 1 and found.weights["q_proj.weight"].kept == 1
+    assert not found.lost and found.in_fp8() == [] and found.kept == 1 and found.weights["q_proj.weight"].kept == 1

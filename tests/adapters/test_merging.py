@@ -62,7 +62,7 @@ def test_bf16_loads_in_transformers_and_answers_as_the_adapted_model(
     base = folder(family)
     adapter = written(base, tmp_path / "adapter")
     done = merge_model(adapter, tmp_path / "out", device="cpu")
-    assert done.base == "high" and done.base_error is None and not done.merge_error.counted()
+    assert done.base == "high" and done.base_error is None and not done.merge_error.in_fp8()
     model = _over(base, adapter)
     batch = inputs(model, models.describe(model.config))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -102,7 +102,7 @@ def test_what_is_said_to_survive_is_what_the_file_holds(
         assert own.kept == pytest.approx(applied / d, rel=1e-3)
         assert own.error == pytest.approx((n / d) ** 0.5, rel=1e-3)
         counted += own.fp8
-    assert counted == len(done.merge_error.counted()) > 1
+    assert counted == len(done.merge_error.in_fp8()) > 1
     assert 0.95 < done.merge_error.kept < 1.05
     assert any("of the adapter's change survives" in s for s in done.sentences())
 
@@ -209,7 +209,7 @@ def test_a_small_change_survives_in_high_precision_weights(run: Path, tmp_path: 
     ("ask", "message"),
     [
         ({"format": "fp4"}, "there is no format 'fp4'; there are bf16, fp8-block"),
-        ({"base": "fp8"}, "was not trained over FP8 codes"),
+        ({"base": "fp8"}, "has no record of training on FP8 codes"),
         ({"base": "nowhere"}, "nowhere was given as the base of"),
         ({"include": ["image_encoder"]}, "bf16 has none"),
         ({"include": ["lm_head"], "format": "fp8-dynamic"}, "'lm_head' cannot be included"),
@@ -235,7 +235,7 @@ def test_the_command(folder: Folder, coded: Folder, tmp_path: Path, capsys: pyte
     assert found["delta"]["weights"][0].keys() >= {"name", "kept", "error", "cosine", "changed", "drowned"}
     assert "folded into the high-precision weights" in err
     for argv, message in (
-        ([adapter, base], "is the very folder"),
+        ([adapter, base], "is the folder that is exported"),
         ([adapter, adapter.parent], "is a folder above the one"),
         ([base, tmp_path / "new"], "is a whole model: there is no adapter to merge. Use octavo export"),
         ([tmp_path / "nothing", tmp_path / "new"], "there is no folder"),

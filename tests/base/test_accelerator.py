@@ -56,12 +56,12 @@ def test_what_is_not_here_is_refused(monkeypatch):
 
 
 def test_what_carries_collectives_is_torchs_answer():
-    assert (world._wire(CPU), world._wire(torch.device("cuda"))) == ("gloo", "cpu:gloo,cuda:nccl")
-    assert world._wire(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
+    assert (world._backend(CPU), world._backend(torch.device("cuda"))) == ("gloo", "cpu:gloo,cuda:nccl")
+    assert world._backend(torch.device("xpu")) == "cpu:gloo,xpu:xccl"
     with pytest.raises(
         WorldError, match="this torch has no backend for collectives between devices of type privateuseone"
     ):
-        world._wire(OTHER)
+        world._backend(OTHER)
 
 
 def test_an_amd_gpu_has_no_compute_capability(monkeypatch):

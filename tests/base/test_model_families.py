@@ -70,14 +70,14 @@ def test_a_family_is_added_by_its_record_its_processor_and_its_small_checkpoint(
     library = pytest.importorskip("transformers.models.exaone4_5.processing_exaone4_5")
     from transformers import Exaone4_5_Config
 
-    assert "not known to Octavo" in models.why_not_trained(Exaone4_5_Config())
+    assert "Octavo knows neither its image processor" in models.why_not_trained(Exaone4_5_Config())
 
     # 1. the record
     record = FamilyRecord("exaone4_5", "ExaoneImageTextProcessor", "patches")
     monkeypatch.setitem(RECORDS, "exaone4_5", record)
 
     # 2. the processor
-    class ExaoneImageTextProcessor(stock.TellingWithoutVideo, library.Exaone4_5_Processor):
+    class ExaoneImageTextProcessor(stock.TraitsWithoutVideo, library.Exaone4_5_Processor):
         image_class = stock.Qwen2VLImages
 
     monkeypatch.setitem(stock.PROCESSORS, "ExaoneImageTextProcessor", ExaoneImageTextProcessor)

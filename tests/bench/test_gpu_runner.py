@@ -311,7 +311,7 @@ def test_a_full_disk_costs_nothing(run, messages: list[str], tmp_path: Path, mon
     found, code = run(fake("x", ("one", "nap"), ("two", "crash"), ("three", "nap")))
     assert code == 1 and len(rows(found["x"])) == 5
     assert sum("cannot be written (No space left on device): results follow" in line for line in messages) == 1
-    assert any("NOT SAVED: " in line and "results stand above as lines of JSON" in line for line in messages)
+    assert any("NOT SAVED: " in line and "results are above as lines of JSON" in line for line in messages)
     on_disk = json.loads((tmp_path / "out" / "suites.json").read_text())["jobs"]
     monkeypatch.setattr(atomic_write, "write_text", real)
     fresh = Store(tmp_path / "fresh", messages.append)

@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 
 def take(model, optimizer, step: int, world, **more) -> checkpoint.Moment:
     extra = {"shared": torch.arange(3.0), **more}
-    return checkpoint.take(step, model=model, optimizer=optimizer, extra=extra, counters={"rows": step}, world=world)
+    return checkpoint.take_snapshot(
+        step, model=model, optimizer=optimizer, extra=extra, counters={"rows": step}, world=world
+    )
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def test_to_bf16_multiplies_codes_by_their_scales(tmp_path, when):
 
 
 def test_a_tied_head_is_written_twice_and_comes_back_once(folder, tmp_path):
-    with pytest.raises(CheckpointError, match=r"has lm_head.weight of its own: nothing is tied"):
+    with pytest.raises(CheckpointError, match=r"has lm_head.weight of its own: no weights are tied"):
         convert.hf_to_dcp(folder, tmp_path / "dcp", tie_weights=True)
     all_of = tensors()
     head = all_of.pop("lm_head.weight")
@@ -201,7 +201,7 @@ def test_pieces_of_two_ranks_are_put_together(tmp_path):
             places.pop(next(iter(places)))
         (out / ".metadata").write_bytes(pickle.dumps(Metadata(entries, storage_data=places)))
         if missing:
-            with pytest.raises(CheckpointError, match="of the 10 values of a, 4 are there"):
+            with pytest.raises(CheckpointError, match="of the 10 values of a, 4 are present"):
                 convert.dcp_to_hf(out, tmp_path / "lost", like=folder)
         else:
             convert.dcp_to_hf(out, tmp_path / "back", like=folder)

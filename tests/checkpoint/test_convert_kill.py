@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a conversion: the destination is not there, and the same command goes on where it was."""
+"""kill -9 in the middle of a conversion: the destination is not there, and the same command continues."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_killed_there_and_killed_on_the_way_back(folder, tmp_path):
         messages: list[str] = []
         found = getattr(convert, command)(source, target, say=messages.append)
         assert found.kept == len(kept) >= 2 and messages == [
-            f"goes on where it was: {len(kept)} of {SHARDS} files are finished and whole"
+            f"continues: {len(kept)} of {SHARDS} files are finished and intact"
         ]
         now = [target / file.relative_to(target.with_name(f"{target.name}.converting") / "made") for file in kept]
         assert [(file.stat().st_mtime_ns, file.stat().st_ino) for file in now] == before  # not written again
@@ -89,7 +89,7 @@ def test_two_at_a_time_is_refused(folder, tmp_path):
         while not task.is_file():
             assert process.is_alive() and time.monotonic() < deadline
             time.sleep(0.005)
-        with pytest.raises(CheckpointError, match="another process is at work in .*dcp.converting"):
+        with pytest.raises(CheckpointError, match="another process is working in .*dcp.converting"):
             convert.hf_to_dcp(folder, tmp_path / "dcp")
     finally:
         process.kill()

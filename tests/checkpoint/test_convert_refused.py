@@ -27,18 +27,18 @@ def test_ends_that_cannot_be(folder, tmp_path):
     for source, destination, words in (
         (tmp_path / "nowhere", "d", "nowhere is not a folder"),
         (folder / "config.json", "d", "is not a folder"),
-        (folder, "there", "there exists, and nothing is overwritten"),
-        (folder, "model", "lies in .*model, which is only read"),
-        (folder, "model/dcp", "lies in .*model, which is only read"),
-        (folder, "x.converting", "is no name for a new directory"),
+        (folder, "there", "there exists and is not overwritten"),
+        (folder, "model", "is inside .*model, which is only read"),
+        (folder, "model/dcp", "is inside .*model, which is only read"),
+        (folder, "x.converting", "is not a valid name for a new directory"),
     ):
         with pytest.raises(CheckpointError, match=words):
             convert.hf_to_dcp(source, tmp_path / destination)
-    with pytest.raises(CheckpointError, match="holds no adapter_model.safetensors but a whole model"):
+    with pytest.raises(CheckpointError, match="holds a whole model, not adapter_model.safetensors"):
         convert.lora_hf_to_dcp(folder, tmp_path / "d")
-    with pytest.raises(CheckpointError, match="holds no model.safetensors but an adapter"):
+    with pytest.raises(CheckpointError, match="holds an adapter, not model.safetensors"):
         convert.hf_to_dcp(adapter(tmp_path), tmp_path / "d")
-    with pytest.raises(CheckpointError, match="has no .metadata: it is no DCP checkpoint"):
+    with pytest.raises(CheckpointError, match="has no .metadata: it is not a DCP checkpoint"):
         convert.dcp_to_hf(folder, tmp_path / "d")
     assert not (tmp_path / "d").exists() and not list(tmp_path.glob("*.converting"))
 
@@ -61,7 +61,7 @@ def test_pickles_are_refused(folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"holds only pickled weights \(pytorch_model.bin\)"):
         convert.hf_to_dcp(folder, tmp_path / "d")
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or no safetensors file"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged or not a safetensors file"):
         convert.hf_to_dcp(folder, tmp_path / "d")
 
 
@@ -162,10 +162,13 @@ def test_another_model_s_folder_is_no_likeness(folder, tmp_path):
         convert.dcp_to_hf(tmp_path / "out", tmp_path / "back", like=folder)
     wrong = {f"model.{n}": v for n, v in tensors().items()} | {"model.lm_head.weight": torch.ones(2, 2)}
     dcp.save({"model": wrong}, checkpoint_id=tmp_path / "out2", no_dist=True)
-    with pytest.raises(CheckpointError, match=r"lm_head.weight has shape \[2, 2\], and .* has \[10, 6\] there"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"lm_head.weight has shape \[2, 2\], and .* has \[10, 6\]: it was trained from another model",
+    ):
         convert.dcp_to_hf(tmp_path / "out2", tmp_path / "back", like=folder)
     (tmp_path / "out" / "state.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is a checkpoint of a run of Octavo.*octavo export RUN"):
+    with pytest.raises(CheckpointError, match="is the checkpoint of an Octavo run.*octavo export RUN"):
         convert.dcp_to_hf(tmp_path / "out", tmp_path / "back")
 
 
@@ -192,8 +195,8 @@ def test_the_beginnings_of_another_conversion_are_not_gone_on_with(folder, tmp_p
     with pytest.raises(KeyboardInterrupt):
         convert.hf_to_dcp(folder, tmp_path / "dcp")
     monkeypatch.undo()
-    with pytest.raises(CheckpointError, match=r"beginnings of another conversion \(not the same: lora_base\)"):
+    with pytest.raises(CheckpointError, match=r"holds an unfinished conversion that differs in lora_base"):
         convert.hf_to_dcp(folder, tmp_path / "dcp", lora_base=True)
     (folder / "tokenizer.json").write_text("{ }")
-    with pytest.raises(CheckpointError, match=r"not the same: source"):
+    with pytest.raises(CheckpointError, match=r"holds an unfinished conversion that differs in source"):
         convert.hf_to_dcp(folder, tmp_path / "dcp")

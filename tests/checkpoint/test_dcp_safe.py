@@ -182,7 +182,7 @@ def _replace_stream(path: Path, name: str, value: object) -> None:
 def test_a_planted_tensor_stream_runs_nothing(tmp_path):
     path, flag = save(tmp_path / "run", 3, *trained()), tmp_path / "owned"
     _replace_stream(path, "model.seen", Payload(flag))
-    with pytest.raises(CheckpointError, match=r"__0_0\.distcp was refused: model\.seen is no plain tensor"):
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp was refused: model\.seen is not a plain tensor"):
         load(path, *fresh())
     assert not flag.exists()
 
@@ -216,7 +216,7 @@ def test_an_entry_outside_the_checkpoint_is_refused(tmp_path, where):
 def test_transforms_and_odd_places_are_refused(tmp_path):
     path = save(tmp_path / "run", 3, *trained())
     for field, value, words in (("transform_descriptors", ["zstd"], "asks for the transforms"),
-                                ("offset", -1, "lies at -1"), ("length", "9", "'9' bytes long")):  # fmt: skip
+                                ("offset", -1, "is at -1"), ("length", "9", "'9' bytes long")):  # fmt: skip
         metadata = _metadata(path)
         setattr(next(iter(metadata.storage_data.values())), field, value)
         before = (path / ".metadata").read_bytes()

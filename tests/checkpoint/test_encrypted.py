@@ -77,7 +77,10 @@ def test_what_was_exchanged_is_refused_by_name(tmp_path, monkeypatch):
         for why, damage in (
             (rf"{name} is damaged: chunk \d+ of \d+ \(bytes", flipped),
             (f"{name} is damaged", cut),
-            ("one is encrypted, and one is not: it was exchanged", lambda file: shutil.copy(plain / file.name, file)),
+            (
+                "one is encrypted, and the other is not: it was exchanged",
+                lambda file: shutil.copy(plain / file.name, file),
+            ),
         ):
             path = shutil.copytree(good, tmp_path / "tried")
             damage(path / name)
@@ -126,7 +129,9 @@ def test_beside_the_steps_too(tmp_path):
     model, optimizer = trained(3)
     want = snapshot(model, optimizer)
     background = checkpoint.Background(World(), torch.device("cpu"), encrypt=True)
-    moment = checkpoint.take(3, model=model, optimizer=optimizer, extra={}, counters={"rows": 3}, world=World())
+    moment = checkpoint.take_snapshot(
+        3, model=model, optimizer=optimizer, extra={}, counters={"rows": 3}, world=World()
+    )
     background.begin(tmp_path, moment)
     train(model, optimizer, range(3, 5))
     path = background.poll(wait=True)
@@ -162,7 +167,7 @@ def test_two_ranks_write_what_one_process_reads(tmp_path):
     tiny.write("qwen3_vl_moe", tmp_path / "tiny", size="mini")
     for same_again, names, why in ranks.run(_on_two, 2, str(tmp_path)):
         assert same_again and names == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.json"]
-        assert "the ranks were given different keys" in why
+        assert "the ranks have different keys" in why
     target = fresh()
     assert load(tmp_path / "step_3", *target).ranks == 2
     files_of_hf = sorted(file.name for file in (tmp_path / "hf").iterdir())

@@ -213,10 +213,10 @@ def test_what_stays_is_reported_with_its_reason(tmp_path):
     done = export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
     plan = layout(folder, "fp8-block")
     stay = {name.removeprefix("model.layers.0.self_attn."): why for name, why in plan.skipped.items()}
-    assert stay["k_proj"].startswith("64 outputs, no multiple of 128, in a GEMM")
+    assert stay["k_proj"].startswith("64 outputs, not a multiple of 128, in a GEMM")
     assert stay["q_proj"].startswith("runs as one GEMM with k_proj, which stays")
-    assert plan.skipped["model.layers.0.mlp.down_proj"] == "320 inputs, no multiple of 128"
-    assert plan.skipped["model.layers.0.mlp.gate_proj"] == "320 outputs, no multiple of 128"  # transformers divides
+    assert plan.skipped["model.layers.0.mlp.down_proj"] == "320 inputs, not a multiple of 128"
+    assert plan.skipped["model.layers.0.mlp.gate_proj"] == "320 outputs, not a multiple of 128"  # transformers divides
     assert [name for name in plan.matrices if "layers.0" in name] == ["model.layers.0.self_attn.o_proj.weight"]
     assert sum(done.skipped.values()) == len(plan.skipped) == 13
     stock(tmp_path / "out")
@@ -315,7 +315,7 @@ def test_values_of_another_model_and_bad_values_are_refused(source, tmp_path):
     codes = q.data.clone()
     codes.view(torch.uint8)[3, 3] = 0xFF
     refused({**state, name: q._replace(data=codes)}, f"{name} holds a NaN code")
-    refused({**state, name: q._replace(scale=q.scale * 0)}, f"{name} holds .* scale that is no multiplier")
+    refused({**state, name: q._replace(scale=q.scale * 0)}, f"{name} holds .* scale that is not finite and positive")
     huge = state["model.norm.weight"].clone()
     huge[0] = 3.4e38
     refused({**state, "model.norm.weight": huge}, "model.norm.weight has values beyond bfloat16")
@@ -335,7 +335,7 @@ def test_unknown_formats_and_components_are_refused(source, tmp_path):
         export([], ragged, tmp_path / "out", "fp8-block")
     model = models.load(folder)
     model.model.layers[0].mlp.lora_A = torch.nn.Linear(2, 2)
-    with pytest.raises(CheckpointError, match="carries adapters .*octavo merge"):
+    with pytest.raises(CheckpointError, match="the model has adapters .*octavo merge"):
         export(values_of(model), folder, tmp_path / "out", "bf16")
 
 

@@ -75,7 +75,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is_deleted(source: Path,
         file.parent.mkdir(exist_ok=True)
         former = file.read_bytes() if file.exists() else None
         file.write_text(text)
-        with pytest.raises(CheckpointError, match=f"did not write {name.split('/')[0]}"):
+        with pytest.raises(CheckpointError, match=f"but {name.split('/')[0]} in it is not as that export wrote it"):
             bf16(source, out)
         assert file.read_text() == text
         file.unlink() if former is None else file.write_bytes(former)
@@ -85,7 +85,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else_is_deleted(source: Path,
     bf16(source, out)
     (out / "README.md").touch()
     folders.edit_json(out / MARKER, lambda note: note.pop("sha256"))
-    with pytest.raises(CheckpointError, match=r"did not write README\.md"):
+    with pytest.raises(CheckpointError, match=r"but README\.md in it is not as that export wrote it"):
         bf16(source, out)
 
 
@@ -96,7 +96,7 @@ def test_what_comes_while_an_export_is_under_way_stays(source: Path, tmp_path: P
         yield from models.stream(source)
         (out / "late").touch()
 
-    with pytest.raises(CheckpointError, match="did not write late"):
+    with pytest.raises(CheckpointError, match="but late in it is not as that export wrote it"):
         export(slow(), source, out, "bf16")
     assert (out / "late").exists() and verify(out).ok
 
@@ -133,6 +133,6 @@ def test_a_saved_model_replaces_a_saved_model_and_nothing_else(source: Path, tmp
     saved = checkpoint.save_hf(model, source, tmp_path / "hf", World())
     checkpoint.save_hf(model, source, saved, World())
     (saved / "README.md").write_text("mine")
-    with pytest.raises(ModelError, match=r"README\.md in it is no part of a model"):
+    with pytest.raises(ModelError, match=r"README\.md in it is not part of a model"):
         checkpoint.save_hf(model, source, saved, World())
     assert (saved / "README.md").read_text() == "mine"

@@ -223,7 +223,7 @@ def test_a_run_or_its_base_is_not_replaced(trained, place, tmp_path):
         with pytest.raises(CheckpointError, match="that is exported"):
             export_model(run, target, "bf16")
     (tmp_path / "link").symlink_to(place / "model")
-    with pytest.raises(CheckpointError, match="the very folder"):
+    with pytest.raises(CheckpointError, match="is the folder that is exported"):
         export_model(run, tmp_path / "link", "bf16")
     with pytest.raises(TrainError, match="step 1 chooses a checkpoint of a run"):
         export_model(place / "model", tmp_path / "out", "bf16", step=1)
@@ -278,9 +278,9 @@ def test_the_command_refuses(place, tmp_path, capsys):
         ([model, out, "--format", "fp4"], 2, "invalid choice"),
         ([model, out, "--format", "bf16", "--max-shard-size", "many"], 2, "expected a size such as 5GB"),
         ([model, out, "--format", "bf16", "--device", "abacus"], 2, "is no device"),
-        ([model, out, "--format", "bf16", "--step", "3"], 1, "is no run directory"),
+        ([model, out, "--format", "bf16", "--step", "3"], 1, "is not a run directory"),
         ([str(tmp_path / "none"), out, "--format", "bf16"], 1, "there is no folder"),
-        ([model, model, "--format", "bf16"], 1, "the very folder"),
+        ([model, model, "--format", "bf16"], 1, "is the folder that is exported"),
     ):
         assert main(["export", *arguments]) == code, arguments
         assert words in capsys.readouterr().err, arguments

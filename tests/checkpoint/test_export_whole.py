@@ -143,7 +143,7 @@ def test_whatever_stops_an_export_the_earlier_one_stays(folder, model, tmp_path,
 def test_a_disk_without_room_is_reported_before_anything_is_written(folder, model, tmp_path, monkeypatch):
     usage = type("Usage", (), {"free": 1000})()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"would take 0.00 GB, and 0.00 GB are free .*free some space"):
+    with pytest.raises(CheckpointError, match=r"needs 0.00 GB, and 0.00 GB are free .*free some space"):
         export(values_of(model), folder, tmp_path / "out", "bf16")
     assert list(tmp_path.iterdir()) == []
 
@@ -157,7 +157,7 @@ def test_only_an_earlier_export_is_replaced(folder, model, tmp_path):
     other.mkdir()
     (other / "cat.png").write_bytes(b"")
     with pytest.raises(
-        CheckpointError, match=r"is not empty \(cat.png\) and is no earlier export: it has no octavo_ex"
+        CheckpointError, match=r"is not empty \(cat.png\) and is not an earlier export: it has no octavo_ex"
     ):
         export(values_of(model), folder, other, "bf16")
     (tmp_path / "file").write_text("")
@@ -224,7 +224,7 @@ def test_files_are_laid_out_before_values_come(tmp_path):
         for name, t in tensors.items():
             assert found[name].dtype is t.dtype and found[name].shape == t.shape
             assert torch.equal(found[name].reshape(-1).view(torch.uint8), t.reshape(-1).view(torch.uint8))
-    with pytest.raises(CheckpointError, match="2 tensors of the model never came, first b"):
+    with pytest.raises(CheckpointError, match="2 tensors of the model are missing, first b"):
         with Shards(tmp_path, planned[:2], 10**6) as shards:
             shards.finish()
 

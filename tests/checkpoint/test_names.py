@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_name_that_no_run_writes_is_no_checkpoint_and_stays(folder: Path, name: str):
     shutil.copytree(folder / "step_4", folder / name)
     assert checkpoint.steps(folder) == [3, 4] and checkpoint.latest(folder, One()) == folder / "step_4"
-    assert [named.partition(" (no name")[0] for named in checkpoint.others(folder)] == [name]
+    assert [named.partition(" (not a name")[0] for named in checkpoint.foreign_entries(folder)] == [name]
     save(folder, 5)
     assert checkpoint.prune(folder, 5, keep=1) == [] and checkpoint.steps(folder) == [5]
     assert (folder / name / "state.json").is_file()
@@ -50,8 +50,8 @@ def test_a_copy_under_a_good_name_is_told_by_the_step_that_it_holds(folder: Path
     shutil.copytree(folder / "step_4", folder / "step_9")
     said: list[str] = []
     assert checkpoint.latest(folder, One(), said.append) == folder / "step_4"
-    assert said == [f"checkpoint step_9 is passed over: {folder / 'step_9'} holds step 4: it was copied or renamed"]
-    assert checkpoint.others(folder) == ["step_9 (of step 4)"]
+    assert said == [f"checkpoint step_9 is skipped: {folder / 'step_9'} holds step 4: it was copied or renamed"]
+    assert checkpoint.foreign_entries(folder) == ["step_9 (of step 4)"]
     assert checkpoint.prune(folder, 4, keep=1) == [] and checkpoint.steps(folder) == [4, 9]
 
 
@@ -62,7 +62,7 @@ def test_a_link_is_neither_followed_nor_deleted(folder: Path, tmp_path: Path, st
     if step == 4:
         shutil.rmtree(folder / "step_4")
     (folder / f"step_{step}").symlink_to(tmp_path / "disk" / f"step_{step}")
-    assert checkpoint.others(folder) == [f"step_{step} (a link)"]
+    assert checkpoint.foreign_entries(folder) == [f"step_{step} (a link)"]
     assert checkpoint.latest(folder, One()) == folder / ("step_3" if step == 4 else "step_4")
     assert checkpoint.prune(folder, 3, keep=1) == []
     assert (folder / f"step_{step}").is_symlink() and (tmp_path / "disk" / f"step_{step}" / "mark").is_file()
@@ -72,7 +72,7 @@ def test_checkpoints_that_are_all_links_do_not_begin_a_run_anew(folder: Path, tm
     folder.rename(tmp_path / "disk")
     folder.mkdir()
     (folder / "step_4").symlink_to(tmp_path / "disk" / "step_4")
-    with pytest.raises(CheckpointError, match=r"step_4 \(a link\) is none that a run wrote"):
+    with pytest.raises(CheckpointError, match=r"step_4 \(a link\) is not a checkpoint that a run wrote"):
         checkpoint.latest(folder, One())
 
 
@@ -119,8 +119,10 @@ def test_a_checkpoint_that_cannot_be_deleted_is_named_and_fails_nothing(folder: 
 
 def test_a_damaged_checkpoint_of_the_run_is_deleted_in_its_turn(folder: Path):
     (folder / "step_3" / files.STATE).write_text("{")
-    assert checkpoint.others(folder) == [] and checkpoint.prune(folder, 4, keep=1) == []
+    assert checkpoint.foreign_entries(folder) == [] and checkpoint.prune(folder, 4, keep=1) == []
     assert not (folder / "step_3").exists()
     (folder / "step_4" / files.STATE).unlink()
-    assert checkpoint.others(folder) == [f"step_4 (without {files.STATE})"], "nothing shows that a run wrote it"
+    assert checkpoint.foreign_entries(folder) == [f"step_4 (without {files.STATE})"], (
+        "nothing shows that a run wrote it"
+    )
     assert json.dumps(checkpoint.steps(folder)) == "[4]"

@@ -174,8 +174,8 @@ def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage
     messages: list[str] = []
     found = latest(tmp_path, One(), messages.append)
     assert load(found, target, target_optimizer).step == 3
-    assert len(messages) == 1 and messages[0].startswith("checkpoint step_4 is passed over: ")
-    damage_all = ck_files.place(tmp_path, 3) / "state.json"
+    assert len(messages) == 1 and messages[0].startswith("checkpoint step_4 is skipped: ")
+    damage_all = ck_files.step_path(tmp_path, 3) / "state.json"
     damage_all.unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step_4.*step_3"):
         latest(tmp_path, One())
@@ -184,9 +184,9 @@ def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"step": "3"}, "'step' is '3' where a number from 0 is needed"),
+        ({"step": "3"}, "'step' is '3', not a number from 0"),
         ({"step": True}, "'step' is 'True'"),
-        ({"ranks": 0}, "'ranks' is '0' where a number from 1"),
+        ({"ranks": 0}, "'ranks' is '0', not a number from 1"),
         ({"counters": [1]}, "'counters' is"),
         ({"groups": {}}, "'groups' is"),
         ({"groups": [{"parameters": 3, "settings": {}}]}, "'groups' is"),
@@ -199,7 +199,7 @@ def test_damage_is_named_and_the_former_checkpoint_serves(tmp_path, name, damage
 def test_a_state_of_wrong_types_is_named(tmp_path, change, words):
     path = save(tmp_path, 3, *trained())
     ck_files.write_state(path, {**ck_files.read_state(path), **change})  # its checksum is right
-    with pytest.raises(CheckpointError, match=rf"step_3.state\.json says {words}"):
+    with pytest.raises(CheckpointError, match=rf"step_3.state\.json: {words}"):
         load(path, *fresh())
     with pytest.raises(CheckpointError, match=words):
         latest(tmp_path, One())
@@ -211,7 +211,9 @@ def test_a_setting_that_is_no_number_is_named(tmp_path, key, value):
     state = ck_files.read_state(path)
     state["groups"][0]["settings"][key] = value
     ck_files.write_state(path, state)
-    with pytest.raises(CheckpointError, match=rf"state\.json says that the optimizer's '{key}' is .*, which is no"):
+    with pytest.raises(
+        CheckpointError, match=rf"the optimizer's '{key}' in .*state\.json is .*, which is not a number"
+    ):
         load(path, *fresh())
 
 
@@ -279,7 +281,7 @@ def test_other_freezing_or_groups_are_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"blocks\.0\.weight is trained in only one of them.*model\.freeze"):
         load(path, model, optimizer_for(model))
     model = Model()
-    with pytest.raises(CheckpointError, match="the groups are divided otherwise"):
+    with pytest.raises(CheckpointError, match="the groups are divided differently"):
         load(path, model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
 
 

@@ -80,7 +80,7 @@ def test_a_damaged_tensor_is_compared_by_its_worst_row(good: Good, copy: Good) -
         (planted.reciprocal_scale, "reciprocals"),
         (planted.squared_scale, "squared"),
         (planted.scales_of_one, ""),
-        (planted.unscaled_cast, "lost or never made"),
+        (planted.unscaled_cast, "lost or never computed"),
     ],
 )
 def test_the_cause_of_an_error_is_named(plant: Callable[[Path], None], words: str, good: Good, copy: Good) -> None:
@@ -109,7 +109,7 @@ def test_a_dequantized_folder_beside_its_codes(good: Good, copy: Good) -> None:
 
 def test_a_reference_of_another_model_is_reported(good: Good) -> None:
     assert "against-names" in kinds(good("plain"), against=good("plain", "qwen3_moe"))
-    with pytest.raises(CheckpointError, match="leave one of them out"):
+    with pytest.raises(CheckpointError, match="leave one out"):
         verify(good("plain"), against=good("plain"), quick=True)
 
 

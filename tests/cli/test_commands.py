@@ -209,7 +209,7 @@ def test_a_cpu_measures_nothing(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--measure"]) == 2
     assert "--measure needs a GPU: on a CPU FP8 is emulated" in capsys.readouterr().err
     assert main(["plan", "run.yaml", "fp8.recipe=auto"]) == 0
-    assert "nothing was measured; recipes are those of the documented table" in capsys.readouterr().out
+    assert "nothing was measured; recipes come from the documented table" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -442,7 +442,7 @@ def test_a_family_that_is_planned_alone_is_shown_without_memory(here, monkeypatc
     from octavo import models
 
     monkeypatch.setattr(models, "why_not_trained", lambda config: "its forward takes more")
-    known = "model_type 'qwen3_vl' is planned here and not trained: its forward takes more"
+    known = "model_type 'qwen3_vl' can be planned but not trained: its forward takes more"
     assert main(["plan", "run.yaml", "--save", "alone.json"]) == 0
     out = capsys.readouterr().out
     assert "blocks.{0,1}.mlp.linear_fc1" in out and f"note: {known}; its memory is not predicted" in out

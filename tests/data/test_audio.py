@@ -108,7 +108,7 @@ def test_three_ways_to_say_where_a_sound_stands(folder):
         ((), [{"type": "audio", "audio": {"bytes": "x"}}], "expected one path in audio, path"),
         (({"array": [0.0], "sampling_rate": 16000},), "<audio>", "decoded samples are not taken: .*decode=False"),
         (("none.wav",), "<audio>", "sound 'none.wav' is missing"),
-        (("../x.wav",), "<audio>", "lies outside"),
+        (("../x.wav",), "<audio>", "is outside the image folder"),
         ((3,), "<audio>", "expected a wav or flac file, by its name or as bytes"),
     ],
 )
@@ -129,7 +129,7 @@ def test_what_no_row_may_say(folder, names, text, said):
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
         ("cut.wav", "is truncated: 80.. bytes fewer are there"),  # libsndfile takes the half that is there
-        ("piped.flac", "does not say how long it is"),
+        ("piped.flac", "has no length in its header"),
         ("noise.wav", "cannot be decoded"),
     ],
 )
@@ -148,8 +148,8 @@ def test_a_sound_takes_its_place(folder, processor):
     assert [int((sample.input_ids == place).sum()) for sample in alone] == [12, 0, 2 + 25]
     for one, same in zip(alone, together, strict=True):
         assert np.array_equal(one.input_ids, same.input_ids) and np.array_equal(one.labels, same.labels)
-        assert one.more.keys() == same.more.keys() and one.sounds == same.sounds
-        assert all(np.array_equal(one.more[name].values, same.more[name].values) for name in one.more)
+        assert one.extra.keys() == same.extra.keys() and one.sounds == same.sounds
+        assert all(np.array_equal(one.extra[name].values, same.extra[name].values) for name in one.extra)
         said = processor.tokenizer.decode(one.labels[one.labels != -100])
         assert said == "a tone<|im_end|>"
     batch = collate(together, 0)
@@ -208,7 +208,7 @@ def test_sounds_may_stand_in_the_rows(folder, processor):
     encoder = Encoder(processor, 128)
     samples = [encoder.encode(one) for one in (row(folder, "half.wav"), inside, named, part)]
     for one in samples[1:]:
-        assert all(np.array_equal(one.more[k].values, samples[0].more[k].values) for k in samples[0].more)
+        assert all(np.array_equal(one.extra[k].values, samples[0].extra[k].values) for k in samples[0].extra)
     broken = row(folder, {"bytes": b"no", "path": "x.wav"})
     with pytest.raises(BadSample, match=r"sound x\.wav \(\w{12}\) cannot be decoded"):
         encoder.encode(broken)
@@ -228,7 +228,7 @@ def test_no_sound_is_passed_over_in_silence(folder, processor):
         encoder.encode(pair.chosen)
     with pytest.raises(BadSample, match="writes <audio> in its text, but names no sound"):
         encoder.encode(row(folder, wav="half.wav"))
-    with pytest.raises(BadSample, match="the model hears and sees nothing"):
+    with pytest.raises(BadSample, match="the model takes no images"):
         encoder.encode(row(folder, text="<image>what?", image="half.wav"))
 
 
@@ -247,13 +247,13 @@ def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, p
         Encoder(processor, 128).encode(row(folder, text="<|AUDIO|>what?"))
     with pytest.raises(models.ModelError, match="1 sounds were given for 0 placeholders"):
         processor(text=["none"], audio=[np.zeros(4000, np.float32)])
-    with pytest.raises(models.ModelError, match="sees nothing. Remove the limit"):
+    with pytest.raises(models.ModelError, match="a model without images. Remove the limit"):
         models.load_processor(folder / "tiny", max_pixels=4096)
 
 
 def test_without_their_packages_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
-    with pytest.raises(DataError, match="the model hears 16000, and soxr resamples, .*octavo.audio") as other:
+    with pytest.raises(DataError, match="the model takes 16000, and soxr resamples, .*octavo.audio") as other:
         audio_files.load(folder / "slow.wav", audio_files.Limits(RATE, 961, RATE))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(DataError, match=r"pip install 'octavo\[audio\]'") as caught:

@@ -10,10 +10,10 @@ import pytest
 
 from octavo.config import Dataset
 from octavo.data import BadSample, DataError, DocumentEncoder, Loader, Mixture, train_loader
-from octavo.data.loaders.rows_from_config import documents_of
+from octavo.data.loaders.rows_from_config import document_rows
 from octavo.data.storage import cache, remote
 from octavo.data.tasks import concat
-from octavo.data.tasks.concat import join, joins
+from octavo.data.tasks.concat import is_plain_text, join
 
 WORDS = ["one", "two two", "three three three", "fünf 五\n" * 9, "x", "seven " * 30]
 
@@ -140,10 +140,10 @@ def test_bad_rows_are_named_when_made_and_when_found(folder, models):
 
 def test_which_data_sets_are_joined(folder):
     image = folder.image("a.png")
-    assert joins(read(folder, *WORDS))
-    assert joins(read(folder, "a", {"text": 7}, {"text": "b", "images": None}))
-    assert not joins(read(folder, "a", {"text": "b", "image": image}))
-    assert not joins(read(folder, folder.llava("Hi", "Ho")))
+    assert is_plain_text(read(folder, *WORDS))
+    assert is_plain_text(read(folder, "a", {"text": 7}, {"text": "b", "images": None}))
+    assert not is_plain_text(read(folder, "a", {"text": "b", "image": image}))
+    assert not is_plain_text(read(folder, folder.llava("Hi", "Ho")))
 
 
 def config(path, report, **more):
@@ -208,8 +208,8 @@ def test_documents_at_a_url_are_joined_anew_when_they_change(folder, models):
     encoder = DocumentEncoder(models("qwen3"), 16)
 
     def tokens():
-        remote.listed.cache_clear()
-        return documents_of(cfg, Dataset(path=f"file://{path}"), encoder, None)
+        remote.list_files.cache_clear()
+        return document_rows(cfg, Dataset(path=f"file://{path}"), encoder, None)
 
     first = tokens()
     assert isinstance(first, concat.Joined) and tokens().file == first.file

@@ -131,7 +131,7 @@ ASK, ANSWER = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
         ({"conversations": [ASK, ANSWER], "images": ["a.png"]}, "set format: sharegpt"),
         ({"conversations": [ASK, ANSWER], "image": "a", "images": ["a"]}, "has both 'image' and 'images'"),
         ({"conversations": [ASK, ANSWER], "video": "a.mp4"}, r"0 <video> placeholder\(s\).*1 video"),
-        ({"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}, r"holds half a character \(.ud800 alone\)"),
+        ({"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}, r"holds half a character \(a lone .ud800\)"),
         ({"id": 1}, "a llava row has one of 'conversations'"),
         (["x"], r"is \['x'\]; expected an object with the conversation"),
     ],
@@ -150,7 +150,7 @@ def test_bad_rows_of_llava(folder, row, message):
         ([{"role": "user"}], "expected {'role': ..., 'content': ...}"),
         ([{"role": "user", "content": 3}], "content of turn 1 is 3; expected text or a list of parts"),
         ([{"role": "user", "content": [{"type": "smell"}]}], "expected type text, image, audio or video"),
-        ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 1}]}], "chosen as data.video of the"),
+        ([{"role": "user", "content": [{"type": "video", "video": "a", "fps": 1}]}], "chosen by data.video of the"),
         ([{"role": "user", "content": [{"type": "image", "image": "a", "path": "b"}]}], "expected one path in image"),
         (
             [{"role": "user", "content": [{"type": "image", "url": "http://x/a.png"}]}],

@@ -18,11 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
 
-from octavo.cli.arguments import missing
+from octavo.cli.arguments import missing_files
 from octavo.config import Dataset, load_config_text
 from octavo.data import DataError, Loader, Mixture, read
 from octavo.data.batching.collate import micro_batches
-from octavo.data.batching.prefetch import fetch_ahead
+from octavo.data.batching.prefetch import make_prefetcher
 from octavo.data.storage import fetched, remote
 from octavo.data.storage.fetched import Store, open_fetched, open_shard
 from octavo.data.storage.open_rows import open_rows
@@ -61,7 +61,7 @@ def written(folder: Path, kind: str) -> Path:
 def _no_waiting(monkeypatch, tmp_path):
     monkeypatch.setattr(remote, "WAIT", 0.0)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
-    remote.listed.cache_clear()
+    remote.list_files.cache_clear()
 
 
 @pytest.fixture
@@ -132,11 +132,11 @@ def test_what_the_order_needs_is_fetched_before(there, tmp_path):
     store = source.rows.store
     for file in store.folder.iterdir():
         file.unlink()
-    ahead = fetch_ahead(mixture)
+    ahead = make_prefetcher(mixture)
     ahead.at(20)
     needed = {shard for _, shard in mixture.shards(20, [0])}
     assert {mixture.row(n)[1] // ROWS for n in range(20, 60)} == needed and len(needed) < SHARDS
-    wanted = {f"{source.rows.found[shard].key}.arrow" for shard in needed}
+    wanted = {f"{source.rows.files[shard].key}.arrow" for shard in needed}
     for _ in range(500):
         if {*there_in(store.folder)} == wanted:
             break
@@ -155,19 +155,19 @@ def test_several_who_want_a_file_fetch_it_once(there, tmp_path, monkeypatch):
         own(shard, to)
 
     monkeypatch.setattr(remote, "download", slowly)
-    found = remote.listed(there)
+    found = remote.list_files(there)
     stores = [Store(tmp_path / "store", 10**9) for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:
         rows = [*pool.map(lambda store: [len(open_shard(store, shard)) for shard in found[:2]], stores)]
     assert rows == [[10, 10]] * 4 and len(asked) == 2
     shard = found[3]
-    with fetched.cache.locked(tmp_path / "store" / f".{shard.key}.lock"):
+    with fetched.cache.lock(tmp_path / "store" / f".{shard.key}.lock"):
         assert stores[0].file(shard, wait=False) is None  # somebody is at it
     assert stores[0].file(shard, wait=False) is not None
 
 
 def test_what_was_used_longest_ago_goes_and_an_open_file_stays(there, tmp_path):
-    found = remote.listed(there)
+    found = remote.list_files(there)
     store = Store(tmp_path / "store", 10**9)
     first, second = open_shard(store, found[0]), open_shard(store, found[1])
     size = max(there_in(store.folder).values())
@@ -219,12 +219,12 @@ def in_memory(there, tmp_path):
 
 @pytest.mark.parametrize("how", (ConnectionError("reset by peer"), 100))
 def test_a_fetch_that_breaks_is_tried_again_and_then_named(in_memory, tmp_path, monkeypatch, how):
-    shard, store = remote.listed(in_memory)[1], Store(tmp_path / "store", 10**9)
+    shard, store = remote.list_files(in_memory)[1], Store(tmp_path / "store", 10**9)
     flaky = Flaky(monkeypatch, how, 3)
     assert len(open_shard(store, shard)) == 10 and flaky.tries == 4
     flaky = Flaky(monkeypatch, how, 99)
     with pytest.raises(DataError, match=r"memory://.*part-02\.jsonl cannot be had, in 4 tries \(.*(reset|100 by)"):
-        open_shard(store, remote.listed(in_memory)[2])
+        open_shard(store, remote.list_files(in_memory)[2])
     assert flaky.tries == 4 and not [*store.folder.glob(".*.tmp*")]
 
 
@@ -240,11 +240,11 @@ def test_a_file_that_went_or_changed_is_named(in_memory, tmp_path):
     system.pipe(f"{name}4.jsonl", b"{}\n")
     with pytest.raises(DataError, match=r"part-04\.jsonl cannot be had, in 4 tries \(3 bytes came, and it has"):
         again[45]
-    remote.listed.cache_clear()
-    before, fresh = remote.print_of(in_memory), open_fetched(in_memory, tmp_path / "own")
+    remote.list_files.cache_clear()
+    before, fresh = remote.fingerprint(in_memory), open_fetched(in_memory, tmp_path / "own")
     assert fresh.shards == [10, 10, 10, 1, 10] and fresh[30] == {}
-    remote.listed.cache_clear()
-    assert remote.print_of(in_memory) == before and before["size"] == sum(shard.size for shard in fresh.found)
+    remote.list_files.cache_clear()
+    assert remote.fingerprint(in_memory) == before and before["size"] == sum(shard.size for shard in fresh.files)
 
 
 def test_an_index_is_held_to_its_files(tmp_path):
@@ -254,17 +254,17 @@ def test_an_index_is_held_to_its_files(tmp_path):
 
     def opened(entries):
         (folder / "index.json").write_text(json.dumps({"wids_version": 1, "shardlist": entries}))
-        remote.listed.cache_clear()
+        remote.list_files.cache_clear()
         return open_fetched(f"file://{folder}", tmp_path / "own")
 
     rows = opened(entries)
     assert not rows.store.folder.exists() and rows[59]["id"] == "59"
     rows = opened([{**entries[0], "nsamples": 12}, *entries[1:]])
     assert len(rows) == 62
-    with pytest.raises(DataError, match=r"part-00\.tar has 10 rows, and 12 are said of it: it changed, was not copied"):
+    with pytest.raises(DataError, match=r"part-00\.tar has 10 rows, and 12 were expected: it changed, was not copied"):
         rows[3]
     for wrong, message in (
-        (entries[1:], r"index\.json is not of these files: part-00\.tar is there, and the index does not name it"),
+        (entries[1:], r"index\.json does not match these files: part-00\.tar is there, and the index does not name it"),
         ([*entries, {"url": "s3://x/z.tar", "nsamples": 1}], r"z\.tar is missing, and the index names it"),
         ([{"url": "z.tar"}], "lacks 'shardlist.0.nsamples'"),
     ):
@@ -311,13 +311,13 @@ def test_a_full_disk_says_so(there, tmp_path, monkeypatch):
 
     monkeypatch.setattr("octavo.data.formats.registry.write_texts", full)
     with pytest.raises(DataError, match=r"store cannot keep .*part-00\.jsonl .*: the disk is full .*Lower fetch_gb"):
-        open_shard(Store(tmp_path / "store", 10**9), remote.listed(there)[0])
+        open_shard(Store(tmp_path / "store", 10**9), remote.list_files(there)[0])
     assert not [*(tmp_path / "store").glob("*.arrow")]
 
 
 def test_windows_that_do_not_fit_are_refused_at_once(there):
     source = read(Dataset(path=there, shuffle_buffer=30, fetch_gb=3e-6))
-    with pytest.raises(DataError, match=r"30 rows are shuffled together, which lie in files of up to .* raise it, or"):
+    with pytest.raises(DataError, match=r"30 rows are shuffled together, which are in files of up to .* raise it, or"):
         loader(source)
 
 
@@ -329,9 +329,9 @@ def test_what_is_fetched_ahead_leaves_the_window_under_way(there):
     store.limit = int(3.5 * size)
     for file in store.folder.glob("*.arrow"):
         file.unlink()
-    ahead = fetch_ahead(mixture)
+    ahead = make_prefetcher(mixture)
     ahead.at(0)
-    first = [f"{source.rows.found[shard].key}.arrow" for _, shard in mixture.shards(0, [0])][:3]
+    first = [f"{source.rows.files[shard].key}.arrow" for _, shard in mixture.shards(0, [0])][:3]
     for _ in range(500):
         if all((store.folder / name).exists() for name in first):
             break
@@ -361,4 +361,4 @@ def test_processes_share_a_folder_that_holds_less_than_they_read(there, tmp_path
 
 def test_commands_do_not_look_for_a_url_here(there):
     cfg = load_config_text(f"model: {{path: an/original}}\ndata: {{train: [{{path: '{there}'}}]}}\ntrain: {{steps: 1}}")
-    assert missing(cfg, None) == [] and input_fingerprints.fingerprints(cfg)["data"][there]["size"] > 0
+    assert missing_files(cfg, None) == [] and input_fingerprints.fingerprints(cfg)["data"][there]["size"] > 0

@@ -157,7 +157,7 @@ def test_a_run_notices_what_changed_behind_the_first_64_mib(tmp_path, monkeypatc
     monkeypatch.setattr(file_digests, "HEAD", 64)
     (tmp_path / "set").mkdir()
     file = write(tmp_path / "set/a.jsonl", [{"n": n} for n in range(100)])
-    remote.listed.cache_clear()
+    remote.list_files.cache_clear()
     path = {"file": file, "folder": file.parent, "url": f"file://{file}"}[kind]
     cfg = config(path, tmp_path)
     saved = json.loads(json.dumps(input_fingerprints.fingerprints(cfg)))
@@ -166,7 +166,7 @@ def test_a_run_notices_what_changed_behind_the_first_64_mib(tmp_path, monkeypatc
     new.write_text(file.read_text().replace('{"n": 98}', '{"n": 89}'))
     os.utime(new, ns=(0, file.stat().st_mtime_ns))
     renamed(file, new)
-    remote.listed.cache_clear()
+    remote.list_files.cache_clear()
     with pytest.raises(TrainError, match="was made with other data: .*, and other contents"):
         input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
     for prints in saved["data"].values():  # of 0.4.0, which looked at the first 64 MiB

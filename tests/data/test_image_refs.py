@@ -29,7 +29,7 @@ def test_outside_is_refused(folder):
     (root / "dir").symlink_to(folder.path / "out")
     outside = str(folder.path / "out" / "secret.png")
     for name in ("../out/secret.png", outside, "link.png", "dir/secret.png", "/etc/hostname", "../in-other/x.png"):
-        with pytest.raises(ImageProblem, match="lies outside the image folder .*name the folder that holds it"):
+        with pytest.raises(ImageProblem, match="is outside the image folder .*name the folder that holds it"):
             locate(root, name)
 
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from octavo import models as library
 from octavo.base.model_families import trained_families
 from octavo.data import Encoder, LongSample, collate, collate_pack
-from octavo.data.encoding.processor_calls import Calls, Wanted, parted
-from octavo.data.encoding.sample import Input, check_lengths, cut_inputs, joined
+from octavo.data.encoding.processor_calls import Calls, Wanted, split_outputs
+from octavo.data.encoding.sample import Input, check_lengths, concatenate, cut_inputs
 from octavo.data.errors import DataError
-from octavo.data.loaders.token_counts import tokens
+from octavo.data.loaders.token_counts import count_tokens
 from octavo.models.tiny import tiny
 from tests.data.test_processor_calls import same
 
@@ -66,7 +66,7 @@ def test_rows_together_are_rows_alone_and_their_answers_are_found(loaded, source
     encoder = Encoder(processor, 512)
     alone = [encoder.encode(source[row]) for row in range(4)]
     assert all(map(same, encoder.encode_all([source[row] for row in range(4)]), alone))
-    assert tokens(encoder, [source[row] for row in range(4)]) == [len(sample.input_ids) for sample in alone]
+    assert count_tokens(encoder, [source[row] for row in range(4)]) == [len(sample.input_ids) for sample in alone]
     said = [processor.tokenizer.decode(alone[1].input_ids[a:b]) for a, b in alone[1].answers]
     assert [text.removesuffix(processor.tokenizer.eos_token).strip() for text in said] == ["3", "a b"]
     for sample in alone:
@@ -152,10 +152,10 @@ def test_masks_of_tiles_come_to_the_tower_of_smolvlm(loaded, source):
     """Its processor makes squares, whose masks hide nothing; here one hides the right half of each tile."""
     model, processor = loaded("smolvlm")
     plain, other = Encoder(processor, 512).encode_all([source[0], source[3]])
-    mask = plain.more["pixel_attention_mask"].values.copy()
+    mask = plain.extra["pixel_attention_mask"].values.copy()
     assert mask.all()
     mask[..., mask.shape[-1] // 2 :] = 0
-    hidden = replace(plain, more={"pixel_attention_mask": Input("pixels", mask)})
+    hidden = replace(plain, extra={"pixel_attention_mask": Input("pixels", mask)})
     count = len(plain.input_ids)
     own, _ = logits(model, collate([hidden], 0))
     together, _ = logits(model, collate([other, hidden], 0))
@@ -177,7 +177,7 @@ def test_what_is_cut_at_any_length_is_what_the_model_takes(loaded, source, famil
         count = len(sample.input_ids)
         assert count <= length and (sample.input_ids == whole.input_ids[:count]).all()
         assert all(stop <= count for _, stop in sample.places) and len(sample.places) == sample.images
-        assert all(len(one.values) == count for one in sample.more.values() if one.per == "token")
+        assert all(len(one.values) == count for one in sample.extra.values() if one.per == "token")
         marks = [mark for mark in ("<|begin_of_image|>", "<|IMAGE_START|>") if mark in processor.tokenizer.get_vocab()]
         assert sample.input_ids[-1] not in processor.tokenizer.convert_tokens_to_ids(marks)
         if sample.images not in seen:
@@ -234,15 +234,15 @@ def test_rows_of_pixels_are_shared_out_by_images_where_each_has_one():
         "pixel_values": np.arange(2.0).reshape(2, 1),
         "image_sizes": np.array([[1, 3], [1, 1]]),
     }
-    first, second = parted(outputs, [1, 1], 5, {"image_sizes": "image"})
+    first, second = split_outputs(outputs, [1, 1], 5, {"image_sizes": "image"})
     assert first["pixel_values"].tolist() == [[0.0]] and second["image_sizes"].tolist() == [[1, 1]]
 
 
 def test_arrays_of_other_sizes_are_filled_up_with_zeros():
-    found = joined([np.ones((1, 2, 3)), np.full((2, 3, 1), 2.0)])
+    found = concatenate([np.ones((1, 2, 3)), np.full((2, 3, 1), 2.0)])
     assert found.shape == (3, 3, 3) and found[0].tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
     assert found[2].tolist() == [[2, 0, 0]] * 3
-    assert joined([np.ones((1, 2)), np.zeros((1, 2))]).tolist() == [[1, 1], [0, 0]]
+    assert concatenate([np.ones((1, 2)), np.zeros((1, 2))]).tolist() == [[1, 1], [0, 0]]
 
 
 def test_cut_keeps_what_is_left_of_each():

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
 from octavo.data.batching.collate import micro_batches
 from octavo.data.errors import WorkerDied
-from octavo.data.loaders.from_config import workers_of
-from octavo.data.loaders.loader import Processed, _Chunks, by_workers
+from octavo.data.loaders.from_config import worker_count
+from octavo.data.loaders.loader import Processed, _Chunks, run_workers
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
                 time.sleep(60)
             return places
 
-    stream = by_workers(Rows(), _Chunks([(0, row) for row in range(18)], 2), 2, timeout=2.0)
+    stream = run_workers(Rows(), _Chunks([(0, row) for row in range(18)], 2), 2, timeout=2.0)
     assert [place for _ in range(3) for place, _ in next(stream)] == [(0, row) for row in range(6)]
     pids = sorted(child.pid for child in multiprocessing.active_children())
     with pytest.raises(
@@ -171,13 +171,13 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
 
 ORPHANS = """
 import itertools, multiprocessing, time
-from octavo.data.loaders.loader import by_workers, _Chunks
+from octavo.data.loaders.loader import run_workers, _Chunks
 
 class Rows:  # each is more than a pipe holds: the workers wait with full hands
     def __getitem__(self, places):
         return [bytes(1 << 20)]
 
-stream = by_workers(Rows(), _Chunks(itertools.count(), 1), 2)
+stream = run_workers(Rows(), _Chunks(itertools.count(), 1), 2)
 next(stream)
 print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 time.sleep(600)
@@ -386,4 +386,4 @@ def test_workers_where_nobody_says_how_many(asked, gpu, cores, ranks, workers, m
     monkeypatch.setattr("octavo.base.accelerator.count", lambda: int(gpu))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    assert workers_of(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers
+    assert worker_count(SimpleNamespace(data=SimpleNamespace(workers=asked))) == workers

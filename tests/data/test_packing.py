@@ -125,12 +125,12 @@ def test_tokens_are_counted_as_they_are_made(folder, models, family):
     source = folder.read(many(folder, 20, images=encoder.multimodal))
     rows = [source[n] for n in range(20)]
     lengths = [len(made.input_ids) for made in encoder.encode_all(rows)]
-    assert token_counts.tokens(encoder, rows) == lengths
+    assert token_counts.count_tokens(encoder, rows) == lengths
     short = Encoder(encoder.processor, sorted(lengths)[10])
     left_out = [isinstance(made, DataError) for made in short.encode_all(rows)]
-    assert any(left_out) and [count == 0 for count in token_counts.tokens(short, rows)] == left_out
+    assert any(left_out) and [count == 0 for count in token_counts.count_tokens(short, rows)] == left_out
     cut = Encoder(encoder.processor, sorted(lengths)[10], on_long="cut")
-    for count, made in zip(token_counts.tokens(cut, rows), cut.encode_all(rows), strict=True):
+    for count, made in zip(token_counts.count_tokens(cut, rows), cut.encode_all(rows), strict=True):
         assert isinstance(made, DataError) or len(made.input_ids) <= count <= cut.seq_length
 
 
@@ -140,7 +140,7 @@ def test_documents_are_counted_with_their_end(folder, models):
     rows = [{"text": "one two"}, {"text": "it ends<|im_end|>"}, {"text": "<image> is <image>", "images": [image] * 2}]
     source = folder.read(rows, kind="documents")
     found = [source[n] for n in range(3)]
-    assert token_counts.tokens(encoder, found) == [len(made.input_ids) for made in encoder.encode_all(found)]
+    assert token_counts.count_tokens(encoder, found) == [len(made.input_ids) for made in encoder.encode_all(found)]
 
 
 def test_an_image_that_lies_on_its_side_is_counted_upright(folder, models):
@@ -152,13 +152,13 @@ def test_an_image_that_lies_on_its_side_is_counted_upright(folder, models):
     encoder = Encoder(models("internvl"), 400)
     rows = [source[0], source[1]]
     assert size(rows[0].images[0]) == size(rows[1].images[0]) == load(rows[0].images[0]).size == (72, 16)
-    assert token_counts.tokens(encoder, rows) == [len(made.input_ids) for made in encoder.encode_all(rows)]
+    assert token_counts.count_tokens(encoder, rows) == [len(made.input_ids) for made in encoder.encode_all(rows)]
 
 
 def test_rows_that_cannot_be_used_have_no_tokens(folder, models):
     (folder.path / "broken.png").write_bytes(b"no image")
     source = folder.read([folder.llava("<image>q", "a", image="broken.png"), folder.llava("q <|image_pad|>", "a")])
-    assert token_counts.tokens(Encoder(models("qwen3_vl"), 99), [source[0], source[1]]) == [0, 0]
+    assert token_counts.count_tokens(Encoder(models("qwen3_vl"), 99), [source[0], source[1]]) == [0, 0]
 
 
 # --- the stream -----------------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def encoder(models):
 
 def stream(source, encoder, folder=None, **options):
     options = {"window": 16, "global_batch": 2, **options}
-    known = [token_counts.counts(source, encoder, folder, "")]
+    known = [token_counts.open_counts(source, encoder, folder, "")]
     return PackLoader(Mixture([source], seed=3), encoder, known, **options)
 
 
@@ -208,7 +208,7 @@ def test_every_row_comes_once_in_a_round(source, encoder):
 
 @pytest.mark.parametrize("window", [16, 1000])  # an epoch of 40 rows has three windows, or one of no more rows
 def test_packs_of_epochs_are_counted_ahead_as_they_come(source, encoder, window):
-    kept = [n for n, count in enumerate(token_counts.tokens(encoder, [source[n] for n in range(40)])) if count]
+    kept = [n for n, count in enumerate(token_counts.count_tokens(encoder, [source[n] for n in range(40)])) if count]
     assert 20 < len(kept) < 40  # the others are too long
     counted = []
     for workers, rank in ((0, 0), (2, 1)):
@@ -295,13 +295,13 @@ def test_rows_that_are_left_out_are_listed_by_whoever_has_their_pack(folder, mod
 
 def test_rows_are_counted_once_for_all(source, models, tmp_path, monkeypatch):
     encoder, counted = Encoder(models("qwen3_vl"), 128), []
-    own = token_counts.tokens
+    own = token_counts.count_tokens
 
     def noted(encoder, rows):
         counted.extend(row.row for row in rows)
         return own(encoder, rows)
 
-    monkeypatch.setattr(token_counts, "tokens", noted)
+    monkeypatch.setattr(token_counts, "count_tokens", noted)
     before = take(stream(source, encoder, tmp_path, window=40), 3)
     assert sorted(counted) == list(range(40))
     other = take(stream(source, encoder, tmp_path, window=25), 3)  # another plan of the same rows

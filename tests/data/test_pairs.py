@@ -51,7 +51,7 @@ ONE = {
 @pytest.mark.parametrize("name", ONE)
 def test_one_pair_in_all_ways(folder, name):
     row = pairs(folder, [ONE[name]])[0]
-    assert says(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.given == 0
+    assert says(row.chosen) == [("user", "Which?", 1), ("assistant", "Left.", 1)] and row.context_answers == 0
     assert says(row.rejected) == [("user", "Which?", 1), ("assistant", "Right.", 1)]
 
 
@@ -85,10 +85,16 @@ def test_longer_prompts_and_images(folder):
         {"chosen": [USER, LEFT, USER, LEFT], "rejected": [USER, RIGHT, {"role": "user", "content": "Sure?"}, RIGHT]},
     ]  # fmt: skip
     first, second, third, fourth = (pairs(folder, rows)[n] for n in range(4))
-    assert first.given == 1 and says(first.chosen)[1] == ("user", "Which?", 2) and len(first.rejected.images) == 1
-    assert second.given == 1 and says(second.rejected)[0] == ("user", "", 1) and len(second.rejected.images) == 1
+    assert (
+        first.context_answers == 1
+        and says(first.chosen)[1] == ("user", "Which?", 2)
+        and len(first.rejected.images) == 1
+    )
+    assert (
+        second.context_answers == 1 and says(second.rejected)[0] == ("user", "", 1) and len(second.rejected.images) == 1
+    )
     assert [turn[:2] for turn in says(third.chosen)] == [("system", "c"), ("user", "a\nb"), ("assistant", "d")]
-    assert fourth.given == 0 and len(fourth.rejected.turns) == 4
+    assert fourth.context_answers == 0 and len(fourth.rejected.turns) == 4
 
 
 @pytest.mark.parametrize(
@@ -107,10 +113,10 @@ def test_longer_prompts_and_images(folder):
         ({"chosen": [USER, LEFT], "rejected": [USER, LEFT, USER, RIGHT]}, "share 2 turn.* with nothing and user"),
         ({"prompt": "a", "chosen": USER, "rejected": LEFT}, "has no assistant turn, so there is nothing"),
         ({"prompt": "a <image>", "chosen": "b", "rejected": "c"}, "names no image"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["../a.png"]}, "lies outside the image folder"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["../a.png"]}, "is outside the image folder"),
         ({side: [{"role": "user", "content": [{"type": "image", "image": f"{side}.png"}]}, answer]
           for side, answer in (("chosen", LEFT), ("rejected", RIGHT))},
-         "has the image 'chosen.png' in the prompt of chosen and 'rejected.png' in that of rejected"),
+         "has the image 'chosen.png' in the prompt of chosen and 'rejected.png' in the prompt of rejected"),
         ({"instruction": ["a"], "chosen": "b", "rejected": "c"}, r"'instruction' is \['a'\]; expected text"),
     ],
 )  # fmt: skip
@@ -120,7 +126,7 @@ def test_bad_pairs_are_named(folder, row, reason):
 
 
 def test_a_format_is_not_taken_and_ignored(folder):
-    with pytest.raises(DataError, match="format is llava, and preferences are told by their keys; leave it out"):
+    with pytest.raises(DataError, match="format is llava, and preferences are read by their keys; leave it out"):
         pairs(folder, [ONE["messages"]], format="llava")
 
 
@@ -158,7 +164,8 @@ def test_answers_that_become_the_same_tokens_are_no_long_ones(folder, models, mo
         tokenizer, "chat_template", tokenizer.chat_template.replace(said, "message['content'].strip() }}")
     )
     row = pairs(folder, [{"prompt": "a", "chosen": "b", "rejected": " b"}])[0]
-    with pytest.raises(BadSample, match=r"row 0: chosen and rejected are the same \d+ tokens: where") as seen:
+    match = r"row 0: chosen and rejected are the same \d+ tokens: the chat template"
+    with pytest.raises(BadSample, match=match) as seen:
         PairEncoder(models("qwen3"), 40, on_long="cut").encode(row)
     assert not isinstance(seen.value, LongSample)
 
@@ -228,7 +235,7 @@ LABELLED = [
 def test_labelled_rows(folder):
     found = [pairs(folder, LABELLED, "labelled")[n] for n in range(6)]
     assert [row.label for row in found] == [True, False, True, False, True, False]
-    assert [row.given for row in found] == [0, 0, 0, 1, 0, 0]
+    assert [row.context_answers for row in found] == [0, 0, 0, 1, 0, 0]
     assert says(found[5].conversation) == [("user", "Which?", 1), ("assistant", "Left.", 1)]
     assert all(row.conversation.turns[-1].role == "assistant" for row in found)
 

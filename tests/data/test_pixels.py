@@ -176,9 +176,7 @@ def test_no_image_starts_a_program(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
     (tmp_path / "a.eps").rename(tmp_path / "a.png")
     for others in (tmp_path / "a.png", _saved(tmp_path / "a.ico"), _saved(tmp_path / "a.pcx")):
-        with pytest.raises(
-            ImageProblem, match="its header is that of none of PNG, JPEG, .*; convert it to one of them"
-        ):
+        with pytest.raises(ImageProblem, match="its header matches none of PNG, JPEG, .*; convert it to one of them"):
             load(others)
     assert not (tmp_path / "started").exists() and "EPS" not in FORMATS
 

@@ -9,7 +9,7 @@ import pytest
 
 from octavo.data import BadSample, Document, DocumentEncoder, Encoder
 from octavo.data.encoding import processor_calls as module
-from octavo.data.encoding.processor_calls import Calls, Wanted, together
+from octavo.data.encoding.processor_calls import Calls, Wanted, run_together
 from octavo.data.errors import DataError
 from tests.data.test_encode import FAMILIES, rows
 
@@ -36,8 +36,8 @@ def source(folder):
 def same(one, other):
     if isinstance(one, DataError):
         return type(one) is type(other) and str(one) == str(other)
-    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(one) if field.name != "more"]
-    further = [{name: (per, x.tolist()) for name, (per, x) in sample.more.items()} for sample in (one, other)]
+    pairs = [(getattr(one, field.name), getattr(other, field.name)) for field in fields(one) if field.name != "extra"]
+    further = [{name: (per, x.tolist()) for name, (per, x) in sample.extra.items()} for sample in (one, other)]
     alike = all(np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b for a, b in pairs)
     return alike and further[0] == further[1]
 
@@ -126,8 +126,8 @@ def test_what_is_answered_goes_to_who_asked():
         return [ValueError("refused") if one.text == "1a" else "a" for one in wanted]
 
     asked = []
-    found = together([row(number) for number in range(4)], answer)
+    found = run_together([row(number) for number in range(4)], answer)
     assert asked == [["0", "1", "2", "3"], ["0a", "1a", "3a"]]
     assert [*found[:2], found[3]] == [("a", "a"), "refused", ("a", "a")] and str(found[2]) == "of two"
     with pytest.raises(ZeroDivisionError):  # no fault of the row
-        together([(1 / 0 for _ in [0])], answer)
+        run_together([(1 / 0 for _ in [0])], answer)

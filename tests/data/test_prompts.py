@@ -114,7 +114,7 @@ def test_a_prompt_without_an_answer_is_asked_to_its_end(folder):
         ({"prompt": "a", "images": ["none.png"]}, "'none.png' is missing"),
         ({"prompt": "a <image>", "answer": "b"}, "names no image"),
         ({"prompt": "a <image><image>", "images": ["a.png"]}, r"has 2 <image> placeholder\(s\) .* and 1 image"),
-        ({"prompt": "a", "completions": []}, "has a key 'completions', the name by which rewards"),
+        ({"prompt": "a", "completions": []}, "has a key 'completions', the name of the argument of rewards"),
         ({"prompt": "a", "messages": None, "videos": ["v"]}, r"0 <video> placeholder\(s\) .* and 1 video"),
         ({"question": "a"}, "expected an object with 'prompt'"),
         ([], "expected an object with 'prompt'"),
@@ -200,7 +200,7 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16, on_long="error").encode(row)
     with pytest.raises(DataError, match="on_long is cut, and the end of a prompt is what is asked; set it to drop"):
         PromptEncoder(models("qwen3"), 100, on_long="cut")
-    with pytest.raises(DataError, match="train_on_prompt is true, and completions alone are learned from"):
+    with pytest.raises(DataError, match="train_on_prompt is true, and only completions are learned from"):
         PromptEncoder(models("qwen3"), 100, train_on_prompt=True)
     with pytest.raises(DataError, match="seq_length is 16, 16 of it are kept .* nothing is left for a prompt"):
         PromptEncoder(models("qwen3"), 16, reserve=16)

@@ -59,7 +59,7 @@ def test_a_planted_format_is_read_listed_kept_and_fetched(planted, tmp_path, mon
     assert rows(open_rows(planted)) == ROWS
     monkeypatch.setattr(cache, "SMALL", 0)
     assert rows(open_rows(planted, tmp_path / "kept")) == ROWS and len([*(tmp_path / "kept").glob("*.arrow")]) == 2
-    remote.listed.cache_clear()
+    remote.list_files.cache_clear()
     assert rows(open_fetched(f"file://{planted}", tmp_path / "fetched")) == ROWS
     source = read(Dataset(path=str(planted / "a.words"), format="text"), "documents")
     assert source._cells and source[0].text == "cat"

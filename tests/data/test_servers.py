@@ -78,7 +78,7 @@ def url(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[str]:
     monkeypatch.setattr(remote, "WAIT", 0.0)
     monkeypatch.setattr(Server, "over", threading.Event())
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
-    remote.listed.cache_clear()
+    remote.list_files.cache_clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
@@ -166,7 +166,7 @@ def test_what_comes_late_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setattr(Plain, "_open", lambda *call, **options: io.BytesIO(ROWS))
     fsspec.register_implementation("plain", Plain, clobber=True)
     watch.given_up = True
-    remote._copied(remote.Remote("plain://h/rows.jsonl", 18, ""), file, watch)
+    remote._copy(remote.Remote("plain://h/rows.jsonl", 18, ""), file, watch)
     assert file.read_bytes() == b"a" * 18
 
 

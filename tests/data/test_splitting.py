@@ -12,9 +12,9 @@ from octavo.data import (
     IGNORE,
     BadSample,
     DataError,
+    count_epoch_rows,
     eval_set,
     prepare,
-    rows_of_an_epoch,
     train_loader,
 )
 from octavo.data.rows.conversations import Text, Turn
@@ -194,7 +194,7 @@ def test_an_epoch_has_every_answer_once_and_goes_on_where_it_stopped(folder, enc
     assert any("questions" in one for one in said)
     report = folder.path / "skipped.jsonl"
     loader = train_loader(cfg, made.processor, report_path=report)
-    assert rows_of_an_epoch(cfg, lambda: None) == 20 == sum(loader.mixture.sizes)
+    assert count_epoch_rows(cfg, lambda: None) == 20 == sum(loader.mixture.sizes)
     whole = seen(loader, 9, made)
     epoch = [text for step in whole for text in step][: len(loader.packs(0)) if packing else 20]
     wanted = {f"r{n}{m}\n</think>\n\na{n}{m}" for n in range(8) for m in range(1 + n % 4)}

@@ -314,7 +314,7 @@ def test_folders_that_cannot_be_used(folder):
     with pytest.raises(DataError, match=r"shards is a folder with files of several kinds \(\.json, \.parquet\)"):
         open_rows(folder.path / "shards")
     path = saved(folder, TEXT, "saved")
-    with pytest.raises(DataError, match="what `datasets` saved is read where it lies in any case; leave `stream` out"):
+    with pytest.raises(DataError, match="what `datasets` saved is never copied; leave `stream` out"):
         open_rows(path, stream=True)
     both = folder.path / "both"
     datasets.DatasetDict(train=datasets.load_from_disk(str(path))).save_to_disk(str(both))

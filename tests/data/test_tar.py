@@ -134,9 +134,9 @@ def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
         path.write_bytes(data[: 3 * 1536] + rest)
         rows = open_rows(path)
         assert len(rows) == 4 and rows[2] == third
-        assert "a.tar is broken behind 2.json, byte 4608 of" in why(rows, 3)
+        assert "a.tar is broken after 2.json, byte 4608 of" in why(rows, 3)
     path.write_bytes(data + data)
-    assert "there is more behind its end, as of tars that were joined" in why(open_rows(path), 4)
+    assert "data follows its end, as in concatenated tars" in why(open_rows(path), 4)
     (tmp_path / "b.tar").symlink_to(tmp_path / "gone.tar")
     with pytest.raises(DataError, match=r"b\.tar is a link to a file that is not there"):
         open_rows(tmp_path)
@@ -173,7 +173,7 @@ def test_videos_and_links_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x1f\x8b\x08rest", r"a\.tar is compressed \(gzip\), and rows of a tar are read by their places; unpack"),
+        (b"\x1f\x8b\x08rest", r"a\.tar is compressed \(gzip\), and rows of a tar are read by position; unpack"),
         (b"no tar" * 200, r"a\.tar is no tar file that can be read"),
         (bytes(1024), "holds no rows"),
     ],
@@ -220,5 +220,5 @@ def test_a_tar_damaged_anywhere_is_read_or_named(tmp_path, damage, end):
 def test_rows_of_tars_are_not_asked_to_stream(tmp_path):
     path = packed(tmp_path / "a.tar", ("0.json", talk("q", "a")))
     for named in (path, tmp_path):
-        with pytest.raises(DataError, match="read where they lie in any case; leave `stream` out"):
+        with pytest.raises(DataError, match="are never copied; leave `stream` out"):
             open_rows(named, stream=True)

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
-from octavo.data.encoding.thinking import parted
-from octavo.data.loaders.token_counts import _print_of, tokens
+from octavo.data.encoding.thinking import split_reasoning
+from octavo.data.loaders.token_counts import _print_of, count_tokens
 from octavo.data.skip_report import CONTROL, LEFT_OUT
 from octavo.data.tasks.splitting import split
 from tests.data.chat_templates import TEMPLATES
@@ -200,7 +200,7 @@ def test_reasoning_that_never_ends_or_leads_nowhere_is_refused(folder, encoder):
         ):
             made.encode(folder.read([row(answer)])[0])
     for template in ("qwen3_5", "qwen3_vl"):
-        with pytest.raises(BadSample, match="turn 2 is an assistant turn without text behind its reasoning"):
+        with pytest.raises(BadSample, match="turn 2 is an assistant turn without text after its reasoning"):
             encoder(template).encode(folder.read([row("<think>r1</think>\n")])[0])
 
 
@@ -242,7 +242,7 @@ def test_reasoning_without_marks_cannot_be_masked(folder, encoder):
     ("change", "message"),
     [
         ({"reasoning_content": 7}, "turn 2 has the reasoning_content 7; expected text"),
-        ({"reasoning_content": "r", "thinking": "s"}, "turn 2 has reasoning of its own in reasoning_content and"),
+        ({"reasoning_content": "r", "thinking": "s"}, "turn 2 has different reasoning in reasoning_content and"),
         ({"role": "user", "reasoning_content": "r"}, "turn 2, of the user, has reasoning_content; only an assistant's"),
         ({"reasoning": "\ud800"}, "its text holds half a character"),
         ({"content": " ", "reasoning": "r"}, "turn 2 is an assistant turn without text"),
@@ -353,7 +353,7 @@ def test_tools_system_and_images_in_rows_that_think(folder, encoder):
         ]  # fmt: skip
         text = made.tokenizer.decode(sample.input_ids)
         assert [f"Picture {n}: <|vision_start|>" in text for n in (1, 2, 3, 4)] == [True] * 3 + [False]
-        assert tokens(made, parsed[:1]) == [len(sample.input_ids)] and sample.images == 3
+        assert count_tokens(made, parsed[:1]) == [len(sample.input_ids)] and sample.images == 3
     made = encoder("qwen3_5")  # the thinking of the first question is left out, so what followed it is context
     sample = made.encode(parsed[0])
     assert learned(made, sample) == [f"Quite.{ENDED}"] and sample.lost == 2
@@ -405,7 +405,7 @@ def test_counts_of_tokens_belong_to_the_arguments(encoder):
 
 def test_reasoning_is_found_in_texts_that_begin_with_it(folder):
     turn = folder.read([row("<think>r\n</think>\n\n a ")])[0].turns[1]
-    assert (parted(turn).reasoning, parted(turn).text) == ("r", " a ")
+    assert (split_reasoning(turn).reasoning, split_reasoning(turn).text) == ("r", " a ")
     turn = folder.read([row("[THINK]r[/THINK]a")], "b.json")[0].turns[1]
-    assert (parted(turn).reasoning, parted(turn).text) == ("r", "a")
-    assert parted(folder.read([row("plain")], "c.json")[0].turns[1]).reasoning is None
+    assert (split_reasoning(turn).reasoning, split_reasoning(turn).text) == ("r", "a")
+    assert split_reasoning(folder.read([row("plain")], "c.json")[0].turns[1]).reasoning is None

@@ -23,10 +23,10 @@ from octavo.data.batching.collate import collate, collate_pack
 from octavo.data.builtin.digits import Digits
 from octavo.data.encoding import video as video_files
 from octavo.data.encoding.encode import Encoder
-from octavo.data.encoding.processor_calls import together
+from octavo.data.encoding.processor_calls import run_together
 from octavo.data.encoding.video import FileLimits
 from octavo.data.errors import Mismatch
-from octavo.data.loaders.token_counts import tokens
+from octavo.data.loaders.token_counts import count_tokens
 from octavo.data.rows import video_refs
 from octavo.data.rows.video_refs import Clip, Frames, VideoRef
 from octavo.data.tasks.pairs import PairEncoder, parse_labelled, parse_pair
@@ -82,7 +82,7 @@ class Every:
 
 
 def greys(path, *numbers: int, **limits) -> list[int]:
-    found = video_files.look(path, Every(*numbers), FileLimits(**limits))
+    found = video_files.select_frames(path, Every(*numbers), FileLimits(**limits))
     shot = video_files.load(found, FileLimits(**limits))
     return [round(float(frame.mean())) for frame in shot.frames]
 
@@ -150,7 +150,7 @@ def test_a_video_is_named_in_every_layout(folder):
     [
         (("a.mp4", "b.webm"), {}, r"1 <video> placeholder.s. in its text and 2 video"),
         (("none.mp4",), {}, "video 'none.mp4' is missing"),
-        (("../x.mp4",), {}, "lies outside"),
+        (("../x.mp4",), {}, "is outside the image folder"),
         (("https://x/y.mp4",), {}, "is not a local file"),
         ((3,), {}, "'video' is 3; expected a file of video or a folder of frames"),
         *(
@@ -167,19 +167,19 @@ def test_what_no_row_may_say(folder, names, more, said):
 
 @pytest.mark.parametrize("name", ["a.mp4", "b.webm"])
 def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monkeypatch):
-    film = video_files.look(folder / name, Every())
+    film = video_files.select_frames(folder / name, Every())
     assert (film.total, film.fps) == (24, RATE)  # webm has no number of frames in its header
     assert len(film.keys) == 4 or name != "a.mp4"
     assert np.abs(np.array(greys(folder / name)) - GREYS[:24]).max() <= (1 if name == "a.mp4" else 2)
     decoded = []
-    original = video_files._decoded
+    original = video_files._frames_from
 
     def counted(*args):
         for frame in original(*args):
             decoded.append(frame.pts)
             yield frame
 
-    monkeypatch.setattr(video_files, "_decoded", counted)
+    monkeypatch.setattr(video_files, "_frames_from", counted)
     assert np.abs(np.array(greys(folder / name, 1, 21)) - [GREYS[1], GREYS[21]]).max() <= 2
     assert name != "a.mp4" or len(decoded) <= 1 + 2 + 4  # the first, 0 and 1, 18 to 21
 
@@ -187,7 +187,7 @@ def test_frames_are_found_by_their_time_and_reached_by_seeks(folder, name, monke
 def test_a_variable_rate_keeps_its_time(tmp_path):
     times = [0, 100, 200, 300, 400, 1400, 2400, 2700]  # at rest for two seconds
     path = film(tmp_path / "v.mp4", len(times), times=times)
-    found = video_files.look(path, Every())
+    found = video_files.select_frames(path, Every())
     assert found.total == 8 and found.fps == pytest.approx(7 / 2.7)
     wanted = [max(n for n, at in enumerate(times) if at <= 1000 * (i + 0.25) / found.fps) for i in range(8)]
     assert greys(path) == pytest.approx([GREYS[n] for n in wanted], abs=1)
@@ -196,21 +196,21 @@ def test_a_variable_rate_keeps_its_time(tmp_path):
 
 def test_frames_that_begin_late_are_not_taken_for_a_rest(tmp_path):
     path = film(tmp_path / "late.mkv", 6, times=[90_000 + 125 * n for n in range(6)])
-    found = video_files.look(path, Every(), FileLimits(seconds=2.0))
+    found = video_files.select_frames(path, Every(), FileLimits(seconds=2.0))
     assert (found.total, found.fps) == (6, RATE) and greys(path) == pytest.approx(GREYS[:6], abs=1)
 
 
 def test_key_frames_in_name_alone_give_way_to_the_first(tmp_path):
     """Intra refresh renews a picture column by column: behind a seek there is none for a while."""
     path = film(tmp_path / "r.mp4", 24, options={"x264-params": "intra-refresh=1:keyint=8:bframes=0", "qp": "0"})
-    assert len(video_files.look(path, Every()).keys) > 1
+    assert len(video_files.select_frames(path, Every()).keys) > 1
     assert greys(path, 0, 9, 10, 20) == pytest.approx([GREYS[n] for n in (0, 9, 10, 20)], abs=1)
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "endless.mp4")
     with pytest.raises(Mismatch, match="is no file"):
-        video_files.look(tmp_path / "endless.mp4", Every())
+        video_files.select_frames(tmp_path / "endless.mp4", Every())
 
 
 def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
@@ -247,14 +247,19 @@ def test_the_cover_of_a_song_is_no_video(tmp_path):
         sound.rate = 16000
         container.mux(song.encode(sound))
         container.mux(song.encode())
-    with pytest.raises(Mismatch, match="holds sound alone"):
-        video_files.look(tmp_path / "song.mp4", Every())
+    with pytest.raises(Mismatch, match="holds only sound"):
+        video_files.select_frames(tmp_path / "song.mp4", Every())
 
 
 @pytest.mark.filterwarnings("error")
 def test_frames_of_a_folder_are_resized_without_a_warning(folder):
     takes = SimpleNamespace(indices=lambda *_: [0, 1], size=lambda *_: (32, 32), tokens=lambda *_: 1)
-    assert video_files.load(video_files.look(Frames(folder / "frames", 8.0), takes)).frames.shape == (2, 32, 32, 3)
+    assert video_files.load(video_files.select_frames(Frames(folder / "frames", 8.0), takes)).frames.shape == (
+        2,
+        32,
+        32,
+        3,
+    )
 
 
 def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray:
@@ -292,7 +297,7 @@ def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray
 def test_a_video_is_upright(tmp_path, matrix, shown):
     """A phone writes how it was held into the matrix of the track, and a camera that looks at its owner a mirror."""
     image = shown(_turned(tmp_path / "t.mp4", matrix))
-    found = video_files.look(tmp_path / "t.mp4", Every())
+    found = video_files.select_frames(tmp_path / "t.mp4", Every())
     [frame] = video_files.load(found).frames
     assert found.size == image.shape[:2] and np.abs(frame.astype(int) - image).max() <= 2
 
@@ -301,7 +306,7 @@ def test_a_video_is_upright(tmp_path, matrix, shown):
 def test_a_video_that_is_shown_aslant_is_refused(tmp_path, matrix):
     _turned(tmp_path / "t.mp4", matrix)
     with pytest.raises(Mismatch, match=r"t\.mp4 is to be shown by the matrix \(.*\), which is no quarter turn"):
-        video_files.look(tmp_path / "t.mp4", Every())
+        video_files.select_frames(tmp_path / "t.mp4", Every())
 
 
 def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
@@ -319,7 +324,7 @@ def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
     for name, said in (("wide", "16 x 16 pixels, and 2.png 32 x 16"), ("high", "16 x 16 pixels, and 2.png 16 x 24"),
                        ("turned", "32 x 16 pixels, and 3.png 16 x 32")):  # fmt: skip
         with pytest.raises(Mismatch, match=rf"{name} has frames of two sizes: the first has {said}; write all in one"):
-            video_files.load(video_files.look(Frames(tmp_path / name, 8.0), Every()))
+            video_files.load(video_files.select_frames(Frames(tmp_path / name, 8.0), Every()))
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"}], "fps": 2}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"videos": ["wide"]}))
     source = read(Dataset(path=str(tmp_path / "rows.jsonl")))
@@ -327,7 +332,7 @@ def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
         Encoder(processors["qwen3_vl"], 512).encode(source[0])
     grown = Clip(_joined(tmp_path, (16, 16), (32, 16)), "grown.mkv")
     with pytest.raises(Mismatch, match=r"grown\.mkv .* the first has 16 x 16 pixels, and frame 3 32 x 16"):
-        video_files.load(video_files.look(grown, Every()))
+        video_files.load(video_files.select_frames(grown, Every()))
 
 
 def _joined(folder: Path, *sizes: tuple[int, int]) -> bytes:
@@ -355,7 +360,7 @@ def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
     frames = np.random.RandomState(0).randint(0, 256, (3, 40, 24, 3), np.uint8)
     whole = torch.from_numpy(frames).permute(0, 3, 1, 2)
     wanted = F.interpolate(whole, (16, 32), mode="bicubic", antialias=True).permute(0, 2, 3, 1).numpy()
-    assert np.array_equal(np.stack([video_files._resized(frame, (16, 32)) for frame in frames]), wanted)
+    assert np.array_equal(np.stack([video_files._resize(frame, (16, 32)) for frame in frames]), wanted)
 
 
 @pytest.mark.parametrize(
@@ -366,9 +371,9 @@ def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
         ("noise.mp4", {}, "cannot be decoded|holds no"),
         ("empty.mp4", {}, "is empty"),
         ("text.mp4", {}, "none of mp4, mov, webm and mkv"),
-        ("sound.mp4", {}, "holds sound alone"),
+        ("sound.mp4", {}, "holds only sound"),
         ("nothing", {}, "a folder without a frame"),
-        ("frames", {}, "whose rate nobody says; give the row `fps`, or set data.video.folder_fps"),
+        ("frames", {}, "is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"),
         ("a.mp4", {"seconds": 2.0}, "is 3 s long, and 2 are the most .data.video.max_seconds"),
         ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, and 2 are the most"),
         ("a.mp4", {"megabytes": 1e-4}, "MB, and 0.0001 are the most .data.video.max_megabytes"),
@@ -390,7 +395,7 @@ def test_a_length_that_is_a_lie_costs_nothing(folder, tmp_path):
         data[at : at + 8] = np.array([claimed], ">f8").tobytes()
         (tmp_path / "lie.webm").write_bytes(data)
         with pytest.raises(Mismatch, match=said):
-            video_files.look(tmp_path / "lie.webm", Every())
+            video_files.select_frames(tmp_path / "lie.webm", Every())
 
 
 def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
@@ -412,7 +417,8 @@ def test_who_takes_no_videos_says_so(folder, processors, models):
             Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
     with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):
         Encoder(processors["qwen3_vl"], 512).encode(row(folder))
-    with pytest.raises(BadSample, match="which the generation engine does not take: videos of qwen2_5_vl stand in"):
+    sentence = "which the generation engine does not take: videos of qwen2_5_vl have positions in seconds"
+    with pytest.raises(BadSample, match=sentence):
         PromptEncoder(processors["qwen2_5_vl"], 512).encode(prompt(folder))
 
 
@@ -428,8 +434,8 @@ def test_a_prompt_holds_videos_as_the_images_that_they_are_to_the_tower(folder, 
     made = PromptEncoder(processors[kind], 512).encode(asked)
     assert made.columns["videos"] == [str(folder / "a.mp4")] and made.columns["messages"][0]["content"].count("<video>")
     stock = Encoder(processors[kind], 512)
-    [whole] = together([stock.encoding(asked.conversation, None)], stock.calls)
-    assert made.images == 1 + 3 and not made.more and whole.videos == 1
+    [whole] = run_together([stock.encoding(asked.conversation, None)], stock.calls)
+    assert made.images == 1 + 3 and not made.extra and whole.videos == 1
     model = models.load(folder / kind, dtype=torch.float32)
     forward = Forward(model, World(), None)
     with torch.no_grad():
@@ -439,14 +445,14 @@ def test_a_prompt_holds_videos_as_the_images_that_they_are_to_the_tower(folder, 
 def test_both_answers_of_a_pair_are_about_its_video(folder, processors):
     said = {"chosen": "b", "rejected": "c", "video": "a.mp4"}
     pair = parse_pair({"prompt": "<video>a", **said}, "pairs", file="rows", row=3, images=folder)
-    assert pair.videos == (folder / "a.mp4",) and pair.given == 0
+    assert pair.videos == (folder / "a.mp4",) and pair.context_answers == 0
     for kind in KINDS:
         made, alone = PairEncoder(processors[kind], 512).encode(pair), Encoder(processors[kind], 512)
         for side, own in (("chosen", made.chosen), ("rejected", made.rejected)):
             of = alone.encode(getattr(pair, side))
             assert np.array_equal(own.input_ids, of.input_ids) and own.videos == 1
-            for name, one in of.more.items():
-                assert np.array_equal(own.more[name].values, one.values)
+            for name, one in of.extra.items():
+                assert np.array_equal(own.extra[name].values, one.values)
     labelled = {"prompt": "a", "completion": [{"role": "assistant", "content": "<video>b"}], "label": True}
     with pytest.raises(BadSample, match="a video in the answer that is labelled, and answers are text"):
         parse_labelled({**labelled, "video": "a.mp4"}, "labelled", file="rows", row=3, images=folder)
@@ -470,13 +476,13 @@ def test_a_batch_of_videos_images_and_words_is_what_the_stock_model_makes_of_it(
     rows = mixed(folder)
     samples = encoder.encode_all(rows)
     assert not any(isinstance(made, Exception) for made in samples), samples
-    assert [len(made.input_ids) for made in samples] == tokens(encoder, rows)  # counted without decoding
+    assert [len(made.input_ids) for made in samples] == count_tokens(encoder, rows)  # counted without decoding
     assert [made.videos for made in samples] == [1, 1, 0, 0, 2]
     for made, alone in zip(samples, map(encoder.encode, rows), strict=True):
         assert np.array_equal(made.input_ids, alone.input_ids)
         assert processors[kind].tokenizer.decode(made.input_ids[made.labels != -100]).startswith("a digit")
-        for name, one in made.more.items():
-            assert np.array_equal(one.values, alone.more[name].values)
+        for name, one in made.extra.items():
+            assert np.array_equal(one.values, alone.extra[name].values)
     batch = collate(samples, 0)
     forward, given = Forward(model, World(), None), {k: v for k, v in batch.items() if k not in ("meta", "labels")}
     mask = batch["attention_mask"].bool()
@@ -530,7 +536,7 @@ def test_a_row_is_cut_in_front_of_a_video_and_never_in_it(folder, processors, ki
         Encoder(processors[kind], 8, on_long="error").encode(held)
     with pytest.raises(LongSample):
         Encoder(processors[kind], len(whole.input_ids) - 1).encode(held)
-    with pytest.raises(LongSample, match="falls into a video, which goes whole, and nothing to learn is left"):
+    with pytest.raises(LongSample, match="falls into a video, which is removed whole, and nothing to learn is left"):
         Encoder(processors[kind], first[1] - 1, on_long="cut").encode(held)
 
 
@@ -551,8 +557,8 @@ def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
 def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
     shutil.copytree(folder / "frames", tmp_path / "f")
     (tmp_path / "f" / "f99.png").symlink_to(folder / "i.png")
-    with pytest.raises(Mismatch, match="whose f99.png lies elsewhere"):
-        video_files.look(Frames(tmp_path / "f", 4.0), Every())
+    with pytest.raises(Mismatch, match="whose f99.png is a link out of it; copy the file there"):
+        video_files.select_frames(Frames(tmp_path / "f", 4.0), Every())
 
 
 def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
@@ -564,7 +570,7 @@ def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
     assert files[0] == files[1] and len([name for name in files[0] if name.suffix == ".mp4"]) == 5
     held = read(Dataset(path=str(made[0].test)))[0]
     assert held.turns[0].text == digit_clips.QUESTION and len(held.turns[1].text.split()) == 2
-    assert video_files.look(held.videos[0], Every()).total == 6
+    assert video_files.select_frames(held.videos[0], Every()).total == 6
     assert digit_clips.write(tmp_path / "a", 3, 2, digits=2, hold=3) == made[0]
     with pytest.raises(DataError, match="other settings .digits: 2 there, 4 asked"):
         digit_clips.write(tmp_path / "a", 3, 2, digits=4, hold=3)

@@ -12,9 +12,9 @@ from octavo import doctor, fp8
 from octavo.base import environment
 from octavo.doctor import fp8_backends, machine, packages
 from octavo.doctor.report import ABSENT, FAIL, OK, WARN, Check, Report
-from octavo.fp8 import arithmetic as numbers
 from octavo.fp8 import metrics
 from octavo.fp8.kernels import registry
+from octavo.fp8.measuring import bench
 
 GIB = 2**30
 
@@ -98,8 +98,8 @@ def test_a_backend_that_computes_nonsense_fails(fake):
 
 def test_what_is_sound_is_said_in_one_place(monkeypatch):
     """By the doctor and by measured plans."""
-    assert numbers.SOUND is metrics.SOUND
-    monkeypatch.setattr(numbers, "SOUND", 0.0)
+    assert bench.SOUND is metrics.SOUND
+    monkeypatch.setattr(metrics, "SOUND", 0.0)
     checks = [c for c in fp8_backends.backends(("cpu",)) if c.name.startswith("reference ") and " on " in c.name]
     assert {c.status for c in checks if c.name != "reference on cpu"} == {FAIL}
 

@@ -116,8 +116,8 @@ def test_package_problems(monkeypatch):
     real = environment.version
     monkeypatch.setattr(environment, "version", lambda name: wrong[name] if name in wrong else real(name))
     torch, transformers = environment.package_problems()
-    assert (torch.package, torch.found, torch.fix) == ("torch", "2.10.1", "pip install 'torch>=2.11'")
-    assert (transformers.found, transformers.needed) == ("not installed", ">=5.17,<5.25")
+    assert (torch.package, torch.installed, torch.fix) == ("torch", "2.10.1", "pip install 'torch>=2.11'")
+    assert (transformers.installed, transformers.needed) == ("not installed", ">=5.17,<5.25")
 
 
 def test_git_state(tmp_path, monkeypatch):

@@ -61,9 +61,10 @@ def test_what_is_refused_leaves_nothing(folder, tmp_path, key, capsys):
     back.mkdir()
     (back / "mine").write_text("mine")
     for words, why in (
-        ([str(folder), str(back)], "is there already"), ([str(folder), str(folder / "in")], "lies in"),
-        ([str(tmp_path / "none"), str(tmp_path / "x")], "is not there"), ([str(folder)], "octavo encrypt SRC DST"),
-        (["--new-key", str(tmp_path / "k"), str(folder)], "nothing else"),
+        ([str(folder), str(back)], "already exists, and nothing is overwritten"),
+        ([str(folder), str(folder / "in")], "is inside"),
+        ([str(tmp_path / "none"), str(tmp_path / "x")], "does not exist"), ([str(folder)], "octavo encrypt SRC DST"),
+        (["--new-key", str(tmp_path / "k"), str(folder)], "only creates a key"),
     ):  # fmt: skip
         assert main(["encrypt", *words]) == 2
         assert why in capsys.readouterr().err
@@ -107,13 +108,13 @@ def test_nothing_of_a_folder_is_lost_without_a_word(folder, tmp_path, key, capsy
     encryption.append(folder / "a.jsonl.aes", ["of the encrypted run\n"])
     (folder / "a.jsonl").write_text("of the plain run\n")
     assert main(["decrypt", str(folder), str(tmp_path / "out")]) == 2
-    assert "a.jsonl and" in (said := capsys.readouterr().err) and "would both be a.jsonl" in said
+    assert "a.jsonl and" in (said := capsys.readouterr().err) and "would both become a.jsonl" in said
     for to, words in ((folder / "inner", "a link to a folder"), (tmp_path / "none", "a link to nothing")):
         (folder / "link").symlink_to(to)
         assert main(["encrypt", str(folder), str(tmp_path / "out")]) == 2 and words in capsys.readouterr().err
         (folder / "link").unlink()
     assert main(["encrypt", str(folder / "a.json"), str(tmp_path / "no" / "out")]) == 2
-    assert "make it first" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    assert "create it first" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def damaged(file, at: int) -> None:

@@ -151,7 +151,7 @@ def _one(rng: random.Random, file: Path, folder: Path, case: str, found: list[Fi
         made = translate([file], folder.parent / "out.yaml", root=folder, variables={"MODEL": "."}, **more)
         for text in (made.content, markdown(made), json.dumps(plain(made)), *made.extra.values()):
             text.encode()
-        if len(made.rows) != len({row.given.key for row in made.rows}):
+        if len(made.rows) != len({row.source_key.key for row in made.rows}):
             found.append(Finding(case, "a key has two rows"))
     except (TranslateError, ConfigError) as error:
         if len(said := str(error)) > LETTERS or not said.isascii() and _cannot_be_written(said):

@@ -38,7 +38,7 @@ def save(directory: Path, step: int) -> None:
     """A checkpoint of one small file, written as the run writes."""
     directory.mkdir(exist_ok=True)
     files.sweep(directory)
-    made = files.aside(directory, step, "tmp")
+    made = files.temporary_path(directory, step, "tmp")
     made.mkdir()
     (made / MARK).write_text(f"run {step}")
     listed = {MARK: files.fingerprint(made / MARK)}
@@ -63,7 +63,7 @@ def name_of(rng: random.Random, step: int) -> str:
 def disturb(rng: random.Random, directory: Path, outside: Path, step: int, number: int) -> tuple[str, Path | None]:
     """What a user does: (in words, what he put there: None where he only took something away)."""
     path = directory / name_of(rng, step)
-    own = [files.place(directory, n) for n in files.steps(directory)]
+    own = [files.step_path(directory, n) for n in files.steps(directory)]
     own = [one for one in own if (one / MARK).is_file() and f"step_{(one / MARK).read_text()[4:]}" == one.name]
     kind = rng.choice(("copy", "copy", "folder", "file", "link", "link to a file", "broken link", "damage"))
     if kind == "damage":
@@ -128,7 +128,7 @@ def life(rng: random.Random, directory: Path, outside: Path, findings: list[Find
             newest = state.latest(directory, One())
         except CheckpointError as error:
             newest = error
-        if newest != files.place(directory, step):
+        if newest != files.step_path(directory, step):
             findings.append(Finding(case, f"after {done} the newest is {newest}"))
         for path, whose in theirs.items():
             if not is_there(path, whose):

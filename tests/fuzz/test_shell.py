@@ -246,7 +246,7 @@ def difference(text: str) -> str | None:
     try:
         read = shell_script.read(text, {}, "a.sh")
     except TranslateError as error:  # functions that call each other
-        return None if "within each other" in str(error) else f"refused: {error}"
+        return None if "are nested here" in str(error) else f"refused: {error}"
     words = next(
         (command.words[1:] for command in reversed(read.commands) if command.words[0].text == "torchrun"), None
     )

@@ -49,7 +49,7 @@ def test_the_gap_to_a_training_forward_is_zero(made, family, recipe):
 
 def test_what_cannot_be_invariant_is_refused(made):
     model, processor = made("qwen3")
-    with pytest.raises(GenerationError, match="kv is 'fp8', and an invariant engine"):
+    with pytest.raises(GenerationError, match="kv is 'fp8', but an invariant engine"):
         Engine(model, processor.tokenizer, slots=1, kv="fp8", invariant=True)
     model = models.load(model.name_or_path)
     fp8.apply(model, fp8.plan(model, "tensorwise"))

@@ -8,7 +8,7 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from octavo.generation import GenerationError, Prompt, Sampling
-from octavo.generation.sampling import choose, kept, uniforms
+from octavo.generation.sampling import choose, filter_probabilities, uniforms
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 7, 400])
@@ -24,7 +24,7 @@ def test_what_is_kept_is_what_transformers_keeps(top_k, top_p, min_p):
         *([MinPLogitsWarper(min_p)] if min_p else []),
     ):
         wanted = warper(None, wanted)
-    got = kept(logits.softmax(-1), Sampling(1, top_k=top_k, top_p=top_p, min_p=min_p))
+    got = filter_probabilities(logits.softmax(-1), Sampling(1, top_k=top_k, top_p=top_p, min_p=min_p))
     assert torch.equal(got > 0, wanted > -torch.inf)
 
 

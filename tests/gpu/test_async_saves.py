@@ -36,7 +36,7 @@ def test_the_copy_is_pinned_and_of_the_moment(tmp_path: Path, kind: type[fp8.Ada
     background = checkpoint.Background(world, device)
     for number in (1, 2, 3):
         step()
-        moment = checkpoint.take(number, model=model, optimizer=optimizer, extra={}, counters={}, world=world)
+        moment = checkpoint.take_snapshot(number, model=model, optimizer=optimizer, extra={}, counters={}, world=world)
         expected = values(model, optimizer)
         background.begin(tmp_path, moment)
         assert background._staging._room.is_pinned()

@@ -206,7 +206,7 @@ def test_a_corner_becomes_what_it_was(case: str, tmp_path: Path) -> None:
         for part in target.split("."):
             at = at[int(part)] if part.isdecimal() else getattr(at, part)
         assert str(at).replace(" ", "").replace(f"{tmp_path}/", "") == value, f"{target}: {at}"
-    rows = {row.given.key: row for row in made.rows}
+    rows = {row.source_key.key: row for row in made.rows}
     for word in kinds.split():
         key, _, kind = word.partition(":")
         if kind:

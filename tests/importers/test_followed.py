@@ -22,7 +22,7 @@ def cfg_of(made: Translation):
 
 
 def row(made: Translation, key: str):
-    return next(row for row in made.rows if row.given.key == key)
+    return next(row for row in made.rows if row.source_key.key == key)
 
 
 OLD = """
@@ -62,7 +62,7 @@ def test_the_file_of_fsdp2_is_followed_from_the_folder_or_from_beside_the_yaml(t
         cfg = cfg_of(made)
         assert (cfg.parallel.expert, cfg.optimizer.offload, cfg.train.precision) == (16, True, "bf16")
         assert (cfg.train.recompute.foundation, cfg.train.recompute.image_encoder) == ("full", "none")
-        assert row(made, "fsdp2_config.param_dtype").given.place.source == "fsdp2.yaml"
+        assert row(made, "fsdp2_config.param_dtype").source_key.place.source == "fsdp2.yaml"
         (folder / "fsdp2.yaml").unlink()
     gone = translate([tmp_path / "inner" / "a.yaml"], tmp_path / "o.yaml", root=tmp_path)
     assert "gpt_args.fsdp2_config_path" in gone.lost_keys

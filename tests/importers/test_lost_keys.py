@@ -11,7 +11,7 @@ from octavo.cli.main import main
 from octavo.config.yaml.problems import Place
 from octavo.importers import FRAMEWORKS, lost_keys, translate
 from octavo.importers.common.key_outcomes import Row
-from octavo.importers.source.keys import Given
+from octavo.importers.source.keys import SourceKey
 
 PLAIN = "model_name_or_path: ./m\nstage: sft\nfinetuning_type: full\ndataset: a\ntemplate: qwen3\ncutoff_len: 64\n"
 PLAIN += "max_steps: 10\noutput_dir: x\nlogging_steps: 5\noverwrite_cache: true\npreprocessing_num_workers: 16\n"
@@ -85,19 +85,19 @@ training.manual_gc_interval overlap_grad_reduce train_loader.num_workers load_in
 @pytest.mark.parametrize("key", DECIDE.split())
 def test_a_key_that_decides_numbers_counts(key: str) -> None:
     for kind in ("none", "unknown"):
-        assert lost_keys.is_lost(Row(Given(key, 0.5, Place("a", 1)), kind))
-        assert not lost_keys.is_lost(Row(Given(key, False, Place("a", 1)), kind))  # it asks for nothing
-    assert not lost_keys.is_lost(Row(Given(key, 0.5, Place("a", 1)), "translated"))
-    assert lost_keys.is_lost(Row(Given(key, "$X", Place("a", 1), ("X",)), "none"))
+        assert lost_keys.is_lost(Row(SourceKey(key, 0.5, Place("a", 1)), kind))
+        assert not lost_keys.is_lost(Row(SourceKey(key, False, Place("a", 1)), kind))  # it asks for nothing
+    assert not lost_keys.is_lost(Row(SourceKey(key, 0.5, Place("a", 1)), "translated"))
+    assert lost_keys.is_lost(Row(SourceKey(key, "$X", Place("a", 1), ("X",)), "none"))
 
 
 @pytest.mark.parametrize("key", APART.split())
 def test_a_key_that_decides_no_number_does_not(key: str) -> None:
-    assert not lost_keys.is_lost(Row(Given(key, 7, Place("a", 1)), "none"))
+    assert not lost_keys.is_lost(Row(SourceKey(key, 7, Place("a", 1)), "none"))
 
 
 def test_shuffling_that_is_off_asks_for_something() -> None:
-    assert lost_keys.is_lost(Row(Given("dataset_shuffle", False, Place("a", 1)), "none"))
+    assert lost_keys.is_lost(Row(SourceKey("dataset_shuffle", False, Place("a", 1)), "none"))
 
 
 def test_no_example_loses_a_key(tmp_path: Path) -> None:

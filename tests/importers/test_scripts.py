@@ -8,7 +8,7 @@ import pytest
 
 from octavo.config import load_config_text
 from octavo.importers import TranslateError, Translation, translate
-from octavo.importers.shell.arithmetic import reckon
+from octavo.importers.shell.arithmetic import evaluate
 
 
 def script(folder: Path, content: str, **more) -> Translation:
@@ -17,7 +17,7 @@ def script(folder: Path, content: str, **more) -> Translation:
 
 
 def row(made: Translation, key: str):
-    return next(row for row in made.rows if row.given.key == key)
+    return next(row for row in made.rows if row.source_key.key == key)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def row(made: Translation, key: str):
     + [(text, None) for text in ("++7", "--7", "16#9")],
 )
 def test_sums_are_worked_out_as_a_shell_does(text: str, value: int | None) -> None:
-    assert reckon(text) == value
+    assert evaluate(text) == value
 
 
 RUN = """
@@ -54,7 +54,7 @@ def test_what_a_script_leaves_open_stands_in_the_file_as_to_be_filled_in(tmp_pat
     (line,) = [line for line in made.content.split("\n") if "micro_batch:" in line]
     assert "to be filled in" in line and "their default" not in line
     for key in ("output_dir", "seed"):  # nothing that --set could name
-        assert row(made, key).kind == "none" and "write it out there" in row(made, key).why
+        assert row(made, key).kind == "none" and "write the value there" in row(made, key).why
     given = script(tmp_path, RUN.format(flags=flags), variables={"SLURM_NODES": "4"})
     assert load_config_text(given.content, base=tmp_path).train.micro_batch == 16
 
@@ -73,7 +73,7 @@ def test_a_file_that_is_sourced_and_lies_here_is_read(tmp_path: Path) -> None:
     content += "--per_device_train_batch_size $BATCH --gradient_accumulation_steps 2\n"
     made = script(tmp_path, content)
     cfg = load_config_text(made.content, base=tmp_path)
-    assert (cfg.train.micro_batch, cfg.train.global_batch) == (8, 128) and row(made, "$PORT").given.value == 7
+    assert (cfg.train.micro_batch, cfg.train.global_batch) == (8, 128) and row(made, "$PORT").source_key.value == 7
     assert any(text.startswith("setup/all.sh: if") for _, text, _ in made.unread)
     (tmp_path / "setup" / "all.sh").unlink()
     gone = script(tmp_path, content)
@@ -89,9 +89,9 @@ def test_scripts_that_have_no_end_have_one(tmp_path: Path) -> None:
         (tmp_path / f"{name}.sh").write_text(f"source {chr(ord(name) + 1)}.sh\n" * 99 + f"# {name}\n")
     assert len(script(tmp_path, f"source b.sh\n{run}").unread) < 9999
     for text, said in (
-        ("A=" + "${A:-" * 999 + "}" * 999, "a.sh:2: over 50 constructs are within each other"),
-        ("A=xx" + "\nA=$A$A" * 40, "its variables become over"),
-        ("A=(x)" + '\nA+=("${A[@]}" "${A[@]}")' * 40, "its variables become over"),
+        ("A=" + "${A:-" * 999 + "}" * 999, "a.sh:2: over 50 constructs are nested"),
+        ("A=xx" + "\nA=$A$A" * 40, "its variables exceed"),
+        ("A=(x)" + '\nA+=("${A[@]}" "${A[@]}")' * 40, "its variables exceed"),
     ):
         with pytest.raises(TranslateError, match=said):
             script(tmp_path, f"\n{text}\n{run}")
@@ -111,7 +111,7 @@ def test_a_script_that_trains_from_a_file_of_keys_asks_for_it(tmp_path: Path) ->
 def test_words_that_look_like_another_thing_are_what_they_are(tmp_path: Path) -> None:
     flags = "--external_plugins code/plugin.py --system '' --seed ${EMPTY:-5} \\\n --lr_scheduler_type linear \\\n"
     made = script(tmp_path, "EMPTY=\n" + RUN.format(flags=flags + " # --save_steps 7 \\\n --save_steps 9"))
-    assert row(made, "external_plugins").given.value == "code/plugin.py"
+    assert row(made, "external_plugins").source_key.value == "code/plugin.py"
     cfg = load_config_text(made.content, base=tmp_path)
     assert (cfg.run.seed, cfg.train.schedule, cfg.run.save_every) == (5, "linear", 500)
     assert [text for _, text, why in made.unread if "ended" in why] == ["--save_steps 9"]

@@ -108,7 +108,7 @@ def test_what_only_a_run_decides_is_listed_and_not_taken(line: str, tmp_path: Pa
     swift = "swift sft --model org/m --dataset org/d --max_length 64 --max_steps 4 --learning_rate $LR\n"
     made = import_of(tmp_path, f"LR=1\n{line}\n{swift}")
     assert load_config_text(made.content, base=tmp_path).train.lr == 1
-    assert "a.sh:2 is not followed and may change learning_rate: the values are those without it" in made.notes
+    assert "a.sh:2 is not followed and may change learning_rate: the values ignore that line" in made.notes
 
 
 def test_lines_that_are_passed_over_are_named() -> None:
@@ -157,10 +157,10 @@ def test_a_shell_reads_up_to_what_it_cannot_read(tmp_path: Path) -> None:
         ("A+=(x)\n" * 590_000, "over 200000 words"),
         ("[ $X ] && A+=x\n" * 9_000 + "B=$A$A\n", ""),
         ("for a in " + "x " * 9_000 + "; do for b in " + "y " * 9_000 + "; do A=1; done; done\n", "over 200000 commands"),
-        ("${A:-" * 9_000, "constructs are within each other"),
-        ("if true; then\n" * 9_000, "constructs are within each other"),
-        ("f() { f; f; }\nf\n", "commands are within each other"),
-        ("A+=xx; B=${#A}\n" * 9_000, "its variables become over"),
+        ("${A:-" * 9_000, "constructs are nested"),
+        ("if true; then\n" * 9_000, "constructs are nested"),
+        ("f() { f; f; }\nf\n", "commands are nested"),
+        ("A+=xx; B=${#A}\n" * 9_000, "its variables exceed"),
     ],
 )  # fmt: skip
 def test_length_steps_and_depth_are_bounded(text: str, refusal: str) -> None:
@@ -197,8 +197,8 @@ def test_an_array_of_flags_without_a_launch_is_read_and_recognised(tmp_path: Pat
     assert made.framework == "loongforge" and (cfg.train.lr, cfg.train.seq_length) == (3e-4, 4096)
     # no --load: their run begins with random weights
     assert (cfg.model.init, cfg.model.init_std) == ("random", 0.02)
-    assert {row.given.key: row.kind for row in made.rows}["dataloader_save"] == "default"
-    assert next(row.given.place.line for row in made.rows if row.given.key == "lr") == 7
+    assert {row.source_key.key: row.kind for row in made.rows}["dataloader_save"] == "default"
+    assert next(row.source_key.place.line for row in made.rows if row.source_key.key == "lr") == 7
     loaded = import_of(tmp_path, LOONGFORGE.replace("#--load", "--load"))
     assert load_config_text(loaded.content, base=tmp_path).model.init == "checkpoint"
     text = (
@@ -250,7 +250,7 @@ def test_flags_in_quoted_texts_are_those_of_the_run(tmp_path: Path) -> None:
     assert (cfg.train.lr, cfg.train.schedule, cfg.train.steps, cfg.train.seq_length) == (1e-5, "cosine", 10000, 1024)
     assert (cfg.train.micro_batch, cfg.train.global_batch, cfg.fp8.recipe) == (1, 192, "mxfp8")
     assert any("--nproc 8" in note for note in made.notes)
-    assert next(row.given.place.line for row in made.rows if row.given.key == "lr") == 20
+    assert next(row.source_key.place.line for row in made.rows if row.source_key.key == "lr") == 20
 
 
 def test_what_a_script_was_called_with_is_no_value_of_the_flag_before_it(tmp_path: Path) -> None:

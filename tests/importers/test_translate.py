@@ -65,11 +65,11 @@ def sources(name: str) -> list[Path]:
 
 def become(made: Translation) -> dict[str, str]:
     """Key of theirs -> what became of it."""
-    return {row.given.key: row.kind for row in made.rows}
+    return {row.source_key.key: row.kind for row in made.rows}
 
 
 def why(made: Translation, key: str) -> str:
-    return next(row.why for row in made.rows if row.given.key == key)
+    return next(row.why for row in made.rows if row.source_key.key == key)
 
 
 def text(tmp_path: Path, name: str, content: str, **more) -> Translation:
@@ -84,7 +84,7 @@ def test_every_key_of_a_published_set_is_one_of_five_things(name: str, tmp_path:
     assert become(made) == {**expected, **{k: v for k, v in become(made).items() if " " in k}}
     page = markdown(made)
     assert all(row.why or row.targets for row in made.rows)
-    assert all(f"`{row.given.key}`" in page and str(row.given.place) in page for row in made.rows)
+    assert all(f"`{row.source_key.key}`" in page and str(row.source_key.place) in page for row in made.rows)
     assert not made.refused
     cfg = load_config_text(made.content, base=tmp_path)
     for word in VALUES[name].split():
@@ -114,9 +114,9 @@ def test_a_key_that_nobody_knows_is_told(name: str, tmp_path: Path) -> None:
     for file, key in zip(files, keys, strict=True):
         (tmp_path / name).write_text(file, encoding="utf-8")
         made = translate([tmp_path / name, *sources(name)[1:]], tmp_path / "out.yaml", root=tmp_path)
-        found = next(row for row in made.rows if row.given.key == key)
+        found = next(row for row in made.rows if row.source_key.key == key)
         assert (found.kind == "unknown" or key.partition(".")[0] in OPEN) and found.why
-        assert len(made.rows) == len({row.given.key for row in made.rows})
+        assert len(made.rows) == len({row.source_key.key for row in made.rows})
 
 
 def test_the_nearest_name_is_given_for_a_slip(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_no_load_optim_without_a_checkpoint_did_nothing(tmp_path: Path) -> None:
     assert become(text(tmp_path, "a.yaml", file))["training.no_load_optim"] == "dead"
     loaded = text(tmp_path, "a.yaml", file.replace("save_interval: 400", "save_interval: 400\n  load: ./ckpt"))
     assert become(loaded)["training.no_load_optim"] == "none"
-    assert "begin anew" in why(loaded, "training.no_load_optim") and "start_from" in why(
+    assert "start again" in why(loaded, "training.no_load_optim") and "start_from" in why(
         loaded, "training.no_load_optim"
     )
 
@@ -419,7 +419,7 @@ def test_nonsense_is_an_error_with_its_line(case: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_nobody_wrote_or_several_could_have(tmp_path: Path) -> None:
-    with pytest.raises(TranslateError, match="was not recognised.*--from NAME"):
+    with pytest.raises(TranslateError, match="the framework of this file was not recognized.*--from NAME"):
         text(tmp_path, "a.yaml", "a: 1\nb: 2\n")
     with pytest.raises(TranslateError, match="several frameworks"):
         text(tmp_path, "a.yaml", "base_model: a\nsequence_len: 8\nstage: sft\ncutoff_len: 8\n")
@@ -482,7 +482,7 @@ def test_the_command_writes_whole_files_and_overwrites_none(tmp_path: Path, monk
     assert "recipe: off" in before and "recipe: rowwise" in after
     (tmp_path / "streamed.yaml").write_text((THEIRS / "axolotl_qlora.yaml").read_text() + "streaming: true\n")
     assert main(["import", "streamed.yaml", "-o", "q.yaml"]) == 1
-    assert "refuses q.yaml as it stands" in capsys.readouterr().out and (tmp_path / "q.yaml").exists()
+    assert "Octavo refuses q.yaml: " in capsys.readouterr().out and (tmp_path / "q.yaml").exists()
     for wrong in (["-o", "run.txt"], ["-o", "a.yaml", "--root", "nowhere"], ["-o", "a.yaml", "--set", "no-name=1"]):
         assert main(["import", file, *wrong]) == 2
     assert main(["import", "gone.yaml", "-o", "a.yaml"]) == 2

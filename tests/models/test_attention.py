@@ -158,7 +158,7 @@ def test_a_model_that_does_not_use_sdpa_is_refused(checkpoint):
 def test_decoding_and_special_arguments_stay_stock(monkeypatch):
     asked = []
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.STOCK, lambda *a, **k: asked.append(k))
-    forward = attention._called_as_transformers_does(lambda *a, **k: pytest.fail("called"))
+    forward = attention._transformers_attention(lambda *a, **k: pytest.fail("called"))
     x = torch.ones(1, 2, 4, 8)
     forward(torch.nn.Module(), x[:, :, :1], x, x, None)
     forward(torch.nn.Module(), x[:, :, :2], x, x, None)

@@ -113,7 +113,7 @@ def test_every_rendering_has_a_bound_in_length(checkpoint, tmp_path, family, lat
     content = "x" * 3000
     content = [{"type": "text", "text": content}] if processor.image_processor is not None else content
     turns = [{"role": role, "content": content} for role in ("user", "assistant", "user")]
-    said = "the chat template writes [0-9,]+ characters or more for a conversation that gives it"
+    said = "the chat template writes [0-9,]+ characters or more for a conversation of"
     for options in ({}, {"tools": [{"name": "f"}]}, {"add_generation_prompt": True}):
         with pytest.raises(models.ModelError, match=said):
             processor.apply_chat_template(turns, tokenize=False, **options)

@@ -169,10 +169,10 @@ def test_single_parameters_have_a_component(checkpoint):
         (lambda m: delattr(m.model.language_model, "layers"), "no list of blocks in model.language_model"),
         (lambda m: setattr(m, "get_output_embeddings", lambda: None), "no output projection"),
         (lambda m: setattr(m.config, "is_encoder_decoder", True), "it is an encoder and a decoder"),
-        (lambda m: setattr(m, "get_decoder", lambda: m.model), "its decoder is no module of its own"),
+        (lambda m: setattr(m, "get_decoder", lambda: m.model), "its decoder is no separate module"),
         (
             lambda m: setattr(m, "get_encoder", lambda modality: m.model.language_model.norm),
-            "no module of its own beside the tower model.language_model.norm",
+            "no separate module next to the tower model.language_model.norm",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def test_what_the_processor_refuses_is_a_sentence(checkpoint):
     with pytest.raises(models.ModelError, match="the processor refuses the prompt or its images"):
         models.generate(model, processor, spelt, [], 2)
     thin = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
-    with pytest.raises(models.ModelError, match="no image thinner than a patch"):
+    with pytest.raises(models.ModelError, match="no image narrower than a patch"):
         models.generate(model, processor, thin, [Image.new("RGB", (2000, 2))], 2)
 
 

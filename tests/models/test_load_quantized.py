@@ -179,9 +179,7 @@ def test_a_rule_that_is_transformers_own_to_run(checkpoint, tmp_path, monkeypatc
 
     edit_weights(folder, freeze)
     edit_config(folder, quantization_config=CHANNEL)
-    refused(
-        folder, "fused.weight .* holds FP8 codes, and on the way to .*gate_proj.weight its tensor goes through Chunk"
-    )
+    refused(folder, "fused.weight .* holds FP8 codes, and its tensor becomes .*gate_proj.weight by Chunk")
     high = models.load(folder, keep_fp8=False)
     gate = load_file(folder / "model.safetensors")["model.layers.0.mlp.fused.weight"].float().chunk(2)[0] * 0.5
     assert torch.equal(high.model.layers[0].mlp.gate_proj.weight, gate)

@@ -144,7 +144,7 @@ def test_code_in_the_folder(folder):
 
 def test_quantised_weights(folder):
     edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
-    refused(folder, "quantised weights .quant_method 'gptq'")
+    refused(folder, "quantized weights .quant_method 'gptq'")
 
 
 def test_pickled_weights(folder):
@@ -176,7 +176,7 @@ def test_a_header_whose_length_begins_as_a_pickle_does_is_read(tmp_path, length:
     assert int.from_bytes(file.read_bytes()[:8], "little") == length
     assert [entry.name for entry in headers.read(file).entries] == ["a" * n]
     file.write_bytes(b"\x80\x04\x95" + bytes(64))
-    with pytest.raises(headers.HeaderError, match="a pickle under another name"):
+    with pytest.raises(headers.HeaderError, match="a pickle with the name of another format"):
         headers.read(file)
 
 

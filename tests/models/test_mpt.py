@@ -232,7 +232,7 @@ def test_a_pack_of_alibi_by_attention_that_keeps_less(saved: Path) -> None:
     for name, grad in grads().items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-3, atol=1e-4, msg=name)
     models.use_kernel(model, "flex", "foundation")
-    with pytest.raises(ModelError, match="which flex attention is not told of"):
+    with pytest.raises(ModelError, match="which Octavo does not pass to flex attention"):
         grads()
 
 
@@ -362,7 +362,7 @@ def test_a_folder_says_all_and_is_read_back(saved: Path, tmp_path: Path) -> None
 
     warned = verify(saved).warnings
     assert [(one.kind, one.file) for one in warned if one.kind == "mpt-fields"] == [("mpt-fields", "config.json")]
-    assert "learned_pos_emb, attn_config.alibi, no_bias are read by LLM-Foundry" in warned[0].text
+    assert "learned_pos_emb, attn_config.alibi, no_bias are used by LLM-Foundry" in warned[0].text
     assert not hasattr(models.load(changed(saved, tmp_path / "hub", of_the_hub)).config, "auto_map")
 
 
@@ -468,7 +468,7 @@ def test_weights_begin_as_init_config_says(tmp_path: Path, init: dict, spreads: 
              {"emb_init_std": -1.0}]
 )  # fmt: skip
 def test_an_init_config_that_gives_no_spread_is_refused(init: dict) -> None:
-    with pytest.raises(ModelError, match="init_config .* gives .* spread .*Mend it"):
+    with pytest.raises(ModelError, match="init_config .* gives .* standard deviation .*Correct it"):
         mpt.MPTForCausalLM(mpt.MPTConfig(**SIZES, init_config=init))
 
 

@@ -119,7 +119,7 @@ def test_how_many_tiles(size: tuple[int, int], tiles: int) -> None:
 def images_of(**limits: int) -> NvilaImages:
     """Of a model with tiles of 8 x 8 pixels."""
     images = NvilaImages(size={"height": 8, "width": 8})
-    images.of(nvila.NvilaLiteConfig(vision_config={"image_size": 8, "patch_size": 2}, **limits))
+    images.configure(nvila.NvilaLiteConfig(vision_config={"image_size": 8, "patch_size": 2}, **limits))
     return images
 
 
@@ -134,14 +134,16 @@ def test_the_model_says_how_many_tiles_there_may_be() -> None:
     ):  # planned for
         assert models.vision_of(nvila.NvilaLiteConfig(**limits)).most == most
     for limits in ({"min_tiles": 0}, {"max_tiles": 0}, {"min_tiles": 7, "max_tiles": 6}, {"max_tiles": 65}):
-        with pytest.raises(ValueError, match=r"min_tiles \d and max_tiles \d+ are no limits within 1 and 64"):
+        with pytest.raises(
+            ValueError, match=r"min_tiles is \d and max_tiles \d+; they must be from 1 to 64 and in order"
+        ):
             images_of(**limits)
 
 
 @pytest.mark.parametrize("field", ["image_token_id", "newline_token_id", "newlines", "max_tiles", "s2_scales"])
 @pytest.mark.parametrize("value", ["1", True, -1, [1.5], {}], ids=str)
 def test_what_is_no_number_is_refused(field, value) -> None:
-    with pytest.raises(ValueError, match=f"{field} is .* whole numbers from 0 alone"):
+    with pytest.raises(ValueError, match=f"{field} is .*; it takes only whole numbers from 0"):
         nvila.NvilaLiteConfig(**{field: value})
     with pytest.raises(ValueError, match="newlines is 65, and an image ends with 64 at most"):
         nvila.NvilaLiteConfig(newlines=65)

@@ -101,9 +101,9 @@ def test_media_tokens_that_the_tokenizer_lacks_follow_the_table(checkpoint, tmp_
 def test_three_folders_are_exported_as_one(checkpoint, tmp_path) -> None:
     """Which is what servers read: its tokenizer has tokens of media, its configuration the class that they know."""
     folder = without_media(split(checkpoint("nvila_lite"), tmp_path / "three"))
-    with pytest.raises(models.ModelError, match="octavo export .*three DIR --format bf16. makes one of it"):
+    with pytest.raises(models.ModelError, match="octavo export .*three DIR --format bf16. writes it as one"):
         verify(folder)
-    with pytest.raises(models.ModelError, match="octavo convert takes models of one folder alone"):
+    with pytest.raises(models.ModelError, match="octavo convert takes only models in one folder"):
         convert.hf_to_dcp(folder, tmp_path / "dcp")
     made = export(models.stream(folder), folder, tmp_path / "one", "bf16").directory
     assert not any(file.is_dir() for file in made.iterdir())
@@ -191,7 +191,7 @@ def test_a_tower_whose_head_only_the_weights_tell_of(checkpoint, tmp_path) -> No
     ],
 )
 def test_three_folders_that_are_computed_otherwise(checkpoint, tmp_path, more, message) -> None:
-    with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA computes"):
+    with pytest.raises(models.ModelError, match=f"{message}, and Octavo's NVILA supports only"):
         models.read_config(split(checkpoint("nvila_lite"), tmp_path / "three", more))
 
 
@@ -258,6 +258,6 @@ def test_vila_1_5_has_the_chat_template_of_its_tokenizer(vila_1_5, tmp_path) -> 
     edit(folder / "config.json", chat_template="mistral")
     (folder / "llm" / "chat_template.jinja").unlink()
     with pytest.raises(
-        models.ModelError, match="'mistral' of VILA's code, and Octavo has qwen2, .*chat_template.jinja"
+        models.ModelError, match="'mistral' of VILA's code, and Octavo has only qwen2, .*chat_template.jinja"
     ):
         models.load_processor(folder)

@@ -11,7 +11,7 @@ from PIL import Image
 from octavo import models
 from octavo.models.custom import nvila
 from octavo.models.custom.nvila.images import NvilaImages
-from octavo.models.custom.nvila.scales import Cut, blocks_of, cut_of, seen_of, stitched
+from octavo.models.custom.nvila.scales import Cut, blocks_of, cut_of, seen_of, stitch
 from tests.models.conftest import some_image
 from tests.models.three_folders import edit, split
 
@@ -20,7 +20,7 @@ SCALES = (8, 16, 24)
 
 def images_of(**limits: int) -> NvilaImages:
     images = NvilaImages(size={"height": 8, "width": 8})
-    images.of(nvila.NvilaConfig(vision_config={"image_size": 8, "patch_size": 2}, s2_scales=SCALES, **limits))
+    images.configure(nvila.NvilaConfig(vision_config={"image_size": 8, "patch_size": 2}, s2_scales=SCALES, **limits))
     return images
 
 
@@ -76,7 +76,7 @@ def test_tokens_of_blocks_are_read_row_by_row() -> None:
     """Of the image, not block by block."""
     whole = torch.arange(4 * 6).reshape(4, 6)
     tokens = torch.stack([whole[y : y + 2, x : x + 2].flatten() for y in (0, 2) for x in (0, 2, 4)])[..., None]
-    assert torch.equal(stitched(tokens, 2, 3)[:, 0], whole.flatten())
+    assert torch.equal(stitch(tokens, 2, 3)[:, 0], whole.flatten())
 
 
 def test_an_image_has_its_blocks_tokens_and_one_line_break(checkpoint) -> None:

@@ -223,7 +223,7 @@ def asked(model, *sizes: tuple[int, int], frames: int = 1, seed: int = 0) -> tup
 
 def test_features_that_fit_no_tokens_are_refused(loaded):
     ids, pixels, grid = asked(loaded, (4, 4), (2, 4))
-    with pytest.raises(ValueError, match="6 tokens .* whose features are 4"):
+    with pytest.raises(ValueError, match="6 tokens .* placeholders for 4 features of images"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid[:1])
     with pytest.raises(ValueError, match="16 patches came with grids of 24"):
         loaded(input_ids=ids, pixel_values=pixels[:16], image_grid_thw=grid)

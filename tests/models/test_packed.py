@@ -13,7 +13,7 @@ from transformers import DynamicCache, MptConfig, MptForCausalLM, Qwen3NextConfi
 
 from octavo import fp8, models
 from octavo.base.model_families import tiny_families
-from octavo.data.encoding.sample import joined as stacked
+from octavo.data.encoding.sample import concatenate as stacked
 from octavo.fp8.blocks.attention import grouped_attention
 from octavo.models import ModelError
 from octavo.models.attention import segments
@@ -173,7 +173,7 @@ def test_positions_that_are_not_the_samples_own_are_refused(loaded):
     temporal = torch.cat([right[1:2], right[1:]])
     running = torch.arange(edges[-1]).expand(4, 1, -1)
     for wrong in (None, right[1:], right[0], temporal, running):
-        with pytest.raises(ModelError, match=r"take those of Packed\.positions"), forms.forward(edges, wrong):
+        with pytest.raises(ModelError, match=r"compute them with Packed\.positions"), forms.forward(edges, wrong):
             pass
     model, family, _ = loaded("qwen3")
     with pytest.raises(ModelError, match="found"), packed.Packed(model, family).forward(edges, right):

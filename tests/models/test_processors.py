@@ -125,9 +125,13 @@ def test_tile_limits_of_internvl(checkpoint, limits, tiles):
         ("internvl", {"max_pixels": 255}, "max_pixels 255 is less than one tile of this model. Give at least 256"),
         ("qwen3_vl", {"max_pixels": 100, "min_pixels": 200}, "min_pixels 200 is above max_pixels 100"),
         ("qwen3_vl", {"min_pixels": 0}, "min_pixels 0 is less than one token"),
-        ("mistral3", {"min_pixels": 64}, "min_pixels cannot be kept by PixtralImageProcessor.*larger by itself alone"),
-        ("gemma3", {"max_pixels": 64}, "max_pixels cannot be kept by Gemma3ImageProcessor.*one of fixed sizes"),
-        ("llava_onevision", {"max_pixels": 64}, "max_pixels cannot be kept by LlavaOnevisionImageProcessor"),
+        (
+            "mistral3",
+            {"min_pixels": 64},
+            "min_pixels cannot be applied to PixtralImageProcessor.*enlarges images only by its own rule",
+        ),
+        ("gemma3", {"max_pixels": 64}, "max_pixels cannot be applied to Gemma3ImageProcessor.*one of fixed sizes"),
+        ("llava_onevision", {"max_pixels": 64}, "max_pixels cannot be applied to LlavaOnevisionImageProcessor"),
     ],
 )
 def test_impossible_limits(checkpoint, family, limits, message):

@@ -106,12 +106,15 @@ W = ("config_groups", "group_0", "weights")
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        ({"quant_method": "fbgemm_fp8"}, "quantised weights .quant_method 'fbgemm_fp8'.*load_in_fp8"),
+        ({"quant_method": "fbgemm_fp8"}, "quantized weights .quant_method 'fbgemm_fp8'.*load_in_fp8"),
         ({"quant_method": "torchao", "quant_type": {}}, "'torchao'"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
         ({"load_in_8bit": True}, "quant_method None"),
         ([1], "is list, not an object"),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "without weight_block_size means one scale a tensor"),
+        (
+            {"quant_method": "fp8", "activation_scheme": "dynamic"},
+            "without weight_block_size means one scale for each tensor",
+        ),
         ({**BLOCK, "weight_block_size": [128]}, r"weight_block_size is \[128\]; two whole numbers"),
         ({**BLOCK, "weight_block_size": [0, 128]}, "two whole numbers"),
         ({**BLOCK, "activation_scheme": "static"}, "activation_scheme 'static'"),
@@ -161,7 +164,9 @@ def test_what_no_method_has_words_for_is_not_written():
 def test_modelopt_beside_a_silent_config(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(models.ModelError, match="hf_quant_config.json tells of weights quantized by NVIDIA's ModelOpt"):
+    with pytest.raises(
+        models.ModelError, match="hf_quant_config.json describes weights quantized by NVIDIA's ModelOpt"
+    ):
         models.read_quantization(tmp_path)
 
 

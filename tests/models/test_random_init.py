@@ -107,5 +107,7 @@ def test_a_module_that_sets_weights_of_another_part_is_refused(bare, monkeypatch
             torch.nn.init.zeros_(of.layers[0].mlp.down_proj.weight)
 
     monkeypatch.setattr(module.Qwen3PreTrainedModel, "_init_weights", reaches_down)
-    with pytest.raises(ModelError, match="Qwen3Model initialises layers.0.mlp.down_proj.weight, which is of another"):
+    with pytest.raises(
+        ModelError, match="Qwen3Model initialises layers.0.mlp.down_proj.weight, which is in another part of the model"
+    ):
         models.fresh(bare("qwen3")[0])

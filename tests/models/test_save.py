@@ -107,7 +107,7 @@ def test_an_earlier_export_is_replaced_and_a_strange_folder_is_not(checkpoint, t
     other = tmp_path / "photos"
     other.mkdir()
     (other / "cat.png").write_bytes(b"")
-    with pytest.raises(models.ModelError, match="exists and is no model folder"):
+    with pytest.raises(models.ModelError, match="exists and is not a model folder"):
         save_hf(model, source, other, World())
 
 

@@ -58,7 +58,7 @@ def test_every_family_of_this_version():
     written = re.search(r"The table is of transformers ([\d.]+),", PAGE.read_text(encoding="utf-8"))
     if written[1] == transformers.__version__:
         made = runpy.run_path(str(PAGE.parent / "site" / "families.py"))["page"](found)
-        assert PAGE.read_text(encoding="utf-8") == made, "python docs/site/families.py writes it anew"
+        assert PAGE.read_text(encoding="utf-8") == made, "python docs/site/families.py writes it again"
 
 
 @pytest.mark.long

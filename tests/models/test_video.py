@@ -211,5 +211,5 @@ def test_values_come_from_the_run_the_folder_and_then_the_table(folders, tmp_pat
 
 def test_other_families_say_so(tmp_path):
     folder = tiny.write("glm4v", tmp_path / "glm", size="mini")
-    with pytest.raises(ModelError, match="videos of model_type 'glm4v' are not taken here; those of qwen3_vl"):
+    with pytest.raises(ModelError, match="Octavo takes no videos for model_type 'glm4v', only for qwen3_vl"):
         models.load_processor(folder, video={})

@@ -101,7 +101,7 @@ def test_a_version_that_cuts_seconds_is_refused_where_its_own_forward_places_the
 
     monkeypatch.setattr(model.base_model, "get_rope_index", cutting)
     assert torch.equal(models.positions_of_rows(model, batch), expected)
-    assert "cuts the seconds" in frames.why_not_stock_times(model, batch)
+    assert "truncates the seconds" in frames.why_not_stock_times(model, batch)
     whole = batch_of(ROWS[:1], [2.0])
     assert frames.why_not_stock_times(model, whole) is None
     assert frames.why_not_stock_times(model, {"input_ids": batch["input_ids"]}) is None

@@ -12,7 +12,7 @@ import torch
 
 from octavo import fp8, models
 from octavo.data import Sample, collate_pack
-from octavo.data.encoding.sample import Input, joined
+from octavo.data.encoding.sample import Input, concatenate
 from octavo.models.forward.unused_towers import attach_dummy_image, attach_idle_experts
 from octavo.models.structure import anyres
 from octavo.models.tiny import tiny
@@ -61,8 +61,8 @@ def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after:
     if config.model_type == "ernie4_5_vl_moe" and pixels:
         more["moe_mm_token_type_ids"] = Input("token", kinds)
     return Sample(
-        ids, ids, kinds, joined(pixels).astype(np.float32) if pixels else None, np.array(grid) if grid else None,
-        len(pixels), more=more,
+        ids, ids, kinds, concatenate(pixels).astype(np.float32) if pixels else None, np.array(grid) if grid else None,
+        len(pixels), extra=more,
     )  # fmt: skip
 
 
@@ -174,7 +174,7 @@ def test_images_are_dealt_by_what_they_cost():
 def test_features_come_in_the_order_of_their_placeholders():
     places, tokens = torch.tensor([2, 3, 4, 9, 10, 11, 12, 13, 14]), (3, 4, 2)
     seen = [dealt(places, tokens, (3, 50, 2), 8, 2, rank) for rank in range(2)]
-    assert [d.own for d in seen] == [(1,), (0, 2)]
+    assert [d.images for d in seen] == [(1,), (0, 2)]
     assert [d.sent for d in seen] == [(0, 4), (3, 2)] and [d.got for d in seen] == [(0, 3), (4, 2)]
     came = torch.tensor([9, 10, 11, 12, 13, 14])  # rank 0's image, then rank 1's
     assert torch.equal(came[seen[1].order], places[3:])

@@ -137,9 +137,9 @@ def test_four_ranks_do_as_well_however_they_are_laid_out(axes: dict[str, int]):
     ("model", "ranks_", "message"),
     [
         (lambda: nn.Sequential(nn.Linear(2, 2)), 2, "Sequential has no experts that are stacked in one parameter"),
-        (lambda: _model("mixtral", None), 3, "its 8 experts are no multiple of the 3 ranks"),
+        (lambda: _model("mixtral", None), 3, "its 8 experts are not a multiple of the 3 ranks"),
         (lambda: _model("mixtral", "delayed"), 2, "delayed hybrid keeps a history of each expert"),
-        (lambda: _with_norm(), 2, "its parameter norm.bias belongs to no expert alone"),
+        (lambda: _with_norm(), 2, "its parameter norm.bias belongs to no single expert"),
         (lambda: _with_own_order(), 2, "layer.experts cannot be dealt to ranks: our forward of experts differs"),
     ],
     ids=["no experts", "number", "delayed", "more than experts", "another forward"],

@@ -68,7 +68,7 @@ def _rows(model: nn.Module, family: models.Family) -> list[dict]:
 
 
 def _heard(model: nn.Module, family: models.Family, generator: torch.Generator) -> list[dict]:
-    hearing = models.hearing_of(model.config)
+    hearing = models.audio_of(model.config)
     ids = torch.randint(5, 40, (2, 1, 6), generator=generator)
     ids[0, 0, 2:4] = family.audio_token_id
     mask = torch.zeros(1, hearing.frames, dtype=torch.int64)

@@ -108,13 +108,13 @@ def _exchange(world: World) -> dict:
 
 
 def test_axes_that_do_not_make_the_ranks_are_refused(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(WorldError, match="replicate: 2 and shard: auto, 1 / 2, and there are 1 ranks. Start"):
+    with pytest.raises(WorldError, match="replicate: 2 and shard: auto, 1 / 2, but there are 1 ranks. Start"):
         setup(section=ParallelSection(replicate=2))
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(WorldError, match="replicate: 2 and shard: 2, and there are 6 ranks"):
+    with pytest.raises(WorldError, match="replicate: 2 and shard: 2, but there are 6 ranks"):
         setup(section=ParallelSection(replicate=2, shard=2))
-    with pytest.raises(WorldError, match="replicate: 1 and shard: auto, 6 / 1 / 4, context: 4, and there are 6 ranks"):
+    with pytest.raises(WorldError, match="replicate: 1 and shard: auto, 6 / 1 / 4, context: 4, but there are 6 ranks"):
         setup(section=ParallelSection(context=4))
     with pytest.raises(WorldError, match="expert: 4, which does not divide the 6 ranks of shard x context"):
         setup(section=ParallelSection(context=3, expert=4))
@@ -177,7 +177,7 @@ FAILURES = [  # of rank r: how, the timeout, what the other one says
     (1, _exit, 600.0, "rank 1 has died or is stopped; it was last seen at the start"),  # noticed at once
     (1, _sleep, 6.0, r"rank 1 has not come further than step 7, reading its rows \(parallel/test_world.py:\d+, _sleep"),
     (1, _stop, 6.0, r"rank 1 has died or is stopped; it was last seen at step 7, reading its rows \(.*, _stop"),
-    (0, _stop, 6.0, "rank 0, at which the ranks meet, no longer answers"),
+    (0, _stop, 6.0, "rank 0, which holds the store of the rendezvous, no longer answers"),
 ]
 
 
@@ -195,9 +195,8 @@ def test_a_rank_that_does_not_come_is_named_by_the_one_that_waits(tmp_path):
             pair[1 - fails].join(60)
             assert pair[1 - fails].exitcode == 0
             said = (tmp_path / str(number)).read_text()
-            start = (
-                rf"rank {1 - fails} of 2 waited in vain at step 7, forward and backward \(run.timeout: {seconds:g} s"
-            )
+            where = f"rank {1 - fails} of 2 at step 7, forward and backward"
+            start = rf"a collective failed on {where} \(run.timeout: {seconds:g} s"
             assert re.match(rf"{start}\): {words}", said), said
     finally:
         for process in itertools.chain(*pairs):

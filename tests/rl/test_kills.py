@@ -69,7 +69,7 @@ def in_rollout(folder: Path) -> None:
 
     def stepping(batch, active):
         step(batch, active)
-        if state["step"] == STEP and int(batch.slots.made.max()) >= 3:
+        if state["step"] == STEP and int(batch.slots.generated.max()) >= 3:
             die()
 
     RlStepper.run, Batch._step = running, stepping

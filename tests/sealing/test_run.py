@@ -165,7 +165,7 @@ def test_preferences_beside_their_plain_twin(place, pairs, tmp_path):
 def test_sealed_pairs_are_read_as_they_were_made(place, pairs, tmp_path):
     cfg = preferring(place, True, tmp_path / "run")
     processor = models.load_processor(cfg.model.path)
-    rows = data.compared(cfg, processor, cfg.data.train)[1][0]
+    rows = data.preference_rows(cfg, processor, cfg.data.train)[1][0]
     assert len(rows) == 16 and len(Sealed(pairs)) == 32
     one = rows[2]
     assert [*one.chosen.input_ids] != [*one.rejected.input_ids] and one.row == one.rejected.row == 2
@@ -176,7 +176,7 @@ def test_sealed_pairs_are_read_as_they_were_made(place, pairs, tmp_path):
         (("train.phase=sft",), "holds pairs, and this run is of phase sft"),
     ):
         with pytest.raises(data.DataError, match=words):
-            data.compared(other := override(cfg, over), processor, other.data.train)
+            data.preference_rows(other := override(cfg, over), processor, other.data.train)
     with pytest.raises(ConfigError, match="kto learns from labelled answers"):
         override(cfg, ["preference.loss=kto"])
 
@@ -281,7 +281,7 @@ def test_a_video_is_not_written_as_it_is(place, tmp_path, capsys):
     assert main([*made, str(tmp_path / "frames"), "train.seq_length=512"]) == 0
     text = f"model: {{path: {tmp_path / 'frames'}}}\ndata: {{train: [{{path: {tmp_path / 'clips/train.json'}}}]}}\n"
     cfg = load_config_text(text + "train: {steps: 1, seq_length: 512}\nrun: {dir: a}\n")
-    encoder, (rows,) = data.learned(cfg, models.load_processor(tmp_path / "frames"))
+    encoder, (rows,) = data.training_rows(cfg, models.load_processor(tmp_path / "frames"))
     (plain,) = encoder.encode_all([rows[0]])
     sealed = Sealed(tmp_path / "rows")[0]
     pixels = [one.pixel_values.flatten() for one in (plain, sealed)]
@@ -305,7 +305,7 @@ def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatc
         main([*made, "train.phase=rl", "rl.rewards=[exact_match]"]) == 1 and "and no others" in capsys.readouterr().err
     )
     labelled = [*made, "train.phase=preference", "preference.loss=kto"]
-    assert main(labelled) == 1 and "labelled answers are not" in capsys.readouterr().err
+    assert main(labelled) == 1 and "labelled answers cannot" in capsys.readouterr().err
     assert (
         main([*made, "data.on_long=error", "train.seq_length=8"]) == 1 and "train.seq_length" in capsys.readouterr().err
     )

@@ -29,7 +29,7 @@ def test_words_there_and_back(checkpoint, key, tmp_path, capsys, family):
         assert main(["generate", str(folder), "--prompt", text, "--max-new-tokens", "5"]) == 0
         answers.append(capsys.readouterr().out.removesuffix("\n"))
     assert unseal_text(answers[1], source, key) == answers[0] != ""
-    with pytest.raises(SealError, match="no word of a sealed model"):
+    with pytest.raises(SealError, match="not a word of a sealed model"):
         unseal_text("t1 hello", source, key)
 
 

@@ -206,7 +206,7 @@ def test_rules_with_spans_hold_in_their_steps_alone(make):
     assert losses(cfg)[:4] == losses(high)[:4] and losses(cfg)[4] != losses(high)[4]
     assert [row["fp8_share"] for row in rows_of(cfg)] == [0.0] * 4 + [1.0] * 3 + [0.0] * 3
     assert any("steps 1 to 4: 0 of 15 linear layers in FP8" in line for line in said.lines)
-    assert any("step 5: rules turn 14 layers; 100.0 % of linear FLOPs" in line for line in said.lines)
+    assert any("step 5: rules switch 14 layers; 100.0 % of linear FLOPs" in line for line in said.lines)
     proof = json.loads((Path(cfg.run.dir) / "proof.json").read_text())
     assert [(s["steps"], s["share"]) for s in proof["spans"]] == [([1, 4], 0.0), ([5, 7], 1.0), ([8, None], 0.0)]
     again = make(rules, "fp8.adapt=false", "train.steps=10", f"run.resume={cfg.run.dir}/checkpoints/step_6", dir="on")
@@ -279,8 +279,8 @@ def test_the_defaults_are_the_healthy_column_of_the_trust_table():
         (["fp8.recipe=delayed"], "the amax histories of delayed scaling"),
         (["lora={}"], "the frozen base of adapters has one recipe"),
         (["train.exchange=fp8"], "ranks exchange the codes of one recipe"),
-        (["train.phase=preference"], "held against a reference or a rollout"),
-        (["fp8.adapt={every: 61}"], "no step of 60 is a check; use at most 60"),
+        (["train.phase=preference"], "compares the policy with a reference or a rollout"),
+        (["fp8.adapt={every: 61}"], "none of 60 steps is a check; use at most 60"),
         (["fp8.adapt={recipes: [block, blockwise]}"], "named more than once"),
         (["fp8.adapt={recipes: [delayed]}"], "fp8.adapt.recipes"),
         (["fp8.adapt={time: 0.05}"], "recipe auto measures"),
@@ -292,7 +292,7 @@ def test_the_defaults_are_the_healthy_column_of_the_trust_table():
         (["fp8.adapt=false", "fp8.rules=[{match: '**', recipe: off, first: 6}]", "train.compile=true"],
          "or remove the rule's span"),
         (["fp8.lm_head={recipe: rowwise}", "fp8.rules=[{match: '**', recipe: off, first: 6}]"],
-         "the head's recipe is that of the whole run"),
+         "the head has one recipe for the whole run"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_beside_it_is_refused_with_the_fix(make, overrides: list[str], message: str):

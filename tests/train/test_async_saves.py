@@ -15,7 +15,7 @@ from octavo import checkpoint, train
 from octavo.checkpoint.run_state import background
 from octavo.checkpoint.run_state.files import read_state
 from octavo.checkpoint.run_state.staging import Staging
-from octavo.checkpoint.run_state.tensor_names import here
+from octavo.checkpoint.run_state.tensor_names import local_tensors
 from octavo.config import override
 from octavo.train.estimate.memory import states
 from octavo.train.run_dir.run_dir import read_rows
@@ -43,8 +43,8 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     copy = Staging.copy
 
-    def counted(self: Staging, moment: checkpoint.Moment) -> checkpoint.Moment:
-        found.append(sum(tensor.nbytes for _, tensor in here(moment.tensors)))
+    def counted(self: Staging, moment: checkpoint.Snapshot) -> checkpoint.Snapshot:
+        found.append(sum(tensor.nbytes for _, tensor in local_tensors(moment.tensors)))
         return copy(self, moment)
 
     monkeypatch.setattr(Staging, "copy", counted)

@@ -36,9 +36,7 @@ def test_on_a_cpu_the_first_that_works_is_taken_and_the_others_say_why() -> None
 
 @pytest.mark.parametrize("name", ["cudnn", "efficient", "flash_attention_2", "flash_attention_3", "flex"])
 def test_a_kernel_by_name_that_cannot_run_is_refused(name: str) -> None:
-    with pytest.raises(
-        TrainError, match=rf"model\.attention: {name} was asked for, and cannot run on cpu: {name}: lang"
-    ):
+    with pytest.raises(TrainError, match=rf"model\.attention: {name} cannot run on cpu: {name}: lang"):
         choose(name, (TEXT,), CPU)
 
 
@@ -125,7 +123,5 @@ def test_components_are_chosen_apart_and_kept(make, place, monkeypatch: pytest.M
     assert again.losses() == {2: first.losses()[2]}
     with pytest.raises(TrainError, match="this model has no image_encoder. Use model.attention: auto"):
         train.run(make(*over, each, f"model.path={place / 'text'}", dir="text"))
-    with pytest.raises(
-        TrainError, match="varlen was asked for, and cannot run on cpu: varlen: vision tower.*CUDA, 16 b"
-    ):
+    with pytest.raises(TrainError, match="varlen cannot run on cpu: varlen: vision tower.*CUDA, 16 b"):
         train.run(make(*over, "model.attention={image_encoder: varlen}", dir="varlen"))

@@ -72,7 +72,7 @@ def test_losses_are_those_without_checks(make, uncounted) -> None:
     ids=" ".join,
 )
 def test_all_gemms_of_every_kind_of_run(make, uncounted, experts, monkeypatch, over) -> None:
-    monkeypatch.setattr(corruption_check, "drawn", lambda there, seed, number: tuple(there))
+    monkeypatch.setattr(corruption_check, "sites_of_check", lambda there, seed, number: tuple(there))
     first, second = same(make, *(f"model.path={experts}" if word == "MOE" else word for word in over))
     # below the first adapter no gradient goes: of a frozen base all forwards are looked at, and dgrads where they run
     least = sum(gemm == "fwd" for _, gemm in first["sites"]) + 1 if "lora={rank: 4}" in over else len(first["sites"])
@@ -131,7 +131,7 @@ class Plant(train.Callback):
 def sampled(monkeypatch: pytest.MonkeyPatch, *layers: str) -> None:
     """Let checks take the forward of layers whose names end so."""
     chosen = lambda there, seed, number: tuple(s for s in there if s.gemm == "fwd" and s.layer.endswith(layers))  # noqa: E731
-    monkeypatch.setattr(corruption_check, "drawn", chosen)
+    monkeypatch.setattr(corruption_check, "sites_of_check", chosen)
 
 
 @pytest.mark.usefixtures("seen")
@@ -145,7 +145,7 @@ def test_a_planted_bit_is_found_named_and_stops_the_run(make, uncounted, faulty,
     said, run = str(caught.value), Path(cfg.run.dir)
     assert f"step 2 computed wrongly on rank 0 on {platform.node()}, cpu (" in said
     assert "fwd of model.language_model.layers.1.mlp.down_proj (faulty): a value of y is" in said
-    assert "by faulty once more, 1 bit apart" in said and "found nothing was at step 1" in said
+    assert "by faulty once more, 1 bit apart" in said and "without a fault was at step 1" in said
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_1"] and not (run / "result.json").exists()
     assert [row["step"] for row in rows(run)] == [1]
     (fault,) = rows(run, "checks.jsonl")[-1]["faults"]
@@ -169,7 +169,7 @@ def test_a_fault_where_nobody_looks_is_not_found(make, uncounted, faulty, monkey
 @pytest.mark.long
 def test_octavo_train_ends_with_1(make, uncounted, faulty, monkeypatch, capsys) -> None:  # noqa: F811
     """At the second step; its page says so."""
-    monkeypatch.setattr(corruption_check, "drawn", lambda there, seed, number: there if number else ())
+    monkeypatch.setattr(corruption_check, "sites_of_check", lambda there, seed, number: there if number else ())
     faulty.product = lambda gemm, out: out.view(-1)[:1].add_(1) if gemm == "fwd" else None
     cfg = make(*SHORT)
     (file := Path(cfg.run.dir).parent / "run.yaml").write_text(to_yaml(cfg))
@@ -205,7 +205,7 @@ def test_the_rank_is_named_and_all_of_them_stop(make, monkeypatch) -> None:
         (("train.compile=true",), "the operands of GEMMs in a compiled graph cannot be read"),
         (("train.cuda_graphs=true",), "the operands of GEMMs in a CUDA graph cannot be read"),
         (("fp8.recipe=off",), "checks FP8 GEMMs, and nothing runs in FP8"),
-        (("run.check_every=7",), "no step of 6 is a check; use at most 6"),
+        (("run.check_every=7",), "none of 6 steps is a check; use at most 6"),
         (("run.check_every=-1",), "run.check_every"),
     ],
 )

@@ -218,7 +218,9 @@ def test_what_cannot_be_captured_is_said_and_leaves_the_step_as_it_was(error: Ex
 
 def test_a_run_that_could_capture_nothing_is_refused_before_weights_are_read(make, monkeypatch) -> None:
     monkeypatch.setattr("octavo.train.setup.build.assemble_model", lambda *_: pytest.fail("weights were read"))
-    with pytest.raises(TrainError, match="train.cuda_graphs: true cannot be: it needs a GPU, and this runs on cpu. Or"):
+    with pytest.raises(
+        TrainError, match="train.cuda_graphs: true is not possible: it needs a GPU, and this runs on cpu. Or"
+    ):
         train.run(make("train.cuda_graphs=true"))
 
 

@@ -165,9 +165,9 @@ def test_auto_passes_over_poisoned_checkpoints_and_says_so(old: Path, tmp_path: 
     console = Console(record=True, width=500)
     result = train.run(override(cfg, ["run.resume=auto"]), console=console)
     said = console.export_text()
-    assert f"{run} says that it has finished, and in {run}/checkpoints/step_6 {NORM} holds NaN" in said
-    assert f"checkpoint step_6 is passed over: {NORM} holds NaN or infinity" in said
-    assert f"checkpoint step_4 is passed over: the optimizer's exp_avg of {NORM} holds NaN" in said
+    assert f"{run} has a result, but in {run}/checkpoints/step_6 {NORM} holds NaN" in said
+    assert f"checkpoint step_6 is skipped: {NORM} holds NaN or infinity" in said
+    assert f"checkpoint step_4 is skipped: the optimizer's exp_avg of {NORM} holds NaN" in said
     assert "continuing after step 2 of 6" in said and result.status == "finished"
     assert checkpoint.latest(run / "checkpoints", World()) == run / "checkpoints/step_6"
 
@@ -185,7 +185,7 @@ def test_a_poisoned_checkpoint_by_name_is_refused(old: Path, tmp_path: Path):
     said: list[str] = []
     artifacts.export_model(run, tmp_path / "out", "bf16", say=said.append)
     assert [line.split(":")[0] for line in said[:3]] == [
-        "checkpoint step_6 is passed over", "checkpoint step_4 is passed over", str(run)
+        "checkpoint step_6 is skipped", "checkpoint step_4 is skipped", str(run)
     ]  # fmt: skip
     shutil.rmtree(run / "checkpoints/step_2")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*holds NaN.*holds NaN"):

@@ -105,7 +105,7 @@ def test_a_stop_inside_the_window_is_obeyed_and_the_step_is_kept(make, monkeypat
     console = Console(record=True, width=300, force_terminal=False)
     first = train.run(cfg, console=console)
     assert passes == [True] * 3 and first.status == "stopped" and first.steps == 3 and first.gain is None
-    assert "gain window: the micro-batches of step 3 again, 4 times in FP8" in console.export_text()
+    assert "gain window: running the micro-batches of step 3 again, 4 times in FP8" in console.export_text()
     second = train.run(override(cfg, ["run.resume=auto"]))
     assert second.gain["step"] == 4 and second.final["loss"] == plain.final["loss"]
     assert [row["step"] for row in read_rows(second.dir / "metrics.jsonl") if "gain" in row] == [4]

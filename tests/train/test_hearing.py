@@ -90,11 +90,11 @@ def test_it_trains_and_stock_transformers_gives_its_logits(hears):
 
 def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
     """Refused by name, before a step."""
-    with pytest.raises(fp8.PlanError, match="takes sound, which packs do not hold"):
+    with pytest.raises(fp8.PlanError, match="takes sound, which packs do not contain"):
         train.run(hears("data.packing=true", "train.micro_batch=1", dir="packed"))
     cfg = hears(dir="pairs")
     phase = cfg.model_copy(update={"train": cfg.train.model_copy(update={"phase": "preference"})})
-    with pytest.raises(train.TrainError, match="preference is not for models of sound"):
+    with pytest.raises(train.TrainError, match="preference does not support audio models"):
         check_family(phase)
     file, found = tmp_path / "tiny/config.json", json.loads((tmp_path / "tiny/config.json").read_text())
     file.write_text(json.dumps(found | {"audio_config": found["audio_config"] | {"encoder_layerdrop": 0.1}}))

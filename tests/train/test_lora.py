@@ -145,7 +145,7 @@ def test_a_checkpoint_of_adapters_is_no_model_and_the_other_way_round(make):
 
     models_of = {run.dir.name: _model(load_config(run.dir / "config.yaml")) for run in (lora, full)}
     world = parallel.World()
-    with pytest.raises(CheckpointError, match=r"holds trained parameters alone \(28, first .*lora_A.*does not train"):
+    with pytest.raises(CheckpointError, match=r"holds only trained parameters \(28, first .*lora_A.*does not train"):
         checkpoint.load(steps["lora"], model=models_of["full"], optimizer=None, world=world)
     with pytest.raises(CheckpointError, match="holds a whole model, and not one of the parameters that this model"):
         checkpoint.load(steps["full"], model=models_of["lora"], optimizer=None, world=world)
@@ -186,7 +186,7 @@ def test_the_frozen_base_of_a_plan_is_what_is_loaded(make):
 @pytest.mark.usefixtures("seen")
 def test_freezing_a_frozen_base_is_noted(make):
     _, _, notes = planning.plan_for(make(*LORA, "model.freeze=[image_encoder]"))
-    assert any(note.startswith("model.freeze changes nothing beside lora") for note in notes)
+    assert any(note.startswith("model.freeze has no effect with lora") for note in notes)
     with pytest.raises(models.ModelError, match="nothing"):
         planning.plan_for(make(*LORA, "model.freeze=['**.nothing']"))
 
@@ -312,7 +312,7 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
 
     console = Console(record=True, width=400)
     full = train.run(make(*over, dir="full"), console=console)
-    assert "its weights are dequantized while they are read: codes are kept beside adapters" in console.export_text()
+    assert "its weights are dequantized while they are read: codes are only kept with adapters" in console.export_text()
     assert full.base is None and "quantization_config" not in (full.dir / "hf" / "config.json").read_text()
 
 

@@ -95,7 +95,7 @@ def test_at_one_and_where_the_loss_itself_is_bad_nothing_is_left_to_try():
 def test_a_scale_that_no_run_wrote_is_refused():
     scale = LossScale()
     for value, good in ((3.0, 0), (0.5, 0), (0.0, 0), (65536.0, 2000)):
-        with pytest.raises(TrainError, match="step_4 says of the loss scale .*a power of two from 1"):
+        with pytest.raises(TrainError, match="step_4 has the loss scale .*a power of two from 1"):
             scale.load({"value": value, "good": good}, "step_4")
     scale.load({"value": 2.0**20, "good": 1999}, "step_4")
     assert not scale.after(True, True) and (scale.value, scale.good) == (2.0**21, 0)
@@ -230,7 +230,7 @@ def test_an_overflow_halves_the_scale_and_training_goes_on(text):
     assert (result.status, result.skipped, result.overflowed) == ("finished", 0, 1)
     before, skipped, after = planted.weights[1:4]
     assert torch.equal(before, skipped) and not torch.equal(skipped, after)
-    assert any("step 3 skipped: gradients overflowed FP16 at a loss scale of 65536; the next step takes 32768" in line
+    assert any("step 3 skipped: gradients overflowed FP16 at a loss scale of 65536; the next step uses 32768" in line
                for line in said)  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def test_what_no_smaller_scale_mends_ends_like_any_gradient_that_is_not_finite(t
     """Dynamic: from 4 to 2 and 1, then ten steps that are as dead as they look."""
     monkeypatch.setattr(LossScale, "of", classmethod(_from_four))
     cfg = text(over, "train.steps=20", "fp8.recipe=off")
-    about = "multiplied by 1024 .*lower it" if "1024" in over else "holds nothing beyond 65504.*use train.precision"
+    about = "multiplied by 1024 .*lower it" if "1024" in over else "has no values beyond 65504.*use train.precision"
     with pytest.raises(TrainError, match=f"10 steps in a row, up to step {steps}, .*layers.1.mlp.*{about}"):
         train.run(cfg, callbacks=[Overflows(factor=math.inf)])
     kinds = ["overflow" if "overflow" in row else "skipped" for row in rows_of(cfg)]

@@ -58,5 +58,5 @@ def test_one_step_trains_at_the_peak():
 
 @pytest.mark.parametrize("step", [0, 21])
 def test_a_step_outside_the_run_is_refused(step: int):
-    with pytest.raises(ValueError, match=f"step {step} lies outside 1..20"):
+    with pytest.raises(ValueError, match=f"step {step} is outside 1..20"):
         lr_at(step, schedule="cosine", lr=1.0, steps=20)

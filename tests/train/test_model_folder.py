@@ -136,7 +136,7 @@ def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(
         with monkeypatch.context() as patched:
             patched.setattr(loading, "_load_stock", lambda *args: pytest.fail("weights were read"))
             code, said = planned(cfg, tmp_path, capsys, command)
-        assert code == 1 and sentence in said and "Take the tokenizer that belongs to the model" in said
+        assert code == 1 and sentence in said and "Use the tokenizer that belongs to the model" in said
     assert main(["generate", str(folder), "--prompt", "a"]) == 1
     assert sentence in capsys.readouterr().err
     assert any(sentence in finding.text for finding in verify(folder, quick=True).failures)

@@ -84,11 +84,11 @@ def test_integers_that_models_do_hold_are_read(folder: Path) -> None:
     save_file(load_file(file) | position, file, metadata={"format": "pt"})
     with pytest.raises(ModelError, match="position_ids"):  # no buffer of this family, so not for its dtype
         models.load(folder)
-    models.check_kinds(folder, models.empty(folder))
+    models.refuse_integers(folder, models.empty(folder))
     (folder / "model.safetensors").write_bytes(b"cut")  # whoever reads weights says so
-    models.check_kinds(folder, models.empty(folder))
+    models.refuse_integers(folder, models.empty(folder))
     (folder / "model.safetensors").unlink()
-    models.check_kinds(folder, models.empty(folder))
+    models.refuse_integers(folder, models.empty(folder))
 
 
 def test_a_window_below_zero_is_refused_by_all_commands(

@@ -131,7 +131,7 @@ def talk(folder: Path) -> Path:
 
 def test_a_pack_needs_a_model_that_was_made_ready(mixed):
     model, _, samples = samples_of(mixed(), 1)
-    with pytest.raises(TrainError, match=r"not made ready for packs \(data\.packing\)"):
+    with pytest.raises(TrainError, match=r"not set up for packs \(data\.packing\)"):
         Forward(model, World(), None)(collate_pack(samples, 0, 99))
 
 

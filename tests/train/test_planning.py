@@ -220,14 +220,14 @@ def test_a_checkpoint_that_was_copied_away_brings_its_plan(make, tmp_path, monke
     over = [f"run.resume={tmp_path / 'away' / 'step_1'}", f"run.dir={tmp_path / 'second'}"]
     console = Console(record=True, width=400, force_terminal=False)
     second = train.run(override(cfg, over), console=console)
-    assert "a run that continues takes the plan that it began with" in console.export_text()
+    assert "a resumed run keeps its plan" in console.export_text()
     assert second.losses()[2] == first.losses()[2]
     ours, theirs = (json.loads((r.dir / "plan.json").read_text()) for r in (second, first))
     assert ours["layers"][0].keys() == theirs["layers"][0].keys() and len(ours["rows"]) == len(theirs["rows"])
     monkeypatch.setattr(
         "octavo.train.setup.resume.read_state", lambda path: {"counters": {}}
     )  # as an older run wrote it
-    with pytest.raises(train.TrainError, match=r"is in neither that checkpoint nor .*Copy the run's plan.json"):
+    with pytest.raises(train.TrainError, match=r"is neither in that checkpoint nor in .*Copy the run's plan.json"):
         train.run(override(cfg, [*over[:1], f"run.dir={tmp_path / 'third'}"]))
 
 

@@ -274,20 +274,20 @@ def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, t
     over = ("data.eval=[]", "train.steps=3")
     monkeypatch.setattr("octavo.models.pixels_by", lambda processor: before)
     if before is None:
-        take = checkpoint.take
+        take = checkpoint.take_snapshot
 
-        def former(*given: Any, counters: dict[str, Any], **more: Any) -> checkpoint.Moment:
+        def former(*given: Any, counters: dict[str, Any], **more: Any) -> checkpoint.Snapshot:
             del counters["pixels"]
             return take(*given, counters=counters, **more)
 
-        monkeypatch.setattr(checkpoint, "take", former)
+        monkeypatch.setattr(checkpoint, "take_snapshot", former)
     first = train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     assert json.loads((first.dir / "environment.json").read_text())["pixels"] == before
     monkeypatch.setattr("octavo.models.pixels_by", lambda processor: now)
     console = Console(record=True, width=300)
     train.run(make(*over, "run.resume=auto"), console=console)
-    says = f"its pixels were made by {before or 'pil'} and are made by {now} now, which resizes a little differently"
-    assert f"{says}; {told} torchvision to have the former" in console.export_text()
+    says = f"the run's images were resized by {before or 'pil'}, now they are by {now}, with slightly different results"
+    assert f"{says}; {told} torchvision to use the former again" in console.export_text()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -329,7 +329,7 @@ def test_copies_and_links_among_checkpoints_are_named_and_the_run_goes_on(make, 
     assert train.run(override(cfg, ["run.resume=auto"]), console=console).status == "finished"
     said = console.export_text()
     assert "continuing after step 2" in said and said.count("the run did not write these") == 1
-    for name in ("step_003 (", "step_2 (copy) (", "step_5 (of step 2)", "step_4 (no folder)", "step_98 (a link)"):
+    for name in ("step_003 (", "step_2 (copy) (", "step_5 (of step 2)", "step_4 (not a folder)", "step_98 (a link)"):
         assert name in said
     there = {path.name for path in folder.iterdir()}
     assert there == {"step_003", "step_2 (copy)", "step_5.other", "step_4.other", "step_98", f"step_{STEPS}"}
@@ -437,7 +437,7 @@ def test_a_damaged_checkpoint_is_passed_over(make):
     console = Console(record=True, width=300)
     before = whole.losses()
     again = train.run(override(cfg, ["run.resume=auto"]), console=console)
-    assert "step_5 is passed over" in console.export_text()
+    assert "step_5 is skipped" in console.export_text()
     assert again.steps == 5
     assert again.losses() == before
 
@@ -447,9 +447,9 @@ def test_an_evaluation_names_the_step_that_was_loaded_and_what_was_passed_over(m
     next((whole.dir / "checkpoints" / "step_3").glob("*.distcp")).write_bytes(b"")
     messages: list[str] = []
     assert train.evaluate_run(whole.dir, say=messages.append)["step"] == 2
-    assert [line for line in messages if "is passed over" in line] == messages[:1]
-    assert "step_3 is passed over" in messages[0]
-    with pytest.warns(UserWarning, match="step_3 is passed over"):
+    assert [line for line in messages if "is skipped" in line] == messages[:1]
+    assert "step_3 is skipped" in messages[0]
+    with pytest.warns(UserWarning, match="step_3 is skipped"):
         train.load_run(whole.dir)
 
 

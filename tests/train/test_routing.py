@@ -120,7 +120,7 @@ def test_absent_is_the_checkpoints_own_factor_and_zero_is_off(moe, folder):
 def test_a_model_without_routers_has_no_such_loss(make, moe, folder, monkeypatch):
     dense = make("data.eval=[]", "train.steps=1", "train.warmup=0")
     assert figures(dense)[0].keys() == {"loss", "grad_norm"}
-    with pytest.raises(train.TrainError, match="router_aux_loss_coef is 0.1, but .* is no mixture of experts"):
+    with pytest.raises(train.TrainError, match="router_aux_loss_coef is 0.1, but .* is not a mixture of experts"):
         train.run(cfg := make("train.router_aux_loss_coef=0.1", dir="c"))
     assert not Path(cfg.run.dir).exists()  # so that the fix can be followed
     with pytest.raises(train.TrainError, match="and has no router. Remove the key"):

@@ -127,7 +127,7 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
     named.write_bytes(encryption.encrypted(json.dumps({SENTENCE: SENTENCE}).encode() + b"\n"))
     assert main([*command, f"run.dir={tmp_path / 'n'}", f"data.train.0.path={named}"]) == 1
     told += (found := "".join(capfd.readouterr()))
-    assert "start without run.encrypt to see it" in found and "skipped.jsonl.aes" not in found
+    assert "start without run.encrypt where the data may be read" in found and "skipped.jsonl.aes" not in found
 
     damaged = tmp_path / "damaged.jsonl"
     raw = bytearray((place / "rows.jsonl").read_bytes())
@@ -160,7 +160,7 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
     monkeypatch.setenv(encryption.FILE, str(place.parent / "outside.key"))
     assert main([*command, f"run.dir={tmp_path / 'd'}", "run.encrypt=false"]) == 1
     told += (found := "".join(capfd.readouterr()))
-    assert "is encrypted, and run.encrypt is false" in found
+    assert "is encrypted, but run.encrypt is false" in found
     assert searched(told, tmp_path, place / "cache") > 10
 
 
@@ -212,4 +212,4 @@ def test_a_plain_checkpoint_is_not_continued(place, tmp_path, capfd):
     (run / "checkpoints/step_2/state.json").write_text("{}")
     resumed = ["train", str(place / "run.yaml"), f"run.dir={tmp_path / 'new'}"]
     assert main([*resumed, f"run.resume={run / 'checkpoints/step_2'}"]) == 1
-    assert "is not encrypted, and run.encrypt is true" in "".join(capfd.readouterr())
+    assert "is not encrypted, but run.encrypt is true" in "".join(capfd.readouterr())

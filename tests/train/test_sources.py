@@ -84,7 +84,7 @@ def test_every_source_trains_alike(reading, tmp_path, monkeypatch):
         cfg = reading(kind, "run.resume=auto", dir="stopped-" + kind[:7])
         assert train.run(cfg, callbacks=[at(1, signal.SIGTERM)]).status == "stopped"
         assert train.run(cfg).losses() == losses["json"]
-    assert data.rows_of_an_epoch(reading("streamed jsonl", dir="e"), lambda: None) == 40
+    assert data.count_epoch_rows(reading("streamed jsonl", dir="e"), lambda: None) == 40
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -114,6 +114,6 @@ def test_a_run_does_not_go_on_with_other_files_at_its_url(reading, tmp_path):
     assert train.run(cfg, callbacks=[at(1, signal.SIGTERM)]).status == "stopped"
     file = tmp_path / "fetched-shards.shards" / "part-020.parquet"
     parquet.write_table(parquet.read_table(file).slice(0, 19), file)
-    remote.listed.cache_clear()
+    remote.list_files.cache_clear()
     with pytest.raises(train.TrainError, match=r"was made with other data: file://.*shards had \d+ bytes, has \d+ now"):
         train.run(cfg)

@@ -91,17 +91,17 @@ def test_weights_alone_are_never_continued_and_say_what_to_do(make):
     out = Console(record=True, width=300)
     assert train.run(cfg, console=out, callbacks=[at(4, signal.SIGTERM)]).status == "stopped"
     directory = Path(cfg.run.dir)
-    assert f"Begin anew with these weights: run.start_from={directory}" in out.export_text()
+    assert f"Start a new run with these weights: run.start_from={directory}" in out.export_text()
     last = directory / "checkpoints" / "step_4"
     for over, dir in (
         (("run.resume=auto",), "run"),
         ((f"run.resume={last}",), "else"),
         ((f"run.fork={last}",), "fork"),
     ):
-        with pytest.raises(train.TrainError, match=r"holds weights alone \(run.save_states: false\).*run.start_from="):
+        with pytest.raises(train.TrainError, match=r"holds only weights \(run.save_states: false\).*run.start_from="):
             train.run(make(*SAME, *over, dir=dir))
     model = object()
-    with pytest.raises(CheckpointError, match="no optimizer state in it"):
+    with pytest.raises(CheckpointError, match="it has no optimizer state to continue with"):
         checkpoint.load(last, model=model, optimizer=model, world=_One())  # type: ignore[arg-type]
     shutil.rmtree(directory / "checkpoints" / "step_2")
     # One with states beside it is offered; the run that begins anew is a run like any other, and ends with hf/.
@@ -132,7 +132,9 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
         train.run(make(*over, f"run.start_from={whole.dir}", "run.resume=auto", dir="stopped"))
     state = first.dir / "checkpoints" / "step_2" / "state.json"
     state.write_bytes(state.read_bytes() + b" ")
-    with pytest.raises(train.TrainError, match="first/checkpoints/step_2, which holds something else now; put it back"):
+    with pytest.raises(
+        train.TrainError, match="first/checkpoints/step_2, whose contents have changed since; restore it"
+    ):
         train.run(make(*over, "run.resume=auto", dir="stopped"))
     shutil.rmtree(first.dir)
     assert train.run(make(*over, "run.resume=auto", dir="stopped")).losses() == whole.losses()
@@ -144,12 +146,12 @@ def test_a_run_that_began_with_weights_resumes_without_them(make):
     ("over", "message"),
     [
         (("run.start_from=nowhere",), "run.start_from nowhere: there is no such folder. Name a checkpoint"),
-        (("run.start_from={place}/digits",), "it is no checkpoint and holds none"),
+        (("run.start_from={place}/digits",), "it is not a checkpoint and contains none"),
         (("run.start_from={full}", "model.path={place}/text"), "tensors that this model lacks, first .*another model"),
         (("run.start_from={full}", *LORA), "holds a whole model, and not one of the parameters that this model trains"),
-        (("run.start_from={lora}",), "holds trained parameters alone .*Continue it with the `lora` section"),
+        (("run.start_from={lora}",), "holds only trained parameters .*Continue it with the `lora` section"),
         (("run.start_from={lora}", "lora={rank: 4, alpha: 8}"), "lora.alpha was 32.0, is 8.0. Set them as they were"),
-        (("run.start_from={lora}", *LORA, "model.path={other}"), "is not the one that .* was trained beside"),
+        (("run.start_from={lora}", *LORA, "model.path={other}"), "is not the one with which .* was trained"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_begun_with(make, place, sources, over, message):

@@ -90,7 +90,7 @@ def test_a_folder_of_frames_is_asked_about_by_its_rate(here, result, capsys):
     said = []
     for fps in ("2", "0.5"):  # 3 and 12 seconds, as the model is told in front of each pair of frames
         assert main([*asked, str(frames), "--fps", fps]) == 0
-        said.append(data.shots([str(frames)], models.load_processor(here / "model"), fps=float(fps))[0])
+        said.append(data.decode_videos([str(frames)], models.load_processor(here / "model"), fps=float(fps))[0])
     assert [shot.fps for shot in said] == [2, 0.5] and "answer" in capsys.readouterr().out
     clip = str(here / "clips" / "videos" / "test" / "00000.mp4")
     for words, found in (
@@ -179,7 +179,7 @@ def test_packs_hold_clips(here):
 
 def test_a_family_without_videos_and_odd_values_are_refused(here, tmp_path):
     cfg = load_config_text(TEXT.format(here=here), [f"model.path={tiny.write('qwen3', tmp_path / 'm', size='mini')}"])
-    with pytest.raises(ModelError, match="videos of model_type 'qwen3' are not taken here"):
+    with pytest.raises(ModelError, match="Octavo takes no videos for model_type 'qwen3'"):
         resolve_video(cfg)
     with pytest.raises(ConfigError, match="fps"):
         load_config_text(TEXT.format(here=here).replace("fps: 4", "fps: 0"), ())

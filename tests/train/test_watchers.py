@@ -45,7 +45,7 @@ def test_the_page_is_there_and_a_watcher_that_fails_ends_nothing(make):
 
     train.run(cfg, console=console, watchers=[Page(), Breaks()], callbacks=[Stop()])
     told = [line for line in console.lines if "left out" in line]
-    assert told == ["warning: the one that breaks failed and is left out; the run goes on (OSError: no network)"]
+    assert told == ["warning: the one that breaks failed and is left out; the run continues (OSError: no network)"]
     page = Path(cfg.run.dir) / "page.html"
     assert 'warn">stopped</span> run: step 2 of 4' in page.read_text()
     answers = (page.parent / "answers.jsonl").read_text().splitlines()
@@ -60,7 +60,7 @@ def test_a_page_that_cannot_be_written_is_said_once_and_ends_nothing(make, monke
     console = Lines()
     assert train.run(make(), console=console, watchers=[Page()]).status == "finished"
     told = [line for line in console.lines if "page.html" in line]
-    assert len(told) == 1 and "No space left on device" in told[0] and "the run goes on" in told[0]
+    assert len(told) == 1 and "No space left on device" in told[0] and "the run continues" in told[0]
 
 
 def test_pages_on_the_way_take_their_share_of_the_time(monkeypatch, tmp_path):
@@ -165,7 +165,7 @@ def test_trackers_that_cannot_begin_are_refused_before_the_first_step(make, wand
         raise RuntimeError("no API key")
 
     monkeypatch.setattr(sys.modules["wandb"], "init", init)
-    with pytest.raises(TrainError, match=r"run.trackers: wandb could not begin \(RuntimeError: no API key\)"):
+    with pytest.raises(TrainError, match=r"run.trackers: wandb could not start \(RuntimeError: no API key\)"):
         train.run(make("run.trackers=[wandb]", dir="refused"))
     monkeypatch.setattr("octavo.base.environment.version", lambda name: "1" if name == "wandb" else None)
     with pytest.raises(TrainError, match=r"trackio is not installed here: pip install trackio, or leave it out"):

@@ -1,10 +1,10 @@
-"""Weights in the layout of torch.distributed.checkpoint (DCP), written and read tensor by tensor.
+"""Writes and reads weights in the layout of torch.distributed.checkpoint (DCP), tensor by tensor.
 
-    release/__3_0.distcp   zip streams of torch.save, end to end, one a tensor: as DCP's own writer leaves them
-    release/.metadata      a pickle by DCP's design: which tensor lies in which file, from which byte to which
+    release/__3_0.distcp   concatenated zip streams of torch.save, one per tensor, as DCP's own writer stores them
+    release/.metadata      a pickle, by DCP's design: the file and the byte range of each tensor
 
-`.metadata` is only ever read through `dcp_safe`. The checksum that is noted for a tensor is the CRC-32 of its bytes,
-which torch.save computes and puts into the zip anyway.
+`.metadata` is read only through `dcp_safe`. The checksum recorded for a tensor is the CRC-32 of its bytes, which
+torch.save computes for the zip anyway.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from octavo.base import safe_read
 from octavo.checkpoint.convert.folder import Place, bytes_of
 from octavo.checkpoint.convert.values import Opens
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.run_state.dcp_safe import SafeReader, read_item
+from octavo.checkpoint.run_state.dcp_safe import SafeReader, read_item, tensor_entry
 from octavo.models.folder.headers import DTYPES, WORDS, Entry, Header
 
 RELEASE, LATEST, METADATA = "release", "latest_checkpointed_iteration.txt", ".metadata"
-MODEL = "model"  # the weights lie under state_dict["model"], and DCP writes the path with dots
-VERSION = ("checkpoint_version", 3.0)  # what Megatron's loaders ask of a checkpoint beside its weights
+MODEL = "model"  # the weights are in state_dict["model"], and DCP joins the path with dots
+VERSION = ("checkpoint_version", 3.0)  # an entry that Megatron's loaders require
 
 
 @dataclass(frozen=True)
 class Written:
     """One tensor of a `*.distcp` file.
 
-    name    in the Hugging Face folder; "" for a second name of a tied weight, which the folder does not have
-    key     in the state dict of the model that DCP loads into
-    shape   in the folder; `stored` is the one in DCP (experts as one matrix)
-    offset  of the tensor's zip stream in the file, `length` bytes long; its bytes begin at `data`, `crc` their CRC-32
+    name    name in the Hugging Face folder; "" for the second name of a tied weight, which the folder does not have
+    key     key in the state dict of the model that DCP loads into
+    shape   shape in the folder; `stored` is the shape in DCP (experts as one matrix)
+    offset  start of the tensor's zip stream in the file, `length` bytes long; the tensor's bytes begin at `data` and
+            have the CRC-32 `crc`
     """
 
     name: str
@@ -78,25 +79,26 @@ class Written:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Written:
-        """Raises CheckpointError for what `to_json` did not write."""
+    def from_json(cls, noted: Mapping[str, Any]) -> Written:
+        """Read what `to_json` wrote. Raises CheckpointError for anything else."""
         try:
-            made = cls(**{**found, "shape": tuple(found["shape"]), "stored": tuple(found["stored"])})
+            tensor = cls(**{**noted, "shape": tuple(noted["shape"]), "stored": tuple(noted["stored"])})
         except (TypeError, KeyError) as error:
-            raise CheckpointError(f"conversion.json describes a tensor as {str(found)[:80]}: {error}") from error
-        if os.path.basename(made.file) != made.file or made.dtype not in DTYPES:
-            raise CheckpointError(f"conversion.json places {made.name} in {made.file!r} as {made.dtype!r}")
-        return made
+            raise CheckpointError(f"conversion.json describes a tensor as {str(noted)[:80]}: {error}") from error
+        if os.path.basename(tensor.file) != tensor.file or tensor.dtype not in DTYPES:
+            raise CheckpointError(f"conversion.json places {tensor.name} in {tensor.file!r} as {tensor.dtype!r}")
+        return tensor
 
 
 def stored_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Experts [E, in, out] lie in DCP as one matrix [E * in, out], which FSDP2 shards by rows."""
+    """Return the shape in DCP: experts [E, in, out] are stored as one matrix [E * in, out], which FSDP2 shards by
+    rows."""
     fused = len(shape) == 3 and any(part in name for part in ("gate_up_proj", "down_proj"))
     return (shape[0] * shape[1], shape[2]) if fused else shape
 
 
 def adapter_key(name: str) -> str:
-    """The key of a tensor of a PEFT adapter file, in the model that PEFT has made."""
+    """Return the key of a tensor of a PEFT adapter file in the state dict of the PEFT model."""
     key = name.replace("base_model.", "base_model.model.", 1)
     return f"{key.removesuffix('.weight')}.default.weight" if key.endswith(".weight") else key
 
@@ -109,9 +111,9 @@ def write_file(
     stop: threading.Event,
     advance: Callable[[int], None],
 ) -> list[Written]:
-    """Write the tensors of a shard as one `*.distcp` file, forced to the disk; what was written.
+    """Write the tensors of a shard as one `*.distcp` file, forced to the disk. Returns what was written.
 
-    keys  name of an entry -> (name, key) of each tensor that is made of it (two for a tied weight)
+    keys  name of an entry -> (name, key) of each tensor to write from it (two for a tied weight)
     """
     out: list[Written] = []
     with open(file, "wb") as stream:
@@ -138,19 +140,19 @@ def _write(stream: io.BufferedWriter, file: Path, name: str, key: str, entry: En
 
 
 def _record(file: Path, tensor: Tensor) -> tuple[int, int]:
-    """(first byte, CRC-32) of the tensor's bytes in the zip stream that ends the file."""
+    """Return (first byte, CRC-32) of the tensor's bytes in the last zip stream of the file."""
     with zipfile.ZipFile(file) as archive, open(file, "rb") as opened:
         record = next(r for r in archive.infolist() if r.filename.endswith("/data/0"))
-        opened.seek(record.header_offset + 26)
+        opened.seek(record.header_offset + 26)  # a local zip header has the lengths of name and extra field at byte 26
         name, extra = (int.from_bytes(opened.read(2), "little") for _ in range(2))
     crc = record.CRC
-    if tensor.numel() and not torch.serialization.get_crc32_options():  # switched off in this process: zeros are there
+    if tensor.numel() and not torch.serialization.get_crc32_options():  # disabled in this process: the zip has zeros
         crc = zlib.crc32(bytes_of(tensor))
     return record.header_offset + 30 + name + extra, crc
 
 
 def write_metadata(directory: Path, written: Iterable[Written]) -> None:
-    """`.metadata` as DCP's FileSystemWriter pickles it, and a file with the version that Megatron's loaders ask for."""
+    """Write `.metadata` as DCP's FileSystemWriter pickles it, and a file with the version for Megatron's loaders."""
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -158,7 +160,7 @@ def write_metadata(directory: Path, written: Iterable[Written]) -> None:
         fqn, size = f"{MODEL}.{one.key}", torch.Size(one.stored)
         start = torch.Size([0] * len(size))
         if fqn in entries:
-            raise CheckpointError(f"two tensors would be called {one.key} in DCP; this folder cannot be converted")
+            raise CheckpointError(f"two tensors would have the key {one.key} in DCP; this folder cannot be converted")
         chunk = ChunkStorageMetadata(offsets=start, sizes=size)
         entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=DTYPES[one.dtype]), size, [chunk])
         places[MetadataIndex(fqn, start, 0)] = filesystem._StorageInfo(one.file, one.offset, one.length)
@@ -177,59 +179,61 @@ def write_metadata(directory: Path, written: Iterable[Written]) -> None:
 
 
 def find(source: Path) -> Path:
-    """The folder with `.metadata`: `source` itself, or what `latest_checkpointed_iteration.txt` in it names.
+    """Return the folder with `.metadata`: `source` itself, or the one that its `latest_checkpointed_iteration.txt`
+    names.
 
     Raises CheckpointError for a folder that holds no DCP checkpoint, and for the checkpoint of a run of Octavo.
     """
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a folder; name a folder that holds a DCP checkpoint")
-    found = source
+    directory = source
     if not (source / METADATA).is_file() and (source / LATEST).is_file():
         word = safe_read.read_text(source / LATEST, CheckpointError, limit=1000).strip()
-        found = source / (f"iter_{int(word):07d}" if word.isdecimal() else os.path.basename(word))
-    if not (found / METADATA).is_file():
+        directory = source / (f"iter_{int(word):07d}" if word.isdecimal() else os.path.basename(word))
+    if not (directory / METADATA).is_file():
         raise CheckpointError(
-            f"{found} has no {METADATA}: it is no DCP checkpoint. Name the folder that holds it (release/, "
+            f"{directory} has no {METADATA}: it is not a DCP checkpoint. Name the folder that holds it (release/, "
             "iter_0000100/), or the one with latest_checkpointed_iteration.txt"
         )
-    if (found / "state.json").is_file():
+    if (directory / "state.json").is_file():
         raise CheckpointError(
-            f"{found} is a checkpoint of a run of Octavo, with its optimizer; write its model with octavo export RUN"
+            f"{directory} is the checkpoint of an Octavo run, with its optimizer; write its model with octavo export "
+            "RUN"
         )
-    return found
+    return directory
 
 
 class Reader:
-    """The weights of a DCP checkpoint that anybody wrote, whole, however many pieces each lies in.
+    """Reads the weights of any DCP checkpoint as full tensors, however they are sharded.
 
-    What is no tensor is passed over unread. Keys come without the path to the model (`model.`) where there is one.
+    Entries that are not tensors are skipped unread. Keys are without the path to the model (`model.`) if there is one.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        metadata = SafeReader(directory, pass_over_bytes=True).read_metadata()
+        self._metadata = metadata = SafeReader(directory, pass_over_bytes=True).read_metadata()
         entries = metadata.state_dict_metadata
         nested = any(key.startswith((f"{MODEL}.{MODEL}.", f"{MODEL}.base_model.")) for key in entries)
         at = self._prefix = f"{MODEL}." if nested else ""
-        self._entries = {key.removeprefix(at): entry for key, entry in entries.items() if key.startswith(at)}
+        self._keys = [key.removeprefix(at) for key in entries if key.startswith(at)]
         self._pieces: dict[str, list[tuple[MetadataIndex, Any]]] = {}
         for index, info in metadata.storage_data.items():
             self._pieces.setdefault(index.fqn, []).append((index, info))
 
     def keys(self) -> Iterator[str]:
-        return iter(self._entries)
+        return iter(self._keys)
 
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """(dtype in safetensors' words, shape). Raises CheckpointError for a dtype that safetensors has no word for."""
-        entry: Any = self._entries[key]
+        """Return (safetensors' name of the dtype, shape). Raises CheckpointError for a dtype that has no such name."""
+        entry = tensor_entry(self._metadata, self._prefix + key)
         if entry.properties.dtype not in WORDS:
             raise CheckpointError(f"{self.directory}: {key} is {entry.properties.dtype}, which safetensors cannot hold")
         return WORDS[entry.properties.dtype], tuple(entry.size)
 
     @contextmanager
     def tensor(self, key: str) -> Iterator[Tensor]:
-        """The whole tensor, put together of its pieces. Raises CheckpointError where some are missing or misplaced."""
-        entry: Any = self._entries[key]
+        """Assemble the full tensor from its shards. Raises CheckpointError for missing or misplaced shards."""
+        entry = tensor_entry(self._metadata, self._prefix + key)
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         filled = 0
         for index, info in self._pieces.get(self._prefix + key, []):
@@ -246,14 +250,14 @@ class Reader:
             filled += part.numel()
         if filled != whole.numel():
             raise CheckpointError(
-                f"{self.directory}: of the {whole.numel()} values of {key}, {filled} are there; a file of another rank "
-                "is missing, or was not listed"
+                f"{self.directory}: of the {whole.numel()} values of {key}, {filled} are present; a file of another "
+                "rank is missing, or was not listed"
             )
         yield whole
 
 
 def intact(directory: Path, written: Iterable[Written]) -> bool:
-    """Whether a finished file still holds, as DCP reads it, what was noted of it."""
+    """Whether a finished file, read as DCP reads it, still matches what was recorded."""
     for one in written:
         info = filesystem._StorageInfo(one.file, one.offset, one.length)
         try:

@@ -1,11 +1,12 @@
-"""A Hugging Face folder as bytes: safetensors shards with their headers word for word, and the files beside them.
+"""A Hugging Face folder as bytes: safetensors shards with their headers verbatim, and the other files.
 
-A conversion that comes back bit for bit needs each header as it was written (order, metadata, padding), and the places
-of the bytes, so that they are copied and not rebuilt.
+A conversion that restores the folder bit for bit needs each header as it was written (order, metadata, padding) and the
+positions of the bytes, so that they are copied and not rebuilt.
 """
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import zlib
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Place:
-    """Where the bytes of one tensor lie. `crc` (CRC-32) is what they must sum to; None: not known."""
+    """The position of the bytes of one tensor in a file, with their CRC-32 (None: not known)."""
 
     file: Path
     offset: int
@@ -40,7 +41,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Folder:
-    """`carried`: names of the files that belong to it beside the shards; `left`: files that are not taken along."""
+    """A folder's shards, the names of other files that a conversion copies (`carried`) and of those it leaves out
+    (`left`)."""
 
     path: Path
     shards: tuple[Header, ...]
@@ -52,53 +54,56 @@ class Folder:
 
 
 def read_folder(path: Path, adapter: bool = False) -> Folder:
-    """A folder's shards, headers alone. `adapter`: a PEFT folder, whose one file is adapter_model.safetensors.
+    """Read the headers of a folder's shards. `adapter`: a PEFT folder, whose only weights are
+    adapter_model.safetensors.
 
-    Raises CheckpointError or ModelError, naming the file, for a folder without safetensors (saying so where there are
-    pickles), a shard that is missing or cut short, a damaged header, and an index that does not list what is there.
+    Raises CheckpointError or ModelError, naming the file, for a folder without safetensors (naming pickles, if there
+    are any), a missing or truncated shard, a damaged header, and an index that does not match the shards.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder; name a local Hugging Face folder")
-    there = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-    placed = weight_map(path / INDEX) if not adapter and INDEX in there and SINGLE not in there else None
+    present = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    placed = weight_map(path / INDEX) if not adapter and INDEX in present and SINGLE not in present else None
     files = [ADAPTER if adapter else SINGLE] if placed is None else sorted(set(placed.values()))
     for name in files:
-        if name not in there:
-            raise CheckpointError(_missing(path, name, there, placed is not None))
+        if name not in present:
+            raise CheckpointError(_missing(path, name, present, placed is not None))
     shards = tuple(read_shard(path / name) for name in files)
     if placed is not None:
         _agree(path, shards, placed)
-    others = [name for name in there if name not in files and not (name == INDEX and placed is None)]
+    others = [name for name in present if name not in files and not (name == INDEX and placed is None)]
     left = [name for name in others if name.endswith((".safetensors", *PICKLES))]
-    left += [name for name in there if name == INDEX and placed is None]
+    left += [name for name in present if name == INDEX and placed is None]
     left += [f"{entry.name}/" for entry in path.iterdir() if entry.is_dir()]
     return Folder(path, shards, tuple(name for name in others if name not in left), tuple(sorted(left)))
 
 
 def read_shard(file: Path) -> Header:
-    """The header of a safetensors file. Raises CheckpointError naming the file."""
+    """Read the header of a safetensors file. Raises CheckpointError, naming the file."""
     try:
         return headers.read(file)
     except headers.HeaderError as error:
-        raise CheckpointError(f"{file} is damaged or no safetensors file: {error}") from error
+        raise CheckpointError(f"{file} is damaged or not a safetensors file: {error}") from error
 
 
 def _agree(path: Path, shards: Iterable[Header], placed: Mapping[str, str]) -> None:
-    """That the index and the shards name the same tensors."""
-    there = {entry.name: shard.file for shard in shards for entry in shard.entries}
+    """Raise CheckpointError unless the index and the shards name the same tensors."""
+    held_by = {entry.name: shard.file for shard in shards for entry in shard.entries}
     for name, file in placed.items():
-        if there.get(name) != file:
-            where = f"it is in {there[name]}" if name in there else "no shard holds it"
+        if held_by.get(name) != file:
+            where = f"it is in {held_by[name]}" if name in held_by else "no shard holds it"
             raise CheckpointError(f"{path / INDEX} places {name} in {file}, and {where}. Download both again")
-    if spare := [name for name in there if name not in placed]:
-        raise CheckpointError(f"{path / there[spare[0]]} holds {spare[0]}, which {INDEX} does not list. Write it again")
+    if spare := [name for name in held_by if name not in placed]:
+        raise CheckpointError(
+            f"{path / held_by[spare[0]]} holds {spare[0]}, which {INDEX} does not list. Write it again"
+        )
 
 
-def _missing(path: Path, name: str, there: list[str], indexed: bool) -> str:
-    if name == SINGLE and ADAPTER in there:
-        return f"{path} holds no {name} but an adapter: convert it with lora_hf_to_dcp"
-    if name == ADAPTER and (SINGLE in there or INDEX in there):
-        return f"{path} holds no {name} but a whole model: convert it with hf_to_dcp"
+def _missing(path: Path, name: str, present: list[str], indexed: bool) -> str:
+    if name == SINGLE and ADAPTER in present:
+        return f"{path} holds an adapter, not {name}: convert it with lora_hf_to_dcp"
+    if name == ADAPTER and (SINGLE in present or INDEX in present):
+        return f"{path} holds a whole model, not {name}: convert it with hf_to_dcp"
     return no_weights(path / name, indexed).removesuffix(".")
 
 
@@ -106,11 +111,11 @@ def to_json(shard: Header) -> dict[str, Any]:
     return {"file": shard.file, "header": shard.text}
 
 
-def from_json(found: Mapping[str, Any]) -> Header:
-    """What `to_json` wrote. Raises CheckpointError for anything else."""
-    text, file = found.get("header"), found.get("file")
+def from_json(noted: Mapping[str, Any]) -> Header:
+    """Read what `to_json` wrote. Raises CheckpointError for anything else."""
+    text, file = noted.get("header"), noted.get("file")
     if not isinstance(text, str) or not isinstance(file, str) or Path(file).name != file:
-        raise CheckpointError(f"{file!r} is no shard of a conversion")
+        raise CheckpointError(f"{file!r} is not a shard of a conversion")
     try:
         return headers.parse(file, text)
     except headers.HeaderError as error:
@@ -119,9 +124,9 @@ def from_json(found: Mapping[str, Any]) -> Header:
 
 @contextmanager
 def mapped(place: Place, dtype: torch.dtype, shape: Iterable[int]) -> Iterator[Tensor]:
-    """The tensor at a place, its bytes mapped from the file for as long as the block runs; nothing else is read.
+    """Map the tensor at a place into memory for the duration of the block; nothing else of the file is read.
 
-    Raises CheckpointError where the place has a checksum and the bytes another.
+    Raises CheckpointError if the place has a checksum and the bytes do not match it.
     """
     shape = tuple(shape)
     if place.size == 0:
@@ -131,28 +136,31 @@ def mapped(place: Place, dtype: torch.dtype, shape: Iterable[int]) -> Iterator[T
     try:
         with safe_read.open_file(place.file, CheckpointError) as opened:
             length = place.offset + place.size - start
-            # Private and writable, as torch wants it; nobody writes, so no page is copied.
+            # Writable, because torch.frombuffer warns about read-only memory. Nothing writes to it, so the private
+            # mapping copies no page.
             view = mmap.mmap(opened.fileno(), length, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE, offset=start)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{place.file} cannot be read: {error}") from error
     flat = torch.frombuffer(view, dtype=torch.uint8, count=place.size, offset=place.offset - start)
     if place.crc is not None and zlib.crc32(memoryview(view)[place.offset - start :]) != place.crc:
         raise CheckpointError(corrupt(place))
+    # Tensors in files of other writers may not be aligned to their dtype: these are copied.
     yield (flat if flat.data_ptr() % dtype.itemsize == 0 else flat.clone()).view(dtype).reshape(shape)
-    del flat  # the map is released with its last tensor
+    del flat  # the mapping is released with its last tensor
 
 
 def pieces(place: Place) -> Iterator[memoryview]:
-    """The bytes at a place, a mebibyte at a time; checked against its checksum once all were given."""
+    """Yield the bytes at a place, a mebibyte at a time. Raises CheckpointError at the end for a wrong checksum."""
     buffer = bytearray(min(_PIECE, max(place.size, 1)))
     view, left, crc = memoryview(buffer), place.size, 0
     try:
         with safe_read.open_file(place.file, CheckpointError, buffering=0) as opened:
             opened.seek(place.offset)
+            raw = cast(io.RawIOBase, opened)  # BinaryIO lacks readinto, which every binary file has
             while left:
-                got = opened.readinto(view[: min(left, len(buffer))]) or 0
+                got = raw.readinto(view[: min(left, len(buffer))]) or 0
                 if not got:
-                    raise CheckpointError(f"{place.file} is cut short: {left} bytes are missing at its end")
+                    raise CheckpointError(f"{place.file} is truncated: {left} bytes are missing at its end")
                 if place.crc is not None:
                     crc = zlib.crc32(view[:got], crc)
                 yield view[:got]
@@ -164,20 +172,21 @@ def pieces(place: Place) -> Iterator[memoryview]:
 
 
 def corrupt(place: Place) -> str:
+    """Return the message for bytes that do not match their checksum."""
     return (
-        f"{place.file} is corrupt between bytes {place.offset} and {place.offset + place.size}: the checksum is not "
-        "the one that was noted when it was written"
+        f"{place.file} is corrupt between bytes {place.offset} and {place.offset + place.size}: the checksum differs "
+        "from the one recorded when it was written"
     )
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A tensor's bytes, row by row."""
+    """Return a tensor's bytes in row-major order."""
     flat = tensor.detach().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+    return flat.view(torch.uint8).numpy().data.cast("B") if flat.numel() else memoryview(b"")
 
 
 def write_all(opened: int, data: bytes | memoryview) -> None:
-    """`os.write` until everything is written."""
+    """Call `os.write`, which may write less than it gets, until everything is written."""
     view = memoryview(data)
     while view:
         view = view[os.write(opened, view) :]

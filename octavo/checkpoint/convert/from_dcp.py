@@ -1,4 +1,4 @@
-"""DCP checkpoints as the Hugging Face folders that they are: what lies where, and the shards written from it."""
+"""Plans how a DCP checkpoint becomes a Hugging Face folder, and writes its shards."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Back:
-    """A DCP checkpoint as a folder to be: its shards, their tensors, the places of bytes that are copied as they lie
-    (None: none such), the folder whose other files are taken along, and their checksums."""
+class FolderPlan:
+    """How a DCP checkpoint is written as a folder.
+
+    shards  the headers of the files to write
+    opens   opens the tensor of an entry
+    place   position of the bytes of an entry that are copied unchanged; None: the tensor is written from its values
+    folder  the folder whose other files are copied
+    sums    checksums of these files; None: not known
+    """
 
     shards: tuple[Header, ...]
     opens: values.Opens
@@ -37,24 +43,24 @@ class Back:
     sums: Mapping[str, Any] | None = None
 
 
-def nowhere(entry: Entry) -> Place | None:
-    """For tensors that are made, or put together: nothing is copied as it lies."""
+def no_place(entry: Entry) -> Place | None:
+    """Return None: the tensors are converted or assembled, so no bytes are copied unchanged."""
     return None
 
 
-def own(directory: Path, manifest: Mapping[str, Any]) -> Back:
-    """What a conversion wrote, laid out as the folder that it was."""
+def plan_converted(directory: Path, manifest: Mapping[str, Any]) -> FolderPlan:
+    """Plan the way back for a conversion, by its manifest."""
     written = {one.name: one for part in manifest["tensors"] for one in map(dcp.Written.from_json, part) if one.name}
     shards = tuple(folders.from_json(shard) for shard in manifest["shards"])
     for shard in shards:
         for entry in shard.entries:
             one = written.get(entry.name)
             if one is None or (one.dtype, one.shape) != (entry.dtype, entry.shape):
-                raise CheckpointError(f"{directory.parent / MANIFEST} does not say where {entry.name} lies")
+                raise CheckpointError(f"{directory.parent / MANIFEST} does not say where {entry.name} is")
     if outside := [name for name in manifest["carried"] if Path(name).name != name]:
         raise CheckpointError(f"{directory.parent / MANIFEST} names {outside[0]!r}, which is outside the conversion")
     carried = directory.parent / CARRIED
-    return Back(
+    return FolderPlan(
         shards,
         lambda entry: mapped(written[entry.name].place(directory), DTYPES[entry.dtype], entry.shape),
         lambda entry: written[entry.name].place(directory),
@@ -63,16 +69,16 @@ def own(directory: Path, manifest: Mapping[str, Any]) -> Back:
     )
 
 
-def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
-    """What somebody else's program wrote, laid out as the folder `like`."""
+def plan_foreign(directory: Path, like: str | Path | None, say: Say) -> FolderPlan:
+    """Plan to write a checkpoint of another program in the form of the folder `like`."""
     if like is None:
         raise CheckpointError(
             f"{directory} was not converted by Octavo, so its configuration, tokenizer and shards are not known. Name "
             "the Hugging Face folder that it was trained from: --like FOLDER"
         )
-    there = Path(like)
-    adapter = (there / folders.ADAPTER).is_file() and not (there / SINGLE).is_file()
-    folder, reader = folders.read_folder(there, adapter), dcp.Reader(directory)
+    like_folder = Path(like)
+    adapter = (like_folder / folders.ADAPTER).is_file() and not (like_folder / SINGLE).is_file()
+    folder, reader = folders.read_folder(like_folder, adapter), dcp.Reader(directory)
     wanted = {entry.name: entry for shard in folder.shards for entry in shard.entries}
     keys = _match(wanted, set(reader.keys()), directory)
     shards = []
@@ -82,14 +88,15 @@ def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
             dtype, shape = reader.describe(keys[entry.name])
             if shape not in (entry.shape, dcp.stored_shape(entry.name, entry.shape)):
                 raise CheckpointError(
-                    f"{directory}: {keys[entry.name]} has shape {list(shape)}, and {there} has {list(entry.shape)} "
-                    "there: it was trained from another model"
+                    f"{directory}: {keys[entry.name]} has shape {list(shape)}, and {like_folder} has "
+                    f"{list(entry.shape)}: it was trained from another model"
                 )
             tensors.append((entry.name, dtype, entry.shape))
+        # With unchanged dtypes the header is copied verbatim, so that an untrained shard keeps its bytes.
         same = all(dtype == entry.dtype for (_, dtype, _), entry in zip(tensors, shard.entries, strict=True))
         shards.append(shard if same else compose(shard.file, tensors))
     if spare := sorted(set(reader.keys()) - set(keys.values())):
-        say(f"passed over, because {there} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
+        say(f"skipped, because {like_folder} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
     say("not converted by Octavo: there are no checksums to compare")
 
     @contextmanager
@@ -97,16 +104,17 @@ def foreign(directory: Path, like: str | Path | None, say: Say) -> Back:
         with reader.tensor(keys[entry.name]) as tensor:
             if fp8.find_nonfinite([(entry.name, tensor)]):
                 raise CheckpointError(
-                    f"{directory}: {keys[entry.name]} holds NaN or infinity, and a model that does answers with NaN: "
-                    "nothing is written of it. Convert an earlier checkpoint"
+                    f"{directory}: {keys[entry.name]} holds NaN or infinity, and such a model answers with NaN: "
+                    "nothing is written. Convert an earlier checkpoint"
                 )
             yield tensor.reshape(entry.shape)
 
-    return Back(tuple(shards), opens, nowhere, folder)
+    return FolderPlan(tuple(shards), opens, no_place, folder)
 
 
 def _match(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, str]:
-    """name -> key, by the one way of naming that finds the most. Raises CheckpointError for names without a key."""
+    """Return name -> key, by the naming scheme that matches most names. Raises CheckpointError for names without a
+    key."""
     ways: tuple[Callable[[str], str], ...] = (
         lambda name: f"model.{name}",
         lambda name: name,
@@ -115,13 +123,13 @@ def _match(wanted: Iterable[str], keys: set[str], directory: Path) -> dict[str, 
     )
     wanted = list(wanted)
     way = max(ways, key=lambda way: sum(way(name) in keys for name in wanted))
-    found = {name: way(name) for name in wanted}
-    if lacking := [name for name, key in found.items() if key not in keys]:
+    key_of = {name: way(name) for name in wanted}
+    if lacking := [name for name, key in key_of.items() if key not in keys]:
         raise CheckpointError(
-            f"{directory} lacks {len(lacking)} of {len(wanted)} tensors, first {found[lacking[0]]} (for {lacking[0]}); "
-            f"it holds such keys as {min(keys, default='none')}: it was trained from another model"
+            f"{directory} lacks {len(lacking)} of {len(wanted)} tensors, first {key_of[lacking[0]]} (for "
+            f"{lacking[0]}); its keys look like {min(keys, default='none')}: it was trained from another model"
         )
-    return found
+    return key_of
 
 
 def write_shard(
@@ -132,7 +140,7 @@ def write_shard(
     stop: threading.Event,
     advance: Callable[[int], None],
 ) -> list[int]:
-    """Write one safetensors file, forced to the disk; the CRC-32 of each tensor."""
+    """Write one safetensors file, forced to the disk. Returns the CRC-32 of each tensor."""
     sums = []
     with open(file, "wb", buffering=0) as out:
         folders.write_all(out.fileno(), shard.head)
@@ -140,6 +148,7 @@ def write_shard(
             if stop.is_set():
                 break
             where = place(entry)
+            # Bytes with a known CRC-32 are copied without building a tensor.
             if where is not None and where.crc is not None:
                 for piece in folders.pieces(where):
                     folders.write_all(out.fileno(), piece)
@@ -154,8 +163,8 @@ def write_shard(
     return sums
 
 
-def holds(file: Path, shard: Header, sums: Any) -> bool:
-    """Whether a finished file is still what was written."""
+def is_intact(file: Path, shard: Header, sums: Any) -> bool:
+    """Whether a finished file is unchanged."""
     head = shard.head
     try:
         with open(file, "rb") as opened:

@@ -1,4 +1,4 @@
-"""conversion.json: what a conversion noted beside the DCP checkpoint that it made."""
+"""conversion.json: what a conversion records about the DCP checkpoint that it wrote."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ MANIFEST, CARRIED, FORMAT = "conversion.json", "hf", "octavo-conversion-1"
 
 
 def write_manifest(
-    made: Path, command: str, options: Mapping[str, Any], shards: Iterable[Header], written: list[list[dcp.Written]]
+    directory: Path,
+    command: str,
+    options: Mapping[str, Any],
+    shards: Iterable[Header],
+    written: list[list[dcp.Written]],
 ) -> None:
     document = {
         "format": FORMAT,
@@ -23,13 +27,13 @@ def write_manifest(
         "options": dict(options),
         "shards": [folders.to_json(shard) for shard in shards],
         "tensors": [[one.to_json() for one in part] for part in written],
-        "carried": {file.name: fingerprint(file) for file in sorted((made / CARRIED).iterdir())},
+        "carried": {file.name: fingerprint(file) for file in sorted((directory / CARRIED).iterdir())},
     }
-    write_sealed(made / MANIFEST, document)
+    write_sealed(directory / MANIFEST, document)
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """What `write_manifest` wrote beside a DCP checkpoint; None where nobody did."""
+    """Read what `write_manifest` wrote for a DCP checkpoint; None if there is no manifest."""
     file = directory.parent / MANIFEST
     if directory.name != dcp.RELEASE or not file.is_file():
         return None

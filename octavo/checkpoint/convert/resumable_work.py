@@ -1,12 +1,12 @@
-"""Work that takes long and may be killed: what is finished is kept, and the result appears whole or not at all.
+"""Long work that survives a kill: finished parts are kept, and the result appears complete or not at all.
 
-    NAME.converting/         beside NAME while it is not finished; the same command goes on where it was
-        task.json            what is being made of what: another task is not mixed with it
-        finished/3.json      part 3 is written, on the disk, and this is what is in it
-        made/                what becomes NAME, by one rename, once everything in it has reached the disk
-        lock                 held by the process at work
+    NAME.converting/         next to NAME until it is finished; the same command continues from it
+        task.json            source and options, so that another task does not continue it
+        finished/3.json      part 3 is on the disk, with this description
+        made/                renamed to NAME once everything in it has reached the disk
+        lock                 held by the working process
 
-A machine that lost power leaves at most parts without their note, which are made again.
+A power failure leaves at most parts without their description, which are written again.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Work:
         self._finished = self.aside / "finished"
 
     def finished(self, part: int) -> Any:
-        """The note of a part that is finished, or None. One that cannot be read was never finished."""
+        """Return the note of a finished part, or None. A note that cannot be read was never finished."""
         try:
             return json.loads((self._finished / f"{part}.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -51,11 +51,11 @@ class Work:
         atomic_write.write_text(self._finished / f"{part}.json", json.dumps(note))
 
     def forget(self, part: int) -> None:
-        """A part that turned out damaged is made again."""
+        """Delete the note of a damaged part, so that it is written again."""
         (self._finished / f"{part}.json").unlink(missing_ok=True)
 
     def publish(self) -> None:
-        """Everything is made: it becomes the target, and what was beside it goes."""
+        """Rename the finished result to the target and delete the rest of the working folder."""
         atomic_write.sync_tree(self.made)
         self._refuse_target()
         atomic_write.swap(self.made, self.target)
@@ -65,17 +65,15 @@ class Work:
         if self.target.exists():
             if self.aside.is_dir() and not self.made.exists():  # killed after the rename: it was finished
                 shutil.rmtree(self.aside)
-            raise CheckpointError(
-                f"{self.target} exists, and nothing is overwritten. Name another directory, or delete it"
-            )
+            raise CheckpointError(f"{self.target} exists and is not overwritten. Name another directory, or delete it")
 
 
 @contextmanager
 def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
-    """Begin a task, or go on with it. `task`: JSON that says what is made of what.
+    """Begin a task, or continue it. `task`: JSON that identifies the task by its source and options.
 
-    Raises CheckpointError where the target exists, where another process is at it or another task was begun, and for
-    what the disk refuses while the block runs; what is finished is kept.
+    Raises CheckpointError if the target exists, if another process works on it, if another task was begun for it, and
+    if the disk is full while the block runs. Finished parts are kept.
     """
     work = Work(target)
     work._refuse_target()
@@ -85,7 +83,7 @@ def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                raise CheckpointError(f"another process is at work in {work.aside}; wait until it has ended") from None
+                raise CheckpointError(f"another process is working in {work.aside}; wait until it has ended") from None
             _same_task(work, task)
             work.made.mkdir(exist_ok=True)
             work._finished.mkdir(exist_ok=True)
@@ -105,19 +103,19 @@ def _same_task(work: Work, task: dict[str, Any]) -> None:
     file = work.aside / "task.json"
     known = json.loads(json.dumps(task))
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        begun = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         atomic_write.write_text(file, json.dumps(known))
         return
-    if found != known:
-        keys = [key for key in known if not isinstance(found, dict) or found.get(key) != known[key]]
+    if begun != known:
+        keys = [key for key in known if not isinstance(begun, dict) or begun.get(key) != known[key]]
         raise CheckpointError(
-            f"{work.aside} holds the beginnings of another conversion (not the same: {', '.join(keys) or 'options'}). "
-            "Finish it with the command and the source that began it, or delete that directory"
+            f"{work.aside} holds an unfinished conversion that differs in {', '.join(keys) or 'options'}. "
+            "Finish it with the same command and source, or delete that directory"
         )
 
 
-def all_parts(
+def write_parts(
     work: Work,
     sizes: Sequence[int],
     write: Callable[[int, threading.Event, Advance], Any],
@@ -126,19 +124,19 @@ def all_parts(
     say: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> int:
-    """Write every part that is not finished and whole, several at a time; how many were.
+    """Write every part that is not finished yet, several at a time. Returns how many had been finished.
 
     sizes     bytes of each part
-    write     (part, whether to stop, what to call with bytes written) -> its note; its files are on the disk then
-    whole     (part, note) -> whether they are there still, and as they were written
-    progress  called with bytes done and bytes in all
+    write     (part, event to stop, callback for bytes written) -> note; returns once its files are on the disk
+    whole     (part, note) -> whether its files still exist and are unchanged
+    progress  called with bytes done and total bytes
     """
     total, lock, stop = sum(sizes), threading.Lock(), threading.Event()
     done = 0
 
     def advance(n: int) -> None:
         nonlocal done
-        with lock:
+        with lock:  # workers call this concurrently
             done += n
             progress(done, total)
 
@@ -150,15 +148,15 @@ def all_parts(
         else:
             work.forget(part)
             due.append(part)
-    if kept := len(sizes) - len(due):
-        say(f"goes on where it was: {kept} of {len(sizes)} files are finished and whole")
+    if resumed := len(sizes) - len(due):
+        say(f"continues: {resumed} of {len(sizes)} files are finished and intact")
 
     def make(part: int) -> None:
         note = write(part, stop, advance)
         if not stop.is_set():
             work.finish(part, note)
 
-    due.sort(key=lambda part: -sizes[part])  # so that no long one is left for the end
+    due.sort(key=lambda part: -sizes[part])  # longest first, so that no single long part is left at the end
     with ThreadPoolExecutor(min(workers or WORKERS, max(1, len(due)))) as pool:
         futures = [pool.submit(make, part) for part in due]
         try:
@@ -168,4 +166,4 @@ def all_parts(
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
-    return kept
+    return resumed

@@ -1,4 +1,4 @@
-"""What the tensors of a conversion are made of: bytes as they are, or values in BF16 where that was asked for."""
+"""The tensors of a conversion: their bytes unchanged, or their values in BF16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Opens = Callable[[Entry], AbstractContextManager[Tensor]]
 
 
 def of_folder(folder: Folder) -> Opens:
-    """The tensors of a folder's shards, their bytes mapped."""
+    """Return a function that opens the tensors of a folder's shards, mapped into memory."""
     places = {entry.name: folder.place(shard, entry) for shard in folder.shards for entry in shard.entries}
 
     def opens(entry: Entry) -> AbstractContextManager[Tensor]:
@@ -33,13 +33,13 @@ def of_folder(folder: Folder) -> Opens:
 def in_bf16(
     shards: Iterable[Header], opens: Opens, quantization: Quantization | None, where: Path
 ) -> tuple[tuple[Header, ...], Opens]:
-    """The same shards with every floating-point tensor in BF16: FP8 codes times their scales, which then go.
+    """Return the shards with every floating-point tensor in BF16; FP8 weights are dequantized, and scales left out.
 
     Raises CheckpointError and ModelError for codes whose scales are missing, damaged or do not fit, naming tensor and
-    file: to cast codes without them would be garbage that looks like weights.
+    file: codes cast without their scales would be garbage that looks like weights.
     """
     shards = tuple(shards)
-    there = {entry.name: entry for shard in shards for entry in shard.entries}
+    entries = {entry.name: entry for shard in shards for entry in shard.entries}
     scales = scales_of(shards, quantization, where)
     gone = {scale.name for _, scale in scales.values()}
     gone |= {f"{name.removesuffix('.weight')}.input_scale" for name in scales}
@@ -47,56 +47,57 @@ def in_bf16(
     def written(entry: Entry) -> tuple[str, str, tuple[int, ...]]:
         return entry.name, "BF16" if DTYPES[entry.dtype].is_floating_point else entry.dtype, entry.shape
 
-    made = tuple(
+    headers = tuple(
         compose(shard.file, [written(entry) for entry in shard.entries if entry.name not in gone]) for shard in shards
     )
 
     @contextmanager
     def opens_bf16(entry: Entry) -> Iterator[Tensor]:
-        with opens(there[entry.name]) as tensor:
+        with opens(entries[entry.name]) as tensor:
             if entry.name not in scales:
                 yield tensor.to(DTYPES[entry.dtype])
                 return
             assert quantization is not None
             codes, scale = scales[entry.name]
-            with opens(there[scale.name]) as read:
+            with opens(entries[scale.name]) as read:
                 check_codes(tensor, codes)
                 values = scale_values(read, scale, quantization)
+                # Scales of 1 everywhere suggest that the codes were cast without scales.
                 if bool((values == 1).all()):
                     check_ones(tensor, scale, codes)
                 yield _decoded(tensor, values, quantization)
 
-    return tuple(shard for shard in made if shard.entries), opens_bf16
+    return tuple(shard for shard in headers if shard.entries), opens_bf16
 
 
 def scales_of(
     shards: Iterable[Header], quantization: Quantization | None, where: Path
 ) -> dict[str, tuple[Stored, Stored]]:
-    """Codes and their scales, by the codes' name; from headers alone.
+    """Return (codes, scales) by the codes' name. Only headers are read.
 
-    Raises ModelError, naming tensor and file, where codes have no scales or scales that do not fit, and where a scale
-    stands beside no codes; CheckpointError where the skip list of config.json says that codes are values.
+    Raises ModelError, naming tensor and file, for codes without scales or with scales that do not fit, and for a scale
+    without codes; CheckpointError for codes in a layer that config.json lists as not quantized.
     """
     stored = {
         entry.name: Stored(entry.name, where / shard.file, DTYPES[entry.dtype], entry.shape, entry.begin)
         for shard in shards
         for entry in shard.entries
     }
-    found = {}
+    scaled = {}
     for name, scale in pair(stored.values(), quantization, where).scales.items():
         assert quantization is not None
         grid_of(scale, stored[name], quantization)
         if not quantization.covers(name.removesuffix(".weight")):
             raise CheckpointError(
-                f"{stored[name].file}: {name} is in FP8, and by config.json that layer is not quantized. Correct the "
-                "list, or make the folder again"
+                f"{stored[name].file}: {name} is in FP8, but config.json lists that layer as not quantized. Correct "
+                "the list, or write the folder again"
             )
-        found[name] = stored[name], scale
-    return found
+        scaled[name] = stored[name], scale
+    return scaled
 
 
 def _decoded(codes: Tensor, scales: Tensor, quantization: Quantization) -> Tensor:
-    """codes [N, K] or [E, N, K] times their scales, in BF16."""
+    """Dequantize codes [N, K] or [E, N, K] with their scales, to BF16."""
     matrices = codes.reshape(-1, *codes.shape[-2:])
     scales = scales.reshape(-1, *quantization.grid(*codes.shape[-2:]))
     out = torch.empty(matrices.shape, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Model folders that every server loads, in BF16 or FP8: `octavo export`."""
+"""`octavo export`: writes model folders in BF16 or FP8 that every server loads."""
 
 from octavo.checkpoint.export.export import LARGEST, Exported, Progress, check_target, export
 

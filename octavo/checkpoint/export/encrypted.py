@@ -1,8 +1,8 @@
-"""Safetensors files that are encrypted as their values come, in the order that was laid out.
+"""Safetensors files that are encrypted while their values arrive, in a fixed order.
 
-An encrypted file is written from its beginning to its end and never gone back in: a chunk that is written twice would
-use a nonce twice. So values have one order, a file has one writer, and each rank writes files of its own; elements of
-one width to a file, so that every tensor is aligned to its own without another order.
+An encrypted file is written sequentially and nothing in it is written twice, because a chunk written twice would reuse
+its nonce. So values must come in the order of the layout, and each rank writes separate files. All tensors of a file
+have the same element size, so that they are aligned without sorting.
 """
 
 from __future__ import annotations
@@ -22,8 +22,12 @@ from octavo.models.folder.headers import WORDS, Header, compose, index_of
 
 
 class EncryptedShards:
-    """As `export.files.Shards`, for values that come in the order of `tensors`. `owners`: tensor -> the rank that
-    writes it; `rank`: this process's; `folder`: that they are bound to."""
+    """Like `export.files.Shards`, for values that come in the order of `tensors`.
+
+    owners  tensor -> the rank that writes it
+    rank    the rank of this process
+    folder  the encrypted folder that the files belong to
+    """
 
     def __init__(
         self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
@@ -32,7 +36,7 @@ class EncryptedShards:
         self._directory, self._rank, self._folder = directory, rank, folder
         self._shards: list[list[Planned]] = []
         self._owner: list[int] = []
-        begun: dict[tuple[int, int], tuple[int, int]] = {}  # of a rank and a width: the file, and room in it
+        begun: dict[tuple[int, int], tuple[int, int]] = {}  # (rank, element size) -> (its open file, bytes left in it)
         for planned in tensors:
             key, size = (owners[planned[0]], planned[1].itemsize), nbytes(planned[1], planned[2])
             number, left = begun.get(key, (0, -1))
@@ -49,7 +53,7 @@ class EncryptedShards:
         self._open: dict[int, encryption.Writer] = {}
 
     def open(self, create: bool = True) -> None:
-        """Nothing yet: each file is made by its writer, with its first tensor."""
+        """Do nothing: the writing rank creates each file with its first tensor."""
 
     def close(self) -> None:
         for writer in self._open.values():
@@ -57,7 +61,7 @@ class EncryptedShards:
         self._open.clear()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor behind the one before it."""
+        """Append a tensor. Raises AssertionError if it is not the next one of its file."""
         number = self._place[name]
         shard = self._shards[number]
         planned = shard[self._next[number]]
@@ -78,16 +82,16 @@ class EncryptedShards:
             self._open.pop(number).out.close()
 
     def flush(self) -> None:
-        """Raises CheckpointError if a tensor of this rank's never came."""
+        """Raise CheckpointError if a tensor of this rank was not written."""
         for number, shard in enumerate(self._shards):
             if self._owner[number] == self._rank and self._next[number] < len(shard):
                 raise CheckpointError(
-                    f"{len(shard) - self._next[number]} tensors of the model never came, first "
-                    f"{shard[self._next[number]][0]}: the weights are not those of this model's configuration"
+                    f"{len(shard) - self._next[number]} tensors of the model are missing, first "
+                    f"{shard[self._next[number]][0]}: the weights do not match this model's configuration"
                 )
 
     def write_index(self) -> None:
-        """The list of what is where, of several files."""
+        """Write the index if there are several files."""
         if len(self._shards) > 1:
             self._folder.put(self._directory / INDEX, index_of(self._headers).encode())
 

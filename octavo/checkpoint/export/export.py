@@ -1,19 +1,19 @@
-"""Model folders that every server loads, in BF16 or FP8: `octavo export`.
+"""`octavo export`: writes model folders in BF16 or FP8 that every server loads.
 
     format        on disk                                             for
     bf16          values in BF16                                      everything
     fp8-block     DeepSeek's layout: codes, and `weight_scale_inv`    vLLM, SGLang, transformers, trainers
                   for blocks of 128 x 128
-    fp8-dynamic   compressed-tensors: one `weight_scale` a row        vLLM, SGLang, transformers; every shape
-    fp8-tensor    compressed-tensors: one a tensor, shared by q, k    the same
+    fp8-dynamic   compressed-tensors: one `weight_scale` per row      vLLM, SGLang, transformers; every shape
+    fp8-tensor    compressed-tensors: one per tensor, shared by q, k  the same
                   and v and by gate and up
 
-What was trained is what is written: where a weight has codes in the format's blocks they go into the file as they are.
-Where not, it is cast by the format's own cast (`fp8.weights.FROZEN`), from the parameter where there is one, else from
-the values of its codes; both are counted, with their error.
+The export keeps the trained codes: if a weight has codes in the blocks of the format, they are written unchanged.
+Otherwise the weight is cast with the format's own cast (`fp8.weights.FROZEN`), from the parameter if there is one, else
+from the values of its codes; both cases are counted, with their error.
 
-Values come one at a time and go to their places at once, so that a group of matrices that share a scale is the most
-that is held. The folder appears whole or not at all.
+Values arrive one at a time and are written at once, so at most one group of matrices that share a scale is in memory.
+The folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -47,30 +47,30 @@ from octavo.models.folder.chat import check_template
 from octavo.models.folder.folder import at, check_companions, companions
 from octavo.models.folder.quantization import to_config
 from octavo.models.processors import stop_tokens
-from octavo.models.processors.companions import write_beside
+from octavo.models.processors.companions import write_companions
 from octavo.models.processors.stop_tokens import EndToken
 
-LARGEST = 5 * 10**9
-_TINY = 2.0**-100  # below this amax a block has the scale 1 (NUMERICS)
+LARGEST = 5 * 10**9  # bytes of a file, the default of transformers
+_TINY = 2.0**-100  # below this amax a block has the scale 1 (docs/numerics.md)
 
-Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what was written last
-#: (parameter, expert or None, rows or None, the final value): codes [N, K] as they are written, of which rows of the
-#: parameter (of that expert); or the whole parameter in high precision as it is stored, in the dtype that is written
+Progress = Callable[[int, int, str], None]  # bytes done, total bytes, name of the tensor written last
+#: called with (parameter, expert or None, rows or None, value): for FP8 the codes [N, K] of these rows of the parameter
+#: (of that expert), as they are written; else the whole parameter, as it is stored, in the dtype that is written
 Written = Callable[[str, int | None, tuple[int, int] | None, Tensor | fp8.Quantized], None]
 
 
 @dataclass
 class Kind:
-    """Tensors whose names differ in numbers alone.
+    """Statistics of the tensors whose names differ only in numbers.
 
-    count, bytes   of the tensors, scales included
+    count, bytes   number and bytes of the tensors, including scales
     fp8            whether they are codes and scales
-    kept           how many hold the very codes that the model computes with
-    refit          cast from the parameter though the model has codes, which are in other blocks
-    cast           cast from values in high precision
-    recast         cast again from the values of codes in other blocks: their error comes on top
-    relative       the largest |written - value| / |value| of a tensor, norms; None where nothing was rounded to FP8
-    largest        the largest error of an element, as a part of its tensor's largest value
+    kept           how many have exactly the codes that the model computes with
+    refit          how many were cast from the parameter because the model's codes are in other blocks
+    cast           how many were cast from values in high precision
+    recast         how many were cast from the values of codes in other blocks, so that both errors add up
+    relative       largest |written - value| / |value| of a tensor, in norms; None if nothing was rounded to FP8
+    largest        largest error of an element, relative to the largest value of its tensor
     """
 
     count: int = 0
@@ -86,12 +86,12 @@ class Kind:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The outcome of an export.
 
-    kinds    tensors by name, numbers replaced by "*"
-    skipped  why layers stay in BF16 -> how many
-    opened   layers that compute with codes and are written in BF16, by component
-    end      the token by which the chat template ends answers, where generation_config.json got it
+    kinds    name with numbers replaced by "*" -> statistics of these tensors
+    skipped  why layers stay in BF16 -> number of layers
+    opened   component -> number of layers that compute with codes and are written in BF16
+    end      the token that ends answers in the chat template, if the export added it to generation_config.json
     """
 
     directory: Path
@@ -105,7 +105,7 @@ class Exported:
     end: EndToken | None = None
 
     def total(self, what: str) -> int:
-        """Of "count", "kept", "refit", "cast" or "recast"."""
+        """Return the sum over all tensors of "count", "kept", "refit", "cast" or "recast"."""
         return sum(getattr(kind, what) for kind in self.kinds.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -127,12 +127,12 @@ class Exported:
         }
 
     def sentences(self) -> list[str]:
-        """For people."""
+        """Return the outcome as sentences for the user."""
         size = f"{self.bytes / 1e9:.2f} GB" if self.bytes >= 1e8 else f"{self.bytes / 1e6:.2f} MB"
         tensors, files = self.total("count"), _count(len(self.files), "file")
         lines = [f"wrote {self.directory}: {self.format}, {tensors} tensors, {size} in {files}"]
         words = {
-            "kept": "the very codes that the model computes with",
+            "kept": "exactly the codes that the model computes with",
             "refit": "cast from the parameters, because the model's codes are in other blocks",
             "cast": "cast from high precision",
             "recast": "cast again from the values of codes in other blocks, so rounded twice",
@@ -142,8 +142,8 @@ class Exported:
                 lines.append(f"{_count(count, 'FP8 weight')}: {meaning}{self._error(what)}")
         lines += [f"{_count(count, 'layer')} in BF16: {reason}" for reason, count in self.skipped.items()]
         for component, count in self.opened.items():
-            asked = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
-            include = f"; --include {component} keeps codes" if asked else ""
+            includable = any(reason.startswith(f"part of the {component} ") for reason in self.skipped)
+            include = f"; --include {component} keeps codes" if includable else ""
             lines.append(f"{_count(count, 'weight')} of the {component} with codes, written in BF16{include}")
         if self.end is not None:
             lines.append(
@@ -177,53 +177,53 @@ def export(
     """Write a model folder.
 
     Args:
-        values: (name, value) of every parameter and persistent buffer of the stock model, once, in any order, tied
-            ones once or twice: tensors in high precision, `fp8.Quantized` codes ([N, K], or [E, N, K] for experts), or
-            :class:`Trained`. They are taken one at a time.
-        source: the model folder that configuration, tokenizer and processor come from; of one that is stored in three
-            folders one is made, which is what servers read.
-        directory: new, empty, or an earlier export, which is replaced where it holds nothing else.
+        values: (name, value) of every parameter and persistent buffer of the stock model, once, in any order; tied
+            ones once or twice. A value is a tensor in high precision, `fp8.Quantized` codes ([N, K], or [E, N, K] for
+            experts), or :class:`Trained`. They are consumed one at a time.
+        source: the model folder that provides configuration, tokenizer and processor; one that is stored in three
+            folders is exported as one, because servers read that form.
+        directory: a new or empty directory, or an earlier export, which is replaced if it holds nothing else.
         format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
-        include: components to be in FP8 beside the foundation.
-        largest: bytes of a file at most; a tensor above that has its own.
-        device: where casts run; None: where the values are.
+        include: components that are written in FP8 in addition to the foundation.
+        largest: maximum bytes of a file; a larger tensor gets a file of its own.
+        device: device of the casts; None: the device of the values.
         protect: folders that the values come from, which must not be replaced.
-        say: called with the outcome, for people.
-        progress: called with bytes done, bytes in all, and the tensor written last.
-        written: called with everything before it goes to its file (:data:`Written`); what it raises ends the export,
-            which leaves nothing.
+        say: called with sentences about the outcome.
+        progress: called with bytes done, total bytes, and the tensor written last.
+        written: called with each value before it is written (:data:`Written`); an exception ends the export, which
+            then leaves no files.
 
-    Raises CheckpointError for a directory that must not be replaced, values that are not this model's, a NaN or an
-    infinity (with the tensor's name), and what the format cannot hold; ModelError for the source or a full disk. In
-    every case `directory` is as it was.
+    Raises CheckpointError for a directory that must not be replaced, values of another model, a NaN or an infinity
+    (with the tensor's name), and values that the format cannot hold; ModelError for the source or a full disk. After an
+    error `directory` is unchanged.
     """
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
-    check_companions(source, copied=True)  # before an hour's work
+    check_companions(source, copied=True)  # before the weights, which may take an hour
     if at(source, "tokenizer.json").is_file() and any(file.match("chat_template*") for file in companions(source)):
         check_template(models.load_tokenizer(source), source)
     stop_tokens.unstated_end(source)  # refuses the tokenizer of another model
     plan = layouts.layout(source, format, include)
-    with atomic_write.folder(target, CheckpointError) as made, Shards(made, plan.tensors(), largest) as shards:
-        _enough_room(made, target, shards.total)
+    with atomic_write.folder(target, CheckpointError) as folder, Shards(folder, plan.tensors(), largest) as shards:
+        _check_free_space(folder, target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
             writer.take(name, value)
         writer.finish()
         shards.finish()
         quantization = None if plan.quantization is None else to_config(plan.quantization)
-        end = write_beside(source, made, torch.bfloat16, quantization)
+        end = write_companions(source, folder, torch.bfloat16, quantization)
         done = Exported(
             target, format, plan.family, tuple(shards.names), shards.total, writer.kinds,
             dict(Counter(plan.skipped.values()) if plan.kind else {}), dict(writer.opened), end,
         )  # fmt: skip
         shards.close()
-        sums = {file.name: sha256(file) for file in sorted(made.iterdir())}
+        sums = {file.name: sha256(file) for file in sorted(folder.iterdir())}
         document = {"octavo_export": 1, **done.to_json(), "directory": target.name, "sha256": sums}
         document[OWN] = note_digest(json.loads(json.dumps(document)))
-        (made / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        atomic_write.sync_tree(made)
-        check_target(target, [])  # it took a while: what came meanwhile is not the earlier export's
+        (folder / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        atomic_write.sync_tree(folder)
+        check_target(target, [])  # again, because files may have been added during the export
     for sentence in done.sentences():
         say(sentence)
     return done
@@ -233,9 +233,9 @@ def check_target(target: Path, sources: Iterable[Path]) -> None:
     """Refuse a directory that an export must not replace. Raises CheckpointError."""
     target_folder.check_target(target, CheckpointError)
     for source in sources:
-        here, there = target.resolve(), source.resolve()
-        if here == there or here in there.parents:
-            what = "the very folder" if here == there else "a folder above the one"
+        replaced, exported = target.resolve(), source.resolve()
+        if replaced == exported or replaced in exported.parents:
+            what = "the folder" if replaced == exported else "a folder above the one"
             raise CheckpointError(f"{target} is {what} that is exported ({source}); name another directory")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"{target} is a file; name a directory that is new, empty, or an earlier export")
@@ -244,19 +244,19 @@ def check_target(target: Path, sources: Iterable[Path]) -> None:
     if not (target / MARKER).is_file():
         names = ", ".join(map(printable, target_folder.contents(target)[:3]))
         raise CheckpointError(
-            f"{target} is not empty ({names}) and is no earlier export: it has no {MARKER}. Name a directory that is "
-            "new, or delete this one; nothing is overwritten"
+            f"{target} is not empty ({names}) and is not an earlier export: it has no {MARKER}. Name a new directory, "
+            "or delete this one; nothing is overwritten"
         )
     if foreign := _foreign(target):
         raise CheckpointError(
-            f"{target} is an earlier export, which would be replaced, and that export did not write "
-            f"{', '.join(foreign[:3])} as it is now. Move it away, or name another directory; nothing is deleted"
+            f"{target} is an earlier export, which would be replaced, but {', '.join(foreign[:3])} in it is not as "
+            "that export wrote it. Move it away, or name another directory; nothing is deleted"
         )
 
 
 def _foreign(target: Path) -> list[str]:
-    """What in an earlier export's folder is not as that export wrote it: other names, and small files that were edited.
-    Without sums names alone are compared."""
+    """Return the entries of an earlier export's folder that are not as that export wrote them: other names, and files
+    that were edited. Weights, and files of an export without checksums, are compared only by name."""
     note = read_note(target)
     sums: Mapping[str, str] = note["sha256"]
     wrote = {MARKER, *(sums or compat.names_in_export(note, target))}
@@ -269,17 +269,17 @@ def _foreign(target: Path) -> list[str]:
     return strange
 
 
-def _enough_room(made: Path, target: Path, size: int) -> None:
-    free = shutil.disk_usage(made).free
+def _check_free_space(directory: Path, target: Path, size: int) -> None:
+    free = shutil.disk_usage(directory).free
     if free < size:
         raise CheckpointError(
-            f"{target} would take {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that disk. Nothing was "
+            f"{target} needs {size / 1e9:.2f} GB, and {free / 1e9:.2f} GB are free on that disk. Nothing was "
             "written; free some space, or export to another disk"
         )
 
 
 class _Writer:
-    """Takes values, makes tensors of them as the layout says, and writes those."""
+    """Takes values, converts them to the tensors of the layout, and writes these."""
 
     def __init__(
         self,
@@ -299,54 +299,54 @@ class _Writer:
         self._seen: set[str] = set()
         self._sharing = Counter(m.shares for ms in plan.matrices.values() for m in ms)
         self._waiting: dict[str, list[tuple[Matrix, Tensor | None, Any]]] = {}
-        self._together: dict[str, Tensor] = {}  # parameters that wait for those they are converted with
+        self._together: dict[str, Tensor] = {}  # parameters that wait for others that they are converted with
 
     def take(self, name: str, value: Value) -> None:
         if name in self.plan.names.tied:
             return
         if name not in self.plan.together or name in self._seen:
             why = "came twice" if name in self._seen else f"is unknown to the model of {self.source}"
-            raise CheckpointError(f"{name} {why}: the weights are not those of the source's model")
+            raise CheckpointError(f"{name} {why}: the weights do not match the source's model")
         self._seen.add(name)
         self._check(name, value)
         if name not in self.plan.matrices:
-            self._plain(name, value)
+            self._write_plain(name, value)
             return
         for m in self.plan.matrices[name]:
             values, codes = part(value, m.slot, m.rows, name in self.plan.stored)
             if self.plan.kind != "tensor":
-                self._fp8(m, values, codes, None)
+                self._write_fp8(m, values, codes, None)
                 continue
             together = self._waiting.setdefault(m.shares, [])
             together.append((m, values, codes))
             if len(together) == self._sharing[m.shares]:
-                self._shared(self._waiting.pop(m.shares))
+                self._write_shared(self._waiting.pop(m.shares))
 
     def finish(self) -> None:
         if missing := [name for name in self.plan.together if name not in self._seen]:
             raise CheckpointError(
-                f"{len(missing)} parameters of the model never came, first {missing[0]}: the weights are not those of "
+                f"{len(missing)} parameters of the model are missing, first {missing[0]}: the weights do not match "
                 f"the model of {self.source}"
             )
 
     def _check(self, name: str, value: Value) -> None:
-        """That a value has the parameter's shape, and no NaN or infinity."""
+        """Raise CheckpointError for a value of another shape than the parameter's, and for NaN or infinity."""
         shape = tuple(self.plan.names.weights[name].shape)
         values = value.values if isinstance(value, Trained) else value
         if isinstance(values, Tensor):
-            found, wanted = tuple(values.shape), shape
+            actual, wanted = tuple(values.shape), shape
             bad = values.is_meta or (values.is_floating_point() and not bool(torch.isfinite(values).all()))
         else:
-            found = tuple(values.data.shape)
+            actual = tuple(values.data.shape)
             wanted = (*shape[:-2], shape[-1], shape[-2]) if name in self.plan.stored else shape
             scale = values.scale.float()
-            nan = (values.data.view(torch.uint8) & 0x7F) == 0x7F
+            nan = (values.data.view(torch.uint8) & 0x7F) == 0x7F  # E4M3: all bits but the sign set
             bad = bool(nan.any()) or not bool((torch.isfinite(scale) & (scale > 0)).all())
-        if found != wanted:
-            raise CheckpointError(f"{name} has shape {list(found)}, and the model of {self.source} {list(wanted)}")
+        if actual != wanted:
+            raise CheckpointError(f"{name} has shape {list(actual)}, and the model of {self.source} {list(wanted)}")
         if bad:
             plain = isinstance(values, Tensor)
-            what = "NaN or an infinity" if plain else "a NaN code, or a scale that is no multiplier"
+            what = "NaN or an infinity" if plain else "a NaN code, or a scale that is not finite and positive"
             raise CheckpointError(
                 f"{name} holds {what}; nothing was written. A model that holds one answers with NaN: export an earlier "
                 "checkpoint (--step), or look in metrics.jsonl for the step that broke it"
@@ -354,11 +354,11 @@ class _Writer:
 
     # High precision -------------------------------------------------------------------------------------------------
 
-    def _plain(self, name: str, value: Value) -> None:
+    def _write_plain(self, name: str, value: Value) -> None:
         if not isinstance(value, Tensor):
             self.opened[self.plan.component_of(name)] += 1
         group = self.plan.together[name]
-        high = self._high(name, value)
+        high = self._high_precision(name, value)
         if high.is_floating_point():
             high = high.to(self.plan.names.dtype(name))
             if not bool(torch.isfinite(high).all()):
@@ -370,8 +370,8 @@ class _Writer:
         for disk, tensor in self.plan.names.to_disk({n: self._together.pop(n) for n in group}).items():
             self._write(disk, tensor, disk).count += 1
 
-    def _high(self, name: str, value: Value) -> Tensor:
-        """The values of a parameter, as it is stored; codes are dequantized."""
+    def _high_precision(self, name: str, value: Value) -> Tensor:
+        """Return the values of a parameter as it is stored; codes are dequantized."""
         if isinstance(value, Trained):
             return value.values
         if isinstance(value, Tensor):
@@ -384,33 +384,33 @@ class _Writer:
 
     # FP8 ------------------------------------------------------------------------------------------------------------
 
-    def _shared(self, together: list[tuple[Matrix, Tensor | None, Any]]) -> None:
-        """Matrices with one scale: that of the largest among them, whose codes are what they would be alone."""
+    def _write_shared(self, together: list[tuple[Matrix, Tensor | None, Any]]) -> None:
+        """Write matrices that share one scale: the largest of their own scales."""
         assert self.spec is not None
-        own = []
+        scale_of = []
         for _, values, codes in together:
-            kept = None if codes is None else regrid(codes, self.spec)
-            if kept is not None:
-                own.append(None if _is_zero(kept) else kept.scale.reshape(()).float())
+            reused = None if codes is None else regrid(codes, self.spec)
+            if reused is not None:
+                scale_of.append(None if _is_zero(reused) else reused.scale.reshape(()).float())
                 continue
             amax = (values if values is not None else decoded(codes)).abs().max().float()
-            own.append(None if float(amax) < _TINY else scale_from_amax(amax, self.spec))
-        scales = [scale.cpu() for scale in own if scale is not None]
+            scale_of.append(None if float(amax) < _TINY else scale_from_amax(amax, self.spec))
+        scales = [scale.cpu() for scale in scale_of if scale is not None]
         shared = torch.stack(scales).max() if scales else torch.tensor(1.0)
         for m, values, codes in together:
-            self._fp8(m, values, codes, shared)
+            self._write_fp8(m, values, codes, shared)
 
-    def _fp8(self, m: Matrix, values: Tensor | None, codes: Any, scale: Tensor | None) -> None:
-        """Write one matrix. ``scale``: that of the matrices it shares one with."""
+    def _write_fp8(self, m: Matrix, values: Tensor | None, codes: Any, scale: Tensor | None) -> None:
+        """Write one matrix. ``scale``: the shared scale of its group, None if it has its own."""
         assert self.spec is not None and self.plan.quantization is not None
-        kept = None if codes is None else regrid(codes, self.spec)
-        if kept is not None and scale is not None and not (float(kept.scale) == float(scale) or _is_zero(kept)):
-            kept = None  # under the shared scale its codes would be others
+        reused = None if codes is None else regrid(codes, self.spec)
+        if reused is not None and scale is not None and not (float(reused.scale) == float(scale) or _is_zero(reused)):
+            reused = None  # its codes belong to another scale
         if self.device is not None:
             values = None if values is None else values.to(self.device)
-        reference = values if values is not None else decoded(codes) if kept is None else None
-        if kept is not None:
-            q, how = (kept if scale is None else kept._replace(scale=scale.reshape(1, 1))), "kept"
+        reference = values if values is not None else decoded(codes) if reused is None else None
+        if reused is not None:
+            q, how = (reused if scale is None else reused._replace(scale=scale.reshape(1, 1))), "kept"
         else:
             assert reference is not None
             if scale is None:
@@ -443,7 +443,7 @@ def _is_zero(q: fp8.Quantized) -> bool:
 
 
 def _error(q: fp8.Quantized, values: Tensor) -> tuple[float, float]:
-    """(|written - value| / |value| in norms, the largest error / the largest value); zeros have none."""
+    """Return (|written - value| / |value| in norms, largest error / largest value); both are 0 for a zero tensor."""
     values = values.float()
     error = decoded(q).to(values.device) - values
     norm, amax = float(torch.linalg.vector_norm(values)), float(values.abs().max())

@@ -1,8 +1,8 @@
-"""Safetensors files whose contents are known before their values: each value goes to its place as it comes.
+"""Safetensors files whose layout is known before their values: each value is written to its offset as it arrives.
 
-Names, dtypes and shapes are laid out first, into shards of a size, and the headers written; values may then come in any
-order, and nothing is held back until a shard is full. Equal contents give equal files. Several processes may fill them:
-one creates them, each writes its own tensors.
+Names, dtypes and shapes are first divided into shards of a maximum size, and the headers written. Values may then
+arrive in any order, and nothing is buffered until a shard is full. Equal contents give equal files. Several processes
+may fill the files: one creates them, and each writes its own tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 def size_of(text: str) -> int:
-    """Bytes of "5GB", "500MB", "2GiB"; decimal units as transformers reads them. Raises ValueError."""
+    """Return the bytes of "5GB", "500MB" or "2GiB"; GB and MB are decimal, as in transformers. Raises ValueError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS or not float(match[1]):
         raise ValueError(f"expected a size such as 5GB or 500MB, found {text!r}")
@@ -40,7 +40,7 @@ def nbytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def names_of(count: int) -> list[str]:
-    """What so many files of weights are called, in order."""
+    """Return the names of `count` weight files, in order."""
     if count == 1:
         return [SINGLE]
     return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
@@ -56,13 +56,15 @@ class _Place:
 
 
 class Shards:
-    """The weight files of a model folder, being written. Use `with`: files are closed whatever happens."""
+    """The weight files of a model folder that is being written. Use `with`, which closes the files after errors too."""
 
     def __init__(
         self, directory: Path, tensors: Iterable[Planned], largest: int, mine: Iterable[str] | None = None
     ) -> None:
-        """Lay out `tensors` in files of at most `largest` bytes (a tensor above that has a file of its own). `mine`:
-        those that this process writes; None: all of them."""
+        """Divide `tensors` into files of at most `largest` bytes (a larger tensor gets a file of its own).
+
+        mine   the tensors that this process writes; None: all of them
+        """
         self._directory = directory
         self._files: list[BinaryIO] = []
         self._headers: list[Header] = []
@@ -81,7 +83,7 @@ class Shards:
 
     @property
     def names(self) -> list[str]:
-        """The files, in order."""
+        """The names of the files, in order."""
         return names_of(len(self.shards))
 
     def __enter__(self) -> Shards:
@@ -89,9 +91,9 @@ class Shards:
         return self
 
     def open(self, create: bool = True) -> None:
-        """Make the files, with their headers, or open those that another process made."""
+        """Create the files, with their headers, or open those that another process created."""
         for index, (name, shard) in enumerate(zip(self.names, self.shards, strict=True)):
-            # Wide elements first, so that every tensor is aligned to its own.
+            # Wide elements first, so that every tensor is aligned to its element size.
             ordered = sorted(shard, key=lambda planned: (-planned[1].itemsize, planned[0]))
             header = compose(name, [(tensor, WORDS[dtype], shape) for tensor, dtype, shape in ordered])
             self._headers.append(header)
@@ -101,7 +103,7 @@ class Shards:
             self._files.append(file)
             if create:
                 file.write(header.head)
-                file.flush()  # before others write behind it
+                file.flush()  # before other processes write their tensors
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -111,7 +113,7 @@ class Shards:
             file.close()
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor into its place."""
+        """Write a tensor at its offset."""
         place = self._places.get(name)
         assert place is not None and not place.written, name
         assert tensor.dtype is place.dtype and tuple(tensor.shape) == place.shape, (name, tensor.dtype, tensor.shape)
@@ -122,16 +124,16 @@ class Shards:
         place.written = True
 
     def finish(self) -> None:
-        """Write the index and force everything to the disk. Raises CheckpointError if a tensor never came."""
+        """Write the index and force everything to the disk. Raises CheckpointError for tensors that are missing."""
         self.flush()
         self.write_index()
 
     def flush(self) -> None:
-        """Force what this process wrote to the disk. Raises CheckpointError if a tensor never came."""
+        """Force the files to the disk. Raises CheckpointError if a tensor of this process was not written."""
         mine = self._places if self._mine is None else self._mine
         if missing := [name for name in mine if not self._places[name].written]:
             raise CheckpointError(
-                f"{len(missing)} tensors of the model never came, first {missing[0]}: the weights are not those of "
+                f"{len(missing)} tensors of the model are missing, first {missing[0]}: the weights do not match "
                 "this model's configuration"
             )
         for file in self._files:
@@ -139,6 +141,6 @@ class Shards:
             os.fsync(file.fileno())
 
     def write_index(self) -> None:
-        """The list of what is where, of several files."""
+        """Write the index if there are several files."""
         if len(self.shards) > 1:
             (self._directory / INDEX).write_text(index_of(self._headers), encoding="utf-8")

@@ -1,17 +1,17 @@
-"""What a checkpoint in a format consists of, tensor by tensor, decided from shapes before a weight is read.
+"""Decides from shapes which tensors an export in a format has, before a weight is read.
 
-Experts lie in memory in one parameter [E, 2I, H]; in FP8 they are written one by one, `experts.3.gate_proj.weight`, as
-DeepSeek and Qwen publish them and vLLM and SGLang read them. In BF16 they are written as the family's folders have
-them (Qwen3-VL-MoE: in one tensor, [E, H, 2I]).
+In memory experts are one parameter [E, 2I, H]. In FP8 they are written one by one, `experts.3.gate_proj.weight`, as
+DeepSeek and Qwen publish them and vLLM and SGLang read them. In BF16 they are written in the form of the family's
+published folders (Qwen3-VL-MoE: one tensor, [E, H, 2I]).
 
-What stays in BF16. Asked for are the linear layers of the foundation, and of the components in `include`; of those, a
-layer stays where a loader could not read its codes (`_why_not`), and then the whole group that engines run as one
-GEMM stays: vLLM refuses half-quantized ones.
+Which layers become FP8: the linear layers of the foundation and of the components in `include`. A layer stays in BF16
+if some loader could not read its codes (`_why_no_blocks`), and then so do all layers that engines run as one GEMM with
+it, because vLLM refuses groups that are quantized in part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,25 +26,25 @@ from octavo.models.folder.quantization import FUSED, Quantization, by_parts, by_
 
 #: format -> the kind of its scales (`fp8.weights.FROZEN` has their casts); bf16 has none
 FORMATS: Mapping[str, str | None] = {"bf16": None, "fp8-block": "block", "fp8-dynamic": "row", "fp8-tensor": "tensor"}
-#: components that may be put into FP8 beside the foundation
+#: components that may be written in FP8 in addition to the foundation
 INCLUDABLE = ("image_encoder", "image_projector", "audio_encoder", "audio_projector")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What is written.
+    """The tensors of an export.
 
-    format    of FORMATS
+    format    one of FORMATS
     matrices  parameter -> the FP8 weights that it becomes
-    plain     parameters in high precision -> their names on disk, with dtype and shape; a group of parameters that is
-              converted together stands under each of its names
-    together  parameter -> the parameters that are converted with it (itself alone, usually); all parameters, in order
+    plain     parameter in high precision -> its names on disk, with dtype and shape; of parameters that are converted
+              together, each has the entries of all
+    together  parameter -> the parameters that are converted with it (usually only itself); all parameters, in order
     names     the stock model, its parameters and their names on disk
-    stored    parameters of experts that are stored as [E, K, N] in memory
-    skipped   every linear layer in high precision, by the name in memory -> why
+    stored    parameters of experts that are [E, K, N] in memory
+    skipped   every linear layer in high precision, by its name in memory -> the reason
     aliases   the same layers -> the names under which loaders may look for them
-    components  linear layers -> their component
-    family    the family's name
+    components  linear layer -> its component
+    family    the name of the model family
     """
 
     format: str
@@ -63,12 +63,12 @@ class Layout:
         return FORMATS[self.format]
 
     def component_of(self, parameter: str) -> str:
-        """The component that a parameter belongs to."""
+        """Return the component of a parameter."""
         return self.components.get(parameter.rpartition(".")[0], "foundation")
 
     @cached_property
     def quantization(self) -> Quantization | None:
-        """What config.json says of it; None in BF16."""
+        """The quantization_config of config.json; None in BF16."""
         if self.kind is None:
             return None
         names = tuple(sorted({alias for aliases in self.aliases.values() for alias in aliases}))
@@ -77,12 +77,12 @@ class Layout:
         return Quantization("compressed-tensors", self.kind, None, names)
 
     def scale_shape(self, m: Matrix) -> tuple[int, ...]:
-        """Of a weight's scales on disk: [n, k] blocks, [N, 1] rows, [1]."""
+        """Return the shape of a weight's scales on disk: the grid of blocks, (N, 1) for rows, (1,) for a tensor."""
         assert self.quantization is not None
         return (1,) if self.kind == "tensor" else self.quantization.grid(*m.shape)
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of everything on disk, in the order of the model."""
+        """Yield (name, dtype, shape) of every tensor on disk, in the order of the model."""
         seen: set[str] = set()
         for parameter in self.together:
             for m in self.matrices.get(parameter, ()):
@@ -96,7 +96,7 @@ class Layout:
 
 
 def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
-    """Decide what an export of the model in the folder `source` consists of; weights are not read.
+    """Return the tensors of an export of the model in the folder `source`. Weights are not read.
 
     Raises CheckpointError for an unknown format or component, or one that the model lacks; ModelError for the folder.
     """
@@ -105,7 +105,7 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
         raise CheckpointError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
     if strange := [name for name in include if name not in INCLUDABLE]:
         raise CheckpointError(
-            f"{strange[0]!r} cannot be included: beside the foundation, FP8 is for {', '.join(INCLUDABLE)}; "
+            f"{strange[0]!r} cannot be included: FP8 is for the foundation and {', '.join(INCLUDABLE)}; "
             "embeddings, lm_head and routers stay in BF16"
         )
     stock = models.empty(source, dtype=torch.bfloat16)
@@ -115,9 +115,10 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
     names = Matrices(stock)
     rows = fp8.describe_layers(stock, family.components)
     kind = FORMATS[format]
-    stays, matrices = _chosen(rows, names, kind, {"foundation", *include})
+    stays, matrices = _choose_layers(rows, names, kind, {"foundation", *include})
     aliases = {row.module: names.aliases(row.module) for row in rows if row.name in stays}
     taken = {m.module for ms in matrices.values() for m in ms}
+    # Servers refuse a folder that has a quantization_config and no FP8 weight.
     if kind is not None and not taken:
         reasons = sorted(set(stays.values()))
         raise CheckpointError(
@@ -141,49 +142,52 @@ def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layo
     )
 
 
-def _chosen(
+def _choose_layers(
     rows: Sequence[Row], names: Matrices, kind: str | None, wanted: set[str]
 ) -> tuple[dict[str, str], dict[str, tuple[Matrix, ...]]]:
-    """(row -> why it stays in high precision, parameter -> its FP8 weights)."""
+    """Return (row -> why it stays in high precision, parameter -> its FP8 weights)."""
     stays: dict[str, str] = {}
-    found: dict[str, tuple[Matrix, ...]] = {}
+    chosen: dict[str, tuple[Matrix, ...]] = {}
     for row in rows:
         pieces: tuple[Matrix, ...] = ()
-        reason = _unwanted(row, kind, wanted)
+        reason = _why_unwanted(row, kind, wanted)
         if reason is None:
             reason, pieces = names.matrices(row)
         if reason is None and kind == "block":
-            reason = next((why for piece in pieces if (why := _why_not(piece))), None)
+            reason = next((why for piece in pieces if (why := _why_no_blocks(piece))), None)
         if reason is None:
-            found[row.name] = pieces
+            chosen[row.name] = pieces
         else:
             stays[row.name] = reason
-    while halves := _halves(found, stays, names):
+    # Repeated, because a layer that leaves one group may be part of another, which is then incomplete as well.
+    while halves := _half_quantized(chosen, stays, names):
         for name, reason in halves.items():
-            del found[name]
+            del chosen[name]
             stays[name] = reason
     parameters = {row.name: row.name if row.kind == "experts" else f"{row.name}.weight" for row in rows}
-    return stays, {parameters[name]: pieces for name, pieces in found.items()}
+    return stays, {parameters[name]: pieces for name, pieces in chosen.items()}
 
 
-def _halves(found: Mapping[str, tuple[Matrix, ...]], stays: Mapping[str, str], names: Matrices) -> dict[str, str]:
-    """Chosen rows that run as one GEMM with one that stays -> that reason. Engines want all of them in FP8, or none."""
-    groups = {m.group for pieces in found.values() for m in pieces}
+def _half_quantized(
+    chosen: Mapping[str, tuple[Matrix, ...]], stays: Mapping[str, str], names: Matrices
+) -> dict[str, str]:
+    """Return chosen rows that engines run as one GEMM with a row that stays -> the reason why they must stay too."""
+    groups = {m.group for pieces in chosen.values() for m in pieces}
     broken = {group: name for name in stays for group in names.groups(name) if group in groups}
     return {
         name: f"runs as one GEMM with {broken[m.group].rpartition('.')[2]}, which stays ({stays[broken[m.group]]})"
-        for name, pieces in found.items()
+        for name, pieces in chosen.items()
         for m in pieces
         if m.group in broken
     }
 
 
-def _unwanted(row: Row, kind: str | None, wanted: set[str]) -> str | None:
+def _why_unwanted(row: Row, kind: str | None, wanted: set[str]) -> str | None:
     if kind is None:
         return "the format is BF16"
     if row.kind not in ("linear", "experts"):
         return {"lm_head": "the output projection", "patch_embed": "the patch embedding", "router": "a router"}.get(
-            row.kind, f"a {row.type}, no plain linear layer"
+            row.kind, f"a {row.type}, not a plain linear layer"
         )
     if row.component not in wanted:
         return f"part of the {row.component} (--include {row.component} writes it in FP8)"
@@ -192,35 +196,42 @@ def _unwanted(row: Row, kind: str | None, wanted: set[str]) -> str | None:
     return None
 
 
-def _why_not(m: Matrix) -> str | None:
-    """Why this weight cannot be in blocks of 128 x 128 for every loader; None if it can.
+def _why_no_blocks(m: Matrix) -> str | None:
+    """Return why some loader cannot read this weight in blocks of 128 x 128; None if all can.
 
-    Inputs: engines quantize activations in groups of 128 along K. Outputs: transformers takes the height of a block as
-    N / (number of scale rows), which is 128 only where 128 divides N (or one block is all there is). In a fused GEMM
-    every part but the last must end where a block ends (vLLM); an expert's matrices are cut by rank there.
+    Inputs: engines quantize activations in groups of 128 along K. Outputs: transformers computes the height of a block
+    as N / (number of scale rows), which is 128 only if 128 divides N or there is a single block. In a fused GEMM every
+    part except the last must end at a block boundary (vLLM), which also divides an expert's matrices between ranks.
     """
     n, k = m.shape
     if k % BLOCK:
-        return f"{k} inputs, no multiple of {BLOCK}"
+        return f"{k} inputs, not a multiple of {BLOCK}"
     if n % BLOCK and n > BLOCK:
-        return f"{n} outputs, no multiple of {BLOCK}"
+        return f"{n} outputs, not a multiple of {BLOCK}"
     leaf = m.name.split(".")[-2]
     if n % BLOCK and (m.slot is not None or any(leaf in leaves[:-1] for leaves in FUSED)):
-        return f"{n} outputs, no multiple of {BLOCK}, in a GEMM that engines fuse"
+        return f"{n} outputs, not a multiple of {BLOCK}, in a GEMM that engines fuse"
     return None
 
 
 def _check_names(taken: set[str], names: Matrices, aliases: Mapping[str, tuple[str, ...]]) -> None:
-    """That no loader's way of reading the skip list takes a quantized layer for one that stays. It cannot happen with
-    full names of the families known; a family in which it did must not be written wrongly."""
-    skipped = [alias for found in aliases.values() for alias in found]
-    by_name = partial(by_target, types=())  # by no class: lists of an export hold full names
-    rules = {"vLLM": exact, "SGLang": by_parts, "transformers": by_pattern, "compressed-tensors": by_name}
+    """Raise CheckpointError if some loader's reading of the skip list would match a quantized layer.
+
+    Full names of the known families never do. The check protects other families from a wrong export.
+    """
+    skipped = [alias for others in aliases.values() for alias in others]
+    by_name = partial(by_target, types=())  # no class names: the list of an export holds full names
+    rules: dict[str, Callable[[str, Iterable[str]], bool]] = {
+        "vLLM": exact,
+        "SGLang": by_parts,
+        "transformers": by_pattern,
+        "compressed-tensors": by_name,
+    }
     for module in sorted(taken):
         for name in names.aliases(module):
             for loader, rule in rules.items():
                 if (hit := next((other for other in skipped if rule(name, (other,))), None)) is not None:
                     raise CheckpointError(
-                        f"{name} would be in FP8, and {loader} would take it for {hit}, which stays in BF16: the names "
-                        "cannot be told apart in a skip list. Use fp8-dynamic, or bf16"
+                        f"{name} would be in FP8, and {loader} would take it for {hit}, which stays in BF16: a skip "
+                        "list cannot distinguish the names. Use fp8-dynamic, or bf16"
                     )

@@ -1,4 +1,4 @@
-"""The FP8 weights of an export: names, pieces and orientation, so that scales are renamed as their weights are."""
+"""The FP8 weights of an export: names, pieces and orientation, which their scales share."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ BLOCK = 128
 
 
 def fused_group(name: str) -> str | None:
-    """What layers of one fused GEMM have in common: of "a.q_proj", "a.q_proj|k_proj|v_proj". None for a layer alone."""
+    """Return the name of a layer's fused GEMM, "a.q_proj|k_proj|v_proj" for "a.q_proj"; None if it is not fused."""
     parent, _, leaf = name.rpartition(".")
     return next((f"{parent}.{'|'.join(leaves)}" for leaves in FUSED if leaf in leaves), None)
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One weight in FP8 on disk, and where its values are.
+    """One FP8 weight on disk, and the position of its values in the model.
 
-    name    on disk, ending in ".weight"
-    parameter  that it is, or is a part of
-    module  the module that it belongs to, by its name in memory
+    name    name on disk, ending in ".weight"
+    parameter  the parameter that it is, or is a part of
+    module  the module of the parameter, by its name in memory
     shape   (N, K)
-    slot    the expert, None for a linear layer
-    rows    which of the parameter's N rows (of the expert's), as (first, behind the last)
-    group   matrices of one group are all in FP8 or none: engines run them as one
-    shares  in the tensor format, matrices with the same word here have one scale
+    slot    index of the expert; None for a linear layer
+    rows    its rows of the parameter (of the expert), as (first, last + 1)
+    group   matrices of the same group are all in FP8 or none, because engines run them as one GEMM
+    shares  in the tensor format, matrices with the same value share one scale
     """
 
     name: str
@@ -50,37 +50,38 @@ class Matrix:
 
 
 class Matrices(Stock):
-    """A stock model, and what its rows of a plan are on disk in FP8."""
+    """A stock model, and the FP8 weights on disk for its rows of a plan."""
 
     def aliases(self, module: str) -> tuple[str, ...]:
-        """The names under which loaders look for a module in a skip list: transformers by that in memory, vLLM by that
-        on disk through its own mapping, others without the `model.` that precedes parts beside the language model."""
+        """Return the names under which loaders look for a module in a skip list: transformers uses the name in memory,
+        vLLM the name on disk through its own mapping, others omit the `model.` before parts other than the language
+        model."""
         names = {module, self.renamed(module)}
         parts = {name.removeprefix("model.") for name in names}
         names |= {name for name in parts if not name.startswith(("layers.", "language_model."))}
         return tuple(sorted(names))
 
     def groups(self, row: str) -> tuple[str, ...]:
-        """What `Matrix.group` of a row's weights would be."""
+        """Return the possible `Matrix.group` of a row's weights."""
         module = self.modules.get(row)
         if module is None:  # experts: a parameter, whose gate and up are in it
             return (row.rpartition(".")[0],)
         return (fused_group(self.renamed(row)) or self.renamed(row),)
 
     def matrices(self, row: Row) -> tuple[str | None, tuple[Matrix, ...]]:
-        """(why a row cannot be written in FP8, its weights on disk)."""
+        """Return (why a row cannot be written in FP8 or None, its weights on disk)."""
         if row.kind == "experts":
             return None, tuple(self._experts(row))
         name, n, k = f"{row.name}.weight", *row.shape
         disk = self.disk[name]
-        shared = [other for other, found in self.disk.items() if other != name and set(found) & set(disk)]
+        shared = [other for other, other_disk in self.disk.items() if other != name and set(other_disk) & set(disk)]
         if len(disk) != 1 or shared or not disk[0].endswith(".weight"):
-            return "it is a part of another tensor on disk", ()
+            return "it is part of another tensor on disk", ()
         group = fused_group(disk[0].removesuffix(".weight")) or disk[0].removesuffix(".weight")
         return None, (Matrix(disk[0], name, row.name, (n, k), None, (0, n), group, group),)
 
     def _experts(self, row: Row) -> Iterator[Matrix]:
-        """Expert by expert; names by transformers' way back where it splits experts, else as Qwen writes them."""
+        """Yield the matrices of stacked experts, with transformers' names if it splits experts, else with Qwen's."""
         (n, k), count = row.shape, row.experts or 0
         leaves = EXPERTS.get(row.name.rpartition(".")[2], EXPERTS["down_proj"])
         halves, disk = len(leaves), self.disk[row.name]
@@ -95,19 +96,22 @@ class Matrices(Stock):
             yield Matrix(name, row.name, row.module, (size, k), e, rows, row.module, f"{row.name}.{e}")
 
     def _ordered(self, row: Row, disk: tuple[str, ...], halves: int) -> tuple[str, ...]:
-        """The names of (half, expert) in that order, found by sending numbers through transformers' way back."""
+        """Return the names of (half, expert) in that order, found by converting a tensor of numbers."""
         count = row.experts or 0
         numbers = torch.arange(halves * count).view(halves, count).T  # [E, halves]
         probe = numbers.repeat_interleave(row.shape[0] // halves, dim=1).unsqueeze(-1)  # [E, N, 1]
         probe = probe.mT.contiguous() if self.transposed(row.name) else probe
-        found = self.revert({row.name: probe})
-        order = {int(t.reshape(-1)[0]): name for name, t in found.items()}
+        on_disk = self.revert({row.name: probe})
+        order = {int(t.reshape(-1)[0]): name for name, t in on_disk.items()}
         if sorted(order) != list(range(halves * count)):
-            raise CheckpointError(f"the experts of {row.name} do not lie one by one on disk; write bf16")
+            raise CheckpointError(f"the experts of {row.name} are not stored one by one on disk; write bf16")
         return tuple(order[i] for i in range(halves * count))
 
-    def plain(self, parameters: set[str]) -> tuple[dict, dict[str, tuple[str, ...]]]:
-        """Of parameters in high precision: names, dtypes and shapes on disk, and what is converted together."""
+    def plain(
+        self, parameters: set[str]
+    ) -> tuple[dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]], dict[str, tuple[str, ...]]]:
+        """Return, for parameters in high precision, (parameter -> name on disk -> dtype and shape, parameter -> the
+        parameters that are converted together with it)."""
         users: dict[str, list[str]] = {}
         for name in self.weights:
             if name in parameters:
@@ -116,43 +120,43 @@ class Matrices(Stock):
         together = {n: tuple(users[self.disk[n][0]]) for n in self.weights if n in parameters}
         out: dict[str, dict[str, tuple[torch.dtype, tuple[int, ...]]]] = {}
         for name, group in together.items():
-            found = self.to_disk({n: self.weights[n] for n in group})
-            out[name] = {disk: (self.dtype(name), tuple(t.shape)) for disk, t in found.items()}
+            on_disk = self.to_disk({n: self.weights[n] for n in group})
+            out[name] = {disk: (self.dtype(name), tuple(t.shape)) for disk, t in on_disk.items()}
         return out, together
 
     def to_disk(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parameters as they are written in high precision: `revert`, and published experts turned round."""
-        found = self.revert({name: t for name, t in state.items() if name not in self.turned})
+        """Return parameters as they are written in high precision: `revert`, with published experts transposed."""
+        on_disk = self.revert({name: t for name, t in state.items() if name not in self.turned})
         for name in state:
-            if name in self.turned:  # transformers, which goes by shapes, would turn it back
+            if name in self.turned:  # transposed here: transformers decides by shape, and would transpose it back
                 ((disk, t),) = self.revert({name: state[name]}).items()
-                found[disk] = t.mT
-        return found
+                on_disk[disk] = t.mT
+        return on_disk
 
     @cached_property
     def turned(self) -> frozenset[str]:
-        """The experts that are written the other way round than they are stored."""
+        """The parameters of experts that are written transposed."""
         return frozenset(name for name in self.weights if self._turned(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """What a parameter in high precision is written in."""
+        """Return the dtype in which a parameter in high precision is written."""
         if not self.weights[name].is_floating_point():
             return self.weights[name].dtype
         strict = getattr(self.model, "_keep_in_fp32_modules_strict", None) or ()
         return torch.float32 if any(re.search(part, name) for part in strict) else torch.bfloat16
 
     def _turned(self, name: str) -> bool:
-        """Whether experts in one tensor are published as [E, K, N] where this transformers has them as [E, N, K].
+        """Whether experts in one tensor are published as [E, K, N] while this transformers stores them as [E, N, K].
 
-        It saves them as it has them, and reads both by their shape. vLLM and SGLang read the published one alone; so
-        that is written, unless a square one would keep transformers from telling which it is.
+        transformers saves them as it stores them, and reads both forms by their shape. vLLM and SGLang read only the
+        published form, so that is written, unless the matrix is square and transformers could not tell the forms apart.
         """
         if self.weights[name].dim() != 3 or not _is_experts(self.modules.get(name.rpartition(".")[0])):
             return False
         if any(self.disk[other] == self.disk[name] for other in self.weights if other != name):
-            return False  # it is split together with another (Ernie's experts for text and for images)
+            return False  # it is converted together with another (Ernie's experts for text and for images)
         if tuple(self.revert({name: self.weights[name]}).values())[0].shape != self.weights[name].shape:
-            return False  # it is split, or turned already
+            return False  # it is split, or already transposed
         mapping = get_model_conversion_mapping(self.model, add_legacy=False)
         leaf = ".".join(name.split(".")[-2:])
         turns = any(

@@ -1,8 +1,8 @@
-"""The values of a model for an export: codes where it computes with codes, and what they were cast from.
+"""The values of a model for an export: the codes that it computes with, and the values they were cast from.
 
-A layer in FP8 multiplies by the codes of its forward's cast; a checkpoint in the same blocks holds those. One in other
-blocks is cast again, from the parameter itself, not from its codes: that error would come on top. So a trained weight
-comes as both (:class:`Trained`); a frozen one has nothing but its codes.
+An FP8 layer multiplies by the codes of its forward's cast, and an export in the same blocks holds these codes. An
+export in other blocks is cast from the parameter itself, not from its codes, whose error would add up. So a trained
+weight is passed as both (:class:`Trained`); a frozen one has only its codes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from octavo.fp8.weights import CachesWeights, codes_of_frozen, is_frozen, is_who
 
 
 class Trained(NamedTuple):
-    """A weight that trains in FP8: its values, as the parameter is stored, and the codes that forwards multiply by
-    ([N, K], or [E, N, K] for experts, however they are stored)."""
+    """A weight that trains in FP8.
+
+    values  as the parameter is stored
+    codes   the codes that forwards multiply by, [N, K], or [E, N, K] for experts in either storage order
+    """
 
     values: Tensor
     codes: fp8.Quantized
@@ -32,16 +35,16 @@ Value = Tensor | fp8.Quantized | Trained
 
 
 def values_of(model: nn.Module) -> Iterator[tuple[str, Value]]:
-    """(name, value) of a model's parameters and persistent buffers, tied ones once; codes are cast one at a time.
+    """Yield (name, value) of a model's parameters and persistent buffers, tied ones once, each cast when it is yielded.
 
-    The model lies in one process. Raises CheckpointError for a shard of a sharded one, and for adapters, which are not
-    part of a model's weights until they are merged.
+    The whole model must be in one process. Raises CheckpointError for a shard, and for adapters, which are not part of
+    a model's weights until they are merged.
     """
     state = model.state_dict(keep_vars=True)
     if adapters := [name for name in state if ".lora_" in name or ".base_layer." in name]:
         raise CheckpointError(
-            f"the model carries adapters (first {adapters[0]}), which no model folder has. Fold them into the weights "
-            "with octavo merge, or serve the adapter as it is beside its base"
+            f"the model has adapters (first {adapters[0]}), which a model folder cannot hold. Merge them into the "
+            "weights with octavo merge, or serve the adapter together with its base"
         )
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     layers = {
@@ -54,7 +57,7 @@ def values_of(model: nn.Module) -> Iterator[tuple[str, Value]]:
         if name in tied:
             continue
         if not is_whole(value):
-            raise CheckpointError(f"{name} is a rank's shard; export from a checkpoint, in one process")
+            raise CheckpointError(f"{name} is the shard of one rank; export from a checkpoint, in one process")
         if is_frozen(value):
             yield name, codes_of_frozen(value)
         elif name in layers:
@@ -66,7 +69,7 @@ def values_of(model: nn.Module) -> Iterator[tuple[str, Value]]:
 def _trained(module: Any, name: str, values: Tensor) -> Value:
     sites = module.__dict__.get("_sites")
     site = sites[name] if sites is not None else module._site
-    if site.recipe.fwd is None:  # its forward is in high precision
+    if site.recipe.fwd is None:  # its forward runs in high precision
         return values
     with torch.no_grad():
         need = needs_of(module, name, site)[0]
@@ -74,9 +77,11 @@ def _trained(module: Any, name: str, values: Tensor) -> Value:
 
 
 def part(value: Value, slot: int | None, rows: tuple[int, int], turned: bool) -> tuple[Tensor | None, Any]:
-    """(values, codes) of one matrix of a parameter: an expert's, and some of its rows. None for what there is not.
+    """Return (values, codes) of one matrix of a parameter; None for the one that `value` does not have.
 
-    turned: the values are stored as [.., K, N].
+    slot    index of the expert; None for a linear layer
+    rows    (first, last + 1)
+    turned  whether the values are stored as [.., K, N]
     """
     values = value.values if isinstance(value, Trained) else value if isinstance(value, Tensor) else None
     codes = value.codes if isinstance(value, Trained) else value if isinstance(value, fp8.Quantized) else None
@@ -92,7 +97,7 @@ def part(value: Value, slot: int | None, rows: tuple[int, int], turned: bool) ->
 
 
 def _rows(q: fp8.Quantized, rows: tuple[int, int]) -> fp8.Quantized:
-    """Some rows of codes, each with its own scales: blocks become one row high, as wide as they were."""
+    """Return some rows of codes, each row with its own scales: blocks become one row high and keep their width."""
     n, (height, width) = q.data.shape[0], q.spec.block
     scale = scale_fp32(q)
     if rows == (0, n):
@@ -106,35 +111,36 @@ def _rows(q: fp8.Quantized, rows: tuple[int, int]) -> fp8.Quantized:
 
 
 def decoded(q: fp8.Quantized) -> Tensor:
-    """The values of codes [N, K], in fp32."""
+    """Dequantize codes [N, K], to fp32."""
     return fp8.dequantize(fp8.Quantized(q.data.contiguous(), q.scale.contiguous(), q.spec))
 
 
 def regrid(q: fp8.Quantized, spec: fp8.CastSpec) -> fp8.Quantized | None:
-    """The same codes under the blocks of `spec`: possible where all blocks that meet in a new one have one scale.
-
-    Returns None where they have not, or where the codes are of another format.
-    """
+    """Return the same codes with the blocks of `spec`, which requires that all old blocks within a new one have the
+    same scale. Returns None otherwise, and for codes of another format."""
     if q.spec.format != spec.format:
         return None
     if q.spec.block == spec.block:
         return fp8.Quantized(q.data, q.scale, spec)
     n, k = q.data.shape
-    scale = _meeting(q.scale, n, q.spec.block[0], spec.block[0])
-    scale = None if scale is None else _meeting(scale.mT, k, q.spec.block[1], spec.block[1])
+    scale = _merge_scales(q.scale, n, q.spec.block[0], spec.block[0])
+    scale = None if scale is None else _merge_scales(scale.mT, k, q.spec.block[1], spec.block[1])
     return None if scale is None else fp8.Quantized(q.data, scale.mT.contiguous(), spec)
 
 
-def _meeting(scale: Tensor, size: int, old: int, new: int) -> Tensor | None:
-    """Scales [blocks of `old` along `size`, ...] for blocks of `new`; None if a new block would need two of them."""
+def _merge_scales(scale: Tensor, size: int, old: int, new: int) -> Tensor | None:
+    """Convert scales along the first dimension from blocks of `old` to blocks of `new`, -1 for all `size` elements.
+
+    Returns None if a new block would need two different scales.
+    """
     if old == new:
         return scale
     element = torch.arange(size, device=scale.device)
     of_old = torch.zeros_like(element) if old == -1 else element // old
     height = size if new == -1 else new
     first = torch.arange(0, size, height, device=scale.device)
-    found = scale[of_old[first]]
-    # Elements at which an old block begins: the only ones whose scale may differ from that of the one before.
+    merged = scale[of_old[first]]
+    # The elements at which old blocks begin: only there can the scale change.
     begins = torch.arange(0, size, size if old == -1 else old, device=scale.device)
-    same = (scale[of_old[begins]] == found[begins // height]).all()
-    return found if bool(same) else None
+    same = (scale[of_old[begins]] == merged[begins // height]).all()
+    return merged if bool(same) else None

@@ -1,1 +1,1 @@
-"""What a resumed run needs, in PyTorch's distributed checkpoints: written, listed and read back."""
+"""The state of a run in PyTorch's distributed checkpoints: saved, listed and loaded again."""

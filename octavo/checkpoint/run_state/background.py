@@ -1,46 +1,50 @@
-"""Run states written beside the steps (`run.save: async`), each as whole as one that is waited for.
+"""Asynchronous saves (`run.save: async`): run states written in a thread while training continues.
 
-    background = Background(world, device)         # a collective: a group of its own for what the ranks say meanwhile
-    background.begin(directory, take(...))         # returns when the state is copied; the weights may change
-    ...                                            # steps
-    path = background.poll()                       # in its place on all ranks; None: not yet; an error: it failed
-    path = background.poll(wait=True)              # before the next one, and before the run ends
+    background = Background(world, device)         # a collective: creates a process group for the saving threads
+    background.begin(directory, take_snapshot(...))  # returns once the state is copied; the weights may change
+    ...                                            # training steps
+    path = background.poll()                       # the path once it is complete on all ranks, else None; raises errors
+    path = background.poll(wait=True)              # before the next save, and before the run ends
 
-One save is under way at a time. A thread does what `writing.write` does, of copies: everything aside, forced to the
-disk, checksums, one rename. A process that is killed meanwhile leaves what a killed save leaves, and the checkpoint
-before it. What the ranks send each other in the thread goes through a group that nothing else uses: in the steps' own
-group it would meet a collective of theirs on another rank.
+At most one save runs at a time. The thread does what `writing.write` does, from copies: it writes everything to a
+temporary directory, forces it to the disk, computes checksums and renames once. A process that is killed meanwhile
+leaves what a killed synchronous save leaves, and the previous checkpoint. Collectives of the thread use a process group
+that nothing else uses: in the group of the training steps they could be matched with a collective of a step on another
+rank.
 """
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
+from torch.distributed import ProcessGroup
 
 from octavo.base import accelerator
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.collective_errors import Ranks
 from octavo.checkpoint.run_state.staging import Staging
-from octavo.checkpoint.run_state.writing import Moment, write
+from octavo.checkpoint.run_state.writing import Snapshot, write
 
 
 class World(Ranks, Protocol):
-    """What is asked of the world (`parallel.World` is one)."""
+    """The part of `parallel.World` that an asynchronous save needs."""
 
     @property
-    def group(self) -> Any: ...
-    def beside(self) -> World: ...
+    def group(self) -> ProcessGroup | None: ...
+    def with_own_group(self) -> World: ...
 
 
 class Background:
-    """The save that is under way; `encrypt`: it is encrypted. Every method but `close` is a collective of the steps'
-    ranks."""
+    """Runs one save at a time in a thread. Every method except `close` is a collective.
+
+    encrypt   write encrypted files
+    """
 
     def __init__(self, world: World, device: torch.device, encrypt: bool = False) -> None:
-        self._world, self._beside, self._device, self._encrypt = world, world.beside(), device, encrypt
+        self._world, self._save_world, self._device, self._encrypt = world, world.with_own_group(), device, encrypt
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -48,52 +52,57 @@ class Background:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save was begun that `poll` has not told of."""
+        """Whether a save has begun whose outcome `poll` has not returned yet."""
         return self._thread is not None
 
-    def begin(self, directory: Path, moment: Moment) -> None:
-        """Copy a moment and begin to write it. Whoever has one under way waits for it first, by `poll`."""
-        assert self._thread is None, "a save is under way, whose outcome nobody has asked for"
-        copied = self._staging.copy(moment)
+    def begin(self, directory: Path, snapshot: Snapshot) -> None:
+        """Copy a snapshot and start to write it. Call `poll(wait=True)` first if a save is under way."""
+        assert self._thread is None, "a save is under way, and poll has not returned its outcome"
+        copied = self._staging.copy(snapshot)
         self._path = self._error = None
         self._thread = threading.Thread(target=self._write, args=(directory, copied), name="save", daemon=True)
         self._thread.start()
 
     def poll(self, wait: bool = False) -> Path | None:
-        """The checkpoint that was under way, once it is in its place; None: it is not yet, or there was none.
+        """Return the path of the checkpoint that was being written once it is complete; None: not yet, or no save.
 
-        Raises what `write` does, on every rank in the same step.
+        Raises what `write` raises, on every rank in the same step.
         """
         if self._thread is None:
             return None
         if wait:
             self._thread.join()
         done = not self._thread.is_alive()
-        told = self._world.gather_objects([done, done and self._error is not None])
-        failed = any(error for _, error in told)
-        if not failed and not all(done for done, _ in told):
+        # All ranks decide from the same gathered outcomes, so that all return, or raise, in the same step.
+        outcomes = self._world.gather_objects([done, done and self._error is not None])
+        failed = any(error for _, error in outcomes)
+        if not failed and not all(done for done, _ in outcomes):
             return None
         self._thread.join()
         self._thread = None
         if failed:
-            raise self._error or CheckpointError("another rank could not write its part of the checkpoint; its own "
-                                                 "message has the cause")  # fmt: skip
+            raise self._error or CheckpointError(
+                "another rank could not write its part of the checkpoint; its own message has the cause"
+            )
         return self._path
 
     def close(self, patience: float = 0.0) -> None:
-        """The run ends, in whatever way: wait this many seconds for what is under way. What does not end by then ends
-        with the process, and is swept away by the next run."""
+        """End of the run, with or without an error: wait up to `patience` seconds for a save that is under way.
+
+        A save that takes longer ends with the process, and the next run removes what it left.
+        """
         if self._thread is not None:
             self._thread.join(patience)
         if self._thread is None or not self._thread.is_alive():
             self._staging.close()
 
-    def _write(self, directory: Path, moment: Moment) -> None:
+    def _write(self, directory: Path, snapshot: Snapshot) -> None:
         try:
-            if accelerator.has_own_memory(self._device):  # a thread begins with the first device
+            if accelerator.has_own_memory(self._device):  # a new thread starts on the first device
                 accelerator.set_current(self._device)
-            if accelerator.why_no_streams(self._device) is None:  # none of the steps': DCP waits for the current one
+            # DCP waits for the current stream. In the stream of the training steps it would wait for them.
+            if accelerator.why_no_streams(self._device) is None:
                 accelerator.set_stream(accelerator.stream(self._device))
-            self._path = write(directory, moment, self._beside, None, self._beside.group, self._encrypt)
-        except Exception as error:  # of whatever library: `poll` raises it
+            self._path = write(directory, snapshot, self._save_world, None, self._save_world.group, self._encrypt)
+        except Exception as error:  # from any library; `poll` raises it on the main thread
             self._error = error

@@ -1,11 +1,12 @@
-"""Several ranks at one run state: what fails on one of them fails on all, in one sentence."""
+"""Errors of saves and loads on several ranks: an error on one rank is raised on all of them, as one sentence."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -13,46 +14,58 @@ from octavo.base.atomic_write import no_room
 from octavo.base.encryption import VaultError
 from octavo.checkpoint.errors import CheckpointError
 
+T = TypeVar("T")
+
 
 class Ranks(Protocol):
-    """What is asked of the world (`parallel.World` is one)."""
+    """The part of `parallel.World` that saving needs."""
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def gather_objects(self, value: Any) -> list[Any]: ...
+    def gather_objects(self, value: T) -> list[T]: ...
 
 
 @contextmanager
-def shared(verb: str, path: Path, world: Ranks):
-    """What fails on one rank fails on all, with the words of the first that failed."""
+def fail_together(verb: str, path: Path, world: Ranks) -> Iterator[None]:
+    """Run the block on every rank; an error on one of them raises CheckpointError on all.
+
+    The message comes from the lowest rank that failed. A collective: every rank must enter and leave the block.
+    """
     error: Exception | None = None
     try:
         yield
     except (OSError, RuntimeError, TypeError, ValueError) as caught:
         error = caught
-    if words := [w for w in world.gather_objects(None if error is None else _words(verb, path, error)) if w]:
-        raise CheckpointError(words[0]) from error
+    # Gathered even when nothing failed: a rank that raised by itself would leave the others waiting in their next
+    # collective.
+    texts = world.gather_objects(None if error is None else _error_text(verb, path, error))
+    if failures := [text for text in texts if text]:
+        raise CheckpointError(failures[0]) from error
 
 
 @contextmanager
-def dcp_errors(verb: str, path: Path):
-    """DCP's exception (a BaseException around a dictionary of ranks) as ours. DCP itself tells all ranks."""
-    # For good, and not for the moment: filters are the process's, and a save in a thread would bring back old ones.
+def dcp_errors(verb: str, path: Path) -> Iterator[None]:
+    """Turn DCP's exception (a BaseException with a dictionary of errors by rank) into CheckpointError.
+
+    DCP itself raises it on all ranks.
+    """
+    # Set for the rest of the process. Filters are global: if a save in a thread restored the former ones on exit, it
+    # could undo what another thread has set meanwhile.
     warnings.filterwarnings("ignore", message=".*process group is not.*|.*in a single process.*")
     try:
         yield
     except CheckpointException as caught:
         _, (error, _) = min(caught.failures.items(), key=lambda item: item[0])
-        if not isinstance(error, Exception):  # a second Ctrl-C: DCP wraps that too
+        if not isinstance(error, Exception):  # a second Ctrl-C, which DCP wraps as well
             raise error from None
-        raise CheckpointError(_words(verb, path, error)) from error
-    except RuntimeError as caught:  # DCP's own collectives: a peer is gone
-        raise CheckpointError(_words(verb, path, caught)) from caught
+        raise CheckpointError(_error_text(verb, path, error)) from error
+    except RuntimeError as caught:  # one of DCP's own collectives failed: another rank has died
+        raise CheckpointError(_error_text(verb, path, caught)) from caught
 
 
-def _words(verb: str, path: Path, error: BaseException) -> str:
+def _error_text(verb: str, path: Path, error: BaseException) -> str:
     if isinstance(error, CheckpointError | VaultError):
         return str(error)
     if verb != "read" and (reason := no_room(path, error)):

@@ -1,14 +1,14 @@
-"""torch.distributed.checkpoint (DCP) without pickle's powers.
+"""torch.distributed.checkpoint (DCP) without arbitrary code execution by pickle.
 
-DCP unpickles in two places, and both run whatever code the file asks for:
+DCP unpickles in two places, and each runs any code that the file names:
 
-1. `.metadata`, by a bare `pickle.load`. `SafeReader` reads it with an unpickler that knows the dozen classes DCP
-   writes there, by name, and refuses all others; then it checks what came out, down to the file names.
-2. Every entry that is no tensor ("byte entry"), by a `torch.load` that DCP tells to trust it. `TensorsOnly` refuses a
-   checkpoint that holds one. Octavo writes none: what is no tensor is JSON in state.json.
+1. `.metadata`, with a bare `pickle.load`. `SafeReader` reads it with an unpickler that admits, by name, only the dozen
+   classes that DCP writes there; then it checks the resulting object, including the file names in it.
+2. Every entry that is not a tensor ("byte entry"), with an unrestricted `torch.load`. `TensorsOnly` refuses a
+   checkpoint that holds one. Octavo writes none: everything but tensors is JSON in state.json.
 
 The tensors themselves are zip streams of `torch.save` inside `*.distcp`, which DCP opens with `weights_only=True`;
-`SafeReader` opens them itself, so that the promise does not hang on torch's version.
+`SafeReader` opens them itself, so that safety does not depend on the version of torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _layout(name: str) -> torch.layout:
 
 
 def _path(*parts: str) -> str:
-    """In place of pathlib classes: DCP notes where it first wrote; nobody acts on it."""
+    """Stands in for pathlib classes: DCP records the path that it first wrote to, which is not used."""
     return "/".join(str(part) for part in parts)
 
 
@@ -65,7 +65,7 @@ _RECORDS = (
     _StorageInfo,
 )
 
-# What torch 2.11 to 2.13 writes into `.metadata`, seen by disassembling it; each name with what stands for it here.
+# The globals in a `.metadata` of torch 2.11 to 2.13, found by disassembling the pickle -> what they resolve to here.
 _ADMITTED: dict[tuple[str, str], Any] = {
     **{(kind.__module__, kind.__qualname__): kind for kind in (*_RECORDS, _MEM_FORMAT_ENCODING)},
     ("torch", "Size"): torch.Size,
@@ -75,28 +75,34 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 }
 
 
-class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
-    """Python's own unpickler in its Python form (the C form cannot be narrowed opcode by opcode)."""
+class _MetadataUnpickler(pickle._Unpickler):
+    """The pure Python unpickler, because single opcodes of the C implementation cannot be overridden."""
 
-    dispatch = dict(pickle._Unpickler.dispatch)  # type: ignore[attr-defined]
+    stack: list[object]  # of the base class, which typeshed does not list
+    dispatch = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is none of the classes that DCP writes")
         return _ADMITTED[module, name]
 
-    def load_build(self) -> None:
-        # BUILD sets attributes on whatever lies on the stack; on a class, a function or an enum member it would
-        # change DCP for this whole process. Only fresh instances of DCP's records may be filled.
-        if type(self.stack[-2]) not in _RECORDS:
-            raise pickle.UnpicklingError(f"it tries to change {self.stack[-2]!r} itself")
-        super().load_build()
 
-    dispatch[pickle.BUILD[0]] = load_build
+_load_build = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+
+
+def _load_build_of_records(unpickler: Any) -> None:
+    # BUILD sets attributes of the object on the stack. On a class, a function or an enum member that would change DCP
+    # for the whole process, so only new instances of DCP's records may be filled.
+    if type(unpickler.stack[-2]) not in _RECORDS:
+        raise pickle.UnpicklingError(f"it tries to change {unpickler.stack[-2]!r} itself")
+    _load_build(unpickler)
+
+
+_MetadataUnpickler.dispatch[pickle.BUILD[0]] = _load_build_of_records
 
 
 class Encrypting(FileSystem):
-    """DCP's file system, whose new files are encrypted as they are written; one that is broken off cannot be read."""
+    """DCP's file system, which encrypts files as they are written. A file that was not finished cannot be read."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -106,12 +112,16 @@ class Encrypting(FileSystem):
 
 
 class SafeWriter(FileSystemWriter):
-    """DCP's writer, fsyncing, without the absolute path that DCP otherwise leaves in every checkpoint. `encrypt`: its
-    files, `.metadata` too."""
+    """DCP's writer with fsync and without the absolute path that DCP otherwise leaves in every checkpoint.
+
+    encrypt   encrypt all its files, including `.metadata`
+    """
 
     def __init__(self, path: str | os.PathLike[str], encrypt: bool = False) -> None:
-        ahead = {} if accelerator.module_has_streams() else {"per_thread_copy_ahead": 0}
-        super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False, **ahead)
+        if accelerator.module_has_streams():
+            super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False)
+        else:  # copying ahead needs the streams of an accelerator
+            super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False, per_thread_copy_ahead=0)
         if encrypt:
             self.fs = Encrypting()
 
@@ -120,14 +130,14 @@ class SafeWriter(FileSystemWriter):
 
 
 class SafeReader(FileSystemReader):
-    """Reads a DCP directory that may come from a stranger.
+    """Reads a DCP directory from an untrusted source.
 
-    Raises CheckpointError, naming the file, for a `.metadata` that asks for a foreign class or holds anything but
-    tensors, for a tensor stream that is not one tensor of the shape and dtype announced, and for a path that leaves
-    the directory.
+    Raises CheckpointError, naming the file, for a `.metadata` that names a foreign class or holds anything but
+    tensors, for a tensor stream that is not one tensor of the announced shape and dtype, and for a path outside the
+    directory.
 
-    pass_over_bytes   entries that are no tensors are left out, unread, instead of refused: what other programs write
-                      beside their weights (a version, arguments)
+    pass_over_bytes   skip entries that are not tensors, unread, instead of refusing them: other programs write such
+                      entries with their weights (a version, arguments)
     """
 
     def __init__(self, path: str | os.PathLike[str], pass_over_bytes: bool = False) -> None:
@@ -136,7 +146,7 @@ class SafeReader(FileSystemReader):
         self._read: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What `.metadata` says, read once: what a caller looked at is what DCP then loads by."""
+        """Return the contents of `.metadata`, read once: DCP then loads by the same object that the caller checked."""
         if self._read is None:
             self._read = self._unpickled()
         self._read.storage_meta = StorageMeta(load_id=self.load_id)
@@ -155,13 +165,13 @@ class SafeReader(FileSystemReader):
         if self.pass_over_bytes:
             _drop_bytes(metadata)
         _check(metadata, path)
-        metadata.planner_data = None  # would place loaded values by paths of the file's choosing
+        metadata.planner_data = None  # paths chosen by the file, by which DCP would place the loaded values
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
-                raise CheckpointError(_byte_entry(Path(self.path), item.storage_index.fqn))
+                raise CheckpointError(_byte_entry_error(Path(self.path), item.storage_index.fqn))
             info = self.storage_data[item.storage_index]
             path = Path(self.path) / info.relative_path
             whole = read_item(path, info, item.storage_index.fqn)
@@ -187,20 +197,20 @@ class TensorsOnly(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # DCP's own would put None in the place of `Rows`, and allocate meta tensors, of which there are none here.
+        # DCP's own method would replace `Rows` by None, and allocate meta tensors, of which there are none here.
         self.original_state_dict = self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found = self.state_dict[index.fqn]
-        return found.shard(index) if isinstance(found, Rows) else super().lookup_tensor(index)
+        value = self.state_dict[index.fqn]
+        return value.shard(index) if isinstance(value, Rows) else super().lookup_tensor(index)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         for name, entry in self.metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(_byte_entry(None, name))
+                raise CheckpointError(_byte_entry_error(None, name))
             wanted = self.state_dict.get(name)
             if wanted is None:
                 continue
@@ -217,13 +227,13 @@ class TensorsOnly(DefaultLoadPlanner):
         return super().create_local_plan()
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        raise CheckpointError(_byte_entry(None, read_item.dest_index.fqn))
+        raise CheckpointError(_byte_entry_error(None, read_item.dest_index.fqn))
 
 
 def _check(metadata: Any, path: Path) -> None:
-    """That what was unpickled is DCP's metadata of tensors, in files of this directory.
+    """Raise CheckpointError unless the unpickled object is DCP's metadata of tensors in files of this directory.
 
-    Fields are read with `_field`: whoever wrote the pickle decided which attributes its records have.
+    Fields are read with `_field`, because the pickle decides which attributes its records have.
     """
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} was refused: it holds a {type(metadata).__name__}, not DCP metadata")
@@ -232,7 +242,7 @@ def _check(metadata: Any, path: Path) -> None:
         raise CheckpointError(f"{path} was refused: it lacks the tables of entries and of files")
     for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(_byte_entry(path, name))
+            raise CheckpointError(_byte_entry_error(path, name))
         chunks, properties = _field(entry, "chunks"), _field(entry, "properties")
         sizes = [_field(entry, "size")]
         if isinstance(chunks, list):
@@ -244,17 +254,18 @@ def _check(metadata: Any, path: Path) -> None:
         if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
             raise CheckpointError(f"{path} was refused: its table of files holds a {type(info).__name__}")
         name, file = _field(index, "fqn"), _field(info, "relative_path")
+        # A path with a folder in it could name any file of this machine.
         if not isinstance(file, str) or file != os.path.basename(file) or not file.endswith(".distcp"):
             raise CheckpointError(f"{path} was refused: {name} is placed in {file!r}, outside the checkpoint")
         if transforms := _field(info, "transform_descriptors"):
             raise CheckpointError(f"{path} was refused: {name} asks for the transforms {transforms}")
         offset, length = _field(info, "offset"), _field(info, "length")
         if not (isinstance(offset, int) and isinstance(length, int) and offset >= 0 <= length):
-            raise CheckpointError(f"{path} was refused: {name} lies at {offset!r}, {length!r} bytes long")
+            raise CheckpointError(f"{path} was refused: {name} is at {offset!r}, {length!r} bytes long")
 
 
 def _drop_bytes(metadata: Any) -> None:
-    """Take the entries that are no tensors out of both tables; what is no metadata at all is left for `_check`."""
+    """Remove the entries that are not tensors from both tables. An object of another kind is left for `_check`."""
     entries, places = _field(metadata, "state_dict_metadata"), _field(metadata, "storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
         return
@@ -266,12 +277,12 @@ def _drop_bytes(metadata: Any) -> None:
 
 
 def _field(record: Any, name: str) -> Any:
-    """A record's attribute, or None where it has none."""
+    """Return an attribute of a record, or None where it has none."""
     return getattr(record, name, None)
 
 
 def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
-    """One tensor out of a `*.distcp` file, on the CPU. Raises CheckpointError for whatever else lies there."""
+    """Read one tensor from a `*.distcp` file to the CPU. Raises CheckpointError for anything else in its place."""
     try:
         with safe_read.open_file(path, CheckpointError) as file:
             file.seek(info.offset)
@@ -281,7 +292,7 @@ def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
         raise CheckpointError(f"{error} It holds {name}.") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} was refused: {name} is no plain tensor ({safe_read.first_line(error)})"
+            f"{path} was refused: {name} is not a plain tensor ({safe_read.first_line(error)})"
         ) from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged at {name}: {safe_read.first_line(error)}") from error
@@ -290,9 +301,16 @@ def read_item(path: Path, info: _StorageInfo, name: str) -> torch.Tensor:
     return tensor
 
 
-def _byte_entry(path: Path | None, name: str) -> str:
+def tensor_entry(metadata: Metadata, name: str) -> TensorStorageMetadata:
+    """Return the entry of a tensor. `SafeReader` has refused or dropped all entries of other kinds."""
+    entry = metadata.state_dict_metadata[name]
+    assert isinstance(entry, TensorStorageMetadata), name
+    return entry
+
+
+def _byte_entry_error(path: Path | None, name: str) -> str:
     where = f"{path} was refused: its" if path else "the checkpoint was refused: its"
-    return f"{where} entry {name} is not a tensor but bytes, which DCP would unpickle. Octavo writes none such"
+    return f"{where} entry {name} is not a tensor but bytes, which DCP would unpickle. Octavo writes no such entries"
 
 
 def _kind(tensor: torch.Tensor | Rows) -> str:

@@ -1,12 +1,12 @@
-"""Rows of a tensor that lies over several ranks, as DCP can write each once and read them back on any number of ranks.
+"""Rows of a tensor that is distributed over ranks: DCP writes each row once and reads them on any number of ranks.
 
-DTensor covers FSDP2's shards, which divide a dimension as `torch.chunk` does. Two things here are divided otherwise:
-the scales of an optimizer's groups of 128 elements, of which a rank holds those that its shard touches (a group cut by
-a border lies on both sides of it, and the side with its first element writes it), and the values behind a weight that
-keeps FP8 codes. Both are rows `start` to `start + n` of a tensor of `total` rows.
+DTensor covers FSDP2's shards, which divide a dimension as `torch.chunk` does. Two kinds of tensor are divided
+differently: the scales of an optimizer's groups of 128 elements, of which a rank holds those that its shard touches (a
+group that a shard boundary cuts is on both ranks, and the rank with its first element writes it), and the master values
+of a weight that keeps FP8 codes. Both are rows `start` to `start + n` of a tensor of `total` rows.
 
-DCP asks any object for `__create_write_items__` and `__create_chunk_list__`; `EachOnce` here and `dcp_safe.TensorsOnly`
-then find the tensor in it. `Copied` is what such an object, or a DTensor, becomes in a copy that is written later.
+DCP calls `__create_write_items__` and `__create_chunk_list__` on any object that has them; `TensorSavePlanner` and
+`dcp_safe.TensorsOnly` then look up the tensor in it. `CopiedShard` replaces a DTensor in a copy that is written later.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class Rows:
-    """What of a tensor lies on this rank, and what of that this rank writes.
+    """The rows of a tensor that this rank holds, and how many of them it writes.
 
-    here         [n, ...], a plain tensor: rows start to start + n of the whole; it is read from and written into
-    start        the first of them in the whole
-    total        rows of the whole
-    writes       how many of them this rank writes, the last ones: those before are written by the rank before
+    here         [n, ...], a plain tensor: rows start to start + n of the full tensor. Saves read it, loads fill it
+    start        index of the first row in the full tensor
+    total        number of rows of the full tensor
+    writes       how many rows this rank writes: its last ones. The rows before are written by the previous rank
     """
 
     here: torch.Tensor
@@ -42,14 +42,14 @@ class Rows:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole."""
+        """Shape of the full tensor."""
         return torch.Size((self.total, *self.here.shape[1:]))
 
     def size(self) -> torch.Size:
         return self.shape
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
-        """The tensor behind an item that this object put into a plan (`SavePlanner.lookup_object`)."""
+        """Return the tensor of an item that this object put into a plan (`SavePlanner.lookup_object`)."""
         first = self.start if index.offset is None else index.offset[0]
         return self.here[first - self.start :]
 
@@ -70,20 +70,20 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Copied:
-    """What of a DTensor lay on this rank, in a copy, to be written as the DTensor would have been.
+class CopiedShard:
+    """A copy of this rank's shard of a DTensor, which DCP writes as it would write the DTensor.
 
     here   the copy, in host memory
-    items  what DCP writes of the DTensor from this rank
+    items  the items that DCP writes for the DTensor from this rank
     """
 
     here: torch.Tensor
     items: tuple[WriteItem, ...]
 
     @classmethod
-    def of(cls, name: str, original: DTensor, here: torch.Tensor) -> Copied:
-        there = original.device_mesh.get_coordinate() is not None  # a mesh may leave ranks out
-        return cls(here, tuple(original.__create_write_items__(name, original)) if there else ())
+    def of(cls, name: str, original: DTensor, here: torch.Tensor) -> CopiedShard:
+        in_mesh = original.device_mesh.get_coordinate() is not None  # a mesh may leave ranks out
+        return cls(here, tuple(original.__create_write_items__(name, original)) if in_mesh else ())
 
     def shard(self, index: MetadataIndex) -> torch.Tensor:
         return self.here
@@ -92,12 +92,12 @@ class Copied:
         return list(self.items)
 
 
-class EachOnce(DefaultSavePlanner):
-    """DCP's save planner for a flat dict of tensors, `Rows` and `Copied`."""
+class TensorSavePlanner(DefaultSavePlanner):
+    """DCP's save planner for a flat dict of tensors, `Rows` and `CopiedShard`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        found = self.state_dict[index.fqn]
-        return found.shard(index) if isinstance(found, Rows | Copied) else super().lookup_object(index)
+        value = self.state_dict[index.fqn]
+        return value.shard(index) if isinstance(value, Rows | CopiedShard) else super().lookup_object(index)

@@ -1,8 +1,8 @@
-"""The optimizer's part of a run state: its tensors by parameter name, its hyper-parameters by group as JSON.
+"""The optimizer's part of a run state: tensors by parameter name, and hyper-parameters by group as JSON.
 
-torch's optimizers keep tensors of the parameter's shape, DTensors like it. `fp8.AdamW` also keeps figures of groups of
-128 elements, which do not follow FSDP2's borders; those go to DCP as `Rows`. Nothing goes through `load_state_dict`,
-which would need one state dict in memory beside the state itself.
+torch's optimizers keep tensors of the parameter's shape, as DTensors if the parameter is one. `fp8.AdamW` also keeps
+values for groups of 128 elements, which do not align with FSDP2's shards; DCP gets those as `Rows`. `load_state_dict`
+is not used, because it would need a second copy of the state in memory.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from torch.distributed.tensor import DTensor
 
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import files
+from octavo.checkpoint.run_state.dcp_safe import tensor_entry
 from octavo.checkpoint.run_state.expert_rows import Rows
 from octavo.fp8 import optim
 from octavo.fp8.optim import AdamW
 from octavo.fp8.weights import reshard, span
 
-# How the step is computed, not what it computes: these belong to the machine, not to the run.
+# These choose the implementation of the step, not its result: they depend on the machine and are not saved.
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
-#: what of the state is part of a weight: the value behind a BF16 one, whole or its lower half
+#: states that are part of a weight: the fp32 value of a BF16 weight, or its lower half
 OF_WEIGHTS = ("master", "master_low")
 
 Slots = dict[tuple[str, str], torch.Tensor]
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state as DCP takes it, `optimizer.<parameter>.<key>`: live tensors, to be read or written in place."""
+    """Return the state as DCP takes it, `optimizer.<parameter>.<key>`: live tensors, read or written in place."""
     names = _names(model, optimizer)
     if isinstance(optimizer, AdamW):
         optimizer.settle()
@@ -45,7 +46,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def form(parameter: torch.Tensor, key: str, value: Any) -> Any:
-    """A value of a parameter's state as DCP takes it: `Rows` where it is this rank's piece of more and no DTensor."""
+    """Return a value of a parameter's state as DCP takes it: `Rows` for a shard that is not a DTensor."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
@@ -57,7 +58,7 @@ def form(parameter: torch.Tensor, key: str, value: Any) -> Any:
 
 
 def groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Each parameter group as JSON: the names of its parameters and its hyper-parameters."""
+    """Return each parameter group as JSON: the names of its parameters and its hyper-parameters."""
     if optimizer is None:
         return []
     names = _names(model, optimizer)
@@ -75,9 +76,10 @@ def groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[di
 def slots(
     model: nn.Module, optimizer: torch.optim.Optimizer, metadata: Metadata, document: dict[str, Any], path: Path
 ) -> tuple[Slots, dict[str, Any]]:
-    """Room for the state in a checkpoint, by (parameter, key), and the same as DCP takes it.
+    """Allocate tensors for the optimizer state of a checkpoint.
 
-    Raises CheckpointError where the checkpoint's groups, kinds of states or keys are not those of this optimizer.
+    Returns them by (parameter name, key), and the same tensors as DCP takes them. Raises CheckpointError where groups,
+    kinds of state or keys differ between the checkpoint and this optimizer.
     """
     names = _names(model, optimizer)
     _check_groups(optimizer, names, document, path)
@@ -90,7 +92,7 @@ def slots(
                 raise CheckpointError(f"{path} holds optimizer state of {name}, which the optimizer does not have")
             saved.setdefault(name, []).append(key)
     group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
-    found: Slots = {}
+    empty: Slots = {}
     for name, keys in saved.items():
         parameter = parameters[name]
         if isinstance(optimizer, AdamW):
@@ -101,20 +103,21 @@ def slots(
                     f"{', '.join(sorted(mine))}: it was written by another optimizer. Continue with that one, or "
                     "start a new run from its weights"
                 )
-            found.update({(name, key): value for key, value in mine.items()})
+            empty.update({(name, key): value for key, value in mine.items()})
             continue
         for key in keys:
-            entry = metadata.state_dict_metadata[f"optimizer.{name}.{key}"]
+            entry = tensor_entry(metadata, f"optimizer.{name}.{key}")
             like = parameter.detach()
+            # `step` has the shape [], as a scalar parameter has, and is never sharded.
             if entry.size == like.shape and key != "step":
-                found[name, key] = torch.empty_like(like, dtype=entry.properties.dtype)
+                empty[name, key] = torch.empty_like(like, dtype=entry.properties.dtype)
             else:
-                found[name, key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    return found, {f"optimizer.{n}.{key}": form(parameters[n], key, value) for (n, key), value in found.items()}
+                empty[name, key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return empty, {f"optimizer.{n}.{key}": form(parameters[n], key, value) for (n, key), value in empty.items()}
 
 
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, found: Slots, document: dict[str, Any]) -> None:
-    """Hand the loaded state over. Not through `load_state_dict`, which casts moments to the parameter's dtype."""
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Slots, document: dict[str, Any]) -> None:
+    """Put the loaded state into the optimizer. `load_state_dict` would cast moments to the parameter's dtype."""
     parameters = {name: p for p, name in _names(model, optimizer).items()}
     optimizer.state.clear()
     on_device: set[str] = set()
@@ -125,26 +128,24 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer, found: Slots, docum
                 present.fill_(value)
             elif key in group or not isinstance(optimizer, AdamW):
                 group[key] = tuple(value) if isinstance(present, tuple) else value
+        # These implementations read `step` on the device; the others expect it on the CPU.
         if group.get("fused") or group.get("capturable"):
             on_device.update(saved["parameters"])
-    for (name, key), tensor in found.items():
+    for (name, key), tensor in loaded.items():
         if key == "step" and name in on_device:
             tensor = tensor.to(parameters[name].device)
         optimizer.state[parameters[name]][key] = tensor
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-    """The name of each of the optimizer's parameters.
-
-    Resharded first: only then are the module's parameters the ones that the optimizer knows.
-    """
-    reshard(model)
+    """Return the name of each of the optimizer's parameters."""
+    reshard(model)  # only sharded are the module's parameters the objects that the optimizer holds
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
                 raise CheckpointError(
-                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's: make "
+                    f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not the model's: create "
                     "the optimizer after fp8.apply and after sharding, from this model's parameters"
                 )
     return names
@@ -153,12 +154,13 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.Ten
 def _check_groups(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str], document: dict[str, Any], path: Path
 ) -> None:
-    """That the checkpoint's groups hold the same parameters, in states of the same kind, and numbers for settings."""
+    """Raise CheckpointError unless the checkpoint's groups have the same parameters and kinds of state, and numbers as
+    settings."""
     mine = [{names[p] for p in group["params"]} for group in optimizer.param_groups]
     saved = [set(group["parameters"]) for group in document["groups"]]
     if mine != saved:
         odd = sorted(set().union(*mine) ^ set().union(*saved))
-        what = f"{odd[0]} is trained in only one of them" if odd else "the groups are divided otherwise"
+        what = f"{odd[0]} is trained in only one of them" if odd else "the groups are divided differently"
         raise CheckpointError(
             f"{path} was written with other parameters in the optimizer: {what}. Resume with the freezing and weight "
             "decay that it was written with (model.freeze, optimizer), or start a new run from its weights"
@@ -173,22 +175,22 @@ def _check_groups(
                 fits = not _is_number(present) or _is_number(value)
             if not fits:
                 raise CheckpointError(
-                    f"{path / files.STATE} says that the optimizer's {key!r} is {value!r}, which is no number; Octavo "
+                    f"the optimizer's {key!r} in {path / files.STATE} is {value!r}, which is not a number; Octavo "
                     "did not write it. Use an earlier checkpoint"
                 )
 
 
 def check_kinds(group: Mapping[str, Any], former: Mapping[str, Any], path: Path) -> None:
-    """That a group keeps its states and master weights as they were saved. torch's AdamW keeps both in fp32.
+    """Raise CheckpointError unless a group keeps its states and master weights in the saved form (torch's AdamW: fp32).
 
-    Nothing is converted on resuming: what would follow is not the run that was interrupted, and encoding fp32 states
-    loses what cannot come back. `fp8.AdamW.load_state_dict` and `fp8.AdamW.copy_state` convert for who wants that.
+    Resuming converts nothing: the result would not be the run that was interrupted, and encoding fp32 states loses
+    precision for good. `fp8.AdamW.load_state_dict` and `fp8.AdamW.copy_state` convert explicitly.
     """
     for key in ("states", "master"):
-        was, asked = former.get(key, "fp32"), group.get(key, "fp32")
-        if was != asked:
+        was, wanted = former.get(key, "fp32"), group.get(key, "fp32")
+        if was != wanted:
             raise CheckpointError(
-                f"{path} was written with optimizer.{key}: {was}, and this run asks for optimizer.{key}: {asked}. "
+                f"{path} was written with optimizer.{key}: {was}, and this run asks for optimizer.{key}: {wanted}. "
                 f"Continue with optimizer.{key}={was}, or start a new run from its weights"
             )
 

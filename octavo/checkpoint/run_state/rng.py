@@ -1,8 +1,8 @@
-"""The random number generators of a process as uint8 tensors: python, numpy, torch's of the CPU, and the
-accelerator's own where it has one, under its type of device.
+"""The random number generators of a process as uint8 tensors: Python, NumPy, torch on the CPU, and the accelerator's
+generator if it has one, named after the device type.
 
-No pickle: python's and numpy's states are written as JSON (integers, and floats in `repr` precision, so exactly).
-Each rank stores its own under its own names; DCP then writes all of them into one checkpoint.
+No pickle: the states of Python and NumPy are written as JSON (integers, and floats in `repr` precision, which is
+exact). Each rank stores its states under its own names; DCP writes all of them into one checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from octavo.checkpoint.errors import CheckpointError
 
 
 def collect(rank: int = 0) -> dict[str, torch.Tensor]:
-    """All generators of this process, {"rng.<rank>.<generator>": uint8 [bytes]}, for `save`'s `extra`."""
+    """Return the states of all generators of this process, {"rng.<rank>.<generator>": uint8 [bytes]}.
+
+    `save` takes them as `extra`.
+    """
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     states = {
         "python": _to_bytes(random.getstate()),
@@ -27,16 +30,16 @@ def collect(rank: int = 0) -> dict[str, torch.Tensor]:
         "torch": torch.get_rng_state(),
     }
     device = accelerator.here()
-    if (own := accelerator.rng_state(device)) is not None:
-        states[device.type] = own
+    if (device_state := accelerator.rng_state(device)) is not None:
+        states[device.type] = device_state
     return {f"rng.{rank}.{name}": state for name, state in states.items()}
 
 
 def restore(extra: Mapping[str, torch.Tensor], rank: int = 0) -> bool:
-    """Set this process's generators from what `collect(rank)` gave. False, and nothing changed, if the checkpoint
-    has none for this rank (it was written by fewer ranks): the caller seeds anew.
+    """Set this process's generators from the states that `collect(rank)` returned.
 
-    Raises CheckpointError for a state that its generator does not take.
+    Returns False, and changes nothing, if the checkpoint has no states of this rank because fewer ranks wrote it; the
+    caller then seeds the generators. Raises CheckpointError for a state that its generator refuses.
     """
     device = accelerator.here()
     names = ("python", "numpy", "torch", device.type)

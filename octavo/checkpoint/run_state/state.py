@@ -1,11 +1,11 @@
-"""Run states, read: the newest good one of a run, loaded on as many ranks as there are then.
+"""Load run states: find the newest good checkpoint of a run, and load it on any number of ranks.
 
-What a checkpoint holds, and how it is written, is told in :mod:`octavo.checkpoint.run_state.writing`. The optimizer's
-state goes by parameter *name*, so two ranks' shards load into one process and the other way round. Before a tensor is
-read, every file is compared to its checksum.
+:mod:`octavo.checkpoint.run_state.writing` describes the contents of a checkpoint and how it is written. Optimizer state
+is stored by parameter *name*, so the shards of two ranks load into one process and vice versa. Before a tensor is read,
+every file is compared with its checksum.
 
-NaN and infinity are not loaded: nothing can go on from them. A checkpoint whose state.json does not say "finite" has
-its values read where the newest is asked for.
+NaN and infinity are not loaded, because no training can continue from them. If state.json lacks "finite", `latest`
+reads all values of the checkpoint to check them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import files
 from octavo.checkpoint.run_state import optimizer_state as states
-from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
-from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly, read_item
-from octavo.checkpoint.run_state.tensor_names import named, refuse_dead, same_names, tensors
+from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, fail_together
+from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly, read_item, tensor_entry
+from octavo.checkpoint.run_state.tensor_names import check_names, entry_label, refuse_nonfinite, tensors
 from octavo.checkpoint.run_state.writing import TRAINED
 
-WITHOUT_STATES = "holds weights alone (run.save_states: false)"
+WITHOUT_STATES = "holds only weights (run.save_states: false)"
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What `load` gives back beside the model and the optimizer that it filled.
+    """The parts of a checkpoint that `load` returns; it loads model and optimizer in place.
 
     step      the step after which the state was saved
     counters  the JSON that was saved
-    extra     all extra tensors, on the CPU, those of every rank (see `rng.restore`)
-    ranks     how many ranks wrote it
+    extra     all extra tensors of all ranks, on the CPU (see `rng.restore`)
+    ranks     the number of ranks that wrote the checkpoint
     """
 
     step: int
@@ -50,39 +50,39 @@ class Restored:
 
 
 def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str], None] | None = None) -> Path | None:
-    """The newest good checkpoint, every file read and compared to its checksum; None where there is none at all.
+    """Return the newest good checkpoint, with every file compared with its checksum; None if there is no checkpoint.
 
-    One that is damaged, or holds NaN or infinity, is passed over, and `say` is called (on rank 0). A collective: rank 0
-    looks, all get its answer. Raises CheckpointError if there are checkpoints but none is good: starting over in
-    silence would be wrong.
+    Checkpoints that are damaged, or hold NaN or infinity, are skipped, with a call of `say` (on rank 0). A collective:
+    rank 0 searches, and all ranks get its result. Raises CheckpointError if there are checkpoints but none is good:
+    silently starting over would be wrong.
     """
     directory = Path(directory)
-    found = world.gather_objects(_look(directory, say) if world.rank == 0 else {})[0]
-    if found["step"] is not None:
-        return files.place(directory, found["step"])
-    if found["problems"]:
+    outcome = world.gather_objects(_find_newest(directory, say) if world.rank == 0 else {})[0]
+    if outcome["step"] is not None:
+        return files.step_path(directory, outcome["step"])
+    if outcome["problems"]:
         raise CheckpointError(
-            f"no checkpoint in {directory} can be used: {'; '.join(found['problems'])}. Restore one from a copy, or "
-            "start anew in another run.dir"
+            f"no checkpoint in {directory} can be used: {'; '.join(outcome['problems'])}. Restore one from a copy, or "
+            "start again in another run.dir"
         )
     return None
 
 
-def _look(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
+def _find_newest(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
     problems: list[str] = []
     try:
         files.recover(directory)
-        there = files.steps(directory)
+        present = files.steps(directory)
     except OSError as error:
         return {"step": None, "problems": [f"{directory} cannot be read: {error.strerror}"]}
-    if not there:  # of links alone, or other spellings: starting over in silence would be wrong
-        problems += [f"{name} is none that a run wrote" for name in files.others(directory)]
-    for step in reversed(there):
-        path = files.place(directory, step)
+    if not present:  # only links or other spellings: silently starting over would be wrong
+        problems += [f"{name} is not a checkpoint that a run wrote" for name in files.foreign_entries(directory)]
+    for step in reversed(present):
+        path = files.step_path(directory, step)
         try:
             document = files.read_state(path)
-            problems_of = (files.problem(path, name, entry) for name, entry in document["files"].items())
-            bad = files.copied(path, document) or next((found for found in problems_of if found), None)
+            problems_of = (files.file_problem(path, name, entry) for name, entry in document["files"].items())
+            bad = files.why_misplaced(path, document) or next((fault for fault in problems_of if fault), None)
             bad = bad or not_finite(path, document)
         except CheckpointError as error:
             bad = str(error)
@@ -90,19 +90,21 @@ def _look(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
             return {"step": step, "problems": problems}
         problems.append(bad)
         if say is not None:
-            say(f"checkpoint step_{step} is passed over: {bad}")
+            say(f"checkpoint step_{step} is skipped: {bad}")
     return {"step": None, "problems": problems}
 
 
 def not_finite(path: Path, document: Mapping[str, Any]) -> str | None:
-    """What of a checkpoint holds NaN or infinity, in a sentence; None: nothing does. Values are read, a tensor at a
-    time, unless its state.json says that they are finite."""
+    """Name in a sentence the first tensor of a checkpoint that holds NaN or infinity; None if none does.
+
+    Values are read, one tensor at a time, unless state.json (`document`) says that they are finite.
+    """
     name = compat.not_finite(document, lambda: _values(path))
-    return None if name is None else f"{named(name)} holds NaN or infinity"
+    return None if name is None else f"{entry_label(name)} holds NaN or infinity"
 
 
 def _values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a checkpoint but for the caller's extra ones, one at a time, weights first."""
+    """Yield (entry, tensor) of a checkpoint one by one, weights first, without the caller's extra tensors."""
     places = SafeReader(path).read_metadata().storage_data
     ours = sorted(places, key=lambda index: (not index.fqn.startswith("model."), index.fqn))
     for index in (index for index in ours if not index.fqn.startswith("extra.")):
@@ -113,42 +115,43 @@ def load(
     path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks,
     spare: Callable[[str], bool] = lambda name: False,
 ) -> Restored:  # fmt: skip
-    """Fill `model` and `optimizer` in place from the checkpoint directory `path`. A collective.
+    """Load the checkpoint directory `path` into `model` and `optimizer`, in place. A collective.
 
-    The model must have the parameters that were saved (of a checkpoint of trained parameters alone: it must train just
-    these), but for those whose names are `spare`, and the optimizer the same groups of them; the number of ranks may
-    differ. `optimizer=None` fills the model alone. Scheduler, data position and generators are the caller's, from the
-    counters and extra tensors returned. Every file is compared to its checksum first.
+    The model must have the parameters that were saved, except those for whose name `spare` returns True; for a
+    checkpoint of trained parameters it must train exactly these. The optimizer must have the same parameter groups. The
+    number of ranks may differ. `optimizer=None` loads only the model. The caller restores the scheduler, the data
+    position and the random generators from the returned counters and extra tensors. Every file is compared with its
+    checksum first.
 
-    Raises CheckpointError, naming the file or the tensor, and on every rank; also for NaN and infinity, which the model
-    then holds.
+    Raises CheckpointError on every rank, naming the file or the tensor; also for NaN and infinity, and then the model
+    already holds them.
     """
     path = Path(path)
-    document = verified(path, world)
+    document = read_verified(path, world)
     if optimizer is not None and not document.get("states", True):
-        raise CheckpointError(f"{path} {WITHOUT_STATES}: there is no optimizer state in it to go on with")
-    with shared("read", path, world):
+        raise CheckpointError(f"{path} {WITHOUT_STATES}: it has no optimizer state to continue with")
+    with fail_together("read", path, world):
         reader = SafeReader(path)
         metadata = reader.read_metadata()
         trained_only = document.get("holds") == TRAINED
         state = tensors(model, None, trained_only)
-        same_names(state, metadata, path, trained_only, model, spare)
+        check_names(state, metadata, path, trained_only, model, spare)
         loaded: states.Slots = {}
         if optimizer is not None:
             loaded, slots = states.slots(model, optimizer, metadata, document, path)
             state.update(slots)
         extra = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in metadata.state_dict_metadata.items()
+            name: torch.empty((entry := tensor_entry(metadata, name)).size, dtype=entry.properties.dtype)
+            for name in metadata.state_dict_metadata
             if name.startswith("extra.")
         }
         state.update(extra)
     with dcp_errors("read", path):
         dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=world.size == 1)
-    fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
-    with shared("read", path, world):
-        fix = "Use an earlier checkpoint (run.resume=auto and commands without --step pass over such)"
-        refuse_dead(state, path, fix)
+    fp8.invalidate(model)  # the weights were written in place, so cached FP8 codes are stale
+    with fail_together("read", path, world):
+        fix = "Use an earlier checkpoint (run.resume=auto and commands without --step skip such checkpoints)"
+        refuse_nonfinite(state, path, fix)
     if optimizer is not None:
         states.fill(model, optimizer, loaded, document)
     return Restored(
@@ -159,15 +162,17 @@ def load(
     )
 
 
-def verified(path: Path, world: Ranks) -> dict[str, Any]:
-    """state.json of a checkpoint, once all of its files were found to be what it says, and no others. A collective;
-    raises CheckpointError."""
+def read_verified(path: Path, world: Ranks) -> dict[str, Any]:
+    """Return state.json of a checkpoint after comparing its files with it: none missing, changed or unlisted.
+
+    A collective, in which each rank reads a part of the files. Raises CheckpointError on every rank.
+    """
     document: dict[str, Any] = {}
-    with shared("read", path, world):
+    with fail_together("read", path, world):
         document = files.read_state(path)
         listed = sorted(document["files"].items())
         for name, entry in listed[world.rank :: world.size]:
-            if bad := files.problem(path, name, entry):
+            if bad := files.file_problem(path, name, entry):
                 raise CheckpointError(bad)
         if unlisted := {entry.name for entry in path.glob("*.distcp")} - set(document["files"]):
             raise CheckpointError(f"{path / min(unlisted)} is not in the list of {files.STATE}: it was added later")

@@ -1,4 +1,4 @@
-"""What of a model and its optimizer a run state holds, by name, and whether it is the state of this model."""
+"""The tensors of a model and its optimizer that a run state holds, by name, and checks that a state fits a model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from octavo.fp8.weights import is_frozen
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_only: bool = False) -> dict[str, Any]:
-    """The model's parameters and persistent buffers, each once (tied names: the first), and the optimizer's state.
-    Without frozen FP8 weights; with `trained_only` the parameters that ask for a gradient alone.
+    """Return the model's parameters and persistent buffers, each once (tied ones under the first name), and the
+    optimizer's state. Frozen FP8 weights are left out; with `trained_only` all that need no gradient are.
 
-    Live tensors, detached: DCP reads from them and writes into them. `state_dict` comes first because it reshards
-    FSDP modules; only then are the module's parameters the ones that the optimizer knows.
+    The tensors are live and detached: DCP reads from them and writes into them.
     """
     result: dict[str, Any] = {}
     seen: set[int] = set()
+    # state_dict reshards FSDP modules: only then are the module's parameters the ones that the optimizer holds. So it
+    # comes before the optimizer's state.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if trained_only and not getattr(tensor, "requires_grad", False):
             continue
@@ -37,14 +38,14 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_o
     return result
 
 
-def here(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What of each tensor of model and optimizer lies on this rank; extra tensors may hold what the caller likes."""
+def local_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (entry, this rank's shard) of the tensors of model and optimizer. Extra tensors may hold any value."""
     ours = ((name, value) for name, value in state.items() if not name.startswith("extra."))
     return ((name, value.here if isinstance(value, Rows) else value) for name, value in ours)
 
 
-def named(entry: str) -> str:
-    """An entry for people."""
+def entry_label(entry: str) -> str:
+    """Return a readable name of an entry."""
     kind, _, name = entry.partition(".")
     if kind == "model":
         return name
@@ -52,16 +53,17 @@ def named(entry: str) -> str:
     return f"the optimizer's {key} of {parameter}" if kind == "optimizer" else entry
 
 
-def refuse_dead(state: Mapping[str, Any], path: Path, fix: str) -> None:
-    """Raise CheckpointError where what was read from a checkpoint is not finite."""
-    if bad := fp8.find_nonfinite(here(state)):
+def refuse_nonfinite(state: Mapping[str, Any], path: Path, fix: str) -> None:
+    """Raise CheckpointError if a tensor that was read from a checkpoint is not finite."""
+    if bad := fp8.find_nonfinite(local_tensors(state)):
         raise CheckpointError(
-            f"{path}: {named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): the run was dead when it "
-            f"was saved. {fix}"
+            f"{path}: {entry_label(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): the run had diverged "
+            f"when it was saved. {fix}"
         )
 
 
-def all_tensors(state: Mapping[str, Any]) -> None:
+def refuse_non_tensors(state: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a value that is not a tensor."""
     for name, value in state.items():
         if not isinstance(value, (torch.Tensor, Rows)):
             raise CheckpointError(
@@ -70,16 +72,19 @@ def all_tensors(state: Mapping[str, Any]) -> None:
             )
 
 
-def same_names(
+def check_names(
     state: Mapping[str, torch.Tensor], metadata: Metadata, path: Path, trained_only: bool, model: nn.Module,
     passed: Callable[[str], bool],
 ) -> None:  # fmt: skip
-    """That the checkpoint's model is this model: `TensorsOnly` finds what lacks, this what is too much."""
+    """Raise CheckpointError for a checkpoint of another model, with tensors that this one does not have.
+
+    `TensorsOnly` refuses the opposite case, missing tensors. `passed`: names that may be missing here.
+    """
     saved = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
     spare = sorted(n for n in saved if n not in state and not passed(n.removeprefix("model.")))
     if trained_only and spare:
         raise CheckpointError(
-            f"{path} holds trained parameters alone ({len(saved)}, first {saved[0].removeprefix('model.')}), as a LoRA "
+            f"{path} holds only trained parameters ({len(saved)}, first {saved[0].removeprefix('model.')}), as a LoRA "
             f"run saves its adapters, and this model does not train {spare[0].removeprefix('model.')}. Continue it "
             "with the `lora` section that it was trained with; adapter/ in its run directory is for all other uses"
         )
@@ -88,8 +93,8 @@ def same_names(
     if frozen and lacking and not any(n in saved for n in state if n not in frozen):
         raise CheckpointError(
             f"{path} holds a whole model, and not one of the parameters that this model trains (first "
-            f"{lacking[0].removeprefix('model.')}): it is of a run without these adapters. Start a LoRA run from its "
-            "weights (hf/ in its run directory as model.path), or continue it without `lora`"
+            f"{lacking[0].removeprefix('model.')}): it belongs to a run without these adapters. Start a LoRA run from "
+            "its weights (hf/ in its run directory as model.path), or continue it without `lora`"
         )
     if spare:
         raise CheckpointError(

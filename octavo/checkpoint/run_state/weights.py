@@ -1,8 +1,8 @@
-"""The weights of a run state without the rest of it: what a run may begin with that is another training.
+"""Load only the weights of a run state, for example to start a new training from them.
 
-They may be stored here otherwise than they were saved: `optimizer.master` is of a run, and a BF16 weight may have its
-lower half, or its fp32 value, among what the optimizer holds. Values are read as they were meant and stored as this run
-stores them; between fp32 and both halves nothing is lost.
+The new run may store weights differently than the run that saved them: with `optimizer.master` a BF16 weight has its
+lower half, or its fp32 value, in the optimizer. The full value is reconstructed and stored in the form of the new run;
+converting between fp32 and the two halves is exact.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import nn
 
 from octavo import fp8
 from octavo.checkpoint.run_state import optimizer_state as states
-from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
-from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly
-from octavo.checkpoint.run_state.state import verified
-from octavo.checkpoint.run_state.tensor_names import refuse_dead, same_names, tensors
+from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, fail_together
+from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly, tensor_entry
+from octavo.checkpoint.run_state.state import read_verified
+from octavo.checkpoint.run_state.tensor_names import check_names, refuse_nonfinite, tensors
 from octavo.checkpoint.run_state.writing import TRAINED
 from octavo.fp8.arithmetic import join_master
 from octavo.fp8.optim import like, set_weight
@@ -34,59 +34,64 @@ def load_weights(
     path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks,
     spare: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Any]:  # fmt: skip
-    """Fill `model` with the weights of the checkpoint directory `path`, and of `optimizer` what it keeps of them; its
-    states stay as they are. Gives state.json. A collective.
+    """Load the weights of the checkpoint directory `path` into `model`, and the optimizer's master weights with them.
+    Moments stay as they are. Returns the contents of state.json. A collective.
 
-    Names whose parameters are `spare` may lack on either side; for all else, and what is raised, see `load`.
+    Parameters for whose name `spare` returns True may be missing on either side. Raises as `load` does.
     """
     path = Path(path)
-    document = verified(path, world)
-    with shared("read", path, world):
+    document = read_verified(path, world)
+    with fail_together("read", path, world):
         reader = SafeReader(path)
         metadata = reader.read_metadata()
         entries = metadata.state_dict_metadata
         trained_only = document.get("holds") == TRAINED
         state = tensors(model, None, trained_only)
         state = {n: t for n, t in state.items() if n in entries or not spare(n.removeprefix("model."))}
-        same_names(state, metadata, path, trained_only, model, spare)
+        check_names(state, metadata, path, trained_only, model, spare)
         parameters = {f"model.{name}": p for name, p in model.named_parameters()}
         groups = {} if optimizer is None else {p: g for g in optimizer.param_groups for p in g["params"]}
         held = {} if optimizer is None else optimizer.state
-        apart: dict[str, dict[str, Any]] = {}  # of weights that are stored otherwise than saved: what makes their value
+        # Weights that this run stores in another form than the checkpoint -> the saved tensors that make up their
+        # value. All other weights are read in place.
+        converted: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in parameters.items():
             if name not in state or name not in entries:
                 continue
-            dtype = entries[name].properties.dtype
-            beside = [key for key in states.OF_WEIGHTS if _slot(name, key) in entries]
-            otherwise = bool(beside) or dtype != parameter.dtype or bool(held.get(parameter))
-            if otherwise and dtype in FLOATS and parameter.dtype in FLOATS:
-                apart[name] = {key: _room(parameter, entries[_slot(name, key)]) for key in ("model", *beside)}
-        for name, parts in apart.items():
-            state |= {_slot(name, key): room for key, room in parts.items()}
+            dtype = tensor_entry(metadata, name).properties.dtype
+            masters = [key for key in states.OF_WEIGHTS if _entry_name(name, key) in entries]
+            differs = bool(masters) or dtype != parameter.dtype or bool(held.get(parameter))
+            if differs and dtype in FLOATS and parameter.dtype in FLOATS:
+                converted[name] = {
+                    key: _empty_like(parameter, tensor_entry(metadata, _entry_name(name, key)).properties.dtype)
+                    for key in ("model", *masters)
+                }
+        for name, parts in converted.items():
+            state |= {_entry_name(name, key): target for key, target in parts.items()}
     with dcp_errors("read", path):
         dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=world.size == 1)
-    with shared("read", path, world):
-        refuse_dead(state, path, "Begin from an earlier checkpoint")
-        for name, parts in apart.items():
-            set_weight(optimizer, groups.get(parameters[name]), parameters[name], _value(parts))
-    fp8.invalidate(model)  # weights were written in place, behind every cache of FP8 codes
+    with fail_together("read", path, world):
+        refuse_nonfinite(state, path, "Begin from an earlier checkpoint")
+        for name, parts in converted.items():
+            set_weight(optimizer, groups.get(parameters[name]), parameters[name], _fp32_value(parts))
+    fp8.invalidate(model)  # the weights were written in place, so cached FP8 codes are stale
     return document
 
 
-def _slot(name: str, key: str) -> str:
-    """The entry of a weight, `model.NAME`, or of what the optimizer keeps of it."""
+def _entry_name(name: str, key: str) -> str:
+    """Return the checkpoint entry of a weight (`model.NAME`) or of its part in the optimizer (`optimizer.NAME.KEY`)."""
     return name if key == "model" else f"optimizer.{name.removeprefix('model.')}.{key}"
 
 
-def _room(parameter: torch.Tensor, entry: Any) -> torch.Tensor:
-    """A tensor like a parameter, in the dtype of a checkpoint's entry."""
-    own = plain(parameter)
-    return like(parameter, torch.empty(own.shape, dtype=entry.properties.dtype, device=own.device))
+def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialized tensor with the shape, sharding and device of a parameter."""
+    local = plain(parameter)
+    return like(parameter, torch.empty(local.shape, dtype=dtype, device=local.device))
 
 
-def _value(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The value of this rank's part of a weight, in fp32."""
-    found = {key: plain(tensor) for key, tensor in parts.items()}
-    if "master" in found:
-        return found["master"]
-    return join_master(found["model"], found["master_low"]) if "master_low" in found else found["model"].float()
+def _fp32_value(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the value of this rank's shard of a weight, in fp32."""
+    local = {key: plain(tensor) for key, tensor in parts.items()}
+    if "master" in local:
+        return local["master"]
+    return join_master(local["model"], local["master_low"]) if "master_low" in local else local["model"].float()

@@ -1,16 +1,17 @@
-"""Run states, written: everything that a run needs to go on bit for bit, on disk whole or not at all.
+"""Write run states: everything a run needs to continue bit for bit, on disk completely or not at all.
 
-A checkpoint holds tensors in DCP (`model.<name>`, `optimizer.<parameter>.<key>`, `extra.<name>`) and all else as
-JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file. One of
-weights alone has of the optimizer nothing but what is part of a weight (`optimizer_state.OF_WEIGHTS`).
+A checkpoint holds tensors in DCP (`model.<name>`, `optimizer.<parameter>.<key>`, `extra.<name>`) and everything else as
+JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file. A
+checkpoint of weights only (`run.save_states: false`) holds no optimizer state except the parts that belong to a weight
+(`optimizer_state.OF_WEIGHTS`).
 
-A save is two halves. `take` is the moment: what the state consists of, found finite, as live tensors. `write` is the
-disk. `save` does one after the other; :mod:`octavo.checkpoint.run_state.background` copies in between, and writes
-beside the steps that follow.
+A save has two halves. `take_snapshot` collects the state as live tensors and checks that it is finite; `write` writes
+it to the disk. `save` calls both; :mod:`octavo.checkpoint.run_state.background` copies the snapshot in between and
+writes while training continues.
 
-How a kill at any moment is survived: everything is written into `.step_N.tmp`, every file and directory is
-fsynced, and only then renamed to `step_N`. A directory of that name is whole, or was damaged later; the checksums
-tell. NaN and infinity are not written: nothing could go on from them.
+A save survives a kill at any moment: everything is written into `.step_N.tmp`, every file and directory is fsynced, and
+only then is the directory renamed to `step_N`. A directory with that name was complete once; the checksums detect later
+damage. NaN and infinity are not written, because no training can continue from them.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from octavo.base import encryption
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import files
 from octavo.checkpoint.run_state import optimizer_state as states
-from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, shared
+from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, fail_together
 from octavo.checkpoint.run_state.dcp_safe import SafeWriter
-from octavo.checkpoint.run_state.expert_rows import EachOnce
-from octavo.checkpoint.run_state.tensor_names import all_tensors, here, named, tensors
+from octavo.checkpoint.run_state.expert_rows import TensorSavePlanner
+from octavo.checkpoint.run_state.tensor_names import entry_label, local_tensors, refuse_non_tensors, tensors
 
-TRAINED = "trained"  # what a checkpoint of trained parameters alone says that it holds
+TRAINED = "trained"  # value of "holds" in state.json where only trained parameters are saved
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What a run is after a step.
+class Snapshot:
+    """The state of a run after a step.
 
-    tensors   by entry: tensors, DTensors, `Rows`. Live ones: they change with the next step
+    tensors   entry name -> tensor, DTensor or `Rows`. Live tensors, which the next step changes
     document  state.json without its list of files
     """
 
@@ -72,16 +73,22 @@ def save(
 ) -> Path:
     """Write `directory`/step_N and return it; then delete all but the `keep` newest (None: delete none). A collective.
 
-    For the rest, and what is raised, see `take` and `write`.
+    See `take_snapshot` and `write` for the other arguments and for the errors raised.
     """
-    moment = take(
-        step, model=model, optimizer=optimizer, extra=extra, counters=counters, world=world,
-        trained_only=trained_only, weights_only=weights_only,
-    )  # fmt: skip
-    return write(directory, moment, world, keep, encrypt=encrypt)
+    snapshot = take_snapshot(
+        step,
+        model=model,
+        optimizer=optimizer,
+        extra=extra,
+        counters=counters,
+        world=world,
+        trained_only=trained_only,
+        weights_only=weights_only,
+    )
+    return write(directory, snapshot, world, keep, encrypt=encrypt)
 
 
-def take(
+def take_snapshot(
     step: int,
     *,
     model: nn.Module,
@@ -91,29 +98,29 @@ def take(
     world: Ranks,
     trained_only: bool = False,
     weights_only: bool = False,
-) -> Moment:
-    """The state after `step` steps, of live tensors. A collective.
+) -> Snapshot:
+    """Return the state after `step` steps, as live tensors. A collective.
 
-    trained_only: of the model, save the parameters that ask for a gradient alone (adapters), for a caller that loads
-    the others again from elsewhere. Frozen FP8 weights are never saved: they are codes that came from elsewhere.
-    weights_only: of the optimizer, save nothing but what is part of a weight; state.json says so, and `load` refuses to
-    fill an optimizer from it. `load_weights` reads either.
+    trained_only  save only the parameters that require a gradient (adapters); the caller loads the others from
+                  elsewhere. Frozen FP8 weights are never saved: their codes come from another folder
+    weights_only  save no optimizer state except the parts that belong to a weight. state.json records it, and `load`
+                  then refuses to fill an optimizer. `load_weights` reads both kinds
+    extra         further tensors. A name that several ranks pass must have equal values on them (one copy is written);
+                  tensors of a single rank have the rank in their name
+    counters      JSON values, taken from rank 0
 
-    extra: tensors of the caller's. A name that several ranks give must carry equal values (one copy is written);
-    what is each rank's own carries the rank in its name. counters: JSON values, taken from rank 0.
-
-    Raises CheckpointError on every rank if it holds a value that is not finite or no tensor.
+    Raises CheckpointError on every rank if a value is not finite or not a tensor.
     """
     state = tensors(model, optimizer, trained_only)
     if weights_only:
         state = {n: t for n, t in state.items() if n.startswith("model.") or n.rpartition(".")[2] in states.OF_WEIGHTS}
     state.update({f"extra.{name}": tensor for name, tensor in extra.items()})
-    all_tensors(state)
-    with shared("write", Path(f"step_{step}"), world):
-        if bad := fp8.find_nonfinite(here(state)):
+    refuse_non_tensors(state)
+    with fail_together("write", Path(f"step_{step}"), world):
+        if bad := fp8.find_nonfinite(local_tensors(state)):
             raise CheckpointError(
-                f"after step {step} {named(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
-                "can go on from that, and no checkpoint is written of it. Those already there are untouched"
+                f"after step {step} {entry_label(bad[0])} holds NaN or infinity (tensors that do: {len(bad)}): nothing "
+                "can go on from that, and no checkpoint is written. Earlier checkpoints are untouched"
             )
     document = {
         "format": files.FORMAT,
@@ -121,66 +128,70 @@ def take(
         "ranks": world.size,
         "counters": dict(counters),
         "groups": states.groups(model, None if weights_only else optimizer),
-        "finite": True,
+        "finite": True,  # as checked above; without it, `latest` reads all values
         **({"holds": TRAINED} if trained_only else {}),
         **({"states": False} if weights_only else {}),
     }
-    return Moment(state, document)
+    return Snapshot(state, document)
 
 
 def write(
     directory: str | os.PathLike[str],
-    moment: Moment,
+    snapshot: Snapshot,
     world: Ranks,
     keep: int | None,
     group: dist.ProcessGroup | None = None,
     encrypt: bool = False,
 ) -> Path:
-    """Write `directory`/step_N of a moment and return it; then delete all but the `keep` newest (None: delete none). A
-    collective of `world`; DCP's own go through `group` (None: the group of all). `encrypt`: every file, with the key of
-    each rank's process, which must be the same.
+    """Write a snapshot to `directory`/step_N and return that path; then delete all but the `keep` newest checkpoints
+    (None: delete none). A collective of `world`.
 
-    Raises CheckpointError on every rank if it could not be written (disk full, no permission, ...). The checkpoints
-    that were there are then untouched.
+    group    process group of DCP's own collectives; None: the default group
+    encrypt  encrypt every file with the key of each rank's process, which must be the same on all ranks
+
+    Raises CheckpointError on every rank if the checkpoint could not be written (disk full, no permission, ...). The
+    existing checkpoints are then untouched.
     """
-    directory, step = Path(directory), moment.step
+    directory, step = Path(directory), snapshot.step
     if keep is not None and keep < 1:
-        raise CheckpointError(f"keep={keep} was asked; a run that saves keeps at least 1 checkpoint (run.keep)")
-    tmp = files.aside(directory, step, "tmp")
+        raise CheckpointError(f"keep={keep} was requested; a run that saves keeps at least 1 checkpoint (run.keep)")
+    tmp = files.temporary_path(directory, step, "tmp")
     if encrypt:
-        _one_key(world)
+        _check_same_key(world)
     try:
-        with shared("write", tmp, world):
+        with fail_together("write", tmp, world):
             if world.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 files.sweep(directory)
                 tmp.mkdir()
         with dcp_errors("write", tmp):
-            alone = world.size == 1
-            state, writer = dict(moment.tensors), SafeWriter(tmp, encrypt)
-            dcp.save(state, storage_writer=writer, planner=EachOnce(), process_group=group, no_dist=alone)
+            single = world.size == 1
+            state, writer = dict(snapshot.tensors), SafeWriter(tmp, encrypt)
+            dcp.save(state, storage_writer=writer, planner=TensorSavePlanner(), process_group=group, no_dist=single)
         mine: dict[str, dict[str, int]] = {}
-        with shared("read back", tmp, world):
+        with fail_together("read back", tmp, world):
             names = [f"__{world.rank}_*.distcp", *([".metadata"] if world.rank == 0 else [])]
             mine = {file.name: files.fingerprint(file) for name in names for file in sorted(tmp.glob(name))}
         listed = {name: entry for part in world.gather_objects(mine) for name, entry in part.items()}
-        with shared("finish", tmp, world):
+        with fail_together("finish", tmp, world):
             if world.rank == 0:
-                files.write_state(tmp, {**moment.document, "files": listed}, encrypt)
+                # state.json comes last: without it a directory is not a checkpoint.
+                files.write_state(tmp, {**snapshot.document, "files": listed}, encrypt)
                 files.publish(directory, step)
                 if keep is not None:
                     files.prune(directory, step, keep)
     except CheckpointError:
         if world.rank == 0:
-            shutil.rmtree(tmp, ignore_errors=True)  # best effort: a full disk is freed; what stays is swept later
+            # Best effort, to free a full disk. `files.sweep` removes the rest when the next save begins.
+            shutil.rmtree(tmp, ignore_errors=True)
         raise
-    return files.place(directory, step)
+    return files.step_path(directory, step)
 
 
-def _one_key(world: Ranks) -> None:
-    """That all ranks have the same key: else no process could read what they write. Raises CheckpointError."""
+def _check_same_key(world: Ranks) -> None:
+    """Raise CheckpointError unless all ranks have the same key: otherwise no process could read the checkpoint."""
     key = ""
-    with shared("write", Path("checkpoints"), world):
+    with fail_together("write", Path("checkpoints"), world):
         key = encryption.find().id.hex()
-    if len(found := sorted({*world.gather_objects(key)})) > 1:
-        raise CheckpointError(f"the ranks were given different keys ({', '.join(found)}). Give all of them the same")
+    if len(keys := sorted({*world.gather_objects(key)})) > 1:
+        raise CheckpointError(f"the ranks have different keys ({', '.join(keys)}). Give all of them the same key")

@@ -1,4 +1,4 @@
-"""Is a folder what it says it is, and what will transformers, vLLM and SGLang do with it: `octavo verify`."""
+"""`octavo verify`: checks a model folder and predicts what transformers, vLLM and SGLang do with it."""
 
 from octavo.checkpoint.verify.findings import Verified
 from octavo.checkpoint.verify.verify import verify

@@ -1,8 +1,9 @@
-"""A PEFT adapter folder: adapter_config.json beside adapter_model.safetensors, checked by themselves and with a base.
+"""Checks a PEFT adapter folder, adapter_config.json with adapter_model.safetensors, by itself and against a base.
 
-Of a layer W [N, K] the file holds `base_model.model.X.lora_A.weight` [r, K] and `X.lora_B.weight` [N, r] (for stacked
-experts [E r, K] and [N, E r]); y gains B A x * alpha / r. Nothing of the base is in it, so the folder can be whole and
-still not fit: with a base at hand (--against, or the folder that adapter_config.json names) each layer is looked up.
+For a layer W [N, K] the file holds `base_model.model.X.lora_A.weight` [r, K] and `X.lora_B.weight` [N, r] (for stacked
+experts [E r, K] and [N, E r]); the layer's output gains B A x * alpha / r. The file contains nothing of the base, so a
+folder can be complete and not fit its base. If a base is available (--against, or the folder that adapter_config.json
+names), each layer is looked up in it.
 """
 
 from __future__ import annotations
@@ -26,46 +27,49 @@ _VECTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_magnitude_vector(\
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder says that it is an adapter: it has no model's config.json."""
+    """Whether a folder is an adapter: it has adapter_config.json and no config.json of a model."""
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
-def check_adapter(folder: Path, base: Path | None, found: Findings) -> tuple[Headers, dict[str, Any]]:
-    """Files, names, shapes and dtypes; and the base's layers where a base is there. Returns headers and the config."""
-    headers = read_folder(folder, found, STEM)
+def check_adapter(folder: Path, base: Path | None, findings: Findings) -> tuple[Headers, dict[str, Any]]:
+    """Check files, names, shapes and dtypes, and the layers of the base if there is one.
+
+    Returns the headers and adapter_config.json, {} if that cannot be read.
+    """
+    headers = read_folder(folder, findings, STEM)
     config: dict[str, Any] | None = None
-    with found.failing("adapter_config.json"):
+    with findings.failing("adapter_config.json"):
         config = read_json(folder / "adapter_config.json")
     if config is None:
         return headers, {}
-    _config(config, found)
-    if any(finding.file == "adapter_config.json" and finding.status == FAIL for finding in found):
-        config |= {"target_modules": None, "rank_pattern": None}  # no word on which layers they lead to
-    parts = _parts(headers, found)
+    _check_config(config, findings)
+    if any(finding.file == "adapter_config.json" and finding.status == FAIL for finding in findings):
+        config |= {"target_modules": None, "rank_pattern": None}  # unusable: do not judge layers by them
+    parts = _parts(headers, findings)
     for layer, pair in parts.items():
-        _pair(layer, pair, config, found)
-        if not _targeted(layer, config):
-            found.fail("adapter-target", next(iter(pair.values())), layer=layer)
+        _check_pair(layer, pair, config, findings)
+        if not _is_targeted(layer, config):
+            findings.fail("adapter-target", next(iter(pair.values())), layer=layer)
     if not parts and headers.tensors:
-        found.fail("adapter-empty", f"{STEM}.safetensors", folder=folder)
+        findings.fail("adapter-empty", f"{STEM}.safetensors", folder=folder)
     named = config.get("base_model_name_or_path")
     if base is None and isinstance(named, str) and (Path(named) / "config.json").is_file():
         base = Path(named)
     if base is not None:
-        _base(parts, base, found)
+        _check_base(parts, base, findings)
     return headers, config
 
 
-def _config(config: Mapping[str, Any], found: Findings) -> None:
+def _check_config(config: Mapping[str, Any], findings: Findings) -> None:
     file = "adapter_config.json"
     if config.get("peft_type") != "LORA":
-        found.fail("config/peft-type", file, peft_type=config.get("peft_type"))
+        findings.fail("config/peft-type", file, peft_type=config.get("peft_type"))
     rank = config.get("r")
     if type(rank) is not int or rank < 1:
-        found.fail("config/rank", file, rank=rank)
+        findings.fail("config/rank", file, rank=rank)
     for key in ("lora_alpha", "target_modules"):
         if config.get(key) is None and not (key == "target_modules" and config.get("target_parameters")):
-            found.fail("config/key", file, key=key)
+            findings.fail("config/key", file, key=key)
     targets, patterns = config.get("target_modules"), config.get("rank_pattern")
     try:
         for expression in [*(patterns or {}), *([targets] if isinstance(targets, str) else [])]:
@@ -74,41 +78,41 @@ def _config(config: Mapping[str, Any], found: Findings) -> None:
     except (re.error, TypeError):
         good = False
     if not good or not isinstance(patterns, dict | None):
-        found.fail("config/targets", file, targets=targets, patterns=patterns)
+        findings.fail("config/targets", file, targets=targets, patterns=patterns)
     if not config.get("base_model_name_or_path"):
-        found.warn("adapter-base", file)
+        findings.warn("adapter-base", file)
 
 
-def _parts(headers: Headers, found: Findings) -> dict[str, dict[str, Held]]:
+def _parts(headers: Headers, findings: Findings) -> dict[str, dict[str, Held]]:
     parts: dict[str, dict[str, Held]] = {}
     for name, held in headers.tensors.items():
         if match := _PART.match(name):
             parts.setdefault(match["layer"], {})[match["part"]] = held
         elif not _VECTOR.match(name) and "lora_" in name:
-            found.fail("adapter-names", held)
+            findings.fail("adapter-names", held)
         if held.dtype not in ("F32", "BF16", "F16"):
-            found.fail("adapter-dtype", held)
+            findings.fail("adapter-dtype", held)
     return parts
 
 
-def _pair(layer: str, pair: Mapping[str, Held], config: Mapping[str, Any], found: Findings) -> None:
+def _check_pair(layer: str, pair: Mapping[str, Held], config: Mapping[str, Any], findings: Findings) -> None:
     a, b = pair.get("lora_A"), pair.get("lora_B")
     if a is None or b is None:
-        there = a or b
-        assert there is not None
-        found.fail("adapter-half", there, lacks="lora_B" if b is None else "lora_A")
+        half = a or b
+        assert half is not None
+        findings.fail("adapter-half", half, lacks="lora_B" if b is None else "lora_A")
         return
     if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
-        found.fail("adapter-shape", a, b=b, other=list(b.shape))
+        findings.fail("adapter-shape", a, b=b, other=list(b.shape))
         return
     rank = _rank(layer, config)
     if rank and a.shape[0] % rank:
-        found.fail("adapter-rank", a, rank=rank)
+        findings.fail("adapter-rank", a, rank=rank)
 
 
-def _targeted(layer: str, config: Mapping[str, Any]) -> bool:
-    """Whether target_modules lead PEFT to a layer, by PEFT's rule: an expression for the whole name, or a list of names
-    and ends of names. Layers of target_parameters, and words such as all-linear, it finds in the model."""
+def _is_targeted(layer: str, config: Mapping[str, Any]) -> bool:
+    """Whether target_modules select a layer, by PEFT's rule: a regular expression for the whole name, or a list of
+    names and suffixes of names. For target_parameters and all-linear, PEFT needs the model, so True is returned."""
     targets = config.get("target_modules")
     if not targets or config.get("target_parameters") or targets == "all-linear":
         return True
@@ -125,11 +129,11 @@ def _rank(layer: str, config: Mapping[str, Any]) -> int | None:
     return rank if type(rank) is int and rank > 0 else None
 
 
-def _base(parts: Mapping[str, Mapping[str, Held]], base: Path, found: Findings) -> None:
+def _check_base(parts: Mapping[str, Mapping[str, Held]], base: Path, findings: Findings) -> None:
     try:
         stock = Stock(empty(stock_config(base)))
     except ModelError as error:
-        found.fail("config/base", "config.json", error=error)
+        findings.fail("config/base", "config.json", error=error)
         return
     for layer, pair in parts.items():
         a, b = pair.get("lora_A"), pair.get("lora_B")
@@ -138,33 +142,33 @@ def _base(parts: Mapping[str, Mapping[str, Held]], base: Path, found: Findings) 
         module = layer.removesuffix(".base_layer")
         weight = stock.state.get(f"{module}.weight")
         if weight is None and module.endswith(".experts"):
-            continue  # a stack of experts: which of its two parameters only nesting tells
+            continue  # stacked experts: the name does not tell which of their two parameters it adapts
         if weight is None:
-            found.fail("adapter-layer", a, module=module, base=base)
+            findings.fail("adapter-layer", a, module=module, base=base)
         elif (b.shape[0], a.shape[-1]) != tuple(weight.shape[:2]) and len(weight.shape) == 2:
-            about = {"module": module, "wanted": list(weight.shape), "base": base}
-            found.fail("adapter-shape/base", a, rows=b.shape[0], columns=a.shape[-1], **about)
+            rows, columns, wanted = b.shape[0], a.shape[-1], list(weight.shape)
+            findings.fail("adapter-shape/base", a, rows=rows, columns=columns, module=module, wanted=wanted, base=base)
 
 
-def check_factors(headers: Headers, zero: Mapping[str, bool], found: Findings) -> None:
-    """An adapter whose every B is zero was never trained. `zero`: name -> whether all values are zero."""
+def check_factors(headers: Headers, zero: Mapping[str, bool], findings: Findings) -> None:
+    """Warn about an adapter that was never trained: all its B are zero. `zero`: name -> whether all values are zero."""
     seen = [name for name in zero if ".lora_B" in name]
     if seen and all(zero[name] for name in seen):
-        found.warn("adapter-untrained", headers.tensors[seen[0]])
+        findings.warn("adapter-untrained", headers.tensors[seen[0]])
 
 
-def adapter_verdicts(found: Findings, config: Mapping[str, Any]) -> tuple[Verdict, ...]:
-    """PEFT's, vLLM's and SGLang's: the folder loads where nothing failed, with what servers do not take."""
-    broken = next((f for f in found if f.status == FAIL), None) or next(
-        (f for f in found if f.kind == "encrypted"), None
+def adapter_verdicts(findings: Findings, config: Mapping[str, Any]) -> tuple[Verdict, ...]:
+    """Return the verdicts of PEFT, vLLM and SGLang: the first failure decides, then features that servers lack."""
+    broken = next((f for f in findings if f.status == FAIL), None) or next(
+        (f for f in findings if f.kind == "encrypted"), None
     )
-    warned = next((f for f in found if f.status == WARN), None)
+    warned = next((f for f in findings if f.status == WARN), None)
     out = []
     for loader in ("transformers", "vLLM", "SGLang"):
         source = "run: PEFT on transformers" if loader == "transformers" else f"read from {loader}'s code, not run"
         if broken is not None:
-            bad = broken.kind in ("nan-values", "adapter-rank", "adapter-dtype")
-            out.append(Verdict(loader, "loads garbage" if bad else "refuses", broken.text, source))
+            garbage = broken.kind in ("nan-values", "adapter-rank", "adapter-dtype")
+            out.append(Verdict(loader, "loads garbage" if garbage else "refuses", broken.text, source))
         elif loader != "transformers" and (config.get("use_dora") or config.get("modules_to_save")):
             what = "DoRA" if config.get("use_dora") else "modules_to_save"
             out.append(Verdict(loader, "refuses", f"{what} is not served; merge the adapter (octavo merge)", source))
@@ -175,7 +179,7 @@ def adapter_verdicts(found: Findings, config: Mapping[str, Any]) -> tuple[Verdic
     return tuple(out)
 
 
-def described(config: Mapping[str, Any]) -> str:
-    """What the adapter is, for the head of a report."""
-    more = " DoRA" if config.get("use_dora") else " rsLoRA" if config.get("use_rslora") else ""
-    return f"PEFT adapter, rank {json.dumps(config.get('r'))}{more}"
+def describe_adapter(config: Mapping[str, Any]) -> str:
+    """Describe the adapter for the head of a report."""
+    variant = " DoRA" if config.get("use_dora") else " rsLoRA" if config.get("use_rslora") else ""
+    return f"PEFT adapter, rank {json.dumps(config.get('r'))}{variant}"

@@ -1,13 +1,13 @@
-"""Scales of an FP8 KV cache: tensors that belong to no weight, by which servers cast keys and values.
+"""Checks the scales of an FP8 KV cache: tensors without a weight, with which servers cast keys and values.
 
     name                                        written by
     X.k_scale, X.v_scale, X.q_scale             llm-compressor, and vLLM's own layers
-    X.prob_scale                                the same, of the softmax
+    X.prob_scale                                the same, for the softmax
     X.kv_scale, kv_cache_scale                  AutoFP8 and the first versions of vLLM: one scale for both
     X.k_proj.output_scale, v_proj.output_scale  llm-compressor before 0.3
     X.k_proj.k_scale, X.v_proj.v_scale          ModelOpt
 
-X is the attention. `kv_cache_scheme` of the quantization_config says that they are to be used.
+X is the attention module. `kv_cache_scheme` in the quantization_config tells loaders to use them.
 """
 
 from __future__ import annotations
@@ -25,65 +25,65 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.\d+(?=\.)")
 _KEYS_OF = re.compile(rf"({_LAYER.pattern})\.(?:self_attn|attention|attn)\.(?:k|qkv)_proj\.weight$")
 
 
-def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, found: Findings) -> str:
-    """Scales of a KV cache against `kv_cache_scheme`, and their values unless `quick`.
+def check_cache(headers: Headers, block: Mapping[str, Any] | None, quick: bool, findings: Findings) -> str:
+    """Compare the scales of a KV cache with `kv_cache_scheme`, and check their values unless `quick`.
 
     block  the quantization_config, if config.json has one
 
-    Returns what the folder carries, in words, "" where it carries none.
+    Returns a description of the scales, "" if there are none.
     """
     scales = {name: held for name, held in headers.tensors.items() if is_cache_scale(name)}
     scheme = (block or {}).get("kv_cache_scheme")
-    computed = isinstance(scheme, Mapping) and bool(scheme.get("dynamic"))  # at run time, from keys and values
+    computed = isinstance(scheme, Mapping) and bool(scheme.get("dynamic"))  # computed at run time, so none are stored
     first = next(iter(scales.values()), None)
     if first is None:
         if scheme is not None and not computed:
-            found.warn("cache-scales/none", "config.json")
+            findings.warn("cache-scales/none", "config.json")
         return ""
     if scheme is None:
-        found.warn("cache-scales/no-scheme", first, count=len(scales))
-    _halves(scales, found)
-    _layers(scales, headers, found)
+        findings.warn("cache-scales/no-scheme", first, count=len(scales))
+    _check_halves(scales, findings)
+    _check_layers(scales, headers, findings)
     for held in scales.values():
         if held.dtype not in _DTYPES:
-            found.fail("scale-dtype/cache", held)
-        elif not quick and (bad := _bad(held)):
-            found.fail(f"scale-{bad[0]}", held, text=f"is {bad[1]}: keys or values divided by it are no numbers; a "
+            findings.fail("scale-dtype/cache", held)
+        elif not quick and (bad := _why_bad(held)):
+            findings.fail(f"scale-{bad[0]}", held, text=f"is {bad[1]}: keys or values divided by it are not numbers; a "
                        "scale of a KV cache is positive: calibrate it again.")  # fmt: skip
     leaves = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in scales))
     return f"{len(scales)} scales of an FP8 KV cache ({leaves})"
 
 
-def _layers(scales: Mapping[str, Held], headers: Headers, found: Findings) -> None:
-    """Layers without scales, where others of the same decoder have them, and scales of layers that are not there."""
+def _check_layers(scales: Mapping[str, Held], headers: Headers, findings: Findings) -> None:
+    """Report layers without scales if others of the same decoder have them, and scales of missing layers."""
     layers = dict.fromkeys(match[1] for name in headers.tensors if (match := _KEYS_OF.match(name)))
     having = {match[0]: name for name in scales if (match := _LAYER.match(name))}
     if not layers or not having:  # another family's names
         return
     for layer, name in having.items():
         if layer not in layers:
-            found.warn("cache-scales/stray", scales[name], layer=layer)
+            findings.warn("cache-scales/stray", scales[name], layer=layer)
             return
     stacks = {layer.rpartition(".")[0] for layer in having}
     bare = [layer for layer in layers if layer.rpartition(".")[0] in stacks and layer not in having]
     if bare:
-        found.warn("cache-scales/layers", scales[next(iter(scales))], layer=bare[0], count=len(bare))
+        findings.warn("cache-scales/layers", scales[next(iter(scales))], layer=bare[0], count=len(bare))
 
 
-def _halves(scales: Mapping[str, Held], found: Findings) -> None:
-    """Scales of keys without those of values, or the other way round."""
+def _check_halves(scales: Mapping[str, Held], findings: Findings) -> None:
+    """Report scales of keys without scales of values, and vice versa."""
     for key, value in (("k_scale", "v_scale"), ("k_proj.output_scale", "v_proj.output_scale")):
-        for own, other in ((key, value), (value, key)):
+        for leaf, other in ((key, value), (value, key)):
             for name, held in scales.items():
-                if not name.endswith(f".{own}") or name.endswith((f"k_proj.{own}", f"v_proj.{own}")):
+                if not name.endswith(f".{leaf}") or name.endswith((f"k_proj.{leaf}", f"v_proj.{leaf}")):
                     continue
-                if (beside := name.removesuffix(own) + other) not in scales:
-                    found.warn("cache-scales/half", held, other=beside)
+                if (missing := name.removesuffix(leaf) + other) not in scales:
+                    findings.warn("cache-scales/half", held, other=missing)
                     return
 
 
-def _bad(held: Held) -> tuple[str, str] | None:
-    """(kind, words) of a scale that is not finite and positive."""
+def _why_bad(held: Held) -> tuple[str, str] | None:
+    """Return (kind of finding, description) of a scale that is not finite and positive; None if it is."""
     values = held.read().float()
     if not values.numel():
         return "nan", "empty"

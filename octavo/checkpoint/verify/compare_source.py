@@ -1,22 +1,22 @@
-"""A folder beside the one it was made from: names, shapes, and the error of every tensor against its bound.
+"""Compares a folder with the one it was made from: names, shapes, and the error of every tensor against its bound.
 
 The bound. E4M3 has 3 mantissa bits: neighbours of a normal value in [2^e, 2^(e+1)) are 2^(e-3) apart, so rounding to
-the nearest moves it by 2^(e-4) at most, 2^-4 of itself. Below the normals neighbours are 2^-9 apart, a move of 2^-10 at
-most, in units of the scale s. BF16 has 7 mantissa bits, 2^-8 by the same count (scales or values may be rounded to it,
-on either side). So for any row of n values, by the triangle inequality,
+nearest moves it by at most 2^(e-4), which is 2^-4 of the value. Subnormal neighbours are 2^-9 apart, so rounding moves
+them by at most 2^-10, in units of the scale s. BF16 has 7 mantissa bits, which gives 2^-8 in the same way (scales or
+values may be rounded to it, on either side). So for any row of n values, by the triangle inequality,
 
     |value - reference|  <=  (2^-4 + 2^-8) |reference|  +  2^-10 |s|      |.| the root of the sum of squares
 
-for FP8 beside high precision; 2^-8 |reference| where both are in high precision and one is BF16 (2^-11 for F16, 2^-20
-for F32); twice the FP8 bound where both are FP8 of different casts. A correct cast cannot exceed it; typical is 0.026
-(SQNR 31.6 dB). A tensor is judged by the row that exceeds its own bound most:
+for FP8 compared with high precision; 2^-8 |reference| if both are in high precision and one is BF16 (2^-11 for F16,
+2^-20 for F32); twice the FP8 bound if both are FP8 from different casts. A correct cast cannot exceed the bound;
+typical is 0.026 (SQNR 31.6 dB). A tensor is judged by the row with the largest ratio of error to bound:
 
-    ok          no row beyond its bound
-    suspicious  a row up to twice beyond: two roundings, e.g. weights requantized on the way
-    bad         a row further off: other values (a trained or merged model, say), or scales of other codes
+    ok          no row exceeds its bound
+    suspicious  a row has up to twice its bound: two roundings, for example weights that were requantized
+    bad         a row has more: other values (such as a trained or merged model), or scales of other codes
 
-A bad FP8 tensor is decoded once more with its scales transposed (square grids), inverted, rooted and left out; the one
-that brings it within the bound is named as the cause.
+A bad FP8 tensor is decoded again with its scales transposed (square grids), inverted, as square roots, and left out; if
+one of these brings it within the bound, it is named as the cause.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ _FINE = 2.0**-20
 
 @dataclass(frozen=True)
 class Source:
-    """One matrix of a folder: where its bytes are, its scales, and which part of a stack it is.
+    """One matrix of a folder: its bytes, its scales, and its part of a stack.
 
-    turned  stored [K, N] (experts of some families); part: rows of the stored matrix, None for all
+    block   (rows, columns) that share a scale, -1 for the whole side
+    turned  whether it is stored as [K, N] (experts of some families)
+    part    its rows of the stored matrix; None: all
     """
 
     held: Held
@@ -61,7 +63,7 @@ class Source:
         return (self.part[1] - self.part[0], columns) if self.part else (rows, columns)
 
     def window(self, first: int, last: int, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Rows first to last in fp32, and the scale of each element."""
+        """Return rows first to last in fp32, and the scale of each element (None without scales)."""
         base = self.part[0] if self.part else 0
         if self.turned:
             whole = self.held.window(0, self.held.matrix[0])
@@ -80,7 +82,7 @@ class Source:
 
 
 def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: Stock) -> dict[str, Source]:
-    """Every tensor by the model's name on disk, stacked experts one by one, tied ones once."""
+    """Return every tensor by the model's name on disk, stacked experts one by one, tied ones once."""
     out: dict[str, Source] = {}
     paired = {pair.weight.name: pair for pair in pairs}
     for name, held in known.items():
@@ -111,52 +113,52 @@ def _unstacked(name: str, held: Held, singles: tuple[str, ...], stock: Stock) ->
 
 
 def compare(
-    here: Mapping[str, Source], there: Mapping[str, Source], found: Findings, progress: Progress | None = None
+    here: Mapping[str, Source], reference: Mapping[str, Source], findings: Findings, progress: Progress | None = None
 ) -> list[Compared]:
-    """Every tensor of both, worst first; adds findings for names, shapes and errors."""
-    for name in here.keys() - there.keys():
-        found.fail("against-names/extra", here[name].held.file, name)
-    for name in there.keys() - here.keys():
-        found.fail("against-names/missing", tensor=name, there=there[name].held)
-    both = [name for name in here if name in there]
+    """Compare the tensors that both have, worst first; adds findings for names, shapes and errors."""
+    for name in here.keys() - reference.keys():
+        findings.fail("against-names/extra", here[name].held.file, name)
+    for name in reference.keys() - here.keys():
+        findings.fail("against-names/missing", tensor=name, reference=reference[name].held)
+    both = [name for name in here if name in reference]
     total, done, out = sum(here[n].held.size for n in both), 0, []
     for name in both:
-        a, b = here[name], there[name]
+        a, b = here[name], reference[name]
         if progress is not None:
             progress(done, total, f"against: {name}")
         done += a.held.size
         if a.shape != b.shape:
-            found.fail("against-shape", a.held.file, name, shape=list(a.shape), other=list(b.shape))
+            findings.fail("against-shape", a.held.file, name, shape=list(a.shape), other=list(b.shape))
             continue
-        out.append(_one(name, a, b, found))
+        out.append(_compare_one(name, a, b, findings))
     return sorted(out, key=lambda c: (_ORDER[c.status], -(math.inf if c.error is None else c.error)))
 
 
 def compare_unplaced(
-    here: Mapping[str, Held], there: Mapping[str, Held], stock: Stock, found: Findings
+    here: Mapping[str, Held], reference: Mapping[str, Held], stock: Stock, findings: Findings
 ) -> list[Compared]:
-    """Tensors of both folders that the model has no place for (layers for multi-token prediction, heads, adapters), by
-    their names on disk: those of both are compared, those of one are named.
+    """Compare, by their names on disk, tensors that the model has no place for (layers for multi-token prediction,
+    heads, adapters), and report those that only one folder has.
 
-    A tensor that the family's loaders leave out (`_keys_to_ignore_on_load_unexpected`) is worth a warning, as it
+    A tensor that the family's loaders leave out (`_keys_to_ignore_on_load_unexpected`) gets a warning, because it
     changes no answer; any other is a failure.
     """
-    lost = [name for name in there if name not in here]
+    lost = [name for name in reference if name not in here]
     for name in lost:
         if not stock.is_ignored(name):
-            found.fail("against-names/unplaced", tensor=name, there=there[name])
-    for case, names in (("missing", lost), ("extra", [name for name in here if name not in there])):
+            findings.fail("against-names/unplaced", tensor=name, reference=reference[name])
+    for case, names in (("missing", lost), ("extra", [name for name in here if name not in reference])):
         dropped = [name for name in names if stock.is_ignored(name)]
         if dropped:
             listed = ", ".join(dropped[:_LISTED]) + (", ..." if len(dropped) > _LISTED else "")
-            found.warn(f"against-dropped/{case}", tensor=dropped[0], names=listed, count=len(dropped))
+            findings.warn(f"against-dropped/{case}", tensor=dropped[0], names=listed, count=len(dropped))
     out = []
-    for name in (name for name in here if name in there):
-        a, b = here[name], there[name]
+    for name in (name for name in here if name in reference):
+        a, b = here[name], reference[name]
         if a.shape != b.shape:
-            found.fail("against-shape", a.file, name, shape=list(a.shape), other=list(b.shape))
+            findings.fail("against-shape", a.file, name, shape=list(a.shape), other=list(b.shape))
         elif {a.dtype, b.dtype} <= _VALUES:
-            out.append(_one(name, Source(a), Source(b), found))
+            out.append(_compare_one(name, Source(a), Source(b), findings))
     return out
 
 
@@ -165,8 +167,9 @@ _VALUES = {"F64", "F32", "F16", "BF16"}
 _ORDER = {"bad": 0, "suspicious": 1, "ok": 2}
 
 
-def _one(name: str, a: Source, b: Source, found: Findings) -> Compared:
+def _compare_one(name: str, a: Source, b: Source, findings: Findings) -> Compared:
     codes = ""
+    # Codes are compared only in the same blocks: in other blocks they differ by design.
     if a.scale is not None and b.scale is not None and a.block == b.block:
         same = a.held.size == b.held.size and all(
             x.view(torch.uint8).equal(y.view(torch.uint8))
@@ -175,28 +178,33 @@ def _one(name: str, a: Source, b: Source, found: Findings) -> Compared:
         codes = "identical" if same else "differ"
     error, ratio, bound = _error(a, b, a.scale)
     status = "ok" if ratio <= 1 else "suspicious" if ratio <= 2 else "bad"
-    cause = _cause(a, b) if status == "bad" and a.scale is not None else ""
+    cause = _find_cause(a, b) if status == "bad" and a.scale is not None else ""
     sqnr = math.inf if error == 0 else -math.inf if error is None else -20 * math.log10(error)
     file = a.held.file
     if status == "bad":
-        much = f"differs from the reference by {error:.3g} of its norm" if error is not None else "is not zero as there"
+        much = (
+            f"differs from the reference by {error:.3g} of its norm"
+            if error is not None
+            else "is not zero as in the reference"
+        )
         worst = f"worst row {ratio:.3g} times its bound" if ratio < math.inf else "rows that should be equal differ"
         if cause:
-            found.fail("error", file, name, much=much, bound=bound, worst=worst, cause=cause)
+            findings.fail("error", file, name, much=much, bound=bound, worst=worst, cause=cause)
         else:
-            found.fail("against-values", file, name, much=much, bound=bound, worst=worst)
+            findings.fail("against-values", file, name, much=much, bound=bound, worst=worst)
     elif status == "suspicious":
-        found.warn("error/suspicious", file, name, ratio=ratio, bound=bound)
+        findings.warn("error/suspicious", file, name, ratio=ratio, bound=bound)
     return Compared(name, file, error, sqnr, bound, status, codes, cause)
 
 
 def _error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | None, float, float]:
-    """(relative error, worst row's share of its bound, relative bound) with `scale` in the place of a's own."""
+    """Return (relative error, largest ratio of a row's error to its bound, relative bound), with `scale` instead of the
+    scales of `a`. The error is None if it is not a number, or the reference is zero and `a` is not."""
     rows, columns = a.shape
     step = max(1, PIECE // (8 * max(1, columns)))
     noise = power = allowed = 0.0
     worst = 0.0
-    relative = _relative(a, b)
+    relative = _relative_bound(a, b)
     for first in range(0, rows, rows if a.turned or b.turned else step):
         last = rows if a.turned or b.turned else min(first + step, rows)
         x, s = a.window(first, last, scale)
@@ -219,8 +227,8 @@ def _error(a: Source, b: Source, scale: Tensor | None) -> tuple[float | None, fl
     return math.sqrt(noise / power), worst, math.sqrt(allowed / power)
 
 
-def _relative(a: Source, b: Source) -> float:
-    """The part of the bound that goes with the reference's norm."""
+def _relative_bound(a: Source, b: Source) -> float:
+    """Return the part of the bound that is proportional to the norm of the reference."""
     codes = (a.scale is not None) + (b.scale is not None)
     if codes == 2:
         return 2 * (NORMAL + BF16)
@@ -230,8 +238,8 @@ def _relative(a: Source, b: Source) -> float:
     return max(high, BF16) if codes else high
 
 
-def _cause(a: Source, b: Source) -> str:
-    """The mistake that explains a bad error: with it undone the error is within the bound."""
+def _find_cause(a: Source, b: Source) -> str:
+    """Return the mistake that explains a bad error: undoing it brings the error within the bound. "" if none does."""
     assert a.scale is not None
     tries = [
         ("its scales are reciprocals (1 / scale is stored)", a.scale.reciprocal()),

@@ -1,7 +1,7 @@
-"""What a verification says: findings, verdicts of loaders, errors against a reference, and all of it as one value.
+"""The results of a verification: findings, verdicts of loaders, errors against a reference, and `Verified` with all.
 
 A finding is one sentence that names the file and the tensor and ends with the fix. ``fail`` means that something is
-wrong; ``warn`` that it loads, with a consequence somebody should know.
+wrong; ``warn`` that the folder loads, with a consequence that the user should know.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
@@ -20,18 +20,18 @@ from octavo.models.errors import ModelError
 
 FAIL, WARN = "fail", "warn"
 LOADERS = ("transformers", "vLLM", "SGLang")
-#: what a loader may do. A folder that gives cause for several gets the last of them: who refuses loads no garbage.
+#: what a loader may do. If several apply, the last one counts: a loader that refuses loads no garbage.
 VERDICTS = ("ok", "warns", "loads garbage", "refuses")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be.
+    """One problem of a folder.
 
     status  fail or warn
-    kind    what it is in a word of the list in `loaders.CONSEQUENCES`, e.g. "scale-missing"
-    file    the file's name in the folder, "" where it is about the folder
-    tensor  the name on disk, "" where it is about the file
+    kind    a key of `loaders.CONSEQUENCES`, e.g. "scale-missing"
+    file    the file's name in the folder, "" if it concerns the folder
+    tensor  the name on disk, "" if it concerns the file
     text    the sentence, with the fix
     """
 
@@ -44,7 +44,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a loader does with the folder, why, and how that is known: run, or read from the loader's code."""
+    """What a loader does with the folder, the reason, and its source: the loader was run, or its code was read."""
 
     loader: str
     verdict: str
@@ -54,14 +54,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor beside the reference's.
+    """The comparison of a tensor with the reference.
 
-    error   |value - reference| / |reference|, over the whole tensor; None where the reference is all zero and it is not
-    sqnr    signal to noise in dB, 20 log10(1 / error); infinite where both are equal
+    error   |value - reference| / |reference| over the whole tensor; None if only the reference is all zero
+    sqnr    signal to noise in dB, 20 log10(1 / error); infinite if both are equal
     bound   the error that a correct cast cannot exceed (`verify/compare_source.py`)
     status  ok, suspicious or bad
-    codes   "identical" or "differ" where both sides are FP8 codes of one kind, else ""
-    cause   what explains a bad error exactly, e.g. "the scale grid is transposed"; "" where nothing tried does
+    codes   "identical" or "differ" if both sides are FP8 codes in the same blocks, else ""
+    cause   what explains a bad error, e.g. "its grid of scales is transposed"; "" if no explanation fits
     """
 
     tensor: str
@@ -74,31 +74,49 @@ class Compared:
     cause: str = ""
 
 
+class Located(Protocol):
+    """A tensor in a file (`headers.Held`)."""
+
+    @property
+    def file(self) -> str: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 @dataclass
 class Findings:
     """Collects findings; `fail` and `warn` add one."""
 
     items: list[Finding] = field(default_factory=list)
 
-    def fail(self, kind: str, at: Any = "", tensor: str = "", **values: Any) -> None:
-        """`kind`: of `SENTENCES`, whose words take `values`; or `text` is the sentence. `at`: the tensor (a `Held`),
-        which with its file becomes the sentence's subject; or the file's name."""
+    def fail(self, kind: str, at: Located | str = "", tensor: str = "", **values: object) -> None:
+        """Add a failure.
+
+        kind    a key of `SENTENCES`
+        at      the tensor that is the subject of the sentence; or a file name, with `tensor` for a tensor in it
+        values  the values in the sentence; `text` replaces the sentence
+        """
         self._add(FAIL, kind, at, tensor, values)
 
-    def warn(self, kind: str, at: Any = "", tensor: str = "", **values: Any) -> None:
+    def warn(self, kind: str, at: Located | str = "", tensor: str = "", **values: object) -> None:
+        """Add a warning. See `fail`."""
         self._add(WARN, kind, at, tensor, values)
 
-    def _add(self, status: str, kind: str, at: Any, tensor: str, values: dict[str, Any]) -> None:
-        held = None if isinstance(at, str) else at
-        about = {"file": at, "name": tensor} if held is None else {"held": held, "shape": list(held.shape)}
-        text = values["text"] if "text" in values else SENTENCES[kind].format(**{**about, **values})
-        if held is not None:
-            at, tensor, text = held.file, held.name, f"{held.name!r} in {held.file} {text}"
-        self.items.append(Finding(status, kind.partition("/")[0], at, tensor, printable(text)))
+    def _add(self, status: str, kind: str, at: Located | str, tensor: str, values: dict[str, object]) -> None:
+        if isinstance(at, str):
+            file, about = at, {"file": at, "name": tensor, **values}
+        else:
+            file, tensor, about = at.file, at.name, {"held": at, "shape": list(at.shape), **values}
+        text = str(values["text"]) if "text" in values else SENTENCES[kind].format(**about)
+        if not isinstance(at, str):
+            text = f"{at.name!r} in {at.file} {text}"
+        self.items.append(Finding(status, kind.partition("/")[0], file, tensor, printable(text)))
 
     @contextmanager
     def failing(self, file: str, kind: str = "config") -> Iterator[None]:
-        """What a reader refuses becomes a finding about the file."""
+        """Turn an error of a reader in the block into a failure about the file."""
         try:
             yield
         except (ModelError, CheckpointError, OSError) as error:
@@ -108,7 +126,7 @@ class Findings:
         return iter(self.items)
 
     def ordered(self) -> tuple[Finding, ...]:
-        """Failures first."""
+        """Return the findings, failures first."""
         return tuple(sorted(self.items, key=lambda finding: finding.status != FAIL))
 
 
@@ -116,13 +134,13 @@ class Findings:
 class Verified:
     """The outcome of `verify`.
 
-    form      what the folder is, e.g. "plain bfloat16", "FP8 block 128x128 (fp8)", "PEFT adapter"
-    tensors   how many the headers name; size: their bytes; fp8: how many of them are FP8 codes
+    form      form of the weights, e.g. "plain BF16", "PEFT adapter, rank 8"
+    tensors   number of tensors in the headers; size: their bytes; fp8: how many of them are FP8 codes
     scanned   whether values were read (not with quick)
     findings  worst first
-    verdicts  one a loader
-    compared  one a tensor where a reference was given, worst first
-    unread    names of what stands in the folder and was not read
+    verdicts  one per loader
+    compared  one per tensor if a reference was given, worst first
+    unread    names of files in the folder that were not read
     """
 
     directory: Path
@@ -139,7 +157,7 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """Nothing is wrong; warnings allow it."""
+        """Whether there are no failures; warnings are allowed."""
         return not self.failures
 
     @property
@@ -151,7 +169,7 @@ class Verified:
         return tuple(f for f in self.findings if f.status == WARN)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, as JSON takes it; an infinite SQNR is null beside an error of 0."""
+        """Return everything as JSON values; an infinite SQNR is null, with an error of 0."""
         return {
             "directory": str(self.directory),
             "against": None if self.against is None else str(self.against),
@@ -168,9 +186,9 @@ class Verified:
         }
 
     def sentence(self) -> str:
-        """The first failure and how many more there are; for an error message of a command that will not go on."""
+        """Return the first failure and how many more there are, for the error message of a command that stops."""
         if self.ok:
             return f"{self.directory} is sound."
         kinds = Counter(f.kind for f in self.failures)
-        more = f" ({len(self.failures) - 1} more: {', '.join(kinds)})" if len(self.failures) > 1 else ""
-        return f"{self.failures[0].text}{more} See `octavo verify {self.directory}`."
+        others = f" ({len(self.failures) - 1} more: {', '.join(kinds)})" if len(self.failures) > 1 else ""
+        return f"{self.failures[0].text}{others} See `octavo verify {self.directory}`."

@@ -1,16 +1,18 @@
-"""What the weight files of a folder say of themselves: headers, index, and what stands beside them.
+"""Reads and checks the weight files of a folder: headers, index, and stray files.
 
-Tensors are read in pieces of rows, so that none has to fit into memory. Nothing is unpickled: a pickle is known by its
-first bytes.
+Tensors are read in pieces of rows, so that none has to fit into memory. Nothing is unpickled: pickles are recognized by
+their first bytes.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,12 +24,17 @@ from octavo.models.folder.folder import pickles, weight_map
 from octavo.models.folder.headers import DTYPES, HeaderError, is_pickle, read
 
 PIECE = 1 << 25
-"""Bytes of a tensor that are read at once, at most (a single row may be longer)."""
+"""Maximum bytes of a tensor that are read at once (a single row may be longer)."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A tensor in a file: its name on disk, where it lies, what it is."""
+    """A tensor in a file.
+
+    name   name on disk
+    path   the file; the tensor's `size` bytes begin at `start`
+    dtype  safetensors' name of the dtype
+    """
 
     name: str
     path: Path
@@ -55,11 +62,12 @@ class Held:
         return self.matrix[1] * DTYPES[self.dtype].itemsize
 
     def read(self) -> Tensor:
-        """The whole tensor, in its own dtype: for scales and other small ones."""
+        """Read the whole tensor in its own dtype: for scales and other small tensors."""
         return self._bytes(0, self.size).view(DTYPES[self.dtype]).view(self.shape)
 
     def rows(self, step: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows of the matrix) from top to bottom, about PIECE bytes each, a multiple of `step` rows."""
+        """Yield (first row, rows of the matrix) from top to bottom, about PIECE bytes at a time, in multiples of `step`
+        rows."""
         count, width = self.matrix[0], self.width
         if not width or not count:
             return
@@ -69,7 +77,7 @@ class Held:
             yield first, self.window(first, last)
 
     def window(self, first: int, last: int) -> Tensor:
-        """Rows first to last of the matrix."""
+        """Read the rows `first` to `last` (exclusive) of the matrix."""
         raw = self._bytes(first * self.width, last * self.width)
         return raw.view(DTYPES[self.dtype]).view(last - first, self.matrix[1])
 
@@ -79,15 +87,15 @@ class Held:
         buffer = bytearray(end - begin)
         with safe_read.open_file(self.path, CheckpointError) as file:
             file.seek(self.start + begin)
-            got = file.readinto(buffer)
+            got = cast(io.BufferedIOBase, file).readinto(buffer)  # BinaryIO lacks readinto
         if got != end - begin:
-            raise CheckpointError(f"{self.path} was cut or changed while it was read; verify it again.")
+            raise CheckpointError(f"{self.path} was truncated or changed while it was read; verify it again.")
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 @dataclass
 class Headers:
-    """All tensors of a folder's weight files by name; `doubles` are those that a second file holds as well."""
+    """All tensors of a folder's weight files by name; `doubles` lists tensors that a second file holds as well."""
 
     folder: Path
     tensors: dict[str, Held] = field(default_factory=dict)
@@ -99,71 +107,71 @@ class Headers:
         return sum(held.size for held in self.tensors.values())
 
 
-def read_folder(folder: Path, found: Findings, stem: str = "model") -> Headers:
-    """The weight files that loaders take: `stem`.safetensors, else the shards of its index, each checked.
+def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Headers:
+    """Read the weight files that loaders take: `stem`.safetensors, else the shards of its index.
 
-    Every finding about files goes to `found`; what could be read is returned all the same.
+    Problems are added to `findings`; everything that could be read is returned.
     """
     headers = Headers(folder)
     index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
     placed: dict[str, str] | None = None
-    with found.failing(index.name, "index"):
+    with findings.failing(index.name, "index"):
         placed = weight_map(index) if os.path.lexists(index) else None
-    _pickles(folder, found, any(folder.glob("*.safetensors")))
+    _check_pickles(folder, findings, any(folder.glob("*.safetensors")))
     if os.path.lexists(single):
         if placed is not None:
-            found.warn("two-layouts", index.name, folder=folder, single=single)
-        _add(headers, single, found)
+            findings.warn("two-layouts", index.name, folder=folder, single=single)
+        _read_file(headers, single, findings)
     elif placed is not None:
-        _shards(folder, index, placed, headers, found)
-    elif not any(f.kind in ("only-pickles", "index") for f in found):
-        found.fail("no-weights", folder=folder, single=single, index=index)
+        _read_shards(folder, index, placed, headers, findings)
+    elif not any(f.kind in ("only-pickles", "index") for f in findings):
+        findings.fail("no-weights", folder=folder, single=single, index=index)
     listed = {path.name for path in headers.files} | set((placed or {}).values())
     for path in sorted(folder.glob("*.safetensors")):
         if path.name in listed or not listed:
             continue
         if placed:
-            found.warn("extra-shard/unnamed", path.name, index=index)
+            findings.warn("extra-shard/unnamed", path.name, index=index)
         elif path.name.startswith(stem) or stem == "model":
-            found.fail("extra-shard/beside", path.name, single=single)
+            findings.fail("extra-shard/beside", path.name, single=single)
     return headers
 
 
-def _pickles(folder: Path, found: Findings, safetensors: bool) -> None:
+def _check_pickles(folder: Path, findings: Findings, safetensors: bool) -> None:
     usual = [name for name in pickles(folder) if name.endswith(".bin") or "model" in name]
     weights = [name for name in usual if is_pickle(folder / name)]
     if weights and not safetensors:
-        found.fail("only-pickles", weights[0])
+        findings.fail("only-pickles", weights[0])
     elif weights:
-        found.warn("pickle-beside", weights[0], count=len(weights))
+        findings.warn("pickle-beside", weights[0], count=len(weights))
 
 
-def _shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers, found: Findings) -> None:
+def _read_shards(folder: Path, index: Path, placed: dict[str, str], headers: Headers, findings: Findings) -> None:
     missing: set[str] = set()
     for name in sorted(set(placed.values())):
         if os.path.lexists(folder / name):
-            _add(headers, folder / name, found)
+            _read_file(headers, folder / name, findings)
         else:
             lost = sorted(t for t, shard in placed.items() if shard == name)
-            found.fail("missing-shard", name, lost[0], index=index, more=len(lost) - 1)
+            findings.fail("missing-shard", name, lost[0], index=index, others=len(lost) - 1)
             missing.add(name)
-    there = {path.name for path in headers.files}
+    names = {path.name for path in headers.files}
     for tensor, shard in placed.items():
         held = headers.tensors.get(tensor)
-        if shard in missing or (shard not in there and held is None):
+        if shard in missing or (shard not in names and held is None):
             continue
         if held is None:
-            found.fail("index-tensor", shard, tensor, index=index)
+            findings.fail("index-tensor", shard, tensor, index=index)
         elif held.file != shard and not any(held.name == second.name for _, second in headers.doubles):
-            found.fail("index-entry/elsewhere", index.name, tensor, shard=shard, held=held)
+            findings.fail("index-entry/elsewhere", index.name, tensor, shard=shard, held=held)
     for tensor, held in headers.tensors.items():
         if tensor not in placed:
-            found.fail("index-entry/none", held, index=index)
+            findings.fail("index-entry/none", held, index=index)
     for first, second in headers.doubles:
-        found.fail("duplicate", second, first=first)
+        findings.fail("duplicate", second, first=first)
 
 
-def _add(headers: Headers, path: Path, found: Findings) -> None:
+def _read_file(headers: Headers, path: Path, findings: Findings) -> None:
     headers.files.append(path)
     try:
         header = read(path)
@@ -171,7 +179,7 @@ def _add(headers: Headers, path: Path, found: Findings) -> None:
         kind, what = {"truncated": (error.kind, "truncated"), "unread": ("header", "unreadable")}.get(
             error.kind, (error.kind, "damaged")
         )
-        found.fail(kind, path.name, text=f"{path.name} is {what}: {error}.")
+        findings.fail(kind, path.name, text=f"{path.name} is {what}: {error}.")
         return
     start = len(header.head)
     for entry in header.entries:

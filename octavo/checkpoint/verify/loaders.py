@@ -1,7 +1,7 @@
-"""What transformers, vLLM and SGLang do with a folder: a verdict from what was found, with the reason and its source.
+"""Verdicts: what transformers, vLLM and SGLang do with a folder, derived from the findings, with reason and source.
 
-Every kind of finding has its consequence for each loader it concerns; a loader's verdict is the worst. "run" means that
-the loader was run on such a folder (transformers, on a CPU); "read" that its code was read and nothing was run.
+Every kind of finding has a consequence for each loader that it affects; a loader's verdict is the worst of them. "run"
+means that the loader was run on such a folder (transformers, on a CPU); "read" that only its code was read.
 """
 
 from __future__ import annotations
@@ -23,136 +23,140 @@ READ = {
 WARNS, GARBAGE, REFUSES = VERDICTS[1:]
 
 
-class Does(NamedTuple):
-    """What a loader does, and why; run: whether that was seen or read."""
+class Consequence(NamedTuple):
+    """What a loader does, and why. `run`: whether the loader was run, or only its code read."""
 
     verdict: str
     reason: str
     run: bool = False
 
 
-def _all(verdict: str, reason: str, run: bool = False) -> dict[str, Does]:
-    return {loader: Does(verdict, reason, run and loader == "transformers") for loader in LOADERS}
+def _all(verdict: str, reason: str, run: bool = False) -> dict[str, Consequence]:
+    return {loader: Consequence(verdict, reason, run and loader == "transformers") for loader in LOADERS}
 
 
-def _servers(verdict: str, reason: str) -> dict[str, Does]:
-    return {loader: Does(verdict, reason) for loader in ("vLLM", "SGLang")}
+def _servers(verdict: str, reason: str) -> dict[str, Consequence]:
+    return {loader: Consequence(verdict, reason) for loader in ("vLLM", "SGLang")}
 
 
-#: kind of finding -> what each loader does with such a folder; loaders that are not named take it
-CONSEQUENCES: dict[str, dict[str, Does]] = {
+#: kind of finding -> what each loader does with such a folder; loaders that are not listed accept it
+CONSEQUENCES: dict[str, dict[str, Consequence]] = {
     "no-weights": _all(REFUSES, "there are no weights"),
-    "pickle": _all(REFUSES, "a pickle is no safetensors file", True),
+    "pickle": _all(REFUSES, "a pickle is not a safetensors file", True),
     "only-pickles": _all(WARNS, "pickles are read, which Octavo does not do: they can run code"),
     "pickle-beside": {},
-    "truncated": _all(REFUSES, "a shard is cut short", True),
+    "truncated": _all(REFUSES, "a shard is truncated", True),
     "header": _all(REFUSES, "a shard's header is damaged", True),
     "index": _all(REFUSES, "the index cannot be read", True),
     "missing-shard": _all(REFUSES, "a shard is missing", True),
-    "index-entry": _all(WARNS, "files are read whole, entries or not; who reads by the index misses a tensor", True),
+    "index-entry": _all(WARNS, "whole files are read; a program that reads by the index misses a tensor", True),
     "index-tensor": {
-        _HF: Does(GARBAGE, "a tensor that its file lacks is filled with random numbers, with a warning", True),
+        _HF: Consequence(GARBAGE, "a tensor that its file lacks gets random numbers, with a warning", True),
         **_servers(REFUSES, "a parameter gets no weights"),
     },
-    "extra-shard": _servers(REFUSES, "every *.safetensors is read, the stray one too"),
+    "extra-shard": _servers(REFUSES, "every *.safetensors is read, including the stray one"),
     "two-layouts": _all(WARNS, "the single file and the index may not agree"),
-    "duplicate": _all(WARNS, "the later of two tensors of one name wins"),
+    "duplicate": _all(WARNS, "the later of two tensors with the same name is used"),
     "config": _all(REFUSES, "config.json cannot be used"),
     "quantization": _all(WARNS, "quantization_config is of a form that Octavo does not judge"),
     "fp8-tensor": {
-        _HF: Does(WARNS, "reads one scale a tensor as weight_scale_inv alone", True),
-        **_servers(REFUSES, "one scale a tensor is read as weight_scale, and transformers writes weight_scale_inv"),
+        _HF: Consequence(WARNS, "reads one scale per tensor only as weight_scale_inv", True),
+        **_servers(REFUSES, "one scale per tensor is read as weight_scale, and transformers writes weight_scale_inv"),
     },
-    "autofp8": {_HF: Does(GARBAGE, "scales are read as weight_scale_inv: codes are taken for values")},
+    "autofp8": {_HF: Consequence(GARBAGE, "scales are read as weight_scale_inv: codes are taken for values")},
     "cache-scales": _servers(WARNS, "the KV cache is cast with the scale 1, or kept in 16 bits"),
-    "quantization-lost": _all(GARBAGE, "codes are taken for values: nothing tells of their scales", True),
+    "quantization-lost": _all(GARBAGE, "codes are taken for values, without their scales", True),
     "quantization-without-codes": {
-        _HF: Does(WARNS, "layers are made for codes and hold values (on a CPU they are plain)", True),
-        **_servers(REFUSES, "scales that do not exist are waited for"),
+        _HF: Consequence(WARNS, "layers are built for codes and hold values (on a CPU they are plain)", True),
+        **_servers(REFUSES, "scales are expected that do not exist"),
     },
     "config-dtype": _all(WARNS, "values are rounded to another dtype while loading"),
     "own-family": {
-        _HF: Does(WARNS, "octavo must be imported first: the model's class is its own", True),
-        **_servers(WARNS, "what was read of it is not of this family"),
+        _HF: Consequence(WARNS, "octavo must be imported first: the model's class is its own", True),
+        **_servers(WARNS, "its code was not read for this family"),
     },
     "mpt-fields": {
-        _HF: Does(GARBAGE, "its own MPT computes another model, without a word; octavo.models.load reads it", True),
-        **_servers(WARNS, "what its MPT does with those fields was not read"),
+        _HF: Consequence(GARBAGE, "its own MPT silently computes another model; octavo.models.load reads it", True),
+        **_servers(WARNS, "its code for those fields was not read"),
     },
     "architectures": _servers(REFUSES, "the model's class is chosen by architectures"),
     "companion": _all(REFUSES, "a file of the tokenizer, the processor or the chat template cannot be read", True),
-    "template": _servers(REFUSES, "chat requests cannot be written as a prompt"),
-    "token-ids": _all(WARNS, "a token above the embeddings ends the forward"),
-    "adapter-beside": {_HF: Does(GARBAGE, "the model that the adapter names is loaded in this one's place")},
+    "template": _servers(REFUSES, "chat requests cannot be rendered as a prompt"),
+    "token-ids": _all(WARNS, "a token beyond the embeddings makes the forward fail"),
+    "adapter-beside": {_HF: Consequence(GARBAGE, "the base model of the adapter is loaded instead of this one")},
     "name": _all(WARNS, "a file's name holds control characters"),
-    "special": _all(WARNS, "a pipe, a device or a socket stands among the files"),
+    "special": _all(WARNS, "a pipe, a device or a socket is among the files"),
     "link": _all(WARNS, "a link leads out of the folder, or nowhere"),
     "encrypted": _all(REFUSES, "files are encrypted, and only Octavo opens them", True),
-    "sum": _all(GARBAGE, "a file is not what was exported"),
+    "sum": _all(GARBAGE, "a file differs from what was exported"),
     "export-note": {},
     "letters": _all(WARNS, "letters without tokens vanish from prompts"),
-    "end-token": _all(WARNS, "generation does not stop at the token by which the chat template ends answers"),
+    "end-token": _all(WARNS, "generation does not stop at the token that ends answers in the chat template"),
     "end-token-of-tokenizer": {
-        _HF: Does(WARNS, "generation does not stop at the token by which the chat template ends answers")
+        _HF: Consequence(WARNS, "generation does not stop at the token that ends answers in the chat template")
     },
-    "companions": _servers(WARNS, "prompts cannot be made without tokenizer, template and processor"),
+    "companions": _servers(WARNS, "prompts cannot be built without tokenizer, template and processor"),
     "missing": {
-        _HF: Does(GARBAGE, "missing tensors are filled with random numbers, with a warning", True),
+        _HF: Consequence(GARBAGE, "missing tensors are filled with random numbers, with a warning", True),
         **_servers(REFUSES, "a parameter gets no weights"),
     },
     "extra": {
-        _HF: Does(WARNS, "a tensor nobody asks for is left out", True),
+        _HF: Consequence(WARNS, "an unexpected tensor is left out", True),
         **_servers(REFUSES, "there is no parameter of that name"),
     },
     "shape": _all(REFUSES, "a tensor has another shape than the model", True),
     "dtype": _all(WARNS, "a tensor is cast from a dtype that weights do not have", True),
     "e5m2": {
-        _HF: Does(WARNS, "E5M2 codes are dequantized as they are on a CPU", True),
+        _HF: Consequence(WARNS, "E5M2 codes are dequantized as they are on a CPU", True),
         **_servers(GARBAGE, "E5M2 codes are cast to E4M3, which ends at 448"),
     },
     "tied": {
-        _HF: Does(WARNS, "two different tensors that config.json ties are both loaded, and not tied", True),
+        _HF: Consequence(WARNS, "two different tensors that config.json ties are both loaded and stay untied", True),
         **_servers(GARBAGE, "one of two different tensors that config.json ties is dropped"),
     },
     "tied-twice": {},
     "scale-missing": {
-        _HF: Does(GARBAGE, "codes stay without scales: the first forward fails, or answers nonsense", True),
-        **_servers(GARBAGE, "scales that are not loaded keep what memory held"),
+        _HF: Consequence(GARBAGE, "codes have no scales: the first forward fails, or answers nonsense", True),
+        **_servers(GARBAGE, "scales that are not loaded are uninitialized memory"),
     },
     "scale-name": {
-        _HF: Does(GARBAGE, "scales of another name are left out: the first forward fails, or answers nonsense", True),
+        _HF: Consequence(
+            GARBAGE, "scales of another name are left out: the first forward fails, or answers nonsense", True
+        ),
         **_servers(REFUSES, "there is no parameter of that name"),
     },
     "scale-both": {
-        _HF: Does(WARNS, "one of two scales is left out", True),
+        _HF: Consequence(WARNS, "one of two scales is left out", True),
         **_servers(REFUSES, "one scale has no parameter"),
     },
     "scale-transposed": _all(REFUSES, "the grid of scales does not fit the weight", True),
     "scale-grid": {
-        _HF: Does(WARNS, "on a CPU the block is taken from the grid; elsewhere the grid does not fit", True),
+        _HF: Consequence(WARNS, "on a CPU the block is taken from the grid; elsewhere the grid does not fit", True),
         **_servers(REFUSES, "the grid of scales does not fit the weight"),
     },
     "scale-dtype": _all(WARNS, "scales are cast from another dtype", True),
     "scale-dangling": {
-        _HF: Does(WARNS, "a value that has scales is multiplied by them, code or not", True),
+        _HF: Consequence(WARNS, "a value that has scales is multiplied by them, code or not", True),
         **_servers(GARBAGE, "a value that has scales is cast to FP8 and multiplied by them, code or not"),
     },
     "router": _all(GARBAGE, "the router is read in high precision: its codes are taken for values"),
     "head": _servers(GARBAGE, "the output projection is read in high precision: its codes are taken for values"),
     "fp8-elsewhere": _all(GARBAGE, "codes outside linear layers are taken for values"),
-    "of-sound": _servers(REFUSES, "the tower of sound is transformers' own there, which has no parameter for scales"),
+    "of-sound": _servers(REFUSES, "the audio tower is transformers' module, which has no parameter for scales"),
     "stacked": {
-        _HF: Does(WARNS, "stacked experts in FP8 have no published form"),
+        _HF: Consequence(WARNS, "stacked experts in FP8 have no published form"),
         **_servers(REFUSES, "experts are read one by one"),
     },
-    "experts-apart": {_HF: Does(GARBAGE, "this family's experts are read stacked alone: they stay random", False)},
+    "experts-apart": {
+        _HF: Consequence(GARBAGE, "this family's experts are only read stacked: they stay random", False)
+    },
     "skip-missing": {},
     "skip-covers-fp8": {},
     "skip-nothing": {},
     "fused-mixed": _servers(REFUSES, "shards of one fused matrix are not of one kind"),
     "block-k": _servers(REFUSES, "block kernels quantize activations in whole groups along K"),
     "block-n": _servers(REFUSES, "blocks of fused shards would not match"),
-    "block-ragged": {_HF: Does(WARNS, "on a CPU a ragged N is refused or read in blocks of another size", True)},
+    "block-ragged": {_HF: Consequence(WARNS, "on a CPU a ragged N is refused or read in blocks of another size", True)},
     "nan-codes": _all(GARBAGE, "NaN codes make NaN", True),
     "nan-values": _all(GARBAGE, "NaN or infinite values", True),
     "scale-nan": _all(GARBAGE, "a scale is NaN or infinite", True),
@@ -160,7 +164,7 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "scale-negative": _all(GARBAGE, "a scale is negative: kernels expect positive ones", True),
     "zero-block": {},
     "zero-weight": {},
-    "codes-as-values": _all(GARBAGE, "codes stand where values should", True),
+    "codes-as-values": _all(GARBAGE, "codes are stored as values", True),
     "cast-through-fp8": _all(WARNS, "values were rounded to FP8 without a scale"),
     "unscaled": _all(GARBAGE, "codes without their scales", True),
     "reciprocal": _all(GARBAGE, "reciprocals are used as multipliers", True),
@@ -169,14 +173,14 @@ CONSEQUENCES: dict[str, dict[str, Does]] = {
     "unfilled": _all(WARNS, "codes and scales may be of different casts"),
     "scale-unshared": _servers(WARNS, "fused layers are quantized again under the largest of their scales"),
     "against-names": {},
-    "against-dropped": _servers(WARNS, "layers for multi-token prediction are not those of the reference"),
+    "against-dropped": _servers(WARNS, "layers for multi-token prediction differ from the reference"),
     "against-shape": {},
-    "against-values": _all(WARNS, "values are read as they are, and are not those of the reference"),
-    "error": _all(GARBAGE, "values are not those of the reference"),
+    "against-values": _all(WARNS, "values are loaded as they are, and differ from the reference"),
+    "error": _all(GARBAGE, "values differ from the reference"),
 }
 
 
-#: transformers dequantizes everything of method fp8 on a CPU, and looks at the list on a GPU alone
+#: transformers dequantizes all weights of method fp8 on a CPU, and uses the skip list only on a GPU
 _GPU = {"transformers": " (method fp8: on a GPU)", "vLLM": "", "SGLang": ""}
 
 #: warnings that a loader does not survive, though the folder is right for the others, or for Octavo
@@ -184,41 +188,45 @@ _SURE = ("encrypted", "experts-apart", "of-sound", "autofp8")
 
 
 def verdicts(findings: Iterable[Finding], q: Quantization | None) -> tuple[Verdict, ...]:
-    """One verdict a loader: the worst consequence of what was found, else what speaks for it."""
+    """Return one verdict per loader: the worst consequence of the findings, or why it accepts the folder."""
     findings = list(findings)
     out = []
     for loader in LOADERS:
-        found = [_good(loader, q)]
+        consequences = [_accepted(loader, q)]
         for finding in findings:
             if does := _consequence(finding, loader):
                 only = finding.status == WARN and finding.kind not in _SURE
-                found.append(does._replace(verdict=WARNS) if only else does)
-        does = max(found, key=lambda one: VERDICTS.index(one.verdict))  # the first of equal ones
+                consequences.append(does._replace(verdict=WARNS) if only else does)
+        does = max(consequences, key=lambda one: VERDICTS.index(one.verdict))  # the first of equal ones
         out.append(Verdict(loader, does.verdict, does.reason, RUN if does.run else READ[loader]))
     return tuple(out)
 
 
-def _consequence(finding: Finding, loader: str) -> Does | None:
+def _consequence(finding: Finding, loader: str) -> Consequence | None:
     if finding.kind in ("skip-missing", "skip-covers-fp8"):
-        if loader not in finding.text:  # the sentence names the loaders whose rule goes wrong
+        if loader not in finding.text:  # the sentence names the loaders that the finding affects
             return None
         if finding.kind == "skip-covers-fp8":
-            return Does(GARBAGE, f"an FP8 layer counts as unquantized: its codes are taken for values{_GPU[loader]}")
+            return Consequence(
+                GARBAGE, f"an FP8 layer counts as unquantized: its codes are taken for values{_GPU[loader]}"
+            )
         if loader == "transformers":
-            return Does(GARBAGE, f"a layer in high precision is made for codes, and has no scales{_GPU[loader]}")
-        return Does(REFUSES, "scales of a layer in high precision are waited for")
+            return Consequence(GARBAGE, f"a layer in high precision is built for codes, without scales{_GPU[loader]}")
+        return Consequence(REFUSES, "scales are expected for a layer in high precision")
     return CONSEQUENCES[finding.kind].get(loader)
 
 
-def _good(loader: str, q: Quantization | None) -> Does:
+def _accepted(loader: str, q: Quantization | None) -> Consequence:
     if q is None:
-        return Does("ok", "names, shapes and dtypes are the stock model's", loader == "transformers")
+        return Consequence("ok", "names, shapes and dtypes are the stock model's", loader == "transformers")
     if loader == "transformers":
         if q.method == "fp8":
-            return Does("ok", "dequantized while loading on a CPU, FP8 on GPUs from compute capability 8.9", True)
-        return Does("ok", "with the package compressed-tensors installed; decompressed unless told otherwise", True)
+            return Consequence(
+                "ok", "dequantized while loading on a CPU, FP8 on GPUs from compute capability 8.9", True
+            )
+        return Consequence("ok", "with the package compressed-tensors installed; decompressed by default", True)
     if q.method == "fp8" and q.kind == "tensor":
-        return Does("ok", "AutoFP8's layout, one scale a tensor, from compute capability 8.9")
+        return Consequence("ok", "AutoFP8's layout, one scale a tensor, from compute capability 8.9")
     if q.method == "fp8":
-        return Does("ok", "block kernels; on Blackwell scales are turned into powers of two while loading")
-    return Does("ok", "compressed-tensors W8A8 FP8 from compute capability 8.9")
+        return Consequence("ok", "block kernels; on Blackwell scales are turned into powers of two while loading")
+    return Consequence("ok", "compressed-tensors W8A8 FP8 from compute capability 8.9")

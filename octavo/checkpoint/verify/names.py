@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes against the stock model, and config.json against what the files hold."""
+"""Compares names, shapes and dtypes with the stock model, and config.json with the contents of the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from octavo.models.custom.mpt import MPTConfig, not_in_stock
 from octavo.models.custom.register import is_own
 from octavo.models.folder.quantization import is_cache_scale
 
-#: what follows a weight's name where quantizers keep its scales; longest first
+#: suffixes that quantizers append to a weight's name for its scales; longest first
 SCALES = ("_scale_inv", "_scale_2", "_scale", "_zero_point")
 _HIGH = ("F32", "BF16", "F16")
 _FLOATS = (*_HIGH, "F8_E4M3", "F8_E5M2")
@@ -24,8 +24,8 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float
 
 
 def scale_of(name: str) -> str | None:
-    """The weight that a name on disk holds the scales of, "" for those of a KV cache, which belong to none; None where
-    it is no name of scales."""
+    """Return the weight that scales on disk belong to by their name, "" for scales of a KV cache, which belong to none;
+    None if the name is not one of scales."""
     if is_cache_scale(name):
         return ""
     for suffix in SCALES:
@@ -34,25 +34,26 @@ def scale_of(name: str) -> str | None:
     return f"{name.removesuffix('.input_scale')}.weight" if name.endswith(".input_scale") else None
 
 
-def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, Held]:
-    """The tensors by the name that the stock model gives them (scales left out); reports what differs."""
+def check_names(headers: Headers, stock: Stock, findings: Findings) -> dict[str, Held]:
+    """Return the tensors by the stock model's names on disk, without scales, and report differences."""
     known: dict[str, Held] = {}
     present = headers.tensors
     for name, held in present.items():
         if scale_of(name) is not None and name not in stock.shapes:
             continue
-        own = name if name in stock.linears or name in stock.tied_on_disk else stock.alias(name, present)
-        if own is None:
+        # Layers and tied names are known as they are; other names may be aliases that the loader accepts.
+        known_as = name if name in stock.linears or name in stock.tied_on_disk else stock.alias(name, present)
+        if known_as is None:
             if not stock.is_ignored(name):
-                found.fail("extra", held)
+                findings.fail("extra", held)
             continue
-        known[own] = held
-        _shape(own, held, stock, found)
+        known[known_as] = held
+        _check_shape(known_as, held, stock, findings)
         if held.dtype not in _FLOATS:
-            found.fail("dtype", held)
+            findings.fail("dtype", held)
         elif held.dtype == "F8_E5M2":
-            found.fail("e5m2", held)
-    _stacked_twice(known, stock, found)
+            findings.fail("e5m2", held)
+    _check_stacked_twice(known, stock, findings)
     for name, shape in stock.shapes.items():
         if name in known:
             continue
@@ -60,18 +61,18 @@ def check_names(headers: Headers, stock: Stock, found: Findings) -> dict[str, He
         separate = any(single in known for single in singles)
         for one in [single for single in singles if single not in known] if separate else [name]:
             wanted = list(stock.linears[one].shape if one in stock.linears else shape)
-            found.fail("missing", tensor=one, wanted=wanted, folder=headers.folder)
+            findings.fail("missing", tensor=one, wanted=wanted, folder=headers.folder)
     return known
 
 
-def _stacked_twice(known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
+def _check_stacked_twice(known: Mapping[str, Held], stock: Stock, findings: Findings) -> None:
     for name, singles in stock.stacked.items():
         double = [single for single in singles if single in known]
         if name in known and double:
-            found.fail("duplicate/stacked", known[name].file, name, other=known[double[0]], single=double[0])
+            findings.fail("duplicate/stacked", known[name].file, name, other=known[double[0]], single=double[0])
 
 
-def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
+def _check_shape(name: str, held: Held, stock: Stock, findings: Findings) -> None:
     if name in stock.tied_on_disk:
         wanted = stock.shapes[stock.tied_on_disk[name]]
     else:
@@ -79,33 +80,33 @@ def _shape(name: str, held: Held, stock: Stock, found: Findings) -> None:
     turned = name in stock.stacked and held.shape == (*wanted[:-2], wanted[-1], wanted[-2])
     if held.shape != tuple(wanted) and not turned:
         hint = " (it is transposed)" if held.shape == tuple(wanted)[::-1] else ""
-        found.fail("shape", held, wanted=list(wanted), hint=hint)
+        findings.fail("shape", held, wanted=list(wanted), hint=hint)
 
 
-def check_fields(model: PreTrainedModel, found: Findings) -> None:
-    """Fields of config.json that Octavo computes and transformers' class of the same name leaves out."""
+def check_fields(model: PreTrainedModel, findings: Findings) -> None:
+    """Warn about fields of config.json that Octavo uses and transformers' class of the same name ignores."""
     if isinstance(model.config, MPTConfig) and (fields := not_in_stock(model.config)):
-        found.warn("mpt-fields", "config.json", fields=", ".join(fields))
+        findings.warn("mpt-fields", "config.json", fields=", ".join(fields))
 
 
-def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, headers: Headers, found: Findings) -> None:
-    """quantization_config, dtype and architectures of config.json against the files."""
+def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, headers: Headers, findings: Findings) -> None:
+    """Compare quantization_config, dtype and architectures of config.json with the files."""
     codes = [held for held in headers.tensors.values() if held.fp8]
     if codes and block is None:
         dangling = "scales" if any(scale_of(name) for name in headers.tensors) else "none"
-        found.fail(f"quantization-lost/{dangling}", codes[0].file, codes[0].name, count=len(codes))
+        findings.fail(f"quantization-lost/{dangling}", codes[0].file, codes[0].name, count=len(codes))
     if block is not None and not codes and headers.tensors:
-        found.fail("quantization-without-codes", "config.json")
+        findings.fail("quantization-without-codes", "config.json")
     if not raw.get("architectures"):
-        found.fail("architectures", "config.json")
+        findings.fail("architectures", "config.json")
     if is_own(raw.get("model_type")):
-        found.warn("own-family", "config.json", family=raw["model_type"])
-    _config_dtype(raw, headers, found)
+        findings.warn("own-family", "config.json", family=raw["model_type"])
+    _config_dtype(raw, headers, findings)
     if any(str(raw.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):
-        found.fail("config-dtype/float8", "config.json")
+        findings.fail("config-dtype/float8", "config.json")
 
 
-def _config_dtype(raw: Mapping[str, Any], headers: Headers, found: Findings) -> None:
+def _config_dtype(raw: Mapping[str, Any], headers: Headers, findings: Findings) -> None:
     text = raw.get("text_config") if isinstance(raw.get("text_config"), Mapping) else {}
     dtype = next((d[k] for d in (raw, text or {}) for k in ("dtype", "torch_dtype") if d.get(k)), None)
     sizes: Counter[str] = Counter()
@@ -116,13 +117,13 @@ def _config_dtype(raw: Mapping[str, Any], headers: Headers, found: Findings) -> 
         return
     most = _DTYPES[sizes.most_common(1)[0][0]]
     if dtype is None:
-        found.warn("config-dtype/none", "config.json", most=most)
+        findings.warn("config-dtype/none", "config.json", most=most)
     elif str(dtype).removeprefix("torch.") != most and str(dtype) != "auto" and "float8" not in str(dtype):
-        found.warn("config-dtype/other", "config.json", dtype=dtype, most=most)
+        findings.warn("config-dtype/other", "config.json", dtype=dtype, most=most)
 
 
-def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick: bool, found: Findings) -> None:
-    """Tied weights that are on disk twice: they must be the same bytes."""
+def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick: bool, findings: Findings) -> None:
+    """Report tied weights that are on disk twice: a warning if they have the same bytes, else a failure."""
     for second, first in stock.tied_on_disk.items():
         two, one = known.get(second), known.get(first)
         if two is None or one is None:
@@ -132,6 +133,6 @@ def check_ties(headers: Headers, known: Mapping[str, Held], stock: Stock, quick:
             pairs = zip(two.rows(), one.rows(), strict=True)
             same = all(a.view(torch.uint8).equal(b.view(torch.uint8)) for (_, a), (_, b) in pairs)
         if same:
-            found.warn("tied-twice", two, one=one)
+            findings.warn("tied-twice", two, one=one)
         else:
-            found.fail("tied", two, one=one)
+            findings.fail("tied", two, one=one)

@@ -1,4 +1,4 @@
-"""Whether every loader takes the skip list as it is meant: FP8 layers quantized, all others not.
+"""Checks that every loader reads the skip list as intended: FP8 layers quantized, all others not.
 
 `modules_to_not_convert` (method fp8) and `ignore` (compressed-tensors) are read in different ways, which are in
 `octavo.models.folder.quantization`; SGLang's is below. A name may be the module's in the model or the one on disk,
@@ -20,7 +20,7 @@ _TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
 
 
 def forms(layer: Linear) -> tuple[str, ...]:
-    """The names that a server may know a layer by: in the model, on disk, and towers without `model.`."""
+    """Return the names that a server may use for a layer: in the model, on disk, and for towers without `model.`."""
     both = dict.fromkeys((layer.disk if layer.expert else layer.module, layer.disk))
     bare = [name.removeprefix("model.") for name in both]
     return (*both, *(name for name in bare if name.startswith(_TOWERS) and name not in both))
@@ -39,8 +39,11 @@ def skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ..
     return any(rule(name, q.skipped) for name in names)
 
 
-def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed: bool, found: Findings) -> None:
-    """Each layer under each loader's rule, and names of the list that mean nothing. `listed`: there is a list."""
+def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed: bool, findings: Findings) -> None:
+    """Check each layer by each loader's rule, and report entries of the list that match nothing.
+
+    listed   whether config.json has a skip list
+    """
     key = "modules_to_not_convert" if q.method == "fp8" else "ignore"
     moved = tuple(stock.to_module_prefix(name) for name in q.skipped)
     head = stock.head and stock.head.removesuffix(".weight")
@@ -49,7 +52,7 @@ def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed
         held = known.get(name)
         codes = held is not None and held.fp8
         if held is None and layer.disk != head:
-            continue  # it is missing, which is reported elsewhere; only the head can be tied
+            continue  # missing, which `check_names` reports; only the head can be tied
         if layer.disk == head and q.method == "fp8" and not listed:
             continue  # transformers keeps the head by itself where no list is given; servers always do
         wrong = [loader for loader in LOADERS if skipped_by(loader, layer, q, moved) == codes]
@@ -59,16 +62,16 @@ def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed
             continue
         done.add(layer.disk)
         file = held.file if held is not None else "config.json"
-        about = {"who": _and(wrong), "s": "s" * (len(wrong) == 1), "key": key}
+        about = {"who": _join_names(wrong), "s": "s" * (len(wrong) == 1), "key": key}
         if codes:
-            found.fail("skip-covers-fp8", file, name, **about, culprit=_culprit(layer, q))
+            findings.fail("skip-covers-fp8", file, name, **about, culprit=_culprit(layer, q))
         else:
-            found.fail("skip-missing", file, name, **about, dtype=held.dtype if held else "tied", layer=layer)
-    _meaningless(stock, q, key, found)
+            findings.fail("skip-missing", file, name, **about, dtype=held.dtype if held else "tied", layer=layer)
+    _check_entries(stock, q, key, findings)
 
 
 def _layers(known: Mapping[str, Held], stock: Stock) -> Iterable[tuple[str, Linear]]:
-    """The layers of the model: experts one by one where they lie so, else the stack as one."""
+    """Yield the layers of the model: experts one by one if they are stored so, else the stack as one layer."""
     single = {one for name, ones in stock.stacked.items() if name in known for one in ones}
     for name, layer in stock.linears.items():
         if name not in single:
@@ -83,7 +86,7 @@ def _layers(known: Mapping[str, Held], stock: Stock) -> Iterable[tuple[str, Line
 
 
 def _culprit(layer: Linear, q: Quantization) -> str:
-    """The entry that does it, where one alone is at fault."""
+    """Return the first entry of the skip list that matches a layer, in brackets; "" if none does."""
     for entry in q.skipped:
         rules = (exact, by_parts, by_pattern) if q.method == "fp8" else (by_target,)
         if any(rule(name, (entry,)) for rule in rules for name in forms(layer)):
@@ -91,7 +94,7 @@ def _culprit(layer: Linear, q: Quantization) -> str:
     return ""
 
 
-def _meaningless(stock: Stock, q: Quantization, key: str, found: Findings) -> None:
+def _check_entries(stock: Stock, q: Quantization, key: str, findings: Findings) -> None:
     classes = {cls.__name__ for module in stock.model.modules() for cls in type(module).__mro__}
     for entry in q.skipped:
         known = {entry, f"model.{entry}", entry.removesuffix(".weight")}
@@ -100,8 +103,8 @@ def _meaningless(stock: Stock, q: Quantization, key: str, found: Findings) -> No
         rule = by_target if q.method == "compressed-tensors" else by_pattern
         if any(rule(name, (entry,)) for name in stock.names):
             continue
-        found.warn("skip-nothing", "config.json", entry=entry, key=key)
+        findings.warn("skip-nothing", "config.json", entry=entry, key=key)
 
 
-def _and(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

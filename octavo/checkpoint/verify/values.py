@@ -1,18 +1,19 @@
-"""The scan of values: NaN, infinities, zero blocks, bad scales, and codes or scales that make no sense together.
+"""Scans values: NaN, infinities, zero blocks, bad scales, and codes or scales that make no sense together.
 
-Read tensor by tensor in pieces of rows, so that memory stays at a few tens of MB whatever the model. Codes are looked
-at as bytes: without its sign a code of E4M3 orders as its magnitude does, 0x7F is NaN and 0x7E is 448.
+Tensors are read in pieces of rows, so that memory stays at a few tens of MB for any model. Codes are compared as bytes:
+without the sign bit the codes of E4M3 are ordered by magnitude, 0x7F is NaN and 0x7E is 448.
 
-What can be told without a reference, and how surely:
+What can be detected without a reference, and how certain it is:
 
-    scales all 1            a weight whose largest values are 224 to 448: surely no trained weight, scales were lost
-    values on E4M3's grid   a BF16 weight of which every value is an E4M3 value, up to 448: surely codes without scales
+    scales all 1            a weight whose largest values are 224 to 448: certain, scales were lost
+    values on E4M3's grid   a BF16 weight with only E4M3 values, up to 448: certain, codes without scales
     peaks above 1000        and below 100 with 1 / scale: a suspicion that reciprocals are stored
     peaks 300 times below   the median of the other layers, and ordinary with the scale's root: a suspicion that the
                             scale was applied twice
-    codes below 56          a scale taken from a block's amax makes its largest code 224 or more: a suspicion
+    codes below 56          a scale from a block's amax makes its largest code 224 or more: a suspicion
 
-A peak is a block's largest |code| * scale; a tensor's is the median over its blocks. `--against` makes suspicions sure.
+The peak of a block is its largest |code| * scale; the peak of a tensor is the median over its blocks. `--against`
+confirms or refutes suspicions.
 """
 
 from __future__ import annotations
@@ -42,7 +43,12 @@ _MANY = 16  # distinct magnitudes below which a weight may lie on the grid by co
 
 @dataclass(frozen=True)
 class _Scanned:
-    """Of an FP8 weight: the median over its non-zero blocks of code, peak, and of what other scales would give."""
+    """Medians over the non-zero blocks of an FP8 weight.
+
+    code     largest code; peak: the same times the scale
+    inverse  peak if the scale were its reciprocal; root: if it were its square root
+    ones     whether all scales are 1
+    """
 
     pair: Pair
     code: float
@@ -53,9 +59,13 @@ class _Scanned:
 
 
 def scan(
-    known: Mapping[str, Held], pairs: Sequence[Pair], stock: Stock | None, found: Findings, progress: Progress | None
+    known: Mapping[str, Held],
+    pairs: Sequence[Pair],
+    stock: Stock | None,
+    findings: Findings,
+    progress: Progress | None,
 ) -> None:
-    """Look at every value. `stock` None: the model is unknown, so nothing is said of roles."""
+    """Check every value. Without `stock` the model is unknown, and checks that need a weight's role are skipped."""
     total = sum(held.size for held in known.values())
     done = 0
     by_name = {pair.weight.name: pair for pair in pairs}
@@ -64,48 +74,48 @@ def scan(
         if progress is not None:
             progress(done, total, held.name)
         if held.dtype == "F8_E4M3":
-            if seen := _codes(held, by_name.get(held.name), found):
+            if seen := _scan_codes(held, by_name.get(held.name), findings):
                 scanned.append(seen)
         elif held.dtype in ("F32", "BF16", "F16", "F64"):
-            _values(held, stock is not None and name in {**stock.linears, **stock.stacked}, found)
+            _scan_values(held, stock is not None and name in {**stock.linears, **stock.stacked}, findings)
         done += held.size
     if progress is not None:
         progress(total, total, "")
-    _judge(scanned, found)
+    _judge_peaks(scanned, findings)
     if stock is not None:
-        _shared(by_name, known, stock, found)
+        _check_shared_scales(by_name, known, stock, findings)
 
 
 def scales_fp32(scale: Held) -> Tensor:
-    """The scales of a weight in fp32; bytes are exponents, as E8M0 has them."""
+    """Read the scales of a weight in fp32; uint8 scales are E8M0 exponents."""
     raw = scale.read()
     return (raw.view(torch.float8_e8m0fnu) if raw.dtype is torch.uint8 else raw).float()
 
 
-def scan_inputs(headers: Headers, found: Findings) -> None:
-    """Fixed scales of activations, which no weight's values tell anything of."""
+def scan_inputs(headers: Headers, findings: Findings) -> None:
+    """Check static scales of activations. They are independent of the values of the weights."""
     for name, held in headers.tensors.items():
         if not name.endswith(".input_scale") or held.dtype not in ("F32", "BF16", "F16"):
             continue
         values = held.read().float()
         if not bool(values.isfinite().all()):
-            found.fail("scale-nan", held, text="is NaN or infinite: calibrate it again.")
+            findings.fail("scale-nan", held, text="is NaN or infinite: calibrate it again.")
         elif not bool((values > 0).all()):
             kind = "negative" if bool((values < 0).any()) else "zero"
-            found.fail(
+            findings.fail(
                 f"scale-{kind}", held, text=f"is {kind}: a scale of activations is positive; calibrate it again."
             )
 
 
 def experts(held: Held) -> list[Held]:
-    """A weight as its matrices: itself, or those of stacked experts."""
+    """Return the matrices of a weight: itself, or each expert of a stack."""
     if len(held.shape) < 3:
         return [held]
     count, size = held.shape[0], held.size // max(1, held.shape[0])
     return [Held(held.name, held.path, held.dtype, held.shape[1:], held.start + i * size, size) for i in range(count)]
 
 
-def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
+def _scan_codes(held: Held, pair: Pair | None, findings: Findings) -> _Scanned | None:
     peaks, nans = [], 0
     block = (1, -1) if pair is None else pair.block
     for matrix in experts(held):
@@ -114,25 +124,26 @@ def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
         for _, piece in matrix.rows(step):
             magnitude = piece.view(torch.uint8) & NAN_CODE
             nans += int((magnitude == NAN_CODE).sum())
-            rows.append(_amax(magnitude.masked_fill_(magnitude == NAN_CODE, 1), block))  # NaN is no zero
+            # NaN counts as the smallest code, so that a block of NaN is not reported as a block of zeros.
+            rows.append(_amax(magnitude.masked_fill_(magnitude == NAN_CODE, 1), block))
         if rows:
             grid = torch.cat(rows)
             peaks.append(grid.amax(0, keepdim=True) if block[0] == -1 else grid)
     if nans:
-        found.fail("nan-codes", held, nans=nans)
+        findings.fail("nan-codes", held, nans=nans)
     if pair is None or not peaks:
         return None
     codes = torch.stack(peaks) if len(held.shape) > 2 else peaks[0]
     scale = scales_fp32(pair.scale)
     if scale.numel() != codes.numel():
-        return None  # another grid, which was reported
+        return None  # another grid, which `scales` reports
     scale = scale.reshape(codes.shape)
-    bad = _bad_scales(pair, scale, codes, found)
+    bad = _check_scale_values(pair, scale, codes, findings)
     alive = (codes > 0) & (scale > 0) & scale.isfinite()
     zero = int((codes == 0).sum())
     if zero and not bad:
         where = torch.nonzero(codes == 0)[0].tolist()
-        found.warn("zero-block", held, zero=zero, blocks=codes.numel(), where=where)
+        findings.warn("zero-block", held, zero=zero, blocks=codes.numel(), where=where)
     if not bool(alive.any()):
         return None
     value = decode(codes[alive].view(E4M3.dtype))
@@ -142,7 +153,8 @@ def _codes(held: Held, pair: Pair | None, found: Findings) -> _Scanned | None:
 
 
 def _amax(magnitude: Tensor, block: tuple[int, int]) -> Tensor:
-    """The largest magnitude of each block of a piece, uint8 [row blocks, column blocks]; ragged edges padded by 0."""
+    """Return the largest magnitude of each block of a piece, uint8 [row blocks, column blocks]. Ragged edges are padded
+    with 0."""
     m, k = magnitude.shape
     c = k if block[1] == -1 else block[1]
     r = m if block[0] == -1 else block[0]
@@ -153,7 +165,7 @@ def _amax(magnitude: Tensor, block: tuple[int, int]) -> Tensor:
     return magnitude.view(m // r, r, k // c, c).amax((1, 3))
 
 
-def _bad_scales(pair: Pair, scale: Tensor, codes: Tensor, found: Findings) -> bool:
+def _check_scale_values(pair: Pair, scale: Tensor, codes: Tensor, findings: Findings) -> bool:
     wrong = False
     for kind, mask, what in (
         ("scale-nan", ~scale.isfinite(), "NaN or infinite"),
@@ -166,11 +178,11 @@ def _bad_scales(pair: Pair, scale: Tensor, codes: Tensor, found: Findings) -> bo
             zeros = int((mask & (codes == 0)).sum())
             note = f" ({zeros} of them over codes that are all zero, which become NaN when requantized)"
             text = f"holds {count} scales that are {what}, the first at {where}{note if zeros else ''}; a scale is "
-            found.fail(kind, pair.scale, text=f"{text}positive, 1 for a block of zeros: export again.")
+            findings.fail(kind, pair.scale, text=f"{text}positive, 1 for a block of zeros: export again.")
     return wrong
 
 
-def _values(held: Held, linear: bool, found: Findings) -> None:
+def _scan_values(held: Held, linear: bool, findings: Findings) -> None:
     bad, peak, on_grid, distinct = 0, 0.0, linear and held.dtype != "F64", 0
     for _, piece in held.rows():
         finite = piece.isfinite()
@@ -185,18 +197,18 @@ def _values(held: Held, linear: bool, found: Findings) -> None:
         if on_grid:
             on_grid = bool((piece.to(E4M3.dtype).to(piece.dtype) == piece).all())
     if bad:
-        found.fail("nan-values", held, bad=bad)
+        findings.fail("nan-values", held, bad=bad)
     if not linear or not held.size:
         return
     if peak == 0:
-        found.warn("zero-weight", held)
+        findings.warn("zero-weight", held)
     elif on_grid and peak >= _CODES and peak <= E4M3.max:
-        found.fail("codes-as-values", held, peak=peak)
+        findings.fail("codes-as-values", held, peak=peak)
     elif on_grid and distinct >= _MANY:
-        found.warn("cast-through-fp8", held, peak=peak)
+        findings.warn("cast-through-fp8", held, peak=peak)
 
 
-def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
+def _judge_peaks(scanned: Sequence[_Scanned], findings: Findings) -> None:
     peaks = sorted(s.peak for s in scanned)
     for seen in scanned:
         weight, scale = seen.pair.weight, seen.pair.scale
@@ -204,20 +216,22 @@ def _judge(scanned: Sequence[_Scanned], found: Findings) -> None:
         peers = others[len(others) // 2]
         if seen.ones:
             how = "plain values cast to FP8" if seen.code < _FILLED else "codes of a scaled cast"
-            found.fail("unscaled", weight, seen=seen, how=how)
+            findings.fail("unscaled", weight, seen=seen, how=how)
         elif seen.peak > _TALL and seen.inverse < _PLAIN:
-            found.fail("reciprocal", scale, weight=weight, seen=seen)
+            findings.fail("reciprocal", scale, weight=weight, seen=seen)
         elif seen.peak > _TALL:
-            found.warn("magnitude", weight, seen=seen)
+            findings.warn("magnitude", weight, seen=seen)
         elif seen.peak < _SMALL and _SMALL < seen.root < _PLAIN:
-            add = found.fail if seen.peak < peers / _BELOW else found.warn
+            add = findings.fail if seen.peak < peers / _BELOW else findings.warn
             add("double-scaled", weight, seen=seen, peers=peers)
         elif seen.code < _FILLED and seen.pair.block != (-1, -1):
-            found.warn("unfilled", weight, seen=seen)
+            findings.warn("unfilled", weight, seen=seen)
 
 
-def _shared(pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, found: Findings) -> None:
-    """One scale a tensor: layers that servers fuse must share it, else codes are made anew under the largest."""
+def _check_shared_scales(
+    pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, findings: Findings
+) -> None:
+    """Warn about per-tensor scales that layers of a fused GEMM do not share: servers quantize them again."""
     for group in stock.fused_groups:
         held = [known.get(f"{layer.disk}.weight") for layer in group]
         mine = [pairs[h.name] for h in held if h is not None and h.name in pairs]
@@ -227,9 +241,9 @@ def _shared(pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, 
         if len(set(scales)) > 1:
             leaves = [layer.disk.rpartition(".")[2] for layer in group]
             names = ", ".join(f"{leaf} {scale:.4g}" for leaf, scale in zip(leaves, scales, strict=True))
-            found.warn("scale-unshared", mine[0].scale, names=names)
+            findings.warn("scale-unshared", mine[0].scale, names=names)
 
 
-def unnamed(headers: Mapping[str, Held]) -> dict[str, Held]:
-    """All weights by their own names: what is scanned where no model is known."""
+def weights_by_name(headers: Mapping[str, Held]) -> dict[str, Held]:
+    """Return all weights by their own names, for a scan without a model."""
     return {name: held for name, held in headers.items() if scale_of(name) is None}

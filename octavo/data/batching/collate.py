@@ -1,5 +1,5 @@
-"""Samples to a batch: rows padded on the right to the longest, or samples behind each other in one row (a pack); images
-joined in order over the samples."""
+"""Collation of samples into a batch: rows padded on the right to the longest, or several samples in one row (a pack);
+images are joined in the order of the samples."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from octavo.data.encoding.sample import IGNORE, Sample, joined, joined_inputs
+from octavo.data.encoding.sample import IGNORE, Sample, concatenate, concatenate_inputs
 
 Place = tuple[int, int]  # (source, row)
-Numbered = Sequence[tuple[int, Any]]  # (number in the stream, what was made of that row, or None where it is left out)
-Gather = Callable[..., list[Any]]  # of numbered rows, a size and the padding token: what a step is
-# Length of the row that stands for a micro-batch without samples: two tokens, so that one position predicts.
+Numbered = Sequence[tuple[int, Any]]  # (number in the stream, encoded row, or None for a row that is left out)
+Gather = Callable[..., list[Any]]  # (numbered rows, size, padding token) -> the micro-batches of a step
+# Length of the row of a micro-batch without samples: two tokens, so that one position has a prediction.
 EMPTY_LENGTH = 2
-MULTIPLE = 128  # of tokens that a pack is filled up to: GEMMs and FP8 blocks come in such pieces
+MULTIPLE = 128  # packs are padded to a multiple of it, because GEMMs and FP8 blocks have tiles of this size
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What the trainer wants to know of a batch and the model does not; `batch["meta"]`, taken out before the forward.
+    """Facts about a batch for the trainer, not for the model; `batch["meta"]`, removed before the forward.
 
-    One entry a sample, which in a padded batch is a row: `files`, `rows`, `ids`, `answers` ((start, end) in its own
-    tokens), `images`, `sounds`, `videos`, `patches` (that its images have in the first dimension of `pixel_values`),
-    `lengths` (tokens without padding), `loss_tokens` (labels that are not -100). A batch that stands for no samples has
-    no entries.
-    `inputs`: name -> what it counts, of the further tensors in the batch (:mod:`octavo.data.encoding.sample`).
+    One entry for each sample, which in a padded batch is a row: `files`, `rows`, `ids`, `answers` ((start, end) in the
+    tokens of the sample), `images`, `sounds`, `videos`, `patches` (of its images, in the first dimension of
+    `pixel_values`), `lengths` (tokens without padding), `loss_tokens` (labels that are not -100). An empty batch has no
+    entries.
+    `inputs`: name -> what its first dimension counts, for the further tensors in the batch
+    (:mod:`octavo.data.encoding.sample`).
     """
 
     files: tuple[str, ...] = ()
@@ -54,12 +55,12 @@ class Meta:
 
     @property
     def has_video(self) -> bool:
-        """Whether a video has tensors of its own here; frames that are images are images."""
+        """Whether a video has separate tensors here; frames that are passed as images count as images."""
         return any(per == "video" for per in self.inputs.values())
 
     @property
     def sees(self) -> bool:
-        """Whether the vision tower has something to see."""
+        """Whether the vision tower has any input."""
         return self.has_image or self.has_video
 
     @property
@@ -73,11 +74,11 @@ class Meta:
 
 @dataclass(frozen=True)
 class Boundaries:
-    """Where the samples of a pack of T tokens begin; `batch["boundaries"]`, which the trainer takes out.
+    """Where the samples of a pack of T tokens begin; `batch["boundaries"]`, removed by the trainer.
 
-    `edges`: 0, the end of each sample, and where padding follows them T, its end. `samples`: how many there are; what
-    is behind them is padding, a segment of its own. `plan`: a checksum of all packs of its step, as they were planned;
-    ranks that find another one have other packs.
+    `edges`: 0, the end of each sample, and T where padding follows. `samples`: their number; padding after them is a
+    separate segment. `plan`: a checksum of all packs of the step, as they were planned; ranks that compute another
+    checksum have other packs.
     """
 
     edges: tuple[int, ...]
@@ -86,7 +87,7 @@ class Boundaries:
 
     @property
     def tokens(self) -> int:
-        """Of samples, padding left out."""
+        """Tokens of the samples, without padding."""
         return self.edges[self.samples]
 
     @property
@@ -98,10 +99,9 @@ class Boundaries:
 def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
     """A batch of B rows, T = the longest row.
 
-    `input_ids`, `attention_mask`, `labels` [B, T] int64; where any row has an image also `pixel_values` (joined on the
-    first dimension), `image_grid_thw`, `mm_token_type_ids` and further tensors where the processor gives them; `meta`.
-    No samples
-    give one row of padding that is attended and has no labels: a forward that costs little and teaches nothing.
+    `input_ids`, `attention_mask`, `labels` [B, T] int64; if any row has an image also `pixel_values` (joined on the
+    first dimension), `image_grid_thw`, `mm_token_type_ids` and further tensors that the processor returns; `meta`.
+    Without samples it is one row of padding that is attended and has no labels: a cheap forward with no gradient.
     """
     if not samples:
         ids = torch.full((1, EMPTY_LENGTH), pad_id, dtype=torch.int64)
@@ -119,7 +119,7 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
 
 
 def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
-    """The rows of a step as batches of up to `size`; rows that are left out make theirs smaller."""
+    """The rows of a step as batches of up to `size`; a row that is left out makes its batch smaller."""
     pieces = (rows[first : first + size] for first in range(0, len(rows), size))
     return [collate([sample for _, sample in piece if sample is not None], pad_id) for piece in pieces]
 
@@ -127,12 +127,12 @@ def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[...,
 def collate_pack(
     samples: Sequence[Sample], pad_id: int, capacity: int, plan: int = 0, ranks: int = 1
 ) -> dict[str, Any]:
-    """A batch of one row of T tokens: the samples in order, and padding up to a multiple of 128, if that is no more
-    than `capacity`; of a pack that several `ranks` share up to 128 each, whatever its capacity.
+    """A batch of one row of T tokens: the samples in order, padded to a multiple of 128, but not beyond `capacity`; a
+    pack that several `ranks` share is padded to a multiple of 128 for each, whatever its capacity.
 
-    As `collate`, [1, T], but for a mask, in whose place stand `boundaries`. Padding and the first token of each sample
-    have no label: nothing in front of that predicts it. No samples give a row of padding alone. Raises ValueError for
-    more tokens than `capacity`.
+    As `collate` with shapes [1, T], and with `boundaries` in place of the mask. Padding and the first token of each
+    sample have no label, because no token of the same sample precedes it. Without samples the row is only padding.
+    Raises ValueError for more tokens than `capacity`.
     """
     lengths = [len(sample.input_ids) for sample in samples]
     total = sum(lengths)
@@ -154,26 +154,26 @@ def collate_pack(
 
 
 def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     if any(sample.images for sample in samples):
-        found["pixel_values"] = joined(s.pixel_values for s in samples if s.pixel_values is not None)
+        arrays["pixel_values"] = concatenate(s.pixel_values for s in samples if s.pixel_values is not None)
     if any(s.image_grid_thw is not None for s in samples):
-        found["image_grid_thw"] = joined(s.image_grid_thw for s in samples if s.image_grid_thw is not None)
-    found |= joined_inputs([s.more for s in samples])
-    return {name: torch.from_numpy(values) for name, values in found.items()}
+        arrays["image_grid_thw"] = concatenate(s.image_grid_thw for s in samples if s.image_grid_thw is not None)
+    arrays |= concatenate_inputs([s.extra for s in samples])
+    return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
 def _kinds(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
-    """What kind of token each is, by the names under which the model takes it: where there are images or videos and the
-    processor says it; 0 in samples without."""
+    """Name -> token types of each sample, as the model takes them: if there are images or videos and the processor
+    returns token types; 0 in samples without."""
     if not any(s.images or s.videos for s in samples):
         return {}
-    given = [{} if s.mm_token_type_ids is None else {"mm_token_type_ids": s.mm_token_type_ids} for s in samples]
-    for own, sample in zip(given, samples, strict=True):
-        own |= {name: one.values for name, one in sample.more.items() if one.per == "token"}
-    names = dict.fromkeys(name for own in given for name in own)
+    by_sample = [{} if s.mm_token_type_ids is None else {"mm_token_type_ids": s.mm_token_type_ids} for s in samples]
+    for types, sample in zip(by_sample, samples, strict=True):
+        types |= {name: one.values for name, one in sample.extra.items() if one.per == "token"}
+    names = dict.fromkeys(name for types in by_sample for name in types)
     return {
-        name: [own.get(name, np.zeros_like(s.input_ids)) for own, s in zip(given, samples, strict=True)]
+        name: [types.get(name, np.zeros_like(s.input_ids)) for types, s in zip(by_sample, samples, strict=True)]
         for name in names
     }
 
@@ -188,7 +188,7 @@ def _meta(samples: Sequence[Sample]) -> Meta:
         patches=tuple(0 if s.pixel_values is None else len(s.pixel_values) for s in samples),
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
-        inputs={name: one.per for s in samples for name, one in s.more.items()},
+        inputs={name: one.per for s in samples for name, one in s.extra.items()},
         sounds=tuple(s.sounds for s in samples),
         videos=tuple(s.videos for s in samples),
     )

@@ -1,7 +1,7 @@
-"""Which samples share a pack, and which rank trains it: plain functions of numbers.
+"""Which samples share a pack, and which rank trains it: pure functions of lengths and costs.
 
-Best-fit decreasing (Johnson 1973): the longest sample first, each into the pack that it fills up most. A list of packs
-sorted by the room that is left, searched by bisection, needs no other structure: 20,000 rows take some 0.03 s.
+Best-fit decreasing (Johnson 1973): the longest sample first, each into the pack that it fills most. A list of packs
+sorted by free space and searched by bisection is enough: 20,000 rows take about 0.03 s.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 LINEAR = 50_000
-"""Tokens of a sample whose attention costs as much as its GEMMs: parameters that multiply a token over (layers x heads
-x head size), about that of a decoder of 8 B parameters (7.57e9 / 147,456). Packs are about equally full, so that what
-they differ in is attention, and the figure matters little."""
+"""Tokens of a sample whose attention costs as much as its GEMMs: parameters that multiply a token, divided by (layers x
+heads x head size), for a decoder of 8 B parameters (7.57e9 / 147,456). Packs are about equally full and so differ
+mainly in attention; the exact figure matters little."""
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """The numbers of samples by pack, each pack's in rising order: every sample once, no pack over `capacity` tokens.
+    """The indices of the samples in each pack, in rising order: every sample once, no pack over `capacity` tokens.
 
-    Longest first, equal ones by number; each into the pack with the least room that takes it, of equal ones the first
-    that was begun. So the plan is a function of its arguments. Raises ValueError for a length that is not from 1 to
-    `capacity`.
+    Longest first, ties by index; each goes into the fullest pack that it fits into, on a tie into the oldest. So the
+    result depends on the arguments only. Raises ValueError for a length that is not from 1 to `capacity`.
     """
     if bad := [(number, length) for number, length in enumerate(lengths) if not 0 < length <= capacity]:
         number, length = bad[0]
         raise ValueError(f"sample {number} has {length} tokens; packs of {capacity} take samples of 1 to {capacity}")
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens that are free, pack), the fullest first
+    rooms: list[tuple[int, int]] = []  # (free tokens, pack), the fullest first
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         length = lengths[number]
         place = bisect_left(rooms, (length, -1))
@@ -40,14 +39,15 @@ def pack(lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
 
 
 def cost(lengths: Sequence[int]) -> int:
-    """What a pack of samples of these lengths costs to train: attention sum(l^2), all else in proportion to tokens."""
+    """The relative cost of training a pack with these lengths: sum(l^2) for attention, all else linear in tokens."""
     return sum(length * length for length in lengths) + LINEAR * sum(lengths)
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
-    """The packs of a step by rank, the dearest first to the rank that has the least to do; of equal ones the first. No
-    rank has more than the largest of equal shares."""
-    loads, dealt = [0] * ranks, [[] for _ in range(ranks)]  # type: list[int], list[list[int]]
+    """The packs of a step by rank: the most expensive first, each to the rank with the lowest cost so far, on a tie to
+    the first. No rank has more packs than ceil(packs / ranks)."""
+    loads = [0] * ranks
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
     most = -(-len(costs) // ranks)
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
         free = (rank for rank in range(ranks) if len(dealt[rank]) < most)
@@ -58,5 +58,5 @@ def deal(costs: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
 
 
 def waste(packs: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
-    """The share of places in packs that hold no token, 0 to 1, were each padded to its capacity."""
+    """The share of padding, 0 to 1, if each pack were padded to its capacity."""
     return 1 - sum(lengths) / (len(packs) * capacity) if packs else 0.0

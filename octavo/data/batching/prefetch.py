@@ -1,8 +1,8 @@
-"""Files of fetched data sets, brought before their rows are asked for.
+"""Prefetching of files of remote data sets, before their rows are read.
 
-A thread of the trainer fetches what the order says of the rows to come: the files of the window under way and of the
-next one. Who needs a file that is not there yet fetches it itself, or waits for whoever is at it, so that rows never
-depend on this.
+A thread of the trainer downloads the files that the order needs next: of the current window and of the one after it. A
+reader that needs a missing file downloads it, or waits for the process that is downloading it; so the rows never depend
+on prefetching.
 """
 
 from __future__ import annotations
@@ -10,25 +10,24 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from octavo.data.errors import DataError
-from octavo.data.order import Mixture, Windows
+from octavo.data.order import Mixture, Whole, Windows
 from octavo.data.storage.fetched import Fetched
 
 
-def fetch_ahead(mixture: Mixture) -> Ahead | None:
-    """What fetches files before they are asked for; None where no data set of the mixture is fetched. Raises
-    `DataError` as `Ahead` does."""
-    sets = {n: rows for n, source in enumerate(mixture.sources) if (rows := _fetched(source)) is not None}
-    return Ahead(mixture, sets) if sets else None
+def make_prefetcher(mixture: Mixture) -> Prefetcher | None:
+    """A prefetcher of the files of a mixture; None if no data set of it is remote. Raises `DataError` as `Prefetcher`
+    does."""
+    sets = {n: rows for n, source in enumerate(mixture.sources) if (rows := _fetched_rows(source)) is not None}
+    return Prefetcher(mixture, sets) if sets else None
 
 
-class Ahead:
-    """`ahead.at(n)`: the rows from the n-th on are next. `sets`: number in the mixture -> a data set that is fetched.
+class Prefetcher:
+    """`at(n)`: rows from the n-th on will be read next. `sets`: number in the mixture -> rows of a remote data set.
 
-    Raises `DataError` where the files of a window do not fit into what a data set may take: each of its rows would be
-    fetched for itself."""
+    Raises `DataError` where the files of a window exceed the disk limit of a data set: nearly every row would download
+    a file again."""
 
     def __init__(self, mixture: Mixture, sets: Mapping[int, Fetched]) -> None:
         self.mixture, self._sets = mixture, sets
@@ -39,7 +38,7 @@ class Ahead:
         self._thread: threading.Thread | None = None
 
     def at(self, n: int) -> None:
-        """Have what the rows from the n-th on need fetched, by and by."""
+        """Download in the background what the rows from the n-th on need."""
         if self._closed:
             return
         wanted = [*self.mixture.shards(n, self._sets)]
@@ -52,7 +51,7 @@ class Ahead:
             self._thread.start()
 
     def close(self) -> None:
-        """No further file is begun."""
+        """Start no further download."""
         self._closed = True
         self._changed.set()
 
@@ -65,29 +64,29 @@ class Ahead:
             for source, shard in self._wanted:
                 if self._closed or self._changed.is_set():
                     break
-                if left[source] < most[source]:  # the next one would take the room of those before it
+                if left[source] < most[source]:  # another file could evict the ones downloaded before it
                     continue
-                with contextlib.suppress(DataError):  # who needs it tries again, and says so
+                with contextlib.suppress(DataError):  # the reader of the file tries again, and raises
                     size = self._sets[source].fetch(shard)
                     left[source], most[source] = left[source] - size, max(most[source], size)
 
 
-def _fetched(source: Any) -> Fetched | None:
+def _fetched_rows(source: object) -> Fetched | None:
     rows = getattr(source, "rows", None)
     while rows is not None and not isinstance(rows, Fetched):
-        rows = getattr(rows, "rows", None)  # under other names of its columns
+        rows = getattr(rows, "rows", None)  # unwrap rows with renamed columns
     return rows
 
 
-def _check(rows: Fetched, taken: Sequence[int], order: Any) -> None:
-    """`taken`: how many rows of each file."""
-    total = sum(shard.size for shard, count in zip(rows.found, taken, strict=True) if count)
+def _check(rows: Fetched, taken: Sequence[int], order: Whole | Windows) -> None:
+    """`taken`: the number of rows used of each file."""
+    total = sum(shard.size for shard, count in zip(rows.files, taken, strict=True) if count)
     need = total
-    if isinstance(order, Windows):  # a window begins and ends within a file
-        need = min(total, total * order.window // max(1, order.size) + 2 * max(shard.size for shard in rows.found))
+    if isinstance(order, Windows):  # a window begins and ends within a file: two more files
+        need = min(total, total * order.window // max(1, order.size) + 2 * max(shard.size for shard in rows.files))
     if need > rows.store.limit:
         which = f"{order.window} rows" if isinstance(order, Windows) else "all rows"
         raise DataError(
-            f"{rows.path}: {which} are shuffled together, which lie in files of up to {need / 1e9:.3g} GB, and "
+            f"{rows.path}: {which} are shuffled together, which are in files of up to {need / 1e9:.3g} GB, and "
             f"fetch_gb of this set allows {rows.store.limit / 1e9:.3g} of them here; raise it, or lower shuffle_buffer"
         )

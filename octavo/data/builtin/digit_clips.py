@@ -1,33 +1,36 @@
-"""The digits set as videos: clips of real handwritten digits, one after the other, and the question which they are.
+"""The digits set as videos: clips that show handwritten digits one after the other, and the question which they are.
 
     README.md        the data set card
-    settings.json    what was asked for
+    settings.json    the arguments of `write`
     train.json       LLaVA rows: id, video, conversations
     test.json
-    videos/train/00000.mp4 ...   16 x 16 grey pixels at 8 frames a second; a digit stands for so many frames
+    videos/train/00000.mp4 ...   16 x 16 grey pixels at 8 frames a second; each digit is shown for `hold` frames
 
-The digits are those of :mod:`octavo.data.builtin.digits`, in the same two parts: no handwriting of a test clip was ever
-seen in training. Clips are H.264 without loss (4:4:4, within 1 of 255), so that a file is the same for the same
-settings and the same PyAV.
+It uses the handwriting of :mod:`octavo.data.builtin.digits` with the same split: no handwriting of a test clip appears
+in training. Clips are lossless H.264 (4:4:4, within 1 of 255), so that the same settings and the same PyAV give the
+same file.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from octavo.base import atomic_write, target_folder
-from octavo.data.builtin.digits import SIDE, Digits, accept, handwriting, listed
+from octavo.data.builtin.digits import SIDE, Digits, check_existing, handwriting, rows_as_json
 from octavo.data.errors import DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 QUESTION = "Which digits appear, in order?"
 RATE = 8  # frames a second
-SCALE = 2  # pixels of a clip for one of the handwriting, in each direction
-MOST = 64  # digits of a clip
-LAYOUT = 1  # rises when the same settings give other files
+SCALE = 2  # each pixel of the handwriting is SCALE x SCALE pixels of the clip
+MOST = 64  # digits in a clip
+LAYOUT = 1  # incremented when the same settings give other files
 
 CARD = """# Octavo digits, as videos
 
@@ -54,40 +57,40 @@ Written by `octavo digits --video`.
 
 def write(
     directory: str | Path, train: int = 4000, test: int = 500, seed: int = 0, digits: int = 3, hold: int = 4,
-    console: Any = None,
+    console: Console | None = None,
 ) -> Digits:  # fmt: skip
     """Write the set into a new directory and return its paths, as `octavo.data.builtin.digits.write` does.
 
-    digits   in each clip, in order
-    hold     frames that each stands for
+    digits   number of digits in each clip
+    hold     frames for which each is shown
 
-    Raises DataError for what cannot be, for a directory that holds anything else, and where PyAV is not installed.
+    Raises DataError for arguments out of range, for a directory with other content, and if PyAV is not installed.
     """
-    given = {"train": train, "test": test, "digits": digits, "hold": hold}
-    if wrong := [f"{name}={value}" for name, value in given.items() if value < 1]:
+    sizes = {"train": train, "test": test, "digits": digits, "hold": hold}
+    if wrong := [f"{name}={value}" for name, value in sizes.items() if value < 1]:
         raise DataError(f"{wrong[0]}: it must be at least 1")
     if digits > MOST or hold > RATE * 60:
         raise DataError(f"digits={digits}, hold={hold}: {MOST} digits of {RATE * 60} frames are the most")
     if seed < 0:
         raise DataError(f"seed={seed}: it must not be negative")
     directory = Path(directory)
-    found = Digits(directory, directory / "train.json", directory / "test.json")
-    settings = {"layout": LAYOUT, "video": True, **given, "seed": seed}
+    paths = Digits(directory, directory / "train.json", directory / "test.json")
+    settings = {"layout": LAYOUT, "video": True, **sizes, "seed": seed}
     if not target_folder.is_free(directory):
-        accept(directory, settings, "videos", "mp4", ("",))
-        return found
-    with atomic_write.folder(directory, DataError, replace=False) as made:
-        _write(made, settings, console)
-        atomic_write.sync_tree(made)
-    return found
+        check_existing(directory, settings, "videos", "mp4", ("",))
+        return paths
+    with atomic_write.folder(directory, DataError, replace=False) as new_folder:
+        _write(new_folder, settings, console)
+        atomic_write.sync_tree(new_folder)
+    return paths
 
 
-def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
+def _write(directory: Path, settings: dict[str, int], console: Console | None) -> None:
     from rich.progress import Progress
 
     greys, labels, pools = handwriting()
     digits, hold = settings["digits"], settings["hold"]
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     with Progress(console=console, transient=True) as progress:
         for number, (part, pool) in enumerate(pools.items()):
             (directory / "videos" / part).mkdir(parents=True)
@@ -99,14 +102,14 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
                 name = f"videos/{part}/{index:05d}.mp4"
                 encode(directory / name, np.repeat(greys[several], hold, axis=0))
                 rows.append(_row(f"{part}-{index:05d}", name, labels[several], several))
-            (directory / f"{part}.json").write_text(listed(rows))
-    more = {"example": json.dumps(rows[0], indent=1), "taken": RATE / hold * 2, "seen": 2}
-    (directory / "README.md").write_text(CARD.format(**settings, **more))
+            (directory / f"{part}.json").write_text(rows_as_json(rows))
+    facts = {"example": json.dumps(rows[0], indent=1), "taken": RATE / hold * 2, "seen": 2}
+    (directory / "README.md").write_text(CARD.format(**settings, **facts))
     (directory / "settings.json").write_text(json.dumps(settings) + "\n")
 
 
-def _row(identity: str, video: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
-    """``samples``: which handwriting the answer is about."""
+def _row(identity: str, video: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, object]:
+    """A LLaVA row; ``samples``: the numbers of the handwritten samples in the clip."""
     turns = [
         {"from": "human", "value": f"<video>{QUESTION}"},
         {"from": "gpt", "value": " ".join(map(str, digits))},

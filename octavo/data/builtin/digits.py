@@ -1,18 +1,18 @@
-"""The digits set: four real handwritten digits an image, and a conversation that asks for each by its place.
+"""The digits set: images of four handwritten digits, and conversations that ask for each digit by its place.
 
     README.md        the data set card
-    settings.json    what was asked for
+    settings.json    the arguments of `write`
     train.json       LLaVA rows: id, image, conversations
     test.json
     images/train/00000.png ...   16 x 16 grey PNG: four 8 x 8 digits, first and second above third and fourth
-    train_prompts.json           the training images once for each question, with those before it and their answers
+    train_prompts.json           a row for each question about a training image, with the earlier turns
     train_captions.json          each training image with its digits, for pretraining
     test_captions.json
-    train_text.json  the same handwriting for models without eyes: one digit a row, drawn in characters
+    train_text.json  the same handwriting for text-only models: one digit a row, drawn in characters
     test_text.json
 
-The digits are the 1797 of UCI that scikit-learn has as `load_digits`, in uci_digits/. Every fifth sample is kept for
-the test images, so that no handwriting in a test image was ever seen in training.
+The handwriting is the 1797 samples of UCI that scikit-learn has as `load_digits`, in uci_digits/. Every fifth sample is
+used only in test images, so that no handwriting of a test image appears in training.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from __future__ import annotations
 import json
 import zipfile
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -31,12 +32,15 @@ from octavo.base import atomic_write, target_folder
 from octavo.base.safe_read import Unreadable, read_json
 from octavo.data.errors import DataError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 PLACES = ("First?", "Second?", "Third?", "Fourth?")
 SIDE = 8
-WHITE = 16  # grey values are counts of 0 to 16
+WHITE = 16  # grey values are counts from 0 to 16
 HANDWRITING = Path(__file__).with_name("uci_digits") / "digits.npz"
 INK = " .+#"  # four shades, for the rows that draw a digit in characters
-LAYOUT = 5  # rises when the same settings give other files
+LAYOUT = 5  # incremented when the same settings give other files
 
 CARD = """# Octavo digits
 
@@ -69,60 +73,62 @@ Written by `octavo digits`.
 
 @dataclass(frozen=True)
 class Digits:
-    """Where the set lies: `directory` (also the folder of its images), `train` and `test` JSON files."""
+    """The paths of the set: `directory` (also the folder of its images), `train` and `test` JSON files."""
 
     directory: Path
     train: Path
     test: Path
 
 
-def write(directory: str | Path, train: int = 4000, test: int = 500, seed: int = 0, console: Any = None) -> Digits:
+def write(
+    directory: str | Path, train: int = 4000, test: int = 500, seed: int = 0, console: Console | None = None
+) -> Digits:
     """Write the digits set into a new directory and return its paths.
 
-    The files are written aside and renamed at the end, so a directory is whole or absent. One that already holds the
-    set with the same settings is accepted as it is; anything else there raises `DataError`. `console`: a rich
-    console for the progress bar.
+    The files are written to a temporary folder that is renamed at the end, so a directory is complete or absent. One
+    that already contains the set with the same settings is accepted; other content raises `DataError`. `console`: for
+    the progress bar.
     """
     if train < 1 or test < 1:
         raise DataError(f"train={train}, test={test}: each needs at least one image")
     if seed < 0:
         raise DataError(f"seed={seed}: it must not be negative")
     directory = Path(directory)
-    found = Digits(directory, directory / "train.json", directory / "test.json")
+    paths = Digits(directory, directory / "train.json", directory / "test.json")
     settings = {"layout": LAYOUT, "train": train, "test": test, "seed": seed}
     if not target_folder.is_free(directory):
         kinds = ("", "_text", "_captions", "_prompts")
-        accept(directory, settings, "images", "png", kinds)
-        return found
-    with atomic_write.folder(directory, DataError, replace=False) as made:
-        _write(made, settings, console)
-        atomic_write.sync_tree(made)
-    return found
+        check_existing(directory, settings, "images", "png", kinds)
+        return paths
+    with atomic_write.folder(directory, DataError, replace=False) as new_folder:
+        _write(new_folder, settings, console)
+        atomic_write.sync_tree(new_folder)
+    return paths
 
 
-def accept(directory: Path, settings: dict[str, int], folder: str, ending: str, kinds: tuple[str, ...]) -> None:
-    """The directory holds exactly what was asked for, or is refused: files of an `ending` in `folder`, and rows of
-    `kinds`."""
+def check_existing(directory: Path, settings: dict[str, int], folder: str, ending: str, kinds: tuple[str, ...]) -> None:
+    """Raise `DataError` unless the directory has these settings, all media files (`ending`, in `folder`) and the row
+    files of `kinds`."""
     fix = "choose another directory, or remove this one"
     try:
-        there = read_json(directory / "settings.json")
+        existing = read_json(directory / "settings.json")
     except Unreadable as cause:
         raise DataError(f"{directory} exists and is not a digits set; {fix}") from cause
-    if there != settings:
-        differ = [key for key in settings if there.get(key) != settings[key]]
-        changed = "; ".join(f"{key}: {there.get(key)} there, {settings[key]} asked" for key in differ)
+    if existing != settings:
+        differ = [key for key in settings if existing.get(key) != settings[key]]
+        changed = "; ".join(f"{key}: {existing.get(key)} there, {settings[key]} asked" for key in differ)
         raise DataError(f"{directory} holds a digits set with other settings ({changed}); {fix}")
     for part in ("train", "test"):
         files = len(list((directory / folder / part).glob(f"*.{ending}")))
-        own = [kind for kind in kinds if part == "train" or kind != "_prompts"]
-        whole = all((directory / f"{part}{kind}.json").is_file() for kind in own)
+        expected = [kind for kind in kinds if part == "train" or kind != "_prompts"]
+        whole = all((directory / f"{part}{kind}.json").is_file() for kind in expected)
         if files != settings[part] or not whole:
             raise DataError(f"{directory} is not complete ({files} of {settings[part]} {part} {folder}); remove it")
 
 
 def handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """(all samples [1797, 8, 8] uint8; which digits they are [1797] int64; train and test -> numbers of samples).
-    Raises DataError where the file that is part of Octavo is missing or damaged."""
+    """(all samples [1797, 8, 8] uint8, their digits [1797] int64, train and test -> indices of samples). Raises
+    DataError if the file, which is part of Octavo, is missing or damaged."""
     levels, labels = samples()
     greys = np.rint(levels * (255 / WHITE)).astype(np.uint8)
     held_out = np.arange(len(greys)) % 5 == 4
@@ -138,10 +144,11 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
         raise DataError(f"{HANDWRITING}, a file of Octavo, cannot be read ({cause}); install Octavo again") from cause
 
 
-def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
+def _write(directory: Path, settings: dict[str, int], console: Console | None) -> None:
     from rich.progress import Progress
 
     greys, labels, pools = handwriting()
+    # Picks come from raw PCG64 words, whose stream NumPy keeps stable: the same seed gives the same files everywhere.
     with Progress(console=console, transient=True) as progress:
         for number, (part, pool) in enumerate(pools.items()):
             (directory / "images" / part).mkdir(parents=True)
@@ -152,14 +159,14 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
                 name = f"images/{part}/{index:05d}.png"
                 Image.fromarray(_grid(greys[four])).save(directory / name)
                 rows.append(_row(f"{part}-{index:05d}", name, labels[four], four))
-            (directory / f"{part}.json").write_text(listed(rows))
-            captions = [{"id": row["id"], "image": row["image"], "text": _said(row)} for row in rows]
-            (directory / f"{part}_captions.json").write_text(listed(captions))
+            (directory / f"{part}.json").write_text(rows_as_json(rows))
+            captions = [{"id": row["id"], "image": row["image"], "text": _caption(row)} for row in rows]
+            (directory / f"{part}_captions.json").write_text(rows_as_json(captions))
             if part == "train":
-                asked = [prompt for row in rows for prompt in _prompts(row)]
-                (directory / "train_prompts.json").write_text(listed(asked))
-            drawn = [_drawn(f"{part}-text-{i:05d}", np.rint(greys[i] * (WHITE / 255)), labels[i]) for i in pool]
-            (directory / f"{part}_text.json").write_text(listed(drawn))
+                prompts = [prompt for row in rows for prompt in _prompts(row)]
+                (directory / "train_prompts.json").write_text(rows_as_json(prompts))
+            drawn = [_text_row(f"{part}-text-{i:05d}", np.rint(greys[i] * (WHITE / 255)), labels[i]) for i in pool]
+            (directory / f"{part}_text.json").write_text(rows_as_json(drawn))
     sizes = {f"{part}_samples": len(pool) for part, pool in pools.items()}
     card = CARD.format(**settings, **sizes, example=json.dumps(rows[0], indent=1))
     (directory / "README.md").write_text(card)
@@ -167,26 +174,26 @@ def _write(directory: Path, settings: dict[str, int], console: Any) -> None:
 
 
 def _grid(four: np.ndarray) -> np.ndarray:
-    """[4, 8, 8] to [16, 16]: reading order."""
+    """Four digits [4, 8, 8] as one image [16, 16], in reading order."""
     return four.reshape(2, 2, SIDE, SIDE).swapaxes(1, 2).reshape(2 * SIDE, 2 * SIDE)
 
 
 def _row(identity: str, image: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, Any]:
-    """``samples``: which handwriting each answer is about; trials count answers about one as hanging together."""
+    """A LLaVA row; ``samples``: the sample number of each answer, by which trials group dependent answers."""
     turns: list[dict[str, str]] = []
     for place, digit in zip(PLACES, digits, strict=True):
-        asked = place if turns else "<image>" + place
-        turns += [{"from": "human", "value": asked}, {"from": "gpt", "value": str(digit)}]
+        question = place if turns else "<image>" + place
+        turns += [{"from": "human", "value": question}, {"from": "gpt", "value": str(digit)}]
     return {"id": identity, "image": image, "source": samples.tolist(), "conversations": turns}
 
 
-def _said(row: dict[str, Any]) -> str:
-    """A row's answers as one caption."""
+def _caption(row: dict[str, Any]) -> str:
+    """The answers of a row as one caption."""
     return " ".join(turn["value"] for turn in row["conversations"] if turn["from"] == "gpt")
 
 
 def _prompts(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row's questions one by one."""
+    """A prompt row for each question of a row."""
     turns = [
         {"role": "user" if turn["from"] == "human" else "assistant", "content": turn["value"]}
         for turn in row["conversations"]
@@ -198,13 +205,14 @@ def _prompts(row: dict[str, Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _drawn(identity: str, grey: np.ndarray, digit: int) -> dict[str, Any]:
-    """One handwritten sample, [8, 8] grey values of 0 to 16, as a row of text."""
+def _text_row(identity: str, grey: np.ndarray, digit: int) -> dict[str, object]:
+    """One handwritten sample, [8, 8] grey values from 0 to 16, as a row of text."""
     shades = np.minimum(grey * len(INK) / (WHITE + 1), len(INK) - 1).astype(int)
     drawing = "\n".join("".join(INK[shade] for shade in line) for line in shades)
-    asked = {"from": "human", "value": f"{drawing}\nWhich digit?"}
-    return {"id": identity, "conversations": [asked, {"from": "gpt", "value": str(digit)}]}
+    question = {"from": "human", "value": f"{drawing}\nWhich digit?"}
+    return {"id": identity, "conversations": [question, {"from": "gpt", "value": str(digit)}]}
 
 
-def listed(rows: list[dict[str, Any]]) -> str:
+def rows_as_json(rows: Sequence[Mapping[str, object]]) -> str:
+    """A JSON list with one row a line."""
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n"

@@ -1,12 +1,12 @@
-"""The text set: what ships with every Python, the source and the documentation of its standard library.
+"""The text set: the source and the documentation of Python's standard library, which every installation has.
 
     README.md        the data set card
-    settings.json    of which Python it was made
+    settings.json    the version of Python it was made from
     train.jsonl      a row a file: {"text", "source"}
     test.jsonl       other files: every tenth, in alphabetical order
 
-Documentation is what `help("assert")` shows, a topic a row. Tests, tables of character sets, empty files and what
-was made for one machine are left out, and what others installed. Nothing is downloaded.
+The documentation is what `help("assert")` prints, one topic a row. Tests, tables of character sets, empty files, files
+generated for one machine and installed packages are left out. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from octavo.base import atomic_write, target_folder
 from octavo.base.safe_read import Unreadable, read_json
 from octavo.data.errors import DataError
 
-LAYOUT = 1  # rises when the same Python gives other files
+LAYOUT = 1  # incremented when the same Python gives other files
 HELD_OUT = 10  # every tenth file
 PARTS = ("train", "test")
 TOPICS = "pydoc_data/topics.py"
@@ -51,7 +50,7 @@ Written by `octavo text`.
 
 @dataclass(frozen=True)
 class TextSet:
-    """Where the set lies, and how many rows `train` and `test` hold."""
+    """The paths of the set, and the number of rows in `train` and `test`."""
 
     directory: Path
     train: Path
@@ -62,78 +61,80 @@ class TextSet:
 def write(directory: str | Path) -> TextSet:
     """Write the text set into a new directory.
 
-    The files are written aside and renamed at the end, so a directory is whole or absent. One that already holds the
-    set of this Python is accepted as it is; anything else there raises `DataError`.
+    The files are written to a temporary folder that is renamed at the end, so a directory is complete or absent. One
+    that already contains the set of this Python is accepted; other content raises `DataError`.
     """
     directory = Path(directory)
-    asked = {"layout": LAYOUT, "python": platform.python_version()}
+    settings: dict[str, object] = {"layout": LAYOUT, "python": platform.python_version()}
     if not target_folder.is_free(directory):
-        rows = _accept(directory, asked)
+        rows = _check_existing(directory, settings)
     else:
-        with atomic_write.folder(directory, DataError, replace=False) as made:
-            rows = _write(made, asked)
-            atomic_write.sync_tree(made)
+        with atomic_write.folder(directory, DataError, replace=False) as new_folder:
+            rows = _write(new_folder, settings)
+            atomic_write.sync_tree(new_folder)
     return TextSet(directory, directory / "train.jsonl", directory / "test.jsonl", rows)
 
 
-def _accept(directory: Path, asked: dict[str, Any]) -> dict[str, int]:
-    """The rows of a directory that holds what was asked for; any other is refused."""
+def _check_existing(directory: Path, settings: dict[str, object]) -> dict[str, int]:
+    """The number of rows by part, of a directory with these settings. Raises `DataError` for any other."""
     fix = "choose another directory, or remove this one"
     try:
-        there = read_json(directory / "settings.json")
+        existing = read_json(directory / "settings.json")
     except Unreadable as cause:
         raise DataError(f"{directory} exists and is not a text set; {fix}") from cause
     if changed := [
-        f"{key}: {there.get(key)} there, {asked[key]} here" for key in asked if there.get(key) != asked[key]
+        f"{key}: {existing.get(key)} there, {value} here"
+        for key, value in settings.items()
+        if existing.get(key) != value
     ]:
         raise DataError(f"{directory} holds another text set ({'; '.join(changed)}); {fix}")
     for part in PARTS:
         file = directory / f"{part}.jsonl"
         lines = file.read_bytes().count(b"\n") if file.is_file() else 0
-        if lines != there.get(part):
-            raise DataError(f"{directory} is not complete ({lines} of {there.get(part)} rows of {part}); remove it")
-    return {part: there[part] for part in PARTS}
+        if lines != existing.get(part):
+            raise DataError(f"{directory} is not complete ({lines} of {existing.get(part)} rows of {part}); remove it")
+    return {part: existing[part] for part in PARTS}
 
 
-def _write(directory: Path, asked: dict[str, Any]) -> dict[str, int]:
+def _write(directory: Path, settings: dict[str, object]) -> dict[str, int]:
     rows: dict[str, list[dict[str, str]]] = {part: [] for part in PARTS}
     for number, (source, text) in enumerate(sorted(_documents())):
         part = "test" if number % HELD_OUT == HELD_OUT - 1 else "train"
         rows[part].append({"text": text, "source": source})
-    for part, own in rows.items():
-        (directory / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-    counts = {part: len(own) for part, own in rows.items()}
-    characters = {f"{part}_characters": sum(len(row["text"]) for row in own) for part, own in rows.items()}
+    for part, listed in rows.items():
+        (directory / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in listed))
+    counts = {part: len(listed) for part, listed in rows.items()}
+    characters = {f"{part}_characters": sum(len(row["text"]) for row in listed) for part, listed in rows.items()}
     shortest = min(rows["train"], key=lambda row: len(row["text"]))
-    card = CARD.format(python=asked["python"], **counts, **characters, example=json.dumps(shortest))
+    card = CARD.format(python=settings["python"], **counts, **characters, example=json.dumps(shortest))
     (directory / "README.md").write_text(card)
-    (directory / "settings.json").write_text(json.dumps(asked | counts) + "\n")
+    (directory / "settings.json").write_text(json.dumps(settings | counts) + "\n")
     return counts
 
 
 def _documents() -> Iterator[tuple[str, str]]:
-    """(source, text): files of the standard library by their names in it, topics of its documentation by theirs."""
+    """(source, text) of each file and each documentation topic of the standard library; `source` is its name there."""
     library = Path(sysconfig.get_paths()["stdlib"])
-    found = 0
+    files = 0
     for file in library.rglob("*.py"):
         name = file.relative_to(library)
         if APART & set(name.parts[:-1]) or any(part.startswith(MACHINE) for part in name.parts):
             continue
         if name.as_posix() == TOPICS or not file.is_file():
             continue
-        with tokenize.open(file) as opened:  # as Python reads it, whatever its first line says of its encoding
+        with tokenize.open(file) as opened:  # decodes as Python does, by the encoding in the first lines
             text = opened.read()
         if text.strip():
-            found += 1
+            files += 1
             yield name.as_posix(), text
-    if found < 2 * HELD_OUT:
+    if files < 2 * HELD_OUT:
         raise DataError(
-            f"this Python has {found} source files in {library}, and the text set is made of them; install Python "
+            f"this Python has {files} source files in {library}, and the text set is made of them; install Python "
             "with its standard library as files"
         )
     try:
         from pydoc_data.topics import topics
-    except ImportError:  # some distributions part it from Python
+    except ImportError:  # some distributions package it separately
         return
     for topic, text in topics.items():
         if text.strip():

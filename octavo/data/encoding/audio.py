@@ -1,8 +1,8 @@
-"""Files of sound to samples at the rate of a model, opened without trusting them.
+"""Untrusted sound files, decoded to samples at the rate of a model.
 
-WAV and FLAC are read by soundfile. What has another rate than the model is resampled by soxr, in its setting "HQ", as
-transformers' `load_audio` and librosa do it: to ceil(samples x new rate / old rate) samples, all that the lower of the
-two rates can hold kept and the rest filtered out. Both packages come with the extra `audio`.
+soundfile reads WAV and FLAC. A file with another rate than the model is resampled by soxr with quality "HQ", as
+transformers' `load_audio` and librosa do: to ceil(samples x new rate / old rate) samples, with all frequencies that the
+lower of the two rates can represent. Both packages come with the extra `audio`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from octavo.data.errors import DataError, Mismatch
 from octavo.data.rows.audio_refs import Recording, SoundFile
 
 FORMATS = ("WAV", "WAVEX", "FLAC")
-RATES = (4_000, 384_000)  # of files, in samples a second; beyond them a header is broken, or means to cost much
-UNKNOWN = 0x7FFF0000  # bytes of a WAV from which on its writer, into a pipe, could not know them
-_BLOCK = 1 << 16  # samples that are decoded at a time, of all channels
+RATES = (4_000, 384_000)  # accepted samples a second of a file; another rate means a broken or malicious header
+UNKNOWN = 0x7FFF0000  # data sizes in a WAV header from which on the writer, into a pipe, did not know the size
+_BLOCK = 1 << 16  # samples decoded at a time, of all channels
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model takes: `rate` in samples a second, and samples at that rate of the shortest and longest sound."""
+    """Limits of a model: `rate` in samples a second, and the lengths of the shortest and longest sound in samples at
+    that rate."""
 
     rate: int
     shortest: int
@@ -38,14 +39,15 @@ class Limits:
 
 
 def load(path: SoundFile, limits: Limits) -> np.ndarray:
-    """The samples [T] float32 of a file at the model's rate, its channels averaged.
+    """The samples [T] float32 of a file at the model's rate, averaged over channels.
 
     Length and rate are read from the header and checked before a sample is decoded. Raises `Mismatch` for a file that
-    is broken, no WAV or FLAC, at a rate outside `RATES`, too short, too long, or holds what is no number; `DataError`
-    where a package that it needs is not installed.
+    is broken, not WAV or FLAC, at a rate outside `RATES`, too short, too long, or contains NaN or infinities;
+    `DataError` if a required package is not installed.
     """
-    with _needed("rows hold sound, which soundfile reads"):
+    with _optional_package("rows hold sound, which soundfile reads"):
         import soundfile
+    # The broad except: libsndfile and the operating system raise errors of many classes for a broken file.
     try:
         with soundfile.SoundFile(_file(path)) as file:
             _check(path, file, limits)
@@ -54,55 +56,55 @@ def load(path: SoundFile, limits: Limits) -> np.ndarray:
             rate, expected = file.samplerate, file.frames
     except (Mismatch, DataError):
         raise
-    except Exception as cause:  # libsndfile's, and the operating system's
+    except Exception as cause:
         raise Mismatch(f"sound {path} cannot be decoded ({type(cause).__name__}: {cause})") from cause
     if len(samples) != expected:
         raise Mismatch(f"sound {path} is truncated: {len(samples)} of {expected} samples are there")
     if not np.isfinite(samples).all():
         raise Mismatch(f"sound {path} holds samples that are no numbers (NaN or infinite)")
-    return samples if rate == limits.rate else _resampled(path, samples, rate, limits.rate)
+    return samples if rate == limits.rate else _resample(path, samples, rate, limits.rate)
 
 
 def _file(path: SoundFile) -> Path | BytesIO:
-    """What soundfile opens. Raises DataError for an encrypted file that is damaged or whose key is not given."""
+    """What soundfile opens: a path, or bytes. Raises DataError for an encrypted file that is damaged or has no key."""
     if isinstance(path, Recording):
         return BytesIO(path.data)
     return BytesIO(read_bytes(path, DataError)) if is_encrypted(path) else path
 
 
-def _resampled(path: Path | Recording, samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Samples at `rate` as ones at the rate that is `wanted`."""
-    with _needed(f"sound {path} has {rate} samples a second, the model hears {wanted}, and soxr resamples"):
+def _resample(path: Path | Recording, samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """Resample from `rate` to the rate `wanted`; the result has exactly `_resampled_length` samples, float32."""
+    with _optional_package(f"sound {path} has {rate} samples a second, the model takes {wanted}, and soxr resamples"):
         import soxr
-    made = soxr.resample(samples, rate, wanted, quality="HQ")
-    length = _length(len(samples), rate, wanted)
-    return np.ascontiguousarray(np.pad(made[:length], (0, max(0, length - len(made)))), np.float32)
+    resampled = soxr.resample(samples, rate, wanted, quality="HQ")
+    length = _resampled_length(len(samples), rate, wanted)
+    return np.ascontiguousarray(np.pad(resampled[:length], (0, max(0, length - len(resampled)))), np.float32)
 
 
-def _length(samples: int, rate: int, wanted: int) -> int:
-    """How many samples at the rate that is `wanted` so many at `rate` become."""
+def _resampled_length(samples: int, rate: int, wanted: int) -> int:
+    """The number of samples after resampling from `rate` to the rate `wanted`."""
     return math.ceil(samples * wanted / rate)
 
 
 def _check(path: Path | Recording, file: Any, limits: Limits) -> None:
     if file.format not in FORMATS:
         raise Mismatch(f"sound {path} is {file.format}; convert it to wav or flac")
-    if file.format != "FLAC" and (lost := _lost(path)):
+    if file.format != "FLAC" and (lost := _missing_bytes(path)):
         raise Mismatch(f"sound {path} is truncated: {lost} bytes fewer are there than its header says")
     if file.frames == (1 << 63) - 1:
-        raise Mismatch(f"sound {path} does not say how long it is, as what was written into a pipe; write it again")
+        raise Mismatch(f"sound {path} has no length in its header, as if written into a pipe; write it again")
     if not RATES[0] <= file.samplerate <= RATES[1]:
         raise Mismatch(f"sound {path} has {file.samplerate} samples a second, and {RATES[0]} to {RATES[1]} are read; "
                        "its header is broken, or it is no sound; write it again")  # fmt: skip
-    length = _length(file.frames, file.samplerate, limits.rate)
+    length = _resampled_length(file.frames, file.samplerate, limits.rate)
     if not limits.shortest <= length <= limits.longest:
         what = "empty" if not file.frames else "too short" if length < limits.shortest else "too long"
         raise Mismatch(f"sound {path} is {what}: {file.frames / file.samplerate:.2f} s, and the model takes "
                        f"{limits.shortest / limits.rate:.2f} to {limits.longest / limits.rate:g} s")  # fmt: skip
 
 
-def _lost(path: SoundFile) -> int:
-    """How many bytes the header of a WAV promises that are not there: libsndfile reads what is, without a word."""
+def _missing_bytes(path: SoundFile) -> int:
+    """The number of bytes that a WAV lacks, by its header: libsndfile reads a truncated file without an error."""
     with BytesIO(path.data) if isinstance(path, Recording) else open_file(path, DataError) as file:
         order: Literal["big", "little"] = "big" if file.read(12)[:4] == b"RIFX" else "little"
         while len(chunk := file.read(8)) == 8:
@@ -114,9 +116,9 @@ def _lost(path: SoundFile) -> int:
 
 
 @contextmanager
-def _needed(why: str) -> Iterator[None]:
-    """Inside, a package that cannot be imported is a `DataError`."""
+def _optional_package(why: str) -> Iterator[None]:
+    """Raise `DataError` for a package that cannot be imported in the block."""
     try:
         yield
-    except (ImportError, OSError) as cause:  # OSError: the package without its library
+    except (ImportError, OSError) as cause:  # OSError: the package is installed without its native library
         raise DataError(f"{why}, and it cannot be imported ({cause}); pip install 'octavo[audio]'") from cause

@@ -1,4 +1,4 @@
-"""Conversations to numbers: tokens, labels and pixels, by the model's own processor and chat template."""
+"""Encoding of conversations to tokens, labels and pixels with the model's processor and chat template."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -19,12 +18,12 @@ from octavo.data.encoding.processor_calls import (
     Encoding,
     Expansion,
     Wanted,
-    array,
-    image_places,
-    refused,
-    together,
+    as_array,
+    media_spans,
+    refusal,
+    run_together,
 )
-from octavo.data.encoding.sample import IGNORE, Sample, further, of_row
+from octavo.data.encoding.sample import IGNORE, Sample, extra_inputs, inputs_of_row
 from octavo.data.encoding.thinking import Thinking
 from octavo.data.errors import BadSample, DataError, ImageProblem, LongSample, Mismatch
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
@@ -33,7 +32,7 @@ from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn
 from octavo.data.rows.image_refs import ImageFile, size
 from octavo.data.rows.video_refs import VIDEO, VideoRef
 
-COUNTED = 1 << 16  # characters of a text up to which its tokens are counted to say by how much it is too long
+COUNTED = 1 << 16  # up to this many characters a text that is too long is tokenized, to report its exact length
 NOTHING_LEFT = "nothing to learn is left after the cut"
 LEFT = ", since the chat template leaves the reasoning of %s out; set data.split_turns: true, or end the row with them"
 MARKS = (
@@ -41,15 +40,16 @@ MARKS = (
     ("<|begin_of_image|>", "<|end_of_image|>"),  # GLM
     ("<|IMAGE_START|>", "<|IMAGE_END|>"),  # Ernie
 )
-"""Tokens that templates write around the place of an image."""
+"""Tokens that templates write around an image placeholder."""
 
 
+C = TypeVar("C", bound=Conversation)
 _PLACES = ("image_token_id", "start_image_token_id", "end_image_token_id", "audio_token_id")
 
 
 class Written(NamedTuple):
-    """A row as a text in which each image is one token, and videos have grown; `special`: whether the tokenizer puts
-    its own tokens around it; `ended`: whether the end token stands behind."""
+    """A row as text in which each image is one token and videos are expanded; `special`: whether the tokenizer adds
+    special tokens; `ended`: whether the end token follows."""
 
     text: str
     images: tuple[ImageFile, ...]
@@ -60,18 +60,18 @@ class Written(NamedTuple):
 class Encoder:
     """Encodes conversations with a processor (`.tokenizer`, `.apply_chat_template`, `(text=, images=)`).
 
-    A processor without `.image_processor` and `.sound_limits` is text-only. Loss falls on assistant turns with their
-    end-of-turn token, but for blocks of thinking that are empty (`mask_empty_think`) and, with `mask_reasoning`, for
-    all reasoning; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is
-    left out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image or a video; one that does
-    not fit goes with its pixels) or refused (`"error"`, raises `DataError`); what lies far behind is never rendered
-    (:func:`beginning`). `system` is put before conversations without a system turn. Images over `max_image_megapixels`
-    are refused before they are decoded; the limits of the size that the model sees belong to the processor.
-    `file_limits`: of files of video.
-    `reserve` tokens of `seq_length` are kept free for what is generated behind a row.
+    A processor without `.image_processor` and `.sound_limits` is text-only. Loss is computed on assistant turns with
+    their end-of-turn token, except empty thinking blocks (`mask_empty_think`) and, with `mask_reasoning`, all
+    reasoning; with `train_on_prompt` on every token except image placeholders. A row longer than `seq_length` is left
+    out (`on_long="drop"`, raises `LongSample`), cut (`"cut"`: never inside an image or a video; one that does not fit
+    is removed with its pixels) or refused (`"error"`, raises `DataError`); text far beyond the limit is never rendered
+    (:func:`clip_conversation`). `system` is prepended to conversations without a system turn. Images over
+    `max_image_megapixels` are refused before they are decoded; the processor limits the size that the model sees.
+    `file_limits`: of video files.
+    `reserve` tokens of `seq_length` are kept free for tokens that are generated after a row.
     """
 
-    ways = "drop or cut"  # what on_long may be instead of error
+    ways = "drop or cut"  # the alternatives to on_long: error, for its message
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Encoder:
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.seq_length, self.on_long = seq_length - reserve, on_long
         self.limit = f"seq_length is {seq_length}" + (f", {reserve} of it are kept for the answer" if reserve else "")
-        fewer = ", keep fewer (rl.max_new_tokens, of octavo eval --max-new-tokens)" if reserve else ""
+        fewer = ", keep fewer (rl.max_new_tokens; for octavo eval --max-new-tokens)" if reserve else ""
         self.longer = f"raise train.seq_length{fewer}"
         if self.seq_length < 1:
             raise DataError(f"{self.limit}: nothing is left for a prompt; {self.longer}")
@@ -105,13 +105,13 @@ class Encoder:
             raise DataError(f"{type(self.tokenizer).__name__} gives no character offsets, which the loss mask needs; "
                             "add a tokenizer.json to the model folder")  # fmt: skip
         self.image_ids = _image_ids(processor) if self.multimodal else frozenset()
-        self._is_image = np.zeros(max(self.image_ids, default=0) + 2, dtype=bool)  # the last: all above
+        self._is_image = np.zeros(max(self.image_ids, default=0) + 2, dtype=bool)  # the last entry: all larger ids
         self._is_image[list(self.image_ids)] = True
         vocabulary = self.tokenizer.get_vocab()
         self.longest = max(map(len, vocabulary))
-        # Templates write these marks themselves, around the placeholder; not every version's processor names them.
-        there = (pair for pair in MARKS if self.multimodal and all(mark in vocabulary for mark in pair))
-        self.around: tuple[str, str] | None = next(there, None)
+        # Templates write these marks around the placeholder; the processors of some versions do not name them.
+        pairs = (pair for pair in MARKS if self.multimodal and all(mark in vocabulary for mark in pair))
+        self.around: tuple[str, str] | None = next(pairs, None)
         self.opening_id = None if self.around is None else vocabulary[self.around[0]]
         added = self.tokenizer.added_tokens_decoder.values()
         control = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
@@ -119,45 +119,44 @@ class Encoder:
         self.answers = Answers(self.ends)
         self.thinking = Thinking(self._render, self.multimodal, mask_empty_think, mask_reasoning)
         self.control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or "(?!)")
-        self.marks = self._marks() if self.multimodal else frozenset()
+        self.marks = self._placeholder_marks() if self.multimodal else frozenset()
 
     def _check_template(self) -> None:
-        """Raises `DataError` where conversations cannot be written."""
+        """Raises `DataError` if there is no chat template."""
         if all(getattr(one, "chat_template", None) is None for one in (self.processor, self.tokenizer)):
             raise DataError("the model's processor has no chat template, so conversations cannot be written for it; "
                             "add chat_template.jinja to the model folder")  # fmt: skip
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Tokens that models take for the place of an image: no answer may hold them."""
+        """Tokens that models take for an image placeholder: no answer may contain them."""
         marks = self.tokenizer.convert_tokens_to_ids(sorted(self.marks))
         return tuple(sorted({*self.image_ids, *(mark for mark in marks if mark is not None)}))
 
     @property
     def pad_id(self) -> int:
-        """The token that fills short rows; it is masked, so any will do."""
+        """The token that pads short rows; it is masked, so any token will do."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((found for found in ids if found is not None), 0)
+        return next((token for token in ids if token is not None), 0)
 
     def encode(self, row: Any) -> Any:
-        """One row as what `encoding` returns. Raises `BadSample` (or its subclass `LongSample`), with on_long="error"
-        `DataError` for a row that is too long."""
-        [made] = self.encode_all([row])
-        if isinstance(made, DataError):
-            raise made
-        return made
+        """Encode one row, as `encoding` returns it. Raises `BadSample` (or its subclass `LongSample`), with
+        on_long="error" `DataError` for a row that is too long."""
+        [encoded] = self.encode_all([row])
+        if isinstance(encoded, DataError):
+            raise encoded
+        return encoded
 
     def encode_all(self, rows: Sequence[Any]) -> list[Any]:
-        """Several rows, each as `encode` makes it or as the error that it raises; the processor is called for all at
-        once."""
-        return together([self.encoding(row) for row in rows], self.calls)
+        """Encode several rows with one call of the processor; a row that `encode` refuses is returned as its error."""
+        return run_together([self.encoding(row) for row in rows], self.calls)
 
-    def encoding(self, conversation: Any, given: int | None = 0) -> Encoding[Any]:
-        """Makes one conversation a `Sample`, whose first `given` answers (or `conversation.given`, where these are
-        more) belong to the prompt and have no labels. None: all of it is a prompt, and what opens the answer (the
-        generation prompt) is appended. Raises as `encode`."""
+    def encoding(self, conversation: Any, context: int | None = 0) -> Encoding[Any]:
+        """Generator that encodes one conversation as a `Sample`. The first `context` answers (or
+        `conversation.context_answers`, if that is more) belong to the prompt and have no labels. None: the whole
+        conversation is a prompt, and the generation prompt is appended. Raises as `encode`."""
         try:
-            sample = yield from self._encoding(conversation, given)
+            sample = yield from self._encode(conversation, context)
         except (TemplateProblem, ImageProblem, Mismatch) as cause:
             raise BadSample(conversation.source, conversation.row, str(cause), conversation.id) from cause
         self._check_ids(sample)
@@ -165,24 +164,26 @@ class Encoder:
             return sample
         return self._shorten(sample)
 
-    def _encoding(self, conversation: Conversation, given: int | None) -> Encoding[Sample]:
-        conversation, control, turns, render, text, shown = self._rendered(conversation, given)
+    def _encode(self, conversation: Conversation, context: int | None) -> Encoding[Sample]:
+        conversation, control, turns, render, text, shown = self._render_row(conversation, context)
         files = (conversation.images, conversation.sounds, shown)
+        # Without media one call gives the tokens and their offsets; with media the length of the text is checked first,
+        # so that images of a row that is left out are never opened.
         outputs = None if any(files) else (yield Wanted(text))
-        reach = self._reach(conversation, text, outputs)
-        before = max(given or 0, conversation.given)
+        reach = self._reachable_characters(conversation, text, outputs)
+        before = max(context or 0, conversation.context_answers)
         wanted = [turn.learned for turn in conversation.turns if turn.role == "assistant"][before:]
-        spans, lost = ([], 0) if given is None else self._learned(text, turns, render, reach, wanted)
+        spans, lost = ([], 0) if context is None else self._learned_spans(text, turns, render, reach, wanted)
         if outputs is None:
             outputs = yield Wanted(text, *files)
-        ids = array(outputs["input_ids"], np.int64)
+        ids = as_array(outputs["input_ids"], np.int64)
         image_mask = self._image_mask(ids)
         if shown and outputs.get("text_replacement_offsets") is None:
             raise Mismatch(
-                "this version of transformers does not tell where videos stand in a text; install a newer one"
+                "this version of transformers does not return the places of videos in a text; install a newer one"
             )
         shift = Expansion.of_outputs(outputs, text, self.calls.image_token, image_mask)
-        for start, end in image_places(outputs):
+        for start, end in media_spans(outputs):
             image_mask[start:end] = True
         answers = [(0, 0)] * before + [shift.tokens(start, end) for start, end in spans]
         labels = np.full_like(ids, IGNORE)
@@ -192,100 +193,103 @@ class Encoder:
             labels[start:end] = ids[start:end]
         labels[image_mask] = IGNORE
         sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost, shown)
-        if given is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
+        if context is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
             raise Mismatch("its answers hold no token to learn from" + (LEFT % lost if lost else ""))
         return sample
 
-    def _learned(
+    def _learned_spans(
         self, text: str, turns: Any, render: Any, reach: int | None, wanted: Sequence[bool]
     ) -> tuple[list[tuple[int, int]], int]:
-        """What of the answers in a rendered text is learned, and how many are not (`Sample.lost`); `wanted`: whether
-        each of the last ones is to be, the others are given."""
+        """(character spans of the learned parts of answers in a rendered text, number of answers that are not learned
+        (`Sample.lost`)). `wanted`: for each of the last answers, whether it is to be learned; earlier ones are
+        context."""
         self.thinking.check(text, turns)
-        given = sum(turn["role"] == "assistant" for turn in turns) - len(wanted)
-        spans = self.answers.spans(text, turns, render, reach, given)
-        return self.thinking.learned(text, spans, turns, wanted)
+        context = sum(turn["role"] == "assistant" for turn in turns) - len(wanted)
+        spans = self.answers.spans(text, turns, render, reach, context)
+        return self.thinking.learned_spans(text, spans, turns, wanted)
 
     def written(self, row: Any) -> Written:
-        """What of a row becomes tokens, before an image is opened. Raises as `encode`, or what a template, an image or
-        a processor says against it."""
-        conversation, *_, text, shown = self._rendered(row, 0)
+        """The text of a row that becomes tokens, before an image is opened. Raises as `encode`, and the errors of the
+        template, an image or the processor."""
+        conversation, *_, text, shown = self._render_row(row, 0)
         left = iter(shown)
         if shown:
             place = re.escape(self.processor.video_token)
             text = re.sub(place, lambda _: self.processor.video_text(next(left)), text)
         return Written(text, conversation.images, self.multimodal and not self.calls.bare(text), False)
 
-    def _rendered(
-        self, conversation: Conversation, given: int | None
+    def _render_row(
+        self, conversation: Conversation, context: int | None
     ) -> tuple[Conversation, tuple[str, ...], Any, Any, str, tuple[video.Film, ...]]:
-        """(the conversation, or what may fit of it; the control tokens that it spells; its turns; what renders such;
-        the text that they are; its videos)."""
+        """(the conversation, clipped to what may fit; the control tokens that it spells; its messages; the function
+        that renders messages; the rendered text; its videos)."""
         if conversation.images and not self.calls.sees:
-            what = "hears and sees nothing" if self.multimodal else "is text-only"
+            what = "takes no images" if self.multimodal else "is text-only"
             raise Mismatch(f"holds an image, but the model {what}; use a vision-language model or other data")
         if any(isinstance(part, AudioRef) for turn in conversation.turns for part in turn.parts):
             if self.calls.sound_limits is None:
                 raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
             if not conversation.sounds:
                 raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
-        shown = self._films(conversation)
-        conversation = self._bounded(self.thinking.taken(conversation), shown)
-        control = self._control(conversation)
+        shown = self._inspect_videos(conversation)
+        conversation = self._clip(self.thinking.with_reasoning(conversation), shown)
+        control = self._control_tokens(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
-        text = rendered(turns, render, given is None)
+        text = rendered(turns, render, context is None)
         if len(text) > max(self.seq_length * self.longest, COUNTED) and self.on_long != "cut":
-            # Too long whatever its tokens are, and to count them would take seconds or more.
+            # Too long for any tokenization, and counting the tokens would take seconds or more.
             long = f"is over {self.seq_length} tokens long ({len(text)} characters with its template), {self.limit}"
             self._refuse_long(conversation, long)
-        check_system(text, turns, render, given is None)
+        check_system(text, turns, render, context is None)
         if conversation.tools or any(turn.calls for turn in conversation.turns):
-            check_tools(conversation, text, rendered(turns, self._render, given is None))
+            check_tools(conversation, text, rendered(turns, self._render, context is None))
         return conversation, control, turns, render, text, shown[: len(conversation.videos)]
 
-    def _films(self, conversation: Conversation) -> tuple[video.Film, ...]:
-        """What is taken of the videos of a row. Raises `Mismatch` where the model takes none."""
+    def _inspect_videos(self, conversation: Conversation) -> tuple[video.Film, ...]:
+        """The videos of a row with the frames to take. Raises `Mismatch` if the model takes no videos."""
         if not conversation.videos:
             return ()
         if self.calls.videos is None:
             raise Mismatch("holds a video, and videos of this model are not taken here; use a Qwen3-VL, Qwen2.5-VL or "
                            "InternVL, or other data")  # fmt: skip
-        found = []
+        films: list[video.Film] = []
         for file in conversation.videos:
-            film = video.look(file, self.calls.videos, self.calls.file_limits)
+            film = video.select_frames(file, self.calls.videos, self.calls.file_limits)
             if film.tokens > self.seq_length:
                 frames = f"{len(film.indices)} frames of {film.size[1]} x {film.size[0]} pixels"
                 self._refuse_long(conversation, f"has a video of {film.tokens} tokens ({frames}), {self.limit}; lower "
                                   "data.video.fps, max_frames or max_pixels")  # fmt: skip
-            found.append(film)
-            if sum(film.tokens for film in found) > self.seq_length and self.on_long == "cut":
-                break  # those behind it are never reached
-        return tuple(found)
+            films.append(film)
+            if sum(film.tokens for film in films) > self.seq_length and self.on_long == "cut":
+                break  # later videos are cut off in any case
+        return tuple(films)
 
     def _sample(
         self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
         control: tuple[str, ...], lost: int = 0, shown: Sequence[video.Film] = (),
     ) -> Sample:  # fmt: skip
-        """A row as the processor made it numbers."""
-        ids = array(outputs["input_ids"], np.int64)
+        """The sample of a row, from the outputs of the processor."""
+        ids = as_array(outputs["input_ids"], np.int64)
         labels[:1] = IGNORE  # nothing predicts the first token
         frames = sum(len(film.indices) for film in shown) if getattr(self.processor, "frames_are_images", False) else 0
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
             labels,
-            None if kinds is None else array(kinds, np.int64),
-            None if pixels is None else array(pixels, np.float32),
-            None if grid is None else array(grid, np.int64),
+            None if kinds is None else as_array(kinds, np.int64),
+            None if pixels is None else as_array(pixels, np.float32),
+            None if grid is None else as_array(grid, np.int64),
             images=len(row.images) + frames,
             answers=answers,
             length=len(ids),
             control=control,
             lost=lost,
-            more=of_row(outputs, further(self.processor)) if pixels is not None or row.sounds or shown else {},
-            places=image_places(outputs) if frames else image_places(outputs, "image"),
-            films=() if frames else image_places(outputs, "video"),
+            extra=inputs_of_row(outputs, extra_inputs(self.processor))
+            if pixels is not None or row.sounds or shown
+            else {},
+            places=media_spans(outputs) if frames else media_spans(outputs, "image"),
+            films=() if frames else media_spans(outputs, "video"),
             file=row.source,
             row=row.row,
             id=row.id,
@@ -294,23 +298,24 @@ class Encoder:
         )
 
     def _render(self, turns: Any, add_generation_prompt: bool, tools: Any = ()) -> str:
-        more = {"tools": list(tools)} if tools else {}
+        options = {"tools": list(tools)} if tools else {}  # some templates fail for an empty list of tools
         return self.processor.apply_chat_template(
-            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt, **more
+            list(turns), tokenize=False, add_generation_prompt=add_generation_prompt, **options
         )
 
-    def _marks(self) -> frozenset[str]:
-        """Words that models take for the place of an image: where they stand there must be one."""
+    def _placeholder_marks(self) -> frozenset[str]:
+        """Texts that models take for a media placeholder: no other text may contain them."""
         ids = [*self.image_ids, *([] if self.opening_id is None else [self.opening_id])]
         named = (getattr(self.processor, name, None) for name in ("image_token", "video_token", "audio_token"))
         return frozenset(self.tokenizer.convert_ids_to_tokens(ids)) | frozenset(filter(None, named))
 
-    def _control(self, conversation: Conversation) -> tuple[str, ...]:
-        """The control tokens that words of the conversation spell, and so become. Refuses an image's own."""
+    def _control_tokens(self, conversation: Conversation) -> tuple[str, ...]:
+        """The control tokens that texts of the conversation spell, and that the tokenizer produces from them. Raises
+        `Mismatch` for a text that spells a media placeholder."""
         texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
         texts += [turn.reasoning for turn in conversation.turns if turn.reasoning]
         called = [turn.calls for turn in conversation.turns if turn.calls]
-        texts += [json.dumps(found, ensure_ascii=False) for found in (*called, conversation.tools) if found]
+        texts += [json.dumps(entry, ensure_ascii=False) for entry in (*called, conversation.tools) if entry]
         for mark in sorted(self.marks):
             if any(mark in text for text in texts):
                 raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
@@ -318,54 +323,56 @@ class Encoder:
             raise Mismatch(UNNAMED)
         if self.calls.sees and any(VIDEO.placeholder in text for text in texts):
             raise Mismatch(VIDEO.unnamed)
-        return tuple(dict.fromkeys(found for text in texts for found in self.control.findall(text)))
+        return tuple(dict.fromkeys(token for text in texts for token in self.control.findall(text)))
 
-    def _bounded(self, conversation: Conversation, shown: Sequence[video.Film] = ()) -> Conversation:
-        """Refuse what cannot fit, or with on_long="cut" leave out what lies far behind the cut."""
-        conversation = with_short_reasoning(conversation, self.seq_length * self.longest)
+    def _clip(self, conversation: C, shown: Sequence[video.Film] = ()) -> C:
+        """Refuse a conversation that cannot fit, or with on_long="cut" drop the part far beyond the cut."""
+        conversation = clip_reasoning(conversation, self.seq_length * self.longest)
         videos = [film.tokens for film in shown]
-        kept = beginning(conversation, self.seq_length, self.longest, self.image_tokens, videos)
-        if kept is conversation:
+        clipped = clip_conversation(conversation, self.seq_length, self.longest, self.image_tokens, videos)
+        if clipped is conversation:
             return conversation
         characters = sum(len(turn.text) for turn in conversation.turns)
         holds = f"{len(conversation.turns)} turns, {characters} characters, {len(conversation.images)} images"
         where = f"is over {self.seq_length} tokens long ({holds}), {self.limit}"
         if self.on_long != "cut" or conversation.sounds:
             self._refuse_long(conversation, where)
-        if len(kept.images) == 1 < len(conversation.images) and "row" in further(self.processor).values():
-            why = truncate.lone(len(conversation.images))
+        if len(clipped.images) == 1 < len(conversation.images) and "row" in extra_inputs(self.processor).values():
+            why = truncate.why_not_one_image(len(conversation.images))
             raise LongSample(conversation.source, conversation.row, f"{where}; {why}", conversation.id)
-        if not self.train_on_prompt and all(turn.role != "assistant" for turn in kept.turns):
+        if not self.train_on_prompt and all(turn.role != "assistant" for turn in clipped.turns):
             raise LongSample(conversation.source, conversation.row, f"{where}; {NOTHING_LEFT}", conversation.id)
-        return kept
+        return clipped
 
-    def image_tokens(self, path: Any, alone: bool = True) -> int:
-        """How many tokens an image takes, by its header; `alone`: the only one of its row."""
+    def image_tokens(self, path: ImageFile, alone: bool = True) -> int:
+        """The number of tokens of an image, from the size in its header, if it is `alone` in its row or not."""
         width, height = size(path, self.max_image_megapixels)
-        told = getattr(self.processor, "image_tokens", None)
+        count = getattr(self.processor, "image_tokens", None)
         try:
-            if told is not None:
-                return told((height, width), alone)
-            return self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0]
+            if count is not None:
+                return int(count((height, width), alone))
+            return int(self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
         except Exception as cause:
-            raise refused(cause) from cause
+            raise refusal(cause) from cause
 
-    def _reach(self, conversation: Conversation, text: str, outputs: dict[str, Any] | None) -> int | None:
-        """How many characters of a rendered text lie within seq_length, where that is not all of it.
+    def _reachable_characters(
+        self, conversation: Conversation, text: str, outputs: dict[str, Any] | None
+    ) -> int | None:
+        """The number of characters of a rendered text that are within seq_length; None: all of them.
 
         Images are counted as one token each, before they are opened. Raises as `_refuse_long` does.
         """
         if outputs is None and len(text) <= self.seq_length:
-            return None  # a short text; the images will tell
+            return None  # short; with images its length is checked after the processor's call
         offsets = outputs["offset_mapping"] if outputs else self.calls.tokens([text])["offset_mapping"][0]
         if len(offsets) <= self.seq_length:
             return None
         if self.on_long != "cut" or conversation.sounds:
             images = " without its images and sounds" if outputs is None else ""
-            self._refuse_long(conversation, self._is_long(len(offsets), images))
+            self._refuse_long(conversation, self._length_text(len(offsets), images))
         return max(end for _, end in offsets[: self.seq_length])
 
-    def _is_long(self, tokens: int, but: str = "") -> str:
+    def _length_text(self, tokens: int, but: str = "") -> str:
         return f"is {tokens} tokens long{but}, {self.limit}"
 
     def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
@@ -378,7 +385,7 @@ class Encoder:
         raise LongSample(file, row.row, where, row.id)
 
     def _check_ids(self, sample: Sample) -> None:
-        """Raises `BadSample` for a token that the model has no row of embeddings for; places of media are no rows."""
+        """Raises `BadSample` for a token without a row in the model's embedding, except media placeholders."""
         rows, ids = getattr(self.processor, "embedding_rows", None), sample.input_ids
         if rows is None or not len(ids) or ids.max() < rows:
             return
@@ -392,10 +399,10 @@ class Encoder:
             )  # fmt: skip
 
     def _shorten(self, sample: Sample) -> Sample:
-        where = self._is_long(len(sample.input_ids))
+        where = self._length_text(len(sample.input_ids))
         if self.on_long != "cut" or sample.sounds:
             self._refuse_long(sample, where)
-        images = truncate.runs(
+        images = truncate.media_runs(
             sample, self._image_mask(sample.input_ids), getattr(self.processor, "image_token_id", None),
             getattr(self.processor, "start_image_token_id", None),
         )  # fmt: skip
@@ -404,36 +411,36 @@ class Encoder:
         except Mismatch as cause:
             raise LongSample(sample.file, sample.row, f"{where}; {cause}", sample.id) from cause
         if not (short.labels != IGNORE).any():
-            why = f"{truncate.into(images, self.seq_length)}{NOTHING_LEFT}"
+            why = f"{truncate.cut_position(images, self.seq_length)}{NOTHING_LEFT}"
             raise LongSample(sample.file, sample.row, f"{where}; {why}", sample.id)
         return short
 
     def _image_mask(self, ids: np.ndarray) -> np.ndarray:
-        """Where tokens stand for an image: a look into a table, which np.isin is ten times slower than."""
+        """Which tokens are image tokens [T] bool; the lookup table is ten times faster than np.isin."""
         return self._is_image[np.minimum(ids, len(self._is_image) - 1)]
 
 
 def _image_ids(processor: Any) -> frozenset[int]:
-    """Every token that a placeholder can grow into, the marks around it included where they grow with it."""
+    """Every token that a placeholder can expand to, including marks around it that are part of the expansion."""
     ids = set(getattr(processor, "image_token_ids", None) or [])
     ids |= {getattr(processor, name, None) for name in _PLACES}
     return frozenset(int(i) for i in ids if i is not None)
 
 
-# What cannot fit into a sequence is known before it costs anything. A row of 20 MB takes a minute and gigabytes to be
-# rendered and made tokens, and rendering grows with the square of the turns. But a turn takes a token at least, an
-# image as many as its size says, and a token stands for no more characters than the longest of the vocabulary has:
-# counting these is enough to know of most such rows that they are too long.
+# Rows that cannot fit are detected before they are rendered. Rendering and tokenizing a row of 20 MB takes a minute and
+# gigabytes, and rendering grows with the square of the turns. But a turn takes at least one token, an image as many as
+# its size implies, and a token covers at most as many characters as the longest one of the vocabulary: these lower
+# bounds suffice to find most rows that are too long.
 
 
-def beginning(
-    conversation: Conversation, tokens: int, longest: int, image_tokens: Callable[[Path, bool], int],
+def clip_conversation(
+    conversation: C, tokens: int, longest: int, image_tokens: Callable[[ImageFile, bool], int],
     video_tokens: Sequence[int] = (),
-) -> Conversation:  # fmt: skip
-    """The conversation itself where it may fit into `tokens`; else a beginning of it that does not fit either.
+) -> C:  # fmt: skip
+    """The conversation unchanged if it may fit into `tokens`; else its beginning, still too long to fit.
 
-    `longest`: characters of the longest token. `image_tokens(path, False)` is asked of rows with several images, in
-    order, until there is no room; one image alone is bounded by its own limit. `video_tokens`: of each video.
+    `longest`: characters of the longest token. `image_tokens(path, False)` is called for rows with several images, in
+    order, until there is no space left; a single image is limited by the processor. `video_tokens`: of each video.
     """
     room, turns, seen, shown = tokens * longest, [], 0, 0
     several = len(conversation.images) > 1
@@ -446,7 +453,7 @@ def beginning(
             elif isinstance(part, VideoRef):
                 room -= longest * (video_tokens[shown] if shown < len(video_tokens) else 1)
                 shown += 1
-            elif not isinstance(part, ImageRef):  # a sound, of which a row is never cut
+            elif not isinstance(part, ImageRef):  # a sound; rows with sounds are never cut
                 room -= longest
             else:
                 room -= longest * (image_tokens(conversation.images[seen], False) if several else 1)
@@ -464,9 +471,9 @@ def beginning(
     )
 
 
-def with_short_reasoning(conversation: Conversation, most: int) -> Conversation:
-    """The conversation with at most `most` + 1 characters of reasoning a turn: a longer one fits nowhere, whatever
-    follows. How much all turns have says nothing: templates leave out that of earlier ones."""
+def clip_reasoning(conversation: C, most: int) -> C:
+    """The conversation with at most `most` + 1 characters of reasoning in each turn: more cannot fit in any case. The
+    sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
     if all(len(turn.reasoning or "") <= most for turn in conversation.turns):
         return conversation
 

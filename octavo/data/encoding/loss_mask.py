@@ -1,17 +1,17 @@
-"""Which characters of a rendered conversation are the assistant's: what the loss mask of a chat template is made of.
+"""Locates the assistant's answers in a rendered conversation, as character spans, for the loss mask.
 
-A chat template is a program; nobody marks in its output what is prompt and what is answer. So the conversation is
+A chat template is a program, and its output does not mark what is prompt and what is answer. So the conversation is
 rendered in growing prefixes: the messages before an answer with the generation prompt end where the answer begins
-(that is exactly what a model is given when it generates), and the messages up to the answer end where it ends.
-Both must be prefixes of the whole rendering; a template for which they are not gives a `TemplateProblem`.
+(exactly the input of a model that generates it), and the messages up to the answer end where it ends. Both must be
+prefixes of the whole rendering; for other templates a `TemplateProblem` is raised.
 
-Prefixes take two renderings an answer, and fail where a template writes an earlier turn otherwise than a last one:
-Qwen3.5 opens a prompt with "<think>", writes the last answer behind a block of thinking, earlier ones bare. So a
-conversation is also rendered with a mark in place of each text, of each reasoning, and of the tool's name where an
-answer says nothing else. What stands between the marks is the template's own, the glue. Where glue and a row's texts
-give the row's rendering, character by character, its answers stand where those of the marks do; where they do not, the
-row is refused. Splitting it at its questions (`splitting.py`) needs none of this, and costs what was said before again.
-The glue is remembered for each sequence of roles, so that most rows are rendered once.
+Prefixes take two renderings for each answer, and fail if a template writes an earlier turn differently from the last:
+Qwen3.5 opens a prompt with "<think>", writes the last answer after a thinking block, and earlier ones without. So a
+conversation is also rendered with a mark in place of each text, each reasoning, and the name of the tool if an answer
+is only a call. The text between the marks, the glue, comes from the template. If glue and texts of a row reproduce its
+rendering character by character, its answers are at the positions of the marks; if not, the row is refused. Splitting
+it at its questions (`splitting.py`) needs none of this, but repeats the earlier turns for each question.
+The glue is cached for each sequence of roles, so that most rows are rendered once.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from octavo.data.rows.video_refs import VideoRef
 
 Message = dict[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
-#: what templates call the reasoning of a turn; each is given under both names
+#: the names of a turn's reasoning in templates; it is passed under both
 READ_AS = ("reasoning_content", "thinking")
 Spans = list[tuple[int, int]]
-SHAPES = 1024  # sequences of roles that are remembered
+SHAPES = 1024  # cached sequences of roles
 _KEYS = {"role", "content", *READ_AS}
 
 
 class TemplateProblem(ValueError):
-    """The chat template and this conversation do not go together."""
+    """The chat template cannot write this conversation."""
 
 
 def messages(conversation: Conversation, *, parts: bool, system: str | None = None) -> list[Message]:
-    """The conversation as chat-template input: content as a list of parts (multimodal processors) or as a text.
+    """The conversation as input of a chat template: content as a list of parts (multimodal processors) or as text.
 
-    `system` is put in front where the conversation has no system turn of its own.
+    `system` is prepended if the conversation has no system turn.
     """
     turns = list(conversation.turns)
-    found = [_message(turn, parts) for turn in turns]
+    result = [_message(turn, parts) for turn in turns]
     if system is not None and not any(turn.role == "system" for turn in turns):
-        found.insert(0, {"role": "system", "content": [{"type": "text", "text": system}] if parts else system})
-    return found
+        result.insert(0, {"role": "system", "content": [{"type": "text", "text": system}] if parts else system})
+    return result
 
 
-#: of images, sounds and videos, as templates ask for them (older ones of Qwen2-Audio by a key alone)
+#: parts for images, sounds and videos; templates test the type, older ones of Qwen2-Audio the presence of a key
 _PLACE: dict[type, dict[str, Any]] = {
     ImageRef: {"type": "image"},
     AudioRef: {"type": "audio", "audio_url": ""},
@@ -62,35 +62,37 @@ def _message(turn: Turn, parts: bool) -> Message:
     content = [
         {"type": "text", "text": part.text} if isinstance(part, Text) else _PLACE[type(part)] for part in turn.parts
     ]
-    more: Message = {"tool_calls": list(turn.calls)} if turn.calls else {}
+    message: Message = {"role": turn.role, "content": content if parts else turn.text}
+    if turn.calls:
+        message["tool_calls"] = list(turn.calls)
     if turn.name is not None:
-        more["name"] = turn.name
+        message["name"] = turn.name
     if turn.call is not None:
-        more["tool_call_id"] = turn.call
+        message["tool_call_id"] = turn.call
     if turn.reasoning is not None:
-        more |= dict.fromkeys(READ_AS, turn.reasoning)
-    return {"role": turn.role, "content": content if parts else turn.text, **more}
+        message |= dict.fromkeys(READ_AS, turn.reasoning)
+    return message
 
 
 def texts_of(message: Message) -> list[str]:
-    """The texts of a message, between its images."""
+    """The texts of a message, without its images."""
     content = message["content"]
     return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def words_of(message: Message) -> str:
-    """The words of a message, without its images."""
+    """All text of a message as one string, without its images."""
     return "".join(texts_of(message))
 
 
 def check_system(whole: str, messages: Sequence[Message], render: Render, prompt: bool = False) -> None:
-    """That a conversation rendered as `whole` says what its system turns do: templates pass over some in silence, as
-    Qwen3-VL's over all but the first. Raises `TemplateProblem`."""
+    """Check that a conversation rendered as `whole` contains all its system turns: templates silently leave some out,
+    Qwen3-VL's all except the first. Raises `TemplateProblem`."""
     for number, message in enumerate(messages):
         if message["role"] != "system" or words_of(message).strip() in whole:
             continue
         others = [*messages[:number], *messages[number + 1 :]]
-        if _rendered(render, others, prompt) == whole:  # else its words were written in another way
+        if _rendered(render, others, prompt) == whole:  # else the template wrote its words in another form
             raise TemplateProblem(
                 f"the chat template has no place for message {number + 1}, of the system, and would leave it out; put "
                 "its words into the first turn of the system, or into the question"
@@ -98,8 +100,8 @@ def check_system(whole: str, messages: Sequence[Message], render: Render, prompt
 
 
 def check_tools(conversation: Conversation, whole: str, without: str) -> None:
-    """That a conversation rendered as `whole`, and `without` its tools, says its tools and calls: a template may pass
-    over both in silence. Raises `TemplateProblem`."""
+    """Check that a conversation rendered as `whole`, and `without` its tools, contains its tools and calls: a template
+    may silently leave out both. Raises `TemplateProblem`."""
     if conversation.tools and whole == without:
         raise TemplateProblem("the chat template has no place for tools, and the row offers some")
     for name in (call["function"]["name"] for turn in conversation.turns for call in turn.calls):
@@ -108,8 +110,8 @@ def check_tools(conversation: Conversation, whole: str, without: str) -> None:
 
 
 def rendered(messages: Sequence[Message], render: Render, prompt: bool = False) -> str:
-    """The whole conversation, as a `prompt` with what opens the answer; `render(messages, add_generation_prompt)` gives
-    text. Raises `TemplateProblem`."""
+    """The rendered conversation, as a `prompt` with the generation prompt; `render(messages, add_generation_prompt)`
+    returns text. Raises `TemplateProblem`."""
     return _rendered(render, messages, prompt)
 
 
@@ -119,56 +121,57 @@ def answer_spans(
     render: Render,
     ends: Sequence[str],
     reach: int | None = None,
-    given: int = 0,
+    context: int = 0,
 ) -> list[tuple[int, int]]:
-    """The answers of a conversation that was rendered as `whole`.
+    """The answers in a conversation that was rendered as `whole`.
 
     `ends` are the tokenizer's special tokens. Returns, for each assistant turn, (start, end) in characters: the answer
-    with its end-of-turn token and without the line break that a template glues behind it. Answers that begin behind
-    the first `reach` characters are not looked for: each costs two renderings; nor are the first `given` ones, which
+    with its end-of-turn token and without the line break that a template appends. Answers that begin after the first
+    `reach` characters are not located, because each costs two renderings, nor are the first `context` answers, which
     belong to a prompt. Raises `TemplateProblem`.
     """
     spans: list[tuple[int, int]] = []
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    for number in answers[given:]:
+    for number in answers[context:]:
         message = messages[number]
         prompt = _rendered(render, messages[:number], True)
         if not whole.startswith(prompt):
-            raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, whole))
+            raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, whole))
         if reach is not None and len(prompt) >= reach:
             break
         until = whole if number == len(messages) - 1 else _rendered(render, messages[: number + 1], False)
         if not until.startswith(prompt):
-            raise TemplateProblem(_no_prefix(number, "the prompt before it", prompt, until))
+            raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, until))
         end = _end(whole, until, len(prompt), message)
         if end is None:
-            raise TemplateProblem(_no_prefix(number, "the conversation up to its end", until, whole))
-        spans.append((len(prompt), without_glue(whole, len(prompt), end, ends)))
+            raise TemplateProblem(_prefix_problem(number, "the conversation up to its end", until, whole))
+        spans.append((len(prompt), trim_glue(whole, len(prompt), end, ends)))
     return spans
 
 
 def _end(whole: str, until: str, start: int, message: Message) -> int | None:
-    """Where the answer that begins at `start` ends in `whole`.
+    """The end in `whole` of the answer that begins at `start`; None if it cannot be located.
 
-    Some templates (Qwen3's) write an empty thinking block before the last answer only, so that a middle answer
-    rendered as the last one differs from itself. Then its words and what follows them must still be the same.
+    Some templates (Qwen3's) write an empty thinking block only before the last answer, so that an earlier answer
+    rendered as the last one differs from its final form. Then its words and what follows them must still be the same.
     """
     if whole.startswith(until):
         return len(until)
-    if message.get("tool_calls"):  # written by the template: what `until` ends with and `whole` goes on with
+    if message.get("tool_calls"):  # the template writes them: find the end of `until` that also follows in `whole`
         same = (at for at in range(start, len(until)) if whole.startswith(until[at:], start))
         at = next(same, len(until))
         return start + len(until) - at if at < len(until) else None
     words = words_of(message)
-    for answer in (words, words.strip()):  # templates write it as it is, or stripped
+    for answer in (words, words.strip()):  # templates write it unchanged or stripped
         at = until.rfind(answer)
         if at >= start and whole.startswith(until[at:], start):
             return start + len(until) - at
     return None
 
 
-def without_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
-    """Leave out white space behind the end-of-turn token. Where there is no such token it is the end signal: kept."""
+def trim_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
+    """The end of an answer without white space after the end-of-turn token. Without such a token the white space is the
+    only end signal and is kept."""
     bare = text[start:end].rstrip()
     return start + len(bare) if any(bare.endswith(token) for token in ends) else end
 
@@ -176,9 +179,9 @@ def without_glue(text: str, start: int, end: int, ends: Sequence[str]) -> int:
 def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str:
     try:
         return render(messages, prompt)
-    # Templates are programs of strangers: jinja's TemplateError (raise_exception), and Python errors out of jinja.
+    # Templates are third-party programs: jinja's TemplateError (raise_exception), and any Python error within jinja.
     except Exception as cause:
-        if str(cause).startswith("the chat template "):  # its bounds: a sentence already
+        if str(cause).startswith("the chat template "):  # a complete message, for an exceeded limit
             raise TemplateProblem(str(cause)) from cause
         roles = ", ".join(message["role"] for message in messages)
         raise TemplateProblem(
@@ -186,10 +189,10 @@ def _rendered(render: Render, messages: Sequence[Message], prompt: bool) -> str:
         ) from cause
 
 
-def _no_prefix(number: int, what: str, prefix: str, whole: str) -> str:
+def _prefix_problem(number: int, what: str, prefix: str, whole: str) -> str:
     at = next((i for i, (a, b) in enumerate(zip(prefix, whole, strict=False)) if a != b), min(len(prefix), len(whole)))
     return (
-        f"the chat template writes message {number + 1} so that its answer cannot be found: rendered alone, {what} "
+        f"the chat template writes message {number + 1} so that its answer cannot be found: rendered by itself, {what} "
         f"reads {prefix[at : at + 40]!r} at character {at}, in the whole conversation {whole[at : at + 40]!r}; use a "
         f"template whose earlier turns do not change when later ones are added, or set data.split_turns: true"
     )
@@ -199,29 +202,29 @@ def _no_prefix(number: int, what: str, prefix: str, whole: str) -> str:
 
 
 class Answers:
-    """Answers of conversations of one template; `ends` are the tokenizer's special tokens."""
+    """Locates answers in conversations of one template; `ends` are the tokenizer's special tokens."""
 
     def __init__(self, ends: Sequence[str]) -> None:
         self.ends = tuple(ends)
         self._shapes: dict[Hashable, _Shape | None] = {}
 
     def spans(
-        self, whole: str, messages: Sequence[Message], render: Render, reach: int | None = None, given: int = 0
+        self, whole: str, messages: Sequence[Message], render: Render, reach: int | None = None, context: int = 0
     ) -> Spans:
-        """What `answer_spans` returns, also where prefixes do not tell; raises `TemplateProblem` as it does."""
+        """The result of `answer_spans`, also where prefixes are not enough; raises `TemplateProblem` as it does."""
         shape, texts = self._shape(messages, render), _texts(messages)
-        found = None if shape is None else shape.spans(whole, texts)
-        if found is None:
+        spans = None if shape is None else shape.spans(whole, texts)
+        if spans is None:
             try:
-                return answer_spans(whole, messages, render, self.ends, reach, given)
+                return answer_spans(whole, messages, render, self.ends, reach, context)
             except TemplateProblem:
-                found = _learned(messages, render, self.ends, ended=False).spans(whole, texts)
-                if found is None:
+                spans = _learn_shape(messages, render, self.ends, ended=False).spans(whole, texts)
+                if spans is None:
                     raise
-        return [(start, end) for start, end in found[given:] if reach is None or start < reach]
+        return [(start, end) for start, end in spans[context:] if reach is None or start < reach]
 
     def _shape(self, messages: Sequence[Message], render: Render) -> _Shape | None:
-        """That of messages of these roles, learned when they come a second time."""
+        """The shape for messages with these roles, computed when they occur a second time; None before."""
         if any(not message.keys() <= _KEYS for message in messages):
             return None
         kinds = tuple(map(_kind, messages))
@@ -231,12 +234,12 @@ class Answers:
             return None
         shape = self._shapes[kinds]
         if shape is None:
-            shape = self._shapes[kinds] = _learned(messages, render, self.ends)
+            shape = self._shapes[kinds] = _learn_shape(messages, render, self.ends)
         return shape
 
 
 class _Piece(NamedTuple):
-    """A text of a message that a mark can stand for; a `spare` one, reasoning, may be missing in a rendering."""
+    """A text of a message that a mark can replace; a `spare` one, reasoning, may be missing in a rendering."""
 
     text: str
     spare: bool = False
@@ -244,50 +247,51 @@ class _Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a template writes around the texts of messages: `glue` before each that is `there`, and behind the last.
-    Edges of answers are (number of the glue, characters into it)."""
+    """The text that a template writes around the texts of messages: `glue` before each text that is `written`, and
+    after the last. The edges of answers are (index of the glue, characters into it)."""
 
     glue: tuple[str, ...] = ()
-    there: tuple[bool, ...] = ()
+    written: tuple[bool, ...] = ()
     answers: tuple[tuple[tuple[int, int], tuple[int, int]], ...] = ()
 
     def spans(self, whole: str, texts: Sequence[_Piece]) -> Spans | None:
-        """The answers in a rendering of `texts`; None where it is another."""
-        if len(texts) != len(self.there) or not self.glue or not whole.startswith(self.glue[0]):
+        """The answers in a rendering of `texts`; None if the shape does not reproduce it."""
+        if len(texts) != len(self.written) or not self.glue or not whole.startswith(self.glue[0]):
             return None
         starts, at = [0], len(self.glue[0])  # of each glue
-        written = [piece.text for piece, there in zip(texts, self.there, strict=True) if there]
-        for text, behind in zip(written, self.glue[1:], strict=True):
-            form = next((form for form in _forms(text) if whole.startswith(form + behind, at)), None)
+        written = [piece.text for piece, is_written in zip(texts, self.written, strict=True) if is_written]
+        for text, following in zip(written, self.glue[1:], strict=True):
+            form = next((form for form in _forms(text) if whole.startswith(form + following, at)), None)
             if form is None:
                 return None
             starts.append(at + len(form))
-            at += len(form) + len(behind)
+            at += len(form) + len(following)
         if at != len(whole):
             return None
         return [(starts[first] + into, starts[last] + upto) for (first, into), (last, upto) in self.answers]
 
 
 def _forms(text: str) -> Iterator[str]:
-    """A text as templates write it: as it is, or stripped."""
+    """The forms in which templates write a text: unchanged, or stripped."""
     return iter(dict.fromkeys((text, text.lstrip("\n"), text.rstrip(), text.strip("\n"), text.strip())))
 
 
-def _learned(messages: Sequence[Message], render: Render, ends: Sequence[str], ended: bool = True) -> _Shape:
-    """The shape of messages; one that nothing fits where the template does not write texts as they are, nor where some
-    answer has no end-of-turn token, unless none has and not `ended`: prefixes then go by a row's own last words."""
+def _learn_shape(messages: Sequence[Message], render: Render, ends: Sequence[str], ended: bool = True) -> _Shape:
+    """The shape of messages. It is empty and matches no rendering if the template changes texts, or if some answer has
+    no end-of-turn token; if no answer has one, it is empty only if `ended`."""
     marks = (f"text{number:06}" for number in itertools.count())
-    given = [_marked(message, marks) for message in messages]
-    pieces = _texts(given)
+    marked = [_with_marks(message, marks) for message in messages]
+    pieces = _texts(marked)
     try:
-        whole = rendered(given, render)
-        answers = _found(whole, given, render, ends)
+        whole = rendered(marked, render)
+        answers = _find_answers(whole, marked, render, ends)
     except TemplateProblem:
         return _Shape()
-    there = tuple(piece.text in whole for piece in pieces)
-    texts = [piece.text for piece, written in zip(pieces, there, strict=True) if written]
+    in_whole = tuple(piece.text in whole for piece in pieces)
+    texts = [piece.text for piece, written in zip(pieces, in_whole, strict=True) if written]
     places = [whole.find(text) for text in texts]
-    lost = any(not piece.spare for piece, written in zip(pieces, there, strict=True) if not written)
+    lost = any(not piece.spare for piece, written in zip(pieces, in_whole, strict=True) if not written)
+    # Without an end-of-turn token the end of an answer depends on the last words of a row, not on the shape.
     closed = [whole[start:end].endswith(tuple(ends)) for start, end in answers]
     if not all(closed) and (ended or any(closed)):
         return _Shape()
@@ -303,46 +307,47 @@ def _learned(messages: Sequence[Message], render: Render, ends: Sequence[str], e
     edges = tuple((edge(start), edge(end)) for start, end in answers)
     if any(into < 0 for pair in edges for _, into in pair):
         return _Shape()
-    return _Shape(tuple(whole[start:stop] for start, stop in zip(starts, stops, strict=True)), there, edges)
+    return _Shape(tuple(whole[start:stop] for start, stop in zip(starts, stops, strict=True)), in_whole, edges)
 
 
-def _found(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
-    """The answers of messages whose texts are marks: by prefixes, else by the marks. Raises `TemplateProblem`."""
+def _find_answers(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
+    """The answers in messages whose texts are marks: by prefixes, else by the marks. Raises `TemplateProblem`."""
     try:
         return answer_spans(whole, messages, render, ends)
     except TemplateProblem:
-        return _by_marks(whole, messages, render, ends)
+        return _find_by_marks(whole, messages, render, ends)
 
 
-def _by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
-    """Each answer begins behind what there is of its prompt's opening, and ends where it does as the last one."""
+def _find_by_marks(whole: str, messages: Sequence[Message], render: Render, ends: Sequence[str]) -> Spans:
+    """The answers by their marks: each begins after the generation prompt, or after the part of it that the template
+    writes there, and ends as it does as the last message. Raises `TemplateProblem`."""
     spans: Spans = []
     at = 0
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    opening = _opening(messages[: answers[-1]], render) if answers else ""
+    opening = _generation_prompt(messages[: answers[-1]], render) if answers else ""
     for number in answers:
-        own = [piece.text for piece in _texts([messages[number]]) if piece.text in whole]
-        alone = rendered(messages[: number + 1], render)
-        if not own or own[-1] not in alone:
+        texts = [piece.text for piece in _texts([messages[number]]) if piece.text in whole]
+        as_last = rendered(messages[: number + 1], render)
+        if not texts or texts[-1] not in as_last:
             raise TemplateProblem(f"the chat template does not write message {number + 1}")
-        first, last = whole.find(own[0]), whole.find(own[-1]) + len(own[-1])
-        tail = alone.partition(own[-1])[2]
+        first, last = whole.find(texts[0]), whole.find(texts[-1]) + len(texts[-1])
+        tail = as_last.partition(texts[-1])[2]
         if not whole.startswith(tail, last):
-            raise TemplateProblem(f"the chat template ends message {number + 1} otherwise where others follow")
-        start = at + _behind(opening, whole[at:first])
+            raise TemplateProblem(f"the chat template ends message {number + 1} differently if others follow")
+        start = at + _end_of_opening(opening, whole[at:first])
         at = last + len(tail)
-        spans.append((start, without_glue(whole, start, at, ends)))
+        spans.append((start, trim_glue(whole, start, at, ends)))
     return spans
 
 
-def _opening(messages: Sequence[Message], render: Render) -> str:
-    """What the generation prompt adds to messages."""
+def _generation_prompt(messages: Sequence[Message], render: Render) -> str:
+    """The text that the generation prompt adds after messages."""
     before, prompt = (rendered(messages, render, generate) for generate in (False, True))
     return prompt[len(before) :] if prompt.startswith(before) else ""
 
 
-def _behind(opening: str, text: str) -> int:
-    """Where the longest beginning of `opening` that `text` has ends in it; the end of the text where it has none."""
+def _end_of_opening(opening: str, text: str) -> int:
+    """The end, in `text`, of the longest prefix of `opening` that it contains; len(text) if it contains none."""
     for length in range(len(opening), 0, -1):
         place = text.rfind(opening[:length])
         if place >= 0:
@@ -351,8 +356,8 @@ def _behind(opening: str, text: str) -> int:
 
 
 def _texts(messages: Sequence[Message]) -> list[_Piece]:
-    """What marks can stand for, in the order in which templates write it; blank texts have no place of their own."""
-    found: list[_Piece] = []
+    """The texts that marks can replace, in the order in which templates write them, without blank ones."""
+    pieces: list[_Piece] = []
     for message in messages:
         content = message["content"]
         said = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
@@ -360,30 +365,32 @@ def _texts(messages: Sequence[Message]) -> list[_Piece]:
         if not said and message.get("tool_calls"):
             said = [message["tool_calls"][0]["function"]["name"]]
         reasoning = message.get(READ_AS[0]) or ""
-        found += [_Piece(reasoning, spare=True)] if reasoning.strip() else []
-        found += map(_Piece, said)
-    return found
+        pieces += [_Piece(reasoning, spare=True)] if reasoning.strip() else []
+        pieces += map(_Piece, said)
+    return pieces
 
 
-def _marked(message: Message, marks: Iterator[str]) -> Message:
-    """A message in which the next marks stand for its texts, in the order of `_texts`."""
-    made = dict(message)
+def _with_marks(message: Message, marks: Iterator[str]) -> Message:
+    """A message with its texts replaced by the next marks, in the order of `_texts`."""
+    marked = dict(message)
     if (message.get(READ_AS[0]) or "").strip():
-        made |= dict.fromkeys(READ_AS, next(marks))
+        marked |= dict.fromkeys(READ_AS, next(marks))
     content = message["content"]
     if isinstance(content, str):
-        made["content"] = next(marks) if content.strip() else content
+        marked["content"] = next(marks) if content.strip() else content
     else:
-        made["content"] = [{**part, "text": next(marks)} if part.get("text", "").strip() else part for part in content]
-    if message.get("tool_calls") and made["content"] == content:
+        marked["content"] = [
+            {**part, "text": next(marks)} if part.get("text", "").strip() else part for part in content
+        ]
+    if message.get("tool_calls") and marked["content"] == content:
         first, *others = message["tool_calls"]
-        made["tool_calls"] = [{**first, "function": {**first["function"], "name": next(marks)}}, *others]
-    return made
+        marked["tool_calls"] = [{**first, "function": {**first["function"], "name": next(marks)}}, *others]
+    return marked
 
 
 def _kind(message: Message) -> Hashable:
-    """What of a message but its texts decides what is written around them."""
-    content: Any = message["content"]
+    """Everything in a message, except its texts, that may change what the template writes around them."""
+    content = message["content"]
     said = [content] if isinstance(content, str) else [part.get("text") for part in content]
     texts = tuple(text is None or (text if not text.strip() else False) for text in said)
     reasoning = message.get(READ_AS[0])

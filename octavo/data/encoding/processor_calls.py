@@ -1,8 +1,8 @@
-"""Calls of the processor, and what its outputs say: which tensors are a row's, and where characters of its text are.
+"""Calls of the processor, and the use of its outputs: which tensors belong to a row, and which tokens to its text.
 
-A call of a stock processor costs hundreds of microseconds, however little it is given. So making a row numbers is a
-generator, which says what it wants processed and is sent what became of it; :func:`together` runs many of them, and
-what they want is answered for all in one call.
+A call of a stock processor costs hundreds of microseconds, however small its input is. So the encoding of a row is a
+generator that yields what it wants processed and is sent the outputs; :func:`run_together` runs many of them and
+processes their requests in one call.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from octavo.data.encoding import video as video_files
 from octavo.data.encoding.audio import Limits
 from octavo.data.encoding.audio import load as load_sound
-from octavo.data.encoding.sample import check_lengths, further
+from octavo.data.encoding.sample import check_lengths, extra_inputs
 from octavo.data.errors import DataError, ImageProblem, Mismatch
 from octavo.data.rows.audio_refs import SoundFile
 from octavo.data.rows.image_refs import ImageFile, load
 
 Outputs = dict[str, Any]
 T = TypeVar("T")
-OPEN_PIXELS = 1 << 25  # of images that are decoded at once: 100 MB
+OPEN_PIXELS = 1 << 25  # pixels of images that are held decoded at a time: 100 MB
 KNOWN_OUTPUTS = {
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "offset_mapping",
     "pixel_values", "image_grid_thw", "num_patches", "text_replacement_offsets",
@@ -34,8 +34,7 @@ _BY_ROW = ("input_ids", "offset_mapping", "mm_token_type_ids", "text_replacement
 
 
 class Wanted(NamedTuple):
-    """A rendered text that is to become tokens, its images and videos pixels, its sounds what the tower of sound
-    takes."""
+    """A request to the processor: a rendered text to tokenize, with its images, sounds and videos."""
 
     text: str
     images: tuple[ImageFile, ...] = ()
@@ -46,38 +45,38 @@ class Wanted(NamedTuple):
 Encoding = Generator[Wanted, Outputs, T]
 
 
-def together(
+def run_together(
     rows: Sequence[Encoding[T]], answer: Callable[[Sequence[Wanted]], Sequence[Outputs | Exception]]
 ) -> list[T | DataError]:
-    """What each row returns, or the `DataError` that it raises; others go through. What rows want is given to `answer`
-    all at once; an exception among what it gives is raised where that row waits."""
-    found: list[Any] = [None] * len(rows)
+    """The return value of each row, or the `DataError` that it raises; other errors propagate. The requests of all rows
+    are passed to `answer` at once; an exception among its results is raised in the generator of that row."""
+    results: list[Any] = [None] * len(rows)
     waiting: list[tuple[int, Wanted]] = []
 
-    def go_on(number: int, answered: Outputs | Exception | None) -> None:
+    def advance(number: int, answered: Outputs | Exception | None) -> None:
         row = rows[number]
         try:
             wanted = row.throw(answered) if isinstance(answered, Exception) else row.send(answered)  # type: ignore[arg-type]
         except StopIteration as done:
-            found[number] = done.value
+            results[number] = done.value
         except DataError as bad:
-            found[number] = bad
+            results[number] = bad
         else:
             waiting.append((number, wanted))
 
     for number in range(len(rows)):
-        go_on(number, None)
+        advance(number, None)
     while waiting:
-        asked, waiting = waiting, []
-        for (number, _), answered in zip(asked, answer([wanted for _, wanted in asked]), strict=True):
-            go_on(number, answered)
-    return found
+        requests, waiting = waiting, []
+        for (number, _), answered in zip(requests, answer([wanted for _, wanted in requests]), strict=True):
+            advance(number, answered)
+    return results
 
 
 class Calls:
-    """Calls of a processor (`.tokenizer`, `(text=, images=)`, or `(text=, audio=)`) for several rows at a time. One
-    without `.image_processor` sees nothing, one without `.sound_limits` hears nothing, one without `.videos` takes no
-    videos. `file_limits`: of files of video."""
+    """Calls a processor (`.tokenizer`, `(text=, images=)`, or `(text=, audio=)`) for several rows at a time. Without
+    `.image_processor` it takes no images, without `.sound_limits` no sounds, without `.videos` no videos.
+    `file_limits`: of video files."""
 
     def __init__(
         self, processor: Any, max_image_megapixels: float, file_limits: video_files.FileLimits | None = None
@@ -90,40 +89,40 @@ class Calls:
         limits = getattr(processor, "sound_limits", None)
         self.sound_limits = None if limits is None else Limits(*limits)
         self.multimodal = self.sees or self.sound_limits is not None
-        self.image_token: str | None = None  # or that of a sound: no family that trains takes both
+        self.image_token: str | None = None  # or the token of a sound: no family that trains takes both
         if self.multimodal:
             self.image_token = processor.image_token if self.sees else processor.audio_token
 
     def tokens(self, texts: list[str]) -> Outputs:
-        """What the tokenizer alone makes of texts that hold all their special tokens."""
+        """The tokenizer's output for texts that contain all their special tokens."""
         return dict(self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True))
 
     def __call__(self, wanted: Sequence[Wanted]) -> list[Outputs | Exception]:
-        """What becomes of each, or what the processor or an image says against it. Rows of one kind go into one call,
-        unless their images are too many to be open at once; they are opened here, so that they are no longer."""
-        found: list[Outputs | Exception] = [Mismatch("")] * len(wanted)
+        """The outputs for each request, or the error of the processor or of a media file. Rows of one kind share a
+        call, as far as `OPEN_PIXELS` allows; images are opened here, so that they stay decoded only during a call."""
+        results: list[Outputs | Exception] = [Mismatch("")] * len(wanted)
         groups: dict[tuple[bool, bool], list[_Row]] = {}
         for number, (text, paths, sounds, videos) in enumerate(wanted):
             try:
                 self._check(text, len(paths), len(sounds), len(videos))
                 images = [load(path, self.max_image_megapixels) for path in paths]
-                heard = [load_sound(path, self.sound_limits) for path in sounds] if self.sound_limits else []
-                row = _Row(number, text, images, heard, [video_files.load(video, self.file_limits) for video in videos])
+                waves = [load_sound(path, self.sound_limits) for path in sounds] if self.sound_limits else []
+                row = _Row(number, text, images, waves, [video_files.load(video, self.file_limits) for video in videos])
             except (ImageProblem, Mismatch, DataError) as problem:
-                found[number] = problem
+                results[number] = problem
                 continue
             group = groups.setdefault((bool(paths or sounds or videos), self.bare(text)), [])
             group.append(row)
             if sum(row.pixels for row in group) > OPEN_PIXELS:
-                self._answer(group, found)
+                self._answer(group, results)
                 group.clear()
         for group in groups.values():
-            self._answer(group, found)
-        return found
+            self._answer(group, results)
+        return results
 
     def _check(self, text: str, images: int, sounds: int = 0, videos: int = 0) -> None:
-        """That each image, sound or video has its place: of several rows the sums might agree, and an image go to
-        another row."""
+        """Check that each image, sound or video of a row has a placeholder: in a call for several rows the sums could
+        agree while an image went to another row. Raises `Mismatch`."""
         if videos and (written := text.count(self.processor.video_token)) != videos:
             raise Mismatch(
                 f"the chat template writes {written} places ({self.processor.video_token}) for its {videos} video(s); "
@@ -131,60 +130,63 @@ class Calls:
             )
         places = text.count(self.image_token) if self.image_token is not None else 0
         if places != images + sounds:
-            there = f"{sounds} sound(s)" if sounds else f"{images} image(s)"
-            raise Mismatch(f"the chat template writes {places} places for its {there}")
+            media = f"{sounds} sound(s)" if sounds else f"{images} image(s)"
+            raise Mismatch(f"the chat template writes {places} places for its {media}")
 
     def bare(self, text: str) -> bool:
-        """Whether a template wrote the BOS itself, which then gets no second one."""
+        """Whether the template wrote the BOS token, so that the tokenizer must not add another."""
         bos = self.tokenizer.bos_token
         return bos is not None and text.startswith(bos)
 
-    def _answer(self, rows: Sequence[_Row], found: list[Outputs | Exception]) -> None:
-        """Put into `found` what one call makes of rows; where it refuses them, what it makes of each by itself."""
+    def _answer(self, rows: Sequence[_Row], results: list[Outputs | Exception]) -> None:
+        """Put the outputs of one call for these rows into `results`; if the call fails, call it for each row, so that
+        only the row at fault gets the error."""
         if not rows:
             return
         try:
-            with one_thread():
+            with single_thread():
                 outputs = self._call(rows)
-        except BaseException as cause:  # a stranger's program, as the template is; whatever it meets is this row's
-            # A panic of the tokenizers library, which is written in Rust, is no Exception.
+        except BaseException as cause:  # third-party code, as the template is, may raise anything for a bad row
+            # A panic of the tokenizers library, which is written in Rust, is a BaseException.
             if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
                 raise
             if len(rows) == 1:
-                found[rows[0].number] = refused(cause)
+                results[rows[0].number] = refusal(cause)
             else:
                 for row in rows:
-                    self._answer([row], found)
+                    self._answer([row], results)
             return
-        names = further(self.processor)
+        names = extra_inputs(self.processor)
         if unknown := sorted(set(outputs) - KNOWN_OUTPUTS - set(names)):
             for row in rows:
-                found[row.number] = DataError(
+                results[row.number] = DataError(
                     f"{type(self.processor).__name__} returns {', '.join(unknown)}, which Octavo does not pass on to "
                     "the model; this family is not available in this version"
                 )
             return
         place = getattr(self.processor, "image_token_id", None)
         try:
-            own = parted(outputs, [self.pictures(row) for row in rows], place, names)
-            give_videos(own, outputs, [len(row.videos) for row in rows], names)
-            _give_sounds(own, outputs, [len(row.sounds) for row in rows], names)
+            by_row = split_outputs(outputs, [self.image_count(row) for row in rows], place, names)
+            give_videos(by_row, outputs, [len(row.videos) for row in rows], names)
+            _give_sounds(by_row, outputs, [len(row.sounds) for row in rows], names)
         except DataError as wrong:
-            own = [wrong] * len(rows)
-        for row, made in zip(rows, own, strict=True):
-            found[row.number] = self._trimmed(made)
+            for row in rows:
+                results[row.number] = wrong
+            return
+        for row, row_outputs in zip(rows, by_row, strict=True):
+            results[row.number] = self._trim(row_outputs)
 
-    def pictures(self, row: _Row) -> int:
-        """The images of a row, and the frames of its videos where these are images to the model."""
+    def image_count(self, row: _Row) -> int:
+        """The number of images of a row, including frames of videos if the model takes them as images."""
         frames = getattr(self.processor, "frames_are_images", False)
         return len(row.images) + (sum(len(shot.indices) for shot in row.videos) if frames else 0)
 
-    def _trimmed(self, made: Outputs | Exception) -> Outputs | Exception:
-        """Without what a row's images are padded by to the size of its neighbours', where the processor pads."""
+    def _trim(self, outputs: Outputs) -> Outputs:
+        """The outputs of a row without the padding of its images to the size of other rows' images."""
         trim = getattr(self.processor, "trimmed", None)
-        if trim is None or isinstance(made, Exception) or "pixel_values" not in made:
-            return made
-        return {**made, **trim(made)}
+        if trim is None or "pixel_values" not in outputs:
+            return outputs
+        return {**outputs, **trim(outputs)}
 
     def _call(self, rows: Sequence[_Row]) -> Outputs:
         texts = [row.text for row in rows]
@@ -206,9 +208,9 @@ class Calls:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """A tokenizer's own threads take more time to wake than a few rows take, and make every later fork warn. Whoever
-    has set `TOKENIZERS_PARALLELISM` is not overruled."""
+def single_thread() -> Iterator[None]:
+    """Run tokenizers without their own threads in the block, unless `TOKENIZERS_PARALLELISM` is set: starting threads
+    takes longer than tokenizing a few rows, and makes every later fork print a warning."""
     if "TOKENIZERS_PARALLELISM" in os.environ:
         yield
         return
@@ -233,44 +235,44 @@ class _Row(NamedTuple):
 
 
 def _give_sounds(rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int], names: Mapping[str, str]) -> None:
-    """Give each row what a processor made of its `sounds[k]` sounds. Raises `DataError` as `parted`."""
-    given = {name for name, per in names.items() if per == "sound" and outputs.get(name) is not None}
-    check_lengths(outputs, dict.fromkeys(given, "sound"), {"sound": sum(sounds)})
+    """Add to each row the tensors of its `sounds[k]` sounds. Raises `DataError` as `split_outputs`."""
+    present = {name for name, per in names.items() if per == "sound" and outputs.get(name) is not None}
+    check_lengths(outputs, dict.fromkeys(present, "sound"), {"sound": sum(sounds)})
     ends = np.cumsum([0, *sounds])
     for row, start, end in zip(rows, ends, ends[1:], strict=False):
-        row |= {name: np.stack(outputs[name][start:end]) for name in given if end > start}
+        row |= {name: np.stack(outputs[name][start:end]) for name in present if end > start}
 
 
 def give_videos(rows: Sequence[Outputs], outputs: Outputs, videos: Sequence[int], names: Mapping[str, str]) -> None:
-    """Give each row what a processor made of its `videos[k]` videos: a row of each tensor that counts these, and of
-    that of patches as many rows as their grids say. Raises `DataError` as `parted`."""
+    """Add to each row the tensors of its `videos[k]` videos: one row of a tensor that counts videos, and as many rows
+    of a tensor of patches as their grids have. Raises `DataError` as `split_outputs`."""
     if (grid := outputs.get("video_grid_thw")) is None:
         return
     grid, ends = np.asarray(grid), np.cumsum([0, *videos])
     counts = {"video": int(ends[-1]), "patch": int(grid.prod(axis=1).sum())}
-    own = {name: per for name, per in names.items() if per in counts}
-    check_lengths(outputs, own, counts)
+    counted = {name: per for name, per in names.items() if per in counts}
+    check_lengths(outputs, counted, counts)
     for row, start, end in zip(rows, ends, ends[1:], strict=False):
         if end > start:
             patches = slice(*(int(grid[:n].prod(axis=1).sum()) for n in (start, end)))
             part = {"video": slice(start, end), "patch": patches}
-            for name, per in own.items():
+            for name, per in counted.items():
                 row[name] = np.asarray(outputs[name])[part[per]].copy()
 
 
-def refused(cause: BaseException) -> Mismatch:
+def refusal(cause: BaseException) -> Mismatch:
     return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
 
 
-def parted(
+def split_outputs(
     outputs: Outputs, images: Sequence[int], place: int | None, names: Mapping[str, str] | None = None
 ) -> list[Outputs]:
-    """What a processor made of several rows, row by row; row k has `images[k]` images. `names`: its further tensors, as
-    `octavo.data.encoding.sample.further` has them.
+    """The outputs of a processor for several rows, split by row; row k has `images[k]` images. `names`: the further
+    tensors, as `octavo.data.encoding.sample.extra_inputs` returns them.
 
-    An image has one row of `pixel_values` where there are as many as images, else as many as its grid says; where no
-    grid does, each row of pixels has as many tokens `place` as any other. Raises `DataError` where a tensor does not
-    count what it should.
+    An image has one row of `pixel_values` if their numbers are equal, else as many rows as its grid has patches;
+    without a grid, every row of pixels has the same number of tokens `place`. Raises `DataError` for a tensor of the
+    wrong length.
     """
     names = names or {}
     count = len(outputs["input_ids"])
@@ -292,17 +294,17 @@ def parted(
     counted = {"pixel_values": "pixels", "image_grid_thw": "image"} | {
         k: v for k, v in names.items() if v in ("image", "pixels", "row")
     }
-    given = {name: np.asarray(outputs[name]) for name in counted if outputs.get(name) is not None}
+    present = {name: np.asarray(outputs[name]) for name in counted if outputs.get(name) is not None}
     for number, row in enumerate(rows):
         if images[number]:
-            own = {
+            slices = {
                 "image": slice(ends[number], ends[number + 1]),
                 "pixels": slice(stops[number], stops[number + 1]),
                 "row": slice(number, number + 1),
             }
-            for name, values in given.items():
-                part = values[own[counted[name]]]
-                row[name] = part if count == 1 else part.copy()  # or a row that is kept would keep its neighbours'
+            for name, values in present.items():
+                part = values[slices[counted[name]]]
+                row[name] = part if count == 1 else part.copy()  # a view would keep the pixels of all rows in memory
     return rows
 
 
@@ -310,11 +312,11 @@ def parted(
 
 
 class Expansion:
-    """Characters of the rendered text to tokens of the processed one, in which each placeholder has grown.
+    """Maps characters of the rendered text to tokens of the processed text, in which placeholders are expanded.
 
-    Token offsets (`starts`, `stops`) count in the grown text. `growth`: (where a placeholder or a run of them ends in
-    the rendered text, by how many characters it has grown); between them the texts are equal, so each moves what
-    follows.
+    Token offsets (`starts`, `stops`) count in the expanded text. `growth`: (end in the rendered text of a placeholder
+    or a run of them, number of characters it grew by); the text between them is unchanged, so each growth shifts
+    everything after it.
     """
 
     def __init__(self, growth: list[tuple[int, int]], starts: np.ndarray, stops: np.ndarray) -> None:
@@ -322,19 +324,19 @@ class Expansion:
 
     @classmethod
     def of_outputs(cls, outputs: Outputs, text: str, token: str | None, mask: np.ndarray) -> Expansion:
-        """Of what a processor made of a rendered text: as it tells, else by runs of its placeholder `token` and of the
-        tokens that these grew into (`mask`). Raises `Mismatch`."""
-        starts, stops = offsets(outputs)
-        if (told := outputs.get("text_replacement_offsets")) is None:
-            return cls.of_runs(text, token, starts, stops, stretches(mask))
-        return cls([place.growth for place in replaced(told)], starts, stops)
+        """From the outputs for a rendered text: by its replacement offsets, else by runs of the placeholder `token` and
+        of the tokens that these expanded to (`mask`). Raises `Mismatch`."""
+        starts, stops = token_offsets(outputs)
+        if (replacements := outputs.get("text_replacement_offsets")) is None:
+            return cls.of_runs(text, token, starts, stops, true_runs(mask))
+        return cls([place.growth for place in read_replacements(replacements)], starts, stops)
 
     @classmethod
     def of_runs(
         cls, text: str, token: str | None, starts: np.ndarray, stops: np.ndarray, grown: list[tuple[int, int]]
     ) -> Expansion:
-        """Where placeholders grow into image tokens alone: runs of these (`grown`: their first and last token), and
-        runs of placeholders in the rendered text, come in the same order. Raises `Mismatch`."""
+        """For placeholders that expand to image tokens only: runs of these (`grown`: first token and end) and runs of
+        placeholders in the rendered text are in the same order. Raises `Mismatch`."""
         before = [m.span() for m in re.finditer(f"(?:{re.escape(token)})+", text)] if token else []
         if len(before) != len(grown):
             raise Mismatch(f"the processor made {len(grown)} groups of image tokens of {len(before)} placeholders")
@@ -345,23 +347,23 @@ class Expansion:
         return cls(growth, starts, stops)
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
-        """The tokens that hold any of the characters start to end of the rendered text."""
-        first, last = self._moved(start), self._moved(end)
-        return covering(self.starts, self.stops, first, last)
+        """(first token, end) of the tokens that cover the characters start to end of the rendered text."""
+        first, last = self._shifted(start), self._shifted(end)
+        return covering_tokens(self.starts, self.stops, first, last)
 
-    def _moved(self, position: int) -> int:
-        return position + sum(more for end, more in self.growth if end <= position)
+    def _shifted(self, position: int) -> int:
+        return position + sum(by for end, by in self.growth if end <= position)
 
 
-def covering(starts: np.ndarray, stops: np.ndarray, first: int, last: int) -> tuple[int, int]:
-    """The tokens that hold any of the characters first to last; (0, 0) for none."""
+def covering_tokens(starts: np.ndarray, stops: np.ndarray, first: int, last: int) -> tuple[int, int]:
+    """(first token, end) of the tokens that cover the characters first to last; (0, 0) for none."""
     inside = np.flatnonzero((starts < last) & (stops > first) & (stops > starts))
     return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
 
 
 class Replaced(NamedTuple):
-    """What stands in for an image or a video (`kind`), as its processor tells: characters of its placeholder in the
-    rendered text, and of what that grew into in the grown one."""
+    """The replacement for an image or a video (`kind`), as the processor reports it: the characters of its placeholder
+    in the rendered text (`span`), and of its expansion in the processed one (`new_span`)."""
 
     span: tuple[int, int]
     new_span: tuple[int, int]
@@ -369,45 +371,48 @@ class Replaced(NamedTuple):
 
     @property
     def growth(self) -> tuple[int, int]:
-        """As `Expansion` takes it."""
+        """(end of the placeholder, number of characters it grew by), for `Expansion`."""
         (start, end), (begin, stop) = self.span, self.new_span
         return end, (stop - begin) - (end - start)
 
 
-def replaced(told: Sequence[Mapping[str, Any]]) -> list[Replaced]:
+def read_replacements(entries: Sequence[Mapping[str, Any]]) -> list[Replaced]:
     """`text_replacement_offsets` of one row."""
-    return [Replaced(tuple(one["span"]), tuple(one["new_span"]), str(one.get("type", "image"))) for one in told]
+    return [Replaced(tuple(one["span"]), tuple(one["new_span"]), str(one.get("type", "image"))) for one in entries]
 
 
-def stretches(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of each unbroken stretch of True; a new one begins at each position of `opens`."""
+def true_runs(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
+    """(start, stop) of each run of True in `mask`; a new run begins at each position in `opens`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
-    found = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     if opens is None or not len(opens):
-        return found
+        return runs
     parted = []
-    for start, stop in found:
+    for start, stop in runs:
         cuts = [start, *(int(o) for o in opens if start < o < stop), stop]
         parted += list(zip(cuts, cuts[1:], strict=False))
     return parted
 
 
-def offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Where each token starts and ends, in characters of the text that was processed."""
-    starts, stops = array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
+def token_offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, ends) of the tokens, in characters of the processed text."""
+    starts, stops = as_array(outputs["offset_mapping"], np.int64).reshape(-1, 2).T
     return starts, stops
 
 
-def image_places(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
-    """Where the tokens of each image or video stand (of one `kind`; None: both), where the processor tells which
-    characters are its."""
-    if not (told := outputs.get("text_replacement_offsets")):
+def media_spans(outputs: dict[str, Any], kind: str | None = None) -> tuple[tuple[int, int], ...]:
+    """(first token, end) of each image or video (of one `kind`; None: both); () if the processor reports no offsets."""
+    if not (replacements := outputs.get("text_replacement_offsets")):
         return ()
-    starts, stops = offsets(outputs)
-    return tuple(covering(starts, stops, *place.new_span) for place in replaced(told) if kind in (None, place.kind))
+    starts, stops = token_offsets(outputs)
+    return tuple(
+        covering_tokens(starts, stops, *place.new_span)
+        for place in read_replacements(replacements)
+        if kind in (None, place.kind)
+    )
 
 
-def array(values: Any, dtype: Any) -> np.ndarray:
+def as_array(values: Any, dtype: Any) -> np.ndarray:
     if isinstance(values, list) and values and hasattr(values[0], "shape"):
         values = np.stack([np.asarray(value) for value in values])
     return np.ascontiguousarray(values, dtype=dtype)

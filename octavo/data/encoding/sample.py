@@ -1,18 +1,18 @@
-"""One encoded conversation: its tokens and what is learned of them, and all that the model takes of its images.
+"""One encoded conversation: its tokens, its labels, and the tensors of its images, sounds and videos.
 
-A model may take of them further tensors than `pixel_values` and `image_grid_thw`, by their own names. The processor of
-a family says in `inputs` which it gives, and what the first dimension of each counts:
+A model may take further tensors than `pixel_values` and `image_grid_thw`. The attribute `inputs` of a family's
+processor names those that it returns, and what the first dimension of each counts:
 
     token    tokens of the row: kinds of tokens; padded as tokens are, with 0
     image    images: their sizes
     pixels   rows of `pixel_values`: masks of tiles
-    sound    sounds: what they are, and where padding begins
+    sound    sounds: their features, and where padding begins
     video    videos: their sizes in patches
     patch    patches of videos
     row      conversations with images: how many images each has
 
-All but those of tokens are joined on the first dimension, over samples in order. Behind it they may differ, as images
-of several sizes do, and are filled up with zeros to the largest.
+All except tensors of tokens are joined on the first dimension, in the order of the samples. Their other dimensions may
+differ, for example for images of several sizes, and are padded with zeros to the largest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COUNTED = ("token", "image", "pixels", "sound", "video", "patch", "row")
 
 
 class Input(NamedTuple):
-    """A further tensor of one row: `per` says what its first dimension counts, one of `COUNTED`."""
+    """A further tensor of one row: `per` is what its first dimension counts, one of `COUNTED`."""
 
     per: str
     values: np.ndarray
@@ -48,12 +48,12 @@ class Sample:
     `input_ids` [T] int64 · `labels` [T] int64: the token itself where it is trained on, else -100 (not shifted:
     the model shifts) · `mm_token_type_ids` [T] int64 or None · `pixel_values` float32, [patches, features] or
     [tiles, channels, height, width], or None · `image_grid_thw` [images, 3] int64 or None · `images`, `sounds`,
-    `videos`: how many; `images` counts the frames of videos that are images to the model · `answers`: (start, end) in
-    tokens of what is learned of each assistant turn, end-of-turn token included; (0, 0) of one that is context ·
-    `length`: the tokens before a cut · `control`: the control tokens that its text spells out · `lost`: how many
-    answers are not learned, since the template left their reasoning out · `more`: further tensors for the model, by
-    their names · `places`: (start, end) in tokens of what stands for each image, marks and
-    text around it included, where the processor tells; `films`: of each video that has tensors of its own, likewise.
+    `videos`: their numbers; `images` includes frames of videos that the model takes as images · `answers`: (start, end)
+    in tokens of the learned part of each assistant turn, including its end-of-turn token; (0, 0) for an answer that is
+    context · `length`: the tokens before a cut · `control`: the control tokens that its text spells · `lost`: the
+    number of answers that are not learned because the template left their reasoning out · `extra`: further tensors for
+    the model, by name · `places`: (start, end) in tokens of the expansion of each image, with marks and text around it,
+    if the processor reports it; `films`: the same for each video with separate tensors.
     """
 
     input_ids: np.ndarray
@@ -66,7 +66,7 @@ class Sample:
     length: int = 0
     control: tuple[str, ...] = ()
     lost: int = 0
-    more: Inputs = field(default_factory=dict)
+    extra: Inputs = field(default_factory=dict)
     places: tuple[tuple[int, int], ...] = ()
     file: str = ""
     row: int = -1
@@ -79,7 +79,7 @@ class Sample:
     def nbytes(self) -> int:
         """Memory of the arrays in bytes."""
         arrays = [self.input_ids, self.labels, self.mm_token_type_ids, self.pixel_values, self.image_grid_thw]
-        arrays += [one.values for one in self.more.values()]
+        arrays += [one.values for one in self.extra.values()]
         return sum(array.nbytes for array in arrays if array is not None)
 
     @property
@@ -89,44 +89,44 @@ class Sample:
 
     @property
     def notes(self) -> list[tuple[str, str]]:
-        """(action, reason) of what is worth a line in `skipped.jsonl`, though the row is used."""
-        found = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
-        return [*found, *spelling(self.control), *(left_out(self.lost) if self.lost else [])]
+        """(action, reason) of each line for `skipped.jsonl` about a row that is used."""
+        cut = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
+        return [*cut, *control_notes(self.control), *(left_out(self.lost) if self.lost else [])]
 
 
-def spelling(control: Sequence[str]) -> list[tuple[str, str]]:
-    """(action, reason) of a row whose text spells control tokens; none for none."""
+def control_notes(control: Sequence[str]) -> list[tuple[str, str]]:
+    """(action, reason) for a row whose text spells control tokens; [] if it spells none."""
     spelt = ", ".join(map(repr, control))
     return [(CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")] if control else []
 
 
-def further(processor: Any) -> Mapping[str, str]:
-    """Name -> what it counts, of what a processor gives beside the tensors that all families know."""
+def extra_inputs(processor: Any) -> Mapping[str, str]:
+    """Name -> what it counts, of the tensors that a processor returns besides the common ones."""
     return getattr(processor, "inputs", {})
 
 
-def of_row(outputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Input]:
-    """The further tensors among what a processor made of one row: int64, or float32 where it gave floats."""
-    found = {name: np.asarray(outputs[name]) for name in names if outputs.get(name) is not None}
+def inputs_of_row(outputs: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Input]:
+    """The further tensors in the outputs of a processor for one row: float32 for floats, else int64."""
+    arrays = {name: np.asarray(outputs[name]) for name in names if outputs.get(name) is not None}
     return {
         name: Input(names[name], np.ascontiguousarray(x, np.float32 if x.dtype.kind == "f" else np.int64))
-        for name, x in found.items()
+        for name, x in arrays.items()
     }
 
 
-def of_processor(processor: Any, batch: Mapping[str, Any]) -> dict[str, Input]:
-    """The further tensors among what a processor made of one row as a batch, [1, T] where they count tokens."""
-    names = further(processor)
-    there = {name: batch[name][0] if names[name] == "token" else batch[name] for name in names if name in batch}
-    return of_row(there, names)
+def inputs_of_processor(processor: Any, batch: Mapping[str, Any]) -> dict[str, Input]:
+    """The further tensors in a batch of one row, whose tensors of tokens have the shape [1, T]."""
+    names = extra_inputs(processor)
+    row = {name: batch[name][0] if names[name] == "token" else batch[name] for name in names if name in batch}
+    return inputs_of_row(row, names)
 
 
 def check_lengths(outputs: Mapping[str, Any], names: Mapping[str, str], counts: Mapping[str, int]) -> None:
-    """That tensors count what their processor says. Raises DataError, naming the first that does not."""
+    """Check that tensors have the length that they should count. Raises DataError, which names the first wrong one."""
     for name, per in names.items():
-        if (there := outputs.get(name)) is not None and per in counts and len(there) != counts[per]:
+        if (values := outputs.get(name)) is not None and per in counts and len(values) != counts[per]:
             raise DataError(
-                f"the processor gives {name} of {len(there)} for {counts[per]} ({per}), so that rows would take each "
+                f"the processor gives {name} of {len(values)} for {counts[per]} ({per}), so that rows would take each "
                 "other's; this version of transformers is not the one that the family was taught with"
             )
 
@@ -134,36 +134,36 @@ def check_lengths(outputs: Mapping[str, Any], names: Mapping[str, str], counts: 
 def cut_inputs(
     inputs: Inputs, tokens: int, images: int, pixels: int, videos: int = 0, patches: int = 0
 ) -> dict[str, Input]:
-    """What is left of a row's tensors when it is cut to so many tokens, images and rows of `pixel_values`, videos and
-    rows of `pixel_values_videos`."""
+    """The tensors of a row that is cut to these numbers of tokens, images, rows of `pixel_values` (`pixels`), videos
+    and rows of `pixel_values_videos` (`patches`)."""
     ends = {"token": tokens, "image": images, "pixels": pixels, "video": videos, "patch": patches, "row": 1}
-    there = {"video": videos, "patch": videos, "token": 1}
-    kept = {name: one for name, one in inputs.items() if there.get(one.per, images)}
-    return {name: Input(per, values[: ends[per]].copy()) for name, (per, values) in kept.items()}
+    remaining = {"video": videos, "patch": videos, "token": 1}
+    left = {name: one for name, one in inputs.items() if remaining.get(one.per, images)}
+    return {name: Input(per, values[: ends[per]].copy()) for name, (per, values) in left.items()}
 
 
-def answered(inputs: Inputs, start: int, tokens: int) -> dict[str, Input]:
-    """A row's tensors where behind its first `start` tokens stand so many others, of text."""
+def with_answer_tokens(inputs: Inputs, start: int, tokens: int) -> dict[str, Input]:
+    """The tensors of a row if its first `start` tokens are followed by `tokens` tokens of text."""
     return {
         name: Input(per, np.pad(values[:start], (0, tokens))) if per == "token" else Input(per, values)
         for name, (per, values) in inputs.items()
     }
 
 
-def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
-    """Arrays behind each other on the first dimension, the others filled up with zeros to the largest."""
-    found = list(arrays)
-    if len({array.shape[1:] for array in found}) == 1:
-        return np.concatenate(found)
-    rest = np.max([array.shape[1:] for array in found], axis=0)
-    ends = [0, *accumulate(len(array) for array in found)]
-    out = np.zeros((ends[-1], *rest), dtype=found[0].dtype)
-    for start, array in zip(ends, found, strict=False):
+def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
+    """Arrays concatenated on the first dimension; the other dimensions are padded with zeros to the largest."""
+    listed = list(arrays)
+    if len({array.shape[1:] for array in listed}) == 1:
+        return np.concatenate(listed)
+    rest = np.max([array.shape[1:] for array in listed], axis=0)
+    ends = [0, *accumulate(len(array) for array in listed)]
+    out = np.zeros((ends[-1], *rest), dtype=listed[0].dtype)
+    for start, array in zip(ends, listed, strict=False):
         out[(slice(start, start + len(array)), *(slice(size) for size in array.shape[1:]))] = array
     return out
 
 
-def joined_inputs(inputs: Sequence[Inputs]) -> dict[str, np.ndarray]:
-    """The tensors of several rows joined, but for those that count tokens."""
+def concatenate_inputs(inputs: Sequence[Inputs]) -> dict[str, np.ndarray]:
+    """The tensors of several rows, concatenated by name, except tensors of tokens."""
     names = dict.fromkeys(name for row in inputs for name, one in row.items() if one.per != "token")
-    return {name: joined(row[name].values for row in inputs if name in row) for name in names}
+    return {name: concatenate(row[name].values for row in inputs if name in row) for name in names}

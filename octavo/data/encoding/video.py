@@ -1,21 +1,21 @@
-"""Videos to frames, decoded without trusting them: mp4, mov, webm and mkv by PyAV, and folders of images.
+"""Untrusted videos, decoded to frames: mp4, mov, webm and mkv by PyAV, and folders of images.
 
-What a header says is not believed. A first pass reads the packets of a file, decoding none: how many frames there are,
-when each is shown, and which are key frames. A video then is its frames on a clock of its mean rate: number n is what
-is shown n / rate seconds after the first, so that one of variable rate keeps its time and one of constant rate its
-numbers. Of the frames that a family takes, those behind a key frame are reached by a seek; each is resized as it comes.
-PyAV comes with the extra `video`.
+Headers are not trusted. A first pass reads the packets of a file without decoding them: the number of frames, the time
+stamp of each, and which are key frames. Frames are then numbered on a clock of the mean rate: frame n is the one shown
+n / rate seconds after the first, so that a video of variable rate keeps its timing and one of constant rate its frame
+numbers. The frames that a family takes are reached by seeking to key frames; each is resized once decoded. PyAV comes
+with the extra `video`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol, cast
 
 import numpy as np
 import torch
@@ -27,18 +27,24 @@ from octavo.data.errors import DataError, ImageProblem, Mismatch
 from octavo.data.rows.image_refs import load as load_image
 from octavo.data.rows.video_refs import Clip, Frames, VideoFile
 
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.sidedata.sidedata import SideData
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 MOST_FRAMES = 1 << 20  # of a file: ten hours at 29 a second
-RATES = (0.01, 1000.0)  # frames a second; beyond them a header is broken
-_CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1aE\xdf\xa3", "matroska"))  # where their first mark stands; no other opens
-_NEAR = 0.25  # of a frame: how far a time stamp may be rounded
-_TURNED = 0.02  # of 1, by which a quarter turn may be rounded: the sine of about a degree
-_LOST = 0.1  # of the length that a header claims: as much may be missing
+RATES = (0.01, 1000.0)  # frames a second; another rate means a broken header
+_CONTAINERS = ((4, b"ftyp", "mov"), (0, b"\x1aE\xdf\xa3", "matroska"))  # (offset, magic bytes, format); no other opens
+_NEAR = 0.25  # largest rounding of a time stamp, in frames
+_TURNED = 0.02  # largest rounding of an entry of a display matrix: the sine of about a degree
+_LOST = 0.1  # share of the length in the header that may be missing
 DIGITS = re.compile(r"(\d+)")
 
 
 class Takes(Protocol):
-    """How a family takes videos (`octavo.models.processors.video.Videos`)."""
+    """How a family samples and resizes videos (`octavo.models.processors.video.Videos`)."""
 
     def indices(self, total: int, fps: float) -> list[int]: ...
 
@@ -49,7 +55,7 @@ class Takes(Protocol):
 
 @dataclass(frozen=True)
 class FileLimits:
-    """What a video may be: seconds, bytes, megapixels of a frame. `folder_fps`: of folders that have no rate."""
+    """Limits of a video: length, file size, megapixels of a frame. `folder_fps`: the rate of folders without one."""
 
     seconds: float = 3600.0
     megabytes: float = 1000.0
@@ -59,9 +65,9 @@ class FileLimits:
 
 @dataclass(frozen=True)
 class Film:
-    """A video, and what is taken of it: `indices` of its `total` frames at `fps` a second, each resized to `size`
-    (height, width), which will be `tokens`; `when`: the time stamps of a file's frames, `keys` those of key frames;
-    `shape` (height, width) of its first frame, and so of all."""
+    """A video with the frames to take: `indices` of its `total` frames at `fps` a second, each resized to `size`
+    (height, width), which give `tokens` tokens; `when`: the time stamps of all frames of a file in units of `tick`
+    seconds, `keys`: of its key frames; `shape` (height, width) of its first frame, which all must have."""
 
     file: VideoFile
     total: int
@@ -87,25 +93,26 @@ class Shot:
     frames: np.ndarray = field(repr=False, compare=False)
 
 
-def look(file: VideoFile, takes: Takes, limits: FileLimits = FileLimits()) -> Film:
-    """What is taken of a video, for the price of one frame. Raises `Mismatch` for one that is broken, truncated, no
-    video, or over the limits; `DataError` where PyAV is not installed."""
+def select_frames(file: VideoFile, takes: Takes, limits: FileLimits = FileLimits()) -> Film:
+    """Choose the frames of a video; decodes only the first frame. Raises `Mismatch` for a file that is broken,
+    truncated, not a video, or over the limits; `DataError` if PyAV is not installed."""
     if isinstance(file, Frames):
         names = _frames_of(file, limits)
         fps = file.fps or limits.folder_fps
         if fps is None:
             raise Mismatch(
-                f"video {file} is a folder of frames, whose rate nobody says; give the row `fps`, or set "
-                "data.video.folder_fps"
+                f"video {file} is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"
             )
         height, width = _image(names[0], limits.megapixels).shape[:2]
-        return _film(file, takes, limits, len(names), fps, height, width)
-    with _opened(file, limits) as (container, stream):
+        return _select(file, takes, limits, len(names), fps, height, width)
+    with _open_video(file, limits) as (container, stream):
         when, keys = _packets(file, container, stream)
+        if stream.time_base is None:
+            raise Mismatch(f"video {file} has no unit of time in its header; write it again")
         tick = float(stream.time_base)
         fps = _rate(file, stream, when, tick)
         claimed = float(stream.duration or 0) * tick or (container.duration or 0) / 1e6
-        if "matroska" in container.format.name:  # counts from 0, where frames need not begin
+        if "matroska" in container.format.name:  # its duration counts from 0, which may be before the first frame
             claimed -= max(0.0, when[0] * tick)
         length = (when[-1] - when[0]) * tick + 1 / fps
         if claimed > limits.seconds or length > limits.seconds:
@@ -114,14 +121,12 @@ def look(file: VideoFile, takes: Takes, limits: FileLimits = FileLimits()) -> Fi
         if length < claimed * (1 - _LOST) - 2 / fps or len(when) < stream.frames * (1 - _LOST) - 2:
             raise Mismatch(f"video {file} is truncated: {len(when)} frames of {length:.2f} s are there, and its header "
                            f"says {stream.frames or 'no number'} of {claimed:.2f} s")  # fmt: skip
-        first = _upright(next(_decoded(container, stream, int(when[0])), None), file)
-    made = {"when": when, "keys": keys, "tick": tick, "megapixels": limits.megapixels}
-    return _film(file, takes, limits, len(when), fps, *first.shape[:2], **made)
+        first = _upright_pixels(next(_frames_from(container, stream, int(when[0])), None), file)
+    film = _select(file, takes, limits, len(when), fps, *first.shape[:2])
+    return replace(film, when=when, keys=keys, tick=tick, megapixels=limits.megapixels)
 
 
-def _film(
-    file: VideoFile, takes: Takes, limits: FileLimits, total: int, fps: float, height: int, width: int, **more: Any
-) -> Film:
+def _select(file: VideoFile, takes: Takes, limits: FileLimits, total: int, fps: float, height: int, width: int) -> Film:
     if total / fps > limits.seconds:
         raise Mismatch(f"video {file} is {total / fps:.0f} s long, and {limits.seconds:g} are the most "
                        "(data.video.max_seconds)")  # fmt: skip
@@ -130,82 +135,83 @@ def _film(
         size, tokens = takes.size(len(indices), height, width), takes.tokens(len(indices), height, width)
     except ValueError as cause:
         raise Mismatch(f"video {file} {cause}") from cause
-    return Film(file, total, fps, tuple(indices), size, tokens, shape=(height, width), **more)
+    return Film(file, total, fps, tuple(indices), size, tokens, shape=(height, width))
 
 
 def load(film: Film, limits: FileLimits = FileLimits()) -> Shot:
-    """The frames of a video that are taken. Raises as `look` does."""
+    """Decode the chosen frames of a video. Raises as `select_frames` does."""
     if isinstance(film.file, Frames):
         names = _frames_of(film.file, limits)
-        found = {
-            number: _resized(_of_shape(_image(names[number], limits.megapixels), film, names[number].name), film.size)
+        pixels = {
+            number: _resize(_check_shape(_image(names[number], limits.megapixels), film, names[number].name), film.size)
             for number in film.indices
         }
     else:
-        with _opened(film.file, limits) as (container, stream):
-            found = _taken(film, container, stream)
-    return Shot(film.total, film.fps, film.indices, film.size, np.stack([found[number] for number in film.indices]))
+        with _open_video(film.file, limits) as (container, stream):
+            pixels = _decode_frames(film, container, stream)
+    return Shot(film.total, film.fps, film.indices, film.size, np.stack([pixels[number] for number in film.indices]))
 
 
-def _taken(film: Film, container: Any, stream: Any) -> dict[int, np.ndarray]:
-    """Frame number -> its pixels: frames in order, with a seek wherever a key frame lies between them. Key frames may
-    be such in name alone (streams of intra refresh): where one gives no picture, all are decoded from the first on."""
+def _decode_frames(film: Film, container: InputContainer, stream: VideoStream) -> dict[int, np.ndarray]:
+    """Frame number -> pixels. Frames are decoded in order, with a seek wherever there is a key frame between two of
+    them. Streams with intra refresh have key frames only by name: if one gives no picture, all frames are decoded from
+    the first on."""
     since = (film.when - film.when[0]) * film.tick
     shown = np.searchsorted(since, np.array(film.indices) / film.fps + _NEAR / film.fps, side="right") - 1
     of_stamp: dict[int, list[int]] = {}
     for number, place in zip(film.indices, shown.tolist(), strict=True):
         of_stamp.setdefault(int(film.when[max(place, 0)]), []).append(number)
-    found: dict[int, np.ndarray] = {}
-    frames: Iterator[Any] = iter(())
+    decoded: dict[int, np.ndarray] = {}
+    frames: Iterator[VideoFrame] = iter(())
     first, at, keys = int(film.when[0]), None, film.keys
     for stamp, numbers in sorted(of_stamp.items()):
         before = keys[keys <= stamp]
         key = int(before[-1]) if len(before) else first
         if at is None or key > at:
-            frames = _decoded(container, stream, key)
-        frame = _shown(frames, stamp)
+            frames = _frames_from(container, stream, key)
+        frame = _frame_at(frames, stamp)
         if (frame is None or frame.is_corrupt) and len(keys):
-            keys = keys[:0]  # once: from here on without seeks
-            frames = _decoded(container, stream, first)
-            frame = _shown(frames, stamp)
+            keys = keys[:0]  # no seeks from here on
+            frames = _frames_from(container, stream, first)
+            frame = _frame_at(frames, stamp)
         if frame is None:
             raise Mismatch(f"video {film.file} is broken: its frame {numbers[0]} cannot be decoded")
         at = frame.pts
         if frame.width * frame.height > film.megapixels * 1e6:
             raise _too_large(film.file, frame.width, frame.height, film.megapixels)
-        pixels = _of_shape(_upright(frame, film.file), film, f"frame {numbers[0]}")
-        pixels = _resized(pixels, film.size)
-        found |= dict.fromkeys(numbers, pixels)
-    return found
+        pixels = _check_shape(_upright_pixels(frame, film.file), film, f"frame {numbers[0]}")
+        pixels = _resize(pixels, film.size)
+        decoded |= dict.fromkeys(numbers, pixels)
+    return decoded
 
 
-def _decoded(container: Any, stream: Any, stamp: int) -> Iterator[Any]:
+def _frames_from(container: InputContainer, stream: VideoStream, stamp: int) -> Iterator[VideoFrame]:
     """Frames from the key frame at a time stamp on."""
     container.seek(stamp, stream=stream, backward=True)
-    return container.decode(stream)  # type: ignore[no-any-return]
+    return container.decode(stream)
 
 
-def _shown(frames: Iterator[Any], stamp: int) -> Any:
-    """The next frame that is shown at a time stamp; None where there is none."""
+def _frame_at(frames: Iterator[VideoFrame], stamp: int) -> VideoFrame | None:
+    """The next frame with this time stamp; None if there is none."""
     frame = next((frame for frame in frames if frame.pts is not None and frame.pts >= stamp), None)
     return frame if frame is not None and frame.pts == stamp else None
 
 
-def _upright(frame: Any, file: VideoFile) -> np.ndarray:
-    """The pixels [H, W, 3] of a frame as it is to be shown: phones write how they were held, and whether it is a
-    mirror's image."""
+def _upright_pixels(frame: VideoFrame | None, file: VideoFile) -> np.ndarray:
+    """The pixels [H, W, 3] of a frame after its display matrix: phones store how they were held, and mirroring."""
     if frame is None:
         raise Mismatch(f"video {file} holds no frame that can be decoded")
     if getattr(frame, "is_corrupt", False):
         raise Mismatch(f"video {file} is broken: a frame of it is damaged")
     try:
-        return _turned(frame.to_ndarray(format="rgb24"), _matrix_of(frame))
+        return _rotate(frame.to_ndarray(format="rgb24"), _matrix_of(frame))
     except ValueError as cause:
         raise Mismatch(f"video {file} {cause}") from cause
 
 
-def _of_shape(pixels: np.ndarray, film: Film, name: str) -> np.ndarray:
-    """The pixels of a frame that is as large as the first one: to fit another into its place would stretch it."""
+def _check_shape(pixels: np.ndarray, film: Film, name: str) -> np.ndarray:
+    """The pixels of a frame, if it is as large as the first; resizing another size would stretch it. Raises
+    `Mismatch`."""
     height, width = pixels.shape[:2]
     if (height, width) != film.shape:
         raise Mismatch(
@@ -215,17 +221,17 @@ def _of_shape(pixels: np.ndarray, film: Film, name: str) -> np.ndarray:
     return pixels
 
 
-def _resized(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """As stock video processors resize on a CPU: bicubic, in whole numbers, by torch. Pillow's differs by up to 2."""
+def _resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """Resize as stock video processors do on a CPU: bicubic, uint8, by torch. Pillow's result differs by up to 2."""
     if pixels.shape[:2] == size:
         return np.ascontiguousarray(pixels)
     image = torch.from_numpy(np.ascontiguousarray(pixels)).permute(2, 0, 1)[None]
-    made = F.interpolate(image, size, mode="bicubic", antialias=True, align_corners=False)
-    return np.ascontiguousarray(made[0].permute(1, 2, 0).numpy())
+    resized = F.interpolate(image, size, mode="bicubic", antialias=True, align_corners=False)
+    return np.ascontiguousarray(resized[0].permute(1, 2, 0).numpy())
 
 
-def _packets(file: VideoFile, container: Any, stream: Any) -> tuple[np.ndarray, np.ndarray]:
-    """(when each frame is shown, in order; when the key frames are), in ticks."""
+def _packets(file: VideoFile, container: InputContainer, stream: VideoStream) -> tuple[np.ndarray, np.ndarray]:
+    """(sorted time stamps of all frames, of the key frames), in ticks."""
     when, keys = [], []
     for packet in container.demux(stream):
         if not packet.size or packet.is_discard:
@@ -245,8 +251,8 @@ def _packets(file: VideoFile, container: Any, stream: Any) -> tuple[np.ndarray, 
     return stamps, np.sort(np.array(keys, np.int64))
 
 
-def _rate(file: VideoFile, stream: Any, when: np.ndarray, tick: float) -> float:
-    """Frames a second: what the header says where the time stamps agree, else by these."""
+def _rate(file: VideoFile, stream: VideoStream, when: np.ndarray, tick: float) -> float:
+    """Frames a second: the rate in the header if the time stamps agree with it, else the rate by time stamps."""
     stated = float(stream.average_rate or 0)
     measured = (len(when) - 1) / ((when[-1] - when[0]) * tick) if len(when) > 1 else stated
     since = (when - when[0]) * tick
@@ -259,9 +265,9 @@ def _rate(file: VideoFile, stream: Any, when: np.ndarray, tick: float) -> float:
 
 
 @contextmanager
-def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
-    """(container, its stream of video). It is opened as what its first bytes say and as nothing else, from bytes and
-    not by a name: playlists and addresses, which open further files, are never followed."""
+def _open_video(file: VideoFile, limits: FileLimits) -> Iterator[tuple[InputContainer, VideoStream]]:
+    """(container, video stream). The format is decided by the first bytes only, and the file is opened as bytes and not
+    by name: playlists and addresses, which would open further files, are never followed."""
     try:
         import av
     except ImportError as cause:
@@ -269,7 +275,7 @@ def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
             f"rows hold videos, which PyAV reads, and it cannot be imported ({cause}); pip install 'octavo[video]'"
         ) from cause
     assert not isinstance(file, Frames)
-    if isinstance(file, Path) and not file.is_file():  # a pipe would be waited for
+    if isinstance(file, Path) and not file.is_file():  # reading a pipe would block
         raise Mismatch(f"video {file} is no file")
     try:
         with BytesIO(file.data) if isinstance(file, Clip) else _bytes_of(file) as raw:
@@ -285,12 +291,12 @@ def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
                     f"video {file} is {'empty' if not size else 'none of mp4, mov, webm and mkv'}; convert it"
                 )
             raw.seek(0)
-            with av.open(raw, format=kind, metadata_errors="ignore") as container:
+            with av.open(raw, mode="r", format=kind, metadata_errors="ignore") as container:
                 cover = av.stream.Disposition.attached_pic
                 shown = [one for one in container.streams.video if not one.disposition & cover]
                 if not shown:
-                    there = "sound alone" if container.streams.audio else "no stream of video"
-                    raise Mismatch(f"video {file} holds {there}")
+                    content = "only sound" if container.streams.audio else "no stream of video"
+                    raise Mismatch(f"video {file} holds {content}")
                 stream = shown[0]
                 context = stream.codec_context
                 if context is None:
@@ -298,19 +304,18 @@ def _opened(file: VideoFile, limits: FileLimits) -> Iterator[tuple[Any, Any]]:
                 if context.width * context.height > limits.megapixels * 1e6:
                     raise _too_large(file, context.width, context.height, limits.megapixels)
                 context.options = {"max_pixels": str(int(limits.megapixels * 1e6))}
-                context.thread_count = 1  # workers are processes
+                context.thread_count = 1  # data workers are processes already
                 yield container, stream
     except (Mismatch, DataError):
         raise
     except VaultError as cause:
         raise DataError(str(cause)) from cause
-    except Exception as cause:  # FFmpeg's, and the operating system's
+    except Exception as cause:  # errors of FFmpeg and the operating system
         raise Mismatch(f"video {file} cannot be decoded ({type(cause).__name__}: {cause})") from cause
 
 
 def _bytes_of(file: Path) -> BinaryIO:
-    """A file as it is, an encrypted one as what it holds, a chunk at a time. Raises DataError for one whose key is not
-    given."""
+    """An open file, decrypted chunk by chunk if it is encrypted. Raises DataError if its key is missing."""
     if is_encrypted(file):
         return open_file(file, DataError)
     check_plain(file, DataError)
@@ -323,7 +328,7 @@ def _too_large(file: VideoFile, width: int, height: int, most: float) -> Mismatc
 
 
 def _frames_of(file: Frames, limits: FileLimits) -> list[Path]:
-    """The images of a folder, in the order of the numbers in their names."""
+    """The images of a folder, ordered by the numbers in their names. Raises `Mismatch`."""
     try:
         names = [path for path in file.path.iterdir() if path.suffix.lower() in IMAGES and not path.is_dir()]
         away = [path for path in names if path.is_symlink() and path.resolve().parent != file.path.resolve()]
@@ -331,7 +336,7 @@ def _frames_of(file: Frames, limits: FileLimits) -> list[Path]:
     except (OSError, RuntimeError) as cause:  # a loop of links
         raise Mismatch(f"video {file} cannot be read ({cause})") from cause
     if away:
-        raise Mismatch(f"video {file} is a folder whose {away[0].name} lies elsewhere; copy it there")
+        raise Mismatch(f"video {file} is a folder whose {away[0].name} is a link out of it; copy the file there")
     if gone:
         raise Mismatch(f"video {file} is a folder whose {gone[0].name} is no file; restore or remove it")
     if not names:
@@ -348,21 +353,21 @@ def _frames_of(file: Frames, limits: FileLimits) -> list[Path]:
 
 def _image(path: Path, megapixels: float) -> np.ndarray:
     try:
-        return np.array(load_image(path, megapixels))  # a copy: torch warns of one that it may not write
+        return np.array(load_image(path, megapixels))  # a copy: torch warns about read-only arrays
     except ImageProblem as cause:
         raise Mismatch(f"a frame of a video: {cause}") from cause
 
 
-# How a frame is to be shown: the display matrix that cameras write, turns and mirrors alike. PyAV's `frame.rotation` is
-# the angle of its first row alone: of a mirror it says 180 degrees, or none.
+# The display matrix that cameras write holds rotation and mirroring. PyAV's `frame.rotation` is only the angle of its
+# first row: for a mirrored frame it is 180 degrees, or none.
 #
 #     x' = a x + c y        [ a b u ]
-#     y' = b x + d y        [ c d v ]   int32 in the machine's order, a to d with 16 bits behind the point
+#     y' = b x + d y        [ c d v ]   int32 in native byte order, a to d with 16 fractional bits
 
 
-def _matrix_of(frame: Any) -> np.ndarray | None:
-    """[[a, b], [c, d]] of a frame, at most 1; None where it has none, or one of zeros, which says nothing."""
-    for data in frame.side_data:
+def _matrix_of(frame: VideoFrame) -> np.ndarray | None:
+    """[[a, b], [c, d]] of a frame, scaled to at most 1; None if it has none, or only zeros."""
+    for data in cast("Iterable[SideData]", frame.side_data):  # PyAV's stub has a dict of str here
         if data.type.name == "DISPLAYMATRIX":
             values = np.frombuffer(bytes(data), np.int32).astype(np.float64)[[0, 1, 3, 4]].reshape(2, 2)
             largest = np.abs(values).max()
@@ -370,12 +375,13 @@ def _matrix_of(frame: Any) -> np.ndarray | None:
     return None
 
 
-def _turned(pixels: np.ndarray, matrix: np.ndarray | None) -> np.ndarray:
-    """Pixels [H, W, 3] as the matrix shows them. Raises ValueError for one that is no quarter turn, mirrored or not."""
+def _rotate(pixels: np.ndarray, matrix: np.ndarray | None) -> np.ndarray:
+    """Pixels [H, W, 3] transformed by a display matrix. Raises ValueError unless it is a multiple of a quarter turn,
+    mirrored or not."""
     if matrix is None:
         return pixels
     signs = np.rint(matrix)
-    across, down = signs  # where x and y go: each to one axis, and no two to one
+    across, down = signs  # the images of x and y: each must be one axis, and not the same one
     lone = all((np.abs(signs).sum(axis) == 1).all() for axis in (0, 1))
     if np.abs(matrix - signs).max() > _TURNED or not lone:
         rows = "; ".join(" ".join(f"{value:g}" for value in row) for row in matrix.round(3))

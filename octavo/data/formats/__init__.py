@@ -1,1 +1,1 @@
-"""How the bytes of a file become rows: one entry a format; knows no cache and no network."""
+"""Decoding of file bytes to rows, one entry for each format; without cache and network."""

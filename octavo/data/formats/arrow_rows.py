@@ -1,4 +1,4 @@
-"""Rows in Arrow tables: texts of JSON, and columns with types, as values that JSON has (and bytes of images)."""
+"""Rows in Arrow tables, as JSON texts or as typed columns, returned as JSON values (and bytes of media files)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import pyarrow as pa
 
@@ -20,29 +20,36 @@ from octavo.data import file_digests
 from octavo.data.errors import BadSample, DataError
 from octavo.data.formats import columnar, json_columns
 
-BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a record batch: what is written at a time
+BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20  # of a record batch, which is written at a time
 TEXTS = pa.schema([("text", pa.large_binary()), ("line", pa.int64()), ("problem", pa.string())])
 PROBLEM = "octavo: problem"  # a column of `ColumnRows`
-# What Arrow says of a value that Python cannot hold; KeyError: of a time zone.
+# The errors of Arrow for a value that Python cannot hold; KeyError: for an unknown time zone.
 UNREADABLE = (ValueError, OverflowError, KeyError, pa.ArrowException)
 
 
-class Rows(Protocol):
-    """A sequence of decoded JSON values; one that cannot be read raises `BadSample`."""
+Sink: TypeAlias = Path | pa.NativeFile
+"""A path to write, or an open Arrow stream."""
 
-    path: Path | str  # a name of the hub or a URL is a text
+
+class Rows(Protocol):
+    """A sequence of decoded JSON values; a row that cannot be read raises `BadSample`."""
+
+    @property
+    def path(self) -> Path | str:
+        """The file or folder; a hub name or a URL is a str."""
+        ...
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, row: int) -> Any: ...
 
     def keys(self) -> set[str]:
-        """Every key that some row has."""
+        """All keys that any row has."""
         ...
 
 
 class Text(NamedTuple):
-    """A row as its file has it. `line`: of a file of lines, from 1; 0 of a list. `problem`: why it cannot be kept."""
+    """The text of a row in its file. `line`: line number from 1; 0 in a list. `problem`: why it cannot be stored."""
 
     text: bytes
     line: int = 0
@@ -50,13 +57,13 @@ class Text(NamedTuple):
 
 
 class Mapped:
-    """An Arrow table in memory, or in a file that is mapped into it; then the file's name is what is pickled."""
+    """An Arrow table in memory, or in a memory-mapped file; for a file only its path is pickled."""
 
     schema: pa.Schema | None = None
-    """What the table must have, where every one of a kind has the same."""
+    """The schema that the table must have; None: any."""
 
-    def __init__(self, path: Path | str, kept: Path | pa.Buffer) -> None:
-        self.path, self.kept = path, kept
+    def __init__(self, path: Path | str, stored: Path | pa.Buffer) -> None:
+        self.path, self.kept = path, stored
         self._open()
 
     def _open(self) -> None:
@@ -65,51 +72,52 @@ class Mapped:
         try:
             file = pa.memory_map(str(self.kept)) if isinstance(self.kept, Path) else pa.BufferReader(self.kept)
             self._table = pa.ipc.open_file(file).read_all()
-        except FileNotFoundError:  # another process needed its room since it was validated
+        except FileNotFoundError:  # another process evicted it since it was validated
             raise
-        except Exception as cause:  # whatever a damaged file makes the library raise
+        except Exception as cause:  # Arrow raises errors of many classes for a damaged file
             raise self._damaged(cause) from cause
         if self.schema is not None and self._table.schema != self.schema:
-            # its names are not quoted: damaged ones are no UTF-8, and Arrow then raises for them
+            # The names are not quoted: damaged ones may not be UTF-8, for which Arrow would raise.
             raise self._damaged(ValueError("its columns are not those that Octavo writes"))
         self._batches = self._table.to_batches()
         self._ends = list(accumulate(batch.num_rows for batch in self._batches))
 
     def _validate(self, file: Path) -> None:
-        """Once for a file as it is: all of it is read."""
-        fetched = isinstance(self.path, str)  # into CACHE/fetched/SET, where the time of use is kept with the file
+        """Read the whole file and check it, once for each version of a file."""
+        fetched = isinstance(self.path, str)  # in CACHE/fetched/SET, where reading sets the time of use of a file
         home = file.parents[1] if fetched else self._notes_in(file)
         try:
-            file_digests.once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
+            file_digests.check_once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
         except OSError as cause:
             if isinstance(cause, FileNotFoundError):  # another process removed it
                 raise
             raise self._damaged(cause) from cause
 
     def _notes_in(self, file: Path) -> Path:
-        """The folder of the cache that notes which files are whole."""
+        """The folder of the cache with the notes which files are valid."""
         return file.parent
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{self.kept} is no whole Arrow file any more ({columnar.sentence(cause)}); delete it")
+        return DataError(f"{self.kept} is no whole Arrow file any more ({columnar.error_line(cause)}); delete it")
 
     def _row(self, row: int) -> pa.RecordBatch:
-        """One row. The file was validated when it was opened; its own offsets are looked at again, which costs
-        microseconds, since a disk may fail later. Raises `DataError`."""
+        """One row, as a batch of length 1. Raises `DataError`."""
         number = bisect_right(self._ends, row)
-        found = self._batches[number].slice(row - (self._ends[number - 1] if number else 0), 1)
+        batch = self._batches[number].slice(row - (self._ends[number - 1] if number else 0), 1)
         try:
-            found.validate()
+            # The file was validated when it was opened, but the disk may fail later: wrong offsets would end the
+            # process. The check of one row takes microseconds.
+            batch.validate()
         except pa.ArrowInvalid as cause:
             raise self._damaged(cause) from cause
-        return found
+        return batch
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     @property
     def gone(self) -> bool:
-        """Whether the file that rows are read from has lost its name: others needed its room."""
+        """Whether the file that rows are read from was deleted: another process evicted it."""
         return not self._on_disk().exists()
 
     def _on_disk(self) -> Path:
@@ -125,45 +133,46 @@ class Mapped:
 
 
 class TextRows(Mapped):
-    """Rows kept as the text of their JSON, of whatever shape: what is wrong with one is wrong with it alone."""
+    """Rows stored as JSON texts of any structure, so that a fault in one row does not affect others."""
 
     schema = TEXTS
 
     def line(self, row: int) -> int:
-        """The line number (from 1) that holds a row of a file of lines."""
+        """The line number (from 1) of a row, in a file of lines."""
         return int(self._table.column("line")[row].as_py())
 
     def __getitem__(self, row: int) -> Any:
-        found = self._row(row)
+        batch = self._row(row)
         try:
-            values = [found.column(name)[0].as_py() for name in TEXTS.names]
-        except UNREADABLE as cause:  # validation does not look into texts
+            values = [batch.column(name)[0].as_py() for name in TEXTS.names]
+        except UNREADABLE as cause:  # validation does not check the content of texts
             raise self._damaged(cause) from cause
-        return parsed(self.path, row, *values)
+        return parse_row(self.path, row, *values)
 
     def keys(self) -> set[str]:
-        """Every key that some row has which can be read: a pass over all rows, kept beside them where they are kept."""
-        beside = self.kept.with_suffix(".keys") if isinstance(self.kept, Path) else None
-        if beside is not None and (told := _names_in(beside)) is not None:
-            return told
-        found = keys_of(self)
-        if beside is not None:
-            with contextlib.suppress(OSError):  # a folder that others filled: the next run looks again
-                write_bytes(beside, json.dumps(sorted(found)).encode())
-        return found
+        """All keys of the rows that can be read: a pass over all rows, whose result is stored next to a cached file."""
+        stored = self.kept.with_suffix(".keys") if isinstance(self.kept, Path) else None
+        if stored is not None and (names := _names_in(stored)) is not None:
+            return names
+        names = keys_of(self)
+        if stored is not None:
+            with contextlib.suppress(OSError):  # a folder without write access: the next run computes them again
+                write_bytes(stored, json.dumps(sorted(names)).encode())
+        return names
 
 
 def _names_in(file: Path) -> set[str] | None:
-    """The texts of a JSON list; None where there is none, or it is damaged."""
+    """The texts of a JSON list in a file; None if the file is missing or damaged."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if isinstance(found, list) and all(isinstance(name, str) for name in found):
-            return {*found}
+        names = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(names, list) and all(isinstance(name, str) for name in names):
+            return {*names}
     return None
 
 
-def parsed(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
-    """The value of a row that is a :class:`Text`; `where` it stands, if not in a line. Raises `BadSample`."""
+def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | None, where: str = "its text") -> Any:
+    """The value of a row from the fields of a :class:`Text`; `where` the text is, if not in a line. Raises
+    `BadSample`."""
     where = f"line {line}" if line else where
     if problem is not None:
         raise BadSample(path, row, f"{where} {problem}")
@@ -179,52 +188,52 @@ def parsed(path: Path | str, row: int, raw: bytes, line: int, problem: str | Non
 
 
 def keys_of(rows: Rows) -> set[str]:
-    """Every key that some row has, by a pass over all that can be read."""
-    found: set[str] = set()
+    """All keys of the rows that can be read, by a pass over all rows."""
+    keys: set[str] = set()
     for number in range(len(rows)):
-        with contextlib.suppress(BadSample):  # it is reported when its turn comes
+        with contextlib.suppress(BadSample):  # reported when the row is used
             row = rows[number]
-            found |= row.keys() if isinstance(row, dict) else set()
-    return found
+            keys |= row.keys() if isinstance(row, dict) else set()
+    return keys
 
 
 class ColumnRows(Mapped):
-    """Rows of columns with types. What a row has not, it lacks: a column, or a field in it, that is null there. In
-    the column `PROBLEM`, the last one, is why a row could not be kept."""
+    """Rows of typed columns. Columns, and fields in them, that are null in a row are missing keys of that row. A last
+    column `PROBLEM` holds the reason for a row that could not be stored."""
 
     def keys(self) -> set[str]:
         return {*self._table.column_names} - {PROBLEM}
 
     def __getitem__(self, row: int) -> Any:
-        found = self._row(row)
-        if found.schema.names[-1:] == [PROBLEM]:
+        batch = self._row(row)
+        if batch.schema.names[-1:] == [PROBLEM]:
             try:
-                problem = found.column(found.num_columns - 1)[0].as_py()
-            except UNREADABLE as cause:  # validation does not look into texts
+                problem = batch.column(batch.num_columns - 1)[0].as_py()
+            except UNREADABLE as cause:  # validation does not check the content of texts
                 raise self._damaged(cause) from cause
             if problem is not None:
                 raise BadSample(self.path, row, problem)
-            found = found.select(range(found.num_columns - 1))
-        return row_of(self.path, row, found)
+            batch = batch.select(range(batch.num_columns - 1))
+        return row_of(self.path, row, batch)
 
 
 def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
-    """The one row of a table, `plain`. A time that Python cannot hold (of the year 10,000, of a zone that nobody knows)
-    is the text that Arrow writes for it. Raises `BadSample`, which names the column, for other values that cannot be
-    read, such as bytes that are no UTF-8, or JSON columns whose text is no JSON."""
+    """The row of a table of one row, as `json_values`. A time that Python cannot hold (in the year 10,000, or with an
+    unknown time zone) becomes the text that Arrow prints for it. Raises `BadSample`, which names the column, for other
+    values that cannot be read, such as text that is not UTF-8, or JSON columns whose text is not JSON."""
     try:
-        found = plain(table.to_pylist()[0])
-    except UNREADABLE:  # which column it is, only then is it asked
-        found = plain({name: _value(path, row, name, table.column(name)) for name in table.column_names})
+        values = json_values(table.to_pylist()[0])
+    except UNREADABLE:  # convert column by column, to find the one at fault
+        values = json_values({name: _value(path, row, name, table.column(name)) for name in table.column_names})
     for name, places in json_columns.places_in(table.schema).items():
-        if name in found:
-            found[name] = _from_json(path, row, name, found[name], places)
-    return found
+        if name in values:
+            values[name] = _from_json(path, row, name, values[name], places)
+    return values
 
 
 def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_columns.Places) -> Any:
     try:
-        return json_columns.parsed(value, places, f"its JSON column {name!r}", json_columns.our_name(name))
+        return json_columns.parse_values(value, places, f"its JSON column {name!r}", json_columns.our_name(name))
     except Unreadable as cause:
         raise BadSample(path, row, f"{cause} Mend the value, or leave out the row or the column.") from cause
 
@@ -242,27 +251,27 @@ def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedA
         ) from cause  # fmt: skip
 
 
-def plain(value: Any) -> Any:
-    """What Arrow gives, as JSON would have it: entries that are null left out of objects; times and decimals as text.
-    Bytes stay, for images are some."""
+def json_values(value: Any) -> Any:
+    """A value from Arrow as JSON would have it: null entries of objects are left out, times and decimals are text.
+    Bytes stay bytes, because media files are stored so."""
     if isinstance(value, dict):
-        return {str(key): plain(entry) for key, entry in value.items() if entry is not None}
+        return {str(key): json_values(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):
-        return [plain(entry) for entry in value]
+        return [json_values(entry) for entry in value]
     if value is None or isinstance(value, str | int | float | bytes):
         return value
-    return str(value) if value == value else math.nan  # NaT, whose text is a word
+    return str(value) if value == value else math.nan  # NaT is not equal to itself, and its text would be a word
 
 
 @contextmanager
-def writer(sink: Any, schema: pa.Schema) -> Iterator[pa.RecordBatchWriter]:
-    """Writes record batches to a path or a stream."""
+def writer(sink: Sink, schema: pa.Schema) -> Iterator[pa.RecordBatchWriter]:
+    """A writer of record batches to a path or a stream."""
     with pa.OSFile(str(sink), "wb") if isinstance(sink, Path) else sink as out, pa.ipc.new_file(out, schema) as into:
         yield into
 
 
-def write_texts(sink: Any, rows: Iterator[Text], done: Callable[[int], None] = lambda size: None) -> None:
-    """Write rows as `TextRows` reads them; `done` is told how many bytes of text have been written."""
+def write_texts(sink: Sink, rows: Iterator[Text], done: Callable[[int], None] = lambda size: None) -> None:
+    """Write rows as `TextRows` reads them; `done` is called with the bytes of text written so far."""
     with writer(sink, TEXTS) as out:
         batch: list[Text] = []
         size = written = 0

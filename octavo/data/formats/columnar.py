@@ -1,8 +1,8 @@
-"""Arrow columns of files that others wrote: whether their structure is whole, and what their values take once decoded.
+"""Checks of untrusted Arrow columns: whether their structure is valid, and how large their decoded values are.
 
-Arrow believes the offsets, lengths and indices of a file. One that points elsewhere ends the process or gives bytes of
-another place, so a file is validated in full before a value is read. And a value may be named many times: by a
-dictionary, a run of equal values, views. A row is decoded only where its size is bounded.
+Arrow trusts the offsets, lengths and indices in a file. A wrong one crashes the process or returns other bytes, so a
+file is fully validated before a value is read. And a value may be referenced many times: by a dictionary, a run of
+equal values, views. A row is decoded only if its size is bounded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,15 +19,14 @@ import pyarrow.compute as pc
 from octavo.base.safe_read import first_line, printable
 from octavo.data.errors import DataError
 
-TEXT_BYTES = 64 << 20  # of text in a row, as of a line of JSONL
-ROW_BYTES = 1 << 30  # of a row in all: a video may be in it
-COMPRESSED = (
-    1 << 30
-)  # bytes that the buffers of a compressed Arrow file may take: they are decoded whole when it is read
+TEXT_BYTES = 64 << 20  # bytes of text in a row, the same limit as for a line of JSONL
+ROW_BYTES = 1 << 30  # bytes of a row: it may contain a video
+#: Decoded bytes of the buffers of a compressed Arrow file, which are decompressed whole when it is read.
+COMPRESSED = 1 << 30
 
 
-def sentence(cause: BaseException) -> str:
-    """The first line of an error of Arrow's library, printable and short."""
+def error_line(cause: BaseException) -> str:
+    """The first line of an error of the Arrow library, printable, at most 160 characters."""
     return printable(first_line(cause))[:160]
 
 
@@ -36,8 +34,8 @@ def sentence(cause: BaseException) -> str:
 
 
 def check_file(path: Path, refused: Callable[[Exception], DataError]) -> None:
-    """That an Arrow file (of the file or the stream format, Feather too) can be read without looking out of it. Reads
-    it through once. Raises what `refused` makes of the error."""
+    """Check that an Arrow file (file or stream format, also Feather) has no reference out of its buffers, by reading it
+    once. Raises the error that `refused` returns for the cause."""
     try:
         with pa.memory_map(str(path)) as file:
             is_file = file.read(6) == b"ARROW1"
@@ -46,18 +44,18 @@ def check_file(path: Path, refused: Callable[[Exception], DataError]) -> None:
             file.seek(0)
             for batch in _of_file(file) if is_file else pa.ipc.open_stream(file):
                 check_batch(batch)
-    except Exception as cause:  # whatever a damaged file makes the library raise
+    except Exception as cause:  # Arrow raises errors of many classes for a damaged file
         raise refused(cause) from cause
 
 
-def _of_file(file: Any) -> Iterator[pa.RecordBatch]:
+def _of_file(file: pa.NativeFile) -> Iterator[pa.RecordBatch]:
     reader = pa.ipc.open_file(file)
     return (reader.get_batch(number) for number in range(reader.num_record_batches))
 
 
 def check_batch(batch: pa.RecordBatch | pa.Table) -> None:
-    """That every offset, length, index and null count of a batch fits its buffers. Raises ArrowInvalid. Bytes that are
-    no UTF-8 are the fault of their row, and pass."""
+    """Check that every offset, length, index and null count of a batch fits its buffers. Raises ArrowInvalid. Text that
+    is not UTF-8 passes here, because it is a fault of one row."""
     try:
         batch.validate(full=True)
     except pa.ArrowInvalid as cause:
@@ -69,7 +67,7 @@ def check_batch(batch: pa.RecordBatch | pa.Table) -> None:
 
 
 def _as_bytes(array: pa.Array) -> pa.Array:
-    """The same array with its texts as bytes, whose content is not looked at. No value is read."""
+    """The same array with texts as bytes, whose content validation does not check. No value is read."""
     kind = array.type
     if isinstance(kind, pa.BaseExtensionType):
         return _as_bytes(array.storage)
@@ -84,18 +82,18 @@ def _as_bytes(array: pa.Array) -> pa.Array:
         return pa.Array.from_buffers(pa.struct(fields), len(array), array.buffers()[:1], children=children)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_map(kind):
         make = pa.large_list if pa.types.is_large_list(kind) else pa.list_
-        child, own = _as_bytes(array.values), array.buffers()[:2]
-        return pa.Array.from_buffers(make(child.type), len(array), own, offset=array.offset, children=[child])
+        child, buffers = _as_bytes(array.values), array.buffers()[:2]
+        return pa.Array.from_buffers(make(child.type), len(array), buffers, offset=array.offset, children=[child])
     if pa.types.is_fixed_size_list(kind):
-        child, own = _as_bytes(array.values), array.buffers()[:1]
-        made = pa.list_(child.type, kind.list_size)
-        return pa.Array.from_buffers(made, len(array), own, offset=array.offset, children=[child])
+        child, buffers = _as_bytes(array.values), array.buffers()[:1]
+        list_type = pa.list_(child.type, kind.list_size)
+        return pa.Array.from_buffers(list_type, len(array), buffers, offset=array.offset, children=[child])
     return array
 
 
-def check_compressed(file: Any) -> None:
-    """That the compressed buffers of Arrow messages do not unfold to more than `COMPRESSED` bytes, by the sizes that
-    stand before them: nothing is decoded. Raises ValueError."""
+def check_compressed(file: pa.NativeFile) -> None:
+    """Check that the compressed buffers of Arrow messages decompress to at most `COMPRESSED` bytes, by the sizes stored
+    before them: nothing is decompressed. Raises ValueError."""
     total, stored = 0, file.size()
     with contextlib.suppress(EOFError, StopIteration):
         while (message := _message(file)) is not None:
@@ -107,8 +105,8 @@ def check_compressed(file: Any) -> None:
                 )
 
 
-def _message(file: Any) -> Any:
-    """The next message, None at the end of them: in the file format a footer follows."""
+def _message(file: pa.NativeFile) -> pa.Message | None:
+    """The next message; None after the last, where the file format has a footer."""
     at = file.tell()
     head = file.read(8)
     if len(head) < 8 or head[:4] != b"\xff\xff\xff\xff" or head[4:] == b"\0\0\0\0":
@@ -117,8 +115,8 @@ def _message(file: Any) -> Any:
     return pa.ipc.read_message(file)
 
 
-def _sizes(message: Any) -> Iterator[int]:
-    """Bytes that each compressed buffer of a message takes decoded; of one that is not compressed none."""
+def _sizes(message: pa.Message) -> Iterator[int]:
+    """The decompressed size of each compressed buffer of a message, from its FlatBuffers metadata."""
     if message.type not in ("record batch", "dictionary"):
         return
     flat, body = message.metadata.to_pybytes(), message.body
@@ -135,11 +133,11 @@ def _sizes(message: Any) -> Iterator[int]:
     for number in range(struct.unpack_from("<I", flat, start)[0]):
         offset, length = struct.unpack_from("<qq", flat, start + 4 + 16 * number)
         if length >= 8:
-            yield max(0, struct.unpack_from("<q", body, offset)[0])  # -1: this one is stored plain
+            yield max(0, struct.unpack_from("<q", body, offset)[0])  # -1: this buffer is not compressed
 
 
 def _table_at(flat: bytes, at: int) -> Callable[[int], int | None]:
-    """Of a table of FlatBuffers: number of a field -> where it is, None where it is not set."""
+    """A lookup for a FlatBuffers table: field number -> offset of its value; None for a field that is not set."""
     vtable = at - struct.unpack_from("<i", flat, at)[0]
     size = struct.unpack_from("<H", flat, vtable)[0]
 
@@ -159,7 +157,7 @@ def _follow(flat: bytes, at: int) -> int:
 
 
 def repeats(kind: pa.DataType) -> bool:
-    """Whether values of a type may name the same bytes many times, so that they take more than their buffers."""
+    """Whether values of a type may share bytes, so that they may be larger than their buffers once decoded."""
     if isinstance(kind, pa.BaseExtensionType):
         return repeats(kind.storage_type)
     if str(kind).startswith(("dictionary", "run_end_encoded", "dense_union", "sparse_union")) or "view" in str(kind):
@@ -168,8 +166,8 @@ def repeats(kind: pa.DataType) -> bool:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """A type whose values are each stored once, for the same values: what a dictionary or a view stands for. (Parquet
-    gives no other types that repeat.)"""
+    """The type with the same values, each stored separately: dictionaries and views are replaced by their value types.
+    (Parquet returns no other types that share bytes.)"""
     if pa.types.is_dictionary(kind):
         return plain_type(kind.value_type)
     if str(kind) in ("string_view", "binary_view"):
@@ -192,7 +190,7 @@ def plain_field(field: pa.Field) -> pa.Field:
 
 
 def row_bytes(batch: pa.RecordBatch | pa.Table, texts: bool = False) -> np.ndarray:
-    """[rows] int64: bytes that each row takes once decoded; with `texts` only those of text."""
+    """[rows] int64: decoded bytes of each row; with `texts` only bytes of text."""
     total = np.zeros(batch.num_rows, np.int64)
     for column in batch.columns:
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
@@ -202,7 +200,7 @@ def row_bytes(batch: pa.RecordBatch | pa.Table, texts: bool = False) -> np.ndarr
 
 
 def too_large(batch: pa.RecordBatch | pa.Table, every: np.ndarray | None = None) -> dict[int, str]:
-    """Row -> why it is not decoded. `every`: its `row_bytes`, where they are known."""
+    """Row -> why it is too large to decode. `every`: the result of `row_bytes`, if known."""
     every = row_bytes(batch) if every is None else every
     if not len(every) or every.max() <= min(TEXT_BYTES, ROW_BYTES):
         return {}
@@ -212,15 +210,15 @@ def too_large(batch: pa.RecordBatch | pa.Table, every: np.ndarray | None = None)
 
 
 def large(size: int, texts: int) -> str:
-    """What is said of a row of so many bytes, `texts` of them of text."""
+    """The reason for a row of `size` bytes, `texts` of them text, that is too large."""
     if texts > TEXT_BYTES:
         return f"has {texts} bytes of text, and {TEXT_BYTES} are the most; split or remove it"
     return f"takes {size} bytes, and {ROW_BYTES} are the most; split or remove it"
 
 
 def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:
-    """[len(array)] int64: bytes that each value takes once decoded; with `texts` only those of text. The array is
-    valid."""
+    """[len(array)] int64: decoded bytes of each value; with `texts` only bytes of text. The array must be valid."""
+    # Sizes follow from offsets and indices; no value is decoded, since that is what may exhaust the memory.
     kind, count = array.type, len(array)
     if isinstance(kind, pa.BaseExtensionType):
         return value_bytes(array.storage, texts)
@@ -247,7 +245,7 @@ def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:
 
 
 def _lengths(array: pa.Array) -> np.ndarray:
-    if "view" in str(array.type):  # its buffer of views: 16 bytes each, the first four the length
+    if "view" in str(array.type):  # a view has 16 bytes, of which the first four are the length
         views = np.frombuffer(array.buffers()[1], np.int32).reshape(-1, 4)
         lengths = views[array.offset : array.offset + len(array), 0].astype(np.int64)
         return np.where(array.is_valid().to_numpy(zero_copy_only=False), lengths, 0)
@@ -255,7 +253,7 @@ def _lengths(array: pa.Array) -> np.ndarray:
 
 
 def _of_lists(array: pa.Array, texts: bool) -> np.ndarray:
-    """A list takes its entries and 8 bytes for each, since many that are empty are many too."""
+    """The bytes of a list: its entries, and 8 bytes for each, because many empty entries take memory too."""
     kind, count = array.type, len(array)
     if pa.types.is_fixed_size_list(kind):
         starts = (array.offset + np.arange(count, dtype=np.int64)) * kind.list_size

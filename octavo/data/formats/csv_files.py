@@ -1,4 +1,4 @@
-"""Rows of CSV: a first line that names the columns, and cells that are all texts."""
+"""Rows of CSV files: the first line names the columns, and all cells are texts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from octavo.data.errors import DataError
 from octavo.data.formats.arrow_rows import Text
 from octavo.data.formats.streaming import Lines, Place
 
-_CELL = 1 << 30  # characters of a cell; the module's own limit, 128 KiB, is that of all readers of this process
+_CELL = 1 << 30  # characters of a cell; the default limit of the csv module, 128 KiB, applies to the whole process
 
 
 def texts_of(path: Path) -> Iterator[Text]:
-    """The rows of a CSV file (of a .tsv file with tabs) as texts of JSON objects, by the names in its first line.
+    """The rows of a CSV file (.tsv: with tabs) as texts of JSON objects, with the names in its first line as keys.
 
-    Raises DataError where that line names a column twice or not at all, and where a quote is never closed."""
+    Raises DataError if that line repeats a name or leaves one out, and for a quote that is never closed."""
     with (
         open_file(path, DataError) as raw,
         io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="") as file,
@@ -34,12 +34,12 @@ def texts_of(path: Path) -> Iterator[Text]:
 
 
 def _places(path: Path) -> Iterator[Place]:
-    """Where the same rows are in the file, after a place for the line of names."""
+    """The places of the same rows in the file; the first is the line of names."""
     at = begun = 0
 
     def lines(file: BinaryIO) -> Iterator[str]:
         nonlocal at
-        for raw in (line for some in file for line in some.splitlines(keepends=True)):  # a bare CR ends one too
+        for raw in (line for some in file for line in some.splitlines(keepends=True)):  # a bare CR also ends a line
             at += len(raw)
             yield raw.decode("utf-8-sig" if at == len(raw) else "utf-8", "surrogateescape")
 
@@ -51,7 +51,7 @@ def _places(path: Path) -> Iterator[Place]:
 
 
 def stream(path: Path) -> Lines:
-    """The rows of a CSV file, read where they lie. Raises DataError as `texts_of` does."""
+    """The rows of a CSV file, read without conversion. Raises DataError as `texts_of` does."""
     places = _places(path)
     first = next(places)
     with open_file(path, DataError) as file:
@@ -89,7 +89,7 @@ def _mark(path: Path) -> str:
 
 
 def _cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], list[str], int]]:
-    """(names, cells, line that they end in) of each row of a CSV file, the names as the first."""
+    """(names, cells, number of the last line) of each row of a CSV file; the first row is the names."""
     reader = csv.reader(lines, delimiter=_mark(path), strict=True)
     try:
         with _long_cells():

@@ -1,13 +1,13 @@
-"""Columns of JSON text in Arrow tables: what `datasets` writes for values of several types, and parquet's own JSON.
+"""Columns of JSON text in Arrow tables: the type that `datasets` uses for values of several types, and parquet's JSON.
 
-`datasets` from version 4 on gives a column, or a field of it, the type `Json()` where rows disagree, such as a
-`content` that is a text in one row and a list of parts in another. Arrow has it as the extension type `arrow.json`, and
-the schema's metadata has the features. Each value there is parsed, so that rows are what they were as JSON.
+From version 4 on `datasets` gives a column, or a field of it, the type `Json()` if its type differs between rows, such
+as a `content` that is a text in one row and a list of parts in another. In Arrow it is the extension type `arrow.json`,
+and the metadata of the schema lists the features. Each such value is parsed, which restores the rows as JSON had them.
 
-Writing is not reversible in one respect: `datasets` stores a text that is itself valid JSON as it is. The answers 5,
-true and {"a": 1} come back as a number, a flag and an object. Where a row's text is expected, the stored text is
-therefore taken unless it holds what else the row may have there (:data:`_ALLOWED`). What remains ambiguous is read as
-`datasets` reads it: the stored text "x" with its quotation marks is x, and null is null.
+In one respect this cannot be reversed: `datasets` stores a text that is itself valid JSON unchanged. The answers "5",
+"true" and '{"a": 1}' would come back as a number, a flag and an object. So under a key that holds text, the stored text
+is taken, unless it is another value that the key allows (:data:`_ALLOWED`). Remaining ambiguities are resolved as
+`datasets` does: the stored text "x" with its quotation marks is x, and null is null.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import pyarrow as pa
 from octavo.base.safe_read import Unreadable, parse_json
 
 Places = Mapping[str, Any] | list[Any] | bool
-"""Where JSON texts are: True for one, fields of a struct by name, [places of an entry] of a list."""
+"""Where JSON texts are: True for the value itself, a mapping for the fields of a struct, [places of an entry]."""
 
 _EXTENSION = "arrow.json"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-#: numbers that JSON does not write, and `datasets` takes for JSON: 007, 5.
+#: numbers that are not valid JSON, which `datasets` still takes for JSON: 007, 5.
 _ODD_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]*)?")
 _OURS: ContextVar[Mapping[str, str]] = ContextVar("ours", default=MappingProxyType({}))
 _TURN_KEYS = ({"role", "content"}, {"from", "value"})
@@ -47,7 +47,7 @@ def _turns(value: Any, text: str) -> bool:
 
 
 def _answers(value: Any, text: str) -> bool:
-    """Several right answers; a list with spaces between its entries was a text, for `datasets` writes none."""
+    """Whether it is a list of answers; a list with spaces between its entries was a text: `datasets` writes none."""
     several = isinstance(value, list) and bool(value) and all(type(one) in (str, int, float) for one in value)
     return several and not any(map(str.isspace, _STRING.sub("", text)))
 
@@ -66,12 +66,12 @@ _ALLOWED: dict[str, Callable[[Any, str], bool]] = {
         _never,
     ),
 }  # fmt: skip
-"""Keys under which rows have a text -> whether a value, stored as a text, is what else they may have there."""
+"""Keys that hold a text -> predicate whether a stored JSON value is another value that the key allows."""
 
 
 @contextmanager
-def renamed(ours: Mapping[str, str]) -> Iterator[None]:
-    """Within it, columns of these names (theirs -> ours) are read as what they become, texts where we have texts."""
+def renaming(ours: Mapping[str, str]) -> Iterator[None]:
+    """In the block, columns with these names (file's name -> Octavo's name) are read by the rules of the new name."""
     before = _OURS.set(ours)
     try:
         yield
@@ -84,7 +84,7 @@ def our_name(column: str) -> str:
 
 
 def places_in(schema: pa.Schema) -> dict[str, Places]:
-    """Column -> where it holds JSON texts; columns without any are left out."""
+    """Column -> places of its JSON texts, for columns that have any."""
     try:
         hash(schema)
     except TypeError:  # older versions of pyarrow cannot hash a schema with metadata
@@ -104,7 +104,7 @@ def _places_in(schema: pa.Schema) -> dict[str, Places]:
 
 
 def _features(schema: pa.Schema) -> dict[str, Any]:
-    """The features that `datasets` noted; none where they are missing or damaged, for the types say the same."""
+    """The features that `datasets` stored; {} if they are missing or damaged, because the types imply the same."""
     try:
         features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -114,7 +114,7 @@ def _features(schema: pa.Schema) -> dict[str, Any]:
 
 def _of_field(field: pa.Field, feature: Any) -> Places:
     if (field.metadata or {}).get(b"ARROW:extension:name") == _EXTENSION.encode():
-        return True  # a pyarrow that does not know the type leaves its name here
+        return True  # versions of pyarrow without this type only keep its name in the metadata
     return _of_type(field.type, feature)
 
 
@@ -128,7 +128,7 @@ def _of_type(kind: pa.DataType, feature: Any) -> Places:
         places = {field.name: _of_field(field, inner.get(field.name)) for field in kind}
         return {name: place for name, place in places.items() if place}
     if isinstance(kind, pa.ListType | pa.LargeListType | pa.FixedSizeListType):
-        if isinstance(feature, dict):  # List(...) and the like; older versions wrote a list of one
+        if isinstance(feature, dict):  # List(...) or Sequence(...); older versions wrote a list of one
             feature = feature.get("feature")
         elif isinstance(feature, list):
             feature = feature[0] if feature else None
@@ -138,14 +138,14 @@ def _of_type(kind: pa.DataType, feature: Any) -> Places:
     return text and isinstance(feature, dict) and feature.get("_type") == "Json"
 
 
-def parsed(value: Any, places: Places, where: str, key: str) -> Any:
-    """A value in which JSON texts are what they say; `key`: under which the row has it. Raises `Unreadable`."""
+def parse_values(value: Any, places: Places, where: str, key: str) -> Any:
+    """A value with its JSON texts parsed; `key`: its key in the row. Raises `Unreadable`."""
     if places is True:
         return _value(value, where, key) if isinstance(value, str) else value
     if isinstance(places, list) and isinstance(value, list):
-        return [parsed(entry, places[0], where, key) for entry in value]
+        return [parse_values(entry, places[0], where, key) for entry in value]
     if isinstance(places, Mapping) and isinstance(value, dict):
-        fields = ((name, parsed(entry, places.get(name, False), where, name)) for name, entry in value.items())
+        fields = ((name, parse_values(entry, places.get(name, False), where, name)) for name, entry in value.items())
         return {name: entry for name, entry in fields if entry is not None}
     return value
 
@@ -154,12 +154,12 @@ def _value(text: str, where: str, key: str) -> Any:
     try:
         value = parse_json(text, where, Unreadable, None)
     except Unreadable:
-        if _ODD_NUMBER.fullmatch(text):  # a text, for no number is written so
+        if _ODD_NUMBER.fullmatch(text):  # it was a text, because no number is written so
             return text
         raise
     if value is None or isinstance(value, str):
         return value
     if key in _ALLOWED:
         return value if _ALLOWED[key](value, text) else text
-    # Under another key: 1.50 and -0 were texts, for the numbers are written 1.5 and 0.
+    # Under other keys: 1.50 and -0 were texts, because the numbers are written 1.5 and 0.
     return text if isinstance(value, int | float) and json.dumps(value) != text else value

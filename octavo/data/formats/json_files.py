@@ -1,7 +1,6 @@
-"""Rows of JSON: a list, or an object a line, as texts, one bad row among good ones.
+"""Rows of JSON files as texts: a list, or one object a line.
 
-What is wrong with a row, whatever it is, is wrong with that row alone; only a list whose form is broken is refused
-whole.
+Any fault within a row affects only that row; a file is refused only if the structure of its list is broken.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import re
 import reprlib
 from collections.abc import Iterator
 from itertools import islice
-from json.decoder import scanstring
 from pathlib import Path
 
 from octavo.base import suffixes
@@ -20,15 +18,15 @@ from octavo.data.errors import DataError
 from octavo.data.formats.arrow_rows import Text
 from octavo.data.formats.streaming import Lines, Place
 
-ROW_BYTES = 64 << 20  # of a line of JSONL; a million tokens written as \uXXXX have a tenth of it
+ROW_BYTES = 64 << 20  # of a line of JSONL; a million tokens written as \uXXXX take a tenth of it
 _NO_LIMIT = 1 << 62
 _SPACE = re.compile(r"[ \t\r\n]*")
 _MARK = re.compile(r'["\[\]{},]')
-_SCAN = json.JSONDecoder(parse_int=len).raw_decode  # finds where values end; a number of any length passes
+_SCAN = json.JSONDecoder(parse_int=len).raw_decode  # finds the end of a value; parse_int=len accepts long numbers
 
 
 def texts_of(path: Path) -> Iterator[Text]:
-    """The rows of a file of JSON or JSONL as texts. Raises `DataError` where its form is broken."""
+    """The rows of a JSON or JSONL file as texts. Raises `DataError` if its structure is broken."""
     if not _is_jsonl(path):
         return _of_list(path)
     return (
@@ -40,7 +38,7 @@ def texts_of(path: Path) -> Iterator[Text]:
 
 
 def stream(path: Path) -> Lines:
-    """The rows of a file of JSONL, read where they are. Raises `DataError` for a list, which has no lines to find."""
+    """The rows of a JSONL file, read without conversion. Raises `DataError` for a JSON list, which has no lines."""
     if not _is_jsonl(path):
         raise DataError(
             f"{path}: `stream` needs rows that can be read one by one, and this is one JSON list. Save it as JSONL (an "
@@ -59,7 +57,7 @@ def _too_long(size: int) -> str:
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
-    """(line number from 1, byte offset, offset of its end, the first ROW_BYTES of it) of each line."""
+    """(line number from 1, first byte, end byte, its first ROW_BYTES bytes) of each line."""
     number, start = 1, 0
     with open_file(path, DataError) as file:
         while head := file.readline(ROW_BYTES):
@@ -72,16 +70,16 @@ def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def _is_jsonl(path: Path) -> bool:
-    """By its name; else JSONL where the first of several filled lines is a whole JSON object."""
+    """Whether a file is JSONL: by its suffix; else if the first of several nonblank lines is a complete JSON object."""
     lines = (line.decode("utf-8-sig", "ignore").strip() for *_, line in _numbered_lines(path))
-    first, *more = list(islice(filter(None, lines), 2)) or [""]
+    first, *others = list(islice(filter(None, lines), 2)) or [""]
     if path.suffix.lower() in suffixes.JSON_LINES:
         return bool(first)
     try:
-        return bool(more) and first.startswith("{") and _SCAN(first)[1] == len(first)
+        return bool(others) and first.startswith("{") and _SCAN(first)[1] == len(first)
     except json.JSONDecodeError:
         return False
-    except RecursionError:  # a bad row; what follows is another line
+    except RecursionError:  # the first line is a bad row, and another line follows
         return True
 
 
@@ -102,35 +100,36 @@ def _of_list(path: Path) -> Iterator[Text]:
 
 
 class _NoList(Exception):
-    """What JSON holds in place of a list."""
+    """The top level of a JSON file is not a list; the argument says what it is."""
 
 
 def _elements(text: str) -> Iterator[tuple[int, int]]:
-    """(start, end) of each element of a JSON list. Raises JSONDecodeError where its form is broken, and _NoList."""
+    """(start, end) of each element of a JSON list. Raises JSONDecodeError if its structure is broken, and _NoList."""
+    # Elements are scanned one by one, so that a fault within one is found when that row is parsed, not here.
     at = _after_space(text, 0)
     if text[at : at + 1] != "[":
         try:
-            found = json.loads(text, parse_int=len)
+            value = json.loads(text, parse_int=len)
         except RecursionError as cause:
             raise _NoList("nested too deeply") from cause
         keys = (
-            f"an object with the keys {', '.join(map(reprlib.repr, list(found)[:5]))}"
-            if isinstance(found, dict)
+            f"an object with the keys {', '.join(map(reprlib.repr, list(value)[:5]))}"
+            if isinstance(value, dict)
             else ""
         )
-        raise _NoList(keys or f"a {type(found).__name__}")
+        raise _NoList(keys or f"a {type(value).__name__}")
     start = _after_space(text, at + 1)
-    more = text[start : start + 1] != "]"
+    has_next = text[start : start + 1] != "]"
     at = start
-    while more:
+    while has_next:
         try:
             end = _SCAN(text, start)[1]
-        except RecursionError:  # nested deeper than Python walks
+        except RecursionError:  # nested deeper than Python's recursion limit
             end = _end_of(text, start)
         yield start, end
         at = _after_space(text, end)
-        more = text[at : at + 1] == ","
-        if more:
+        has_next = text[at : at + 1] == ","
+        if has_next:
             start = _after_space(text, at + 1)
     if text[at : at + 1] != "]":
         raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
@@ -139,18 +138,20 @@ def _elements(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _after_space(text: str, at: int) -> int:
-    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+    match = _SPACE.match(text, at)
+    assert match is not None  # the pattern matches the empty string
+    return match.end()
 
 
 def _end_of(text: str, at: int) -> int:
-    """Where the element of a list that begins at `at` ends, by counting brackets. Raises JSONDecodeError where it does
+    """The end of the list element that begins at `at`, found by counting brackets. Raises JSONDecodeError if it does
     not end."""
     begin, depth = at, 0
-    while found := _MARK.search(text, at):
-        at, mark = found.end(), found.group()
+    while match := _MARK.search(text, at):
+        at, mark = match.end(), match.group()
         if depth == 0 and mark in ",]}":
-            return found.start()
+            return match.start()
         if mark == '"':
-            _, at = scanstring(text, at)
+            at = _SCAN(text, match.start())[1]
         depth += (mark in "[{") - (mark in "]}")
     raise json.JSONDecodeError("Nested too deeply, and never closed", text, begin)

@@ -1,4 +1,4 @@
-"""The kinds of media that rows hold: under which keys, and what their files are called in a tar."""
+"""The kinds of media in rows: their keys, and the suffixes of their files in a tar."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class MediaKind(NamedTuple):
-    """One kind. `keys`: of a row, for one file and for several. `endings`: of names in a tar, in small letters."""
+    """One kind. `keys`: of a row, for one file and for several. `endings`: suffixes in a tar, in lower case."""
 
     keys: tuple[str, str]
     endings: tuple[str, ...]

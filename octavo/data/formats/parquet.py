@@ -1,9 +1,9 @@
-"""Parquet files that others wrote, read in memory that is bounded by the file, not by what it unfolds to.
+"""Untrusted parquet files, read with memory bounded by the size of the file, not by its decoded size.
 
-A column chunk may name one long text a million times: 1 kB of file, gigabytes decoded. Texts and bytes that are stored
-in a dictionary are therefore read as one (indices and each value once), and a row becomes plain values only where its
-size, which is then known, is bounded. What is decoded whatever is asked for (pages, entries of lists) is held against
-what the file's footer says before a byte is decoded.
+A column chunk may reference one long text a million times: 1 kB of file, gigabytes decoded. Texts and bytes that are
+stored in a dictionary are therefore read as a dictionary (indices, and each value once), and a row is converted to
+plain values only if its size, which is then known, is bounded. Data that is always decoded (pages, entries of lists) is
+checked against the sizes in the footer before a byte is decoded.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ import pyarrow as pa
 from octavo.base import safe_read
 from octavo.base.encryption import check_plain, is_encrypted
 from octavo.data.errors import DataError
-from octavo.data.formats.arrow_rows import BATCH_BYTES, PROBLEM, writer
-from octavo.data.formats.columnar import check_batch, plain_field, row_bytes, sentence, too_large
+from octavo.data.formats.arrow_rows import BATCH_BYTES, PROBLEM, Sink, writer
+from octavo.data.formats.columnar import check_batch, error_line, plain_field, row_bytes, too_large
 from octavo.data.formats.parquet_footer import DICTIONARY, PREFIXES, Group, groups_of
 
 BATCH_ROWS = 1024
-PAGE_BYTES = 32 << 20  # of pages that a batch of rows is decoded of, by the mean of its row group
-UNFOLDED = 256 << 20  # bytes that a column chunk may take decoded, or else `RATIO` times what it takes in the file
+PAGE_BYTES = 32 << 20  # of the pages that a batch of rows is decoded from, by the mean size in its row group
+#: A column chunk may take this many bytes decoded, or `RATIO` times its bytes in the file if that is more.
+UNFOLDED = 256 << 20
 RATIO = 1000
 
 
 def unreadable(path: Path | str, cause: Exception) -> DataError:
-    """What is raised for a parquet file that the library cannot read, whatever its error."""
-    return DataError(f"{path} is no parquet file that can be read ({sentence(cause)}); copy or download it again")
+    """The error for a parquet file that the library cannot read, for any of its errors."""
+    return DataError(f"{path} is no parquet file that can be read ({error_line(cause)}); copy or download it again")
 
 
 class Parquet(NamedTuple):
-    """A parquet file, open, its columns of texts as dictionaries; and what its footer says. Closed by `with`."""
+    """An open parquet file, with columns of texts as dictionaries, and its footer. A context manager that closes it."""
 
     reader: Any
     groups: list[Group]
@@ -56,9 +57,9 @@ class Parquet(NamedTuple):
 
 
 def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Parquet:
-    """A parquet file, open. `open_file`: what is read, where it is not the path.
+    """Open a parquet file. `open_file`: opens the file object to read; by default the path is opened.
 
-    Raises DataError where it cannot be read, two of its columns have one name, or a column unfolds without bound.
+    Raises DataError if it cannot be read, if two columns have one name, or if a column's decoded size is not bounded.
     """
     import pyarrow.parquet as parquet
 
@@ -77,7 +78,7 @@ def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Parq
             file = opened(source, metadata=file.metadata, read_dictionary=dictionaries)
     except DataError:
         raise
-    except Exception as cause:  # whatever a damaged file makes the library raise
+    except Exception as cause:  # pyarrow raises errors of many classes for a damaged file
         raise unreadable(path, cause) from cause
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise DataError(f"{path}: its columns are {names!r}, {', '.join(map(repr, twice))} more than once; rename one")
@@ -94,7 +95,7 @@ def _footer(source: Any) -> list[Group]:
 
 
 def batches(path: Path, file: Parquet, number: int) -> Iterator[pa.RecordBatch]:
-    """The rows of a row group, as many at a time as fit into `PAGE_BYTES` by its mean. Raises DataError."""
+    """The rows of a row group, as many at a time as fit into `PAGE_BYTES` by their mean size. Raises DataError."""
     group = file.groups[number]
     each = max(1, max(1, group.size) // max(1, group.rows) + _fixed_bytes(file))
     rows = 1 if _shares_prefixes(group) else min(BATCH_ROWS, max(1, PAGE_BYTES // each))
@@ -102,20 +103,20 @@ def batches(path: Path, file: Parquet, number: int) -> Iterator[pa.RecordBatch]:
         for batch in file.reader.iter_batches(rows, row_groups=[number], use_threads=False):
             check_batch(batch)
             yield batch
-    except Exception as cause:  # of the file, whatever folder is written to meanwhile
+    except Exception as cause:  # a fault of the file read, also if it comes while another file is written
         raise unreadable(path, cause) from cause
 
 
 def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
-    """A whole row group. Raises DataError where it cannot be read, or takes more than `UNFOLDED` bytes by texts that
-    share their beginnings."""
+    """A whole row group. Raises DataError if it cannot be read, or if texts with shared prefixes decode to more than
+    `UNFOLDED` bytes."""
     group = file.groups[number]
     if not _shares_prefixes(group):
         try:
             table = file.reader.read_row_group(number, use_threads=False)
             check_batch(table)
-        except Exception as cause:  # whatever a damaged file makes the library raise
-            raise DataError(f"{path}: row group {number} cannot be read ({sentence(cause)})") from cause
+        except Exception as cause:  # pyarrow raises errors of many classes for a damaged file
+            raise DataError(f"{path}: row group {number} cannot be read ({error_line(cause)})") from cause
         return table
     read: list[pa.RecordBatch] = []
     size = 0
@@ -128,16 +129,16 @@ def read_group(path: Path, file: Parquet, number: int) -> pa.Table:
     return pa.Table.from_batches(read, file.schema)
 
 
-def write_rows(path: Path, target: Any, progress: Callable[[float], None] = lambda share: None) -> None:
-    """Write the rows of a parquet file as Arrow, a few MB at a time whatever they take decoded. A row that is too large
-    is kept as the reason. Raises DataError where the file is none, and where its rows take more than `UNFOLDED` bytes
-    and `RATIO` times the file."""
+def write_rows(path: Path, target: Sink, progress: Callable[[float], None] = lambda share: None) -> None:
+    """Write the rows of a parquet file as Arrow, a few decoded MB at a time. For a row that is too large, the reason is
+    written. Raises DataError for a file that is not parquet, and if its rows decode to more than `UNFOLDED` bytes and
+    `RATIO` times the file."""
     stored = path.stat().st_size
     with parquet_file(path) as file:
         done, size, rows = 0, 0, max(1, file.rows)
         try:
             fields = [*map(plain_field, file.schema), pa.field(PROBLEM, pa.string())]
-            schema = pa.schema(fields, file.schema.metadata)  # which names the JSON columns of `datasets`
+            schema = pa.schema(fields, file.schema.metadata)  # the metadata names the JSON columns of `datasets`
         except Exception as cause:
             raise unreadable(path, cause) from cause
         with writer(target, schema) as out:
@@ -156,7 +157,8 @@ def write_rows(path: Path, target: Any, progress: Callable[[float], None] = lamb
 
 
 def _pieces(path: Path, batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """A batch of dictionaries as batches of plain values, each of at most `BATCH_BYTES` or of one row."""
+    """A batch of dictionaries converted to batches of plain values, each of at most `BATCH_BYTES` or one row."""
+    # The size of each row is known before it is decoded, so no piece exceeds the bound in memory.
     every = row_bytes(batch)
     problems, start, until = too_large(batch, every), 0, np.cumsum(np.minimum(every, BATCH_BYTES))
     while start < batch.num_rows:
@@ -170,17 +172,17 @@ def _pieces(path: Path, batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa
             end = min([end, *(row for row in problems if row > start)])
             try:
                 part = pa.Table.from_batches([batch])
-                if end - start < batch.num_rows:  # a cast of a slice decodes all entries of the lists that it is of
+                if end - start < batch.num_rows:  # casting a slice would decode all list entries of the whole batch
                     part = part.take(pa.array(range(start, end)))
                 plain = part.cast(pa.schema([*schema][:-1])).append_column(schema[-1], pa.nulls(len(part), pa.string()))
-            except Exception as cause:  # of a type that cannot be stored plain
+            except Exception as cause:  # a type that has no plain form
                 raise unreadable(path, cause) from cause
             yield from plain.to_batches()
         start = end
 
 
 def _in_dictionaries(groups: list[Group], columns: list[Any]) -> list[str]:
-    """Paths of the columns of texts or bytes that some row group stores in a dictionary."""
+    """Paths of the text and bytes columns that some row group stores in a dictionary."""
     paths = []
     for number, column in enumerate(columns):
         plain = column.physical_type == "BYTE_ARRAY" and column.logical_type.type in ("STRING", "NONE", "ENUM")
@@ -190,19 +192,19 @@ def _in_dictionaries(groups: list[Group], columns: list[Any]) -> list[str]:
 
 
 def _shares_prefixes(group: Group) -> bool:
-    """Whether a column stores texts as differences from the text before: each may be as long as all."""
+    """Whether a column stores texts as suffixes of the previous text: each may be as long as all texts together."""
     return any({*PREFIXES} & {*chunk.encodings} for chunk in group.chunks)
 
 
 def _fixed_bytes(file: Parquet) -> int:
-    """Bytes of a row's values of a fixed length, outside of lists."""
+    """Bytes of the fixed-length values of a row, outside of lists."""
     schema = file.reader.schema
     columns = (schema.column(number) for number in range(len(schema)))
     return sum(column.length for column in columns if column.physical_type == "FIXED_LEN_BYTE_ARRAY")
 
 
 def _check_sizes(path: Path, groups: list[Group], columns: list[Any]) -> None:
-    """That no column chunk unfolds without bound, as far as the footer says. Raises DataError."""
+    """Check that the decoded size of each column chunk is bounded, by the footer. Raises DataError."""
     for number, group in enumerate(groups):
         if len(group.chunks) != len(columns):
             raise ValueError(f"row group {number} has {len(group.chunks)} columns, of {len(columns)} in its schema")
@@ -216,7 +218,7 @@ def _check_sizes(path: Path, groups: list[Group], columns: list[Any]) -> None:
 
 
 def count_rows(path: Path | str, file: BinaryIO) -> int:
-    """How many rows the footer of an open parquet file says that it has. Raises DataError."""
+    """The number of rows by the footer of an open parquet file. Raises DataError."""
     try:
         return sum(group.rows for group in groups_of(file))
     except ValueError as cause:

@@ -1,7 +1,7 @@
-"""What the footer of a parquet file says of its column chunks: sizes, counts and encodings.
+"""The footer of a parquet file: sizes, counts and encodings of its column chunks.
 
-Read here and not by pyarrow, which ends the process (`terminate called after throwing ... ParquetException`) where
-statistics in a damaged footer contradict each other and a column chunk is asked for. The footer is a structure of
+It is parsed here and not by pyarrow, which ends the process (`terminate called after throwing ... ParquetException`)
+if a column chunk is accessed and statistics in a damaged footer contradict each other. The footer is a structure of
 Thrift's compact protocol (https://github.com/apache/thrift/blob/master/doc/specs/thrift-compact-protocol.md) with the
 fields of https://github.com/apache/parquet-format/blob/master/src/main/thrift/parquet.thrift.
 """
@@ -12,13 +12,13 @@ import os
 import struct
 from typing import Any, BinaryIO, NamedTuple
 
-MOST = 64 << 20  # bytes of a footer: of a file of 100,000 column chunks it has about 20 MB
-DEPTH = 16  # structures within structures; the format has 6
+MOST = 64 << 20  # bytes of a footer: 100,000 column chunks take about 20 MB
+DEPTH = 16  # nested structures; the format has 6 levels
 DICTIONARY, PREFIXES = (2, 8), (7,)  # Encoding.PLAIN_DICTIONARY and RLE_DICTIONARY; DELTA_BYTE_ARRAY
 
 
 class Chunk(NamedTuple):
-    """A column of a row group. `stored`, `size`: bytes of its pages in the file, and unpacked."""
+    """A column of a row group. `stored`, `size`: bytes of its pages in the file, and decompressed."""
 
     path: str
     values: int
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A row group: its rows, bytes unpacked, and columns in the order of the schema."""
+    """A row group: its number of rows, decompressed bytes, and columns in the order of the schema."""
 
     rows: int
     size: int
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 def groups_of(file: BinaryIO) -> list[Group]:
-    """The row groups of a parquet file. Raises ValueError where its footer is none."""
+    """The row groups of a parquet file. Raises ValueError for an invalid footer."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 8))
     tail = file.read(8)
@@ -63,7 +63,7 @@ def _group(group: dict[int, Any]) -> Group:
 
 
 class _Reader:
-    """Thrift's compact protocol: structures as {number of a field: value}."""
+    """A parser of Thrift's compact protocol; a structure is returned as {field number: value}."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw, self.at, self.depth = raw, 0, 0
@@ -77,7 +77,7 @@ class _Reader:
         while head := self.byte():
             number = number + (head >> 4) if head >> 4 else self.integer()
             kind = head & 15
-            fields[number] = kind == 1 if kind in (1, 2) else self.value(kind)  # a flag is in its head
+            fields[number] = kind == 1 if kind in (1, 2) else self.value(kind)  # a boolean is encoded in its type
         self.depth -= 1
         return fields
 
@@ -90,7 +90,7 @@ class _Reader:
             return self.list()
         if kind == 12:
             return self.struct()
-        if kind in (1, 2, 3):  # in a list each flag is a byte
+        if kind in (1, 2, 3):  # in a list each boolean is a byte
             return self.byte()
         if kind == 7:
             return struct.unpack("<d", self.bytes(8))[0]
@@ -114,7 +114,7 @@ class _Reader:
         return {str(self.value(kinds >> 4)): self.value(kinds & 15) for _ in range(count)}
 
     def fits(self, count: int) -> None:
-        if count > len(self.raw) - self.at:  # each entry takes a byte at least
+        if count > len(self.raw) - self.at:  # each entry has at least one byte
             raise ValueError(f"its footer claims a list of {count} entries")
 
     def byte(self) -> int:

@@ -1,8 +1,8 @@
-"""The formats of files of rows: what files of each are called, and how they are read.
+"""The table of file formats for rows: their suffixes and how they are read.
 
-A format is one entry of :data:`FORMATS`: lists of folders and URLs, the cache, what is fetched and what is streamed
-follow from it. How names end is in `octavo.base.suffixes`, which the hub's names need without any library.
-:func:`of_texts` makes the entry of one whose rows are texts of JSON.
+A format is one entry of :data:`FORMATS`; listing folders and URLs, the cache, downloads and streaming are derived from
+it. The suffixes are defined in `octavo.base.suffixes`, because names of the hub are checked without importing any
+library. :func:`of_texts` builds the entry of a format whose rows are JSON texts.
 """
 
 from __future__ import annotations
@@ -10,30 +10,30 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from octavo.base import suffixes
 from octavo.data.formats import csv_files, json_files, parquet, tar
-from octavo.data.formats.arrow_rows import ColumnRows, Rows, Text, TextRows, write_texts
+from octavo.data.formats.arrow_rows import ColumnRows, Rows, Sink, Text, TextRows, write_texts
 from octavo.data.formats.streaming import Groups
 
 
 class Format(NamedTuple):
-    """One kind of files of rows.
+    """One format of row files.
 
-    `suffixes`: how their names end, in small letters. `write(path, target, progress)`: writes what rows are read from,
-    once, to a path or a stream, and gives `progress` the share that is done. `open(name, written)`: the rows of what
-    was written, called after the file or its URL. `stream(path)`: the rows where they are, nothing written (None: they
-    are read so in any case). `count(name, file)`: how many rows an open file says that it has (None: it does not say).
-    `cells`: every value is a text, and a missing one a word. `stays`: what is written is an index of the file, which is
-    read too: `open(name, index, file)`.
+    `suffixes`: of the file names, in lower case. `write(path, target, progress)`: converts a file once, to a path or a
+    stream, and calls `progress` with the share that is done. `open(name, written)`: the rows of a converted file;
+    `name` is the original file or its URL. `stream(path)`: the rows read from the file without conversion (None: the
+    format is never converted). `count_rows(name, file)`: the number of rows by the footer of an open file (None: the
+    format has none). `cells`: every value is a text, and a missing one a word. `stays`: only an index is written, and
+    the file itself is read: `open(name, index, file)`.
     """
 
     suffixes: tuple[str, ...]
     write: Callable[..., None]
     open: Callable[..., Rows]
     stream: Callable[[Path], Rows] | None
-    count: Callable[[Any, Any], int] | None = None
+    count_rows: Callable[[Path | str, BinaryIO], int] | None = None
     cells: bool = False
     stays: bool = False
 
@@ -44,14 +44,14 @@ def of_texts(
     stream: Callable[[Path], Rows],
     cells: bool = False,
 ) -> Format:
-    """The format of files whose rows `texts` gives as texts of JSON, one by one."""
+    """The format of files whose rows `texts` yields as JSON texts."""
     return Format(suffixes, partial(_write_texts, texts), TextRows, stream, cells=cells)
 
 
 def _write_texts(
     texts: Callable[[Path], Iterator[Text]],
     path: Path,
-    target: Any,
+    target: Sink,
     progress: Callable[[float], None] = lambda share: None,
 ) -> None:
     size = max(1, path.stat().st_size)
@@ -68,11 +68,12 @@ FORMATS: tuple[Format, ...] = (
 
 
 def format_of(name: Path | str) -> Format:
-    """The format of a file by its name; JSON where that says nothing: its first characters say of which form."""
+    """The format of a file by its suffix; JSON for an unknown one, whose first characters decide between a list and
+    lines."""
     lower = str(name).lower()
     return next((entry for entry in FORMATS if lower.endswith(entry.suffixes)), _JSON)
 
 
 def endings(stays: bool | None = None) -> tuple[str, ...]:
-    """How the names of files of rows end; `stays`: of the formats that stay, or of the others, alone."""
+    """The suffixes of row files; `stays`: only of formats with this value (None: of all)."""
     return tuple(end for entry in FORMATS if stays is None or entry.stays == stays for end in entry.suffixes)

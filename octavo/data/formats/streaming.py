@@ -1,10 +1,9 @@
-"""Rows read where they lie (`stream: true`), without a copy in the cache, by number: the order of a run and its resume
-are what they are without.
+"""Rows read from the original file (`stream: true`) by number, without a copy in the cache; order and resume do not
+change.
 
-Lines of JSONL and CSV are found once, which reads the file through, and then read one by one; what is kept of a row is
-where it begins and ends, 24 bytes. Of parquet the row group is read that holds the row, and the last ones stay in
-memory: a shuffled order costs a group for nearly every row, so groups should be small (`datasets` writes some 100 to
-1,000 rows).
+Lines of JSONL and CSV are located once, by reading the whole file, and then read one by one; the start, end and line of
+each row are kept, 24 bytes. From parquet the row group of the row is read, and the last groups stay in memory: in a
+shuffled order nearly every row reads a group, so groups should be small (`datasets` writes about 100 to 1,000 rows).
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ import pyarrow as pa
 from octavo.base.encryption import Reader, has_magic
 from octavo.data.errors import BadSample, DataError
 from octavo.data.file_digests import stat_of
-from octavo.data.formats.arrow_rows import Text, keys_of, parsed, row_of
+from octavo.data.formats.arrow_rows import Text, keys_of, parse_row, row_of
 from octavo.data.formats.columnar import too_large
 from octavo.data.formats.parquet import Parquet, parquet_file, read_group
 
-KEPT = 64 << 20  # bytes of row groups that stay in memory, the newest in any case
+KEPT = 64 << 20  # bytes of row groups that stay in memory; the newest always does
 
 
 class Place(NamedTuple):
-    """Where a row lies: its first line (from 1), its first byte and the byte behind it; why it cannot be read."""
+    """The position of a row: its first line (from 1), first byte and end byte; `problem`: why it cannot be read."""
 
     line: int
     start: int
@@ -40,8 +39,8 @@ class Place(NamedTuple):
 
 
 class Pieces:
-    """Bytes of a file by where they lie: `pieces.read(start, size)`. The file is opened when it is first asked.
-    `used`: the time of its use is kept with it."""
+    """Reads bytes of a file by position: `pieces.read(start, size)`. The file is opened at the first read. `used`: it
+    is in a store that sets its access time, which changes its ctime."""
 
     def __init__(self, path: Path, used: bool = False) -> None:
         self.path, self._used = path, used
@@ -50,12 +49,12 @@ class Pieces:
         self._at = self._identity(os.stat(path))
 
     def _identity(self, stat: os.stat_result) -> tuple[int, ...]:
-        """What other bytes would change, whatever time is set. Of a file in a store the ctime says when it was used
-        (`fetched.Store`). Not the inode, which some network file systems give anew while a file is open."""
+        """Values that change with the content, even if a program sets the mtime. The ctime of a file in a store changes
+        whenever it is used (`fetched.Store`). Not the inode: some network file systems change it for an open file."""
         return (stat.st_size, stat.st_mtime_ns) if self._used else stat_of(stat)[:3]
 
     def open(self) -> int:
-        """Its number, from now on whatever becomes of its name."""
+        """The file descriptor, which stays valid if the file is renamed or removed."""
         if self._file is None:
             self._file = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
             if has_magic(os.pread(self._file, 8, 0)):
@@ -63,8 +62,8 @@ class Pieces:
         return self._file
 
     def read(self, start: int, size: int) -> bytes:
-        """Raises `DataError` where the file changed since this was made, and VaultError where an encrypted one is
-        damaged."""
+        """Bytes of plain text. Raises `DataError` if the file changed since this object was created, and VaultError for
+        an encrypted file that is damaged."""
         file = self.open()
         if self._identity(os.fstat(file)) != self._at:
             raise DataError(f"{self.path} changed while it was read; start again when it is whole")
@@ -79,7 +78,7 @@ class Pieces:
 
 
 class Lines:
-    """Rows of a file of lines. `read` makes the text of a row of the bytes that it has, where those are no JSON."""
+    """Rows of a file of lines. `read` converts the bytes of a row to its `Text`, if they are not JSON."""
 
     def __init__(self, path: Path, places: Iterable[Place], read: Callable[[bytes, int], Text] = Text) -> None:
         self.path, self._read = path, read
@@ -97,29 +96,29 @@ class Lines:
         return len(self._starts)
 
     def line(self, row: int) -> int:
-        """The line number (from 1) that a row begins in."""
+        """The line number (from 1) at which a row begins."""
         return self._lines[row]
 
     def keys(self) -> set[str]:
-        """Every key that some row has: the file is read through once more."""
+        """All keys of the rows; reads the whole file again."""
         return keys_of(self)
 
     def __getitem__(self, row: int) -> Any:
         line, start, problem = self._lines[row], self._starts[row], self._problems.get(row)
         raw = self._pieces.read(start, 0 if problem else self._ends[row] - start)
-        return parsed(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
+        return parse_row(self.path, row, *(Text(b"", line, problem) if problem else self._read(raw, line)))
 
 
 class _Group(NamedTuple):
-    """A row group, its texts in dictionaries, and the rows of it that are too large to decode: row -> why."""
+    """A row group, with texts in dictionaries; `problems`: row -> reason, for rows that are too large to decode."""
 
     table: pa.Table
     problems: dict[int, str]
 
 
 class _Tables:
-    """Row groups in memory, of all files that this process reads: up to `KEPT` bytes, the least recently used first to
-    go."""
+    """A cache of row groups of all files that this process reads: up to `KEPT` bytes, the least recently used goes
+    first."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[int, int], _Group] = OrderedDict()
@@ -129,22 +128,22 @@ class _Tables:
         return len(self._kept)
 
     def get(self, key: tuple[int, int], read: Callable[[], _Group]) -> _Group:
-        """The row group of a key, read now where it is not there."""
-        if (found := self._kept.get(key)) is None:
-            found = self._kept[key] = read()
-            self._bytes += found.table.nbytes
+        """The row group with this key; `read` is called if it is not cached."""
+        if (group := self._kept.get(key)) is None:
+            group = self._kept[key] = read()
+            self._bytes += group.table.nbytes
             while len(self._kept) > 1 and self._bytes > KEPT:
                 self._bytes -= self._kept.popitem(last=False)[1].table.nbytes
         self._kept.move_to_end(key)
-        return found
+        return group
 
 
 TABLES = _Tables()
-_NUMBERS = count()  # of files whose row groups are kept
+_NUMBERS = count()  # keys in TABLES of the files of this process
 
 
 class Groups:
-    """Rows of a parquet file, by its row groups. `open_file`: what is read, a path or an open file."""
+    """Rows of a parquet file, read by row group. `open_file`: opens the file object to read, by default the path."""
 
     def __init__(self, path: Path, open_file: Callable[[], Any] | None = None) -> None:
         self.path, self._open, self._number = path, open_file, next(_NUMBERS)
@@ -163,7 +162,7 @@ class Groups:
 
     @property
     def shards(self) -> list[int]:
-        """How many rows each row group has."""
+        """The number of rows in each row group."""
         return [end - start for start, end in pairwise([0, *self._ends])]
 
     def keys(self) -> set[str]:

@@ -1,18 +1,18 @@
-"""Rows of tar files in the layout of WebDataset, read where they lie.
+"""Rows of tar files in the layout of WebDataset, read from the tar.
 
-Files of a tar whose names are the same up to the first dot of their last part are one row; what follows the dot says
-what each is:
+Files in a tar whose names are equal up to the first dot of the last path component form a row; the rest of the name is
+the kind of each file:
 
     00/07.json   the row, as a line of JSONL would have it
-    00/07.txt    its `text`               00/07.cls   its `cls`, a whole number where it is one
-    00/07.jpg    its image; so are png, webp and the others, and 0.jpg, 1.jpg, ... in the order of their numbers
-    00/07.wav    beside a json its sound; so are flac, and 0.wav, 1.wav, ... in the order of their numbers
-    00/07.mp4    beside a json its video; so are webm, mov and mkv, likewise
+    00/07.txt    its `text`               00/07.cls   its `cls`, as a whole number if it is one
+    00/07.jpg    its image; also png, webp and the others, and 0.jpg, 1.jpg, ... in the order of their numbers
+    00/07.wav    its sound, if there is a json; also flac, and 0.wav, 1.wav, ... in the order of their numbers
+    00/07.mp4    its video, if there is a json; also webm, mov and mkv, likewise
     00/07.x.txt, 00/07.x.jpg              columns "x.txt" and "x.jpg", for `columns:`
 
-An image, sound or video that the json names, by the file's name or by what follows its dot, stands where it is named.
-Files of other kinds are not read, and no pickle ever is. What is kept of a tar is an index: of each row the names,
-places and sizes of its files; it is made once, in the cache.
+An image, sound or video that the json names, by the file name or by the part after the dot, replaces that name. Files
+of other kinds are not read, and pickles never are. An index of the tar, with the names, positions and sizes of the
+files of each row, is written once into the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from octavo.data.errors import BadSample
-from octavo.data.formats.arrow_rows import BATCH_ROWS, Mapped, keys_of, parsed, writer
+from octavo.data.formats.arrow_rows import BATCH_ROWS, Mapped, Sink, keys_of, parse_row, writer
 from octavo.data.formats.media_kinds import IMAGE, SOUND, VIDEO
 from octavo.data.formats.streaming import Pieces
 from octavo.data.formats.tar_members import entries
@@ -38,7 +38,7 @@ TEXTS = ("txt", "text", "caption", "transcript")
 
 
 class Member(NamedTuple):
-    """A file of a row: what follows the dot of its name, where it begins, how long it is."""
+    """A file of a row: the part of its name after the dot, its first byte and its size."""
 
     kind: str
     start: int
@@ -46,7 +46,7 @@ class Member(NamedTuple):
 
 
 class TarRows(Mapped):
-    """The rows of a tar file by its index. `path`: what rows are called after, if not the `file` that is read."""
+    """The rows of a tar file with its index. `path`: the name in messages, e.g. a URL, if it is not the `file` read."""
 
     schema = INDEX
 
@@ -57,17 +57,18 @@ class TarRows(Mapped):
         self._pieces.open()
 
     def keys(self) -> set[str]:
-        """Every key that some row has: all rows are read."""
+        """All keys of the rows; reads all rows."""
         return keys_of(self)
 
     def __getitem__(self, row: int) -> Any:
-        found = {name: column[0].as_py() for name, column in zip(INDEX.names, self._row(row).columns, strict=True)}
-        if found["problem"] is not None:
-            raise BadSample(self.path, row, found["problem"], found["key"])
-        members = [*map(Member, found["names"], found["starts"], found["sizes"])]
-        return self._made(row, found["key"], members)
+        entry = {name: column[0].as_py() for name, column in zip(INDEX.names, self._row(row).columns, strict=True)}
+        if entry["problem"] is not None:
+            raise BadSample(self.path, row, entry["problem"], entry["key"])
+        members = [*map(Member, entry["names"], entry["starts"], entry["sizes"])]
+        return self._build_row(row, entry["key"], members)
 
-    def _made(self, row: int, key: str, members: Sequence[Member]) -> Any:
+    def _build_row(self, row: int, key: str, members: Sequence[Member]) -> dict[str, Any]:
+        """The row of a key from its files. Raises `BadSample`."""
         fields: dict[str, Any] = {}
         images: dict[str, dict[str, Any]] = {}
         sounds: dict[str, dict[str, Any]] = {}
@@ -78,7 +79,7 @@ class TarRows(Mapped):
                 files = images if ending in IMAGE.endings else sounds if ending in SOUND.endings else videos
                 files[kind] = {"bytes": self._pieces.read(start, size), "path": name}
             elif ending == "json":
-                fields[kind] = parsed(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
+                fields[kind] = parse_row(self.path, row, self._pieces.read(start, size), 0, None, f"its {name}")
             elif ending in (*TEXTS, "cls"):
                 fields[kind] = self._text(row, name, self._pieces.read(start, size), ending)
         if not fields and not images:
@@ -88,8 +89,9 @@ class TarRows(Mapped):
         said = {"messages": said} if isinstance(said, list) else said
         if not isinstance(said, dict):
             raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
-        beside = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
-        raw = _with_files({"id": key} | beside | said, key, images, IMAGE.keys)
+        # Keys of the json take precedence over files with the same name.
+        texts = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
+        raw = _with_files({"id": key} | texts | said, key, images, IMAGE.keys)
         if said:
             raw = _with_files(_with_files(raw, key, sounds, SOUND.keys), key, videos, VIDEO.keys)
         elif videos:
@@ -114,7 +116,8 @@ class TarRows(Mapped):
 def _with_files(
     raw: dict[str, Any], key: str, files: dict[str, dict[str, Any]], keys: tuple[str, str]
 ) -> dict[str, Any]:
-    """A row with its images (sounds, videos) where it names them, else under one of `keys`: for one, for several."""
+    """A row with its images (sounds, videos) in place of their names; if it names none, under the first of `keys` for
+    one file, under the second for several."""
     called = {name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")}
     used: set[str] = set()
 
@@ -129,11 +132,11 @@ def _with_files(
         return value
 
     raw = placed(raw)
-    own = {kind: file for kind, file in files.items() if kind not in used}
-    named = [kind for kind in own if "." in kind and not kind.partition(".")[0].isdecimal()]
-    raw = {**{kind: own.pop(kind) for kind in named}, **raw}
-    if own and not used and not {*keys} & raw.keys():
-        ordered = [own[kind] for kind in sorted(own, key=_number)]
+    unused = {kind: file for kind, file in files.items() if kind not in used}
+    named = [kind for kind in unused if "." in kind and not kind.partition(".")[0].isdecimal()]
+    raw = {**{kind: unused.pop(kind) for kind in named}, **raw}
+    if unused and not used and not {*keys} & raw.keys():
+        ordered = [unused[kind] for kind in sorted(unused, key=_number)]
         raw |= {keys[0]: ordered[0]} if len(ordered) == 1 else {keys[1]: ordered}
     return raw
 
@@ -143,29 +146,29 @@ def _number(kind: str) -> tuple[int, str]:
     return (int(first) if first.isdecimal() else -1), kind
 
 
-def write_index(path: Path, sink: Any, progress: Callable[[float], None] = lambda share: None) -> None:
-    """Write the index of a tar file. Raises `DataError` where it is none, or is compressed."""
+def write_index(path: Path, sink: Sink, progress: Callable[[float], None] = lambda share: None) -> None:
+    """Write the index of a tar file. Raises `DataError` if it is not a tar, or is compressed."""
     with writer(sink, INDEX) as out:
-        found = _rows(path)
-        while rows := [*islice(found, BATCH_ROWS)]:
+        entries_left = _rows(path)
+        while rows := [*islice(entries_left, BATCH_ROWS)]:
             columns = zip(*rows, strict=True)
-            made = [pa.array([*values], field.type) for values, field in zip(columns, INDEX, strict=True)]
-            out.write_batch(pa.record_batch(made, schema=INDEX))
+            arrays = [pa.array([*values], field.type) for values, field in zip(columns, INDEX, strict=True)]
+            out.write_batch(pa.record_batch(arrays, schema=INDEX))
 
 
 def _rows(path: Path) -> Iterator[tuple[str, list[str], list[int], list[int], str | None]]:
-    """What the index has of each row, in the order in which their first files stand."""
+    """The index entry of each row, in the order of the first files of the rows."""
     rows: dict[str, list[Member]] = {}
     problems: dict[str, str] = {}
     for name, start, size, problem in entries(path):
         place, _, last = name.rpartition("/")
         stem, _, kind = last.partition(".")
         kind = kind.lower()
-        if not name:  # behind what is broken
+        if not name:  # the tar is broken from here on
             rows["the end of the tar"], problems["the end of the tar"] = [Member("", start, size)], str(problem)
             break
         if problem is None and (not stem or not kind or stem.startswith("__")):
-            continue  # hidden files, files without an ending, and what WebDataset keeps of a shard
+            continue  # hidden files, files without a suffix, and metadata of WebDataset shards
         key = f"{place}/{stem}" if place else stem
         members = rows.setdefault(key, [])
         if any(member.kind == kind for member in members):

@@ -1,4 +1,4 @@
-"""What files a tar holds, and where: `tarfile` reads headers, contents are passed over."""
+"""The files in a tar and their positions: `tarfile` reads the headers, contents are skipped."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import BinaryIO, NamedTuple
 from octavo.base.safe_read import first_line, open_file, size_of
 from octavo.data.errors import DataError
 
-MOST = 256 << 20  # bytes of a file in a tar
+MOST = 256 << 20  # largest file in a tar, in bytes
 _PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 class Entry(NamedTuple):
-    """A file: its first byte, how many it has; why it cannot be read. A name of none: the tar itself is broken."""
+    """A file: its first byte and size; `problem`: why it cannot be read. An empty name: the tar itself is broken."""
 
     name: str
     start: int
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """What a header says; `end`: where the next one stands. `plain`: whether it is of a file and no link."""
+    """A header; `end`: the position of the next one; `plain`: whether it is a regular file, not a link."""
 
     name: str
     start: int
@@ -35,7 +35,7 @@ class _Header(NamedTuple):
 
 
 def entries(path: Path) -> Iterator[Entry]:
-    """The files of a tar in their order, up to where it is broken. Raises `DataError` where it is none."""
+    """The files of a tar in order, up to the place where it is broken. Raises `DataError` if it is not a tar."""
     at, last = 0, "its beginning"
     with open_file(path, DataError) as file, open_file(path, DataError) as read, _opened(path, read) as archive:
         total = size_of(file)
@@ -44,7 +44,7 @@ def entries(path: Path) -> Iterator[Entry]:
                 header = _next(archive)
                 if header is not None and header.end <= at:
                     raise tarfile.TarError(f"a size of {header.size}")
-            except Exception as cause:  # whatever the parsing of numbers and names runs into
+            except Exception as cause:  # tarfile raises errors of many classes for broken numbers and names
                 yield Entry("", at, 0, _broken(path, last, at, total, first_line(cause)))
                 return
             if header is None:
@@ -60,7 +60,7 @@ def entries(path: Path) -> Iterator[Entry]:
 
 
 def _why_not_the_end(file: BinaryIO, at: int) -> str | None:
-    """A tar ends with empty blocks, and nothing else."""
+    """Why a tar does not end at this position; None: it ends there, with empty blocks only."""
     file.seek(at)
     first = file.read(tarfile.BLOCKSIZE)
     if any(first):
@@ -68,19 +68,19 @@ def _why_not_the_end(file: BinaryIO, at: int) -> str | None:
     if len(first) < tarfile.BLOCKSIZE:
         return "the empty blocks that end a tar are missing: it was not copied whole"
     if any(any(piece) for piece in iter(lambda: file.read(1 << 20), b"")):
-        return "there is more behind its end, as of tars that were joined; unpack them and make one"
+        return "data follows its end, as in concatenated tars; unpack them and make one"
     return None
 
 
 def _next(archive: tarfile.TarFile) -> _Header | None:
-    """The next header; None at the end, and at one that `tarfile` cannot read."""
-    found = archive.next()
-    archive.members.clear()  # type: ignore[attr-defined]  # it would keep them all
-    if found is None:
+    """The next header; None at the end, and at a header that `tarfile` cannot read."""
+    info = archive.next()
+    archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all headers in memory
+    if info is None:
         return None
-    name = found.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").removeprefix("./")
-    plain = found.isreg() and not found.issparse()
-    return _Header(name, found.offset_data, found.size, archive.offset, plain, found.isdir())  # type: ignore[attr-defined]
+    name = info.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace").removeprefix("./")
+    plain = info.isreg() and not info.issparse()
+    return _Header(name, info.offset_data, info.size, archive.offset, plain, info.isdir())
 
 
 def _problem(path: Path, header: _Header, total: int) -> str | None:
@@ -93,15 +93,15 @@ def _problem(path: Path, header: _Header, total: int) -> str | None:
 
 
 def _broken(path: Path, last: str, at: int, total: int, why: str) -> str:
-    return f"{path.name} is broken behind {last}, byte {at} of {total} ({why})"
+    return f"{path.name} is broken after {last}, byte {at} of {total} ({why})"
 
 
 def _opened(path: Path, file: BinaryIO) -> tarfile.TarFile:
     head = file.read(8)
     file.seek(0)
     if packed := next((name for mark, name in _PACKED.items() if head.startswith(mark)), None):
-        raise DataError(f"{path} is compressed ({packed}), and rows of a tar are read by their places; unpack it once, "
-                        "images are compressed as they are")  # fmt: skip
+        raise DataError(f"{path} is compressed ({packed}), and rows of a tar are read by position; unpack it once, "
+                        "because images are already compressed")  # fmt: skip
     try:
         return tarfile.open(fileobj=file, mode="r:")
     except Exception as cause:

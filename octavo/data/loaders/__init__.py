@@ -1,1 +1,1 @@
-"""What a training loop iterates over, put together as a configuration says."""
+"""The iterables of a training loop, built from a configuration."""

@@ -18,10 +18,10 @@ from octavo.data.tasks.splitting import Split
 class EvalSet:
     """Batches over all rows of the sources, in order, the same at each iteration.
 
-    Batch k holds the rows [k*B, (k+1)*B), B = `micro_batch`; rank r takes the batches r, r + world, ... Every rank
-    yields `len(evalset)` batches; where the last ones do not go round, an empty one (fully masked, no rows in its
-    meta) stands in. Together the ranks see each row once. Samples stay in memory between evaluations. `most`: only so
-    many rows, the first ones; None: all.
+    Batch k has the rows [k*B, (k+1)*B), B = `micro_batch`; rank r takes the batches r, r + world, ... Every rank
+    yields `len(evalset)` batches; a rank without a last batch yields an empty one (fully masked, no rows in its meta).
+    Together the ranks use each row once. Samples stay in memory between evaluations. `most`: the number of first rows
+    to use; None: all.
     """
 
     def __init__(
@@ -54,12 +54,11 @@ class EvalSet:
         return every if self.most is None else min(every, self.most)
 
     def origin(self, file: str, row: int, answer: int | None) -> str:
-        """What an answer is about, so that answers about the same thing count as ones that hang together: the row's own
-        `source` (a name, or one for each answer), else the names of its images, sounds and videos, else the row
-        itself."""
+        """A key for the subject of an answer, by which dependent answers are grouped: the key `source` of the row (a
+        name, or one for each answer), else the names of its images, sounds and videos, else the row itself."""
         sources = (source.source if isinstance(source, Split) else source for source in self.sources)
         rows = next(source for source in sources if source.name == file and row < len(source))
-        if isinstance(rows, Joined | Sealed):  # a sample of several documents, or one that names nothing
+        if isinstance(rows, Joined | Sealed):  # samples of several documents, or without any names
             return f"{file}:{row}"
         raw = rows.rows[row]
         named = raw.get("source") if isinstance(raw, dict) else None
@@ -77,6 +76,6 @@ class EvalSet:
         places = [(source, row) for source, rows in enumerate(self.sources) for row in range(len(rows))][: self.rows]
         for turn in range(len(self)):
             first = (turn * self.world + self.rank) * self.micro_batch
-            own = places[first : first + self.micro_batch]
-            admitted = list(map(self._judge.admit, own, self._processed[own]))
+            batch = places[first : first + self.micro_batch]
+            admitted = list(map(self._judge.admit, batch, self._processed[batch]))
             yield self.collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)

@@ -1,4 +1,4 @@
-"""The stream of batches that a rank trains on: same rows for any number of workers, exact after a resume."""
+"""The stream of batches of a rank: the same rows for any number of workers, exact after a resume."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,21 +18,21 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from octavo.data.batching.collate import Gather, Place, micro_batches
-from octavo.data.batching.prefetch import fetch_ahead
+from octavo.data.batching.prefetch import make_prefetcher
 from octavo.data.errors import BadSample, DataError, LongSample, WorkerDied
 from octavo.data.order import Mixture
 from octavo.data.skip_report import SkipReport
 from octavo.data.tasks.splitting import Split
 
 CACHE_BYTES = 512 << 20
-AT_ONCE = 8  # rows that are made in one call of the processor: it costs them less, and they wait for each other
-AHEAD = 8  # rows that a worker has ready, or two calls' worth
-POLL = 5.0  # seconds between looks at workers, as torch takes where it is given no timeout
-WAITS = 0.75  # of the timeout a row may take: its worker is named before other ranks say that this one does not come
+AT_ONCE = 8  # rows encoded in one call of the processor: cheaper for each row, but all wait for the slowest
+AHEAD = 8  # rows that a worker prepares in advance, at least two calls
+POLL = 5.0  # seconds between checks of the workers, torch's default without a timeout
+WAITS = 0.75  # share of the timeout for a row: the worker is reported before other ranks time out waiting for this one
 
 
 class Encoded(Protocol):
-    """A row as numbers: a `Sample`, a `PromptSample`, a `Pair`."""
+    """An encoded row: a `Sample`, a `PromptSample`, a `Pair`."""
 
     @property
     def file(self) -> str: ...
@@ -51,7 +51,7 @@ class Encoded(Protocol):
 
 
 class Encodes(Protocol):
-    """What makes rows of a source numbers. Raises `DataError`."""
+    """The interface of encoders, which turn rows of a source into samples."""
 
     @property
     def pad_id(self) -> int: ...
@@ -60,10 +60,9 @@ class Encodes(Protocol):
 
 
 class Processed(Dataset):
-    """Rows by (source, row), read and encoded together; a bad row comes back as its error instead of raising it.
+    """Encoded rows by (source, row), several at a time; a bad row is returned as its error instead of raising it.
 
-    Keeps what it made in memory up to `cache_bytes`, the least recently used first to go: epochs after the first
-    decode no image.
+    A cache of `cache_bytes` holds the most recently used rows: if all fit, later epochs decode no image.
     """
 
     def __init__(self, sources: tuple[Any, ...], encoder: Encodes, cache_bytes: int = CACHE_BYTES) -> None:
@@ -72,47 +71,47 @@ class Processed(Dataset):
         self._bytes = 0
 
     def __getitem__(self, places: Sequence[Place]) -> list[Encoded | DataError]:
-        found = {place: self._kept[place] for place in places if place in self._kept}
+        rows = {place: self._kept[place] for place in places if place in self._kept}
         read: dict[Place, Any] = {}
-        for source, row in dict.fromkeys(place for place in places if place not in found):
+        for source, row in dict.fromkeys(place for place in places if place not in rows):
             try:
                 read[source, row] = self.sources[source][row]
             except DataError as bad:
-                found[source, row] = _bare(bad)
-        for place, made in zip(read, self.encoder.encode_all(list(read.values())), strict=True):
-            found[place] = _bare(made) if isinstance(made, DataError) else made
+                rows[source, row] = _without_causes(bad)
+        for place, encoded in zip(read, self.encoder.encode_all(list(read.values())), strict=True):
+            rows[place] = _without_causes(encoded) if isinstance(encoded, DataError) else encoded
         for place in dict.fromkeys(places):
-            self._keep(place, found[place])
-        return [found[place] for place in places]
+            self._keep(place, rows[place])
+        return [rows[place] for place in places]
 
-    def _keep(self, place: Place, made: Encoded | DataError) -> None:
+    def _keep(self, place: Place, encoded: Encoded | DataError) -> None:
         if place in self._kept:
             self._kept.move_to_end(place)
             return
-        size = _size(made)
+        size = _size(encoded)
         if size > self.cache_bytes:
             return
-        self._kept[place] = made
+        self._kept[place] = encoded
         self._bytes += size
         while self._bytes > self.cache_bytes:
             _, old = self._kept.popitem(last=False)
             self._bytes -= _size(old)
 
 
-def _bare(bad: DataError) -> DataError:
-    """An error without its causes, which hold the row and its pixels, in fields and in frames; the sentence has what
-    they say."""
+def _without_causes(bad: DataError) -> DataError:
+    """An error without causes and traceback, whose fields and frames would keep the row and its pixels in memory; the
+    message has their text."""
     bad.__cause__ = bad.__context__ = None
     return bad.with_traceback(None)
 
 
-def _size(made: Encoded | DataError) -> int:
+def _size(encoded: Encoded | DataError) -> int:
     # A kilobyte for the objects around the arrays.
-    return (0 if isinstance(made, DataError) else made.nbytes) + 1024
+    return (0 if isinstance(encoded, DataError) else encoded.nbytes) + 1024
 
 
 class Judge:
-    """Decides what becomes of a bad row: error, or out and listed. Shared by `Loader` and `EvalSet`."""
+    """Decides whether a bad row is an error, or is left out and listed. Shared by `Loader` and `EvalSet`."""
 
     def __init__(self, sources: tuple[Any, ...], on_bad: str, report_path: str | Path | None) -> None:
         if on_bad not in ("error", "skip"):
@@ -120,44 +119,43 @@ class Judge:
         self.sources, self.on_bad, self.report = sources, on_bad, SkipReport(report_path)
         self._bad: list[set[int]] = [set() for _ in sources]
 
-    def admit(self, place: tuple[int, int], made: Encoded | DataError) -> Any:
-        """What was made, or None for a row that is left out. Raises the row's error, and `DataError` where a data set
+    def admit(self, place: tuple[int, int], encoded: Encoded | DataError) -> Any:
+        """The encoded row, or None for a row that is left out. Raises the row's error, and `DataError` if a data set
         has no good row at all."""
-        if not isinstance(made, DataError):
-            for action, reason in made.notes:
-                named = {"file": made.file, "row": made.row, "id": made.id}
+        if not isinstance(encoded, DataError):
+            for action, reason in encoded.notes:
+                named = {"file": encoded.file, "row": encoded.row, "id": encoded.id}
                 self._list(place, {**named, "action": action, "reason": reason})
-            return made
-        if not isinstance(made, BadSample) or (self.on_bad == "error" and not isinstance(made, LongSample)):
-            raise made
-        self._list(place, made.record())
+            return encoded
+        if not isinstance(encoded, BadSample) or (self.on_bad == "error" and not isinstance(encoded, LongSample)):
+            raise encoded
+        self._list(place, encoded.record())
         source, row = place
         self._bad[source].add(row)
         if len(self._bad[source]) == len(self.sources[source]):
             raise DataError(
-                f"{made.file}: every one of its {len(self.sources[source])} rows was left out; "
-                f"the last one (row {made.row}) because it {made.reason}"
+                f"{encoded.file}: every one of its {len(self.sources[source])} rows was left out; "
+                f"the last one (row {encoded.row}) because it {encoded.reason}"
             )
         return None
 
-    def _list(self, place: tuple[int, int], record: dict[str, Any]) -> None:
-        """Put a row into the report; of a row that is split with the number of the question, from 1."""
+    def _list(self, place: tuple[int, int], record: Mapping[str, Any]) -> None:
+        """Add a row to the report; if rows are split, with the number of the question, from 1."""
         source, row = place
-        of = self.sources[source]
-        self.report.add({**record, "question": of.place(row)[1] + 1} if isinstance(of, Split) else record)
+        rows = self.sources[source]
+        self.report.add({**record, "question": rows.place(row)[1] + 1} if isinstance(rows, Split) else record)
 
 
 class Steps:
-    """Micro-batches of a rank, step by step and without end: what streams of rows and of packs have in common.
+    """An endless stream of the micro-batches of a rank by step: the common base of streams of rows and of packs.
 
-    `workers=0` reads inline and keeps processed samples in memory, up to `cache_bytes`; more read ahead in processes of
-    their own. The batches are the same; a worker that has not brought a row within `timeout` seconds is named.
+    `workers=0` encodes rows in this process and caches up to `cache_bytes` of them; more workers are processes that
+    read ahead. The batches are the same; a worker that delivers no row within `timeout` seconds is reported.
     `report_path` is the file that lists the rows left out; `report.counts` counts them. `rows` counts the rows of the
-    mixture that were consumed by the steps that were yielded, not by what workers have prepared; `place` is that of the
-    next pack, in a stream of packs.
+    mixture in the steps that were yielded, not those that workers have prepared; `place` is the position of the next
+    pack in a stream of packs.
     """
 
-    rows: int
     place = (0, 0, 0)
 
     def __init__(
@@ -170,7 +168,7 @@ class Steps:
         self.workers, self.timeout = workers, timeout
         self._judge = Judge(mixture.sources, on_bad, report_path)
         self._processed = Processed(mixture.sources, encoder, 0 if workers else cache_bytes)
-        self._ahead = fetch_ahead(mixture)
+        self._ahead = make_prefetcher(mixture)
         self._steps: Generator[list[Any], None, None] | None = None
 
     @property
@@ -179,7 +177,7 @@ class Steps:
         return self._judge.report
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """The one endless stream; a second `iter` goes on where the first stopped."""
+        """The endless stream; a second `iter` continues where the first stopped."""
         if self._steps is None:
             self._steps = self._stream()
         return self._steps
@@ -198,17 +196,18 @@ class Steps:
 
 
 class Loader(Steps):
-    """Yields, for each step, the micro-batches of this rank, or what else `gather` makes of its rows.
+    """Yields, for each step, the micro-batches of this rank, or another result of `gather` for its rows.
 
     Step t takes the rows [start_row + t*G, start_row + (t+1)*G) of the mixture, G = `global_batch`; rank r of
-    `world` takes those from r G / world to (r + 1) G / world, rounded down: equal slices, or some with a row more,
-    for which the others have a place that is left out. A slice is cut into micro-batches of up to `micro_batch` rows.
-    A row that is left out makes its micro-batch smaller; an empty one is a fully masked row, so that all ranks run as
-    many forwards. Store `rows`, and give it back as `start_row`. For the rest see `Steps`.
+    `world` takes those from r G / world to (r + 1) G / world, rounded down: slices of equal length, or some with one
+    row more, for which the other ranks count a row as left out. A slice is cut into micro-batches of up to
+    `micro_batch` rows. A row that is left out makes its micro-batch smaller; an empty one is a fully masked row, so
+    that all ranks run the same number of forwards. To resume, pass the stored `rows` as `start_row`. For the other
+    arguments see `Steps`.
 
-    `gather(rows, micro_batch, pad_id)` is given the (number in the stream, sample or None) of a step's rows; with
-    `neighbours` and several ranks also `before=`, the nearest sample before them in the step, whose last row comes
-    before its first (None: other ranks have none).
+    `gather(rows, micro_batch, pad_id)` receives (number in the stream, sample or None) for each row of the step; with
+    `neighbours` and several ranks also `before=`, the nearest sample before them in the step, which is cyclic (None:
+    the other ranks have none).
     """
 
     def __init__(
@@ -233,51 +232,51 @@ class Loader(Steps):
         super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
         self.micro_batch, self.global_batch, self.rows, self.gather = micro_batch, global_batch, start_row, gather
         first, stop = (global_batch * nth // world for nth in (rank, rank + 1))
-        self.mine = range(first, stop)  # of each step
-        self.others = global_batch - len(self.mine) if neighbours else 0  # rows that `before` may be one of
+        self.mine = range(first, stop)  # this rank's rows of each step
+        self.others = global_batch - len(self.mine) if neighbours else 0  # number of candidates for `before`
 
     def at(self, number: int) -> Any:
-        """What is made of a row of the stream, by its number. Raises its error."""
-        [made] = self._processed[[self.mixture.row(number)]]
-        if isinstance(made, DataError):
-            raise made
-        return made
+        """The encoded row with this number in the stream. Raises its error."""
+        [encoded] = self._processed[[self.mixture.row(number)]]
+        if isinstance(encoded, DataError):
+            raise encoded
+        return encoded
 
     def _stream(self) -> Generator[list[Any], None, None]:
         first = self.mine.start
-        others = [(first - n) % self.global_batch for n in range(1, self.others + 1)]  # the nearest one before first
+        others = [(first - n) % self.global_batch for n in range(1, self.others + 1)]  # nearest row first
         numbers = [*self.mine, *others[:1]]
-        spare = [(-1, None)] * (-(-self.global_batch // self.world) - len(self.mine))  # for the row that others have
+        spare = [(-1, None)] * (-(-self.global_batch // self.world) - len(self.mine))  # if other ranks have one more
         places = _Places(self.mixture, self.rows, numbers, self.global_batch)
         chunks = _Chunks(places, len(numbers))
         if self.workers and numbers:
-            made = by_workers(self._processed, chunks, self.workers, self.timeout)
+            processed = run_workers(self._processed, chunks, self.workers, self.timeout)
         else:
-            made = (zip(chunk, self._processed[chunk], strict=True) for chunk in chunks)
-        rows = itertools.chain.from_iterable(made)
+            processed = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
+        rows = itertools.chain.from_iterable(processed)
         try:
             while True:
                 taken = [(self.rows + n, self._judge.admit(*next(rows))) for n in numbers]
-                more = {"before": taken.pop()[1] or self._nearest(others[1:])} if others else {}
-                gathered = self.gather(taken + spare, self.micro_batch, self.encoder.pad_id, **more)
+                neighbour = {"before": taken.pop()[1] or self._nearest(others[1:])} if others else {}
+                gathered = self.gather(taken + spare, self.micro_batch, self.encoder.pad_id, **neighbour)
                 self.rows += self.global_batch
                 if self._ahead is not None:
-                    self._ahead.at(self.rows)  # from the first step on: workers are forked by then
+                    self._ahead.at(self.rows)  # not before the first step: its thread must start after the forks
                 yield gathered
         finally:
             if self._ahead is not None:
                 self._ahead.close()
-            made.close()
+            processed.close()
 
     def _nearest(self, numbers: Sequence[int]) -> Any:
-        """The first of these rows of the step that is not left out; it is rare that one is asked for, and read here."""
+        """The first of these rows of the step that is not left out; rarely needed, and so read in this process."""
         places = (self.mixture.row(self.rows + n) for n in numbers)
         return next(filter(None, (self._judge.admit(place, *self._processed[[place]]) for place in places)), None)
 
 
 class _Places:
-    """The (source, row) of each row that a rank consumes, without end: of steps of `stride` rows, from the row `start`
-    on, those with `numbers`."""
+    """The endless sequence of (source, row) that a rank consumes: the rows `numbers` of each step, for steps of
+    `stride` rows from the row `start` on."""
 
     def __init__(self, mixture: Mixture, start: int, numbers: Sequence[int], stride: int) -> None:
         self.mixture, self.start, self.numbers, self.stride = mixture, start, numbers, stride
@@ -289,8 +288,8 @@ class _Places:
 
 
 class _Chunks:
-    """Places in pieces that are made together, each of up to `AT_ONCE` rows of one step of `step` rows. The sampler of
-    the worker processes too."""
+    """Places in chunks that are encoded together, each of up to `AT_ONCE` rows of one step of `step` rows. Also the
+    sampler of the worker processes."""
 
     def __init__(self, places: Iterable[Place], step: int) -> None:
         self.places, self.step = places, step
@@ -310,7 +309,7 @@ class _WithPlaces(Dataset):
 
 
 class Places(Protocol):
-    """Places in pieces that are made together, each of up to `step`: the sampler of worker processes."""
+    """The sampler of worker processes: places in chunks that are processed together, each of up to `step`."""
 
     @property
     def step(self) -> int: ...
@@ -318,12 +317,12 @@ class Places(Protocol):
     def __iter__(self) -> Iterator[list[Place]]: ...
 
 
-def by_workers(
+def run_workers(
     processed: Any, chunks: Places, workers: int, timeout: float = math.inf, ahead: int | None = None
 ) -> Generator[list[tuple[Place, Any]], None, None]:
-    """(place, what `processed` makes of it) in order, made by worker processes, `ahead` pieces each (None: about
-    :data:`AHEAD` rows). A worker that dies, or has not brought its next rows within `timeout` seconds, ends the run
-    with its name and the fix."""
+    """(place, result of `processed` for it) in order, computed by worker processes, each up to `ahead` chunks in
+    advance (None: about :data:`AHEAD` rows). Raises WorkerDied, with the worker and the fix, if a worker dies or
+    delivers no rows within `timeout` seconds."""
     outer = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(
@@ -335,12 +334,12 @@ def by_workers(
             prefetch_factor=ahead or max(2, AHEAD // min(AT_ONCE, chunks.step)),
             timeout=min(POLL, timeout / 4),
             worker_init_fn=_begin_worker,
-            # Its own generator: the loader must not draw from the run's, or the number of workers would change it.
+            # A separate generator: draws from the global one would make the run depend on the number of workers.
             generator=torch.Generator(),
         )
     )
-    # Torch answers a worker's death with an exception out of a signal handler, that is in the middle of whatever the
-    # trainer is doing, a checkpoint for example. Without it `next` notices, within five seconds.
+    # Torch reports a worker's death by an exception from a signal handler, which may interrupt any code of the trainer,
+    # a checkpoint for example. Without the handler `next` detects it within five seconds.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, outer)
     processes = list(getattr(stream, "_workers", ()))
@@ -365,24 +364,27 @@ def by_workers(
 
 def _begin_worker(worker: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    # A signal to the trainer's whole group (a terminal that closes, Ctrl-C) asks the trainer to save, which may need
-    # rows; and none that reaches a worker may ring the trainer's bell, which a fork shares.
+    # A signal to the trainer's process group (a closed terminal, Ctrl-C) makes the trainer save, which may need rows,
+    # so workers must not receive it. And a signal to a worker must not wake the trainer: forks share the wakeup pipe.
     signal.set_wakeup_fd(-1)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)
     trainer = multiprocessing.parent_process()
-    # Not os.getppid() where the trainer itself is the parent: it may have died before this line.
-    indirect = trainer is None or multiprocessing.get_start_method() == "forkserver"
-    parent = os.getppid() if indirect else trainer.pid
+    # os.getppid() would be wrong if the trainer is the parent and died before this line.
+    if trainer is None or multiprocessing.get_start_method() == "forkserver":
+        parent = os.getppid()
+    else:
+        assert trainer.pid is not None  # it has started
+        parent = trainer.pid
     threading.Thread(target=_end_with, args=(parent,), name="end with the trainer", daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent has ended, however that came about.
+    """End this process when its parent has ended for any reason.
 
-    Torch's worker notices too, but then waits for ever to hand its last rows over: nobody empties the pipe after a
-    `kill -9`. So not an orderly exit. Asked once a second, because a parent that is killed tells nobody, and Linux's
-    own signal for it comes when the *thread* that made the worker ends.
+    Torch's worker detects this too, but then waits forever to deliver its last rows, because no process reads the pipe
+    after a `kill -9`; hence no orderly exit. The parent is polled once a second, because a killed process sends no
+    signal, and Linux's parent-death signal comes when the *thread* that created the worker ends.
     """
     while os.getppid() == parent:
         time.sleep(1)
@@ -396,22 +398,22 @@ def _explain(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
     named = ", ".join(f"worker {n} (pid {process.pid}, {_fate(process.exitcode)})" for n, process in dead)
     return WorkerDied(
         f"data {named} died. A kill (signal 9) is mostly the machine running out of memory: lower data.workers or "
-        f"data.max_pixels. To see the fault itself, set data.workers=0, which reads in the training process"
+        f"data.max_pixels. To see the error itself, set data.workers=0, which reads in the training process"
     )
 
 
 def _hangs(processed: Any, chunks: Places, number: int, processes: list[Any], timeout: float) -> WorkerDied:
-    """The error of the `number`-th rows, which do not come: workers take turns. That one is ended."""
+    """The error if chunk `number` is not delivered; kills its worker, which follows from the round-robin order."""
     worker = number % len(processes)
     rows: dict[int, list[int]] = {}
     for source, row in next(itertools.islice(iter(chunks), number, None)):
         rows.setdefault(source, []).append(row)
-    named = ", ".join(f"{', '.join(map(str, found))} of {processed.sources[n].name}" for n, found in rows.items())
+    named = ", ".join(f"{', '.join(map(str, listed))} of {processed.sources[n].name}" for n, listed in rows.items())
     processes[worker].kill()
     return WorkerDied(
         f"data worker {worker} (pid {processes[worker].pid}) hangs: it did not bring row {named} "
-        f"in {WAITS * timeout:g} s (run.timeout: {timeout:g} s). Look at what is named "
-        "and its images (on a file system that answers?), or raise run.timeout"
+        f"in {WAITS * timeout:g} s (run.timeout: {timeout:g} s). Check these rows "
+        "and their images (does their file system answer?), or raise run.timeout"
     )
 
 

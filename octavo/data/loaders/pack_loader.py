@@ -1,9 +1,10 @@
-"""The stream of packs that a rank trains on: same packs for any number of ranks and workers, exact after a resume.
+"""The stream of packs of a rank: the same packs for any number of ranks and workers, exact after a resume.
 
-The rows of a mixture are taken a window at a time, the last window of an epoch with what is left of it, counted
-(:mod:`octavo.data.loaders.token_counts`) and put into packs (:mod:`octavo.data.batching.packing`), and the packs of a
-window come in an order of the seed's. So what the n-th pack holds follows from data, settings and seed alone, where a
-run is, from two numbers, window and pack, and how many packs an epoch has, from token counts (`PackLoader.count`).
+The rows of a mixture are taken window by window (the last window of an epoch is shorter), counted
+(:mod:`octavo.data.loaders.token_counts`) and packed (:mod:`octavo.data.batching.packing`), and the packs of a window
+come in an order that depends on the seed. So the content of the n-th pack depends only on data, settings and seed; the
+position of a run is two numbers, window and pack; and the number of packs in an epoch follows from token counts
+(`PackLoader.count`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from octavo.data.batching import packing
 from octavo.data.batching.collate import Place, collate_pack
 from octavo.data.encoding.encode import Encoder
 from octavo.data.errors import BadSample, DataError
-from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Steps, by_workers
+from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Steps, run_workers
 from octavo.data.loaders.token_counts import Counts, Lengths
-from octavo.data.order import Mixture, shuffled
+from octavo.data.order import Mixture, permutation
 
 
 class Pack(NamedTuple):
-    """Numbers of rows in the stream of a mixture, and the tokens of each that there is room for; 0 for one that is
-    known to be left out."""
+    """The numbers of rows in the stream of a mixture, and the tokens planned for each; 0 for one that is known to be
+    left out."""
 
     rows: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -39,13 +40,13 @@ _EMPTY = Pack((), ())
 class PackLoader(Steps):
     """Yields, for each step, the packs of this rank, each a micro-batch (`collate_pack`).
 
-    Step t takes `global_batch` packs of the stream, from `place` on. They are dealt to the `world` ranks by what they
-    cost; who has one less than others has an empty one, so that all ranks run as many forwards. A row that is bad or
-    too long leaves its place in its pack empty; it changes no other pack.
+    Step t takes `global_batch` packs of the stream, from `place` on. They are distributed to the `world` ranks by cost;
+    a rank with one pack less than others gets an empty one, so that all ranks run the same number of forwards. A row
+    that is bad or too long is missing in its pack; it changes no other pack.
 
-    `place` is that of the first pack after the steps that were yielded: (window, pack in it, checksum of the window's
-    packs). Store it, and give it back. `known`: what was counted of each data set. `shared`: how many ranks share the
-    tokens of a pack. For the rest see `Steps`.
+    `place` is the position of the first pack after the yielded steps: (window, pack in it, checksum of the window's
+    packs). To resume, pass the stored `place`. `known`: the token counts of each data set. `shared`: the number of
+    ranks that share the tokens of a pack. For the other arguments see `Steps`.
     """
 
     def __init__(
@@ -79,37 +80,38 @@ class PackLoader(Steps):
         return self._lengths.rows(window).start + sum(len(pack.rows) for pack in begun)
 
     def count(self, epochs: float) -> int:
-        """How many packs so many rounds of the mixture make, from its beginning; of the window that the last one ends
-        in, as large a part as of its rows. Nobody trains meanwhile: all workers count."""
+        """The number of packs in these rounds of the mixture, from its beginning; a last, partial window counts in
+        proportion to its rows. All workers count tokens, because no training runs meanwhile."""
         self._lengths.workers = self.workers
-        rows, found, window = epochs * self.mixture.round, 0, 0
-        while (own := self._lengths.rows(window)).start < rows:
-            share = min(1, (rows - own.start) / len(own))
-            found += ceil(round(share * len(self.packs(window)), 9))
+        rows, packs, window = epochs * self.mixture.round, 0, 0
+        while (window_rows := self._lengths.rows(window)).start < rows:
+            share = min(1, (rows - window_rows.start) / len(window_rows))
+            packs += ceil(round(share * len(self.packs(window)), 9))
             window += 1
-        return found
+        return packs
 
     def close(self) -> None:
-        """Stop the workers, and the process that counts."""
+        """Stop the workers, and the process that counts tokens."""
         super().close()
         self._lengths.close()
 
     def _packs(self, window: int) -> tuple[Pack, ...]:
-        """The packs of a window in the order in which they are trained on."""
+        """The packs of a window in training order."""
         lengths = self._lengths.of(window)
         good = [row for row, length in enumerate(lengths) if length]
         left = [row for row, length in enumerate(lengths) if not length]
-        found = packing.pack([lengths[row] for row in good], self.encoder.seq_length)
-        packs = [[good[n] for n in one] for one in found]
+        numbers = packing.pack([lengths[row] for row in good], self.encoder.seq_length)
+        packs = [[good[n] for n in one] for one in numbers]
         packs = packs or [[]]
-        for number, row in enumerate(left):  # who trains the pack says why
+        for number, row in enumerate(left):  # each is in some pack, whose rank reports why it is left out
             packs[number % len(packs)].append(row)
         first = self._lengths.rows(window).start
-        made = [Pack(tuple(first + row for row in one), tuple(lengths[row] for row in one)) for one in packs]
-        return tuple(made[n] for n in shuffled(len(made), self.mixture.seed, 4, window))
+        planned = [Pack(tuple(first + row for row in one), tuple(lengths[row] for row in one)) for one in packs]
+        return tuple(planned[n] for n in permutation(len(planned), self.mixture.seed, 4, window))
 
     def steps(self, place: tuple[int, int, int]) -> Iterator[tuple[list[Pack], tuple[int, int, int], int]]:
-        """(this rank's packs, the place behind the step, a checksum of all ranks') of each step, from a place on."""
+        """(this rank's packs, the place after the step, a checksum of the packs of all ranks) of each step, from a
+        place on."""
         stream = self._from(place)
         while True:
             step = list(islice(stream, self.global_batch))
@@ -117,8 +119,8 @@ class PackLoader(Steps):
             yield [step[n][0] for n in mine], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
 
     def _from(self, place: tuple[int, int, int]) -> Iterator[tuple[Pack, tuple[int, int, int]]]:
-        """Each pack of the stream, and the place behind it. Raises `DataError` where the window that a place lies in
-        makes other packs than it did."""
+        """Each pack of the stream, and the place after it. Raises `DataError` if the window of `place` now gives other
+        packs than before."""
         window, number, before = place
         while True:
             packs = self.packs(window)
@@ -127,7 +129,7 @@ class PackLoader(Steps):
                 rows = self._lengths.rows(window)
                 raise DataError(
                     f"rows {rows[0]} to {rows[-1]} of the order make other packs than they did when this "
-                    "checkpoint was written: one that could not be used then can be now, or the other way round. Put "
+                    "checkpoint was written: a row that could not be used then can be now, or the other way round. Put "
                     "its image or file back as it was, or begin a new run"
                 )
             for at in range(number, len(packs)):
@@ -136,43 +138,43 @@ class PackLoader(Steps):
 
     def _stream(self) -> Generator[list[Any], None, None]:
         chunks = _Chunks(self)
-        if self.workers and self.rank < self.global_batch:  # later ranks never have a row
-            made = by_workers(self._processed, chunks, self.workers, self.timeout)
+        if self.workers and self.rank < self.global_batch:  # higher ranks never have a row
+            processed = run_workers(self._processed, chunks, self.workers, self.timeout)
         else:
-            made = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
-        rows = chain.from_iterable(made)
+            processed = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
+        rows = chain.from_iterable(processed)
         try:
-            for mine, behind, plan in self.steps(self.place):
+            for mine, next_place, plan in self.steps(self.place):
                 spare = [_EMPTY] * (-(-self.global_batch // self.world) - len(mine))
                 batches = [self._batch(pack, rows, plan) for pack in [*mine, *spare]]
-                self.place = behind
+                self.place = next_place
                 if self._ahead is not None:
-                    # The files of this window are here since it was counted.
-                    self._ahead.at(self._lengths.rows(behind[0]).stop)
+                    # The files of this window were downloaded when its tokens were counted.
+                    self._ahead.at(self._lengths.rows(next_place[0]).stop)
                 yield batches
         finally:
             if self._ahead is not None:
                 self._ahead.close()
-            made.close()
+            processed.close()
 
     def _batch(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:
-        found = [self._judge.admit(*self._fitting(*next(rows), room)) for room in pack.lengths]
-        samples = [sample for sample in found if sample is not None]
+        admitted = [self._judge.admit(*self._check_length(*next(rows), room)) for room in pack.lengths]
+        samples = [sample for sample in admitted if sample is not None]
         return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan, self.shared)
 
-    def _fitting(self, place: Place, made: Any, room: int) -> tuple[Place, Any]:
-        """A row, or the error that it is where there is less room than it takes."""
-        if isinstance(made, DataError) or len(made.input_ids) <= room:
-            return place, made
+    def _check_length(self, place: Place, row: Any, room: int) -> tuple[Place, Any]:
+        """The row at a place, or a `BadSample` if it has more tokens than the `room` planned for it."""
+        if isinstance(row, DataError) or len(row.input_ids) <= room:
+            return place, row
         was = f"{room} were counted when packs were planned: did its image change?" if room else "it was left out then."
         return place, BadSample(
-            made.file, made.row, f"has {len(made.input_ids)} tokens, and {was} Empty the data cache (data.cache) and "
-            "start a new run", made.id,
+            row.file, row.row, f"has {len(row.input_ids)} tokens, and {was} Empty the data cache (data.cache) and "
+            "start a new run", row.id,
         )  # fmt: skip
 
 
 class _Chunks:
-    """The places of this rank's rows, in pieces that are made together: the sampler of the worker processes too."""
+    """The places of this rank's rows, in chunks that are encoded together; also the sampler of the worker processes."""
 
     step = AT_ONCE
 

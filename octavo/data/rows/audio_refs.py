@@ -1,6 +1,6 @@
-"""Sound in rows: where they name it, or hold it (:mod:`octavo.data.rows.media`), under `audio` or `audios`.
+"""Sounds in rows, by name or as bytes (:mod:`octavo.data.rows.media`), under `audio` or `audios`.
 
-What is in a file is read elsewhere (:mod:`octavo.data.encoding.audio`).
+:mod:`octavo.data.encoding.audio` decodes the files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PLACEHOLDER = "<audio>"
 
 
 class Recording(Inline):
-    """A file of sound whose bytes stand in the row itself."""
+    """A sound file whose bytes are in the row."""
 
     what: ClassVar[str] = "sound"
 

@@ -1,17 +1,16 @@
-"""Conversations, and the three ways in which people write them down.
+"""Conversations, and the formats in which rows write them.
 
-- `llava`: `{"id", "image"?, "conversations": [{"from": "human"|"gpt", "value"}]}`; each `<image>` in a value stands
-  for the next image.
+- `llava`: `{"id", "image"?, "conversations": [{"from": "human"|"gpt", "value"}]}`; each `<image>` in a value is the
+  place of the next image.
 - `sharegpt`: the same with more roles and an `images` list (`conversations` or `messages` as the key).
 - `messages`: `{"messages": [{"role", "content"}]}` or the bare list; content is text or a list of parts
   (`{"type": "text", "text"}`, `{"type": "image", "image"|"path"|"url"}`).
 - `alpaca`: `{"instruction", "input"?, "output", "system"?, "history"?: [[question, answer], ...], "images"?}`.
 
-The first three may hold `system`, a text, where no turn has that role, and what an assistant thinks beside what it
-says, as `reasoning_content` of its turn (or `reasoning`, `thinking`). An image is named by its file, or is there itself
-as {"bytes", "path"}; sounds are named likewise, under `audio` (:mod:`octavo.data.rows.audio_refs`), and videos under
-`video` (:mod:`octavo.data.rows.video_refs`). All become a `Conversation`. Nothing here opens an image or knows a
-tokenizer.
+The first three may have a text `system` if no turn has that role, and reasoning of the assistant as `reasoning_content`
+of a turn (or `reasoning`, `thinking`). An image is a file name, or the file as {"bytes", "path"}; the same holds for
+sounds under `audio` (:mod:`octavo.data.rows.audio_refs`) and videos under `video` (:mod:`octavo.data.rows.video_refs`).
+All become a `Conversation`. This module opens no image and uses no tokenizer.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from octavo.data.rows.media import file_named, locate, no_file
 from octavo.data.rows.tools import Call, calls_of, tools_of
 from octavo.data.rows.video_refs import VIDEO, VideoFile, VideoRef, check_video_part, with_rate
 
-Name = str | Picture  # of an image in a row: a file's name, or the file itself
+Name = str | Picture  # an image in a row: a file name, or the file itself
 PLACEHOLDER = "<image>"
-REASONING = ("reasoning_content", "reasoning", "thinking")  # names of what an assistant thinks, in a turn
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning in a turn
 ROLES = {
     "llava": {"human": "user", "gpt": "assistant", "system": "system"},
     "sharegpt": {
@@ -48,7 +47,7 @@ ROLES = {
     },
     "messages": {"user": "user", "assistant": "assistant", "system": "system", "tool": "tool"},
 }
-LEARNED = ("weight", "loss", "train")  # names of whether a turn is learned, in a turn
+LEARNED = ("weight", "loss", "train")  # keys of a turn for whether it is learned
 
 
 @dataclass(frozen=True)
@@ -60,17 +59,17 @@ class Text:
 
 @dataclass(frozen=True)
 class ImageRef:
-    """The place of an image: the n-th of the conversation's images, in reading order."""
+    """The place of an image; `index`: into the conversation's images, in reading order."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side says. `role` is system, user, assistant or tool; `parts` are texts, images, sounds and videos in
-    reading order; `calls`: of tools, by an assistant; `name` of the tool that answers, and id of the `call` that it
-    answers, where the row says them; `reasoning`: what an assistant thinks before it speaks, where the row has it
-    apart; not `learned`: context, as the row says."""
+    """One message. `role`: system, user, assistant or tool; `parts`: texts, images, sounds and videos in reading order;
+    `calls`: tool calls of an assistant; `name`, `call`: of a tool's answer, the tool's name and the id of the call, if
+    the row has them; `reasoning`: of an assistant, if the row has it in a separate field; not `learned`: the row marks
+    the turn as context."""
 
     role: str
     parts: tuple[Text | ImageRef | AudioRef | VideoRef, ...]
@@ -82,33 +81,33 @@ class Turn:
 
     @property
     def text(self) -> str:
-        """The turn's words, without its images."""
+        """All text of the turn, without its images."""
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row of a data set: its turns, the files of its images, sounds and videos in reading order, where it came
-    from, and the `tools` that it offers. The `given` first answers are context, and not learned."""
+    """One row of a data set: its turns, the files of its images, sounds and videos in reading order, its file and row
+    number, and the `tools` that it offers. The first `context_answers` answers are context and not learned."""
 
     turns: tuple[Turn, ...]
     images: tuple[ImageFile, ...] = ()
     source: str = ""
     row: int = 0
     id: str | None = None
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, object], ...] = ()
     sounds: tuple[SoundFile, ...] = ()
-    given: int = 0
+    context_answers: int = 0
     videos: tuple[VideoFile, ...] = ()
 
 
-def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
+def parse(raw: object, format: str, *, file: str | Path, row: int, images: Path) -> Conversation:
     """One decoded row as a `Conversation`.
 
-    `format` is llava, sharegpt, messages or alpaca; `images` is the folder that image names are relative to and may
-    not leave. Raises `BadSample`.
+    `format`: llava, sharegpt, messages or alpaca; `images`: the folder that image names are relative to and must stay
+    inside of. Raises `BadSample`.
     """
-    with naming(raw, file, row) as identity:
+    with bad_sample_context(raw, file, row) as identity:
         foreign.check_row(raw)
         turns, names = read_turns(raw, format)
         check_turns(turns)
@@ -116,53 +115,54 @@ def parse(raw: Any, format: str, *, file: str | Path, row: int, images: Path) ->
 
 
 def conversation_of(
-    raw: Any, turns: Sequence[Turn], names: Sequence[Name], images: Path, *, file: str | Path, row: int,
+    raw: object, turns: Sequence[Turn], names: Sequence[Name], images: Path, *, file: str | Path, row: int,
     identity: str | None, sounds: bool = True,
 ) -> Conversation:  # fmt: skip
-    """Turns with the files that they name, each inside the folder `images`, and the tools that the row `raw` offers;
-    without `sounds` the places of sounds stay empty. Raises `RowProblem` and `ImageProblem`."""
-    heard = SOUND.files(turns, images) if sounds else ()
+    """A conversation from turns, with the files that they name, each inside the folder `images`, and the tools of the
+    row `raw`; without `sounds` its sound files are not located. Raises `RowProblem` and `ImageProblem`."""
+    sound_files = SOUND.files(turns, images) if sounds else ()
     videos = VIDEO.files(turns, images, folders=True)
     tools = raw.get("tools") if isinstance(raw, dict) else None
     return Conversation(
         tuple(turns), find_images(names, images), str(file), row, identity,
-        () if tools in (None, "", []) else tools_of(tools), heard, videos=with_rate(videos, raw) if videos else (),
+        () if tools in (None, "", []) else tools_of(tools), sound_files,
+        videos=with_rate(videos, raw) if videos else (),
     )  # fmt: skip
 
 
 @contextmanager
-def naming(raw: Any, file: str | Path, row: int) -> Iterator[str | None]:
-    """Gives the row's id, and makes what is wrong with its turns or images a `BadSample` of that row."""
-    given = raw.get("id") if isinstance(raw, dict) else None
-    identity = str(given) if isinstance(given, str | int) else None
+def bad_sample_context(raw: object, file: str | Path, row: int) -> Iterator[str | None]:
+    """Yields the id of the row; a `RowProblem` or `ImageProblem` in the block becomes a `BadSample` of that row."""
+    value = raw.get("id") if isinstance(raw, dict) else None
+    identity = str(value) if isinstance(value, str | int) else None
     try:
         yield identity
     except (RowProblem, ImageProblem) as cause:
         raise BadSample(file, row, str(cause), identity) from cause
 
 
-def read_turns(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
+def read_turns(raw: object, format: str) -> tuple[list[Turn], list[Name]]:
     """The turns of a row and the names of its images, in reading order. Raises `RowProblem`."""
     if format == "alpaca":
-        raw = object_of(raw)
+        raw = require_object(raw)
         if "output" not in raw:
             raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; an alpaca row has instruction and output")
         files = {key: raw[key] for key in media_kinds.KEYS if key in raw}
         answer = {"role": "assistant", "content": _worded(raw, "output")}
-        turns, names = _from_messages({**files, "messages": [*instructed(raw), answer]})
-        return _placed(raw, turns), names
+        turns, names = _from_messages({**files, "messages": [*alpaca_messages(raw), answer]})
+        return _place_media(raw, turns), names
     turns, names = _from_messages(raw) if format == "messages" else _from_values(raw, format)
-    turns = _placed(raw, turns)
+    turns = _place_media(raw, turns)
     return [*_system(raw, turns), *turns], names
 
 
-def _placed(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
-    """Turns in which each sound and video of the row has its place. Raises `RowProblem`."""
-    return VIDEO.placed(raw, SOUND.placed(raw, turns, Text), Text)
+def _place_media(raw: object, turns: Sequence[Turn]) -> list[Turn]:
+    """Turns with a part for each sound and video of the row. Raises `RowProblem`."""
+    return VIDEO.place_files(raw, SOUND.place_files(raw, turns, Text), Text)
 
 
-def _system(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
-    """The turn that a row's `system` is, where no turn says it. Raises `RowProblem`."""
+def _system(raw: object, turns: Sequence[Turn]) -> list[Turn]:
+    """The turn for the key `system` of a row, unless a turn already has its text. Raises `RowProblem`."""
     words = _worded(raw, "system") if isinstance(raw, dict) else ""
     said = [turn.text for turn in turns if turn.role == "system"]
     if words and said and said != [words]:
@@ -170,12 +170,12 @@ def _system(raw: Any, turns: Sequence[Turn]) -> list[Turn]:
     return [Turn("system", (Text(words),))] if words and not said else []
 
 
-def instructed(raw: dict[str, Any]) -> list[dict[str, str]]:
-    """What an alpaca row asks, as messages: its system, its history, and its instruction with the input below it.
+def alpaca_messages(raw: dict[str, Any]) -> list[dict[str, str]]:
+    """The prompt of an alpaca row as messages: its system, its history, and its instruction followed by the input.
     Raises `RowProblem`."""
     system, *pieces = (_worded(raw, key) for key in ("system", "instruction", "input"))
-    asked = "\n".join(filter(None, pieces))
-    if not asked.strip() and not raw.get("image") and not raw.get("images"):  # of a pair, an image may be all
+    question = "\n".join(filter(None, pieces))
+    if not question.strip() and not raw.get("image") and not raw.get("images"):  # the question may be only an image
         raise RowProblem("has an empty 'instruction' and no 'input', so nothing is asked; fill one, or remove the row")
     history = raw.get("history") or []
     if not isinstance(history, list) or any(
@@ -185,7 +185,7 @@ def instructed(raw: dict[str, Any]) -> list[dict[str, str]]:
         raise RowProblem(f"has the history {shown(history)}; expected a list of [question, answer]")
     said = [("user" if n == 0 else "assistant", words) for pair in history for n, words in enumerate(pair)]
     turns = [("system", system)] if system else []
-    return [{"role": role, "content": content} for role, content in (*turns, *said, ("user", asked))]
+    return [{"role": role, "content": content} for role, content in (*turns, *said, ("user", question))]
 
 
 def _worded(raw: dict[str, Any], key: str) -> str:
@@ -196,13 +196,14 @@ def _worded(raw: dict[str, Any], key: str) -> str:
 
 
 def find_images(names: Sequence[Name], folder: Path) -> tuple[ImageFile, ...]:
-    """The files that names mean, each looked up once. Raises `ImageProblem`."""
+    """The files of image names, each located once. Raises `ImageProblem`."""
     places = {name: name if isinstance(name, Picture) else locate(folder, name) for name in dict.fromkeys(names)}
     return tuple(places[name] for name in names)
 
 
-def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
-    raw = object_of(raw)
+def _from_values(row: object, format: str) -> tuple[list[Turn], list[Name]]:
+    """Turns of llava and sharegpt rows (from/value). Raises `RowProblem`."""
+    raw = require_object(row)
     key = _turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
     names = image_names(raw, format)
     left = iter(range(len(names)))
@@ -221,15 +222,14 @@ def _from_values(raw: Any, format: str) -> tuple[list[Turn], list[Name]]:
             continue
         seen += turn["value"].count(PLACEHOLDER)
         learned = is_learned(turn, number)
-        turns.append(Turn(role, split(turn["value"], left), reasoning=reasoning, learned=learned))
+        turns.append(Turn(role, split_at_images(turn["value"], left), reasoning=reasoning, learned=learned))
     match_count(seen, len(names))
     return turns, names
 
 
-def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
-    if isinstance(raw, list):
-        raw = {"messages": raw}
-    raw = object_of(raw)
+def _from_messages(row: object) -> tuple[list[Turn], list[Name]]:
+    """Turns of rows with messages (role/content). Raises `RowProblem`."""
+    raw = require_object({"messages": row} if isinstance(row, list) else row)
     key = _turn_key(raw, ("messages", "conversations", "conversation"), "messages")
     listed = image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
     names: list[Name] = [] if listed is None else listed
@@ -262,10 +262,10 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
             foreign.check_part(part, number, role)
             if text is not None and listed is not None:
                 seen += text.count(PLACEHOLDER)
-                parts.extend(split(text, left))
+                parts.extend(split_at_images(text, left))
             elif text is not None:
                 parts.append(Text(text))
-            elif image is None:  # {"type": "image"}: the next of the row's own list
+            elif image is None:  # {"type": "image"}: the next of the row's list
                 seen += 1
                 parts.append(ImageRef(next(left, -1)))
             elif listed is not None:
@@ -287,61 +287,63 @@ def _from_messages(raw: Any) -> tuple[list[Turn], list[Name]]:
 
 
 def _check_keys(turn: dict[str, Any], number: int, calls: Sequence[str], instead: str) -> None:
-    """That a turn has nothing that would be passed over: calls of tools as rows of another kind write them, or files
-    of its own. Raises `RowProblem`."""
-    if found := next((key for key in calls if turn.get(key)), None):
-        raise RowProblem(f"turn {number} has {found}, which rows of this kind do not read; write calls as {instead}")
-    if found := next((key for key in media_kinds.KEYS if turn.get(key)), None):
-        raise RowProblem(f"turn {number} has {found}; list files in the row, or write the content as parts")
+    """Check that a turn has no keys that would be ignored: tool calls in the style of another format, or files. Raises
+    `RowProblem`."""
+    if key := next((key for key in calls if turn.get(key)), None):
+        raise RowProblem(f"turn {number} has {key}, which rows of this kind do not read; write calls as {instead}")
+    if key := next((key for key in media_kinds.KEYS if turn.get(key)), None):
+        raise RowProblem(f"turn {number} has {key}; list files in the row, or write the content as parts")
 
 
 def is_learned(turn: dict[str, Any], number: int) -> bool:
-    """Whether an assistant's turn is learned: 1 or true, 0 or false, which makes it context. Raises `RowProblem`."""
-    given = {key: turn[key] for key in LEARNED if turn.get(key) is not None}
-    for key, value in given.items():
+    """Whether an assistant's turn is learned: 1 or true; 0 or false makes it context. Raises `RowProblem`."""
+    flags = {key: turn[key] for key in LEARNED if turn.get(key) is not None}
+    for key, value in flags.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise RowProblem(f"turn {number} has the {key} {shown(value)}; expected 1 or 0, true or false")
-    return all(given.values())
+    return all(flags.values())
 
 
 def reasoning_of(turn: dict[str, Any], role: str, number: int) -> str | None:
-    """What a turn has as its reasoning; blank is none. Raises `RowProblem`."""
-    given = {key: turn[key] for key in REASONING if turn.get(key) is not None}
-    for key, value in given.items():
+    """The reasoning of a turn; None if it is absent or blank. Raises `RowProblem`."""
+    fields = {key: turn[key] for key in REASONING if turn.get(key) is not None}
+    for key, value in fields.items():
         if not isinstance(value, str):
             raise RowProblem(f"turn {number} has the {key} {shown(value)}; expected text")
-    found = {value for value in given.values() if value.strip()}
-    if len(found) > 1:
-        raise RowProblem(f"turn {number} has reasoning of its own in {' and '.join(given)}; keep one of them")
-    if found and role != "assistant":
+    texts = {value for value in fields.values() if value.strip()}
+    if len(texts) > 1:
+        raise RowProblem(f"turn {number} has different reasoning in {' and '.join(fields)}; keep one of them")
+    if texts and role != "assistant":
         raise RowProblem(
-            f"turn {number}, of the {role}, has {next(iter(given))}; only an assistant's turn has reasoning"
+            f"turn {number}, of the {role}, has {next(iter(fields))}; only an assistant's turn has reasoning"
         )
-    return next(iter(found), None)
+    return next(iter(texts), None)
 
 
-def _part(part: Any, number: int) -> tuple[str | None, Name | None]:
+def _part(part: object, number: int) -> tuple[str | None, Name | None]:
     """(text, None) of a text part, (None, name or None) of an image part."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"], None
+    fields = part if isinstance(part, dict) else {}
+    kind, text = fields.get("type"), fields.get("text")
+    if kind == "text" and isinstance(text, str):
+        return text, None
     if kind == "image":
-        given = [part[key] for key in ("image", "path", "url") if not no_file(part.get(key))]
+        files = [fields[key] for key in ("image", "path", "url") if not no_file(fields.get(key))]
     elif kind == "image_url":
-        inner = part.get("image_url")
-        given = [inner.get("url") if isinstance(inner, dict) else inner]
+        inner = fields.get("image_url")
+        files = [inner.get("url") if isinstance(inner, dict) else inner]
     else:
         raise RowProblem(f"turn {number} has the part {shown(part)}; expected type text, image, audio or video")
-    if not given:
+    if not files:
         return None, None
-    name = file_named(given[0], Picture) if len(given) == 1 else None
+    name = file_named(files[0], Picture) if len(files) == 1 else None
     if name is None:
         raise RowProblem(f"turn {number} has the image part {shown(part)}; expected one path in image, path or url")
     return None, name
 
 
-def split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
-    """Cut a text at its placeholders; each takes the next image number (-1 when none is left: counted later)."""
+def split_at_images(text: str, left: Iterator[int]) -> tuple[Text | ImageRef, ...]:
+    """Split a text at its placeholders; each takes the next image index from `left` (-1 if none is left, which
+    `match_count` refuses later)."""
     parts: list[Text | ImageRef] = []
     for number, piece in enumerate(text.split(PLACEHOLDER)):
         if number:
@@ -352,29 +354,29 @@ def split(text: str, left: Any) -> tuple[Text | ImageRef, ...]:
 
 
 def image_names(raw: dict[str, Any], format: str) -> list[Name]:
-    """The row's image list. `image` and `images` may each hold one name or a list; not both may be there."""
-    given = {key: raw[key] for key in media_kinds.IMAGE.keys if raw.get(key) not in (None, [], "")}
-    if len(given) > 1:
+    """The image list of a row: `image` or `images`, each a name or a list of names. Raises `RowProblem`."""
+    listed = {key: raw[key] for key in media_kinds.IMAGE.keys if raw.get(key) not in (None, [], "")}
+    if len(listed) > 1:
         raise RowProblem("has both 'image' and 'images'; keep one of them")
-    if format == "llava" and "images" in given:
+    if format == "llava" and "images" in listed:
         raise RowProblem("has 'images', but llava rows write 'image'; set format: sharegpt for this data set")
-    for key, value in given.items():
+    for key, value in listed.items():
         names = [file_named(one, Picture) for one in (value if isinstance(value, list) else [value])]
-        if (found := [name for name in names if name is not None]) != names:
+        if (valid := [name for name in names if name is not None]) != names:
             raise RowProblem(f"{key!r} is {shown(value)}; expected a file name or a list of file names")
-        return found
+        return valid
     return []
 
 
 def _turn_key(raw: dict[str, Any], keys: tuple[str, ...], format: str) -> str:
     present = [key for key in keys if key in raw]
     if len(present) != 1:
-        found = f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {shown(sorted(map(str, raw)))}"
-        raise RowProblem(f"has {found}; a {format} row has one of {', '.join(map(repr, keys))}")
+        problem = f"both {present[0]!r} and {present[1]!r}" if present else f"the keys {shown(sorted(map(str, raw)))}"
+        raise RowProblem(f"has {problem}; a {format} row has one of {', '.join(map(repr, keys))}")
     return present[0]
 
 
-def _role(name: Any, format: str, number: int) -> str:
+def _role(name: object, format: str, number: int) -> str:
     known = ROLES[format]
     if not isinstance(name, str) or name not in known:
         raise RowProblem(f"turn {number} has the unknown role {shown(name)}; {format} knows {', '.join(known)}")
@@ -389,7 +391,8 @@ def match_count(placeholders: int, images: int) -> None:
 
 
 def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
-    """What any conversation must be, and with `answered` one to learn from. Raises `RowProblem`."""
+    """Check the structure of a conversation, and with `answered` that it has an answer to learn. Raises
+    `RowProblem`."""
     if not turns:
         raise RowProblem("the conversation is empty")
     spoken = [turn for turn in turns if turn.role != "system"]
@@ -400,25 +403,26 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
     if spoken and spoken[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):
-        if half_character(turn.text + (turn.reasoning or "")):
+        if has_lone_surrogate(turn.text + (turn.reasoning or "")):
             raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
         if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
             raise RowProblem(f"turn {number} is an assistant turn without text")
     foreign.check_texts(text for turn in turns for text in (turn.text, turn.reasoning or ""))
 
 
-def half_character(text: str) -> bool:
-    """Whether a text holds a lone surrogate, which no tokenizer takes."""
+def has_lone_surrogate(text: str) -> bool:
+    """Whether a text has a lone surrogate, which no tokenizer accepts."""
     return not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def object_of(raw: Any) -> dict[str, Any]:
+def require_object(raw: object) -> dict[str, Any]:
+    """The row, if it is an object. Raises `RowProblem`."""
     if not isinstance(raw, dict):
         raise RowProblem(f"is {shown(raw)}; expected an object with the conversation")
     return raw
 
 
-def _list(value: Any, name: str, expected: str = "a list") -> list[Any]:
+def _list(value: object, name: str, expected: str = "a list") -> list[Any]:
     if not isinstance(value, list):
         raise RowProblem(f"{name} is {shown(value)}; expected {expected}")
     return value

@@ -1,9 +1,9 @@
-"""What rows of other frameworks say that rows here do not: refused by name, with what to write instead.
+"""Row features of other frameworks that Octavo does not support: refused by name, with the supported alternative.
 
-Keys that choose what is learned (ms-swift, Axolotl, LLaMA-Factory, verl, torchtune, NeMo), boxes that replace
-placeholders (ms-swift), and turns or parts that were written as JSON text to fit into one column. Passed over in
-silence each would train on something else. A key that says what holds here anyway, such as `loss_mask: 1` of an
-assistant's turn, does no harm and is not refused.
+They are keys that choose what is learned (ms-swift, Axolotl, LLaMA-Factory, verl, torchtune, NeMo), boxes that replace
+placeholders (ms-swift), and turns or parts that were written as JSON text to fit into one column. If ignored, each
+would train on something else. A key that agrees with the default, such as `loss_mask: 1` in an assistant's turn, is
+harmless and not refused.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from octavo.base.safe_read import Unreadable, parse_json
 from octavo.data.errors import RowProblem, shown
 
 CONTEXT = 'an assistant\'s turn that is not learned has "weight": 0'
-PLACEHOLDERS = {"<ref-object>": "</ref-object>", "<bbox>": "</bbox>"}  # and what shows that a text has them as a tag
+PLACEHOLDERS = {"<ref-object>": "</ref-object>", "<bbox>": "</bbox>"}  # with a closing tag they are no placeholders
 _TURN_LISTS = ("messages", "conversations", "conversation")
 _PART_TYPES = ("text", "image", "image_url", "audio", "video", "video_url", "input_text", "input_image")
 
 
-def _flag(value: Any) -> bool | None:
-    """A flag or 0 and 1; None for another value."""
+def _flag(value: object) -> bool | None:
+    """A bool, or 0 and 1 as one; None for another value."""
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
-def _opposite(value: Any) -> bool | None:
+def _opposite(value: object) -> bool | None:
     flag = _flag(value)
     return None if flag is None else not flag
 
 
-#: keys of turns -> whether a value says that the turn is learned (None: it says something else)
-_LEARNED: dict[str, Callable[[Any], bool | None]] = {
+#: keys of turns -> whether a value means that the turn is learned (None: it means something else)
+_LEARNED: dict[str, Callable[[object], bool | None]] = {
     **dict.fromkeys(("loss_mask", "loss_scale", "loss_weight", "training", "trainable"), _flag),
     "masked": _opposite,
     **dict.fromkeys(("mask", "train_detail", "training_detail"), lambda value: None),
@@ -40,7 +40,8 @@ _OF_ROW = ("loss_mask", "loss_scale", "loss_weight", "train_detail", "training_d
 
 
 def check_turn(turn: dict[str, Any], number: int, role: str) -> None:
-    """That no key of another framework says otherwise than `role` what of a turn is learned. Raises `RowProblem`."""
+    """Check that no key of another framework contradicts the rule that assistant turns are learned. Raises
+    `RowProblem`."""
     for key, says in _LEARNED.items():
         value = turn.get(key)
         if value in (None, "", []) or says(value) == (role == "assistant"):
@@ -58,9 +59,9 @@ def check_turn(turn: dict[str, Any], number: int, role: str) -> None:
         )
 
 
-def check_part(part: Any, number: int, role: str) -> None:
-    """That a part of text does not say, by a key of its own, whether it is learned (Axolotl): parts of a turn cannot be
-    chosen. Raises `RowProblem`."""
+def check_part(part: object, number: int, role: str) -> None:
+    """Check that no text part has a key that chooses whether it is learned (Axolotl), which works only for whole turns
+    here. Raises `RowProblem`."""
     if not isinstance(part, dict) or part.get("type") != "text":
         return
     for key in (*_LEARNED, "train", *(("weight", "loss") if role == "assistant" else ())):
@@ -72,20 +73,20 @@ def check_part(part: Any, number: int, role: str) -> None:
             )
 
 
-def check_variables(raw: Any) -> None:
-    """That a row has no variables of its own for the chat template, as TRL reads them. Raises `RowProblem`."""
-    given = raw.get("chat_template_kwargs") if isinstance(raw, dict) else None
-    if given in (None, "", "{}") or (isinstance(given, dict) and all(value is None for value in given.values())):
+def check_variables(raw: object) -> None:
+    """Check that a row has no variables for the chat template, as TRL supports. Raises `RowProblem`."""
+    kwargs = raw.get("chat_template_kwargs") if isinstance(raw, dict) else None
+    if kwargs in (None, "", "{}") or (isinstance(kwargs, dict) and all(value is None for value in kwargs.values())):
         return
     raise RowProblem(
-        f"has the chat_template_kwargs {shown(given)}, which are not read: all rows are written with the variables of "
+        f"has the chat_template_kwargs {shown(kwargs)}, which are not read: all rows are written with the variables of "
         "data.template_args"
     )
 
 
-def check_row(raw: Any) -> None:
-    """That a row which is learned has no key of its own that chooses what is learned, and no boxes for placeholders.
-    Raises `RowProblem`."""
+def check_row(raw: object) -> None:
+    """Check that a row has no variables, no key that chooses what is learned, and no boxes for placeholders. Raises
+    `RowProblem`."""
     check_variables(raw)
     if not isinstance(raw, dict):
         return
@@ -103,16 +104,16 @@ def check_row(raw: Any) -> None:
         )
 
 
-def _is_mask(value: Any) -> bool:
-    """Whether the `mask` of a row chooses what is learned: the role that is not, unless that is the user, or a list of
-    0 and 1. It may be the name of a file too, or polygons."""
+def _is_mask(value: object) -> bool:
+    """Whether the key `mask` of a row chooses what is learned: it names a role other than the user that is not learned,
+    or is a list of 0 and 1. It may also be a file name, or polygons."""
     if isinstance(value, str):
         return value.strip().lower() in ("assistant", "gpt", "model", "bot", "system", "none")
     return isinstance(value, list) and bool(value) and all(_flag(one) is not None for one in value)
 
 
 def check_texts(texts: Iterable[str]) -> None:
-    """That no text has a placeholder that other frameworks replace by a box or a name. Raises `RowProblem`."""
+    """Check that no text has a placeholder that other frameworks replace by a box or a name. Raises `RowProblem`."""
     whole = "\n".join(texts)
     for mark, closing in PLACEHOLDERS.items():
         if mark in whole and closing not in whole:
@@ -123,7 +124,7 @@ def check_texts(texts: Iterable[str]) -> None:
 
 
 def check_part_text(text: str, where: str) -> None:
-    """That the text of a turn is not its list of parts written as JSON. Raises `RowProblem`."""
+    """Check that the text of a turn is not a list of parts written as JSON. Raises `RowProblem`."""
     if _is_json(text, lambda one: one.get("type") in _PART_TYPES and len(one) > 1):
         raise RowProblem(
             f"{where} is a list of parts written as JSON text ({shown(text)}); write the list itself (a Json() column "
@@ -132,7 +133,7 @@ def check_part_text(text: str, where: str) -> None:
 
 
 def check_turn_text(text: str) -> None:
-    """That a text which one turn says is not a list of turns written as JSON. Raises `RowProblem`."""
+    """Check that the text of one turn is not a list of turns written as JSON. Raises `RowProblem`."""
     if _is_json(text, lambda one: {"role", "content"} <= one.keys() or {"from", "value"} <= one.keys()):
         raise RowProblem(
             f"has turns written as JSON text ({shown(text)}); write the list itself (a Json() column of datasets is "
@@ -141,7 +142,7 @@ def check_turn_text(text: str) -> None:
 
 
 def _is_json(text: str, entry: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether a text is a JSON list of objects that are all an `entry`."""
+    """Whether a text is a JSON list of objects for which `entry` is true."""
     head = text[:64].lstrip()
     if not head.startswith("[") or not head[1:].lstrip().startswith("{"):
         return False
@@ -153,11 +154,11 @@ def _is_json(text: str, entry: Callable[[dict[str, Any]], bool]) -> bool:
 
 
 def with_turns(raw: dict[str, Any]) -> dict[str, Any]:
-    """A row whose turns, where they are JSON text, are the list that it says: CSV has no other way to hold one."""
+    """A row whose turns, if they are JSON text, are parsed to a list: CSV has no other way to hold a list."""
     texts = {key: raw[key] for key in _TURN_LISTS if isinstance(raw.get(key), str) and raw[key].lstrip()[:1] == "["}
     for key, text in texts.items():
         try:
             raw = {**raw, key: parse_json(text, key, Unreadable, list)}
-        except Unreadable:  # what it is instead is reported where turns are read
+        except Unreadable:  # the error is reported where turns are read
             continue
     return raw

@@ -1,4 +1,4 @@
-"""Images, opened without trusting them."""
+"""Untrusted images, decoded to RGB."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from octavo.base.safe_read import read_bytes
 from octavo.data.errors import DataError, ImageProblem
 from octavo.data.rows.media import Inline
 
-ORIENTATION = 0x0112  # in EXIF: from 5 on width is height
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # none of them starts a program
+ORIENTATION = 0x0112  # EXIF tag; its values 5 to 8 swap width and height
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")  # no decoder starts a program
 
 
 class Picture(Inline):
-    """An image file whose bytes stand in the row itself."""
+    """An image file whose bytes are in the row."""
 
     what: ClassVar[str] = "image"
 
@@ -34,20 +34,20 @@ ImageFile = Path | Picture
 
 @cache
 def _known() -> list[str]:
-    """Of `FORMATS` those that this Pillow has."""
+    """The `FORMATS` that the installed Pillow supports."""
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
 
 
 def load(path: str | ImageFile, max_megapixels: float = 100.0) -> Image.Image:
-    """Open an image file, or one in a row, as RGB, upright (EXIF orientation applied): of an animation or a file of
+    """Decode an image file, or an image in a row, as RGB with the EXIF orientation applied; of an animation or several
     pages the first.
 
-    The format is one of `FORMATS`, whatever the file is called: of all others, those that start a program (EPS) among
-    them, no byte is looked at. The size is read from the header and checked before a pixel is decoded, so that a
-    decompression bomb costs nothing. Colours are sRGB as stored, profiles are not applied; what is transparent shows
-    white; greys of more than 8 bits are scaled (`_grey`). Raises `ImageProblem` for a bomb, for what is broken,
-    truncated or no image, and for pixels that do not say what they mean.
+    The format is recognized by content and must be one of `FORMATS`; no other decoder, some of which start a program
+    (EPS), runs. The size is read from the header and checked before a pixel is decoded, so that a decompression bomb
+    costs nothing. Colours are taken as sRGB, without color profiles; transparent pixels become white; grey values of
+    more than 8 bits are scaled (`_grey`). Raises `ImageProblem` for a bomb, for a file that is broken, truncated or not
+    an image, and for pixels without a defined black and white.
     """
     with _opened(path, max_megapixels) as image:
         facts = _Facts(image)
@@ -57,17 +57,17 @@ def load(path: str | ImageFile, max_megapixels: float = 100.0) -> Image.Image:
 
 
 def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int]:
-    """(width, height) by the header alone, upright. Raises `ImageProblem` as `load` does."""
+    """(width, height) from the header, with the EXIF orientation applied. Raises `ImageProblem` as `load` does."""
     with _opened(path, max_megapixels) as image:
         exif = Image.Exif()
-        exif.load(image.info.get("exif"))  # getexif() would decode a PNG to look behind its pixels
+        exif.load(image.info.get("exif") or b"")  # getexif() would decode a PNG to read data after its pixels
         width, height = image.size
         return (height, width) if exif.get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
 
 
 def _file(path: str | ImageFile) -> str | Path | BytesIO:
-    """What Pillow opens. Raises DataError for an encrypted file that is damaged or whose key is not given, and for a
-    plain one in its place."""
+    """What Pillow opens: a path, or bytes. Raises DataError for an encrypted file that is damaged or has no key, and
+    for a plain file in place of an encrypted one."""
     if isinstance(path, Picture):
         return BytesIO(path.data)
     if is_encrypted(path):
@@ -95,39 +95,41 @@ def _opened(path: str | ImageFile, max_megapixels: float) -> Iterator[Image.Imag
         except DataError:
             raise
         except UnidentifiedImageError as cause:
-            raise ImageProblem(f"image {path} cannot be decoded (UnidentifiedImageError: its header is that of none of "
+            raise ImageProblem(f"image {path} cannot be decoded (UnidentifiedImageError: its header matches none of "
                                f"{', '.join(known)}); convert it to one of them") from cause  # fmt: skip
-        # Decoders raise whatever their parsing runs into (struct.error, SyntaxError, IndexError ...); each of
-        # these means the same here, and the cause stays in the message and in the chain.
+        # Decoders raise errors of many classes for a broken file (struct.error, SyntaxError, IndexError ...); all mean
+        # the same here, and the cause is kept in the message and in the chain.
         except Exception as cause:
             raise ImageProblem(f"image {path} cannot be decoded ({type(cause).__name__}: {cause})") from cause
 
 
 @contextmanager
 def _own_bomb_limit() -> Iterator[None]:
-    """Pillow's own limit is a global of 89 megapixels; ours is configured and checked above."""
+    """Switch off Pillow's limit in the block, a global of 89 megapixels; `_opened` checks the configured one."""
     before, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # e.g. corrupt EXIF: the pixels decide
+            warnings.simplefilter("ignore")  # e.g. corrupt EXIF, which does not matter for the pixels
             yield
     finally:
         Image.MAX_IMAGE_PIXELS = before
 
 
 class _Facts:
-    """What only the file knows of its pixels: Pillow drops it when it decodes or turns them.
+    """Properties of the stored pixels that Pillow drops when it decodes or rotates them.
 
-    `black`, `white`: the values of a grey of more than 8 bits. `key`: the value that is transparent, or None.
+    `black`, `white`: the limits of grey values of more than 8 bits. `key`: the transparent value, or None.
     """
 
     def __init__(self, image: Image.Image) -> None:
-        raw = image.tile[0][3] if image.tile else None  # how samples lie in the file; for some formats no string
+        tile = getattr(image, "tile", None)
+        raw = tile[0][3] if tile else None  # the layout of samples in the file; in some formats not a string
         self.key = image.info.get("transparency")
         if image.format == "PNG" and self.key is not None:
             if raw == "RGB;16B":
                 raise ImageProblem("names a transparent colour in 16 bits, of which 8 are read; save it with alpha")
-            self.key *= {"L;2": 85, "L;4": 17}.get(raw, 1)  # a sample of 2 or 4 bits was scaled to 8, its key was not
+            # Pillow scales samples of 2 and 4 bits to 8, but not the transparent key.
+            self.key *= {"L;2": 85, "L;4": 17}.get(str(raw), 1)
         tags = getattr(image, "tag_v2", {})  # of a TIFF
         if 2 in tags.get(SAMPLEFORMAT, ()):
             raise ImageProblem("is a TIFF of signed integers, which names no black and no white; save it unsigned")
@@ -144,22 +146,22 @@ def _rgb(image: Image.Image, facts: _Facts) -> Image.Image:
         image.info["transparency"] = facts.key
     if not image.has_transparency_data:
         return image if image.mode == "RGB" else image.convert("RGB")
-    if image.mode == "La":  # Pillow knows this way alone
+    if image.mode == "La":  # the only conversion of this mode in Pillow
         image = image.convert("LA")
     return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA")).convert("RGB")
 
 
 def _grey(image: Image.Image, facts: _Facts) -> Image.Image:
-    """Greys of more than 8 bits, from black to white: as many bits as the file says, unsigned. Floats are 0 to 1, or
-    whole numbers up to 255 (an image of 8 bits, turned into floats); others mean what nobody wrote down."""
+    """Grey values of more than 8 bits, scaled from black to white: unsigned, with as many bits as the file has. Floats
+    must be 0 to 1, or whole numbers up to 255 (an 8-bit image stored as floats). Raises `ImageProblem` for others."""
     values = np.asarray(image)
     if image.mode == "I" and facts.white + facts.black == 2**32 - 1:
-        values = values.view(np.uint32)  # Pillow has no such mode, and calls the bits signed
+        values = values.view(np.uint32)  # Pillow has no unsigned mode and reads the bits as signed
     black, white = facts.black, facts.white
     low, high = values.min(), values.max()
     if image.mode == "F" and high > 1 and black < white and (values == np.rint(values)).all():
         white = 255
-    if not (min(black, white) <= low and high <= max(black, white)):  # nor where one is NaN
+    if not (min(black, white) <= low and high <= max(black, white)):  # also true for NaN
         raise ImageProblem(f"holds {image.mode} values from {low:g} to {high:g}, where {black} would be black and "
                            f"{white} white; save it with 8 or 16 bits")  # fmt: skip
     grey = np.rint((values.astype(np.float64) - black) * (255 / (white - black))).astype(np.uint8)

@@ -1,8 +1,8 @@
-"""Files in rows: how a row names them or holds them, and where they may be.
+"""Media files in rows: by name or as bytes, and the folder that they must be in.
 
-A row lists its files of a kind under one of two keys (a file's name, {"bytes", "path"} as `datasets` writes files that
-stand in the rows themselves, or several), and a placeholder in its text, or a part of that type, is the place of the
-next; or a part names its own file.
+A row lists its files of a kind under one of two keys: a file name, {"bytes", "path"} as `datasets` writes files inside
+rows, or a list of these. A placeholder in its text, or a part of that type, is the place of the next one; or a part
+names its file itself.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from octavo.data.errors import ImageProblem, RowProblem, shown
 
 @dataclass(frozen=True)
 class Inline:
-    """A file by its bytes. `name`: what it was called, if at all."""
+    """A file as bytes. `name`: its original name, or ""."""
 
     data: bytes
     name: str = ""
     what: ClassVar[str] = "file"
 
     def __str__(self) -> str:
-        """A name that tells it from others."""
+        """A name for messages that identifies the content."""
         return f"{self.name or self.what} ({hashlib.sha256(self.data).hexdigest()[:12]})"
 
 
 T = TypeVar("T", bound=Inline)
 
 
-def file_named(value: Any, kind: type[T]) -> str | T | None:
-    """A file as rows name it: its name, or its bytes, which become a `kind`. None: neither."""
+def file_named(value: object, kind: type[T]) -> str | T | None:
+    """A file in a row: its name, or its bytes as a `kind`. None if the value is neither."""
     if isinstance(value, str):
         return value
     if not isinstance(value, dict) or not {"bytes", "path"} & value.keys():
@@ -46,18 +46,19 @@ def file_named(value: Any, kind: type[T]) -> str | T | None:
     return path if data is None and isinstance(path, str) else None
 
 
-def no_file(value: Any) -> bool:
-    """Null, or what a table makes of it: {"bytes", "path"} with neither."""
+def no_file(value: object) -> bool:
+    """Whether a value is null, or the form of null in a table: {"bytes", "path"}, both null."""
     return value is None or (
         isinstance(value, dict) and value.keys() <= {"bytes", "path"} and not any(v is not None for v in value.values())
     )
 
 
 def locate(root: Path, name: str, what: str = "image", folders: bool = False) -> Path:
-    """The file that the name of an image (or `what` else) means: inside `root`, and nowhere else. `folders`: or folder.
+    """The file with this name, which must be inside `root`; `what`: its kind, for messages; `folders`: folders count
+    too.
 
-    `..`, absolute paths and symbolic links are followed first and the result is judged: what lies inside is
-    accepted, however it was written; what lies outside is refused. Raises `ImageProblem`.
+    `..`, absolute paths and symbolic links are resolved first, and the resulting path must be inside `root`. Raises
+    `ImageProblem`.
     """
     if name.startswith("file://"):
         name = name[len("file://") :]
@@ -75,36 +76,36 @@ def locate(root: Path, name: str, what: str = "image", folders: bool = False) ->
         path = path.resolve() if path.name in ("", "..") else _resolved(path.parent) / path.name
         if path.is_symlink():
             path = path.resolve()
-        there = path.is_file() or (folders and path.is_dir())
-    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, half a character
+        exists = path.is_file() or (folders and path.is_dir())
+    except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a lone surrogate
         raise ImageProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
     if not path.is_relative_to(root):
         raise ImageProblem(
-            f"{what} {name!r} lies outside the image folder {root} (at {path}); "
+            f"{what} {name!r} is outside the image folder {root} (at {path}); "
             f"name the folder that holds it in `images`, or copy it there"
         )
-    if not there:
+    if not exists:
         raise ImageProblem(f"{what} {name!r} is missing: no file at {path}; check `images` in the configuration")
     return path
 
 
 @lru_cache(maxsize=4096)
 def _resolved(folder: Path) -> Path:
-    """A folder of images, whose links are followed once."""
+    """A folder of images with links resolved; cached, because every image name needs it."""
     return folder.resolve()
 
 
 @dataclass(frozen=True)
 class Ref:
-    """The place of a file, by what the row calls it; "" before it is known which of the row's list it is."""
+    """The place of a file. `name`: its name or the file itself; "" until a file of the row's list is assigned."""
 
-    name: Any = ""
+    name: str | Inline = ""
 
 
 @dataclass(frozen=True)
 class Medium:
-    """One kind of files: its `noun`, its place in a text, its keys in rows, types of parts and keys in them, what its
-    places and the files in rows are here, and what a file should be (`expected`)."""
+    """One kind of media: its `noun`, its placeholder in a text, its keys in rows, the types and keys of its parts, the
+    classes of its places and of files in rows, and a description of a valid file (`expected`)."""
 
     noun: str
     placeholder: str
@@ -117,21 +118,21 @@ class Medium:
 
     @property
     def unnamed(self) -> str:
-        """What is wrong with a row that writes the placeholder and has no file."""
+        """The error text for a row with a placeholder and no file."""
         return (
             f"writes {self.placeholder} in its text, but names no {self.noun}; list it under {self.keys[0]!r}, or "
             "remove the word"
         )
 
-    def part(self, part: Any, number: int) -> Ref | None:
-        """The file that a part of turn `number` is; None for another part. Raises `RowProblem`."""
+    def part(self, part: object, number: int) -> Ref | None:
+        """The place of the file in a part of turn `number`; None for a part of another type. Raises `RowProblem`."""
         if not isinstance(part, dict) or part.get("type") not in self.types:
             return None
-        given = [part[key] for key in self.of_part if not no_file(part.get(key))]
-        if not given:
+        files = [part[key] for key in self.of_part if not no_file(part.get(key))]
+        if not files:
             return self.ref()
-        inner = given[0].get("url") if isinstance(given[0], dict) and "url" in given[0] else given[0]
-        name = file_named(inner, self.inline) if len(given) == 1 else None
+        inner = files[0].get("url") if isinstance(files[0], dict) and "url" in files[0] else files[0]
+        name = file_named(inner, self.inline) if len(files) == 1 else None
         if not name:
             raise RowProblem(
                 f"turn {number} has the {self.keys[0]} part {shown(part)}; expected one path in "
@@ -139,10 +140,10 @@ class Medium:
             )
         return self.ref(name)
 
-    def placed(self, raw: Any, turns: Sequence[Any], text: type) -> list[Any]:
-        """Turns in which each file of the row's list has its place; `text` is the type of a piece of text. Raises
+    def place_files(self, raw: object, turns: Sequence[Any], text: type) -> list[Any]:
+        """Turns with each file of the row's list assigned to its place; `text`: the class of a piece of text. Raises
         `RowProblem`."""
-        names = self.listed(raw) if isinstance(raw, dict) else []
+        names = self.listed_files(raw) if isinstance(raw, dict) else []
         open_parts = sum(part == self.ref() for turn in turns for part in turn.parts)
         if not names and not open_parts:
             return list(turns)
@@ -151,6 +152,7 @@ class Medium:
                 f"a turn names a {self.noun}, and the row has {_a(self.keys[0])} list, or a part without a name; keep "
                 "one way"
             )
+        # Placeholders in texts and parts without a name take the files in reading order, whichever way a turn uses.
         left, out, places = iter(names), [], 0
         for turn in turns:
             parts: list[Any] = []
@@ -173,30 +175,28 @@ class Medium:
             )
         return out
 
-    def listed(self, raw: dict[str, Any]) -> list[Any]:
+    def listed_files(self, raw: dict[str, Any]) -> list[Any]:
         """The row's list of files. Raises `RowProblem`."""
-        given = {key: raw[key] for key in self.keys if raw.get(key) not in (None, [], "")}
-        if len(given) > 1:
+        lists = {key: raw[key] for key in self.keys if raw.get(key) not in (None, [], "")}
+        if len(lists) > 1:
             raise RowProblem(f"has both {self.keys[0]!r} and {self.keys[1]!r}; keep one of them")
-        for key, value in given.items():
+        for key, value in lists.items():
             names = [file_named(one, self.inline) for one in (value if isinstance(value, list) else [value])]
-            if (found := [name for name in names if name]) != names:
+            if (valid := [name for name in names if name]) != names:
                 decoded = isinstance(value, dict) and "array" in value
-                more = " (decoded samples are not taken: keep the file, datasets.Audio(decode=False))"
+                hint = " (decoded samples are not taken: keep the file, datasets.Audio(decode=False))"
                 raise RowProblem(
                     f"{key!r} is {shown(value)}; expected {self.expected}, by its name or as bytes and path, or a list "
-                    f"of them{more if decoded else ''}"
+                    f"of them{hint if decoded else ''}"
                 )
-            return found
+            return valid
         return []
 
     def files(self, turns: Sequence[Any], folder: Path, folders: bool = False) -> tuple[Any, ...]:
-        """The files in turns (:class:`octavo.data.Turn`), in reading order: each inside `folder`, or itself where the
-        row holds it. `folders`: a folder is one too. Raises `ImageProblem`."""
+        """The files in turns (:class:`octavo.data.Turn`), in reading order: a path inside `folder`, or the file itself
+        if its bytes are in the row. `folders`: folders count as files. Raises `ImageProblem`."""
         names = [part.name for turn in turns for part in turn.parts if isinstance(part, self.ref)]
-        return tuple(
-            name if isinstance(name, self.inline) else locate(folder, name, self.noun, folders) for name in names
-        )
+        return tuple(name if isinstance(name, Inline) else locate(folder, name, self.noun, folders) for name in names)
 
 
 def _a(word: str) -> str:

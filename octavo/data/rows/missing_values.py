@@ -1,7 +1,7 @@
-"""Missing values: NaN, which pandas writes for an empty cell, and what it writes in CSV.
+"""Missing values: NaN, which pandas uses for an empty cell, and the words that it writes for it in CSV.
 
-JSON as Python writes it has NaN and Infinity, and so have columns of floats. Neither is a text: a number is an answer
-only if it is finite, and JSON that a chat template writes out (tools, arguments of calls) has neither.
+JSON written by Python may have NaN and Infinity, and so may columns of floats. Neither is a valid text: a number is an
+answer only if it is finite, and JSON that a chat template writes (tools, arguments of calls) must have neither.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 
 from octavo.data.errors import RowProblem, shown
 
-#: cells of CSV that stand for a missing value: what pandas writes for NaN, NaT, NA and None
+#: CSV cells that mean a missing value: the words that pandas writes for NaN, NaT, NA and None
 CELLS = frozenset(("nan", "NaN", "NaT", "<NA>", "None"))
 _ALPACA = ("system", "instruction", "input", "output", "answer")
 _PROMPT = ("system", "prompt", "answer", "completion")
-#: format -> the keys whose cells are read as texts; of preferences, which are "auto", all
+#: format -> keys whose cells are read as texts; preferences have the format "auto", and all keys of it
 _TEXTS = {"text": ("text",), "prompt": _PROMPT, "alpaca": _ALPACA, "auto": (*_PROMPT, *_ALPACA, "chosen", "rejected")}
 
 
-def is_missing(value: Any) -> bool:
-    """Whether a value is NaN or infinite, which no text is."""
+def is_missing(value: object) -> bool:
+    """Whether a value is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def of_table(raw: Any, format: str) -> Any:
-    """A row of CSV without answers that are blank, as pandas writes none. Raises `RowProblem` for another missing value
-    that is read as a text."""
+def clean_cells(raw: Any, format: str) -> Any:
+    """A CSV row without blank answers, which pandas writes for a missing one. Raises `RowProblem` for other missing
+    values that would be read as text."""
     if not isinstance(raw, dict):
         return raw
     for key in _TEXTS.get(format, ("system",)):
@@ -39,11 +39,11 @@ def of_table(raw: Any, format: str) -> Any:
     return {key: value for key, value in raw.items() if key not in blank} if blank else raw
 
 
-def check_numbers(value: Any, where: str) -> None:
-    """That JSON which a template writes out has no NaN and no Infinity, at any depth. Raises `RowProblem`."""
-    level: list[Any] = [value]
+def check_numbers(value: object, where: str) -> None:
+    """Check that a JSON value has no NaN and no Infinity, at any depth. Raises `RowProblem`."""
+    level: list[object] = [value]
     while level:
-        below: list[Any] = []
+        below: list[object] = []
         for one in level:
             if is_missing(one):
                 raise RowProblem(f"{where} has the number {shown(one)}, which JSON does not have; write null or a text")

@@ -1,4 +1,4 @@
-"""Tools: what an assistant may call, what it calls, and what comes back, as chat templates take them.
+"""Tools that an assistant may call, its calls, and their results, as chat templates take them.
 
     {"tools": [{"type": "function", "function": {"name": "weather", "parameters": {...}}}],
      "messages": [{"role": "user", "content": "Rain in Bern?"},
@@ -7,9 +7,9 @@
                   {"role": "tool", "name": "weather", "content": "dry"},
                   {"role": "assistant", "content": "No."}]}
 
-A call may have an `id`, and what comes back its `tool_call_id`; some templates ask for them. `tools`, a call's
-`arguments` and all calls may be written as text of JSON, as tables without a type for them do. In
-ShareGPT turns they are `function_call` (JSON of one call or several) and `observation`.
+A call may have an `id`, and its result the `tool_call_id`; some templates require them. `tools`, the `arguments` of a
+call and all calls may be JSON text, which tables without a type for them use. ShareGPT turns write them as
+`function_call` (JSON of one call or several) and `observation`.
 """
 
 from __future__ import annotations
@@ -21,41 +21,42 @@ from octavo.data.errors import RowProblem, shown
 from octavo.data.rows.missing_values import check_numbers
 
 Call = dict[str, Any]
-"""{"type": "function", "function": {"name": text, "arguments": object}}, and "id" where the row has one"""
+"""{"type": "function", "function": {"name": text, "arguments": object}}, and "id" if the row has one"""
 
 
-def tools_of(given: Any) -> tuple[dict[str, Any], ...]:
-    """The tools that a row offers, of what it has as `tools`. Raises `RowProblem`."""
-    found = _json(given, "'tools'")
-    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise RowProblem(f"'tools' is {shown(given)}; expected a list of objects, one for each tool")
-    check_numbers(found, "'tools'")
-    return tuple(found)
+def tools_of(value: object) -> tuple[dict[str, object], ...]:
+    """The tools under the key `tools` of a row. Raises `RowProblem`."""
+    tools = _json(value, "'tools'")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise RowProblem(f"'tools' is {shown(value)}; expected a list of objects, one for each tool")
+    check_numbers(tools, "'tools'")
+    return tuple(tools)
 
 
-def calls_of(given: Any, where: str) -> tuple[Call, ...]:
+def calls_of(value: object, where: str) -> tuple[Call, ...]:
     """The calls of a turn. Raises `RowProblem`."""
-    if given in (None, "", []):
+    if value in (None, "", []):
         return ()
-    found = _json(given, where)
-    return tuple(_call(call, where) for call in (found if isinstance(found, list) else [found]))
+    calls = _json(value, where)
+    return tuple(_call(call, where) for call in (calls if isinstance(calls, list) else [calls]))
 
 
-def _call(given: Any, where: str) -> Call:
-    inner = given.get("function", given) if isinstance(given, dict) else None
+def _call(value: object, where: str) -> Call:
+    fields = value if isinstance(value, dict) else {}
+    inner = fields.get("function", fields)
     name = inner.get("name") if isinstance(inner, dict) else None
     arguments = _json(inner.get("arguments", {}), f"arguments of {where}") if isinstance(inner, dict) else None
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        raise RowProblem(f"{where} has the call {shown(given)}; expected a function's name and its arguments")
+        raise RowProblem(f"{where} has the call {shown(value)}; expected a function's name and its arguments")
     check_numbers(arguments, f"a call of {where}")
-    identity = given.get("id")
+    identity = fields.get("id")
     if not isinstance(identity, str | None):
         raise RowProblem(f"{where} has a call with the id {shown(identity)}; expected text")
-    found = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return found if identity is None else {**found, "id": identity}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if identity is None else {**call, "id": identity}
 
 
-def _json(value: Any, where: str) -> Any:
+def _json(value: object, where: str) -> object:
     if not isinstance(value, str):
         return value
     try:

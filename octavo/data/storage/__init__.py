@@ -1,1 +1,1 @@
-"""Where files of data are and what is kept of them: folders, URLs, the hub, the cache."""
+"""Storage of data files and of their converted forms: folders, URLs, the hub, the cache."""

@@ -1,14 +1,14 @@
-"""What is made of data files once: a folder of files that processes map into memory and share.
+"""The data cache: a folder of converted data files, which processes map into memory and share.
 
-A file of the cache is named after what it was made of (path, and a digest of all bytes: `file_digests.py`), appears
-whole or not at all, and is never written or replaced again (but for counts of tokens, which only ever fill up); so
-ranks, workers, runs and several machines with one mount may all use the folder. Whoever comes while another process
-converts the same file waits for it, where the file system has locks that reach so far; where it has none (NFS without
-its lock service, Lustre mounted without flock) two make the file, the first to finish gives it its name by a hard link,
-which no file system lets a second one take, and the other's is dropped: what somebody has mapped into memory is never
-exchanged beneath it. Nothing is deleted: the folder may be emptied by whoever owns it when nobody trains.
+A cache file is named after its source (path, and a digest of all bytes: `file_digests.py`), is published complete, and
+is never written or replaced again (except token counts, which are only filled in); so ranks, workers, runs and several
+machines with one mount may share the folder. A process waits while another converts the same file, if the file system
+has locks between them. Without locks (NFS without its lock service, Lustre mounted without flock) two processes convert
+the file; the first to finish publishes it with a hard link, which fails for the second, whose file is dropped: so a
+file that a process has mapped into memory is never replaced. Nothing is deleted; the owner may empty the folder when no
+run uses it.
 
-What is made of an encrypted file lies in memory in place of the folder, made anew by each process.
+Encrypted files are converted in memory instead, separately in each process.
 """
 
 from __future__ import annotations
@@ -31,51 +31,51 @@ from octavo.data import file_digests
 from octavo.data.errors import DataError
 from octavo.data.formats import registry
 
-FORM = 1  # of the files; another one is another name
-SMALL = 4 << 20  # bytes of a data file below which it is converted in memory, which takes less than a glance
-INDEX = "index.json"  # of a folder of tars
-EVERY = 5.0  # seconds between words on a conversion
+FORM = 1  # version of the cache files, part of their names
+SMALL = 4 << 20  # a data file with fewer bytes is converted in memory, in a fraction of a second
+INDEX = "index.json"  # in a folder of tars
+EVERY = 5.0  # seconds between progress messages of a conversion
 
 Say = Callable[[str], None]
 Write = Callable[[Path, Callable[[float], None]], None]
-"""Writes what is kept of a data file to a path; tells from time to time which share of it is done."""
+"""Writes the converted data file to a path, and reports the share that is done from time to time."""
 
 
 def quiet(text: str) -> None:
-    """Says nothing."""
+    """Print nothing."""
 
 
 def default_folder() -> Path:
     """`OCTAVO_CACHE`, else `octavo` in the user's folder of caches."""
-    if found := os.environ.get("OCTAVO_CACHE"):
-        return Path(found)
+    if folder := os.environ.get("OCTAVO_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo"
 
 
-def kept(
-    folder: Path | None, source: Path | str, write: Write, say: Say = quiet, more: str = "", form: str = "Arrow"
+def cached_file(
+    folder: Path | None, source: Path | str, write: Write, say: Say = quiet, depends_on: str = "", form: str = "Arrow"
 ) -> Path:
-    """The file that `write` makes of `source` (a text: of a URL), made now where it is not there. `folder`: of the
-    cache (None: the default); `more`: what else the content depends on; `form`: what it becomes, in a word.
+    """The cache file that `write` creates from `source` (a str for a URL), written now if it is missing. `folder`: of
+    the cache (None: the default); `depends_on`: other inputs of the content; `form`: its type, in a word.
 
-    Raises DataError where the folder cannot be written to or the disk is full, and where `source` changes meanwhile.
+    Raises DataError if the folder cannot be written or the disk is full, and if `source` changes meanwhile.
     """
     if isinstance(source, Path) and any(map(is_encrypted, files_of(source))):
-        return _in_memory(source, write, say, more, form)
+        return _in_memory(source, write, say, depends_on, form)
     before = _identity(source)
-    target = place(folder, source, more, form, say)
+    target = path_in_cache(folder, source, depends_on, form, say)
     folder = target.parent
     if target.is_file():
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(target.with_suffix(".lock")):
+        with lock(target.with_suffix(".lock")):
             if not target.is_file():
                 _make(target, source, write, say, form)
-                if _identity(source) != before and place(folder, source, more, form) != target:
+                if _identity(source) != before and path_in_cache(folder, source, depends_on, form) != target:
                     target.unlink()
                     raise DataError(f"{source} changed while it was read; start again when it is whole")
-                if form in ("Arrow", "index"):  # written here, so it need not be read once more for its form
+                if form in ("Arrow", "index"):  # just written, so it need not be validated
                     file_digests.note_valid(target, folder)
     except OSError as cause:
         why = atomic_write.no_room(folder, cause) or getattr(cause, "strerror", None) or str(cause)
@@ -86,9 +86,9 @@ def kept(
     return target
 
 
-def _in_memory(source: Path, write: Write, say: Say, more: str, form: str) -> Path:
-    """What is made of an encrypted file, in memory for as long as this process lives: never in plain on a disk."""
-    key = f"{_identity(source)}:{more}:{form}"
+def _in_memory(source: Path, write: Write, say: Say, depends_on: str, form: str) -> Path:
+    """The converted form of an encrypted file, in memory while this process lives: plain text is never on a disk."""
+    key = f"{_identity(source)}:{depends_on}:{form}"
     if key not in _MADE:
         try:
             handle, path = anonymous(f"{source}")
@@ -96,36 +96,36 @@ def _in_memory(source: Path, write: Write, say: Say, more: str, form: str) -> Pa
         except VaultError as cause:
             raise DataError(f"{cause}.") from cause
         _MADE[key] = path
-        say(f"{source.name} is encrypted: {os.fstat(handle).st_size / 1e6:.1f} MB of {form} made of it lie in memory")
+        say(f"{source.name} is encrypted: {os.fstat(handle).st_size / 1e6:.1f} MB of {form} made of it are in memory")
     return _MADE[key]
 
 
-_MADE: dict[str, Path] = {}  # of this process, and open as long as it lives
+_MADE: dict[str, Path] = {}  # files in memory of this process, open while it lives
 
 
-def place(
-    folder: Path | None, source: Path | str, more: str = "", form: str = "Arrow", say: Say = quiet
+def path_in_cache(
+    folder: Path | None, source: Path | str, depends_on: str = "", form: str = "Arrow", say: Say = quiet
 ) -> Path:  # fmt: skip
-    """Where `kept` has what is made of a source, there or not yet. Raises `DataError` where it cannot be read."""
+    """The path of the cache file for a source, which may not exist yet. Raises `DataError` for an unreadable source."""
     folder = default_folder() if folder is None else folder
-    held = str(source)
+    content = str(source)
     if not _named_elsewhere(source):
         files = files_of(Path(source))
         of_each = zip(files, file_digests.digests(files, folder, say), strict=True)
-        held = ";".join(f"{file.resolve()}:{one.size}:{one.sha256}" for file, one in of_each)
-    name = hashlib.sha256(f"{FORM}:{held}:{more}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
+        content = ";".join(f"{file.resolve()}:{one.size}:{one.sha256}" for file, one in of_each)
+    name = hashlib.sha256(f"{FORM}:{content}:{depends_on}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
     return folder / f"{name}.{form.lower()}"
 
 
 def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -> None:
     aside = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
-    file, told = Path(source), time.monotonic()
+    file, last = Path(source), time.monotonic()
     size = file.stat().st_size / 1e6 if file.is_file() else 0.0
 
     def progress(share: float) -> None:
-        nonlocal told
-        if time.monotonic() - told > EVERY:
-            told = time.monotonic()
+        nonlocal last
+        if time.monotonic() - last > EVERY:
+            last = time.monotonic()
             say(f"{file.name} ({size:.0f} MB): {share:.0%} converted to {form}")
 
     say(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
@@ -138,13 +138,15 @@ def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -
 
 
 @contextmanager
-def locked(file: Path, wait: bool = True) -> Iterator[bool]:
-    """While nobody else has this lock, where the file system has locks at all. False, without `wait`, where somebody
-    has it."""
-    lock = FileLock(file)
+def lock(file: Path, wait: bool = True) -> Iterator[bool]:
+    """Hold a lock, if the file system has locks. Yields False, without `wait`, if another process holds it."""
+    file_lock = FileLock(file)
     try:
-        lock.acquire(**({} if wait else {"timeout": 0}))
-    except NotImplementedError:  # nobody waits then, and the same work may be done twice
+        if wait:
+            file_lock.acquire()
+        else:
+            file_lock.acquire(timeout=0)
+    except NotImplementedError:  # no locks: no process waits, and the same work may be done twice
         yield True
         return
     except Timeout:
@@ -153,40 +155,40 @@ def locked(file: Path, wait: bool = True) -> Iterator[bool]:
     try:
         yield True
     finally:
-        lock.release()
+        file_lock.release()
 
 
-def publish(made: Path, target: Path) -> None:
-    """Give a file its name, unless somebody gave it to one of the same content."""
+def publish(written: Path, target: Path) -> None:
+    """Link a finished file to its name, unless another process has published the same content."""
     try:
-        os.link(made, target)
+        os.link(written, target)
     except FileExistsError:
         pass
     except OSError:  # a file system without hard links
-        os.replace(made, target)
+        os.replace(written, target)
 
 
 def files_of(source: Path) -> list[Path]:
-    """What of a data file or folder holds rows: a folder's own files of data, and none of the images beside or below
-    them, of which there may be millions."""
+    """The row files of a data file or folder: the data files directly in a folder, without its images and subfolders,
+    which may have millions of files."""
     if not source.is_dir():
         return [source]
     try:
-        check_folder(source, deep=False)  # a file of rows that is missing or was added would train unnoticed
+        check_folder(source, deep=False)  # a missing or added row file would change the data unnoticed
     except VaultError as cause:
         raise DataError(str(cause)) from cause
     ends = (*registry.endings(), *suffixes.ARROW)
     with os.scandir(source) as entries:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in ends and e.name[0] != ".")
-    files = [source / name for name in of_kinds(names)]
+    files = [source / name for name in row_files(names)]
     if lost := next((file for file in files if not file.exists()), None):
         raise DataError(f"{lost} is a link to a file that is not there; bring it back, or remove the link")
     return [file for file in files if file.is_file()]
 
 
-def of_kinds(names: Sequence[str]) -> list[str]:
-    """Those names of a folder that are files of rows, or of what `datasets` saved: files that stay, such as tars, where
-    there are no others, but for the `index.json` that says how many rows tars have."""
+def row_files(names: Sequence[str]) -> list[str]:
+    """The names in a folder that are row files, or Arrow files of `datasets`. Formats that are not converted, such as
+    tars, count only if there are no others, except the `index.json` with the row counts of tars."""
     converted, staying = (*registry.endings(stays=False), *suffixes.ARROW), registry.endings(stays=True)
     usual = [name for name in names if Path(name).suffix.lower() in converted]
     tars = [name for name in names if Path(name).suffix.lower() in staying]
@@ -194,12 +196,12 @@ def of_kinds(names: Sequence[str]) -> list[str]:
 
 
 def _identity(source: Path | str) -> str:
-    """What changes whenever a source does, without reading it."""
+    """A text that changes whenever a source changes, without reading the source."""
     if _named_elsewhere(source):
         return str(source)
     return ";".join(f"{file.resolve()}:{file_digests.stat_of(file.stat())}" for file in files_of(Path(source)))
 
 
 def _named_elsewhere(source: Path | str) -> bool:
-    """Whether a source is a URL or of the hub: the caller says which revision, or what it holds."""
+    """Whether a source is a URL or a name of the hub; the caller identifies its content or revision."""
     return isinstance(source, str) or is_name(str(source))

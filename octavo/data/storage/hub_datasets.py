@@ -1,9 +1,8 @@
-"""Rows by way of Hugging Face's `datasets`: data sets of the hub by name, which that library fetches into its own cache
-or which are read where they lie, and folders that it saved.
+"""Rows by way of Hugging Face's `datasets`: data sets of the hub, downloaded into the cache of that library or
+streamed, and folders that it saved.
 
-Which files are a split's is that library's word in both cases. Streamed, they must be parquet: row groups are read
-through the network as they are asked for, in the order that a file here would have, so that rows, losses and resume
-are the same.
+In both cases the library decides which files belong to a split. Streamed files must be parquet: row groups are read
+over the network on demand, in the same order as from a local file, so that rows, losses and resume are the same.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from octavo.data.storage.shards import Shards
 
 
 def open_named(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
-    """The rows of a split, out of the library's cache or fetched now. Raises DataError where they cannot be had."""
+    """The rows of a split, from the library's cache or downloaded now. Raises DataError if they are not available."""
     import datasets
 
     try:
         return DatasetRows(Path(name), datasets.load_dataset(name, subset, split=split, revision=revision))
-    except DataError:  # of a file in the library's cache
+    except DataError:  # a damaged file in the library's cache
         raise
-    except Exception as cause:  # of a network, of names, of whatever lies in a stranger's repository
+    except Exception as cause:  # errors of many classes: the network, wrong names, the content of the repository
         raise _lost(name, revision, split, subset, cause) from cause
 
 
 @lru_cache(maxsize=64)
 def stream_named(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
-    """The same rows without a copy. Raises DataError as :func:`open_named`, and where files are no parquet."""
+    """The same rows, streamed. Raises DataError as :func:`open_named`, and for files that are not parquet."""
     import datasets
     import huggingface_hub
 
@@ -56,16 +55,16 @@ def stream_named(name: str, revision: str | None, split: str, subset: str | None
 
 
 def _lost(name: str, revision: str | None, split: str, subset: str | None, cause: Exception) -> DataError:
-    asked = f"split {split}" if subset is None else f"subset {subset}, split {split}"
+    part = f"split {split}" if subset is None else f"subset {subset}, split {split}"
     return DataError(
-        f"the data set {name}, {asked}, revision {revision}, cannot be had from the Hugging Face hub "
+        f"the data set {name}, {part}, revision {revision}, cannot be had from the Hugging Face hub "
         f"({first_line(cause)[:300]})"
     )
 
 
 class DatasetRows:
     """The rows of a `datasets.Dataset`, memory-mapped by that library. Its files are validated first, once. `folder`:
-    of the cache that notes it (None: the default). Raises DataError where one is damaged."""
+    of the cache with the notes of valid files (None: the default). Raises DataError for a damaged file."""
 
     def __init__(self, path: Path, dataset: Any, folder: Path | None = None) -> None:
         for file in dataset.cache_files:
@@ -80,20 +79,20 @@ class DatasetRows:
         return {*self._dataset.column_names}
 
     def __getitem__(self, row: int) -> Any:
-        found = self._dataset[row : row + 1]
-        if (self._repeats or found.nbytes > columnar.TEXT_BYTES) and (problems := too_large(found)):
+        table = self._dataset[row : row + 1]
+        if (self._repeats or table.nbytes > columnar.TEXT_BYTES) and (problems := too_large(table)):
             raise BadSample(self.path, row, problems[0])
-        return row_of(self.path, row, found)
+        return row_of(self.path, row, table)
 
 
 def validate(file: Path, folder: Path | None) -> None:
-    """That an Arrow file that `datasets` wrote is whole: read through once for a file as it is. Raises DataError."""
+    """Check an Arrow file that `datasets` wrote, by reading it once for each version. Raises DataError."""
 
     def damaged(cause: Exception) -> DataError:
-        return DataError(f"{file} is damaged ({columnar.sentence(cause)}); copy it again, or save the data set again")
+        return DataError(f"{file} is damaged ({columnar.error_line(cause)}); copy it again, or save the data set again")
 
     try:
-        file_digests.once(
+        file_digests.check_once(
             file, cache.default_folder() if folder is None else folder, lambda: columnar.check_file(file, damaged)
         )
     except OSError as cause:
@@ -101,7 +100,7 @@ def validate(file: Path, folder: Path | None) -> None:
 
 
 def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
-    """A folder that `Dataset.save_to_disk` wrote. Raises DataError where it cannot be read, and for one of several
+    """The rows of a folder that `Dataset.save_to_disk` wrote. Raises DataError if it cannot be read or has several
     splits."""
     import datasets
 
@@ -118,7 +117,7 @@ def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
         return DatasetRows(path, datasets.load_from_disk(os.fspath(path)), folder)
     except DataError:
         raise
-    except Exception as cause:  # whatever a stranger's files make that library run into
+    except Exception as cause:  # the library raises errors of many classes for damaged files
         raise DataError(
             f"{path} is no folder of `datasets` that can be read ({type(cause).__name__}: {cause})"
         ) from cause

@@ -1,7 +1,8 @@
 """Rows of a data file or a folder of files, by number.
 
-All become Arrow tables (`arrow_rows.py`), but for tars, of which an index is made; what is made of larger files is in
-the cache, mapped into memory (`cache.py`). How files of each format are read is its entry in `registry.py`.
+All formats except tar are converted to Arrow tables (`arrow_rows.py`); for a tar an index is written. The converted
+forms of larger files are in the cache, mapped into memory (`cache.py`). The readers of the formats are in
+`registry.py`.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ from octavo.data.storage.hub_datasets import open_saved
 from octavo.data.storage.shards import Shards
 
 EXPECTED = "a JSON, JSONL, CSV, parquet or tar file, a folder of such files, or one that `datasets` saved"
-FEW, TOGETHER = 16, 64 << 20  # files of a folder, and their bytes, above which none is converted in memory
-OPEN = 128  # files of the cache, and tars, that stay open at a time
-MUCH = 64 << 20  # bytes of tars that are looked up by several processes
+FEW, TOGETHER = 16, 64 << 20  # a folder with more files, or more bytes, is not converted in memory
+OPEN = 128  # cache files and tars that stay open
+MUCH = 64 << 20  # from this many bytes on, tars are indexed by several processes
 MOST_PROCESSES = 8
 
 
 def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cache.quiet, stream: bool = False) -> Rows:
-    """Open a data file by its name, JSON and JSONL by their first characters; or a folder that `datasets` saved or that
-    holds files of one kind, in the order of their names. `folder`: of the cache (None: the default). `stream`: rows are
-    read where they lie, and nothing is put into the cache.
+    """Open a data file by its suffix, JSON and JSONL by their first characters; or a folder that `datasets` saved, or
+    one with files of one kind, in the order of their names. `folder`: of the cache (None: the default). `stream`: rows
+    are read from the original files, and nothing is written into the cache.
 
-    Raises `DataError` where the file is missing, no regular file, empty, or holds no rows; of a JSON list also where it
-    is not UTF-8 or its form is broken; of other formats as their entries in :mod:`octavo.data.formats.registry` do; and
-    as `cache.kept` does.
+    Raises `DataError` for a file that is missing, not a regular file, empty, or without rows; for a JSON list that is
+    not UTF-8 or has a broken structure; for other formats as their entries in :mod:`octavo.data.formats.registry` do;
+    and as `cache.cached_file` does.
     """
     path = Path(path)
     rows = _open_folder(path, folder, say, stream) if path.is_dir() else _open_file(path, folder, say, stream)
@@ -55,7 +56,7 @@ def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cac
 def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) -> Rows:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         if stream:
-            raise DataError(f"{path}: what `datasets` saved is read where it lies in any case; leave `stream` out")
+            raise DataError(f"{path}: what `datasets` saved is never copied; leave `stream` out")
         return open_saved(path, folder)
     files = [file for file in cache.files_of(path) if file.suffix.lower() in registry.endings()]
     kinds = sorted({file.suffix.lower() for file in files})
@@ -65,27 +66,27 @@ def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) 
             f"{path} is a folder with {held}. Check data.path in the configuration: it must name {EXPECTED}"
         )
     few = len(files) <= FEW and sum(file.stat().st_size for file in files) < TOGETHER
-    small = cache.SMALL if few else 0  # what is converted in memory stays there
+    small = cache.SMALL if few else 0  # files converted in memory stay in memory
     open_one = partial(_open_file, folder=folder, say=say, stream=stream, small=small)
     form = registry.format_of(files[0])
     if form.stays:
         _check_stream(path, form, stream)
         _make_indexes(form, files, folder, say)
         return Shards(path, files, open_one, [len(open_one(file)) for file in files], OPEN)
-    counts = None if form.count is None else [_counted(form, file) for file in files]
+    counts = None if form.count_rows is None else [_counted(form, file) for file in files]
     return Shards(path, files, open_one, counts, None if small or stream else OPEN)
 
 
 def _counted(form: Format, file: Path) -> int:
-    assert form.count is not None
+    assert form.count_rows is not None
     with open_file(file, DataError, buffering=0) as opened:
-        return form.count(file, opened)
+        return form.count_rows(file, opened)
 
 
 def _check_stream(path: Path, form: Format, stream: bool) -> None:
     if stream and form.stream is None:
         kind = form.suffixes[0].removeprefix(".")
-        raise DataError(f"{path}: rows of a {kind} are read where they lie in any case; leave `stream` out")
+        raise DataError(f"{path}: rows of a {kind} are never copied; leave `stream` out")
 
 
 def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, small: int | None = None) -> Rows:
@@ -103,18 +104,18 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, sm
         _make_indexes(form, [path], folder, say)
         return form.open(path, _index(form, path, folder))
     if stream:
-        return _where_it_lies(path, stat_of(path.stat()))
+        return _stream(path, stat_of(path.stat()))
     if size < small and (rows := _in_memory(path, form, small)) is not None:
         return rows
-    return form.open(path, cache.kept(folder, path, partial(form.write, path), say))
+    return form.open(path, cache.cached_file(folder, path, partial(form.write, path), say))
 
 
 class _TooMuch(Exception):
-    """Rows of a small file that take more memory than a small file is worth."""
+    """The rows of a small file take too much memory once converted."""
 
 
 def _in_memory(path: Path, form: Format, small: int) -> Rows | None:
-    """The rows of a small file, converted in memory; None where they take more than that is for."""
+    """The rows of a small file, converted in memory; None if they take more than four times `small` bytes."""
     sink = pa.BufferOutputStream()
 
     def bounded(share: float) -> None:
@@ -128,25 +129,25 @@ def _in_memory(path: Path, form: Format, small: int) -> Rows | None:
 
 
 @lru_cache(maxsize=64)
-def _where_it_lies(path: Path, stat: Stat) -> Rows:
-    """The rows of a file that is streamed. Several readers of one file, as it is, share what says where they are."""
+def _stream(path: Path, stat: Stat) -> Rows:
+    """The rows of a streamed file; cached, so that several readers of one version share the positions of its rows."""
     stream = registry.format_of(path).stream
     assert stream is not None
     return stream(path)
 
 
 def _index(form: Format, path: Path, folder: Path | None) -> Path:
-    """The index of a file that stays, out of the cache or made now. Raises `DataError` where the file is of another
-    kind, and as `cache.kept` does."""
-    return cache.kept(folder, path, partial(form.write, path), cache.quiet, form="index")
+    """The index of a file that is not converted, from the cache or written now. Raises `DataError` if the file is of
+    another kind, and as `cache.cached_file` does."""
+    return cache.cached_file(folder, path, partial(form.write, path), cache.quiet, form="index")
 
 
 def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, say: cache.Say) -> None:
-    """Make the indexes that are not there yet: of much to read in processes, since it is Python that reads headers.
-    Raises as `_index` does."""
+    """Write the missing indexes, for many bytes in several processes, because the headers are parsed in Python. Raises
+    as `_index` does."""
     plain = [file for file in files if not is_encrypted(file)]
     file_digests.digests(plain, cache.default_folder() if folder is None else folder, say)
-    missing = [file for file in plain if not cache.place(folder, file, form="index").is_file()]
+    missing = [file for file in plain if not cache.path_in_cache(folder, file, form="index").is_file()]
     if not missing:
         return
     size = sum(file.stat().st_size for file in missing)

@@ -1,4 +1,4 @@
-"""Rows of several files, one file after the other, each opened when a row of it is asked for."""
+"""Concatenated rows of several files, each opened when one of its rows is read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from octavo.data.formats.arrow_rows import Rows
 
 
 class Shards:
-    """The rows of several files, one after the other; each is opened when a row of it is asked for, or for its
-    length. `counts`: how many rows each has, where that is known without (None: all are opened); `most`: files that
-    stay open at a time (None: all)."""
+    """The rows of several files, concatenated; a file is opened when one of its rows is read. `counts`: the number of
+    rows in each, if known (None: all files are opened to count them); `most`: files that stay open (None: all)."""
 
     def __init__(
         self, path: Path | str, files: Sequence[Any], open_file: Callable[[Any], Rows],
@@ -34,12 +33,12 @@ class Shards:
 
     @property
     def shards(self) -> list[int]:
-        """How many rows each file has."""
+        """The number of rows in each file."""
         return [end - start for start, end in pairwise([0, *self._ends])]
 
     @property
     def suffix(self) -> str:
-        """What the names of its files end with; "" where they are no files."""
+        """The suffix of its files; "" if they are not paths."""
         return str(getattr(self._files[0], "suffix", "")) if self._files else ""
 
     def keys(self) -> set[str]:
@@ -54,5 +53,5 @@ class Shards:
         return self._rows[number]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without files that may be opened again."""
+        """Without open files, if they can be opened again."""
         return {**self.__dict__, "_rows": self._rows if self._most is None else OrderedDict()}

@@ -1,1 +1,1 @@
-"""What a row is for: an answer to learn, a document, a prompt, a preference, a sealed sample."""
+"""Tasks that rows are used for: conversations, documents, prompts, preferences, sealed samples."""

@@ -1,14 +1,14 @@
-"""Documents joined: one stream of tokens, each document with its end token behind it, cut into samples of one length.
+"""Joined documents: one stream of tokens, with an end token after each document, cut into samples of one length.
 
-Sample i is the tokens [i T, (i + 1) T) of the documents in an order of the seed's (held-out data: in file order), so
-that any sample is found at once, and an order over samples (`Mixture`) resumes with one number. A document may begin in
-one sample and end in the next; no token is padding or lost, but that the last sample is what is left. Attention is
-plainly causal: what stands before a document in its sample is seen, as in most pretraining.
+Sample i is the tokens [i T, (i + 1) T) of the documents in a shuffled order (held-out data: in file order), so that any
+sample is located directly, and an order over samples (`Mixture`) resumes with one number. A document may begin in one
+sample and end in the next; there is no padding, no token is lost, and the last sample may be shorter. Attention is
+causal over the whole sample: a document attends to earlier documents in its sample, as in most pretraining.
 
-Documents become tokens once, in a file of the cache that all ranks and workers map into memory:
+Documents are tokenized once, into a cache file that all ranks and workers map into memory:
 
-    token ids of all documents (uint16 or uint32) · int64 [documents + 1], where each begins and the last ends ·
-    JSON: dtype, records of rows left out · the numbers of the two parts before, uint64 each
+    token ids of all documents (uint16 or uint32) · int64 [documents + 1], the start of each and the end of the last ·
+    JSON: dtype, records of rows left out · the lengths of the two previous parts, uint64 each
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ import tokenizers
 
 from octavo.data.encoding.sample import IGNORE, Sample
 from octavo.data.errors import BadSample, DataError, QuotingError
-from octavo.data.order import shuffled
+from octavo.data.order import permutation
 from octavo.data.storage import cache
 from octavo.data.tasks.documents import Document, DocumentEncoder
 from octavo.data.tasks.sources import LOOKED_AT, Source
 
-FORM = 1  # of the file; rises when the same documents give another
-AT_ONCE = 1 << 20  # characters that the tokenizer is given in one call
+FORM = 1  # version of the file; incremented when the same documents give another file
+AT_ONCE = 1 << 20  # characters passed to the tokenizer in one call
 _TRAILER = struct.Struct("<QQ")
 
 
 class Joined:
     """The documents of a data set as samples of up to `length` tokens: `len(joined)`, `joined[i]` (a `Sample`),
-    `joined.records` (of rows that are left out, or worth a word)."""
+    `joined.records` (of rows that are left out or noted)."""
 
     def __init__(self, name: str, file: Path, length: int, seed: int | None, vocabulary: int) -> None:
         self.name, self.file, self.length, self.vocabulary = name, file, length, vocabulary
         self._map()
         sizes = np.diff(self._edges)
-        self._order = np.arange(len(sizes)) if seed is None else shuffled(len(sizes), seed, 3)
+        self._order = np.arange(len(sizes)) if seed is None else permutation(len(sizes), seed, 3)
         self._starts = np.concatenate([[0], np.cumsum(sizes[self._order])])  # of documents, in that order
 
     def __len__(self) -> int:
-        return int(self._starts[-1] + self.length - 2) // self.length  # one token alone teaches nothing
+        return int(self._starts[-1] + self.length - 2) // self.length  # a last sample of one token has no prediction
 
     def __getitem__(self, number: int) -> Sample:
         if not 0 <= number < len(self):
@@ -71,11 +71,11 @@ class Joined:
         try:
             with open(self.file, "rb") as file:
                 size = file.seek(-_TRAILER.size, 2) + _TRAILER.size
-                edges, told = _TRAILER.unpack(file.read())
-                at = file.seek(size - _TRAILER.size - told - 8 * edges)
-                self._edges: Any = np.memmap(self.file, np.int64, "r", at, (edges,))
+                edges, about_size = _TRAILER.unpack(file.read())
+                at = file.seek(size - _TRAILER.size - about_size - 8 * edges)
+                self._edges: np.ndarray = np.memmap(self.file, np.int64, "r", at, (edges,))
                 file.seek(8 * edges, 1)
-                about = json.loads(file.read(told))
+                about = json.loads(file.read(about_size))
             self.records: list[dict[str, Any]] = about["records"]
             self._ids = np.memmap(self.file, np.dtype(about["dtype"]), "r", 0, (int(self._edges[-1]),))
             if at - self._ids.nbytes not in range(8):
@@ -94,27 +94,27 @@ class Joined:
         self._map()
 
 
-def joins(source: Source) -> bool:
-    """Whether the first rows of a data set are plain text, without an image."""
+def is_plain_text(source: Source) -> bool:
+    """Whether the first rows of a data set are plain text without images."""
     if source.format != "text":
         return False
     for row in range(min(len(source), LOOKED_AT)):
         try:
             if source[row].images:
                 return False
-        except BadSample:  # it is named when it is read
+        except BadSample:  # reported when the row is used
             continue
     return True
 
 
 def join(
     source: Source, encoder: DocumentEncoder, on_bad: str, seed: int | None, folder: Path | None = None,
-    say: cache.Say = cache.quiet, more: str = "",
+    say: cache.Say = cache.quiet, depends_on: str = "",
 ) -> Joined:  # fmt: skip
-    """The documents of a source joined, their tokens out of the cache or made now. `seed`: of their order (None: the
-    file's); `more`: what else of the data set decides what its rows are.
+    """The documents of a source, joined; their tokens come from the cache or are computed now. `seed`: of their order
+    (None: file order); `depends_on`: everything else in the data set's configuration that determines its rows.
 
-    Raises `DataError`, with on_bad="error" as the `BadSample` that a row is, and where every row is one.
+    Raises `DataError`: with on_bad="error" a `BadSample` for a bad row, and if every row is bad.
     """
     if encoder.seq_length < 2:
         raise DataError(
@@ -124,28 +124,29 @@ def join(
     def write(file: Path, progress: Callable[[float], None]) -> None:
         _write(source, encoder, on_bad, file, progress)
 
-    key = json.dumps([FORM, source.format, len(source), more, _print_of(encoder)])
-    file = cache.kept(folder, source.rows.path, write, say, key, "tokens")
-    vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, which no count tells
-    made = Joined(source.name, file, encoder.seq_length, seed, vocabulary)
-    bad = [record for record in made.records if record["action"] == BadSample.action]
+    key = json.dumps([FORM, source.format, len(source), depends_on, _print_of(encoder)])
+    file = cache.cached_file(folder, source.rows.path, write, say, key, "tokens")
+    vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, so not the number of tokens
+    joined = Joined(source.name, file, encoder.seq_length, seed, vocabulary)
+    bad = [record for record in joined.records if record["action"] == BadSample.action]
     if bad and on_bad == "error":
         raise BadSample(*(bad[0][key] for key in ("file", "row", "reason", "id")))
-    return made
+    return joined
 
 
 def _print_of(encoder: DocumentEncoder) -> str:
-    """All of a tokenizer that decides what a text becomes."""
+    """Everything in a tokenizer that determines the tokens of a text."""
     tokenizer = encoder.tokenizer
-    own = [getattr(tokenizer, "split_special_tokens", False), encoder.end_id, sorted(encoder.marks)]
-    return json.dumps([tokenizers.__version__, tokenizer.backend_tokenizer.to_str(), own])
+    options = [getattr(tokenizer, "split_special_tokens", False), encoder.end_id, sorted(encoder.marks)]
+    return json.dumps([tokenizers.__version__, tokenizer.backend_tokenizer.to_str(), options])
 
 
 def _write(
     source: Source, encoder: DocumentEncoder, on_bad: str, file: Path, progress: Callable[[float], None]
 ) -> None:
     dtype = np.dtype("<u2" if len(encoder.tokenizer) <= 1 << 16 else "<u4")
-    edges, records = array("q", [0]), []
+    edges = array("q", [0])
+    records: list[dict[str, Any]] = []
     with open(file, "wb") as out:
         for row, texts in _batches(source, encoder, on_bad, records):
             for ids in encoder.tokens_of(texts):
@@ -166,14 +167,14 @@ def _write(
 def _batches(
     source: Source, encoder: DocumentEncoder, on_bad: str, records: list[dict[str, Any]]
 ) -> Iterator[tuple[int, list[str]]]:
-    """(rows read so far, texts) of about `AT_ONCE` characters; what is wrong with rows goes into `records`."""
+    """(rows read so far, texts of about `AT_ONCE` characters); rows left out or noted are appended to `records`."""
     texts: list[str] = []
     size = 0
     for row in range(len(source)):
         try:
             document: Document = source[row]
             records += [{"file": source.name, "row": row, "id": document.id, "action": action, "reason": reason}
-                        for action, reason in encoder.noted(document)]  # fmt: skip
+                        for action, reason in encoder.notes_of(document)]  # fmt: skip
         except BadSample as bad:
             if on_bad == "error":
                 raise

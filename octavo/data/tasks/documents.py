@@ -1,14 +1,14 @@
-"""Documents: rows of plain text, with images in it or without, all of whose text is learned (`train.phase: pretrain`).
+"""Documents: rows of plain text, with or without images, whose text is learned whole (`train.phase: pretrain`).
 
     {"text": "Once upon a time ..."}
     {"image": "cat.jpg", "text": "A cat on a mat."}                                        a caption
     {"text": "See <image> and <image>.", "images": ["a.png", "b.png"]}                     images in their places
     {"texts": ["A cat: ", null, " and a dog: ", null], "images": [null, "a.png", null, "b.png"]}
 
-One image whose text places none stands before it. `texts` and `images` are as long, and one of the two is null at each
-place; texts follow each other as they are, so spaces and line breaks between them are their own. Without the key
-`image` or `images`, "<image>" is a word like any other. A document has no roles: no chat template is asked, and what
-stands around it is what the tokenizer puts around a text (a BOS where it has one) and its end token behind.
+A single image without a placeholder in the text comes before the text. `texts` and `images` have the same length, and
+one of the two is null at each place; texts are concatenated unchanged, so they contain the spaces and line breaks
+between them. Without the key `image` or `images`, "<image>" is ordinary text. A document has no roles and needs no chat
+template: the tokenizer's special tokens (such as a BOS) are added around it, and the end token after it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from octavo.data.encoding.encode import Encoder, Written, image_places
-from octavo.data.encoding.processor_calls import Encoding, Outputs, Wanted
-from octavo.data.encoding.sample import IGNORE, Sample, further, spelling
+from octavo.data.encoding.encode import Encoder, Written
+from octavo.data.encoding.processor_calls import Encoding, Outputs, Wanted, media_spans
+from octavo.data.encoding.sample import IGNORE, Sample, control_notes, extra_inputs
 from octavo.data.errors import BadSample, DataError, Mismatch
 from octavo.data.formats.media_kinds import IMAGE
 from octavo.data.rows.audio_refs import SOUND
@@ -34,14 +34,14 @@ from octavo.data.rows.conversations import (
     RowProblem,
     Text,
     Turn,
+    bad_sample_context,
     find_images,
-    half_character,
+    has_lone_surrogate,
     image_names,
     match_count,
-    naming,
-    object_of,
+    require_object,
     shown,
-    split,
+    split_at_images,
 )
 from octavo.data.rows.image_refs import Picture
 from octavo.data.rows.media import file_named, no_file
@@ -53,35 +53,36 @@ EXPECTED = "a row of plain text has 'text', or 'texts' and 'images' as lists of 
 
 @dataclass(frozen=True)
 class Document(Conversation):
-    """A text as it stands: one turn, which is learned whole, with its images in their places."""
+    """A document: one turn that is learned whole, with its images in their places."""
 
     @property
     def text(self) -> str:
-        """Its words, without its images."""
+        """All its text, without its images."""
         return self.turns[0].text
 
 
-def is_document(raw: Any) -> bool:
-    """Whether the keys of a row say that it is plain text."""
+def is_document(raw: object) -> bool:
+    """Whether a row has a key of plain text."""
     return isinstance(raw, dict) and ("text" in raw or "texts" in raw)
 
 
 def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images: Path) -> Document | Conversation:
-    """One decoded row: of format `text` a `Document`, of another a `Conversation`. Raises `BadSample`."""
+    """One decoded row: a `Document` for format `text`, else a `Conversation`. Raises `BadSample`."""
     if format != "text":
         return parse_answered(raw, format, file=file, row=row, images=images)
-    with naming(raw, file, row) as identity:
-        if not is_document(object_of(raw)) or ("text" in raw and "texts" in raw):
+    with bad_sample_context(raw, file, row) as identity:
+        if not is_document(require_object(raw)) or ("text" in raw and "texts" in raw):
             raise RowProblem(f"has the keys {shown(sorted(map(str, raw)))}; {EXPECTED}")
         parts, names = _interleaved(raw) if "texts" in raw else _in_one(raw)
-        if held := next((kind for kind in (SOUND, VIDEO) if kind.listed(raw)), None):
+        # Refused rather than ignored: a document would train without the medium that its text is about.
+        if held := next((kind for kind in (SOUND, VIDEO) if kind.listed_files(raw)), None):
             raise RowProblem(
                 f"is a text with a {held.noun}, and texts hold none in this version; write it as turns, for sft"
             )
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():
             raise RowProblem("has a text of no letters; there is nothing to learn from it")
-        if half_character(turn.text):
+        if has_lone_surrogate(turn.text):
             raise RowProblem("its text holds half a character (a lone surrogate); mend it")
         return Document((turn,), find_images(names, images), str(file), row, identity)
 
@@ -97,44 +98,44 @@ def _in_one(raw: dict[str, Any]) -> tuple[Sequence[Text | ImageRef], list[Name]]
     if len(names) == 1 and not places:
         return [ImageRef(0), Text(text)], names
     match_count(places, len(names))
-    return split(text, iter(range(len(names)))), names
+    return split_at_images(text, iter(range(len(names)))), names
 
 
 def _interleaved(raw: dict[str, Any]) -> tuple[Sequence[Text | ImageRef], list[Name]]:
-    texts, given = raw["texts"], raw.get("images")
-    if not isinstance(texts, list) or not isinstance(given, list) or len(texts) != len(given):
+    texts, images = raw["texts"], raw.get("images")
+    if not isinstance(texts, list) or not isinstance(images, list) or len(texts) != len(images):
         sizes = ", ".join(
             f"'{key}' {f'has {len(value)} places' if isinstance(value, list) else f'is {shown(value)}'}"
-            for key, value in (("texts", texts), ("images", given))
+            for key, value in (("texts", texts), ("images", images))
         )
         raise RowProblem(f"{sizes}; they must be lists of one length")
     parts: list[Text | ImageRef] = []
     names: list[Name] = []
-    for place, (text, image) in enumerate(zip(texts, given, strict=True), 1):
+    for place, (text, image) in enumerate(zip(texts, images, strict=True), 1):
         name = None if no_file(image) else file_named(image, Picture)
         if (text is None) == no_file(image) or (text is None) == (name is None) or not isinstance(text, str | None):
             raise RowProblem(
                 f"place {place} has the text {shown(text)} and the image {shown(image)}; expected one of the two, as "
                 "text or file name, and null for the other"
             )
-        if name is None:
-            parts.append(Text(text))
-        else:
+        if name is not None:
             parts.append(ImageRef(len(names)))
             names.append(name)
+        elif text is not None:
+            parts.append(Text(text))
     return parts, names
 
 
 class DocumentEncoder(Encoder):
-    """Encodes documents, and conversations beside them. Loss falls on all text of a document and on its end token,
-    not on images nor on the marks around them. One that is too long is what `on_long` says."""
+    """Encodes documents, and conversations mixed with them. Loss is computed on all text of a document and its end
+    token, but not on images and the marks around them. `on_long` applies to documents that are too long."""
 
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
         self.end_id = self.tokenizer.eos_token_id
         if self.end_id is None:
             raise DataError(
-                "the tokenizer has no end token (eos_token), which stands behind every document; name one in "
+                "the tokenizer has no end token (eos_token), which ends every document; name one in "
                 "tokenizer_config.json"
             )
         self.place = processor.image_token if self.calls.sees else ""
@@ -144,70 +145,71 @@ class DocumentEncoder(Encoder):
             self.unlearned |= set(self.tokenizer.convert_tokens_to_ids(list(self.around)))
 
     def _check_template(self) -> None:
-        """Documents need none."""
+        """Documents need no template."""
 
-    def encoding(self, row: Conversation | Sample, given: int | None = 0) -> Encoding[Sample]:
-        """Makes a row a `Sample`; one of documents that were joined is one already. Raises as `Encoder.encode` does."""
-        return row if isinstance(row, Sample) else (yield from super().encoding(row, given))
+    def encoding(self, row: Conversation | Sample, context: int | None = 0) -> Encoding[Sample]:
+        """Generator that encodes a row as a `Sample`; rows of joined documents are samples already. Raises as
+        `Encoder.encode` does."""
+        return row if isinstance(row, Sample) else (yield from super().encoding(row, context))
 
-    def noted(self, document: Document) -> list[tuple[str, str]]:
-        """(action, reason) of what is worth a word of a document that is joined with others. Raises `BadSample` where
-        it cannot be: for an image, or words that are the model's own for one."""
+    def notes_of(self, document: Document) -> list[tuple[str, str]]:
+        """(action, reason) of notes about a document that is joined with others. Raises `BadSample` if it cannot be
+        joined: for an image, or text that spells a media placeholder."""
         try:
             if document.images:
                 raise Mismatch(
-                    "holds an image, and the first rows of this data set, which hold none, say that its documents are "
-                    "joined; set data.join: false"
+                    "holds an image, and the first rows of this data set hold none, so its documents are joined; set "
+                    "data.join: false"
                 )
-            return spelling(self._control(document))
+            return control_notes(self._control_tokens(document))
         except Mismatch as cause:
             raise BadSample(document.source, document.row, str(cause), document.id) from cause
 
-    def _encoding(self, row: Conversation, given: int | None) -> Encoding[Sample]:
+    def _encode(self, row: Conversation, context: int | None) -> Encoding[Sample]:
         if not isinstance(row, Document):
             super()._check_template()
-            return (yield from super()._encoding(row, given))
+            return (yield from super()._encode(row, context))
         if row.images and not self.calls.sees:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
-        document = self._bounded(row)
-        control = self._control(document)
+        document = self._clip(row)
+        control = self._control_tokens(document)
         if not document.images:
             outputs: Outputs = {"input_ids": self.tokens_of([document.turns[0].text])[0]}
         else:
-            text = self._in_places(document)
-            self._reach(document, text, None)
+            text = self._with_placeholders(document)
+            self._reachable_characters(document, text, None)
             outputs = yield Wanted(text, document.images)
-            outputs |= self._ended(outputs)
+            outputs |= self._with_end_token(outputs)
         labels = np.array(outputs["input_ids"], dtype=np.int64)
         labels[np.isin(labels, list(self.unlearned))] = IGNORE
-        for start, end in image_places(outputs):
+        for start, end in media_spans(outputs):
             labels[start:end] = IGNORE
         return self._sample(document, outputs, labels, (), control)
 
-    def written(self, row: Any) -> Written:
+    def written(self, row: Conversation) -> Written:
         if not isinstance(row, Document):
             super()._check_template()
             return super().written(row)
         if row.images and not self.calls.sees:
             raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
-        document = self._bounded(row)
-        text = self._in_places(document)
+        document = self._clip(row)
+        text = self._with_placeholders(document)
         return Written(text, document.images, not (document.images and self.calls.bare(text)), True)
 
-    def _in_places(self, document: Document) -> str:
-        """Its text with a placeholder for each image."""
+    def _with_placeholders(self, document: Document) -> str:
+        """The text of a document with a placeholder for each image."""
         parts = document.turns[0].parts
         return "".join(part.text if isinstance(part, Text) else self.place for part in parts)
 
     def tokens_of(self, texts: Sequence[str]) -> list[list[int]]:
-        """Texts as the tokenizer writes them, each with the end token behind it."""
-        made = self.tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
-        return [ids if ids and ids[-1] == self.end_id else [*ids, self.end_id] for ids in made["input_ids"]]
+        """The tokens of texts, each followed by the end token."""
+        outputs = self.tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
+        return [ids if ids and ids[-1] == self.end_id else [*ids, self.end_id] for ids in outputs["input_ids"]]
 
-    def _ended(self, outputs: Outputs) -> Outputs:
-        """What of a processor's outputs counts tokens, with the end token behind."""
+    def _with_end_token(self, outputs: Outputs) -> Outputs:
+        """The per-token outputs of a processor, extended by the end token; {} if it is there already."""
         if outputs["input_ids"][-1] == self.end_id:
             return {}
-        kinds = [name for name, per in further(self.processor).items() if per == "token"]
-        more = {"input_ids": self.end_id, "mm_token_type_ids": 0, **dict.fromkeys(kinds, 0)}
-        return {key: [*outputs[key], end] for key, end in more.items() if outputs.get(key) is not None}
+        kinds = [name for name, per in extra_inputs(self.processor).items() if per == "token"]
+        ends = {"input_ids": self.end_id, "mm_token_type_ids": 0, **dict.fromkeys(kinds, 0)}
+        return {key: [*outputs[key], end] for key, end in ends.items() if outputs.get(key) is not None}

@@ -1,11 +1,11 @@
-"""Sealed rows: samples made where the plain tokenizer and the key are at hand, and read as they are.
+"""Sealed rows: samples that were encoded on a machine with the plain tokenizer and the key, and are read unchanged.
 
-    FOLDER/sealed.json      whose key they are of, and what for (`octavo.base.seal_note`)
-    FOLDER/rows.arrow       a row of `SCHEMA` each, in the order of the data set that was sealed; of a pair of phase
-                            preference two, the chosen answer and the rejected one
+    FOLDER/sealed.json      the fingerprint of the key, and the purpose of the rows (`octavo.base.seal_note`)
+    FOLDER/rows.arrow       rows of `SCHEMA`, in the order of the data set that was sealed; for a pair of phase
+                            preference two rows, the chosen answer and the rejected one
 
-No row holds text, a name or an id of the plain data. A row that had to be left out stands there as a row without
-tokens, so that the order of an epoch is the plain data set's. :mod:`octavo.sealing.rows` writes them.
+No row contains text, names or ids of the plain data. A row that had to be left out is stored without tokens, so that
+the order of an epoch is the same as for the plain data. :mod:`octavo.sealing.rows` writes them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from octavo.base.seal_note import NOTE, Note, read_note
 from octavo.data.encoding.sample import COUNTED, IGNORE, Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
 from octavo.data.formats.arrow_rows import Mapped
-from octavo.data.formats.columnar import sentence
-from octavo.data.storage.cache import default_folder, kept
+from octavo.data.formats.columnar import error_line
+from octavo.data.storage.cache import cached_file, default_folder
 from octavo.data.tasks.pairs import Pair
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ TENSOR = pa.struct(
 )  # fmt: skip
 SCHEMA = pa.schema(
     [
-        ("left", pa.string()),  # "dropped" or "skipped" of a row that was left out; null of the others
+        ("left", pa.string()),  # "dropped" or "skipped" for a row that was left out; null for the others
         ("input_ids", pa.list_(pa.int32())),
         ("labels", pa.list_(pa.int32())),
         ("answers", pa.list_(pa.int32())),  # start, end, start, end, ...
@@ -48,14 +48,14 @@ SCHEMA = pa.schema(
     ]
 )
 OWN = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
-"""Tensors that are fields of a `Sample`; the others are its further inputs."""
+"""Tensors that are fields of a `Sample`; the others are in its `extra`."""
 _DTYPES = {"int64": np.int64, "float32": np.float32}
 
 
 def to_row(sample: Sample) -> dict[str, Any]:
-    """A sample as a row; its file, number, id and what of its text was noted stay behind."""
-    own = ((name, "", getattr(sample, name)) for name in OWN)
-    more = ((name, one.per, one.values) for name, one in sample.more.items())
+    """A sample as a row, without its file, row number, id and notes about its text."""
+    fields = ((name, "", getattr(sample, name)) for name in OWN)
+    extra = ((name, one.per, one.values) for name, one in sample.extra.items())
     return {
         "left": None,
         "input_ids": sample.input_ids.astype(np.int32),
@@ -65,14 +65,14 @@ def to_row(sample: Sample) -> dict[str, Any]:
         **{name: getattr(sample, name) for name in ("length", "images", "sounds", "lost")},
         "tensors": [
             {"name": name, "per": per, "dtype": str(x.dtype), "shape": list(x.shape), "data": x.tobytes()}
-            for name, per, x in (*own, *more)
+            for name, per, x in (*fields, *extra)
             if x is not None
         ],
     }
 
 
-def left_row(action: str) -> dict[str, Any]:
-    """The row of one that was left out."""
+def dropped_row(action: str) -> dict[str, Any]:
+    """The row for one that was left out."""
     return dict.fromkeys(SCHEMA.names) | {"left": action}
 
 
@@ -80,18 +80,20 @@ class Sealed(Mapped):
     """The rows of a sealed folder: `len(rows)`, `rows[i]` (a `Sample`; raises `BadSample`), `rows.name`."""
 
     each = 1
-    """Rows of the file that make one."""
+    """Rows in the file for one row of the data set."""
     window: int | None = None
     shards: Sequence[int] | None = None
 
     def __init__(self, folder: Path, limit: int | None = None) -> None:
-        super().__init__(folder, _mapped(folder / ROWS))
-        if (found := self._table.schema) != SCHEMA:
-            raise DataError(f"{folder / ROWS} holds no sealed rows (columns {', '.join(found.names)[:200]})")
+        super().__init__(folder, _plain_file(folder / ROWS))
+        if (schema := self._table.schema) != SCHEMA:
+            raise DataError(f"{folder / ROWS} holds no sealed rows (columns {', '.join(schema.names)[:200]})")
         self.name, self._limit = str(folder), limit
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{Path(self.path) / ROWS} holds no whole Arrow file ({sentence(cause)}); seal the data again")
+        return DataError(
+            f"{Path(self.path) / ROWS} holds no whole Arrow file ({error_line(cause)}); seal the data again"
+        )
 
     def _notes_in(self, file: Path) -> Path:
         return default_folder()  # nothing is written into a folder of data
@@ -104,37 +106,38 @@ class Sealed(Mapped):
         return self._read(row, 0)
 
     def _read(self, row: int, part: int) -> Sample:
-        """One of the rows of the file that make a row."""
+        """Part `part` of a row. Raises `BadSample` for a row that was left out, `DataError` for a damaged one."""
         if not 0 <= row < len(self):
             raise IndexError(f"{self.name} has {len(self)} rows, asked for row {row}")
         columns = self._row(row * self.each + part).columns
-        found = {name: column[0].as_py() for name, column in zip(SCHEMA.names, columns, strict=True)}
-        if found["left"] is not None:
-            kind = LongSample if found["left"] == LongSample.action else BadSample
-            raise kind(self.name, row, f"was left out ({found['left']}) when it was sealed")
+        values = {name: column[0].as_py() for name, column in zip(SCHEMA.names, columns, strict=True)}
+        if values["left"] is not None:
+            kind = LongSample if values["left"] == LongSample.action else BadSample
+            raise kind(self.name, row, f"was left out ({values['left']}) when it was sealed")
         try:
-            return self._sample(row, found)
+            return self._sample(row, values)
         except (KeyError, TypeError, ValueError) as cause:
             raise DataError(f"{self.kept}, row {row}: {cause}; the file is damaged, seal the data again") from cause
 
-    def _sample(self, row: int, found: dict[str, Any]) -> Sample:
-        ids, labels = (np.asarray(found[name], np.int64) for name in ("input_ids", "labels"))
+    def _sample(self, row: int, fields: dict[str, Any]) -> Sample:
+        ids, labels = (np.asarray(fields[name], np.int64) for name in ("input_ids", "labels"))
         if len(ids) != len(labels) or ((labels != ids) & (labels != IGNORE)).any():
             raise ValueError("its labels are not its tokens")
-        own: dict[str, np.ndarray] = {}
-        more: dict[str, Input] = {}
-        for one in found["tensors"]:
+        arrays: dict[str, np.ndarray] = {}
+        extra: dict[str, Input] = {}
+        for one in fields["tensors"]:
             values = np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"]).copy()
             if one["name"] in OWN:
-                own[one["name"]] = values
+                arrays[one["name"]] = values
             elif one["per"] in COUNTED:
-                more[one["name"]] = Input(one["per"], values)
+                extra[one["name"]] = Input(one["per"], values)
             else:
                 raise ValueError(f"{one['name']!r} counts {one['per']!r}")
         return Sample(
-            ids, labels, images=found["images"], answers=_pairs(found["answers"]), length=found["length"],
-            lost=found["lost"], more=more, places=_pairs(found["places"]), file=self.name, row=row,
-            sounds=found["sounds"], **own,
+            ids, labels, images=fields["images"], answers=_pairs(fields["answers"]), length=fields["length"],
+            lost=fields["lost"], extra=extra, places=_pairs(fields["places"]), file=self.name, row=row,
+            sounds=fields["sounds"], mm_token_type_ids=arrays.get("mm_token_type_ids"),
+            pixel_values=arrays.get("pixel_values"), image_grid_thw=arrays.get("image_grid_thw"),
         )  # fmt: skip
 
 
@@ -151,22 +154,22 @@ def _pairs(ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(ends[::2], ends[1::2], strict=True))
 
 
-def _mapped(file: Path) -> Path:
-    """The file itself, or of an encrypted one its plain text in memory. Raises `DataError`."""
+def _plain_file(file: Path) -> Path:
+    """The path of the file, or for an encrypted one of its plain text in memory. Raises `DataError`."""
 
-    def decrypt(made: Path, progress: Callable[[float], None]) -> None:
-        with safe_read.open_file(file, DataError) as stored, made.open("wb") as out:
+    def decrypt(target: Path, progress: Callable[[float], None]) -> None:
+        with safe_read.open_file(file, DataError) as stored, target.open("wb") as out:
             shutil.copyfileobj(stored, out, 1 << 22)
 
     if is_encrypted(file):
-        return kept(None, file, decrypt)
+        return cached_file(None, file, decrypt)
     check_plain(file, DataError)
     return file
 
 
 class SealedEncoder:
-    """What stands where rows become numbers, of rows that are numbers already. A row of more than `seq_length` tokens
-    is left out, as one that was sealed for longer ones."""
+    """The encoder for rows that are encoded already. A row of more than `seq_length` tokens, which was sealed for a
+    longer `seq_length`, is left out."""
 
     on_long = "drop"
 
@@ -175,15 +178,15 @@ class SealedEncoder:
 
     @property
     def pad_id(self) -> int:
-        """The token that fills short rows."""
+        """The token that pads short rows."""
         ids = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((found for found in ids if found is not None), 0)
+        return next((token for token in ids if token is not None), 0)
 
-    def encode_all(self, rows: Sequence[Sample | Pair]) -> list[Any]:
-        """The rows, or the `LongSample` of one that is too long."""
-        return [self._fitting(row) for row in rows]
+    def encode_all(self, rows: Sequence[Sample | Pair]) -> list[Sample | Pair | LongSample]:
+        """The rows, with a `LongSample` in place of each that is too long."""
+        return [self._check_length(row) for row in rows]
 
-    def _fitting(self, row: Sample | Pair) -> Any:
+    def _check_length(self, row: Sample | Pair) -> Sample | Pair | LongSample:
         longest = max(len(one.input_ids) for one in samples_of(row))
         if longest <= self.seq_length:
             return row
@@ -192,20 +195,20 @@ class SealedEncoder:
 
 
 class SealedHeldOut(SealedEncoder):
-    """The same, of held-out rows of phase preference: of a pair the chosen answer."""
+    """The encoder for held-out rows of phase preference: the chosen answer of a pair."""
 
-    def _fitting(self, row: Sample | Pair) -> Any:
-        return super()._fitting(samples_of(row)[0])
+    def _check_length(self, row: Sample | Pair) -> Sample | Pair | LongSample:
+        return super()._check_length(samples_of(row)[0])
 
 
 def samples_of(row: Sample | Pair) -> tuple[Sample, ...]:
-    """A sample alone; of a pair the chosen one and the rejected one."""
+    """The sample, or the chosen and the rejected sample of a pair."""
     return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
 
 
-def of_pairs(note: Note | None) -> bool:
-    """Whether a sealed data set holds pairs."""
-    return note is not None and note.more.get("phase") == "preference"
+def holds_pairs(note: Note | None) -> bool:
+    """Whether a sealed data set contains pairs."""
+    return note is not None and note.details.get("phase") == "preference"
 
 
 def read_sealed(dataset: Dataset) -> Sealed:
@@ -213,12 +216,12 @@ def read_sealed(dataset: Dataset) -> Sealed:
     folder = Path(dataset.path)
     if not (folder / ROWS).is_file():
         raise DataError(f"{folder} holds no {ROWS}, and data.sealed is true. `octavo seal data` writes such folders")
-    kind = SealedPairs if of_pairs(read_note(folder, DataError)) else Sealed
+    kind = SealedPairs if holds_pairs(read_note(folder, DataError)) else Sealed
     return kind(folder, dataset.max_samples)
 
 
-def check(cfg: Config) -> None:
-    """That model and data are sealed with one key, and the data for this phase. Raises `DataError`."""
+def check_sealed_config(cfg: Config) -> None:
+    """Check that model and data are sealed with one key, and the data for this phase. Raises `DataError`."""
     model = read_note(cfg.model.path, DataError) if Path(cfg.model.path).is_dir() else None
     notes = list(_notes([*cfg.data.train, *cfg.data.eval]))
     if model is None:
@@ -234,9 +237,9 @@ def check(cfg: Config) -> None:
                             "each other they are noise. Seal one of them again")  # fmt: skip
     preference = cfg.train.phase == "preference"
     for number, (path, note) in enumerate(notes):
-        if of_pairs(note) != preference and (of_pairs(note) or number < len(cfg.data.train)):
-            found = "pairs" if of_pairs(note) else "no pairs"
-            raise DataError(f"{path} holds {found}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
+        if holds_pairs(note) != preference and (holds_pairs(note) or number < len(cfg.data.train)):
+            content = "pairs" if holds_pairs(note) else "no pairs"
+            raise DataError(f"{path} holds {content}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
                             f"makes rows of a phase: give it train.phase={cfg.train.phase}")  # fmt: skip
 
 

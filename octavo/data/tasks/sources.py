@@ -1,4 +1,4 @@
-"""A data set as the configuration names it: a file, a folder of images, a format, a limit."""
+"""Data sets of the configuration: a file, a folder of images, a format, a limit."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from octavo.data.formats import json_columns
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.formats.registry import format_of
-from octavo.data.rows.conversations import ROLES, naming, parse
+from octavo.data.rows.conversations import ROLES, bad_sample_context, parse
 from octavo.data.rows.foreign import with_turns
 from octavo.data.rows.media import no_file
-from octavo.data.rows.missing_values import of_table
+from octavo.data.rows.missing_values import clean_cells
 from octavo.data.storage.cache import Say, default_folder, quiet
 from octavo.data.storage.fetched import open_fetched
 from octavo.data.storage.hub_datasets import open_named, stream_named
 from octavo.data.storage.open_rows import open_rows
 from octavo.data.tasks.documents import is_document, parse_document
-from octavo.data.tasks.pairs import parse_labelled, parse_pair, told_by
-from octavo.data.tasks.prompts import further, parse_answered, parse_prompt
+from octavo.data.tasks.pairs import parse_labelled, parse_pair, preference_kind_of
+from octavo.data.tasks.prompts import extra_columns, parse_answered, parse_prompt
 
 if TYPE_CHECKING:
     from octavo.config import Dataset
 
-# Rows looked at to recognise a format. A text-only row says nothing about where images are listed.
+# The number of first rows that are examined to detect a format. More than one, because a text-only row does not show
+# under which key images are listed.
 LOOKED_AT = 200
-SHAREGPT = (*(ROLES["sharegpt"].keys() - ROLES["llava"].keys()),)  # whose roles say what a row is
-# What a row is taken for; each reads it as its file says.
+SHAREGPT = (*(ROLES["sharegpt"].keys() - ROLES["llava"].keys()),)  # roles that only sharegpt rows have
+# kind of rows -> parser
 KINDS: dict[str, Callable[..., Any]] = {
     "conversations": parse_answered, "prompts": parse_prompt, "pairs": parse_pair, "labelled": parse_labelled,
     "documents": parse_document,
@@ -41,9 +42,9 @@ KINDS: dict[str, Callable[..., Any]] = {
 
 
 class Source:
-    """The rows of one data set, read as conversations or another of `KINDS`: `len(source)`, `source[i]` (raises
-    `BadSample`), `source.name`; and what its order asks (`octavo.data.order`): `source.window`, rows that are shuffled
-    together, and `source.shards`, how many rows each of its files has."""
+    """The rows of one data set, parsed as conversations or another of `KINDS`: `len(source)`, `source[i]` (raises
+    `BadSample`), `source.name`; and for its order (`octavo.data.order`): `source.window`, rows that are shuffled
+    together, and `source.shards`, the number of rows in each of its files."""
 
     def __init__(
         self, rows: Rows, format: str, images: Path, limit: int | None = None, kind: str = "conversations",
@@ -51,7 +52,7 @@ class Source:
     ) -> None:  # fmt: skip
         self.rows, self.format, self.images, self.kind, self.window = rows, format, images, kind, window
         self.name = str(rows.path)
-        # Of conversations only rows with `prompt` are read as prompts first.
+        # Conversations are parsed directly, except rows with `prompt`, which are parsed as prompts first.
         self._parse = parse if kind == "conversations" and format != "prompt" else KINDS[kind]
         self._cells = _has_cells(rows)
         self._length = len(rows) if limit is None else min(limit, len(rows))
@@ -64,38 +65,38 @@ class Source:
             raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
         raw = self.raw(row)
         if self._cells:
-            with naming(raw, self.rows.path, row):
-                raw = of_table(raw, self.format)
+            with bad_sample_context(raw, self.rows.path, row):
+                raw = clean_cells(raw, self.format)
         return self._parse(raw, self.format, file=self.rows.path, row=row, images=self.images)
 
     def raw(self, row: int) -> Any:
-        """A row as its file has it, without keys that are null."""
+        """A row as in its file, without keys that are null."""
         return present(self.rows[row])
 
     @property
     def shards(self) -> Sequence[int] | None:
-        """How many rows each file has, of those that are taken; None: there are no several files."""
+        """The number of used rows in each file; None: the data set has only one."""
         sizes = getattr(self.rows, "shards", None)
         if sizes is None:
             return None
         ends = np.minimum(np.cumsum(sizes), self._length)
-        return np.diff(ends, prepend=0)  # type: ignore[no-any-return]
+        return np.diff(ends, prepend=0)
 
     def columns(self) -> list[str]:
-        """What any row of the file has for rewards, beside what every prompt has."""
-        return further(self.rows.keys(), self.format)
+        """The columns for rewards that any row has, in addition to the columns of every prompt."""
+        return extra_columns(self.rows.keys(), self.format)
 
 
-def _has_cells(rows: Any) -> bool:
-    """Whether rows come from a file in which every value is a text, such as CSV."""
-    rows = getattr(rows, "rows", rows)  # those whose columns have other names
-    suffix = getattr(rows, "suffix", None)  # of several files
+def _has_cells(rows: Rows) -> bool:
+    """Whether rows come from a format in which every value is a text, such as CSV."""
+    rows = getattr(rows, "rows", rows)  # unwrap rows with renamed columns
+    suffix = getattr(rows, "suffix", None)  # of `Shards`, whose path is a folder
     return format_of(str(rows.path) if suffix is None else suffix).cells
 
 
 def present(raw: Any) -> Any:
-    """A row without its keys that are null: JSON writes them, and a table has a column for what any row has. A file
-    with neither bytes nor path is null too, and turns that are JSON text are those turns."""
+    """A row without keys that are null: JSON may write them, and a table has every column in every row. A file with
+    neither bytes nor path counts as null, and turns written as JSON text are parsed."""
     if not isinstance(raw, dict):
         return raw
     return with_turns({key: value for key, value in raw.items()
@@ -103,7 +104,8 @@ def present(raw: Any) -> Any:
 
 
 class Renamed:
-    """Rows in which what `columns` names (our key -> theirs) has our names; a key that gives way is gone."""
+    """Rows with keys renamed by `columns` (Octavo's key -> key in the file); a key that a renamed one replaces is
+    dropped."""
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
         self.path, self.rows, self._columns = rows.path, rows, columns
@@ -115,7 +117,7 @@ class Renamed:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Any:
-        with json_columns.renamed(self._theirs):
+        with json_columns.renaming(self._theirs):
             raw = self.rows[row]
         return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
 
@@ -123,16 +125,16 @@ class Renamed:
         return {*self._ours(self.rows.keys())}
 
     def _ours(self, keys: Iterable[str]) -> dict[str, str]:
-        """Our name of each key that stays -> the key."""
+        """New name -> key in the file, for each key that remains."""
         gone = {*self._columns, *self._columns.values()}
-        there = [*keys]
-        renamed = {ours: key for ours, key in self._columns.items() if key in there}
-        return {key: key for key in there if key not in gone} | renamed
+        present_keys = [*keys]
+        renamed = {ours: key for ours, key in self._columns.items() if key in present_keys}
+        return {key: key for key in present_keys if key not in gone} | renamed
 
 
-def opened(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Rows:
-    """The rows of a data set of the configuration, by our names; `cache` as `open_rows` has it. Raises `DataError`,
-    also where none of the first rows has a column that the data set names."""
+def open_dataset(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Rows:
+    """The rows of a data set of the configuration, with renamed columns; `cache`: the folder of the cache (None: the
+    default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
     if is_name(dataset.path):
         opens = stream_named if dataset.stream else open_named
@@ -159,24 +161,26 @@ def _first(rows: Rows) -> Iterator[Any]:
     for row in range(min(len(rows), LOOKED_AT)):
         try:
             yield present(rows[row])
-        except BadSample:  # it is reported when its turn comes
+        except BadSample:  # reported when the row is used
             continue
 
 
 def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = None) -> Source:
-    """Open a data set of the configuration, its rows as one of `KINDS`. `max_samples` takes the first rows in file
-    order; image names are relative to `images`, or to the data file's folder (the data folder) where that is not given.
+    """Open a data set of the configuration, with rows parsed as one of `KINDS`. `max_samples` takes the first rows in
+    file order; image names are relative to `images`, by default to the folder of the data file, or the data folder.
     Raises `DataError`."""
-    rows = opened(dataset, cache)
+    rows = open_dataset(dataset, cache)
     if dataset.images is not None:
         images = Path(dataset.images)
     elif is_name(dataset.path) or is_url(dataset.path):
-        images = default_folder() if cache is None else cache  # names of files mean nothing: images stand in the rows
+        images = (
+            default_folder() if cache is None else cache
+        )  # file names mean nothing: images of remote data sets are in the rows
         try:
             images.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise DataError(
-                f"{images} cannot be made ({cause.strerror}); name a folder that can be in data.cache"
+                f"{images} cannot be created ({cause.strerror}); name a folder that can be in data.cache"
             ) from cause
     else:
         images = Path(rows.path) if Path(rows.path).is_dir() else Path(rows.path).parent
@@ -185,7 +189,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     format: str = dataset.format
     if kind in ("pairs", "labelled"):
         if format != "auto":
-            raise DataError(f"{rows.path}: format is {format}, and preferences are told by their keys; leave it out")
+            raise DataError(f"{rows.path}: format is {format}, and preferences are read by their keys; leave it out")
     elif format == "auto":
         format = recognise(rows, kind == "prompts", kind == "documents")
     window = dataset.shuffle_buffer or getattr(rows, "window", None)
@@ -193,21 +197,20 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
 
 
 def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
-    """`pairs` or `labelled`, which the first rows of a data set are that can be read; None: neither. Raises
-    `DataError`."""
-    return next(map(told_by, _first(opened(dataset, cache))), None)
+    """`pairs` or `labelled`, by the first readable row of a data set; None: neither. Raises `DataError`."""
+    return next(map(preference_kind_of, _first(open_dataset(dataset, cache))), None)
 
 
 def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str:
-    """Tell the format from the structure of the first rows; with `prompts` rows may be prompts alone, with `documents`
-    plain text. Raises `DataError` where they disagree or say nothing."""
+    """Detect the format from the structure of the first rows; with `prompts` rows may be prompts without answers, with
+    `documents` plain text. Raises `DataError` if the rows disagree or have no known structure."""
     evidence: dict[str, int] = {}
     plain: int | None = None
     for row in range(min(len(rows), LOOKED_AT)):
         try:
             style = _style_of(present(rows[row]), prompts, documents)
         except BadSample:
-            continue  # a broken line; it is reported when its turn comes
+            continue  # a broken line, reported when the row is used
         if style == "both":
             raise DataError(
                 f"{rows.path}: the format is ambiguous (row {row} has turns with from/value and turns with "
@@ -225,7 +228,7 @@ def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str
     if evidence:
         return next(iter(evidence))
     if plain is not None:
-        return "llava"  # text only so far: llava and sharegpt read such rows alike
+        return "llava"  # text-only rows so far, which llava and sharegpt parse alike
     raise QuotingError(
         f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
         "('conversations' with from/value), ShareGPT, 'messages' with role/content, alpaca (instruction, output), or "
@@ -234,8 +237,9 @@ def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str
 
 
 def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
-    """A format where a row proves it; "from/value" where it could be llava or sharegpt, "both" where its turns are
-    mixed, "prompt" and "text" where they may be and are there, None where it is no conversation."""
+    """The format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt" and
+    "text" if it is one and the phase allows it, None if it is no conversation."""
+    # The order of the tests matters: a row may have the keys of several formats.
     if prompts and isinstance(raw, dict) and "prompt" in raw:
         return "prompt"
     if isinstance(raw, list):
@@ -264,7 +268,7 @@ def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
 
 
 def _plain(rows: Rows, documents: bool) -> str:
-    """What is to be said of plain text where rows are no conversations."""
+    """The part about plain text of the error for rows that are no conversations."""
     if documents:
         return ", or plain text ('text', or 'texts' with 'images')"
     try:

@@ -1,15 +1,15 @@
-"""Conversations split at their questions (`data.split_turns`): a row for each question, with all that was said before.
+"""Splitting of conversations at their questions (`data.split_turns`): a row for each question, with all earlier turns.
 
     Q1 T1 A1 Q2 T2 A2   ->   Q1 T1 A1  |  Q1 A1 Q2 T2 A2
 
-Templates leave out the reasoning (T) of answers before the last question, so that a row of several questions teaches
-the last one's alone. Split, each answer is the last of a row, behind the prompt that a model is given, and is learned
-there and nowhere else: what was said before is context. Calls of tools, what comes back and the answer to it belong to
-one question; what follows the last answer of all is left out.
+Templates leave out the reasoning (T) of answers before the last question, so that from a row of several questions only
+the reasoning of the last is learned. After the split each answer is the last of a row, after exactly the prompt that a
+model receives, and is learned only there: earlier turns are context. Tool calls, their results and the answer to them
+belong to one question; turns after the last answer are dropped.
 
-How many questions each row has is found once, from its turns alone, and kept in a file of the cache: int64
-[rows + 1], where the questions of each row begin and the last ones end. So a data set that is split has a length, an
-order and a place to go on from as any other has.
+The number of questions in each row is computed once, from its turns only, and stored in a cache file: int64 [rows + 1],
+the number of the first question of each row, and the total. So a split data set has a length, an order and a resume
+position like any other.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from octavo.data.rows.video_refs import VideoRef
 from octavo.data.storage import cache
 from octavo.data.tasks.prompts import turns_of
 
-FORM = 1  # of the file; rises when the same rows give another
-TOLD = 1000  # rows between words on how far the look through them has come
+FORM = 1  # version of the file; incremented when the same rows give another file
+REPORT_EVERY = 1000  # rows between progress reports
 
 
-class Whole(Protocol):
-    """What is split: a `Source`."""
+class SplitSource(Protocol):
+    """The interface of a `Source` that is split."""
 
     rows: Rows
     name: str
@@ -56,20 +56,20 @@ class Whole(Protocol):
 
 
 class Split:
-    """The rows of a source, split: `len(split)`, `split[i]` (a `Conversation`; raises `BadSample`), and what the order
-    asks of a `Source`. `place(i)`: (row of the file, which of its questions, from 0)."""
+    """The rows of a source, split: `len(split)`, `split[i]` (a `Conversation`; raises `BadSample`), and the attributes
+    of a `Source` for the order. `place(i)`: (row of the file, index of its question)."""
 
-    def __init__(self, source: Whole, file: Path) -> None:
+    def __init__(self, source: SplitSource, file: Path) -> None:
         self.source, self.file = source, file
         self.name, self.rows, self.window = source.name, source.rows, source.window
         self._map()
 
     def _map(self) -> None:
         size = self.file.stat().st_size
-        self._begins: Any = np.memmap(self.file, "<i8", "r") if size == 8 * (len(self.source) + 1) else None
-        if self._begins is None:
+        if size != 8 * (len(self.source) + 1):
             raise DataError(f"{self.file}, a file of the data cache, is damaged ({size} bytes for "
                             f"{len(self.source)} rows); remove it")  # fmt: skip
+        self._begins: np.ndarray = np.memmap(self.file, "<i8", "r")
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "_begins"}
@@ -90,56 +90,56 @@ class Split:
     def __getitem__(self, number: int) -> Conversation:
         row, nth = self.place(number)
         conversation = self.source[row]
-        found, known = questions(conversation.turns), int(self._begins[row + 1] - self._begins[row])
-        if len(found) != known:
-            raise DataError(f"{self.name}, row {row}: has {len(found)} question(s), and had {known} when they were "
+        stops, counted = questions(conversation.turns), int(self._begins[row + 1] - self._begins[row])
+        if len(stops) != counted:
+            raise DataError(f"{self.name}, row {row}: has {len(stops)} question(s), and had {counted} when they were "
                             f"counted; begin a new run without {self.file}")  # fmt: skip
-        return upto(conversation, *found[nth])
+        return first_turns(conversation, *stops[nth])
 
     @property
     def shards(self) -> Sequence[int] | None:
         """As of a `Source`."""
         if (sizes := self.source.shards) is None:
             return None
-        return np.diff(self._begins[np.cumsum(sizes)], prepend=0)  # type: ignore[no-any-return]
+        return np.diff(self._begins[np.cumsum(sizes)], prepend=0)
 
 
 def questions(turns: Sequence[Turn]) -> list[tuple[int, int]]:
-    """(turns up to the last answer, answers before it) of each question that has an answer to learn. Turns of the user
-    behind one another ask one question."""
-    found = []
+    """(number of turns up to the last answer, number of earlier answers) of each question with an answer to learn.
+    Consecutive turns of the user are one question."""
+    stops = []
     before = answers = stop = 0
     learned = False
     for number, turn in enumerate(turns, 1):
         if turn.role == "assistant":
             answers, stop, learned = answers + 1, number, learned or turn.learned
         elif turn.role == "user" and answers > before:
-            found += [(stop, before)] if learned else []
+            stops += [(stop, before)] if learned else []
             before, learned = answers, False
-    return [*found, (stop, before)] if learned else found
+    return [*stops, (stop, before)] if learned else stops
 
 
-def upto(conversation: Conversation, stop: int, given: int) -> Conversation:
-    """The first `stop` turns, of which the `given` first answers are context."""
+def first_turns(conversation: Conversation, stop: int, context: int) -> Conversation:
+    """The first `stop` turns of a conversation; its first `context` answers are context."""
     turns = conversation.turns[:stop]
     kinds = {"images": ImageRef, "sounds": AudioRef, "videos": VideoRef}
     counts = {name: sum(isinstance(p, kind) for turn in turns for p in turn.parts) for name, kind in kinds.items()}
     files: dict[str, Any] = {name: getattr(conversation, name)[:count] for name, count in counts.items()}
-    return replace(conversation, turns=turns, given=given, **files)
+    return replace(conversation, turns=turns, context_answers=context, **files)
 
 
-def split(source: Whole, folder: Path | None = None, say: cache.Say = cache.quiet, more: str = "") -> Split:
-    """A source split at its questions, their number out of the cache or found now. `more`: what else of the data set
-    decides what its rows are. Raises `DataError` where the cache cannot be used."""
+def split(source: SplitSource, folder: Path | None = None, say: cache.Say = cache.quiet, depends_on: str = "") -> Split:
+    """A source split at its questions; their numbers come from the cache or are counted now. `depends_on`: all else in
+    the data set's configuration that determines its rows. Raises `DataError` if the cache cannot be used."""
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
-        counts = np.ones(len(source), np.int64)  # of a bad row one: it is told when it is read
+        counts = np.ones(len(source), np.int64)  # one for a bad row, which is reported when it is used
         for row in range(len(source)):
             with suppress(BadSample, RowProblem):
                 counts[row] = len(questions(turns_of(source.raw(row), source.format)))
-            if row % TOLD == 0:
+            if row % REPORT_EVERY == 0:
                 progress(row / len(source))
         np.concatenate([[0], np.cumsum(counts)]).astype("<i8").tofile(file)
 
-    key = json.dumps([FORM, source.format, len(source), more])
-    return Split(source, cache.kept(folder, source.rows.path, write, say, key, "questions"))
+    key = json.dumps([FORM, source.format, len(source), depends_on])
+    return Split(source, cache.cached_file(folder, source.rows.path, write, say, key, "questions"))

@@ -1,6 +1,6 @@
-"""Which GEMM leaves its recipe, and which comes back: one function of what was measured. Needs no torch.
+"""Decide which GEMM leaves its recipe and which comes back, from the measured figures. Needs no torch.
 
-Every GEMM stands on a ladder: the recipe of the plan, finer ones, high precision. At a check each figure becomes an
+Every GEMM is on a ladder: the recipe of the plan, finer ones, high precision. At a check each figure becomes an
 *error*, what is wrong with it over what is allowed, so that 1 is the threshold whatever the figure::
 
     SQNR        10 ^ ((threshold - SQNR) / 10)      the power of the noise
@@ -8,7 +8,7 @@ Every GEMM stands on a ladder: the recipe of the plan, finer ones, high precisio
     cosine      (1 - cosine) / (1 - threshold)      of a weight gradient, to that in high precision
     saturated values, NaN codes                     infinite if there is any
 
-The largest error of a GEMM counts. Above 1 where it stands, it takes a step up. It comes back a step when the recipe
+The largest error of a GEMM counts. Above 1 on its rung, it takes a step up. It comes back a step when the recipe
 below, which is tried on the same operands, has had an error of at most ``back`` in ``patience`` checks in a row: the
 room between ``back`` and 1 is what a figure may hover in without a move.
 
@@ -48,7 +48,7 @@ class Limits:
 
 class Figure(NamedTuple):
     """A figure of a GEMM: sqnr, underflow, saturation, nan_codes or cosine, of an operand (x, w, dy) or of dw;
-    ``format``: that of its codes."""
+    ``format``: the format of its codes."""
 
     name: str
     of: str
@@ -69,7 +69,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a GEMM stands: ``rung`` 0 is the recipe of the plan, ``word`` what it moved to ("": nothing), by which it
+    """The place of a GEMM: ``rung`` 0 is the recipe of the plan, ``word`` what it moved to ("": nothing), by which it
     is found again on the ladder of other steps. ``healthy``: checks in a row in which the rung below would do;
     ``refused``: it wanted high precision and the budget was spent. ``step`` and ``why``: its last move."""
 
@@ -87,7 +87,7 @@ class Place:
 @dataclass(frozen=True)
 class Decision:
     """A move, or one that was refused: ``kind`` is leaves, returns, yields (its budget to one that is worse) or
-    refused. ``figure`` is what caused it, ``value`` beside ``threshold``."""
+    refused. ``figure`` caused it, with ``value`` and ``threshold``."""
 
     step: int
     layer: str
@@ -115,8 +115,8 @@ class Decision:
         return f"{self.figure} {_shown(name, self.value)}, {most} {_shown(name, self.threshold)}"
 
     def __str__(self) -> str:
-        told = {"yields": "gives its budget to one that is worse; ", "refused": "wanted, the budget is spent; "}
-        return f"{self.layer} {self.gemm}: {self.before} to {self.after}: {told.get(self.kind, '')}{self.cause}"
+        prefixes = {"yields": "gives its budget to one that is worse; ", "refused": "wanted, the budget is spent; "}
+        return f"{self.layer} {self.gemm}: {self.before} to {self.after}: {prefixes.get(self.kind, '')}{self.cause}"
 
 
 def _shown(name: str, value: float) -> str:
@@ -145,8 +145,8 @@ def _parts(work: Work) -> tuple[float, float]:
 
 def _worst(figures: Sequence[Figure], gemm: str, limits: Limits) -> _Worst | None:
     """The figure with the largest error; None of nothing."""
-    found = [_Worst(*_error(figure, gemm, limits)) for figure in figures]
-    return max(found, key=lambda one: one.error, default=None)
+    errors = [_Worst(*_error(figure, gemm, limits)) for figure in figures]
+    return max(errors, key=lambda one: one.error, default=None)
 
 
 def _error(figure: Figure, gemm: str, limits: Limits) -> tuple[float, Figure, float]:
@@ -174,9 +174,9 @@ def decide(
     work: Mapping[Key, Work],
     limits: Limits,
 ) -> tuple[dict[Key, Place], list[Decision]]:
-    """(where GEMMs stand from the next step on, what was decided), of those whose figures were ``read``, by rung: where
-    they stand, unless that is high precision, and a rung below. Others stay where they are."""
-    now = {key: standing(place, ladders[key]) if key in ladders else place for key, place in places.items()}
+    """(places of GEMMs from the next step on, decisions). ``read``: figures of a GEMM by rung, of its own rung, unless
+    that is high precision, and of the one below. GEMMs without figures do not move."""
+    now = {key: place_on(place, ladders[key]) if key in ladders else place for key, place in places.items()}
     check = _Check(step, now, read, ladders, work, limits)
     climbing = [key for key in ladders if read.get(key) and check.look(key)]
     climbing.sort(key=lambda key: -check.error(key))  # stable: equal errors in the order of the model
@@ -186,7 +186,7 @@ def decide(
     return {key: place for key, place in check.places.items() if place != Place()}, check.decisions
 
 
-def standing(place: Place, ladder: Sequence[str]) -> Place:
+def place_on(place: Place, ladder: Sequence[str]) -> Place:
     """A place on a ladder, which rules may make another one: on the rung of its word, or the first without such."""
     return replace(place, rung=ladder.index(place.word) if place.word in ladder else 0)
 
@@ -217,8 +217,8 @@ class _Check:
         return self._worst[key, rung]
 
     def error(self, key: Key) -> float:
-        found = self.worst(key, self.at(key).rung)
-        return 0.0 if found is None else found.error
+        worst = self.worst(key, self.at(key).rung)
+        return 0.0 if worst is None else worst.error
 
     def count(self) -> None:
         """What is in high precision by moves, those that need it least first: what makes room goes from the front."""
@@ -244,14 +244,14 @@ class _Check:
     def climb(self, key: Key) -> None:
         """A step up. Into high precision as far as there is budget, or where a holder is so much better off."""
         place = self.at(key)
-        found = self.worst(key, place.rung)
-        assert found is not None
-        if self.ladders[key][place.rung + 1] != HIGH or self.make_room(key, found.error):
-            self.move(key, place.rung + 1, "leaves", found)
+        worst = self.worst(key, place.rung)
+        assert worst is not None
+        if self.ladders[key][place.rung + 1] != HIGH or self.make_room(key, worst.error):
+            self.move(key, place.rung + 1, "leaves", worst)
             return
         self.places[key] = replace(place, healthy=0, refused=True)
         if not place.refused:
-            self.decisions.append(self.decision(key, place.rung + 1, "refused", found))
+            self.decisions.append(self.decision(key, place.rung + 1, "refused", worst))
 
     def make_room(self, key: Key, error: float) -> bool:
         """Whether a GEMM fits into the budget, maybe in place of those that need it least."""
@@ -281,13 +281,13 @@ class _Check:
         room = 1e-9  # of sums of shares
         return flops <= self.limits.budget + room and (self.limits.time is None or time <= self.limits.time + room)
 
-    def move(self, key: Key, rung: int, kind: str, found: _Worst) -> None:
-        made = self.decision(key, rung, kind, found)
-        self.decisions.append(made)
-        self.places[key] = Place(rung, made.after, step=self.step, why=made.cause) if rung else Place()
+    def move(self, key: Key, rung: int, kind: str, worst: _Worst) -> None:
+        decision = self.decision(key, rung, kind, worst)
+        self.decisions.append(decision)
+        self.places[key] = Place(rung, decision.after, step=self.step, why=decision.cause) if rung else Place()
 
-    def decision(self, key: Key, rung: int, kind: str, found: _Worst) -> Decision:
+    def decision(self, key: Key, rung: int, kind: str, worst: _Worst) -> Decision:
         ladder = self.ladders[key]
-        figure, value = str(found.figure), found.figure.value
+        figure, value = str(worst.figure), worst.figure.value
         words = ladder[self.at(key).rung], ladder[rung]
-        return Decision(self.step, *key, *words, kind, figure, value, found.threshold)
+        return Decision(self.step, *key, *words, kind, figure, value, worst.threshold)

@@ -45,19 +45,19 @@ class Judge:
         exact: Tensor | None = None
         for rung, casts in self.wanted.get((layer, gemm), {}).items():
             sums = self._sums[(layer, gemm), rung]
-            made = quantize(a, casts.a), quantize(b, casts.b)
-            for place, (x, q) in enumerate(zip((a, b), made, strict=True)):
-                found = metrics.figures(x, q)
-                if math.isfinite(found.sqnr):
-                    sums[_OPERAND * place] += found.sqnr
+            operands = quantize(a, casts.a), quantize(b, casts.b)
+            for place, (x, q) in enumerate(zip((a, b), operands, strict=True)):
+                figures = metrics.figures(x, q)
+                if math.isfinite(figures.sqnr):
+                    sums[_OPERAND * place] += figures.sqnr
                     sums[_OPERAND * place + 1] += 1
-                sums[_OPERAND * place + 2] += found.underflow
-                sums[_OPERAND * place + 3] += found.saturation
-                sums[9] += found.nan_codes
+                sums[_OPERAND * place + 2] += figures.underflow
+                sums[_OPERAND * place + 3] += figures.saturation
+                sums[9] += figures.nan_codes
             sums[8] += 1
             if gemm == "wgrad":
                 exact = _wgrad(a, b) if exact is None else exact
-                cosine = metrics.cosine(_wgrad(*map(dequantize, made)), exact)
+                cosine = metrics.cosine(_wgrad(*map(dequantize, operands)), exact)
                 if math.isfinite(cosine):
                     sums[10] += cosine
                     sums[11] += 1
@@ -65,12 +65,12 @@ class Judge:
     def figures(self, summed: Callable[[Tensor], Tensor]) -> dict[Key, dict[int, list[Figure]]]:
         """What was found of each GEMM that ran on any rank, by rung. ``summed`` adds a tensor up over all ranks, which
         ask in one order: a collective."""
-        asked = [(key, rung) for key, rungs in self.wanted.items() for rung in rungs]
-        if not asked:
+        tried = [(key, rung) for key, rungs in self.wanted.items() for rung in rungs]
+        if not tried:
             return {}
-        table = summed(torch.tensor([self._sums[one] for one in asked], dtype=torch.float64))
+        table = summed(torch.tensor([self._sums[one] for one in tried], dtype=torch.float64))
         out: dict[Key, dict[int, list[Figure]]] = defaultdict(dict)
-        for (key, rung), sums in zip(asked, table.tolist(), strict=True):
+        for (key, rung), sums in zip(tried, table.tolist(), strict=True):
             if sums[8]:
                 out[key][rung] = _figures(key[1], self.wanted[key][rung], sums)
         return dict(out)
@@ -81,14 +81,14 @@ def _wgrad(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def _figures(gemm: str, casts: Gemm, sums: list[float]) -> list[Figure]:
-    calls, found = sums[8], []
+    calls, figures = sums[8], []
     for place, (of, spec) in enumerate(zip(OPERANDS[gemm], (casts.a, casts.b), strict=True)):
         sqnr, finite, underflow, saturation = sums[_OPERAND * place : _OPERAND * (place + 1)]
-        # Exact operands, and those of zeros, have no noise to measure; NaN codes count for themselves.
-        found.append(Figure("sqnr", of, sqnr / finite if finite else math.inf, spec.format))
-        found.append(Figure("underflow", of, underflow / calls, spec.format))
-        found.append(Figure("saturation", of, saturation / calls, spec.format))
-    found.append(Figure("nan_codes", "its operands", sums[9]))
+        # Exact operands, and operands of zeros, have no noise to measure; NaN codes count for themselves.
+        figures.append(Figure("sqnr", of, sqnr / finite if finite else math.inf, spec.format))
+        figures.append(Figure("underflow", of, underflow / calls, spec.format))
+        figures.append(Figure("saturation", of, saturation / calls, spec.format))
+    figures.append(Figure("nan_codes", "its operands", sums[9]))
     if sums[11]:
-        found.append(Figure("cosine", "dw", sums[10] / sums[11]))
-    return found
+        figures.append(Figure("cosine", "dw", sums[10] / sums[11]))
+    return figures

@@ -3,9 +3,9 @@
     tensorwise > rowwise > blockwise > high precision      an outlier spoils its tensor, its row, its block, nothing
     mxfp8 > high precision                                 nothing is finer than blocks of 32
 
-The order is that of :data:`octavo.base.recipe_specs.LADDER`. A finer recipe that no backend can run for a layer is left
-out of its ladder. GEMMs outside of the share of linear FLOPs (the head, patch embeddings) do not move, nor do those of
-delayed scaling, whose histories are one recipe's, and those of weights that are codes between steps.
+The order is :data:`octavo.base.recipe_specs.LADDER`. A finer recipe that no backend can run for a layer is left
+out of its ladder. GEMMs outside of the share of linear FLOPs (the head, patch embeddings) do not move, nor do GEMMs
+of delayed scaling, whose histories belong to one recipe, and of weights that are codes between steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from octavo.base.recipe_specs import LADDER
-from octavo.fp8.adapting.deciding import HIGH, Key, Place, Work, standing
+from octavo.fp8.adapting.deciding import HIGH, Key, Place, Work, place_on
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe, recipe
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.kernels.registry import BackendError, Selection
@@ -28,7 +28,7 @@ from octavo.fp8.policy.decisions import OUTSIDE
 
 
 def finer(name: str, named: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The recipes between one and high precision: those that are ``named`` behind it (all of them, where it is not
+    """The recipes between one and high precision: the ones ``named`` after it (all of them, where it is not
     among them), or those with smaller blocks."""
     ladder = LADDER if named is None else tuple(named)
     if name in ladder:
@@ -50,10 +50,10 @@ def ladders(plan: Plan, named: Sequence[str] | None = None) -> dict[Key, tuple[s
             begins = row.recipe.name if word == "fp8" else word
             able = []
             for other in finer(begins, named):
-                asked = (other, row.shape, row.kind, gemm)
-                if asked not in known:
-                    known[asked] = _can(plan, row, recipe(other), gemm)
-                able += [other] if known[asked] else []
+                question = (other, row.shape, row.kind, gemm)
+                if question not in known:
+                    known[question] = _can(plan, row, recipe(other), gemm)
+                able += [other] if known[question] else []
             out[row.name, gemm] = (begins, *able, HIGH)
     return out
 
@@ -63,24 +63,26 @@ def casts(plan: Plan, ladder: Mapping[Key, Sequence[str]]) -> dict[Key, list[Gem
     rows = {row.name: row for row in plan.rows}
     out: dict[Key, list[Gemm]] = {}
     for (layer, gemm), rungs in ladder.items():
-        own = rows[layer].recipe
-        first = None if own is None else own.gemm(gemm)
+        base = rows[layer].recipe
+        first = None if base is None else base.gemm(gemm)
         assert first is not None
-        out[layer, gemm] = [first, *(made for word in rungs[1:-1] if (made := recipe(word).gemm(gemm)) is not None)]
+        out[layer, gemm] = [first, *(g for word in rungs[1:-1] if (g := recipe(word).gemm(gemm)) is not None)]
     return out
 
 
-def wanted(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> dict[Key, dict[int, Gemm]]:
-    """What a check has to try of each GEMM: where it stands, and the rung below."""
+def casts_to_try(
+    plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]
+) -> dict[Key, dict[int, Gemm]]:
+    """The casts that a check tries for each GEMM: its rung and the one below."""
     return {
-        key: {rung: made[rung] for rung in (place.rung - 1, place.rung) if 0 <= rung < len(made)}
-        for key, made in casts(plan, ladder).items()
-        for place in (standing(places.get(key, Place()), ladder[key]),)
+        key: {rung: gemms[rung] for rung in (place.rung - 1, place.rung) if 0 <= rung < len(gemms)}
+        for key, gemms in casts(plan, ladder).items()
+        for place in (place_on(places.get(key, Place()), ladder[key]),)
     }
 
 
 def work_of(plan: Plan) -> dict[Key, Work]:
-    """What it costs to have a GEMM in high precision, as shares of the step."""
+    """The cost of a GEMM in high precision, as shares of the step."""
     inside = [row for row in plan.rows if row.kind not in OUTSIDE]
     total = sum(row.flops for row in inside) or 1.0
     beside = Counter(row.row.module for row in inside)  # both rows of a module of experts hold its time
@@ -96,40 +98,40 @@ def work_of(plan: Plan) -> dict[Key, Work]:
     return out
 
 
-def climbed(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> Plan:
-    """The plan with its GEMMs where they stand; rows without a move are the very same."""
-    stands = {key: standing(place, ladder[key]) for key, place in places.items() if key in ladder}
-    moved = {key: place for key, place in stands.items() if place.rung}
+def apply_moves(plan: Plan, ladder: Mapping[Key, Sequence[str]], places: Mapping[Key, Place]) -> Plan:
+    """The plan with each GEMM on its rung; rows without a move are the same objects."""
+    on_ladder = {key: place_on(place, ladder[key]) for key, place in places.items() if key in ladder}
+    moved = {key: place for key, place in on_ladder.items() if place.rung}
     layers = {layer for layer, _ in moved}
-    rows = tuple(_climbed(plan, row, moved) if row.name in layers else row for row in plan.rows)
+    rows = tuple(_apply_moves(plan, row, moved) if row.name in layers else row for row in plan.rows)
     return plan if not layers else replace(plan, rows=rows)
 
 
-def _climbed(plan: Plan, row: PlanRow, places: Mapping[Key, Place]) -> PlanRow:
+def _apply_moves(plan: Plan, row: PlanRow, places: Mapping[Key, Place]) -> PlanRow:
     assert row.recipe is not None
     moves = {gemm: places[row.name, gemm] for gemm in GEMMS if (row.name, gemm) in places}
     words = {gemm: place.word for gemm, place in moves.items()}
     changed: dict[str, Any] = {gemm: None if word == HIGH else recipe(word).gemm(gemm) for gemm, word in words.items()}
     mixed = replace(row.recipe, **changed)
-    told = [
+    reasons = [
         f"adapt: {gemm} {'in high precision' if words[gemm] == HIGH else words[gemm]} since step {place.step} "
         f"({place.why})"
         for gemm, place in moves.items()
     ]
     off = all(mixed.gemm(gemm) is None for gemm in GEMMS)
     picked = {} if off else _selections(plan, row, mixed, tuple(changed))
-    return replace(row, recipe=None if off else mixed, selections=picked, reason="; ".join([row.reason, *told]))
+    return replace(row, recipe=None if off else mixed, selections=picked, reason="; ".join([row.reason, *reasons]))
 
 
 def _selections(plan: Plan, row: PlanRow, mixed: Recipe, changed: Sequence[str]) -> dict[str, Selection]:
-    """The backends of a mixed recipe: those of the plan for what has not changed. Experts run grouped where all of
-    their GEMMs can, so that theirs are chosen together."""
+    """The backends of a mixed recipe: the plan's for GEMMs that have not changed. Experts run grouped where all of
+    their GEMMs can, so their backends are chosen together."""
     where = torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind
     if row.kind == "experts":
         return backends_for(mixed, *where)
     chosen = backends_for(mixed, *where, changed)
-    found = {gemm: chosen.get(gemm) if gemm in changed else row.selections.get(gemm) for gemm in GEMMS}
-    return {gemm: selection for gemm, selection in found.items() if selection is not None}
+    selections = {gemm: chosen.get(gemm) if gemm in changed else row.selections.get(gemm) for gemm in GEMMS}
+    return {gemm: selection for gemm, selection in selections.items() if selection is not None}
 
 
 def _gemms(row: PlanRow) -> list[str]:
@@ -139,9 +141,9 @@ def _gemms(row: PlanRow) -> list[str]:
     return [g for g in GEMMS if row.recipe.gemm(g) is not None and not (g == "wgrad" and row.row.frozen)]
 
 
-def _can(plan: Plan, row: PlanRow, made: Recipe, gemm: str) -> bool:
+def _can(plan: Plan, row: PlanRow, mixed: Recipe, gemm: str) -> bool:
     try:
-        backends_for(made, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,))
+        backends_for(mixed, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,))
     except BackendError:
         return False
     return True

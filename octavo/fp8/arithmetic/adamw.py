@@ -1,10 +1,10 @@
-"""One step of AdamW over pieces of parameters: the arithmetic that every engine has bit for bit.
+"""One step of AdamW over pieces of parameters: the arithmetic that every engine implements bit for bit.
 
-A :class:`Piece` is one parameter's part on this rank, as flat tensors. Its elements fall into the groups of 128 of the
-flattened, unsharded parameter, so that a piece may begin and end inside a group. Per element, in fp32, one rounding an
+A :class:`Piece` is one parameter's part on this rank, as flat tensors. Groups of 128 are elements of the flattened,
+unsharded parameter, so that a piece may begin and end inside a group. Per element, in fp32, with one rounding per
 operation and none fused (decoupled weight decay: Loshchilov & Hutter, ICLR 2019):
 
-    g = float(grad) * factor                        the product only where there is a factor
+    g = float(grad) * factor                        without a factor, no product
     m = m * beta1 + g * (1 - beta1)
     v = v * beta2 + (g * (1 - beta2)) * g
     d = sqrt(v) * (1 / sqrt(1 - beta2^step)) + eps
@@ -31,23 +31,23 @@ from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree
 from octavo.fp8.arithmetic.root import root
 
 MASTERS = ("fp32", "bf16+16", "bf16+sr")
-"""Where the fp32 weight is: see :mod:`octavo.fp8.arithmetic.master`."""
+"""How the fp32 weight is stored: see :mod:`octavo.fp8.arithmetic.master`."""
 
-_FIGURES = {k.name for specs in LAYOUT.values() for k in specs if k.row is not None}  # a row a group
+_FIGURES = {k.name for specs in LAYOUT.values() for k in specs if k.row is not None}  # a row per group
 
-_CHUNK = 1 << 22  # elements worked on at a time where launches cost more than memory
+_CHUNK = 1 << 22  # elements per operation on devices where launches cost more than memory
 CPU_CHUNK = 31 << 10
-"""Elements worked on at a time on a CPU: as many as torch gives to one thread (fewer than 2^15), so that the work
-outweighs the call, and all arrays stay in a cache of 2 MiB."""
+"""Elements per operation on a CPU: the most that torch gives to one thread (fewer than 2^15), so that the work
+outweighs the call, and all arrays fit in a cache of 2 MiB."""
 
 
 class Piece(NamedTuple):
-    """One parameter's work, as plain, flat, contiguous tensors on one device.
+    """One parameter's part, as plain, flat, contiguous tensors on one device.
 
     weight: [n] bfloat16 or float32, written in place.
     grad: [n] of any floating dtype.
-    state: what :data:`LAYOUT` names ([n], or one row for each group this piece touches), `master_low` int16 [n] for the
-        master "bf16+16", `master` fp32 [n] for "fp32" behind a BF16 weight; written in place.
+    state: the tensors of :data:`LAYOUT` ([n], or one row for each group of this piece), `master_low` int16 [n] for the
+        master "bf16+16", `master` fp32 [n] for "fp32" with a BF16 weight; written in place.
     start: the index of its first element in the flattened unsharded parameter.
     index: the number of the parameter in the optimizer, over all groups in order, the same on every rank.
     step: the number of this step, from 1.
@@ -57,13 +57,13 @@ class Piece(NamedTuple):
     grad: Tensor
     state: dict[str, Tensor]
     start: int
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is unused
     step: int
 
 
 @dataclass(frozen=True)
 class Hyper:
-    """What the pieces of one call share. `lr` is a float or a 0-d tensor, read where it lies."""
+    """The hyperparameters of all pieces of one call. `lr` is a float or a 0-d tensor, which stays on its device."""
 
     lr: float | Tensor
     beta1: float = 0.9
@@ -76,8 +76,8 @@ class Hyper:
 
 
 class Scalars(NamedTuple):
-    """The numbers of one step of one piece, each the fp64 result rounded to fp32. `decay` and `pace` are 0-d fp32
-    tensors where the learning rate is a tensor off the CPU (reading it would wait for the device), else floats."""
+    """The scalars of one step of one piece, each the fp64 result rounded to fp32. `decay` and `pace` are 0-d fp32
+    tensors if the learning rate is a tensor on another device than the CPU, which reading it would wait for."""
 
     beta1: float
     rest1: float  # 1 - beta1
@@ -112,7 +112,7 @@ class Scalars(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """A group of which a piece holds a part only: elements `first` to `last` of the piece, row `row` of its figures,
+    """A group of which a piece holds only a part: elements `first` to `last` of the piece, row `row` of its figures,
     beginning at element `lane` of group `group` of the parameter."""
 
     piece: Piece
@@ -134,7 +134,7 @@ def part(piece: Piece, first: int, last: int) -> Piece:
 
 
 def whole(piece: Piece) -> Piece:
-    """The part of a piece that is whole groups."""
+    """The part of a piece that consists of whole groups."""
     count = piece.weight.numel()
     head = min(-piece.start % GROUP, count)
     return part(piece, head, head + (count - head) // GROUP * GROUP)
@@ -161,17 +161,17 @@ def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | No
 
 
 def edges(pieces: Sequence[Piece]) -> list[Edge]:
-    """The groups that pieces hold a part of, in the order of the pieces, first before last."""
-    found = []
+    """The groups that a piece holds only in part, in the order of the pieces, its first before its last."""
+    cut = []
     for piece in pieces:
         n, lane = piece.weight.numel(), piece.start % GROUP
         head = min(-lane % GROUP, n)
         if head:
-            found.append(Edge(piece, 0, head, 0, lane, piece.start // GROUP))
+            cut.append(Edge(piece, 0, head, 0, lane, piece.start // GROUP))
         tail = (n - head) % GROUP
         if tail:
-            found.append(Edge(piece, n - tail, n, (lane + n - tail) // GROUP, 0, (piece.start + n - tail) // GROUP))
-    return found
+            cut.append(Edge(piece, n - tail, n, (lane + n - tail) // GROUP, 0, (piece.start + n - tail) // GROUP))
+    return cut
 
 
 def _chunks(piece: Piece, size: int) -> Iterator[tuple[int, int]]:
@@ -185,6 +185,7 @@ def _chunks(piece: Piece, size: int) -> Iterator[tuple[int, int]]:
 def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
     if not cut:
         return
+    # All cut groups in one table [edges, 128]: zeros in the lanes of other ranks change no extremum.
     table = [_pad(e, _read(e.piece, hyper, e.first, e.last)) for e in cut]
     grads = [_pad(e, e.piece.grad[e.first : e.last].float()) for e in cut]
     chance = [row for e in cut if (row := _chance(hyper, e.piece, e.group * GROUP, GROUP)) is not None]
@@ -230,7 +231,7 @@ def _advance(
 
 
 def _chance(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor | None:
-    """What rounds the second moments of a range of whole groups: int32 [G, 128], 0 to 65535."""
+    """The dither of the second moments of a range of whole groups: int32 [G, 128], 0 to 65535; None if unused."""
     if hyper.states in ("fp32", "coat"):
         return None
     device = piece.weight.device

@@ -7,16 +7,16 @@
     scale = smallest power of two s, amax <= FMAX * s  scale="pow2" and "e8m0" (the same s, stored as one byte)
     code  = round_to_nearest_even(clamp(x / scale, -FMAX, FMAX))
 
-A block with a NaN or an infinity becomes NaN altogether: a bad value is never turned into 448. A block whose amax is
-below 2^-100 takes the scale 1. There is no other floor, epsilon or reciprocal; that is what keeps gradients of
-1e-7 alive. A sign survives, also of a zero and of a value that underflows.
+All codes of a block with a NaN or an infinity become NaN: a bad value never becomes 448. A block whose amax is below
+2^-100 takes the scale 1. There is no other floor, epsilon or reciprocal, so that gradients of 1e-7 survive. The sign is
+kept, also for zeros and for values that underflow.
 
-The tensor is seen as [product of leading dimensions, last]. A block (r, c) is r rows by c columns of it; -1 means the
-whole dimension, as one block even where the dimension is empty. A ragged last block takes its own elements only.
+The tensor is viewed as a matrix [product of leading dimensions, last]. A block (r, c) has r rows and c columns of it;
+-1 means the whole dimension, which is one block even if it is empty. A ragged last block has fewer elements.
 
-On the CPU the reference does real training, so the layout of the blocks is worked out once per shape, nothing is padded
-(a ragged edge is a part of its own), and the rules for bad and for tiny blocks run only where one look at the amax
-grid finds such a block. On other devices that look would be a synchronisation; there the rules always run.
+On the CPU the reference runs real training, so the layout of the blocks is computed once per shape, nothing is padded
+(a ragged edge is a separate part), and the rules for bad and for tiny blocks run only if a check of the amax grid finds
+such a block. On other devices that check would synchronize; there the rules always run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from octavo.fp8.arithmetic.formats import E8M0, FORMATS, NAN_CODE, Format, decod
 
 SCALES = ("fp32", "pow2", "e8m0")
 _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
-_INF_BITS = 0x7F800000  # the fp32 pattern of infinity; every NaN lies above it
+_INF_BITS = 0x7F800000  # the fp32 pattern of infinity; every NaN is above it
 _NAN_BITS = 0x7FC00000
 _ONE_BITS = 0x3F800000
 _FLOOR_BITS = 0x0D800000  # 2^-100
@@ -41,7 +41,7 @@ _MANTISSA = 0x7FFFFF
 
 
 class CastError(Fp8Error, ValueError):
-    """A cast that cannot be described or cannot be done; the message says why and what to do instead."""
+    """An invalid or unsupported cast; the message says why and what to do instead."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class CastSpec:
     Args:
         format: ``"e4m3"`` or ``"e5m2"``.
         block: (rows, columns) that share one scale, of the tensor as stored; -1 is the whole dimension.
-        scale: ``"fp32"`` (amax / FMAX), ``"pow2"`` (the power of two that just fits) or ``"e8m0"`` (that, in one byte).
+        scale: ``"fp32"`` (amax / FMAX), ``"pow2"`` (the smallest power of two that fits) or ``"e8m0"`` (the same in one
+            byte).
 
     Raises CastError for anything else.
     """
@@ -69,11 +70,11 @@ class CastSpec:
         if not (isinstance(block, tuple) and len(block) == 2 and all(type(n) is int for n in block)):
             raise CastError(f"CastSpec: block={block!r} must be a tuple of two integers, as in (1, 128).")
         if any(n < 1 and n != -1 for n in block):
-            raise CastError(f"CastSpec: block={block!r} has a side below 1; -1 alone means the whole side.")
+            raise CastError(f"CastSpec: block={block!r} has a side below 1; only -1 means the whole side.")
 
     @cached_property
     def fmt(self) -> Format:
-        """The facts of ``format``."""
+        """The :class:`Format` that ``format`` names."""
         return FORMATS[self.format]
 
     def __str__(self) -> str:
@@ -85,7 +86,7 @@ class CastSpec:
 class Quantized(NamedTuple):
     """FP8 codes with their scales: ``value ~ data * scale``.
 
-    ``data`` has the shape of the tensor it came from and is contiguous; ``scale`` is the dequant multiplier, always,
+    ``data`` has the shape of the original tensor and is contiguous; ``scale`` is always the dequantization multiplier,
     [row blocks, column blocks], fp32 or ``float8_e8m0fnu``.
     """
 
@@ -95,7 +96,7 @@ class Quantized(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A rectangle of the matrix whose blocks are all of one size, so that a view can show each block as ``dims``."""
+    """A rectangle of the matrix whose blocks all have one size: in ``view``, the dimensions ``dims`` are one block."""
 
     rows: slice
     cols: slice
@@ -107,26 +108,27 @@ class Part(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a [rows, cols] matrix splits into blocks: one part, or two to four where a last block is ragged."""
+    """The blocks of a [rows, cols] matrix: one part, or two to four if a last block is ragged."""
 
     grid: tuple[int, int]
     parts: tuple[Part, ...]  # none if the matrix is empty
 
     def split(self, *matrices: Tensor, grid: Tensor | None = None) -> list[list[Tensor]]:
-        """For each part its view of [rows, cols] matrices, and of a [row blocks, column blocks] grid as the last."""
-        found, whole = [], len(self.parts) == 1
+        """For each part: its views of [rows, cols] matrices, and last of a [row blocks, column blocks] grid."""
+        split, whole = [], len(self.parts) == 1
         for part in self.parts:
             views = []
             for matrix in matrices:
                 views.append((matrix if whole else matrix[part.rows, part.cols]).view(part.view))
             if grid is not None:
                 views.append((grid if whole else grid[part.grid_rows, part.grid_cols]).view(part.scale_view))
-            found.append(views)
-        return found
+            split.append(views)
+        return split
 
 
 def _spans(size: int, block: int) -> tuple[int, list[tuple[slice, slice, int, int]]]:
-    """The number of blocks along one side, and its even and ragged spans: (elements, blocks, count, block size)."""
+    """The number of blocks along one side, and its spans, whole blocks then the ragged one: (elements, blocks, count,
+    block size)."""
     if block == -1 or block >= size > 0:
         return 1, [(slice(0, size), slice(0, 1), 1, size)]
     full, rest = divmod(size, block)
@@ -137,7 +139,7 @@ def _spans(size: int, block: int) -> tuple[int, list[tuple[slice, slice, int, in
 
 
 def _part_view(m: int, r: int, k: int, c: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """View, scale view and block dimensions for m x k blocks of r x c: few dimensions reduce and broadcast faster."""
+    """View, scale view and block dimensions for m x k blocks of r x c. Fewer dimensions reduce and broadcast faster."""
     if m == 1 and k == 1:
         return (r, c), (1, 1), (0, 1)
     if k == 1 and r == 1:
@@ -153,7 +155,7 @@ def _part_view(m: int, r: int, k: int, c: int) -> tuple[tuple[int, ...], tuple[i
 
 @lru_cache(maxsize=4096)
 def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
-    """The blocks of a [rows, cols] matrix, worked out once per shape."""
+    """The blocks of a [rows, cols] matrix, computed once per shape."""
     grid_rows, row_spans = _spans(rows, block[0])
     grid_cols, col_spans = _spans(cols, block[1])
     if not rows or not cols:
@@ -163,33 +165,32 @@ def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
 
 
 def castable(x: Tensor) -> None:
-    """Check that a cast can start from x. Raises CastError for a dtype that none starts from, or a tensor without
-    dimensions."""
+    """Check that x can be cast. Raises CastError for an unsupported dtype, or a tensor without dimensions."""
     if x.dtype not in _INPUTS:
         raise CastError(
             f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
             "Convert it first, for instance with x.float()."
         )
     if x.dim() == 0:
-        raise CastError("Cannot quantize a tensor without dimensions: a block needs one at least; use x.reshape(1).")
+        raise CastError("Cannot quantize a tensor without dimensions: a block needs at least one; use x.reshape(1).")
 
 
 def flat(x: Tensor) -> Tensor:
-    """x as a matrix [product of leading dimensions, last], off the graph; a view wherever its strides allow. Raises
-    CastError if x is not :func:`castable`."""
+    """x as a matrix [product of leading dimensions, last], detached; a view if its strides allow. Raises CastError if x
+    is not :func:`castable`."""
     if x.dtype not in _INPUTS or x.dim() == 0:
-        castable(x)  # says why not
+        castable(x)  # raises the error
     x = x.detach()
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _may_look(tensor: Tensor) -> bool:
-    """Whether there is a value, and reading it into Python is free of waiting for a device: a fake tensor has none."""
+    """Whether Python can read the values without waiting for a device; a fake tensor has none."""
     return tensor.device.type == "cpu" and not hasattr(tensor, "fake_mode")
 
 
 def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
-    """Scales for a grid of amax bit patterns (int32), fp32, and the mask of bad blocks (None: there are none)."""
+    """Scales fp32 for a grid of amax bit patterns (int32), and the mask of bad blocks (None: no block is bad)."""
     if _may_look(bits):
         low, high = torch.aminmax(bits) if bits.numel() else (_ONE_BITS, _ONE_BITS)
         some_tiny, some_bad = bool(low < _FLOOR_BITS), bool(high >= _INF_BITS)
@@ -197,7 +198,7 @@ def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
         some_tiny = some_bad = True
     if spec.scale == "fp32":
         amax_ = bits.view(torch.float32)
-        # A tensor divisor: by a Python number, CUDA would multiply by a rounded reciprocal.
+        # The divisor is a tensor: for a Python number, CUDA would multiply by a rounded reciprocal.
         scale = (amax_ / torch.full_like(amax_, spec.fmt.max)).view(torch.int32)
     else:
         # amax = m * 2^e. Adding 0x1FFFFF carries into the exponent exactly when m > 1.75; dropping the mantissa leaves
@@ -213,7 +214,7 @@ def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
 
 
 def _amax_bits(magnitude: Tensor, lay: Layout) -> Tensor:
-    """The grid of amax bit patterns, int32. Patterns order as magnitudes do; NaN and infinity win every maximum."""
+    """The grid of amax bit patterns, int32. Patterns order like magnitudes; NaN and infinity win every maximum."""
     bits = magnitude.view(torch.int32)
     if len(lay.parts) == 1:
         return bits.view(lay.parts[0].view).amax(lay.parts[0].dims).view(lay.grid)
@@ -226,12 +227,13 @@ def _amax_bits(magnitude: Tensor, lay: Layout) -> Tensor:
 def _encode(
     x_MK: Tensor, scale: Tensor, bad: Tensor | None, lay: Layout, spec: CastSpec, buffer: Tensor, clamp: bool
 ) -> Tensor:
-    """Codes [rows, cols] under a grid of fp32 scales; blocks in ``bad`` become NaN. ``buffer`` is overwritten."""
+    """Codes [rows, cols] for a grid of fp32 scales; blocks in ``bad`` become NaN. Overwrites ``buffer``, fp32 [rows,
+    cols]."""
     if spec.scale == "fp32":
         for x, out, s in lay.split(x_MK, buffer, grid=scale):
             torch.div(x, s, out=out)
     else:
-        inverse = scale.reciprocal()  # exact: the reciprocal of a power of two is one
+        inverse = scale.reciprocal()  # exact: the reciprocal of a power of two is a power of two
         for x, out, s in lay.split(x_MK, buffer, grid=inverse):
             torch.mul(x, s, out=out)
     if clamp:
@@ -244,7 +246,7 @@ def _encode(
 
 
 def _e8m0(scale: Tensor) -> Tensor:
-    """Powers of two in fp32 as their exponents, one byte each."""
+    """Powers of two, fp32, as their exponents, one byte each."""
     return (scale.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
 
 
@@ -253,8 +255,8 @@ def _quantized(data: Tensor, scale: Tensor, shape: torch.Size, spec: CastSpec) -
 
 
 def _shapes(x: Tensor, spec: CastSpec) -> Quantized:
-    """What :func:`quantize` makes of a fake tensor, which has no values: two operations instead of twenty, and a
-    forward of fake tensors is mostly casts."""
+    """The result of :func:`quantize` for a fake tensor, which has no values: two operations instead of twenty, because
+    most of a forward of fake tensors are casts."""
     castable(x)
     data = x.detach().new_empty(x.shape, dtype=spec.fmt.dtype)
     grid = layout(x.shape[:-1].numel(), x.shape[-1], spec.block).grid
@@ -262,10 +264,10 @@ def _shapes(x: Tensor, spec: CastSpec) -> Quantized:
 
 
 def quantize(x: Tensor, spec: CastSpec) -> Quantized:
-    """Cast ``x`` to FP8 with scales taken from its own blocks.
+    """Cast ``x`` to FP8 with scales computed from its blocks.
 
     Args:
-        x: fp32, bf16 or fp16, at least one dimension, any strides; not part of the autograd graph afterwards.
+        x: fp32, bf16 or fp16, at least one dimension, any strides; the result is not part of the autograd graph.
         spec: the format, the block and the kind of scale.
 
     Returns:
@@ -279,7 +281,7 @@ def quantize(x: Tensor, spec: CastSpec) -> Quantized:
 
 
 def _quantize(x_MK: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
-    """The cast of a contiguous fp32 matrix that came from a tensor of that shape."""
+    """The cast of a contiguous fp32 matrix, with codes in ``shape``."""
     lay = layout(x_MK.shape[0], x_MK.shape[1], spec.block)
     if not lay.parts:
         return _quantized(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), shape, spec)
@@ -292,7 +294,7 @@ def _quantize(x_MK: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
 
 
 def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
-    """x under two casts; one and the same result where they are equal. Raises as :func:`quantize`."""
+    """x under two casts; the same object twice if they are equal. Raises CastError like :func:`quantize`."""
     if hasattr(x, "fake_mode"):
         first = _shapes(x, row)
         return first, first if col == row else _shapes(x, col)
@@ -302,17 +304,17 @@ def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Q
 
 
 def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None) -> Quantized:
-    """Cast ``x`` with scales given from outside (delayed scaling): values beyond FMAX * scale saturate.
+    """Cast ``x`` with given scales (delayed scaling): values beyond FMAX * scale saturate.
 
     A NaN or an infinity in a block of x still makes that whole block NaN, scale included.
 
     Args:
         x: as for :func:`quantize`.
-        scale: dequant multipliers, positive: one element, or [row blocks, column blocks].
+        scale: dequantization multipliers, positive: one element, or [row blocks, column blocks].
         spec: the cast; for ``pow2`` and ``e8m0`` the given scales must be powers of two.
-        amax: the amax of each block of x where the caller has it already (whole tensor: ``amax(x)``); saves a pass.
+        amax: the amax of each block of x, if it is known (whole tensor: ``amax(x)``); saves a pass.
 
-    Raises CastError for a wrong dtype of x, or a scale or amax that does not fit the grid of blocks.
+    Raises CastError for a wrong dtype of x, or a scale or amax that does not match the grid of blocks.
     """
     x_MK = flat(x).contiguous().float()
     lay = layout(x_MK.shape[0], x_MK.shape[1], spec.block)
@@ -332,23 +334,23 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
     return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=True), scale, x.shape, spec)
 
 
-def on_grid(name: str, given: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
-    """One fp32 value a block [row blocks, column blocks], contiguous, from a grid or from a single element. Raises
-    CastError if it is neither."""
-    given = given.detach().to(device=x_MK.device, dtype=torch.float32)
-    if given.numel() == 1:
-        return given.reshape(1, 1).expand(lay.grid).contiguous()
-    if tuple(given.shape) == lay.grid:
-        return given.contiguous()
+def on_grid(name: str, values: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
+    """One fp32 value per block, [row blocks, column blocks], contiguous, from a grid or from a single element. Raises
+    CastError for other shapes."""
+    values = values.detach().to(device=x_MK.device, dtype=torch.float32)
+    if values.numel() == 1:
+        return values.reshape(1, 1).expand(lay.grid).contiguous()
+    if tuple(values.shape) == lay.grid:
+        return values.contiguous()
     raise CastError(
-        f"quantize_with_scale: {name} has shape {tuple(given.shape)}, but a matrix of {tuple(x_MK.shape)} under {spec} "
-        f"has {lay.grid[0]} x {lay.grid[1]} blocks; give one {name} per block, or a single one."
+        f"quantize_with_scale: {name} has shape {tuple(values.shape)}, but a matrix of {tuple(x_MK.shape)} under "
+        f"{spec} has {lay.grid[0]} x {lay.grid[1]} blocks; give one {name} per block, or a single one."
     )
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """fp32(code) * scale, rounded once to ``dtype``, in the shape of ``q.data`` (contiguous). Raises CastError if the
-    scales do not fit the codes and the spec."""
+    scales do not match the codes and the spec."""
     if hasattr(q.data, "fake_mode"):
         fitting(q)
         return q.data.new_empty(q.data.shape, dtype=dtype)
@@ -356,7 +358,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     matrix = values if values.dim() == 2 else values.view(values.shape[:-1].numel(), values.shape[-1])
     lay = layout(matrix.shape[0], matrix.shape[1], q.spec.block)
     if q.scale.shape != lay.grid:
-        fitting(q)  # says why not
+        fitting(q)  # raises the error
     scale = q.scale if q.scale.dtype is torch.float32 else scale_fp32(q)
     for blocks, factor in lay.split(matrix, grid=scale.contiguous()):
         blocks.mul_(factor)
@@ -364,7 +366,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def fitting(q: Quantized) -> Layout:
-    """The blocks of q's codes, seen as a matrix. Raises CastError if q's scales are not one a block."""
+    """The blocks of q's codes as a matrix. Raises CastError unless q has one scale per block."""
     rows, cols = q.data.shape[:-1].numel(), q.data.shape[-1]
     lay = layout(rows, cols, q.spec.block)
     if tuple(q.scale.shape) != lay.grid:
@@ -376,7 +378,7 @@ def fitting(q: Quantized) -> Layout:
 
 
 def scale_fp32(q: Quantized) -> Tensor:
-    """The scales of q in fp32, whatever they are stored in."""
+    """The scales of q in fp32, whatever their storage."""
     return decode_e8m0(q.scale) if q.scale.dtype is E8M0 else q.scale
 
 
@@ -389,7 +391,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, spec: CastSpec) -> Tensor:
-    """The scale that :func:`quantize` gives a block with this amax (fp32, same shape): for delayed scaling.
+    """The scale of :func:`quantize` for a block with this amax (fp32, same shape), for delayed scaling.
 
     NaN where amax is NaN or infinite, 1 where it is below 2^-100.
     """

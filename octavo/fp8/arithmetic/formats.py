@@ -1,12 +1,12 @@
-"""The facts of the 8-bit formats: E4M3 and E5M2 for values, E8M0 for scales.
+"""The 8-bit formats: E4M3 and E5M2 for values, E8M0 for scales.
 
 A code is one byte: sign, exponent, mantissa. With bias b, exponent field e and M mantissa bits m::
 
     value = (-1)^sign * 2^(e - b) * (1 + m / 2^M)      e > 0
     value = (-1)^sign * 2^(1 - b) * (m / 2^M)          e = 0 (zero and subnormals)
 
-E4M3 (torch's ``float8_e4m3fn``) has no infinity and one NaN per sign (0x7F, 0xFF), which buys it the range up to 448.
-E5M2 is a short FP16: its top exponent holds infinity and NaN. E8M0 is a bare exponent, 2^(byte - 127); 0xFF is NaN.
+E4M3 (torch's ``float8_e4m3fn``) has no infinity and one NaN per sign (0x7F, 0xFF), so that its range reaches 448.
+E5M2 is a truncated FP16: its top exponent holds infinity and NaN. E8M0 is an exponent only, 2^(byte - 127), 0xFF NaN.
 Source: OCP 8-bit Floating Point Specification 1.0 and OCP Microscaling Formats 1.0.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 NAN_CODE = 0x7F
-"""The byte that marks a bad value; NaN in E4M3 and in E5M2 alike."""
+"""The code of a bad value: NaN in both E4M3 and E5M2."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,17 @@ def _e4m3_tables() -> tuple[Tensor, Tensor]:
         return single, pair.view(E4M3.dtype).float().view(torch.int64)
 
 
-# torch's CPU cast from E4M3 takes 4 ns an element and would cost more than the small GEMMs it feeds; looking up two
-# codes at a time takes 0.5 ns and is exact by construction, NaN included.
+# torch's CPU cast from E4M3 takes 4 ns per element, longer than the small GEMMs that use the result; looking up two
+# codes at a time takes 0.5 ns and is exact by construction, also for NaN.
 _E4M3_SINGLE, _E4M3_PAIR = _e4m3_tables()
 
 
 def decode(codes: Tensor) -> Tensor:
     """The values of FP8 codes as a new contiguous fp32 tensor of the same shape (exact; NaN stays NaN)."""
-    if codes.dtype != E4M3.dtype or codes.device.type != "cpu" or type(codes) is not Tensor:  # a compiler's have none
+    # Tensors of a compiler have no values to look up.
+    if codes.dtype != E4M3.dtype or codes.device.type != "cpu" or type(codes) is not Tensor:
         return codes.float().contiguous()
-    flat = codes.contiguous().view(-1)  # reshape alone may give a strided view, of a single row in a padded buffer
+    flat = codes.contiguous().view(-1)  # reshape may return a strided view of a single row in a padded buffer
     if flat.numel() % 2 or flat.storage_offset() % 2:
         return _E4M3_SINGLE.index_select(0, flat.view(torch.uint8).to(torch.int32)).view(codes.shape)
     pairs = _E4M3_PAIR.index_select(0, flat.view(torch.uint16).to(torch.int32))

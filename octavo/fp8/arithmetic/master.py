@@ -1,17 +1,17 @@
-"""What a BF16 weight forgets: the lower half of an fp32 weight beside its BF16 half, or rounded away by chance.
+"""The fp32 value of a BF16 weight: its lower half is stored, or rounded away at random.
 
-Three ways to keep the weights that the optimizer steps (bytes per parameter beyond the weight itself):
+Three ways to store the weights that the optimizer steps (bytes per parameter in addition to the weight):
 
-    fp32     the parameter is fp32, or a BF16 parameter has an fp32 `master` (4 B); the parameter is its nearest BF16
+    fp32     the parameter is fp32, or a BF16 parameter has an fp32 `master` (4 B) and is its nearest BF16
     bf16+16  the parameter is the upper half, `master_low` the other 16 bits (2 B): together exactly the fp32 weight
-    bf16+sr  the parameter alone (0 B): every step rounds it up or down with the chance that leaves its mean alone
+    bf16+sr  only the parameter (0 B): every step rounds it up or down at random, such that its mean is unbiased
 
-A split of 32 bits into halves that are both useful: the upper half rounds to nearest, ties away from zero,
+The split of 32 bits rounds the upper half to nearest, ties away from zero, so that it is a good BF16 weight:
 
     hi = (bits(w) + 0x8000) >> 16        lo = the int16 with bits(w) = (hi << 16) + lo modulo 2^32
 
-Rounding ties to even could not be undone, and cutting the bits off would double the error of the BF16 weight. A NaN is
-made 0x7FC00000 first: of another NaN's bits, the sum could carry into the sign and leave a zero.
+Rounding ties to even could not be undone, and truncation would double the error of the BF16 weight. Every NaN becomes
+0x7FC00000 first: with the bits of other NaNs, the sum could carry into the sign and become a zero.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def split(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 weight behind (bfloat16, int16): bits = (hi << 16) + lo, modulo 2^32."""
+    """The fp32 weight of halves (bfloat16, int16): bits = (hi << 16) + lo, modulo 2^32."""
     return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
 
 

@@ -1,20 +1,20 @@
 """AdamW's two moments in one byte each: groups of 128 values that share a range.
 
-A group is 128 consecutive elements of the flattened, unsharded parameter, given as a row of a [G, 128] tensor; what
-lies outside the parameter (a ragged last group) is zero, and a zero changes nothing. A format takes a group's extrema
-first and its codes after, so that ranks that share a group can agree on the extrema in between.
+A group is 128 consecutive elements of the flattened, unsharded parameter, a row of a [G, 128] tensor; elements outside
+the parameter (in a ragged last group) are zero, and zeros change nothing. A format computes a group's extrema first and
+its codes second, so that ranks that share a group can agree on the extrema in between.
 
 **fp8** (2.0625 bytes per parameter for both moments). The second moment has 9 bits: 0 is zero, and 1 to 511 are points
-of a grid that is even *in the fp32 bit pattern*. Bit patterns of positive floats are a logarithm drawn with straight
-lines, so that the codes resolve every v of the group to the same relative error, however far apart they are. A v that
-is not zero never becomes zero. The first moment is kept as r = m / sqrt(v), the quantity that the weight steps by, in
-7 bits, finer for small r, with one fp32 scale a group.
+of a grid that is even *in the fp32 bit pattern*. Bit patterns of positive floats are a piecewise linear logarithm, so
+that the codes resolve every v of the group with the same relative error, however different they are. A nonzero v never
+becomes zero. The first moment is stored as r = m / sqrt(v), the quantity that the weight steps by, in 7 bits, finer for
+small r, with one fp32 scale per group.
 
-A code must not forget that v moves by a thousandth a step, a tenth of a code: rounded to nearest it would never move,
-and rounded at random it wanders. Two things keep it on its way. The grid stands still: its pace is one of four in an
-octave, and its points are the multiples of the pace, whatever the group's extrema do. And what is added before
-cutting, the dither u, is not random but a Weyl sequence: over the steps it visits all fractions evenly, so that a
-fraction of p of the steps rounds up, give or take one.
+A step changes v by a thousandth, a tenth of a code: rounded to nearest the code would never change, and rounded at
+random it would wander. Two things prevent this. The grid is stable: its pace is one of four per octave, and its points
+are the multiples of the pace, whatever the group's extrema are. And the dither u, which is added before truncation, is
+not random but a Weyl sequence: over the steps it visits all fractions evenly, so that a fraction p rounds up in a share
+p of the steps, within one step.
 
     u     = ((element * 0xC13FA9A9 + step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57) mod 2^32) >> 16
 
@@ -35,17 +35,17 @@ fraction of p of the steps rounds up, give or take one.
 
     bytes: (c << 1) | (code & 1) of m, code >> 1 of v
 
-int() cuts towards zero, float() rounds to nearest even; every operation is a single int32 or IEEE fp32 one and none is
-fused, so that every backend has the same bits. (Hence no division by a Python number: on CUDA torch would multiply by
-its inverse.) A group with a v of 2^127 or more, Inf or NaN has range -1: base = 0x7FC00000, pace = rate = 0,
+int() truncates towards zero, float() rounds to nearest even; every operation is a single int32 or IEEE fp32 one and
+none is fused, so that every backend has the same bits. (Divisors are never Python numbers: on CUDA torch would multiply
+by the inverse.) A group with a v of 2^127 or more, Inf or NaN has range -1: base = 0x7FC00000, pace = rate = 0,
 scale = NaN, c = 0. It decodes to NaN, all but the second moments that are 0.
 
 **coat** (2.19 bytes per parameter; Xi et al., "COAT: Compressing Optimizer states and Activation for Memory-Efficient
 FP8 Training", ICLR 2025, arXiv 2410.19313). Both moments in E4M3 after |z|^k, with k such that the group fills E4M3's
-range, cut to a multiple of 1/16 as in COAT's own kernel. The cut matters: with an exact k the smallest magnitude lands
-between the codes 2 and 3 and is rounded down at every step, so that small values shrink without end. What the kernel
-gets wrong is mended: zeros do not count as the smallest magnitude, nothing is added to magnitudes (which would drown
-those near 1e-30), k is bounded. Powers are :mod:`octavo.fp8.arithmetic.power`'s.
+range, truncated to a multiple of 1/16 as in COAT's own kernel. The truncation matters: with an exact k the smallest
+magnitude falls between the codes 2 and 3 and is rounded down at every step, so that small values shrink without end.
+Three faults of COAT's kernel are fixed: zeros do not count as the smallest magnitude, nothing is added to magnitudes
+(which would swamp magnitudes near 1e-30), k is bounded. :mod:`octavo.fp8.arithmetic.power` computes the powers.
 
     lo, hi = smallest non-zero, largest |z|                        1 and 1 of a group of zeros
     q      = log2(448^2 / 2) / max(log2(hi) - log2(lo), 1)
@@ -53,7 +53,7 @@ those near 1e-30), k is bounded. Powers are :mod:`octavo.fp8.arithmetic.power`'s
     c      = sqrt(hi) * sqrt(lo)       s = (hi / c)^k / 448        code = e4m3(sign(z) * (|z| / c)^k / s), to nearest
     z'     = sign(code) * (|code| * s)^(1/k) * c
 
-Codes of versions up to 0.4.0, whose k was exact, decode by the same rule: k stands beside them.
+Codes of versions up to 0.4.0, whose k was exact, decode by the same rule, because k is stored with them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ STATES = ("fp8", "coat", "bf16", "fp32")
 
 
 class StateSpec(NamedTuple):
-    """One state tensor of a format: one value an element (`row` None), or `row` values a group."""
+    """One state tensor of a format: one value per element (`row` None), or `row` values per group."""
 
     name: str
     dtype: torch.dtype
@@ -98,7 +98,7 @@ LAYOUT: dict[str, tuple[StateSpec, ...]] = {
     "bf16": (StateSpec("exp_avg", torch.bfloat16), StateSpec("exp_avg_sq", torch.bfloat16)),
     "fp32": (StateSpec("exp_avg", torch.float32), StateSpec("exp_avg_sq", torch.float32)),
 }
-"""What each format keeps. Zero everywhere means that both moments are zero, in every format."""
+"""The state tensors of each format. In every format, all zeros mean that both moments are zero."""
 
 Agree = Callable[[Tensor], Tensor]
 """Takes int32 [K, G] and returns the elementwise maximum over the ranks that share each of the G groups."""
@@ -108,23 +108,23 @@ _INF = 0x7F800000
 _NAN = 0x7FC00000
 TOP = 0x7F000000  # 2^127: a grid point above any v below it is still finite
 LEAST = 544  # the narrowest pace, 512, as the upper bits of a float: (9 + 127) * 4
-R_TOP = 5985.0  # 63 * (63 + 32): what the largest code of r stands for
+R_TOP = 5985.0  # 63 * (63 + 32): the value of the largest code of r, in units of the scale
 TINY = 2.0**-100
-_TARGET = 16.614709844115207  # log2(448^2 / 2): the smallest magnitude of a group lands at 448 / 100352
+_TARGET = 16.614709844115207  # log2(448^2 / 2): the smallest magnitude of a group becomes 448 / 100352
 
 
 def extrema(z: Tensor) -> tuple[Tensor, Tensor]:
     """Bit patterns (int32 [G]) of the smallest non-zero and of the largest magnitude in each row of `z` fp32 [G, 128].
 
-    A row of zeros has (0x7FFFFFFF, 0); a NaN or an Inf shows as a `hi` of at least 0x7F800000. Over the ranks that
-    share a group, the minimum of lo and the maximum of hi are the group's.
+    A row of zeros has (0x7FFFFFFF, 0); with a NaN or an Inf `hi` is at least 0x7F800000. Over the ranks that
+    share a group, the minimum of lo and the maximum of hi are the group's extrema.
     """
     bits = z.view(torch.int32) & 0x7FFFFFFF
     return torch.where(bits == 0, _NONE, bits).amin(1), bits.amax(1)
 
 
 def v_range(lo: Tensor, hi: Tensor) -> Tensor:
-    """The grid of each group's v in one word, int32 [G], from its extrema as :func:`extrema` gives them."""
+    """The grid of each group's v in one word, int32 [G], from its :func:`extrema`."""
     width = ((hi - lo + 507) // 508).clamp(min=512)
     exponent = (width.float().view(torch.int32) + 0x1FFFFF) >> 21
     pace = _pace(exponent)
@@ -133,7 +133,7 @@ def v_range(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def grid(range_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(base, pace) int32 [G, 1] and rate fp32 [G, 1] of the grid that words int32 [G] stand for."""
+    """(base, pace) int32 [G, 1] and rate fp32 [G, 1] of the grids that words int32 [G] encode."""
     bad = range_ == -1
     pace = torch.where(bad, 1, _pace((range_ >> 24) + LEAST))
     rate = torch.full_like(pace, 65536.0, dtype=torch.float32) / pace.float()
@@ -147,14 +147,14 @@ def _pace(exponent: Tensor) -> Tensor:
 
 
 def dither(seed: int, start: int, count: int, *, step: int, parameter: int, device: torch.device | str) -> Tensor:
-    """What is added to elements `start` to `start + count` before they are cut: int32 [count], 0 to 65535."""
+    """The dither of elements `start` to `start + count`, added before truncation: int32 [count], 0 to 65535."""
     element = torch.arange(count, dtype=torch.int64, device=device)
     first = dither_start(seed, start, step=step, parameter=parameter)
     return (((element * 0xC13FA9A9 + first) >> 16) & 0xFFFF).to(torch.int32)
 
 
 def dither_start(seed: int, start: int, *, step: int, parameter: int) -> int:
-    """The 32 bits of element `start`, of which the dither is the upper half; an element on adds 0xC13FA9A9."""
+    """The 32 bits whose upper half is the dither of element `start`; each next element adds 0xC13FA9A9."""
     return (start * 0xC13FA9A9 + step * 0x9E3779B9 + seed * 0xD2511F53 + parameter * 0xCD9E8D57) & 0xFFFFFFFF
 
 
@@ -167,7 +167,7 @@ def encode_v(v: Tensor, range_: Tensor, dither: Tensor) -> Tensor:
 
 
 def decode_v(code: Tensor, range_: Tensor) -> Tensor:
-    """The second moments (fp32 [G, 128]) that codes 0 to 511 (int32) stand for."""
+    """The second moments (fp32 [G, 128]) of codes 0 to 511 (int32)."""
     base, pace, _ = grid(range_)
     return torch.where(code == 0, 0, base + (code - 1) * pace).view(torch.float32)
 
@@ -183,14 +183,14 @@ def r_amax(r: Tensor) -> Tensor:
 
 
 def r_scale(amax: Tensor) -> Tensor:
-    """What r is kept in units of (fp32 [G]), from bit patterns int32 [G]: amax / 5985, 0 for amax < 2^-100."""
+    """The scale of r (fp32 [G]) from bit patterns of amax, int32 [G]: amax / 5985, 0 for amax < 2^-100."""
     value = amax.view(torch.float32)
     scale = torch.where(value < TINY, 0.0, value / torch.full_like(value, R_TOP))
     return torch.where(amax >= _INF, torch.nan, scale)
 
 
 def r_grid(amax: Tensor) -> Tensor:
-    """What r is multiplied by before it is coded (fp32 [G]): 5985 / amax, 0 for amax < 2^-100."""
+    """The factor of r before it is coded (fp32 [G]): 5985 / amax, 0 for amax < 2^-100."""
     value = amax.view(torch.float32)
     return torch.where(value < TINY, 0.0, torch.full_like(value, R_TOP) / value)
 
@@ -228,8 +228,8 @@ def coat_figures(lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def coat_encode(z: Tensor, figures: Tensor) -> Tensor:
-    """E4M3 codes [G, 128] of `z` by `figures` [G, 3], to nearest. None but a zero becomes zero: the smallest
-    magnitude is at least 2.2 of E4M3's smallest steps, and 1.4 where a k of 1/16 is too large for the group."""
+    """E4M3 codes [G, 128] of `z` by `figures` [G, 3], to nearest. Only zeros become zero: the smallest
+    magnitude is at least 2.2 of E4M3's smallest steps, or 1.4 if a k of 1/16 is too large for the group."""
     s, k, c = figures[:, :, None].unbind(1)
     y = power(z.abs() / c, k) / s
     return torch.where(y.isnan(), y, torch.copysign(y, z)).to(torch.float8_e4m3fn)
@@ -243,7 +243,7 @@ def coat_decode(codes: Tensor, figures: Tensor) -> Tensor:
 
 
 def decode(states: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """(m, v), fp32 [G, 128], from what format `states` keeps of them: [G, 128] a code, [G, ...] a group's figures."""
+    """(m, v), fp32 [G, 128], from the state tensors of format `states`: codes [G, 128], figures of groups [G, ...]."""
     if states == "fp8":
         m_code, v_code = unpack(state["exp_avg_codes"], state["exp_avg_sq_codes"])
         v = decode_v(v_code, state["exp_avg_sq_range"])
@@ -257,11 +257,11 @@ def decode(states: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agree | None = None) -> dict[str, Tensor]:
-    """What format `states` keeps of `m` and `v` (fp32 [G, 128]).
+    """The state tensors of format `states` for `m` and `v` (fp32 [G, 128]).
 
-    `chance` is :func:`dither`, int32 [G, 128] from 0 to 65535, for fp8 and bf16; the others do not look at it. `agree`
-    is for groups of which other ranks hold a part: it is called once with the extrema (minima negated, so that all of
-    them are maxima), and for fp8 once more with the largest |r|. Rows hold zero where an element lies elsewhere.
+    `chance` is :func:`dither`, int32 [G, 128] from 0 to 65535, for fp8 and bf16; the other formats ignore it. `agree`
+    is for groups of which other ranks hold a part: it is called once with the extrema (minima negated, so that all are
+    maxima), and for fp8 once more with the largest |r|. Elements on other ranks must be zero.
     """
     if states == "fp32":
         return {"exp_avg": m, "exp_avg_sq": v}
@@ -278,6 +278,7 @@ def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agre
         }
     assert chance is not None
     if states == "fp8":
+        # Two rounds of agreement: r divides by v as it will be decoded, so its amax needs the codes of v.
         lo, hi = extrema(v)
         marks = share(torch.stack([-lo, hi]))
         range_ = v_range(-marks[0], marks[1])

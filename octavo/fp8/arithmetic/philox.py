@@ -1,4 +1,4 @@
-"""Philox4x32-10: random bits that depend on an element's place and on nothing else.
+"""Philox4x32-10: random bits that depend only on the seed, the step and the index of an element.
 
 A counter-based generator (Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011): ten
 rounds of multiplications turn a counter of four words and a key of two into four random words. Here
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 LIMIT = 1 << 34
-"""Elements of one parameter that have bits of their own: the counter's first word has 32 bits and serves four."""
+"""The most elements of one parameter: the counter's first word has 32 bits and serves four elements."""
 
 _TOO_LONG = f"A parameter of {{}} elements has no random bits beyond {LIMIT}: split it in two."
 _MASK = 0xFFFFFFFF
@@ -55,12 +55,12 @@ def blocks(counter: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 
 def _mix(c: list[Tensor], spare: Tensor, seed: int) -> list[Tensor]:
-    """Ten rounds in place, int64. The words are the lower 32 bits; those above are anything."""
+    """Ten rounds in place, int64. The words are the lower 32 bits; the upper bits are undefined."""
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     a, b, x, y = c
     for _ in range(10):
         # (a, b, x, y) becomes (high(x M1) ^ b ^ k0, low(x M1), high(a M0) ^ y ^ k1, low(a M0)), modulo 2^64. b and y
-        # are never multiplied before they were masked, nor is what lies above them looked at.
+        # are masked before they are multiplied, so that the upper bits of words never matter.
         a.mul_(_M0)
         x.mul_(_M1)
         b.bitwise_xor_(torch.bitwise_right_shift(x, 32, out=spare)).bitwise_and_(_MASK).bitwise_xor_(k0)
@@ -71,7 +71,7 @@ def _mix(c: list[Tensor], spare: Tensor, seed: int) -> list[Tensor]:
 
 
 class Scratch:
-    """Arrays for the words of up to 4 `counters` elements on the CPU, made once."""
+    """Buffers for the words of up to 4 * `counters` elements on the CPU, allocated once."""
 
     def __init__(self, counters: int) -> None:
         self._ramp = torch.arange(counters, dtype=torch.int64)
@@ -88,7 +88,7 @@ class Scratch:
         for tensor, value in zip(c[1:], (step & _MASK, parameter & _MASK, 0), strict=True):
             tensor.fill_(value)
         four = _mix(c, spare, seed)
-        # four words of 16 bits, in the order of memory, are one of 64
+        # Four words of 16 bits, in memory order, are one of 64.
         first, *rest = four if sys.byteorder == "little" else four[::-1]
         whole = first.bitwise_and_(0xFFFF)
         for i, word in enumerate(rest, 1):

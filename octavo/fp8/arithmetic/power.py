@@ -1,8 +1,9 @@
-"""x^k in operations that IEEE 754 rounds in one way, so that every backend has the same bits.
+"""x^k in operations with one rounding in IEEE 754, so that every backend has the same bits.
 
-A library's power differs in its last places between processors and libraries, on a CPU even with where in memory a
-value lies, and a GPU's logarithm is an approximation. Here both are series, one fp32 or int32 operation at a time and
-none fused, good to a few units in the last place of an exponent: a part in a million of x^k for the x^k of an FP8 code.
+A library's power differs in its last places between processors and libraries, on a CPU even with the alignment of a
+value, and a GPU's logarithm is an approximation. Here logarithm and exponential are series, one fp32 or int32 operation
+at a time and none fused, accurate to a few units in the last place of an exponent: to a part in a million of x^k for
+the x^k of an FP8 code.
 
     x = m * 2^e, m in [sqrt(1/2), sqrt(2))      t = (m - 1) / (m + 1)
     log2(x) = e + (2 / ln 2) * (t + t^3/3 + t^5/5 + t^7/7 + t^9/9)
@@ -17,14 +18,14 @@ import torch
 from torch import Tensor
 
 HALF = 0x3F3504F3  # the pattern of sqrt(1/2)
-LEAST, MOST = -125.0, 127.0  # exponents of which 2^y is a normal number
+LEAST, MOST = -125.0, 127.0  # exponents y for which 2^y is a normal number
 LOG = tuple(2.0 / math.log(2.0) / n for n in (9, 7, 5, 3, 1))
 EXP = tuple(math.log(2.0) ** n / math.factorial(n) for n in (7, 6, 5, 4, 3, 2, 1, 0))
-"""Of t^2 and of y - n, the highest power first."""
+"""The coefficients of the series in t^2 and in y - n, the highest power first."""
 
 
 def log2(x: Tensor) -> Tensor:
-    """The logarithm of each element of fp32 `x`, more than 0 and finite; subnormal ones too. Of others some number."""
+    """log2 of each element of fp32 `x`, finite and above 0, also subnormal; undefined for other values."""
     small = x < 2.0**-126
     bits = torch.where(small, x * 2.0**24, x).view(torch.int32)
     exponent = (bits - HALF) >> 23

@@ -7,12 +7,11 @@ With x (M tokens x K), w (N x K), dy (M x N)::
     wgrad  dw = dy.T @ x     contracts M
 
 A recipe gives every operand of every GEMM a :class:`CastSpec`, or keeps a whole GEMM in high precision (``None``).
-Where two GEMMs name the same cast of the same tensor, its codes are made once and used twice.
+Where two GEMMs use the same cast of the same tensor, its codes are computed once.
 
-The recipes are the lines of :data:`octavo.base.recipe_specs.SPECS`. Their table with the reasons is in
-``docs/numerics.md``.
+:data:`octavo.base.recipe_specs.SPECS` defines the recipes. ``docs/numerics.md`` has their table with the reasons.
 
-A GEMM may have the casts of another recipe, in that recipe's own format: ``recipe("tensorwise", wgrad="blockwise")``.
+A GEMM may use the casts of another recipe, in that recipe's own format: ``recipe("tensorwise", wgrad="blockwise")``.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ RECIPES = recipe_specs.NAMES
 
 GEMMS = ("fwd", "dgrad", "wgrad")
 PRECISIONS = ("fp8", "bf16", *CURRENT)
-"""What a recipe may say of one of its GEMMs."""
+"""The precisions that a recipe may choose for one of its GEMMs."""
 
 
 class RecipeError(Fp8Error, ValueError):
-    """A recipe that does not exist or cannot be: the message names the fix."""
+    """An unknown or invalid recipe; the message names the fix."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class Gemm:
 class Delayed:
     """Delayed scaling: x and dy take their scale from the largest amax of the last ``length`` recorded ones.
 
-    A cast then needs no pass over the tensor before it can start; values that outgrow the history saturate. The history
-    is state: it belongs into the checkpoint. Weights use current scaling all the same: they are cast once per
-    optimizer step and reused by every micro-step, so there is no pass worth saving, and their scale is then exact.
+    A cast then needs no pass over the tensor first; values that exceed the history saturate. The history is state: it
+    belongs in the checkpoint. Weights use current scaling nevertheless: they are cast once per optimizer step and
+    reused by every micro-step, so that a pass matters little, and their scale is exact.
     """
 
     length: int = 16
@@ -66,7 +65,7 @@ class Delayed:
 class Recipe:
     """The casts of the three GEMMs; ``None`` keeps that GEMM in high precision (BF16, or the input's dtype).
 
-    ``delayed`` is None for current scaling. Recipes are values: equal fields, equal recipe; usable as a key.
+    ``delayed`` is None for current scaling. Recipes are values: equal fields make equal recipes, which can be keys.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Recipe:
         return {"fwd": self.fwd, "dgrad": self.dgrad, "wgrad": self.wgrad}[name]
 
     def describe(self) -> str:
-        """The recipe as three equations, one a line, each operand with its cast (see :class:`CastSpec`)."""
+        """The recipe as three equations, one per line, each operand with its cast (see :class:`CastSpec`)."""
         rows = (
             ("fwd", "y ", "x", "w.T", self.fwd),
             ("dgrad", "dx", "dy", "w", self.dgrad),
@@ -94,11 +93,11 @@ class Recipe:
         return "\n".join(lines)
 
     def weight_casts(self) -> tuple[CastSpec, ...]:
-        """The casts of the weight in fwd and dgrad. Each is a layout of codes, a byte a parameter."""
+        """The casts of the weight in fwd and dgrad. Each is a layout of codes, a byte per parameter."""
         return tuple(dict.fromkeys(gemm.b for gemm in (self.fwd, self.dgrad) if gemm is not None))
 
     def words(self) -> dict[str, str]:
-        """What it says of each GEMM: fp8 (its own casts), bf16, or the recipe whose casts that GEMM has."""
+        """The precision of each GEMM: fp8 (its own casts), bf16, or the recipe whose casts that GEMM has."""
         return _words(self)
 
     def short(self) -> str:
@@ -117,7 +116,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
         format: ``"e4m3"`` or ``"hybrid"``; None: the recipe's own, the first of its line.
         fwd, dgrad, wgrad: ``"fp8"``, ``"bf16"`` to keep that GEMM in high precision, or a recipe whose casts it has.
 
-    Raises RecipeError for an unknown name, format or precision, a pair that cannot be, and no GEMM left in FP8.
+    Raises RecipeError for an unknown name, format or precision, an invalid combination, and no GEMM in FP8.
     """
     if name not in RECIPES:
         raise RecipeError(_unknown(name))
@@ -151,6 +150,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
             f"recipe {name!r} with fwd, dgrad and wgrad all 'bf16' leaves nothing in FP8; keep one of them 'fp8', or "
             "leave the layer out of the plan (recipe: off)."
         )
+    # hybrid: gradients need E5M2's range; x and w need E4M3's precision.
     dy_format = "e5m2" if chosen == "hybrid" else "e4m3"
     formats = ("e4m3", "e4m3", dy_format, "e4m3", dy_format, "e4m3")
     casts = [CastSpec(f, block, spec.scale) for f, block in zip(formats, spec.blocks, strict=True)]

@@ -1,14 +1,14 @@
-"""The square root that IEEE 754 asks for: the nearest fp32 number to the exact root, on every device.
+"""The IEEE 754 square root: the fp32 number nearest to the exact root, on every device.
 
-Codes and weights are bit for bit the same on all backends, so every operation must be rounded in one way. torch's
-root is, on CUDA; on the CPU it is a vector library's, which misses the nearest number by one in the last place for
-half a percent of arguments (torch 2.13 with MKL), and may differ between the body and the end of an array.
+Codes and weights are bit for bit the same on all backends, so every operation must have one rounding. torch's root has
+it on CUDA; on the CPU torch uses a vector library, which is off by one in the last place for half a percent of
+arguments (torch 2.13 with MKL), and may differ between the body and the end of an array.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from octavo.base import accelerator
 
 
 def root(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The root of each element of fp32 `x` (0 or more, or NaN), exactly rounded; into `out` where one is given.
+    """The root of each element of fp32 `x` (0 or more, or NaN), exactly rounded; into `out` if given.
 
-    On the CPU NumPy takes it where NumPy is there: it uses the processor's instruction, on the tensor's own memory.
-    A GPU has an exact one. Elsewhere it goes through fp64, four times as slow: of a root of 24 bits, which is never
-    close to the middle of two fp32 numbers, fp64 knows enough to round it right.
+    On the CPU it uses NumPy if installed, which runs the processor's instruction on the tensor's memory. GPUs have an
+    exact root. Otherwise it is computed in fp64, four times as slow: the root of a number of 24 bits is never close to
+    the middle of two fp32 numbers, so that rounding the fp64 root is exact.
     """
     if x.device.type != "cpu":
         return torch.sqrt(x, out=out) if _exact(x.device) else _by_fp64(x, out)
@@ -39,13 +39,12 @@ def _by_fp64(x: Tensor, out: Tensor | None) -> Tensor:
 
 
 def _exact(device: torch.device) -> bool:
-    """Whether a device's own root is taken at its word: CUDA's is exactly rounded, and there is no other way without
-    fp64."""
+    """Whether a device's own root is used: CUDA's is exactly rounded, and without fp64 there is no alternative."""
     return accelerator.is_gpu(device) or device.type == "meta" or not accelerator.holds(device, torch.float64)
 
 
 @cache
-def _numpy() -> Any:
+def _numpy() -> ModuleType | None:
     """NumPy, or None where it is not installed or torch was built without it."""
     try:
         import numpy

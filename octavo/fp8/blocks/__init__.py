@@ -1,4 +1,4 @@
-"""What stands around linear layers in a transformer block: norms, MLPs, attention."""
+"""Norms, MLPs and attention: the modules around linear layers in a transformer block."""
 
 from octavo.fp8.blocks.attention import grouped_attention
 

@@ -43,7 +43,7 @@ def grouped_attention(
     is_causal: bool = False,
     dropout: float = 0.0,
 ) -> Tensor:
-    """softmax(q k^T * scale + mask) v, where heads of q share those of k and v.
+    """softmax(q k^T * scale + mask) v, where heads of q share heads of k and v.
 
     Args:
         q: [B, H, T, D].
@@ -81,12 +81,12 @@ def grouped_attention(
     )  # fmt: skip
     if again.grad_fn is not None:
         forgotten: Any = again.grad_fn.metadata  # a dictionary, whatever its annotation says
-        forgotten[KEEPS_OUTPUT] = False  # the layer behind must not count on it
+        forgotten[KEEPS_OUTPUT] = False  # the next layer must not count on it
     return again
 
 
 def _by_the_same_kernels() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What surrounds a forward, and the one that runs again: whoever chose torch's kernels is gone by then."""
+    """The contexts of a forward and of its recomputation, which repeats the choice of torch's kernels."""
     allowed = _cur_sdpa_kernel_backends(with_priority=True)
     return nullcontext(), sdpa_kernel(allowed, set_priority=True)
 
@@ -160,7 +160,7 @@ def _cpu_flash(
     """Whether torch would run its flash attention for the CPU on these, asked of torch itself."""
     if mask is not None and mask.requires_grad:
         return False
-    if torch.compiler.is_compiling() or hasattr(q, "fake_mode"):  # torch answers for real tensors alone
+    if torch.compiler.is_compiling() or hasattr(q, "fake_mode"):  # torch answers only for real tensors
         plain = q.dtype == k.dtype == v.dtype and not dropout and min(*q.shape, *k.shape) > 0
         return plain and k.shape[3] == v.shape[3] and all(x.stride(3) == 1 for x in (q, k, v))
     wide_k, wide_v = (x[:, :1].expand(-1, q.shape[1], -1, -1) for x in (k, v))  # shapes count, not values

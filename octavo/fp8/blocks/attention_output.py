@@ -4,9 +4,9 @@ The input of o_proj is the output of attention, which attention's own backward r
 whatever the layer does. A layer that is known for attention's output (:func:`outputs`) therefore saves a reference to
 its input, and casts it for wgrad in backward, to the very codes that it would have saved.
 
-Whether attention keeps that memory is seen at each call: the input must come from an attention function through views
-alone (:func:`saved_by_attention`). Attention written out in products of matrices keeps its probabilities instead, and a
-copy (``contiguous``, ``cat`` over images) is nobody's: then the layer keeps codes, which are half of the input.
+Whether attention keeps that memory is seen at each call: the input must come from an attention function only through
+views (:func:`saved_by_attention`). Attention written out in products of matrices keeps its probabilities instead, and a
+copy (``contiguous``, ``cat`` over images) is kept by nothing else: then the layer keeps codes, half of the input.
 """
 
 from __future__ import annotations

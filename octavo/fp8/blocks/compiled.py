@@ -2,13 +2,13 @@
 
 Beside the operators of linear layers (:mod:`octavo.fp8.dense.compiled`, whose rules hold here too)::
 
-    octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the layers behind
+    octavo::rmsnorm(x, weight, row, col)      -> y, rstd, and the codes of y for the next layers
     octavo::gated_mlp(codes of x, weights)    -> y; for its backward gate, up, and the codes of h for wgrad
     octavo::swiglu_backward(dh, gate, up)     -> the codes of dgate and of dup, for dgrad and for wgrad
 
 The norm's codes reach their layers through the tensor y that is traced; a compiler sees operators that share an operand
-and nothing else. The backward of a norm is plain PyTorch, which a compiler may fuse; that of a gated MLP is the same
-operators as eagerly, in the same order. Blocks that keep FP8 for their backward (``activations="fp8"``) have no
+and nothing else. The backward of a norm is plain PyTorch, which a compiler may fuse; the backward of a gated MLP has
+the operators of eager mode in the same order. Blocks that keep FP8 for their backward (``activations="fp8"``) have no
 operators: they run as the stock model does.
 """
 
@@ -43,7 +43,7 @@ _lib.define(
 
 
 def _fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, list[CastSpec | None]]:
-    """Who runs a fused operation beside GEMMs of these casts, and the casts."""
+    """The backend of a fused operation next to GEMMs of these casts, and the casts."""
     specs = [operand_of(text)[1] if text else None for text in texts]
     spec = next((s for s in specs if s is not None), sources.SPEC)
     return sources.backend_of(op, spec, device, next(t for t in texts if t).partition("@")[0]), specs
@@ -103,10 +103,10 @@ def rmsnorm(
     row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1)
     first, low = row or col, compiled.lowered(x.device.type, out)
     col = col if trains else ""
-    made = torch.ops.octavo.rmsnorm(compiled.matrix(x), weight, eps, row, col, first, out, low)
-    y = made[0].view(x.shape)
+    results = torch.ops.octavo.rmsnorm(compiled.matrix(x), weight, eps, row, col, first, out, low)
+    y = results[0].view(x.shape)
     if row or col:
-        compiled.leave(y, low, row, col, made[2:])
+        compiled.attach_codes(y, low, row, col, results[2:])
     return y
 
 
@@ -119,7 +119,7 @@ def _gated_mlp(
     key: str, down_key: str, h_col: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """y [M, K], gate and up [M, I] in ``dtype``, and the codes of h under ``h_col``. x gives sizes and takes the
-    gradient; ``col`` is for the backward alone."""
+    gradient; ``col`` is only for the backward."""
     fwd, down_fwd = gemms(key).fwd, gemms(down_key)
     g = compiled.product(row, row_scale, x.shape[0], gate, gate_bias, dtype, fwd)
     u = compiled.product(row, row_scale, x.shape[0], up, up_bias, dtype, fwd)
@@ -129,8 +129,8 @@ def _gated_mlp(
     return compiled.product(h, h_scale, x.shape[0], down, down_bias, dtype, down_fwd.fwd), g, u, w, w_scale
 
 
-def _gated_mlp_fake(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *more: Any) -> tuple[Tensor, ...]:
-    dtype, _, _, h_col = more[-4:]
+def _gated_mlp_fake(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    dtype, _, _, h_col = arguments[-4:]
     g, u = (x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in (gate, up))
     return x.new_empty(x.shape[0], down.shape[0], dtype=dtype), g, u, *packed_fake(g, h_col, 0)
 
@@ -144,11 +144,11 @@ def _keep_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None
     ctx.needs_h, (ctx.dtype, ctx.key, ctx.down_key, _) = needs_h, inputs[11:]
     ctx.x_dtype, ctx.inputs, ctx.width = x.dtype, x.shape[1], down.shape[1]
     ctx.dtypes = [None if t is None else t.dtype for t in (gate, up, down, *biases)]
-    kept = {"gate": gate if needs_x else None, "up": up if needs_x else None, "down": down if needs_h else None}
-    kept |= dict(zip(("g", "u"), output[1:3] if needs_h else (None, None), strict=True))
-    kept |= dict(zip(("x", "x_scale"), inputs[9:11] if any(weights[:2]) else (None, None), strict=True))
-    kept |= dict(zip(("h", "h_scale"), output[3:5] if weights[2] else (None, None), strict=True))
-    sources.save(ctx, **kept)
+    tensors = {"gate": gate if needs_x else None, "up": up if needs_x else None, "down": down if needs_h else None}
+    tensors |= dict(zip(("g", "u"), output[1:3] if needs_h else (None, None), strict=True))
+    tensors |= dict(zip(("x", "x_scale"), inputs[9:11] if any(weights[:2]) else (None, None), strict=True))
+    tensors |= dict(zip(("h", "h_scale"), output[3:5] if weights[2] else (None, None), strict=True))
+    sources.save(ctx, **tensors)
 
 
 def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
@@ -159,6 +159,7 @@ def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]
     dws: list[Tensor | None] = [None] * 3
     dbs: list[Tensor | None] = [None] * 3
     parts, down = gemms(ctx.key), gemms(ctx.down_key)
+    # The operators and their order are those of the eager backward, so that gradients have the same bits.
     if needs[5]:
         dbs[2] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
     row, col = down.operand("dgrad", 0) if ctx.needs_h else "", down.operand("wgrad", 0) if needs[2] else ""
@@ -185,8 +186,8 @@ def _gradients(
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The codes of dgate and of dup; their sums too where a bias asks for them, which are of exact values."""
     if not any(ctx.needs[4:6]):
-        made = torch.ops.octavo.swiglu_backward(dh, gate, up, row, col)
-        return made[:4], made[4:]
+        codes = torch.ops.octavo.swiglu_backward(dh, gate, up, row, col)
+        return codes[:4], codes[4:]
     pair = swiglu_backward(dh, gate, up)
     for i, d in enumerate(pair):
         if ctx.needs[4 + i]:
@@ -196,8 +197,8 @@ def _gradients(
 
 def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     backend, specs = _fused("swiglu_backward", dh.device, row, col)
-    made = backend.swiglu_backward_quantize(dh, gate, up, *specs)
-    return *packed_pair(gate, *made[:2]), *packed_pair(up, *made[2:])
+    codes = backend.swiglu_backward_quantize(dh, gate, up, *specs)
+    return *packed_pair(gate, *codes[:2]), *packed_pair(up, *codes[2:])
 
 
 def _swiglu_backward_fake(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
@@ -225,4 +226,4 @@ for _name, _run, _fake in (
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
 torch.library.register_autograd("octavo::rmsnorm", _rmsnorm_backward, setup_context=_keep_norm, lib=_lib)
 torch.library.register_autograd("octavo::gated_mlp", _mlp_backward, setup_context=_keep_mlp, lib=_lib)
-torch.library.register_autograd("octavo::swiglu_backward", compiled.no_more, lib=_lib)
+torch.library.register_autograd("octavo::swiglu_backward", compiled.refuse_second_derivative, lib=_lib)

@@ -16,14 +16,14 @@ Where activations are to be saved in FP8 (:mod:`octavo.fp8.dense.sources`), it i
 up in blocks of 1 x 128: h is computed from the decoded ones, in the forward too, and the backward makes its codes for
 wgrad again, bit for bit.
 
-Casts, weight codes, GEMMs, counts and backends are those that the three layers have alone. Values differ by rounding:
-the stock module rounds silu(gate) and then the product, this one h alone; backward likewise rounds once. Of a layer
+Casts, weight codes, GEMMs, counts and backends are the ones of the three separate layers. Values differ by rounding:
+the stock module rounds silu(gate) and then the product, this one only h; backward likewise rounds once. Of a layer
 whose bias is trained, the gradients are written in the dtype of the GEMMs after all, since their sums must be exact.
 
 A module is recognised by its children gate_proj, up_proj, down_proj and act_fn, and must first give the stock forward's
-output on random input (:func:`matches_stock`). It takes the stock forward, layer by layer, whenever somebody looks
-inside: hooks on its children, an adapter around one of them, a step that takes health figures; and where a weight is
-not whole (a DTensor). Under ``torch.compile`` it is operators of the graph (:mod:`octavo.fp8.blocks.compiled`).
+output on random input (:func:`matches_stock`). It takes the stock forward, layer by layer, whenever its inside is
+observed: hooks on its children, an adapter around one of them, a step that takes health figures; and where a weight
+is not whole (a DTensor). Under ``torch.compile`` it is operators of the graph (:mod:`octavo.fp8.blocks.compiled`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
-    """Let gated MLPs of a model with FP8 layers run as one; returns (name, what stands against it or None) of each."""
-    found = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
-    fp8 = [(n, m) for n, m in found if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
+    """Fuse the gated MLPs of a model with FP8 layers; returns (name, the reason against it or None) of each."""
+    mlps = [(n, m) for n, m in model.named_modules() if is_gated_mlp(m)]
+    fp8 = [(n, m) for n, m in mlps if any(isinstance(m._modules[c], Linear) for c in CHILDREN)]
     return tuple((name, fuse(module)) for name, module in fp8)
 
 
@@ -80,19 +80,19 @@ def why_not(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
     if (reason := exchanged(module)) is not None:
         return reason
-    more = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
-    if more:
-        return f"it holds {', '.join(more)} besides a gated MLP's layers"
-    found = [p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and is_whole(p.layer.weight)]
-    if len(found) < len(CHILDREN):
+    extra = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
+    if extra:
+        return f"it holds {', '.join(extra)} besides a gated MLP's layers"
+    whole = [p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and is_whole(p.layer.weight)]
+    if len(whole) < len(CHILDREN):
         return "not all of its layers are whole FP8 layers"
-    gate, up, _ = found
+    gate, up, _ = whole
     if gate.recipe != up.recipe or gate.backends != up.backends:
         return "gate_proj and up_proj have different recipes or backends"
-    reason = next((r for p in found if (r := _recipe_why_not(p.recipe)) is not None), None)
+    reason = next((r for p in whole if (r := _recipe_why_not(p.recipe)) is not None), None)
     if reason is not None:
         return reason
-    shapes = [tuple(p.layer.weight.shape) for p in found]
+    shapes = [tuple(p.layer.weight.shape) for p in whole]
     if shapes[1] != shapes[0] or shapes[2][1] != shapes[0][0]:
         return f"weights of {', '.join(map(str, shapes))} do not follow each other"
     return matches_stock(module)
@@ -144,10 +144,10 @@ class GatedMlp(Swapped):
         act = self._modules.get("act_fn")
         if self._saves or act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return None
-        found = [m for m in layers if type(m) is Linear and not hooked(m) and not m._fp8_param]
-        if len(found) < len(CHILDREN) or not x.dim() or not x.numel():
+        linears = [m for m in layers if type(m) is Linear and not hooked(m) and not m._fp8_param]
+        if len(linears) < len(CHILDREN) or not x.dim() or not x.numel():
             return None
-        gate, up, down = found
+        gate, up, down = linears
         if x.shape[-1] != gate.weight.shape[1] or x.dtype not in sources.DTYPES:
             return None
         weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
@@ -170,7 +170,7 @@ class GatedMlp(Swapped):
 
 def _seen_from_outside() -> bool:
     """Whether hooks on all modules of the process wait for calls of the children. Those that only watch, and say so, do
-    not: a forward that they watch must save what it saves alone, since a recomputed one runs without them."""
+    not: a forward that they watch must save what it saves without them, since a recomputed one runs without them."""
     module = nn.modules.module
     hooks = (*module._global_forward_pre_hooks.values(), *module._global_forward_hooks.values())
     others = (hook for hook in hooks if not getattr(hook, "_octavo_watches", False))
@@ -198,8 +198,8 @@ class _Needs(NamedTuple):
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
-        asked = [call.grad and n for n in ctx.needs_input_grad]
-        needs = _Needs(asked[0], tuple(asked[2:5]), tuple(asked[5:]))
+        wants_grad = [call.grad and n for n in ctx.needs_input_grad]
+        needs = _Needs(wants_grad[0], tuple(wants_grad[2:5]), tuple(wants_grad[5:]))
         gate, _, down = call.sites
         dgrads = (needs.x, needs.x, needs.h)
         seen = [
@@ -207,21 +207,21 @@ class _Mlp(torch.autograd.Function):
             for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
         seen[0].shown = seen[1].shown = False  # dgate and dup are cast without being written
-        given, way = Input(x, gate), DENSE if call.grad else NO_GRADIENT
+        source, way = Input(x, gate), DENSE if call.grad else NO_GRADIENT
 
         def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:
             weight = parameters[at]
             assert weight is not None
             bias = parameters[3 + at]
-            return gemms.fwd(call.sites[at], way, None, x_q, weight, WHOLE, bias, given.dtype, seen[at])
+            return gemms.fwd(call.sites[at], way, None, x_q, weight, WHOLE, bias, source.dtype, seen[at])
 
-        with given.autocast_off:
-            x_row, x_col = given.codes(gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
+        with source.autocast_off:
+            x_row, x_col = source.codes(gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
             (g, g_w), (u, u_w) = forward(0, x_row), forward(1, x_row)
             pair: list[Tensor | Quantized] = [g, u]
             if call.saves:
                 pair = [sources.keep(g), sources.keep(u)]
-                g, u = (sources.decoded(q, given.dtype) for q in pair)
+                g, u = (sources.decoded(q, source.dtype) for q in pair)
             h_row, h_col = _codes_of_h(
                 down, g, u, down.x.row, down.x.col if needs.weights[2] and not call.saves else None
             )
@@ -231,8 +231,8 @@ class _Mlp(torch.autograd.Function):
         again = needs.h or (call.saves and needs.weights[2])
         saved_g, saved_u = pair if again else (None, None)
         sources.save(ctx, x_col=x_col, h_col=h_col, gate=saved_g, up=saved_u, **weights, **codes)
-        ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, given.forget
-        ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, given.dtype
+        ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, source.forget
+        ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, source.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]])
@@ -252,6 +252,7 @@ class _Mlp(torch.autograd.Function):
             row, col = cast_matrix(dy_MK, *wanted)
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
+            # With saved FP8 codes these are the decoded values, from which the forward made h as well.
             gate_MI, up_MI = (sources.decoded(held[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
                 h_col = held["h_col"]
@@ -289,8 +290,8 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
                 dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
         return cast_matrix(pair[0], row, col), cast_matrix(pair[1], row, col)
     backend = sources.fused_backend("swiglu_backward", site, dh.device)
-    made = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
-    return made[:2], made[2:]
+    codes = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
+    return codes[:2], codes[2:]
 
 
 def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, held: dict[str, Any]) -> Tensor:

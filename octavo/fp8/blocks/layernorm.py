@@ -56,7 +56,7 @@ def why_not(norm: nn.Module) -> str | None:
 
 
 def save(norm: nn.Module) -> str | None:
-    """Let a norm keep FP8 codes of its input; returns what stands against it, if anything does."""
+    """Let a norm keep FP8 codes of its input; returns the reason against it, if there is one."""
     if not isinstance(norm, nn.LayerNorm):
         return rmsnorm.save(norm)
     reason = why_not(norm)
@@ -70,14 +70,14 @@ class LayerNorm(Swapped):
 
     def other(self, x: Tensor) -> Tensor | None:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        own = [p for p in (weight, bias) if p is not None]
+        parameters = [p for p in (weight, bias) if p is not None]
         if not computable(x) or x.dtype not in sources.DTYPES:
             return None
         if x.shape[-1:] != self.normalized_shape or not torch.is_grad_enabled():
             return None
         out = _dtype_of(x)
-        mixed = any(p.dtype != x.dtype for p in own) and out == x.dtype and x.device.type != "cpu"
-        if mixed or any(not is_whole(p) or p.device != x.device for p in own):
+        mixed = any(p.dtype != x.dtype for p in parameters) and out == x.dtype and x.device.type != "cpu"
+        if mixed or any(not is_whole(p) or p.device != x.device for p in parameters):
             return None  # whether a device takes mixed dtypes is for the stock forward to say
         return _LayerNorm.apply(x, weight, bias, _Call(self.eps, out))  # type: ignore[arg-type]
 
@@ -90,9 +90,9 @@ def _dtype_of(x: Tensor) -> torch.dtype:
 
 
 @lru_cache(maxsize=64)
-def _under_autocast(device: str, given: torch.dtype, low: torch.dtype) -> torch.dtype:
+def _under_autocast(device: str, dtype: torch.dtype, low: torch.dtype) -> torch.dtype:
     with torch.no_grad():
-        return F.layer_norm(torch.ones(1, 2, device=device, dtype=given), (2,)).dtype
+        return F.layer_norm(torch.ones(1, 2, device=device, dtype=dtype), (2,)).dtype
 
 
 class _Call(NamedTuple):

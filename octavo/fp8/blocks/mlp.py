@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.blocks.probe import compare_mlp, exchanged, is_idle, layer_of, small_mlp, trial, wrong_dtype
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import Source, behind, source_of, without_autocast
+from octavo.fp8.dense.inputs import Source, source_of, with_source, without_autocast
 from octavo.fp8.dense.swap import Swapped, computable, hooked, probe, swap
 from octavo.fp8.weights.shards import is_whole, ordinary
 
@@ -74,15 +74,15 @@ def parts(module: nn.Module) -> Parts | None:
 
 def why_not(module: nn.Module) -> str | None:
     """Why this MLP cannot keep FP8 codes, None if it can."""
-    found = parts(module)
-    assert found is not None
+    mlp_parts = parts(module)
+    assert mlp_parts is not None
     if (reason := exchanged(module)) is not None:
         return reason
-    more = [name for name, child in module._modules.items() if name not in found.names and not is_idle(child)]
-    more += [*module._parameters, *module._buffers]
-    if more:
-        return f"it holds {', '.join(more)} besides an MLP's layers"
-    act = module._modules[found.act]
+    extra = [name for name, child in module._modules.items() if name not in mlp_parts.names and not is_idle(child)]
+    extra += [*module._parameters, *module._buffers]
+    if extra:
+        return f"it holds {', '.join(extra)} besides an MLP's layers"
+    act = module._modules[mlp_parts.act]
     assert act is not None
     if next(act.parameters(), None) is not None or next(act.buffers(), None) is not None:
         return f"its activation {type(act).__name__} has parameters or buffers"
@@ -90,7 +90,7 @@ def why_not(module: nn.Module) -> str | None:
         return f"its activation {type(act).__name__} writes in place"
     if hooked(act):
         return f"its activation {type(act).__name__} has hooks"
-    layers = [layer_of(module._modules[name]) for name in (*found.first, found.last)]
+    layers = [layer_of(module._modules[name]) for name in (*mlp_parts.first, mlp_parts.last)]
     if not all(isinstance(m, nn.Linear) for m in layers):
         return "not all of its layers are linear"
     weights = [m.weight for m in layers if isinstance(m, nn.Linear)]
@@ -103,12 +103,12 @@ def matches_stock(module: nn.Module) -> str | None:
 
     Tolerance: 16 epsilons of fp32 of the sum of the last product's magnitudes.
     """
-    found = parts(module)
-    assert found is not None
-    first, act = found.first, module._modules[found.act]
+    mlp_parts = parts(module)
+    assert mlp_parts is not None
+    first, act = mlp_parts.first, module._modules[mlp_parts.act]
     assert act is not None
-    own = {name: layer_of(module._modules[name]) for name in (*first, found.last)}
-    layers, last, x = small_mlp(own, torch.float32)
+    stock_layers = {name: layer_of(module._modules[name]) for name in (*first, mlp_parts.last)}
+    layers, last, x = small_mlp(stock_layers, torch.float32)
     small = probe(module, {}, {**module._modules, **layers})
     small.__dict__["training"] = True
 
@@ -117,24 +117,24 @@ def matches_stock(module: nn.Module) -> str | None:
         return h * layers[first[1]](x) if len(first) == 2 else h
 
     second = f" * {first[1]}(x)" if first[1:] else ""
-    formula = f"{found.last}({found.act}({first[0]}(x)){second})"
+    formula = f"{mlp_parts.last}({mlp_parts.act}({first[0]}(x)){second})"
     return compare_mlp(small, x, product, last, formula, 16, "small layers", "shape")
 
 
 def save(module: nn.Module) -> str | None:
-    """Let this MLP keep FP8 codes; returns what stands against it, if anything does."""
+    """Let this MLP keep FP8 codes; returns the reason against it, if there is one."""
     reason = why_not(module)
     if reason is None:
-        found = parts(module)
-        assert found is not None
-        prepare(module, found)
-        swap(module, SavedMlp, _parts=found)
+        mlp_parts = parts(module)
+        assert mlp_parts is not None
+        prepare(module, mlp_parts)
+        swap(module, SavedMlp, _parts=mlp_parts)
     return reason
 
 
-def prepare(module: nn.Module, found: Parts) -> None:
+def prepare(module: nn.Module, mlp_parts: Parts) -> None:
     """Let a last layer in high precision look for the source of its input; FP8 layers do of themselves."""
-    last = layer_of(module._modules[found.last])
+    last = layer_of(module._modules[mlp_parts.last])
     if type(last) is nn.Linear and "forward" not in last.__dict__:
         swap(last, HighLinear)
 
@@ -149,42 +149,42 @@ class SavedMlp(Swapped):
         return run(self, self._parts, x)
 
 
-def run(module: nn.Module, found: Parts, x: Tensor) -> Tensor | None:
+def run(module: nn.Module, mlp_parts: Parts, x: Tensor) -> Tensor | None:
     """The output of an MLP by its children; None where it should take its stock forward."""
-    act, last = module._modules[found.act], module._modules[found.last]
+    act, last = module._modules[mlp_parts.act], module._modules[mlp_parts.last]
     if act is None or last is None or hooked(act) or not computable(x) or x.dtype not in sources.DTYPES:
         return None
-    if not all(is_idle(m) for name, m in module._modules.items() if name not in found.names):
+    if not all(is_idle(m) for name, m in module._modules.items() if name not in mlp_parts.names):
         return None
-    made = [module._modules[name](x) for name in found.first]  # type: ignore[misc]
-    if not all(ordinary(t) and t.dtype in sources.DTYPES and t.numel() for t in made):
-        h = act(made[0])
-        return last(h * made[1] if len(made) == 2 else h)
-    h, source = product(act, *made)
-    del made  # nobody needs them any more while the last layer runs
+    inner = [module._modules[name](x) for name in mlp_parts.first]  # type: ignore[misc]
+    if not all(ordinary(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
+        h = act(inner[0])
+        return last(h * inner[1] if len(inner) == 2 else h)
+    h, source = product(act, *inner)
+    del inner  # they are not needed while the last layer runs
     if source is None:
         return last(h)
-    with behind(h, source):
+    with with_source(h, source):
         return last(h)
 
 
 def product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
     """(act(a^) * b^, how to make it again: None where a, b ask for no gradient) of a, b [..., I] as FP8 holds them.
 
-    Off autocast, which would choose dtypes anew in the backward. Gradients reach a and b.
+    Off autocast, which would choose dtypes again in the backward. Gradients reach a and b.
     """
     codes = _codes(a, b)
     specs = tuple((q.spec, dtype) for q, dtype in codes)
     tensors = tuple(t for q, _ in codes for t in (q.data, q.scale))
     call = _Call(act, specs, a.shape, tensors)
     h = _Product.apply(a, b, call)
-    # Without a gradient for a and b nobody keeps their codes, and those of h are fewer.
+    # Without a gradient for a and b their codes are not kept, and the codes of h are fewer.
     return h, Source(tensors, partial(_remade, act, specs, a.shape)) if h.requires_grad else None
 
 
-def _codes(*given: Tensor | None) -> list[tuple[Quantized, torch.dtype]]:
+def _codes(*tensors: Tensor | None) -> list[tuple[Quantized, torch.dtype]]:
     with torch.no_grad():
-        return [(sources.keep(t), t.dtype) for t in given if t is not None]
+        return [(sources.keep(t), t.dtype) for t in tensors if t is not None]
 
 
 Specs = tuple[tuple[CastSpec, torch.dtype], ...]

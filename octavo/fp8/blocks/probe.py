@@ -1,8 +1,8 @@
-"""Whether a block may stand in for a module: what norms and MLPs ask alike before they do.
+"""Whether a block may replace a module: the checks that norms and MLPs share.
 
 A module is found by its names, which do not say what its forward computes. Its stock forward is therefore tried on
 small random layers (:func:`~octavo.fp8.dense.swap.probe`, also where the model is on the meta device) and compared with
-our formula, element by element, under a tolerance that each block states. Whatever stands against a module is a
+our formula, element by element, under a tolerance that each block states. A reason against a module is a
 sentence, which the plan shows; None where nothing does. Of modules that are alike one is tried for all, within
 :func:`one_of_a_kind`.
 """
@@ -67,7 +67,7 @@ def trial(ask: Trial) -> Trial:
 
     @wraps(ask)
     def asked(module: nn.Module) -> str | None:
-        known = {} if (found := _tried.get()) is None else found
+        known = {} if (tried := _tried.get()) is None else tried
         key = ask, _kind(module)
         if key not in known:
             threads = torch.get_num_threads()
@@ -84,9 +84,9 @@ def trial(ask: Trial) -> Trial:
 def _kind(module: nn.Module) -> Hashable:
     """What decides how a module computes, values of its parameters aside. What is no plain value must be the same
     object: a configuration, a buffer, hooks."""
-    own = module.__dict__
-    plain = tuple((name, _plain(value)) for name, value in own.items() if name not in _OF_EVERY_MODULE)
-    hooks = tuple((name, id(own[name])) for name in _OF_EVERY_MODULE if "hooks" in name and own.get(name))
+    attributes = module.__dict__
+    plain = tuple((name, _plain(value)) for name, value in attributes.items() if name not in _OF_EVERY_MODULE)
+    hooks = tuple((name, id(attributes[name])) for name in _OF_EVERY_MODULE if "hooks" in name and attributes.get(name))
     parameters = tuple((n, None if p is None else (p.shape, p.dtype)) for n, p in module._parameters.items())
     buffers = tuple((n, id(b)) for n, b in module._buffers.items())
     children = tuple((n, None if child is None else _kind(child)) for n, child in module._modules.items())
@@ -102,15 +102,15 @@ def random() -> torch.Generator:
 
 
 def small_mlp(
-    own: Mapping[str, Any], dtype: torch.dtype | None = None
+    stock_layers: Mapping[str, Any], dtype: torch.dtype | None = None
 ) -> tuple[dict[str, nn.Linear], nn.Linear, Tensor]:
     """(small random layers in place of ``own``, the last of them, x [16, 24]), in ``dtype`` (None: the layers' own).
 
     The last layer takes 40 features back to 24. Layers have a bias where ``own`` have one.
     """
-    generator, *_, last = random(), *own
+    generator, *_, last = random(), *stock_layers
     layers: dict[str, nn.Linear] = {}
-    for name, layer in own.items():
+    for name, layer in stock_layers.items():
         k, n = (40, 24) if name == last else (24, 40)
         bias = getattr(layer, "bias", None) is not None
         layers[name] = skip_init(nn.Linear, k, n, bias=bias, dtype=dtype or layer.weight.dtype, device="cpu")

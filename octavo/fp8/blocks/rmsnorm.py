@@ -1,4 +1,4 @@
-"""RMSNorms that hand their codes to the FP8 layers behind them.
+"""RMSNorms that pass their codes to the FP8 layers that read their output.
 
 A block's norm feeds layers that cast its output y [M, K] at once: q, k and v; gate and up. One kernel can compute y and
 those codes together, so that y is not read again for them::
@@ -7,16 +7,17 @@ those codes together, so that y is not read again for them::
     backward   n = x * rstd,  g = dy * weight       dx = rstd * (g - n * mean(g * n))      dw = sum over rows of dy * n
 
 both in fp32, y rounded once (Hugging Face's norms round before the weight as well). y is returned as ever, and its
-codes are left for the layers to find (:func:`octavo.fp8.dense.inputs.offer`): whoever is called with y casts nothing,
-and whoever is not, or wants another cast, does what it always did. Under autocast the codes are those of y lowered.
+codes are left for the layers to find (:func:`octavo.fp8.dense.inputs.offer`): a layer that is called with y casts
+nothing, and one with another input or another cast computes as without this. Under autocast y is lowered before it is
+cast.
 What a forward keeps is rstd (fp32, one a row), the weight, and x; of x only FP8 codes where activations are to be saved
 so (:mod:`octavo.fp8.dense.sources`): then y comes from x as ever, and the backward reads the decoded codes. A norm that
-saves need not feed anybody: those of q and k, and the last one of a model, do it too.
+saves need not feed an FP8 layer: the norms of q and k, and the last one of a model, save as well.
 
 Which norm feeds which layers is known by the names of a block's children (:data:`FEEDS`). A norm must give the stock
 forward's output on random input and random weights first (:func:`matches_stock`): Gemma's, which multiply by 1 +
-weight, and norms that subtract a mean stay as they are. A norm whose codes nobody takes twice in a row makes none any
-more. Under ``torch.compile`` it is an operator of the graph (:mod:`octavo.fp8.blocks.compiled`).
+weight, and norms that subtract a mean stay as they are. A norm whose codes are not used twice in a row stops
+making them. Under ``torch.compile`` it is an operator of the graph (:mod:`octavo.fp8.blocks.compiled`).
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ FEEDS = (
 """(norm, its neighbour in a block, the layers of that neighbour which multiply the norm's output)."""
 
 _POST = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
-"""In blocks with one of these, post_attention_layernorm is what it says: it comes behind attention, before no MLP."""
+"""In blocks with one of these, post_attention_layernorm follows attention, as its name says, and no MLP follows it."""
 
 _EPS = ("variance_epsilon", "eps")
 _MISSES = 2  # in a row, after which a norm makes no more codes
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
-    """Let the norms before FP8 layers make their codes; returns (name, what stands against it or None) of each."""
+    """Let the norms before FP8 layers make their codes; returns (name, the reason against it or None) of each."""
     fp8 = [(name, norm, fp8_of(layers)) for name, norm, layers in fed(model)]
     return tuple((name, fuse(norm, layers)) for name, norm, layers in fp8 if layers)
 
@@ -67,7 +68,7 @@ def fp8_of(layers: Sequence[nn.Module]) -> tuple[Linear, ...]:
 
 def fuse(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> str | None:
     """Let a norm make the codes of the FP8 layers that it feeds (and keep codes of its input, with ``saves``); returns
-    what stands against it, if anything does."""
+    the reason against it, if there is one."""
     reason = why_not(norm, [p for m in layers if (p := planned(m)) is not None])
     if reason is None:
         _swap(norm, layers, saves)
@@ -75,7 +76,7 @@ def fuse(norm: nn.Module, layers: tuple[Linear, ...], saves: bool = False) -> st
 
 
 def save(norm: nn.Module) -> str | None:
-    """Let an RMSNorm keep FP8 codes of its input; returns what stands against it, if anything does."""
+    """Let an RMSNorm keep FP8 codes of its input; returns the reason against it, if there is one."""
     reason = why_not_save(norm)
     if reason is None:
         _swap(norm, (), True)
@@ -130,9 +131,9 @@ def _behind(layers: Sequence[Planned]) -> str | None:
         return "delayed scaling casts by a history of each layer"
     wanted = [(_specs(r), [p.backends.get(g) for g in ("fwd", "wgrad")]) for p, r in zip(layers, recipes, strict=True)]
     if any(w != wanted[0] for w in wanted):
-        return "the layers behind it want different casts"
+        return "the layers after it want different casts"
     if wanted[0][0] == (None, None):
-        return "the layers behind it cast nothing"
+        return "the layers after it cast nothing"
     return None
 
 
@@ -141,7 +142,7 @@ def _eps(norm: nn.Module) -> float | None:
 
 
 def _specs(recipe: Recipe) -> tuple[CastSpec | None, CastSpec | None]:
-    """The casts of x that a layer asks for: those of fwd and of wgrad."""
+    """The casts of x that a layer asks for, of fwd and of wgrad."""
     fwd, wgrad = recipe.fwd, recipe.wgrad
     return None if fwd is None else fwd.a, None if wgrad is None else wgrad.b
 
@@ -159,18 +160,18 @@ def matches_stock(norm: nn.Module) -> str | None:
     if (reason := wrong_dtype("its weight is", (weight,))) is not None:
         return reason
     generator = random()
-    own = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.dtype)
+    random_weight = torch.randn(weight.shape, generator=generator, device="cpu").to(weight.dtype)
     # Rows with a mean, rows of all sizes, among them those in which eps counts.
     x = torch.randn(12, weight.shape[0], generator=generator, device="cpu") + 0.5
     x = (x * 10.0 ** torch.arange(-5.0, 1.0, 0.5, device="cpu").unsqueeze(1)).to(weight.dtype)
     try:
-        stock = _stock(norm, own, x)
+        stock = _stock(norm, random_weight, x)
     except Exception as error:  # a forward that is not known may fail in any way
         return fails("a matrix", error)
     if (reason := unlike(stock, x)) is not None:
         return reason
     wide = x.float()
-    ours = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * own.float()).to(x.dtype)
+    ours = (wide * torch.rsqrt(wide.square().mean(1, keepdim=True) + eps) * random_weight.float()).to(x.dtype)
     allowed = max(2 * torch.finfo(x.dtype).eps, 16 * torch.finfo(torch.float32).eps) * stock.float().abs()
     allowed = allowed + torch.finfo(x.dtype).tiny
     reason = off(stock, ours, allowed, f"the output of {type(norm).__name__} is not x / rms(x) * weight")
@@ -191,7 +192,7 @@ def _promotes(norm: nn.Module) -> bool:
 
 
 class RmsNorm(Swapped):
-    """The forward of an RMSNorm that leaves codes behind, or keeps codes of its input; see the module's docstring."""
+    """The forward of an RMSNorm that leaves codes for other layers, or keeps codes of its input; see the module."""
 
     _feeds: tuple[Linear, ...]
     _eps: float
@@ -223,12 +224,12 @@ class RmsNorm(Swapped):
         saves = self._saves and torch.is_grad_enabled()
         call = _Call(self._eps, row, col, backend, out, _lowered(x, out), saves, [])
         y = _RmsNorm.apply(x, weight, call)
-        if call.made:
-            self.__dict__["_taken"] = inputs.offer(y, call.low, (call.row, call.col), (call.made[0], call.made[1]))
+        if call.codes:
+            self.__dict__["_taken"] = inputs.offer(y, call.low, (call.row, call.col), (call.codes[0], call.codes[1]))
         return y
 
     def traced(self, x: Tensor) -> Tensor | None:
-        """Codes are made wherever a layer behind asks for them: nobody can look whether they were taken."""
+        """Codes are made wherever a later layer asks for them: a graph cannot look whether they were taken."""
         layers = [m for m in self._feeds if isinstance(m, Linear) and not m._fp8_param]
         weight: Tensor = self.weight  # type: ignore[assignment]
         if self._saves or not layers or layers[0]._site.x == (None, None) or not x.dim() or not x.numel():
@@ -253,7 +254,7 @@ class RmsNorm(Swapped):
 
 
 def _lowered(x: Tensor, out: torch.dtype) -> torch.dtype:
-    """The dtype in which the layers behind take an output of dtype ``out``."""
+    """The dtype in which the next layers take an output of dtype ``out``."""
     return compute_dtype(x if x.dtype == out else x.new_empty(0, dtype=out))
 
 
@@ -265,7 +266,7 @@ class _Call(NamedTuple):
     out: torch.dtype
     low: torch.dtype
     saves: bool
-    made: list[Quantized | None]  # the codes under ``row`` and ``col``, filled by the forward
+    codes: list[Quantized | None]  # those under ``row`` and ``col``, filled by the forward
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -277,7 +278,7 @@ class _RmsNorm(torch.autograd.Function):
             y_MK, rstd_M, *codes = call.backend.rmsnorm_quantize(x_MK, weight, call.eps, row, col, call.out, call.low)
             saved = sources.keep(x_MK) if call.saves and any(ctx.needs_input_grad) else None
         if (row, col) != (None, None):
-            call.made.extend(codes)
+            call.codes.extend(codes)
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
         sources.save(ctx, x=x if saved is None else saved, weight=weight, rstd=rstd_M)
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.

@@ -1,4 +1,4 @@
-"""A linear layer in FP8: read linear.py first."""
+"""The FP8 linear layer. Read linear.py first."""
 
 from octavo.fp8.dense.gemms import backends_for
 from octavo.fp8.dense.inputs import Input, Source, source_of

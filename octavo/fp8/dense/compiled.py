@@ -1,33 +1,33 @@
-"""The operators that a compiled graph sees: casts and GEMMs, registered with ``torch.library`` in namespace ``octavo``.
+"""The operators of compiled graphs: casts and GEMMs, registered with ``torch.library`` in namespace ``octavo``.
 
-``torch.compile`` cannot look into kernels, caches and backends, and need not: it sees these operators, each with a
-fake implementation that says what comes out, and leaves what they do alone::
+``torch.compile`` cannot trace kernels, caches and backends, and need not: it sees these operators, each with a fake
+implementation that gives the shapes of its results::
 
     octavo::cast(x, row, col)       -> codes and scales of x [M, N] for a GEMM that contracts dimension 1 (row), and for
-                                       one that contracts dimension 0 (col); an empty cast asks for nothing
+                                       one that contracts dimension 0 (col); none for an empty cast
     octavo::linear(x, weight, ...)  -> y, from the row codes of x; its autograd formula is the three GEMMs' backward
     octavo::dgrad(dy codes, weight) -> dx
     octavo::wgrad(dy codes, x codes) -> dw
-    octavo::unwritten(x)            nothing; refuses, while a compiler traces, an x that was written into
+    octavo::unwritten(x)            nothing; while a compiler traces, refuses an x that was written into
 
-Blocks that make codes themselves have theirs in :mod:`octavo.fp8.blocks.compiled`, and leave the codes for the layers
-behind them on the tensor that is traced (:func:`leave`): Python's business, of which no graph knows.
+Blocks that emit codes have their operators in :mod:`octavo.fp8.blocks.compiled`, and attach the codes to the traced
+tensor for the next layers (:func:`attach_codes`): this happens in Python and is not part of the graph.
 
-Casts are operators of their own so that what is cast twice is cast once: q, k and v cast the same input the same way,
-which AOTAutograd sees as a common subexpression, as it does gate's and up's.
+Casts are separate operators so that equal casts run once: q, k and v cast the same input the same way, which
+AOTAutograd removes as common subexpressions, and so do gate and up.
 
-Three rules keep this right under a compiler:
+Three rules make this correct under a compiler:
 
 * Codes cross the graph as plain contiguous ``uint8`` buffers in the padded layout of
-  :mod:`octavo.fp8.kernels.layout`, scales as the buffers that hold them. Their sizes follow from the input's alone,
-  whatever the backend, and no kernel that Inductor generates ever reads or stores FP8 (a transposed FP8 store in a
-  generated Triton kernel gave NaN now and then: pytorch#188841).
-* Codes of weights are never returned. Inductor may write a later result into a buffer that it thinks dead, which a
-  cache would not survive. They are looked up inside, by the weight's storage
-  (:func:`octavo.fp8.weights.cache.codes_of`), and cast inside the call where no layer is known to hold the weight or a
-  CUDA graph is being captured.
-* No argument tells layers apart: backends and casts travel as one short text, the same for all layers of a recipe, so
-  that the blocks of a model share one compiled graph.
+  :mod:`octavo.fp8.kernels.layout`, scales as their buffers. Their sizes depend only on the input's, whatever the
+  backend, and no kernel that Inductor generates ever reads or stores FP8 (a transposed FP8 store in a generated Triton
+  kernel sometimes gave NaN: pytorch#188841).
+* Codes of weights are never returned. Inductor may write a later result into a buffer that it considers dead, which
+  would corrupt a cache. The operators look codes up by the weight's storage
+  (:func:`octavo.fp8.weights.cache.codes_of`), and cast the weight themselves if no known layer holds it or a CUDA graph
+  is being captured.
+* No argument identifies a layer: backends and casts are one short text, the same for all layers of a recipe, so that
+  the blocks of a model share one compiled graph.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +55,8 @@ from octavo.fp8.weights.fp8_tensor import Fp8Weight
 def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
     """The GEMMs of a layer as text: ``fwd|dgrad|wgrad``, each ``backend:cast of a;cast of b``, empty in high precision.
 
-    It says all that the operators need, also in another process that finds the graph in a cache on disk; hence
-    ``backend@revision`` of the layout: a graph of another Octavo expects buffers of other sizes.
+    It has all that the operators need, also in another process that loads the graph from a cache on disk. The layout's
+    revision is part of it (``backend@revision``), because a graph of another Octavo expects buffers of other sizes.
     """
     parts = []
     for name in GEMMS:
@@ -67,7 +67,7 @@ def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
 
 
 def casts_of(recipe: Recipe) -> str:
-    """The casts of a recipe as text, from which :func:`recipe_of` makes an equal one (without delayed scaling)."""
+    """The casts of a recipe as text: the inverse of :func:`recipe_of`, without delayed scaling."""
     parts = [recipe.name, recipe.format]
     for name in GEMMS:
         gemm = recipe.gemm(name)
@@ -84,7 +84,7 @@ def recipe_of(text: str) -> Recipe:
 
 
 class Gemms(NamedTuple):
-    """The parts of :func:`describe`'s text, of one GEMM each."""
+    """The parts of :func:`describe`'s text, one per GEMM."""
 
     fwd: str
     dgrad: str
@@ -100,7 +100,7 @@ class Gemms(NamedTuple):
 
 
 def gemms(key: str) -> Gemms:
-    """Take :func:`describe`'s text apart. Plain work on strings, which Dynamo folds away."""
+    """Split :func:`describe`'s text. Only string operations, which Dynamo folds."""
     fwd, dgrad, wgrad = key.split("|")
     return Gemms(fwd, dgrad, wgrad)
 
@@ -134,11 +134,11 @@ def gemm_of(text: str) -> tuple[Backend, CastSpec, CastSpec]:
 
 
 def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of ``q`` as contiguous buffers of their own, uint8 and fp32 (uint8 for e8m0), in the layout for a
-    GEMM that contracts dimension ``contract``. Copies only what does not lie so already.
+    """(codes, scales) of ``q`` as contiguous buffers, uint8 and fp32 (uint8 for e8m0), in the layout for a GEMM that
+    contracts dimension ``contract``. Copies only what has another layout.
 
-    Scales are flat: a dimension of ceil(tokens / 128), one for up to 128 tokens and more above, would be a reason to
-    compile twice.
+    Scales are flat: a dimension of ceil(tokens / 128), which is 1 for up to 128 tokens, would make a compiler
+    specialize on it and compile twice.
     """
     rows, cols = q.data.shape
     operand = layout.k_major(q, contract)
@@ -156,7 +156,7 @@ def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, contract: int) -> Quantized:
-    """The [rows, cols] matrix that :func:`pack` took apart, as views."""
+    """The [rows, cols] matrix of buffers from :func:`pack`, as views."""
     grid = layout.grid_of(rows, cols, spec)
     free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
     data, scale = codes.view(spec.fmt.dtype), scale.view(layout.scale_sizes(rows, cols, spec, contract))
@@ -171,6 +171,7 @@ def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, c
 
 
 def packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
+    """Buffers like those of :func:`pack` for x under ``backend:cast``, without values; empty ones for no cast."""
     if not text:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
     spec = operand_of(text)[1]
@@ -203,18 +204,18 @@ def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor
     if row and col and row.split(":")[0] == col.split(":")[0]:
         (backend, row_spec), (_, col_spec) = operand_of(row), operand_of(col)
         return packed_pair(x, *backend.quantize_both(x, row_spec, col_spec))
-    made: list[Quantized | None] = [None, None]
+    codes: list[Quantized | None] = [None, None]
     for contract, text in ((1, row), (0, col)):
         if text:
             backend, spec = operand_of(text)
-            made[1 - contract] = backend.quantize(x, spec, contract)
-    return packed_pair(x, *made)
+            codes[1 - contract] = backend.quantize(x, spec, contract)
+    return packed_pair(x, *codes)
 
 
 def packed_pair(x: Tensor, row: Quantized | None, col: Quantized | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Codes of x for a contraction of its columns and of its rows as buffers, empty ones for None."""
+    """Codes of x for a contraction of its columns and of its rows, as buffers; empty ones for None."""
     packed = [packed_fake(x, "", 1) if q is None else pack(q, contract) for q, contract in ((row, 1), (col, 0))]
-    for i in range(2):  # a backend may give the same scales for both; operators must not
+    for i in range(2):  # a backend may return one tensor for both; an operator must not alias its results
         if packed[0][i].untyped_storage()._cdata == packed[1][i].untyped_storage()._cdata:
             packed[1] = (packed[1][0], packed[1][1].clone()) if i else (packed[1][0].clone(), packed[1][1])
     return (*packed[0], *packed[1])
@@ -227,16 +228,18 @@ def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _unwritten_fake(x: Tensor) -> None:
-    """Where Dynamo traces, tensors have versions. Graphs that follow know no writes, and this is in none of them."""
-    if not x.is_inference() and x._version:  # of tensors in inference mode nobody can tell
+    """Runs while Dynamo traces, where tensors have versions. Later graphs have none, and do not contain this
+    operator."""
+    if not x.is_inference() and x._version:  # tensors of inference mode have no version
         raise RuntimeError(
-            "the output of a norm was written into before the FP8 layers that it made codes for, which is seen in "
-            "eager mode alone. Use fuse: off, or train.compile: false"
+            "the output of a norm was written into before the FP8 layers that it made codes for, which only eager "
+            "mode notices. Use fuse: off, or train.compile: false"
         )
 
 
 def weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, forward: bool, shared: bool = False) -> Quantized:
-    """``shared``: dgrad multiplies by the codes of the forward."""
+    """The codes of a weight for fwd or dgrad, from the cache of its layer or a new cast; ``shared``: dgrad multiplies
+    by the codes of the forward."""
     codes, cast = codes_of(weight), partial(backend.quantize, contract=1 if forward or shared else 0)
     if codes is None:
         return cast(weight.detach(), spec)
@@ -247,7 +250,7 @@ def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, row: Tensor, row_scale: Tensor, col: Tensor, col_scale: Tensor,
     key: str,
 ) -> Tensor:  # fmt: skip
-    """y [M, N] in x's dtype. ``col`` and ``col_scale`` are for the backward alone."""
+    """y [M, N] in x's dtype. Only the backward uses ``col`` and ``col_scale``."""
     fwd = gemms(key).fwd
     if not fwd:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
@@ -299,8 +302,8 @@ def _wgrad_fake(
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 
-def _keep(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    """Keep the codes of x in wgrad layout (x itself where wgrad stays in high precision) and the weight."""
+def _save_for_backward(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    """Save the codes of x in wgrad layout (x itself if wgrad stays in high precision) and the weight."""
     x, weight, bias, _, _, col, col_scale, key = inputs
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
     saved: tuple[Tensor, ...] = (weight,) if needs_x else ()
@@ -341,7 +344,7 @@ def _codes_have_no_gradient(ctx: Any, inputs: Sequence[Any], output: Sequence[Te
     ctx.mark_non_differentiable(*output)
 
 
-def no_more(ctx: Any, *grads: Tensor) -> Any:
+def refuse_second_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     raise RuntimeError(
         "The gradient of an FP8 GEMM was differentiated again, which is not defined: codes are steps. Take "
         "create_graph=True away, or leave this layer out of FP8 with a rule (recipe: off)."
@@ -362,30 +365,30 @@ for _name, _run, _fake in (
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
 torch.library.register_autograd("octavo::cast", _no_gradient, setup_context=_codes_have_no_gradient, lib=_lib)
-torch.library.register_autograd("octavo::linear", _backward, setup_context=_keep, lib=_lib)
-torch.library.register_autograd("octavo::dgrad", no_more, lib=_lib)
-torch.library.register_autograd("octavo::wgrad", no_more, lib=_lib)
+torch.library.register_autograd("octavo::linear", _backward, setup_context=_save_for_backward, lib=_lib)
+torch.library.register_autograd("octavo::dgrad", refuse_second_derivative, lib=_lib)
+torch.library.register_autograd("octavo::wgrad", refuse_second_derivative, lib=_lib)
 
 
 # --- the layer as a compiler traces it --------------------------------------------------------------------------------
 
 
 def prepare(layer: Any) -> None:
-    """Note whether the weight of an FP8 layer is FP8 between steps: a compiler cannot even look at such a weight."""
+    """Record whether the weight of an FP8 layer is FP8 between steps: a compiler cannot trace an access to it."""
     layer.__dict__["_fp8_param"] = isinstance(layer.weight, Fp8Weight)
 
 
 def forward(layer: Any, x: Tensor) -> Tensor:
     """The forward of an FP8 layer while a compiler traces it: the same three GEMMs, as operators of one graph.
 
-    Values and gradients are those of the eager path, bit for bit as far as the GEMMs go. What a compiled layer does not
-    do is report: ``fp8.count_gemms`` and ``fp8.health`` see eager steps alone, since a graph that all blocks share
-    knows no layer's name. Take proofs and health figures in steps under
-    ``torch.compiler.set_stance("force_eager")``, as octavo's own training does.
+    The GEMMs give the values and gradients of the eager path, bit for bit. A compiled layer does not report:
+    ``fp8.count_gemms`` and ``fp8.health`` see only eager steps, since a graph that all blocks share has no layer names.
+    Take proofs and health figures in steps under ``torch.compiler.set_stance("force_eager")``, as octavo's own training
+    does.
 
-    Delayed scaling stays outside: its histories are written in every forward, which must not happen twice when a
-    compiler reorders or recomputes. So does a weight that finds its codes outside. Such a layer breaks the graph, and
-    ``fullgraph=True`` refuses it.
+    Delayed scaling is not compiled: every forward writes its histories, which must not happen twice when a compiler
+    reorders or recomputes. Neither is an FP8 weight, whose codes are outside of the graph. Such a layer breaks the
+    graph, and ``fullgraph=True`` refuses it.
     """
     if layer._fp8_param:
         torch._dynamo.graph_break(
@@ -408,9 +411,9 @@ def _eager(layer: Any, x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
-    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; ``key`` as ``describe`` gives it.
+    """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N]; ``key``: from :func:`describe`.
 
-    In x's dtype (autocast's under autocast), rounded once. Raises RuntimeError for shapes that do not fit.
+    In x's dtype (autocast's under autocast), rounded once. Raises RuntimeError for shapes that do not match.
     """
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
@@ -419,7 +422,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
         )
     low = x.to(lowered(x.device.type, x.dtype))
     x_MK, parts = matrix(low), gemms(key)
-    # Only a weight that is trained needs x again; the codes in wgrad layout are all that is saved of it.
+    # Only a trained weight needs x in the backward, where its codes in wgrad layout are enough.
     keeps = weight.requires_grad and torch.is_grad_enabled()
     codes = codes_of_input(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
     y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
@@ -432,42 +435,43 @@ def matrix(x: Tensor) -> Tensor:
 
 
 def lowered(device: str, dtype: torch.dtype) -> torch.dtype:
-    """What GEMMs take of an input of ``dtype``: see :func:`octavo.fp8.dense.inputs.compute_dtype`."""
-    # Dynamo of torch 2.11 cannot ask is_autocast_available; meta is the device without.
+    """The dtype of GEMMs for an input of ``dtype``: see :func:`octavo.fp8.dense.inputs.compute_dtype`."""
+    # Dynamo of torch 2.11 cannot trace is_autocast_available; meta is the only device without autocast.
     if dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return dtype
 
 
-_LEFT = "_octavo_codes"
+_ATTACHED = "_octavo_codes"
 _numbers = itertools.count()
 
 
-def leave(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple[Tensor, ...]) -> None:
-    """Leave the codes of ``y`` in ``dtype`` under ``row`` and ``col`` for the layers that will be traced with y itself,
-    in the same graph: a write into y before one of them is refused there. Behind a break of the graph nobody could tell
-    whether y was written into, and y is cast anew."""
-    setattr(y, _LEFT, (dtype, row, col, codes, graph_number()))
+def attach_codes(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple[Tensor, ...]) -> None:
+    """Attach the codes of ``y`` in ``dtype`` under ``row`` and ``col`` for layers that are traced with y itself, in the
+    same graph, where a write into y before them is refused. After a graph break such a write could not be noticed, and
+    y is cast again."""
+    setattr(y, _ATTACHED, (dtype, row, col, codes, graph_number()))
 
 
 def codes_of_input(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
-    """Codes and scales of ``x_MK``, which is x lowered: those left on x where they are the ones asked for."""
-    left = getattr(x, _LEFT, None)
+    """Codes and scales of ``x_MK``, which is x in the dtype of the GEMMs: those attached to x if they fit, else a
+    cast."""
+    attached = getattr(x, _ATTACHED, None)
     if (
-        left is not None
-        and left[0] == x_MK.dtype
-        and left[1] == row
-        and col in ("", left[2])
-        and left[4] == graph_number()
+        attached is not None
+        and attached[0] == x_MK.dtype
+        and attached[1] == row
+        and col in ("", attached[2])
+        and attached[4] == graph_number()
     ):
         torch.ops.octavo.unwritten(x.detach())
-        codes: tuple[Tensor, ...] = left[3]
+        codes: tuple[Tensor, ...] = attached[3]
         return codes
     return torch.ops.octavo.cast(x_MK.detach(), row, col)
 
 
 def graph_number() -> str:
-    """Of the graph that is being traced: a constant of it."""
+    """The number of the graph that is being traced, a constant in it; empty outside of a trace."""
     context: Any = torch._guards.TracingContext.try_get()
     if context is None:
         return ""
@@ -475,9 +479,9 @@ def graph_number() -> str:
 
 
 def key(casts: str, device: str, backend: str) -> str:
-    """``describe`` of a recipe's casts (``casts_of``) on the backends chosen for them.
+    """:func:`describe` for a recipe's casts (:func:`casts_of`) and the backends chosen for them.
 
-    Raises BackendError where one asked for cannot serve.
+    Raises BackendError if the requested backend does not support one of them.
     """
     recipe = recipe_of(casts)
     selections = {
@@ -488,6 +492,6 @@ def key(casts: str, device: str, backend: str) -> str:
     return describe(recipe, selections)
 
 
-# What torch.compiler.assume_constant_result does, without importing torch._dynamo before the first call: choosing a
-# backend asks the machine, which a compiler cannot trace and need not.
+# As torch.compiler.assume_constant_result, without importing torch._dynamo before the first call: the choice of a
+# backend queries the machine, which a compiler cannot trace and need not.
 key._dynamo_marked_constant = graph_number._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
-"""One FP8 layer under ``torch.compile``, held against the same layer of the reference backend on the CPU: part of the
-self-check of versions that were not tested (:mod:`octavo.fp8.kernels.self_check`).
+"""A check of one FP8 layer under ``torch.compile`` against the same layer of the reference backend on the CPU: part of
+the self-check of untested versions (:mod:`octavo.fp8.kernels.self_check`).
 
-The layer is traced by Dynamo and AOTAutograd into one graph, forward and backward, and the graph is run as it is
-(``aot_eager``): that is what reads this project's code and may read it otherwise in a newer torch. Inductor's own code
-generation is left out; it would take the seconds that the whole check has.
+Dynamo and AOTAutograd trace the layer into one graph, forward and backward, which runs as it is (``aot_eager``): these
+parts of torch read this project's code and may behave differently in a newer torch. Inductor's code generation is not
+checked; it would take all the seconds of the self-check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from octavo.fp8.kernels.self_check import BOUND, Fault, farthest, sizes, spread
 
 
 def compiled_layer(recipe: Recipe, selections: Mapping[str, Selection], device: torch.device) -> Fault | None:
-    """Where y, dx or dw of a compiled layer [24 or 320 outputs] is beyond twice what a product may lose to rounding."""
+    """The first of y, dx and dw of a compiled layer that differs by more than twice the rounding error of a product."""
     tokens, outputs, inputs = sizes(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     x, w, dy = (
@@ -47,7 +47,7 @@ def compiled_layer(recipe: Recipe, selections: Mapping[str, Selection], device: 
 
 
 def _layer(w: Tensor, recipe: Recipe, selections: Mapping[str, Selection]) -> nn.Linear:
-    """Made without a random number: those of the process stay where they are."""
+    """An FP8 layer with weight w, created on meta so that the random state of the process does not change."""
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(w.clone())
     return convert(layer, Site("self-check", recipe, selections))

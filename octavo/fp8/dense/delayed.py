@@ -1,23 +1,22 @@
-"""Delayed scaling: the amax histories of x and dy, one row a layer (or an expert).
+"""Delayed scaling: the amax histories of x and dy, one row per layer (or expert).
 
-The scale of a cast comes from the largest amax of the recorded forwards (for dy: backwards), so that a cast need not
-wait for its own amax; values that outgrow the history saturate, and the next history knows. An empty history falls
-back to the current amax. One entry is recorded per training forward, whatever the accumulation; evaluation reads the
-history and records nothing, as does a recomputed forward. NaN and infinity never enter.
+The scale of a cast comes from the largest amax of the recorded forwards (for dy: backwards), so that a cast does not
+wait for its own amax; values that exceed the history saturate, and the next scale includes them. An empty history falls
+back to the current amax. Every training forward records one entry, whatever the accumulation; evaluation and recomputed
+forwards read the history and record nothing. NaN and infinity are never recorded.
 
-A recomputed forward takes the scale of its original, whatever the history became meanwhile. Each forward, also in
-evaluation and under ``uncounted``, notes a fingerprint of its input and the scale it took; the recomputation finds them
-by the fingerprint. Inputs equal bit for bit, as those of a dummy image, are told apart by their place among the
-autograd nodes.
+A recomputed forward takes the scale of its original forward, even if the history has changed since. Each forward, also
+in evaluation and under ``uncounted``, stores a fingerprint of its input with its scale, by which the recomputation
+finds it. The order of autograd nodes distinguishes inputs that are equal bit for bit, such as dummy images.
 
-Histories are plain tensors of the module and no buffers: DistributedDataParallel would overwrite buffers with those of
-rank 0, losing what the other ranks saw. They follow the module to a device and into copies and are absent from
-``state_dict``. :mod:`octavo.fp8.delayed` takes them into a checkpoint.
+Histories are plain tensors of the module and not buffers: DistributedDataParallel would overwrite buffers with those of
+rank 0 and lose the records of other ranks. They follow the module to a device and into copies and are absent from
+``state_dict``. :mod:`octavo.fp8.delayed` adds them to a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -34,16 +33,16 @@ from octavo.fp8.kernels.capture import capturing
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.observe.recorder import Seen
 
-PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", with "_<parameter>" behind it in modules of experts
+PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", then "_<parameter>" in modules of experts
 HELD = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
-_RECENT = 64  # how many forwards back a recomputation can find its scale
-_FAR = 1 << 62
+_RECENT = 64  # forwards whose scale a recomputation can find
+_FAR = 1 << 62  # larger than any distance between autograd nodes
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class History(NamedTuple):
-    """One layer's rows: ``x`` and ``dy`` [length], fp32, newest first, 0 for not yet; ``recent`` [3, 64], int64: number
-    of the autograd node, fingerprint (0: empty) and bits of the scale of the last forwards, newest first."""
+    """One layer's rows: ``x`` and ``dy`` [length], fp32, newest first, 0 for no record yet; ``recent`` [3, 64], int64:
+    number of the autograd node, fingerprint (0: empty) and bits of the scale of the last forwards, newest first."""
 
     x: Tensor
     dy: Tensor
@@ -57,11 +56,12 @@ class DelayedScaling(NamedTuple):
     suffix: str
 
     def begin(self, x: Tensor, slot: int | None, training: bool, seen: Seen) -> Casts:
-        """For one forward and its backward: rows on the device of x, written to in training alone."""
+        """The casts of one forward and its backward: rows on the device of x, which only training writes."""
         return Casts(self.history(slot or 0, x.device), training and seen.counted, seen.recompute)
 
     def history(self, slot: int, device: torch.device) -> History:
-        """The rows of one slot, on ``device``; a forward on meta gets rows of its own, to leave the true ones alone."""
+        """The rows of one slot, on ``device``. A forward on meta gets a copy, so that the real rows stay on their
+        device."""
         rows = []
         for key in History._fields:
             name = PREFIX + key + self.suffix
@@ -78,23 +78,23 @@ class DelayedScaling(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """The casts of one forward and its backward; ``record`` their amaxes, but for those of a recomputation."""
+    """The casts of one forward and its backward; ``record``: their amaxes, except in a recomputation."""
 
     rows: History
     record: bool
     recompute: bool
 
-    def cast_x(self, given: Input, row: CastRequest | None, col: CastRequest | None) -> Pair:
+    def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """The input of a layer [M, K] by its history."""
-        return _pair(partial(self._cast_x, given.matrix()), row, col)
+        return _pair(partial(self._cast_x, x.matrix()), row, col)
 
     def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """The gradient of a layer's output [M, N] by its history."""
         return _pair(partial(self._cast_dy, dy), row, col)
 
     def _cast_x(self, x: Tensor, request: CastRequest, contracts: Sequence[int]) -> Sequence[Quantized]:
-        """But for the writing, a forward and its recomputation run the same operations: selective checkpointing replays
-        results by counting them."""
+        """A forward and its recomputation run the same operations, except writes: selective checkpointing replays
+        results by counting operations."""
         (backend, spec), rows = request, self.rows
         with torch.no_grad():
             amax = _amax(x)
@@ -102,7 +102,7 @@ class Casts(NamedTuple):
             if not x.numel():
                 return _codes(backend, x, scale, spec, amax, contracts)
             print_ = _fingerprint(x)
-            number = torch.autograd._get_sequence_nr() - 1  # the node of this forward took the last one
+            number = torch.autograd._get_sequence_nr() - 1  # the node of this forward has the latest number
             entry = torch.stack([torch.full_like(print_, number), print_, scale.view(torch.int32).long()]).view(3, 1)
             recent, longer = torch.cat([entry, rows.recent[:, :-1]], 1), _pushed(rows.x, amax, amax.isfinite())
             if self.recompute:
@@ -111,7 +111,7 @@ class Casts(NamedTuple):
                 rows.recent.copy_(recent)
                 if self.record:
                     rows.x.copy_(longer)
-                scale = _noted_scale(recent, print_, number, False, scale)  # its own
+                scale = _noted_scale(recent, print_, number, False, scale)  # this forward's entry
             return _codes(backend, x, scale, spec, amax, contracts)
 
     def _cast_dy(self, dy: Tensor, request: CastRequest, contracts: Sequence[int]) -> Sequence[Quantized]:
@@ -127,7 +127,7 @@ class Casts(NamedTuple):
 def _pair(
     cast: Callable[[CastRequest, Sequence[int]], Sequence[Quantized]], row: CastRequest | None, col: CastRequest | None
 ) -> Pair:
-    """The codes under both requests; one cast where they ask for the same, since each moves the history."""
+    """The codes under both requests; equal requests share one cast, because each cast changes the history."""
     if row is not None and col is not None and row.spec == col.spec:
         first, second = cast(row, (1, 0))
         return first, second
@@ -137,14 +137,14 @@ def _pair(
 def _codes(
     backend: Backend, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor, contracts: Sequence[int]
 ) -> Sequence[Quantized]:
-    """x under a scale that is known, laid out for each of ``contracts``: (1,), (0,) or (1, 0)."""
+    """x under a known scale, in the layout for each of ``contracts``: (1,), (0,) or (1, 0)."""
     if len(contracts) == 2:
         return backend.quantize_both_with_scale(x, scale, spec, amax)
     return (backend.quantize_with_scale(x, scale, spec, amax, contracts[0]),)
 
 
 def convert(module: nn.Linear, site: Site) -> Linear:
-    """:meth:`Linear.convert`, with histories where the recipe scales by them."""
+    """:meth:`Linear.convert`, with histories if the recipe uses delayed scaling."""
     layer = Linear.convert(module, site)
     if site.recipe.delayed is not None:
         attach(layer, site)
@@ -152,12 +152,12 @@ def convert(module: nn.Linear, site: Site) -> Linear:
 
 
 def attach(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> None:
-    """Give a module empty histories, [slots, length] for x and dy, and its site the scaling by them."""
+    """Add empty histories to a module, [slots, length] for x and dy, and delayed scaling to its site."""
     assert site.recipe.delayed is not None
     weight, length = next(module.parameters(recurse=False)), site.recipe.delayed.length
     device = torch.device("cpu") if weight.is_meta else weight.device
     held = module.__dict__.setdefault(HELD, {})
-    with torch.inference_mode(False):  # they are written in training, wherever they were made
+    with torch.inference_mode(False):  # training writes them, even if they were created in inference mode
         for key in ("x", "dy"):
             held[PREFIX + key + suffix] = torch.zeros(slots, length, device=device, dtype=torch.float32)
         held[PREFIX + "recent" + suffix] = torch.zeros(slots, 3, _RECENT, device=device, dtype=torch.int64)
@@ -172,21 +172,98 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor.to(device)
 
 
+def scaling_state(model: nn.Module) -> dict[str, Tensor]:
+    """The amax histories of all layers with delayed scaling, by name (copies, fp32); empty without such layers.
+
+    A checkpoint needs them: without them the first steps after a resume cast with other scales.
+    """
+    return {name: b.detach().clone() for name, b in _named(model).items()}
+
+
+def move_scaling(model: nn.Module, device: torch.device) -> None:
+    """Move the amax histories of a model to ``device``, for a model whose weights were on the meta device."""
+    for module in model.modules():
+        held = module.__dict__.get(HELD)
+        if held is not None:
+            held.update({name: moved(tensor, device) for name, tensor in held.items()})
+
+
+def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Restore what :func:`scaling_state` returned. Raises ValueError if names or shapes differ from the model's."""
+    histories = _named(model)
+    missing, extra = sorted(histories.keys() - state.keys()), sorted(state.keys() - histories.keys())
+    if missing or extra:
+        raise ValueError(
+            f"The amax histories do not belong to this model: {len(missing)} are missing"
+            f"{_some(missing)}, {len(extra)} are unknown{_some(extra)}. Resume with the recipe that wrote the "
+            "checkpoint."
+        )
+    for name, history in histories.items():
+        if tuple(state[name].shape) != tuple(history.shape):
+            raise ValueError(
+                f"The amax history {name!r} has shape {list(state[name].shape)}, the model's has "
+                f"{list(history.shape)}. Resume with the recipe that wrote the checkpoint."
+            )
+        history.copy_(state[name])
+
+
+def reduce_scaling_state(model: nn.Module, group: torch.distributed.ProcessGroup | None = None) -> None:
+    """Give every rank of ``group`` (None: all) the elementwise maximum of the histories of all ranks.
+
+    A collective: call it after a step, on every rank of the group.
+
+    Per-tensor amax is local to a rank; afterwards all ranks cast with the scales of the whole batch.
+    """
+    rows = list(_named(model).values())
+    if rows:
+        # With offloaded weights, the histories of layers that have not run may still be in host memory.
+        device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
+        flat = torch.cat([row.flatten().to(device) for row in rows])
+        torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX, group=group)
+        for row, reduced in zip(rows, flat.split([r.numel() for r in rows]), strict=True):
+            row.copy_(reduced.view_as(row))
+
+
+def scale_gradient_histories(model: nn.Module, factor: float) -> None:
+    """Multiply the histories of dy by ``factor``: for a loss whose scale before backward changes by that factor.
+
+    A power of two changes no code of the following casts.
+    """
+    for name, row in _named(model).items():
+        if name.rpartition(".")[2].startswith(PREFIX + "dy"):
+            row.mul_(factor)
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    """The histories of x and dy, by the names that buffers would have."""
+    # Notes for recomputed forwards are left out: they serve one step only.
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, module in model.named_modules()
+        for name, tensor in module.__dict__.get(HELD, {}).items()
+        if not name.startswith(PREFIX + "recent")
+    }
+
+
+def _some(names: list[str]) -> str:
+    return f" (such as {names[0]!r})" if names else ""
+
+
 def _fingerprint(x: Tensor) -> Tensor:
-    """An int64 of all bits of x and their rows, never 0. Integers: the order of adding does not matter."""
+    """An int64 that depends on all bits of x and their rows, never 0. Integer sums do not depend on their order."""
     x, packed = x.detach().contiguous(), 8 // x.element_size()
-    if x.shape[1] % packed == 0:  # the fast way, several values in one integer
+    if x.shape[1] % packed == 0:  # the fast path: several values per integer
         words = (x if x.storage_offset() % packed == 0 else x.clone()).view(torch.int64)
     else:
         words = x.view(_BITS[x.element_size()])
     return (words.sum(1) * _odd(x)).sum().bitwise_or(1)
 
 
-_odd_numbers: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, which orders making and reading
+_odd_numbers: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, on which creation precedes use
 
 
 def _odd(x: Tensor) -> Tensor:
-    """1, 3, 5, ... for each row of x, int64; made once for the longest, but for what a mode or a capture would own."""
+    """1, 3, 5, ... for each row of x, int64. Cached, except where a mode or a graph capture would own the tensor."""
     rows, device = x.shape[0], x.device
     if x.is_meta or capturing(x.device) or torch._C._len_torch_dispatch_stack():
         return torch.arange(1, 2 * rows, 2, device=device)
@@ -199,24 +276,24 @@ def _odd(x: Tensor) -> Tensor:
 
 
 def _recomputing() -> tuple[int, bool]:
-    """The number of the node whose backward recomputes, and whether the forwards in question came after it: a reentrant
-    checkpoint is made ahead of them, while any other is recomputed for a node of its own."""
+    """The number of the node whose backward recomputes, and whether the original forwards have larger numbers: the node
+    of a reentrant checkpoint precedes them, while other checkpoints recompute for a node after them."""
     node = torch._C._current_autograd_node()
     return (0, False) if node is None else (node._sequence_nr(), node.name() == "CheckpointFunctionBackward")
 
 
 def _noted_scale(recent: Tensor, print_: Tensor, node: int, after: bool, otherwise: Tensor) -> Tensor:
-    """The scale noted for the same input; among equal ones that of the forward nearest before (after) the node."""
+    """The scale stored for the same input; among equal inputs, of the forward nearest before (or after) the node."""
     numbers, prints, scales = recent.unbind(0)
-    # A distance in the wrong direction is negative, and wraps to a large one.
+    # A distance in the wrong direction is negative and wraps to a large number.
     distance = ((numbers - node) * (1 if after else -1)).bitwise_and(_FAR - 1)
     best = distance.masked_fill(prints != print_, _FAR).argmin(0, keepdim=True)
-    found = prints.index_select(0, best) == print_
-    return torch.where(found, scales.index_select(0, best).int().view(torch.float32), otherwise).view(())
+    matches = prints.index_select(0, best) == print_
+    return torch.where(matches, scales.index_select(0, best).int().view(torch.float32), otherwise).view(())
 
 
 def _amax(x: Tensor) -> Tensor:
-    """As ``cast.amax``, without a copy of x: negation is exact, and a minimum keeps NaN as a maximum does."""
+    """``cast.amax`` without a copy of x: negation is exact, and a minimum keeps NaN like a maximum."""
     if not x.numel():
         return cast.amax(x)
     low, high = torch.aminmax(x)
@@ -229,5 +306,5 @@ def _scale(row: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
 
 
 def _pushed(row: Tensor, value: Tensor, valid: Tensor) -> Tensor:
-    """Newest first, without waiting for the device to know whether the value is valid."""
+    """``row`` with ``value`` first, if it is valid, which the device decides without synchronization."""
     return torch.where(valid, torch.cat([value.reshape(1), row[:-1]]), row)

@@ -1,12 +1,12 @@
-"""The three GEMMs of a layer: where each runs (:class:`Site`), and one core for all layers that run them.
+"""The three GEMMs of a layer: their backends (:class:`Site`), and one implementation for all layers that run them.
 
 With x [M, K], w [N, K], dy [M, N]::
 
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
 A linear layer, a gated MLP and the experts of a layer run the same three, in FP8 or in high precision, with the same
-reports to the recorder; how a matrix is cast and multiplied is what differs (:class:`Dense`, and the grouped way of
-:mod:`octavo.fp8.moe.grouped`, which has the same methods). What a cast is: :mod:`octavo.fp8.arithmetic.cast`.
+reports to the recorder; only the casts and products of matrices differ (:class:`Dense`, and the grouped version in
+:mod:`octavo.fp8.moe.grouped`, which has the same methods). :mod:`octavo.fp8.arithmetic.cast` defines the casts.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ class Requests(NamedTuple):
 
 @dataclass(eq=False)
 class Site:
-    """Where GEMMs run: the name they are counted under, the recipe, the backend of each FP8 GEMM, the weight's codes.
+    """The GEMMs of one layer: the name that they are counted under, the recipe, the backend of each FP8 GEMM, the
+    weight's codes.
 
-    ``x``: what fwd and wgrad ask of the input; ``dy``: what dgrad and wgrad ask of the output's gradient. ``scaling``:
-    how casts are made where not by the current amax (:mod:`octavo.fp8.dense.delayed` attaches itself here).
+    ``x``: the casts of the input for fwd and wgrad; ``dy``: the casts of the output's gradient for dgrad and wgrad.
+    ``scaling``: None for casts by the current amax; :mod:`octavo.fp8.dense.delayed` sets it.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Site:
     selections: Mapping[str, Selection]
     codes: WeightCache = field(default_factory=WeightCache)
     scaling: Any = None
-    key: str = field(init=False)  # what of this a compiled graph knows, the same text for all layers of a recipe
+    key: str = field(init=False)  # for compiled graphs: the same text for all layers of a recipe
     x: Requests = field(init=False)
     dy: Requests = field(init=False)
     shares_weight: bool = field(init=False)  # whether dgrad multiplies by the codes of the forward
@@ -65,7 +66,7 @@ class Site:
         self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
 
     def turn(self, recipe: Recipe, selections: Mapping[str, Selection]) -> None:
-        """Compute by another recipe from the next forward on; the weight's codes go with the old one."""
+        """Use another recipe from the next forward on; drops the weight's codes."""
         self.recipe, self.selections = recipe, selections
         self.codes.drop()
         self.__post_init__()
@@ -85,21 +86,21 @@ class Site:
 
 
 class Dense:
-    """How the operands of a linear layer are cast and multiplied: matrices as they are."""
+    """Casts and products of a linear layer, whose operands are single matrices."""
 
-    tensors: tuple[Tensor, ...] = ()  # what a backward needs of it
+    tensors: tuple[Tensor, ...] = ()  # saved for the backward
     sizes: Tensor | None = None  # rows of each expert, on their device
     cast: Callable[[Tensor, CastRequest | None, CastRequest | None], Pair] = staticmethod(cast_matrix)
 
     def restored(self, tensors: Sequence[Tensor]) -> tuple[Dense, list[Tensor]]:
-        """Itself in a backward, out of what was saved, and what else was saved."""
+        """(this object for a backward, the remaining saved tensors), from the tensors that a forward saved."""
         return self, list(tensors)
 
     def cast_weight(self, backend: Backend, w: Tensor, spec: CastSpec, contract: int) -> Quantized:
         return backend.quantize(w, spec, contract)
 
     def flops(self, rows: int, outputs: int, inputs: int) -> int:
-        """Of one GEMM; of one row where ``sizes`` says how many there are."""
+        """The operations of one GEMM; of one row if ``sizes`` has the number of rows."""
         return 2 * rows * outputs * inputs
 
     def fwd(self, backend: Backend, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
@@ -136,12 +137,12 @@ class Dense:
     def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
         seen.product(gemm, a, b)
 
-    def result(self, seen: Seen, found: Result) -> None:
-        seen.result(found)
+    def result(self, seen: Seen, result: Result) -> None:
+        seen.result(result)
 
 
 class WithoutGradient(Dense):
-    """The same where no gradient follows, as in generation: few rows may have a kernel of their own."""
+    """:class:`Dense` without a backward, as in generation: a backend may have a kernel for few rows."""
 
     def fwd(self, backend: Backend, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         return backend.gemm_decode(x, w, dtype, bias)
@@ -151,7 +152,7 @@ DENSE, NO_GRADIENT = Dense(), WithoutGradient()
 
 
 def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec) -> Quantized:
-    """The codes of a weight for fwd or dgrad: dgrad reads those of the forward where the cast is the same."""
+    """The codes of a weight for fwd or dgrad; dgrad reads the forward's codes if both have the same cast."""
     backend = site.selections[gemm].backend
     forward, shared = gemm == "fwd", site.shares_weight
     cast = partial(way.cast_weight, backend, contract=1 if forward or shared else 0)
@@ -159,34 +160,36 @@ def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: Weight
 
 
 def fwd(
-    site: Site, way: Dense, given: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
+    site: Site, way: Dense, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
     bias: Tensor | None, dtype: torch.dtype, seen: Seen,
 ) -> tuple[Tensor, Quantized | None]:  # fmt: skip
-    """y [M, N] in ``dtype``, from the codes of x or, where fwd stays in high precision, from what was ``given``.
+    """(y [M, N] in ``dtype``, the codes of w if the backward must save them).
 
-    And the codes of w, where dgrad needs those very ones: cast inside a graph capture, they are in no cache.
+    y comes from the codes ``x_q``, or from ``x`` if fwd stays in high precision. Codes of w are returned if they were
+    cast during a graph capture, where no cache keeps them, and dgrad uses the same codes.
     """
     gemm = site.recipe.fwd
-    if seen.judged and not seen.recompute and given is not None and has_values(weight):
-        way.product(seen, "fwd", given.matrix(), part.of(weight))
+    if seen.judged and not seen.recompute and x is not None and has_values(weight):
+        way.product(seen, "fwd", x.matrix(), part.of(weight))
     if gemm is None or x_q is None:
-        assert given is not None
+        assert x is not None
         if seen.heard:
-            seen.gemm("fwd", HIGH, way.flops(given.rows, *part.shape(weight)))
-        return way.high_fwd(given.high(), part.of(weight), bias), None
+            seen.gemm("fwd", HIGH, way.flops(x.rows, *part.shape(weight)))
+        return way.high_fwd(x.high(), part.of(weight), bias), None
     backend = site.selections["fwd"].backend
     w_q = weight_codes(site, way, "fwd", weight, part, gemm.b)
-    if seen.watched and not seen.recompute and given is not None:
-        way.operand(seen, "x", given.matrix(), x_q)
+    if seen.watched and not seen.recompute and x is not None:
+        way.operand(seen, "x", x.matrix(), x_q)
         if has_values(weight):
             way.weight(seen, part.of(weight), w_q)
     if seen.heard:
         seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *part.shape(weight)))
     y = way.fwd(backend, x_q, w_q, dtype, bias)
     if "fwd" in seen.checked:
-        x, w = None if given is None else given.matrix(), part.of(weight) if has_values(weight) else None
+        # Observers may run the GEMM again, or compare it with the operands in high precision.
+        exact, w = None if x is None else x.matrix(), part.of(weight) if has_values(weight) else None
         again, noted = partial(way.fwd, backend, x_q, w_q, dtype, bias), site.scaling is not None
-        way.result(seen, Result("fwd", backend.name, x, x_q, w, w_q, noted, bias, y, again))
+        way.result(seen, Result("fwd", backend.name, exact, x_q, w, w_q, noted, bias, y, again))
     return y, w_q if site.codes.captured and site.shares_weight else None
 
 
@@ -201,7 +204,7 @@ def dgrad(
     dtype: torch.dtype,
     seen: Seen,
 ) -> Tensor:
-    """dx [M, K] in ``dtype``. ``w_q``: the codes of w where the forward saved them."""
+    """dx [M, K] in ``dtype``. ``w_q``: the codes of w if the forward saved them."""
     gemm = site.recipe.dgrad
     if seen.judged and has_values(weight):
         way.product(seen, "dgrad", dy, part.of(weight))
@@ -210,7 +213,7 @@ def dgrad(
             seen.gemm("dgrad", HIGH, way.flops(dy.shape[0], *part.shape(weight)))
         return way.high_dgrad(dy, part.of(weight))
     if w_q is None:
-        # Valid codes if the weight is as it was; otherwise (resharded meanwhile) the regathered weight is cast again.
+        # Cached codes if the weight has not changed; otherwise, after resharding, a new cast of the gathered weight.
         w_q = weight_codes(site, way, "dgrad", weight, part, gemm.b)
     backend = site.selections["dgrad"].backend
     if seen.watched:
@@ -235,7 +238,7 @@ def wgrad(
     dtype: torch.dtype,
     seen: Seen,
 ) -> Tensor:
-    """dw [N, K] in ``dtype``, from what the forward saved of x; ``exact``: x in high precision, for figures."""
+    """dw [N, K] in ``dtype``. ``x``: saved by the forward; ``exact``: x in high precision, for observers."""
     if dy_q is None or not isinstance(x, Quantized):
         assert isinstance(x, Tensor)
         if seen.judged:
@@ -253,6 +256,7 @@ def wgrad(
         way.result(seen, Result("wgrad", backend.name, shown, dy_q, exact, x, noted, None, dw, again))
     if seen.judged and exact is not None:
         way.product(seen, "wgrad", dy, exact)
+    # wgrad has casts of its own, along the rows of x and dy, so observers see both operands again.
     if seen.watched and exact is not None:
         way.operand(seen, "x_wgrad", exact, x)
         way.operand(seen, "dy_wgrad", dy, dy_q)
@@ -261,8 +265,8 @@ def wgrad(
 
 
 def select_backends(chosen: Recipe, device: torch.device, requested: str = "auto") -> dict[str, Selection]:
-    """The backend of each GEMM that the recipe runs in FP8. Raises BackendError where one asked for cannot serve, and
-    for a kernel that computes otherwise than the reference in a version that was not tested."""
+    """The backend of each GEMM that the recipe runs in FP8. Raises BackendError if the requested one does not support a
+    GEMM, and if a kernel of an untested version differs from the reference."""
     selections = {
         gemm: select(gemm, recipe_or_spec=chosen, device=device, requested=requested)
         for gemm in GEMMS
@@ -283,8 +287,8 @@ def backends_for(
 ) -> dict[str, Selection]:
     """The backend of each GEMM that ``chosen`` runs in FP8, for a layer of ``kind`` and shape (M or None, N, K).
 
-    Experts take the backends of grouped GEMMs where every GEMM has one, else those that run experts one by one.
-    Raises BackendError where one asked for cannot serve, or none can.
+    Experts use grouped GEMMs if every GEMM has a backend for them, else backends that run experts one by one. Raises
+    BackendError if the requested backend does not support a GEMM, or none does.
     """
 
     def pick(prefix: str) -> dict[str, Selection]:

@@ -1,26 +1,27 @@
-"""The input of a layer: its dtype under autocast, the casts that GEMMs ask of it, and one cast for q, k and v.
+"""The input of a layer: its dtype under autocast, the casts for its GEMMs, and one cast shared by q, k and v.
 
-Layers that multiply one input do not know each other. Each thread remembers the last input that it cast, with its
-codes, and the next layer that brings the same input finds them. The wgrad codes that these layers save for backward are
-then one tensor, and under autocast the input is lowered once.
+Layers that multiply the same input do not know each other. Each thread remembers the last input that it cast, with its
+codes, and the next layer with the same input reuses them. The wgrad codes that these layers save for the backward are
+then one tensor, and under autocast the input is converted once.
 
-The same input is the same storage at the same version, address, shape, strides and dtype, lowered to the same dtype, on
-the same stream, inside or outside a CUDA graph capture alike.
+Two inputs are the same if they have the same storage, version, address, shape, strides and dtype, are converted to the
+same dtype, and are on the same stream, both inside or both outside of a CUDA graph capture.
 
-Some writes move no version: ``x.data.mul_()``, a replayed graph that writes into its static output, a collective, a
-kernel of your own, another process. They are met by dropping codes early. An entry serves each layer once: a layer that
-asks again, as in the next micro-batch or in a recomputation, gets a new cast. It dies with the storage of its input;
-when the thread casts another one, so that at most one input's codes are held; when a backward reaches a layer that it
-served; with every optimizer step; with :func:`octavo.fp8.invalidate`. Memory that NumPy can write has none at all.
+Some writes do not change the version: ``x.data.mul_()``, a replayed graph that writes into its static output, a
+collective, a custom kernel, another process. Therefore codes are dropped early. An entry serves each layer once: a
+layer that needs it again, as in the next micro-batch or in a recomputation, gets a new cast. An entry is dropped with
+the storage of its input; when the thread casts another input, so that at most one input's codes are held; when a
+backward reaches a layer that it served; at every optimizer step; by :func:`octavo.fp8.invalidate`. Memory that NumPy
+can write gets no entry.
 
-**What stays unseen**: such a write between the calls of two layers, with none of these in between. The second layer
-then multiplies the values that the first one saw. Either the model writes so between q and k, or, without gradients,
-one buffer is refilled so and the layers take turns (q in this step, k in the next). Write to x itself, which is seen,
-or call ``fp8.invalidate`` after the write.
+**Not detected**: such a write between the calls of two layers, with none of these events in between. The second layer
+then multiplies the values that the first one saw. This happens if the model writes this way between q and k, or if,
+without gradients, one buffer is refilled this way and the layers alternate (q in this step, k in the next). Write to x
+itself, which is detected, or call ``fp8.invalidate`` after the write.
 
-A layer that quantizes what it computes, such as a norm, leaves its codes here for the layers that it feeds
-(:func:`offer`), under the same rules. Delayed scaling has a history for each layer and shares nothing. A layer whose
-input can be computed again in backward need not save it: whoever computes it says how (:func:`behind`).
+A layer that quantizes its output, such as a norm, stores the codes here for the layers that it feeds (:func:`offer`),
+with the same rules. Delayed scaling has a history for each layer and shares nothing. A layer whose input can be
+recomputed in the backward need not save it: the caller that computes it provides a source (:func:`with_source`).
 """
 
 from __future__ import annotations
@@ -47,26 +48,27 @@ from octavo.fp8.weights.versions import listen
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What the GEMMs of x take: autocast's dtype under autocast, which leaves float64 alone, else x's own."""
+    """The dtype of the GEMMs of x: autocast's under autocast, which does not change float64, else x's own."""
     lowered = autocast_enabled(x) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if lowered else x.dtype
 
 
-_AS_IT_IS = nullcontext()
+_AS_IT_IS = nullcontext()  # one object for all layers, which also tells that autocast is off
 
 
-def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context without autocast on x's device."""
     return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else _AS_IT_IS
 
 
 def autocast_enabled(x: Tensor) -> bool:
-    """False also for devices without autocast, such as meta, where asking is an error."""
+    """Whether autocast is on for x's device; False for devices without autocast, such as meta, where torch raises."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def transformed() -> bool:
-    """Whether this runs under a transform of torch.func, which the gradients of FP8 layers do not know."""
+    """Whether a transform of torch.func is active, which the gradients of FP8 layers do not support."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -74,7 +76,7 @@ def transformed() -> bool:
 
 
 class CastRequest(NamedTuple):
-    """A cast that a GEMM asks for: by which backend, under which spec."""
+    """A cast for a GEMM: the backend and the spec."""
 
     backend: Backend
     spec: CastSpec
@@ -85,9 +87,9 @@ Pair = tuple["Quantized | None", "Quantized | None"]
 
 
 def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
-    """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), in one pass over x
-    where the first backend, or its cast backend, can do both: all backends give the same codes. Under one spec these
-    are the same codes in two layouts, so that no GEMM has to lay them out anew."""
+    """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), in one pass over x if
+    the first backend, or its cast backend, can do both: all backends give the same codes. With equal specs these are
+    the same codes in two layouts, so that no GEMM copies them."""
     if row is not None and col is not None:
         first = row.backend
         one = first is col.backend or isinstance(first, GemmOnlyBackend)
@@ -103,40 +105,40 @@ def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> 
 
 
 class Input:
-    """The input of one layer as its GEMMs see it: ``rows`` x ``features`` in ``dtype`` (autocast's under autocast).
+    """The input of one layer for its GEMMs: ``rows`` x ``features`` in ``dtype`` (autocast's under autocast).
 
     Args:
-        given: what the layer was called with, [..., features].
-        user: the layer, the same object at every call; None shares nothing.
-        dtype: what its GEMMs take; None asks autocast.
-        cast: how a matrix becomes codes under two requests.
+        x: the argument of the layer's call, kept as ``given``, [..., features].
+        user: the layer, the same object at every call; None: codes are not shared.
+        dtype: of its GEMMs; None: from autocast.
+        cast: casts a matrix under two requests.
 
-    ``source``: how to compute it again, where somebody said so. ``forget()`` is for its backward: the codes that this
-    layer found or made serve nobody from then on; it holds no codes.
+    ``source``: how to recompute the input, if known. ``forget()`` is for its backward: afterwards no layer reuses the
+    codes of this input; it does not keep codes alive.
     """
 
     __slots__ = (
         *("autocast_off", "cast", "dtype", "features", "forget", "given", "rows", "source", "user"),
-        *("_found", "_matrix"),
+        *("_entry", "_matrix"),
     )
 
     def __init__(
         self,
-        given: Tensor,
+        x: Tensor,
         user: object,
         dtype: torch.dtype | None = None,
         cast: Callable[[Tensor, CastRequest | None, CastRequest | None], Pair] = cast_matrix,
     ) -> None:
-        self.given, self.user, self.cast = given, user, cast
-        self.autocast_off = without_autocast(given)  # a context to work in
+        self.given, self.user, self.cast = x, user, cast
+        self.autocast_off = without_autocast(x)  # a context for the work on this input
         if dtype is None:
-            dtype = given.dtype if self.autocast_off is _AS_IT_IS else compute_dtype(given)
+            dtype = x.dtype if self.autocast_off is _AS_IT_IS else compute_dtype(x)
         self.dtype = dtype
-        self.source = source_of(given)
+        self.source = source_of(x)
         self.forget: Callable[[], None] = _nothing
-        self.rows, self.features = given.shape[:-1].numel(), given.shape[-1]  # no -1, ambiguous in an empty tensor
+        self.rows, self.features = x.shape[:-1].numel(), x.shape[-1]  # no -1, ambiguous in an empty tensor
         self._matrix: Tensor | None = None
-        self._found: _Entry | None = None
+        self._entry: _Entry | None = None
 
     def matrix(self) -> Tensor:
         """[rows, features] in ``dtype``."""
@@ -146,7 +148,7 @@ class Input:
         return self._matrix
 
     def high(self) -> Tensor:
-        """The same for a GEMM in high precision: what autocast made of the input is made once for all layers."""
+        """:meth:`matrix` for a GEMM in high precision: all layers share autocast's conversion of the input."""
         if self.dtype != self.given.dtype:
             entry = _entry(self)
             if entry.high is None:
@@ -157,35 +159,35 @@ class Input:
     def codes(self, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """x under ``row`` for a contraction of its features and under ``col`` for one of its rows; None for None.
 
-        Where both are wanted and neither is there, they are made in one pass over x if the backend can.
+        If both are needed and neither is cached, they come from one pass over x if the backend can do that.
         """
         if row is None and col is None:
             return None, None
         entry = _entry(self)
-        found = entry.find(row, col)
-        missing = (None if found[0] is not None else row, None if found[1] is not None else col)
+        codes = entry.find(row, col)
+        missing = (None if codes[0] is not None else row, None if codes[1] is not None else col)
         if missing != (None, None):
-            made = self.cast(self.matrix(), *missing)
-            entry.hold(missing, made)
-            found = found[0] or made[0], found[1] or made[1]
-        return found
+            new = self.cast(self.matrix(), *missing)
+            entry.hold(missing, new)
+            codes = codes[0] or new[0], codes[1] or new[1]
+        return codes
 
 
 class _Entry:
-    """What was made of one input (codes, and a copy in autocast's dtype if one was needed) and whom it served."""
+    """The codes of one input, its copy in autocast's dtype if one was needed, and the layers that used it."""
 
-    def __init__(self, stamp: tuple[Any, ...] = ()) -> None:
+    def __init__(self, stamp: tuple[object, ...] = ()) -> None:
         self.stamp = stamp
         self.storage: Any = None  # a weak reference to the input's storage
         self.forget: Callable[[], None] = _nothing
-        # By the dimension that their GEMM contracts; nothing is held under None, which asks for nothing.
+        # By request and the dimension that their GEMM contracts; no entry has the request None.
         self.codes: dict[tuple[CastRequest | None, int], Quantized] = {}
         self.high: Tensor | None = None
         self.served: set[int] = set()
 
     def find(self, row: CastRequest | None, col: CastRequest | None) -> Pair:
-        """Codes under ``row`` and under ``col``, laid out for contractions of dimensions 1 and 0 if such are there: any
-        GEMM takes the others too."""
+        """Codes under ``row`` and under ``col``, preferably in the layouts for contractions of dimensions 1 and 0;
+        every GEMM also takes the other layout."""
         if not self.codes:
             return None, None
         by_row, by_col = self.codes.get((row, 1)), self.codes.get((col, 0))
@@ -194,8 +196,8 @@ class _Entry:
             self.codes.get((col, 1)) if by_col is None else by_col,
         )
 
-    def hold(self, asked: tuple[CastRequest | None, CastRequest | None], made: Pair) -> None:
-        for contract, request, q in zip((1, 0), asked, made, strict=True):
+    def hold(self, requests: tuple[CastRequest | None, CastRequest | None], codes: Pair) -> None:
+        for contract, request, q in zip((1, 0), requests, codes, strict=True):
             if request is not None and q is not None:
                 self.codes[request, contract] = q
 
@@ -210,7 +212,7 @@ _memos: weakref.WeakSet[_Memo] = weakref.WeakSet()
 
 
 class _Thread(threading.local):
-    """What one thread knows: its memo, and whose input can be computed again."""
+    """The state of one thread: its memo, and the input that can be recomputed."""
 
     def __init__(self) -> None:
         self.memo = _Memo()
@@ -222,23 +224,23 @@ _state = _Thread()
 
 
 def offer(
-    y: Tensor, dtype: torch.dtype, asked: tuple[CastRequest | None, CastRequest | None], codes: Pair
+    y: Tensor, dtype: torch.dtype, requests: tuple[CastRequest | None, CastRequest | None], codes: Pair
 ) -> Container[int]:
-    """Leave the codes of ``y`` in ``dtype`` for the layers that will be called with y itself.
+    """Store the codes of ``y`` in ``dtype`` for the layers that will be called with y itself.
 
-    They must be those that the requests would get of ``y.to(dtype)`` [product of leading dimensions, last] for a
-    contraction of its columns and for one of its rows. What comes back is empty until a layer found them; it never is
-    where y cannot be recognised again.
+    They must equal the casts of ``y.to(dtype)`` [product of leading dimensions, last] under the requests, for a
+    contraction of its columns and of its rows. The returned container is empty until a layer uses the codes; it is
+    never empty if y cannot be recognized later.
     """
-    if not _recognisable(y):
+    if not _recognizable(y):
         return (0,)
     entry = _begin(y.untyped_storage(), _stamp(Input(y, None, dtype)))
-    entry.hold(asked, codes)
+    entry.hold(requests, codes)
     return entry.served
 
 
 def forget() -> None:
-    """Drop what every thread remembers."""
+    """Drop the entries of all threads."""
     for memo in list(_memos):
         memo.entry = None
 
@@ -247,23 +249,23 @@ listen(forget)
 
 
 def _entry(x: Input) -> _Entry:
-    """The entry of this input if it may serve this layer, else a new one (which nobody will find where the input cannot
-    be recognised again)."""
-    given = x.given
-    if x._found is not None:
-        return x._found
-    if x.user is None or not _recognisable(given):
-        x._found = _Entry()
-        return x._found
-    storage, stamp, entry = given.untyped_storage(), _stamp(x), _state.memo.entry
+    """The entry of this input if this layer may use it, else a new one, which other layers find only if the input can
+    be recognized."""
+    tensor = x.given
+    if x._entry is not None:
+        return x._entry
+    if x.user is None or not _recognizable(tensor):
+        x._entry = _Entry()
+        return x._entry
+    storage, stamp, entry = tensor.untyped_storage(), _stamp(x), _state.memo.entry
     if entry is None or entry.stamp != stamp or entry.storage() is not storage or id(x.user) in entry.served:
         entry = _begin(storage, stamp)
     entry.served.add(id(x.user))
-    x._found, x.forget = entry, entry.forget
+    x._entry, x.forget = entry, entry.forget
     return entry
 
 
-def _begin(storage: torch.UntypedStorage, stamp: tuple[Any, ...]) -> _Entry:
+def _begin(storage: torch.UntypedStorage, stamp: tuple[object, ...]) -> _Entry:
     memo = _state.memo
     memo.entry = entry = _Entry(stamp)
     entry.forget = partial(_forget, weakref.ref(memo), weakref.ref(entry))
@@ -276,51 +278,48 @@ def _nothing() -> None:
     pass
 
 
-def _recognisable(given: Tensor) -> bool:
-    if (
-        (type(given) is not Tensor and not ordinary(given))
-        or given.is_meta
-        or given.is_inference()
-        or not given.numel()
-    ):
+def _recognizable(x: Tensor) -> bool:
+    """Whether a later call with the same tensor can be recognized, and its codes reused."""
+    if (type(x) is not Tensor and not ordinary(x)) or x.is_meta or x.is_inference() or not x.numel():
         return False
     # Codes made in inference mode could not be saved for a backward later.
-    return torch_alone_writes(given) and not torch.is_inference_mode_enabled()
+    return only_torch_writes(x) and not torch.is_inference_mode_enabled()
 
 
-def torch_alone_writes(x: Tensor) -> bool:
-    """False for memory that NumPy owns, or was shown (``x.numpy()``): torch may not resize it, which tells, and it may
-    be written at any time without a new version."""
+def only_torch_writes(x: Tensor) -> bool:
+    """Whether only torch can write this memory. False for memory that NumPy owns or shares (``x.numpy()``), which may
+    change without a new version; torch cannot resize such a storage, which identifies it."""
     return x.untyped_storage().resizable()
 
 
-def _capturing(given: Tensor) -> bool:
-    return given.device.type != "cpu" and capturing(given.device)
+def _capturing(x: Tensor) -> bool:
+    return x.device.type != "cpu" and capturing(x.device)
 
 
 def _forget(of: weakref.ref[_Memo], what: weakref.ref[_Entry], _: object = None) -> None:
-    """Called when the storage of an input is freed, or by a backward: its codes go too, unless another input took their
-    place."""
+    """Drop an entry, unless another one has replaced it. Called when the storage of its input is freed, or by a
+    backward."""
     memo, entry = of(), what()
     if memo is not None and entry is not None and memo.entry is entry:
         memo.entry = None
 
 
-def _stamp(x: Input) -> tuple[Any, ...]:
-    given = x.given
-    device = given.device
+def _stamp(x: Input) -> tuple[object, ...]:
+    """What identifies an input: see the top of this file."""
+    tensor = x.given
+    device = tensor.device
     stream = 0 if device.type == "cpu" else accelerator.stream_number(device)
     return (
-        given._version,
-        given.data_ptr(),
-        given.shape,
-        given.stride(),
-        given.dtype,
+        tensor._version,
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
         x.dtype,
         device,
         stream,
-        _capturing(given),
-        # Selective checkpointing replays the operations of a region by counting them: no entry crosses its border.
+        _capturing(tensor),
+        # Selective checkpointing replays the operations of a region by counting them: no entry may cross its border.
         id(_get_current_dispatch_mode()),
     )
 
@@ -329,8 +328,8 @@ def _stamp(x: Input) -> tuple[Any, ...]:
 
 
 class Source(NamedTuple):
-    """How the backward of a linear layer gets its input again, instead of codes of it: ``remake(*tensors)`` is the
-    input bit for bit, off the graph. ``tensors`` are saved."""
+    """How the backward of a linear layer recomputes its input, instead of saving codes: ``remake(*tensors)`` returns
+    the input bit for bit, detached. ``tensors`` are saved."""
 
     tensors: tuple[Tensor, ...]
     remake: Callable[..., Tensor]
@@ -343,8 +342,9 @@ class _Held(NamedTuple):
 
 
 @contextmanager
-def behind(x: Tensor, source: Source) -> Iterator[None]:
-    """Inside, a layer of this thread that is called with ``x`` itself (also inside an adapter) finds its source."""
+def with_source(x: Tensor, source: Source) -> Iterator[None]:
+    """A context in which layers of this thread that are called with ``x`` itself, also inside an adapter, use
+    ``source``."""
     before = _state.held
     _state.held = _Held(x, x._version, source)
     try:
@@ -354,6 +354,6 @@ def behind(x: Tensor, source: Source) -> Iterator[None]:
 
 
 def source_of(x: Tensor) -> Source | None:
-    """The source of this very tensor, unwritten since; None if nobody said so."""
+    """The source of this tensor, if one is set and the tensor was not written since."""
     held = _state.held
     return held.source if held is not None and held.x is x and held.version == x._version else None

@@ -4,19 +4,19 @@ With x [M, K], w [N, K], dy [M, N] and the casts of a :class:`~octavo.fp8.arithm
 
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
-An FP8 GEMM needs two operands in codes with scales. x is cast in the forward, twice where the recipe's blocks lie along
-what a GEMM contracts (K in fwd, M in wgrad), in one pass; dy in the backward likewise; w once per optimizer step, into
-the cache of its layer (:mod:`octavo.fp8.weights.cache`), whose codes serve the backward and all micro-steps.
+An FP8 GEMM needs two operands in codes with scales. x is cast in the forward, twice if the recipe's blocks are along
+the contracted dimension (K in fwd, M in wgrad), in one pass; dy likewise in the backward; w once per optimizer step,
+into the cache of its layer (:mod:`octavo.fp8.weights.cache`), whose codes serve the backward and all micro-steps.
 
-What a forward saves for its backward: the FP8 codes and scales of x in wgrad layout, and a reference to the weight.
-Nothing in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight saves no x; an input
-without gradient asks for no dgrad. Where the backward can compute x again, not even codes are saved
+A forward saves for its backward: the FP8 codes and scales of x in wgrad layout, and a reference to the weight. Nothing
+in 16 or 32 bits, unless the recipe keeps wgrad itself in high precision. A frozen weight saves no x; an input without
+gradient needs no dgrad. If the backward can recompute x, not even codes are saved
 (:class:`octavo.fp8.dense.inputs.Source`): x is cast for wgrad there, to the same codes.
 
-The trade-off against saving x itself: one more cast in the forward buys half the memory. The trade-off against scales
-from an amax history (:mod:`octavo.fp8.dense.delayed`): a cast by the current amax reads x twice, and never saturates.
+Compared with saving x itself, one more cast in the forward saves half the memory. Compared with scales from an amax
+history (:mod:`octavo.fp8.dense.delayed`), a cast by the current amax reads x twice, and never saturates.
 
-Who watches, who schedules, what a compiler sees attach from outside: see :mod:`octavo.fp8.observe.recorder`,
+Observers, delayed scaling and compilation attach from outside: see :mod:`octavo.fp8.observe.recorder`,
 :mod:`octavo.fp8.dense.delayed`, :mod:`octavo.fp8.dense.compiled`. Next: :mod:`octavo.fp8.dense.gemms`, the core that
 gated MLPs and experts share.
 """
@@ -47,35 +47,35 @@ _PLAIN = (Tensor, nn.Parameter)
 _NEEDS_NONE = (False, False, False, False)
 WHOLE = WeightSlice()
 SOURCE = "_source"
-"""In the __dict__ of a layer whose input something around it computes again in backward: a SourceOf."""
+"""The key in the __dict__ of a layer whose input an enclosing module recomputes in the backward: a SourceOf."""
 SourceOf = Callable[[Tensor, torch.dtype], "Source | None"]
 
 
 class Call(NamedTuple):
-    """What a forward knows besides its tensors."""
+    """The arguments of a forward, other than its tensors."""
 
     site: Site
     weight: Tensor  # the parameter
-    part: WeightSlice  # the matrix of it that is multiplied
+    part: WeightSlice  # the part of it that is multiplied
     grad: bool  # gradients are enabled
     training: bool = False  # whether delayed scaling records
     way: Dense = DENSE
-    shares: bool = True  # the input's codes, with layers of the same input
-    source: SourceOf | None = None  # how the backward computes x again, where the layer knows
+    shares: bool = True  # whether layers with the same input share its codes
+    source: SourceOf | None = None  # how the backward recomputes x, if the layer knows
 
 
-@torch._disable_dynamo  # what torch.compiler.disable does, without importing torch._dynamo before the first call
+@torch._disable_dynamo  # as torch.compiler.disable, without importing torch._dynamo before the first call
 def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under autocast).
 
-    ``torch.compile`` leaves it out in one piece: caches, counters and casts that look at values cannot be traced.
+    ``torch.compile`` does not trace into it: caches, counters and casts that read values cannot be traced.
     """
     _check(x, weight, call.site.name)
     return _ThreeGemms.apply(x, weight, bias, call)
 
 
 def run_three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-    """The same for operands that somebody else has checked, cast and multiplied in the way of the call."""
+    """:func:`three_gemms` without checks, with the casts and products of ``call.way``."""
     return _ThreeGemms.apply(x, weight, bias, call)
 
 
@@ -86,15 +86,15 @@ class _ThreeGemms(torch.autograd.Function):
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if call.grad else _NEEDS_NONE
         ctx.needs = needs_x, needs_w, needs_b
         ctx.seen = seen = recorder.begin(site.name, needs_x, needs_w, call.grad, way.sizes)
-        given = Input(x, site if call.shares else None, cast=way.cast)
-        with given.autocast_off:
-            ctx.scaling, x_q, saved = _cast_x(given, call, seen, needs_w)
-            y, w_q = gemms.fwd(site, way, given, x_q, call.weight, call.part, bias, given.dtype, seen)
-        ctx.site, ctx.part, ctx.way, ctx.restore, ctx.forget = site, call.part, way, saved.restore, given.forget
+        operand = Input(x, site if call.shares else None, cast=way.cast)
+        with operand.autocast_off:
+            ctx.scaling, x_q, saved = _cast_x(operand, call, seen, needs_w)
+            y, w_q = gemms.fwd(site, way, operand, x_q, call.weight, call.part, bias, operand.dtype, seen)
+        ctx.site, ctx.part, ctx.way, ctx.restore, ctx.forget = site, call.part, way, saved.restore, operand.forget
         ctx.save_for_backward(*way.tensors, *_weight(call, w_q, needs_x), *saved.tensors)
-        ctx.w_spec, ctx.dtype = None if w_q is None else w_q.spec, given.dtype
+        ctx.w_spec, ctx.dtype = None if w_q is None else w_q.spec, operand.dtype
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it (+=, inplace=True).
+        # Autograd must not see a view, because F.linear's output is none: a model may write into it (+=, inplace=True).
         return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[-1]])
 
     @staticmethod
@@ -128,34 +128,34 @@ class _ThreeGemms(torch.autograd.Function):
 
 
 class Saved(NamedTuple):
-    """What a forward saves of x for wgrad: ``restore(way, tensors)`` gives what wgrad multiplies, and x itself where it
-    is there."""
+    """The tensors that a forward saves of x for wgrad; ``restore(way, tensors)`` returns the operand of wgrad, and x
+    itself if it is available."""
 
     tensors: tuple[Tensor, ...]
     restore: Callable[[Dense, Sequence[Tensor]], tuple[Quantized | Tensor, Tensor | None]] | None
 
 
-def _cast_x(given: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[Any, Quantized | None, Saved]:
-    """How casts are scaled (None: by the current amax), x as fwd wants it, and what is saved of it for wgrad.
+def _cast_x(x: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[Any, Quantized | None, Saved]:
+    """(the scaling of casts, None for the current amax; the operand x of fwd; what is saved of x for wgrad).
 
-    Where the backward computes x again, that is nothing but what x is computed from, and a scale out of a history.
+    If the backward recomputes x, only the tensors that x is computed from are saved, and a scale from a history.
     """
-    site, source = call.site, given.source if needs_w else None
+    site, source = call.site, x.source if needs_w else None
     if needs_w and source is None and call.source is not None:
-        source = call.source(given.given, given.dtype)
-    scaling = None if site.scaling is None else site.scaling.begin(given.given, call.part.slot, call.training, seen)
-    cast = given.codes if scaling is None else partial(scaling.cast_x, given)
+        source = call.source(x.given, x.dtype)
+    scaling = None if site.scaling is None else site.scaling.begin(x.given, call.part.slot, call.training, seen)
+    cast = x.codes if scaling is None else partial(scaling.cast_x, x)
     wanted = site.x.col if needs_w and (source is None or scaling is not None) else None
     x_q, x_col = cast(site.x.row, wanted)
     if not needs_w:
         return scaling, x_q, Saved((), None)
     if source is not None:
         scale = () if x_col is None else (x_col.scale,)
-        again = partial(_again, source.remake, len(source.tensors), site, given.dtype)
+        again = partial(_again, source.remake, len(source.tensors), site, x.dtype)
         return scaling, x_q, Saved((*source.tensors, *scale), again)
     if x_col is None:
-        return scaling, x_q, Saved((given.high(),), _itself)
-    exact = (given.matrix(),) if seen.watched else ()
+        return scaling, x_q, Saved((x.high(),), _itself)
+    exact = (x.matrix(),) if seen.watched else ()
     return scaling, x_q, Saved((x_col.data, x_col.scale, *exact), partial(_codes, x_col.spec))
 
 
@@ -170,7 +170,7 @@ def _itself(way: Dense, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def _again(
     remake: Callable[..., Tensor], count: int, site: Site, dtype: torch.dtype, way: Dense, tensors: Sequence[Tensor]
 ) -> tuple[Quantized | Tensor, Tensor]:
-    """What a forward would have saved of x, made again, and x."""
+    """(the operand of wgrad, x), recomputed in the backward."""
     x = remake(*tensors[:count]).to(dtype)
     x_MK, col = x.reshape(x.shape[:-1].numel(), x.shape[-1]), site.x.col
     if col is None:
@@ -183,7 +183,7 @@ def _again(
 
 
 def _weight(call: Call, w_q: Quantized | None, needs_x: bool) -> tuple[Tensor, ...]:
-    """What dgrad reads of the weight: the parameter, and the codes that no cache holds."""
+    """The tensors of the weight that dgrad needs: the parameter, and codes that are in no cache."""
     if not needs_x:
         return ()
     return (call.weight,) if w_q is None else (call.weight, w_q.data, w_q.scale)
@@ -193,7 +193,7 @@ def _check(x: Tensor, weight: Tensor, name: str) -> None:
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             f"{name!r} was called under a transform of torch.func (grad, vmap, jvp, ...), and FP8 layers are "
-            "differentiated by torch.autograd alone. Use loss.backward() or torch.autograd.grad, or call the model "
+            "differentiated only by torch.autograd. Use loss.backward() or torch.autograd.grad, or call the model "
             "inside fp8.high_precision(model)."
         )
     if type(weight) not in _PLAIN and not is_whole(weight):
@@ -212,16 +212,16 @@ def _check(x: Tensor, weight: Tensor, name: str) -> None:
 
 
 class Linear(CachesWeights, nn.Linear):
-    """An ``nn.Linear`` whose GEMMs run in FP8. Made by :func:`octavo.fp8.apply` out of a stock layer, in place: same
-    object, same parameters, hooks and names, so that checkpoints, optimizers and PEFT see nothing new."""
+    """An ``nn.Linear`` whose GEMMs run in FP8. :func:`octavo.fp8.apply` converts a stock layer in place: same object,
+    parameters, hooks and names, so that checkpoints, optimizers and PEFT see no difference."""
 
     _site: Site
     _fp8_param = False  # whether its weight is FP8 between steps: see `compiled`
-    _source: SourceOf | None = None  # of its input, where what stands around it computes that again
+    _source: SourceOf | None = None  # of its input, if an enclosing module recomputes that
 
     @classmethod
     def convert(cls, module: nn.Linear, site: Site) -> Linear:
-        """Turn a stock ``nn.Linear`` into an FP8 one, in place. Raises TypeError for anything else."""
+        """Convert a stock ``nn.Linear`` into an FP8 one, in place. Raises TypeError for other modules."""
         if type(module) is not nn.Linear:
             raise TypeError(
                 f"{site.name!r} is a {type(module).__name__}; only a plain torch.nn.Linear can become fp8.Linear."
@@ -231,7 +231,7 @@ class Linear(CachesWeights, nn.Linear):
                 f"{site.name!r} has a forward of its own on the instance (an accelerate hook?), which would bypass "
                 "FP8. Convert first and hook afterwards, or take the hook off (accelerate's remove_hook_from_module)."
             )
-        module.__dict__["_site"] = site  # before the class, whose __setattr__ asks for it
+        module.__dict__["_site"] = site  # before the class, whose __setattr__ reads it
         module.__class__ = cls
         assert isinstance(module, cls)
         compiled.prepare(module)
@@ -261,7 +261,7 @@ class Linear(CachesWeights, nn.Linear):
         way = DENSE if grad else NO_GRADIENT
         call = Call(self._site, self.weight, WHOLE, grad, self.training, way, source=self._source)
         if torch._C._len_torch_function_stack() and active():
-            with torch._C.DisableTorchFunction():  # a mode that looks at each call costs more than most of them
+            with torch._C.DisableTorchFunction():  # a mode that intercepts each call takes longer than most calls
                 return three_gemms(input, self.weight, self.bias, call)
         return three_gemms(input, self.weight, self.bias, call)
 
@@ -282,24 +282,24 @@ def linear(
 
     Args:
         x: [..., K], fp32, bf16 or fp16.
-        weight: [N, K]. Cast anew in forward and backward: what keeps codes between calls is :class:`Linear`.
+        weight: [N, K]. Cast again in each forward and backward; :class:`Linear` keeps codes between calls.
         bias: [N] or None.
         recipe: a recipe or its name. ``delayed`` has no history here and scales by the current amax.
-        backend: "auto", or the name of the one that must do it.
+        backend: "auto", or the name of the backend that must run it.
 
     Returns:
         [..., N] in the dtype of x, rounded once.
 
     Raises:
-        RecipeError, BackendError: unknown names; a backend that cannot do what was asked.
-        RuntimeError: shapes that do not fit.
+        RecipeError, BackendError: unknown names; a backend that does not support a GEMM.
+        RuntimeError: shapes that do not match.
     """
     chosen = recipe if isinstance(recipe, Recipe) else named_recipe(recipe)
     if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-        found = "" if bias is None else f" and bias {list(bias.shape)}"
+        bias_shape = "" if bias is None else f" and bias {list(bias.shape)}"
         raise RuntimeError(
             f"fp8.linear takes a weight of two dimensions [N, K] and a bias of one [N]; found weight "
-            f"{list(weight.shape)}{found}."
+            f"{list(weight.shape)}{bias_shape}."
         )
     _check(x, weight, "linear")
     if torch.compiler.is_compiling():

@@ -1,35 +1,34 @@
-"""What blocks keep for backward, in FP8: codes of what elementwise layers are computed from.
+"""Activations saved for the backward in FP8: the codes that elementwise layers are recomputed from.
 
-Asked for by ``Policy(activations="fp8")``, for the whole model or a component. Linear layers in FP8 keep the codes of
-their input anyway; this is about the rest of a transformer block:
+``Policy(activations="fp8")`` enables it, for the whole model or a component. Linear layers in FP8 save the codes of
+their input anyway; this concerns the rest of a transformer block:
 
 ===================  ===========================================  ====================================================
-module               keeps                                        otherwise
+module               saves                                        instead of
 ===================  ===========================================  ====================================================
-norm                 E4M3 codes of its input, fp32 statistics     the input, and the normalised copy of most RMSNorms
+norm                 E4M3 codes of its input, fp32 statistics     the input, and the normalized copy of most RMSNorms
 gated MLP            E4M3 codes of gate and of up                 gate, silu(gate), up and their product
 MLP                  E4M3 codes of the activation's input         that input, and the activation
-experts              E4M3 codes of gate and up, of each answer    gate, up, silu(gate), their product, each answer
-attention's output   a reference to what attention keeps itself   codes besides
+experts              E4M3 codes of gate and up, of each output    gate, up, silu(gate), their product, each output
+attention's output   a reference to what attention saves itself   additional codes
 ===================  ===========================================  ====================================================
 
-Codes are E4M3 in blocks of 1 x 128 under powers of two, 1.03 bytes an element. **Norms**
+Codes are E4M3 in blocks of 1 x 128 with powers of two as scales, 1.03 bytes per element. **Norms**
 (:mod:`octavo.fp8.blocks.rmsnorm`, :mod:`octavo.fp8.blocks.layernorm`) compute their output from the exact input and
-their gradient from its codes. **MLPs** (:mod:`octavo.fp8.blocks.mlp`) and experts (:mod:`octavo.fp8.moe.experts`)
-multiply the *decoded* codes in the forward as well, so that the backward can make the product again, bit for bit, and
-cast it for wgrad then: the gradient is the exact gradient of the forward that ran, but for the rounding itself, which
-passes gradients through. The rounding happens without a graph too (evaluation, the first run of a reentrant
-checkpoint), so that a model has one forward. **Attention's output layer** (:mod:`octavo.fp8.blocks.attention_output`)
-casts its input again in backward.
+their gradient from its codes. **MLPs** (:mod:`octavo.fp8.blocks.mlp`) and experts (:mod:`octavo.fp8.moe.experts`) use
+the *decoded* codes in the forward too, so that the backward can recompute the product, bit for bit, and cast it for
+wgrad: the gradient is the exact gradient of the forward, except that the rounding itself passes gradients through. The
+rounding happens also without a graph (evaluation, the first run of a reentrant checkpoint), so that a model has one
+forward. **Attention's output layer** (:mod:`octavo.fp8.blocks.attention_output`) casts its input again in the backward.
 
-What is left in 16 bits in a decoder layer: q, k, v and the output of attention; for (4096, 12288, 32 heads on 8 of 128,
-QK-norm) these are 20 of 66.7 KiB a token, counted. Exchanging modules cannot reach what a block's own forward computes:
-a layer scale that is a bare parameter (InternVL's ``lambda_1 * x``) keeps x, and q, k and v of a single layer
-(Qwen-VL's vision towers) keep each other's memory unless attention takes v out (:mod:`octavo.fp8.blocks.attention`
-does). Residual additions and rotary embeddings keep nothing. A stock linear layer, which the plan left in high
-precision, keeps its input; so does a router. Compiled blocks (``torch.compile``) run and keep as the stock model does.
+A decoder layer still saves in 16 bits: q, k, v and the output of attention; for (4096, 12288, 32 heads on 8 of 128,
+QK-norm) these are 20 of 66.7 KiB per token, counted. Replacing modules does not change what a block's own forward
+computes: a layer scale that is a bare parameter (InternVL's ``lambda_1 * x``) saves x, and q, k and v of a single layer
+(Qwen-VL's vision towers) keep each other's memory alive unless attention separates v
+(:mod:`octavo.fp8.blocks.attention` does). Residual additions and rotary embeddings save nothing. A stock linear layer
+in high precision saves its input; so does a router. Compiled blocks (``torch.compile``) behave like the stock model.
 
-This module holds what they share: casting to codes and back, and saving by name.
+This module has the common parts: casting to codes and back, and saving by name.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ from octavo.fp8.kernels.registry import Backend, select
 SPEC = CastSpec("e4m3", (1, 128), "pow2")
 _NARROW = CastSpec("e4m3", (1, -1), "pow2")  # the same codes for rows up to 128, without padding to 128 in memory
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What codes are made of; modules called with anything else run as they did."""
+"""The dtypes that are saved as codes; modules called with others run unchanged."""
 
 
 def keep(x: Tensor) -> Quantized:
-    """The codes of x, seen as [product of leading dimensions, last], off the graph. NaN and infinity stay NaN."""
+    """The codes of x as a matrix [product of leading dimensions, last], detached. NaN and infinity become NaN."""
     x_MK = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
     spec = _NARROW if x.shape[-1] < SPEC.block[1] else SPEC
     return backend_of("quantize", spec, x.device).quantize(x_MK, spec, 1)
 
 
 def value(q: Quantized, dtype: torch.dtype) -> Tensor:
-    """The decoded codes [rows, features]: exact in fp32 and bf16. In fp16 a value that rounding pushed beyond the
-    largest finite one becomes that; NaN stays NaN."""
+    """The decoded codes [rows, features]: exact in fp32 and bf16. In fp16, values that rounding pushed beyond the
+    largest finite number become that number; NaN stays NaN."""
     backend = backend_of("dequantize", q.spec, q.data.device)
     if dtype is torch.float16:
         most = torch.finfo(dtype).max
@@ -70,7 +69,7 @@ def value(q: Quantized, dtype: torch.dtype) -> Tensor:
 
 
 def save(ctx: Any, **named: Quantized | Tensor | None) -> None:
-    """Save tensors and codes for a backward, which finds them by name with :func:`saved`."""
+    """Save tensors and codes for a backward, which reads them by name with :func:`saved`."""
     tensors: list[Tensor | None] = []
     ctx.saved_specs = {name: value.spec if isinstance(value, Quantized) else None for name, value in named.items()}
     for value in named.values():
@@ -79,7 +78,7 @@ def save(ctx: Any, **named: Quantized | Tensor | None) -> None:
 
 
 def saved(ctx: Any) -> dict[str, Any]:
-    """What :func:`save` was given, by name."""
+    """The arguments of :func:`save`, by name."""
     held = iter(ctx.saved_tensors)
     return {
         name: next(held) if spec is None else Quantized(next(held), next(held), spec)
@@ -88,19 +87,19 @@ def saved(ctx: Any) -> dict[str, Any]:
 
 
 def decoded(held: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
-    """The values of what was saved: of codes in ``dtype``, a tensor as it is."""
+    """The values of a saved argument: of codes in ``dtype``; a tensor unchanged."""
     return value(held, dtype) if isinstance(held, Quantized) else held
 
 
 def fused_backend(op: str, site: Site, device: torch.device) -> Backend:
-    """Who runs a fused operation beside the GEMMs of a layer: their own backend if it can, else as for no layer. All of
-    them give the same codes."""
+    """The backend of a fused operation of a layer: the backend of its GEMMs if it supports the operation, else the one
+    that :func:`backend_of` chooses. All give the same codes."""
     return _backend_of(registry.names(), op, site.recipe, device, site.backend.backend.name)
 
 
 def backend_of(op: str, spec: CastSpec, device: torch.device, first: str | None = None) -> Backend:
-    """Who runs an operation that belongs to no layer: ``first`` if it can, else as
-    :func:`~octavo.fp8.kernels.registry.select` says."""
+    """The backend of an operation that belongs to no layer: ``first`` if it supports the operation, else the choice of
+    :func:`~octavo.fp8.kernels.registry.select`."""
     return _backend_of(registry.names(), op, spec, device, first)
 
 
@@ -108,7 +107,7 @@ def backend_of(op: str, spec: CastSpec, device: torch.device, first: str | None 
 def _backend_of(
     registered: tuple[str, ...], op: str, what: CastSpec | Recipe, device: torch.device, first: str | None
 ) -> Backend:
-    """Remembered, since every layer of every step asks. ``registered`` forgets it with a new backend."""
+    """Cached, because every layer of every step needs it; ``registered`` is part of the key for new backends."""
     if first is not None and registry.get(first).supports(op, what, device, None) is None:
         return registry.get(first)
     return select(op, recipe_or_spec=what, device=device).backend

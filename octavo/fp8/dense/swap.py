@@ -1,7 +1,7 @@
-"""Modules of a model that compute the same in another way: the class is exchanged on the instance.
+"""Modules of a model with another implementation of the same computation: the class of the instance is replaced.
 
-The new class is a subclass of the stock one, made on the fly, so that parameters, names, hooks and ``isinstance`` stay;
-the stock forward is one call away, and is taken whenever the other way cannot be. Nothing of transformers is touched.
+The new class is a dynamic subclass of the stock one, so that parameters, names, hooks and ``isinstance`` are unchanged;
+it calls the stock forward whenever its own implementation does not apply. transformers itself is not patched.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from octavo.fp8.dense.linear import Linear
 from octavo.fp8.weights.shards import ordinary
 
 STOCK = "_as_stock"
-"""In the __dict__ of a swapped module whose class cannot be taken off for a moment: it computes as the stock one."""
+"""The key in the __dict__ of a swapped module that runs the stock forward for now, because its class must stay."""
 
 
 _PUT = "_fp8_put"
 
 
 class Planned(NamedTuple):
-    """A linear layer as it runs or will run: what decides whether others can work for it, known before its weights."""
+    """A linear layer and its planned recipe and backends: what other modules need to know to make codes for it."""
 
     layer: nn.Linear
     recipe: Recipe | None
@@ -33,30 +33,30 @@ class Planned(NamedTuple):
 
 
 def planned(layer: nn.Module | None) -> Planned | None:
-    """An FP8 layer as it is; None for any other module."""
+    """The current recipe and backends of an FP8 layer; None for other modules."""
     if not isinstance(layer, Linear):
         return None
     return Planned(layer, layer.recipe, {gemm: s.backend.name for gemm, s in layer._site.selections.items()})
 
 
 class Swapped(nn.Module):
-    """A forward of its own for modules of one input: subclasses say what :meth:`other` does."""
+    """A replacement forward for modules with one input: subclasses implement :meth:`other`."""
 
     _stock: ClassVar[type[nn.Module]]
     _kind: ClassVar[type[Swapped]]
     _as_stock = False  # STOCK
     prefix: ClassVar[str] = "Fp8"  # of the class's name
-    own: ClassVar[tuple[str, ...]] = ()  # what swapping put into the module's __dict__
-    volatile: ClassVar[tuple[str, ...]] = ()  # the part of it that copies and pickles leave out
-    precise: ClassVar[bool] = False  # computes in high precision, and stays where FP8 is set aside
+    own: ClassVar[tuple[str, ...]] = ()  # names that swapping adds to the module's __dict__
+    volatile: ClassVar[tuple[str, ...]] = ()  # those of them that copies and pickles omit
+    precise: ClassVar[bool] = False  # computes in high precision, and stays inside fp8.high_precision
 
     def other(self, x: Tensor) -> Tensor | None:
-        """The output; None sends this call to the stock forward."""
+        """The output; None: this call runs the stock forward."""
         raise NotImplementedError
 
     def traced(self, x: Tensor) -> Tensor | None:
-        """The same while a compiler traces it, in operators of its graph; by default the stock forward, of which a
-        compiler fuses what it sees."""
+        """:meth:`other` while a compiler traces it, in operators of its graph; by default the stock forward, which a
+        compiler can fuse."""
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class Swapped(nn.Module):
         return self._stock.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy or a pickle names the stock class, and the class that is made of it."""
+        """Copies and pickles refer to the stock class and the kind, since the dynamic class has no importable name."""
         state = {name: value for name, value in self.__dict__.items() if name not in self.volatile}
         return _rebuild, (self._kind, self._stock), state
 
@@ -84,25 +84,26 @@ def _class(kind: type[Swapped], stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(kind: type[Swapped], stock: type[nn.Module]) -> nn.Module:
-    made = _class(kind, stock)
-    return made.__new__(made)
+    cls = _class(kind, stock)
+    return cls.__new__(cls)
 
 
-def swap(module: nn.Module, kind: type[Swapped], **own: Any) -> None:
-    """Let a module compute as ``kind`` does, with ``own`` (the names of ``kind.own``) in its ``__dict__``."""
-    assert set(own) == set(kind.own) - set(kind.volatile)
-    module.__dict__.update(own)
+def swap(module: nn.Module, kind: type[Swapped], **attributes: object) -> None:
+    """Replace the class of a module by ``kind``, with ``attributes`` (the names of ``kind.own``) in its
+    ``__dict__``."""
+    assert set(attributes) == set(kind.own) - set(kind.volatile)
+    module.__dict__.update(attributes)
     module.__class__ = _class(kind, type(module))
 
 
-def put(module: nn.Module, name: str, value: Any) -> None:
-    """Leave something in the ``__dict__`` of a module that is not swapped, for :func:`unswap` to take back."""
+def put(module: nn.Module, name: str, value: object) -> None:
+    """Add an entry to the ``__dict__`` of a module that is not swapped, which :func:`unswap` removes."""
     module.__dict__[name] = value
     module.__dict__[_PUT] = (*module.__dict__.get(_PUT, ()), name)
 
 
 def unswap(module: nn.Module) -> None:
-    """Let a swapped module compute as it did before, and take back what was :func:`put`; others stay."""
+    """Restore the stock class of a swapped module, and remove what :func:`put` added; other modules are unchanged."""
     for name in module.__dict__.pop(_PUT, ()):
         module.__dict__.pop(name, None)
     if isinstance(module, Swapped) and "_stock" in type(module).__dict__:
@@ -112,7 +113,7 @@ def unswap(module: nn.Module) -> None:
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether somebody wants to see or change the calls of this module: hooks, or a forward on the instance."""
+    """Whether user code observes or changes the calls of this module: hooks, or a forward on the instance."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -123,14 +124,14 @@ def hooked(module: nn.Module) -> bool:
 
 
 def probe(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> nn.Module:
-    """A module with the forward and the attributes of ``module``, on parameters and children of its own, without
-    hooks: to try a forward on random numbers, also where the model itself is on the meta device."""
-    made = object.__new__(type(module))
-    made.__dict__.update({**module.__dict__, "_parameters": parameters, "_modules": modules})
-    return made
+    """A module with the forward and the attributes of ``module``, but other parameters and children, and no hooks: for
+    a test of its forward on random numbers, also if the model itself is on the meta device."""
+    copy = object.__new__(type(module))
+    copy.__dict__.update({**module.__dict__, "_parameters": parameters, "_modules": modules})
+    return copy
 
 
 def computable(x: Tensor) -> bool:
-    """Whether a call with x may take another way than the stock one: x is a plain tensor with elements, and no
-    transform of torch.func is at work, which our gradients do not know."""
+    """Whether a replacement forward supports x: a plain tensor with elements, outside of transforms of torch.func,
+    which our gradients do not support."""
     return ordinary(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not transformed()

@@ -1,10 +1,10 @@
-"""Rows as they travel between ranks: FP8 codes with their scales, of a cast that the layer behind makes of them anyway.
+"""The encoding of rows that are sent between ranks: FP8 codes with scales, in the cast that the next layer uses anyway.
 
-Who gets them turns them into values again, which that layer casts. With scales that are powers of two, one for each
-block of a row, this is exact: code x scale is a value of BF16, and a cast of such values finds the same code x scale,
-if with another exponent where the largest of a block was rounded down. So a GEMM gives the same bits as without. A GEMM
+The receiver decodes them to values, which that layer casts. With scales that are powers of two, one for each block of a
+row, this is exact: code x scale is a BF16 value, and a cast of such values gives the same code x scale, with another
+exponent if the largest value of a block was rounded down. So a GEMM gives the same bits as without the encoding. A GEMM
 that casts the same rows along their columns (wgrad) starts from values that were rounded once already: its codes are
-the same but for values that underflow in one of the two casts. DeepSeek-V3 sends the rows of its experts so
+the same, except for values that underflow in one of the two casts. DeepSeek-V3 sends the rows of its experts this way
 (arXiv:2412.19437, section 3.3.2).
 """
 
@@ -20,26 +20,26 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.registry import quantize
 
 CODING = "_coding"
-"""In the __dict__ of a module of attention whose output goes to other ranks as codes: a :class:`Coding`."""
+"""The key in the __dict__ of an attention module whose output is sent to other ranks as codes: a :class:`Coding`."""
 
 
 @dataclass(frozen=True)
 class Coding:
-    """The cast of a layer whose operand may travel as codes."""
+    """The cast of a layer whose operand may be sent as codes."""
 
     spec: CastSpec
 
     @classmethod
     def of_x(cls, recipe: Recipe | None, piece: int) -> Coding | None:
-        """That of a layer's input, whose rows are cut into pieces of so many columns; None where codes would not be
-        exact, or a GEMM wants the values themselves."""
+        """The encoding of a layer's input, whose rows are split into pieces of ``piece`` columns; None if codes would
+        not be exact, or a GEMM needs the values."""
         if recipe is None or recipe.fwd is None or recipe.wgrad is None:
             return None
         return cls._of(recipe.fwd.a, piece)
 
     @classmethod
     def of_dy(cls, recipe: Recipe | None, piece: int) -> Coding | None:
-        """The same of the gradient of its output."""
+        """The encoding of the gradient of a layer's output, as :meth:`of_x`."""
         if recipe is None or recipe.dgrad is None or recipe.wgrad is None:
             return None
         return cls._of(recipe.dgrad.a, piece)
@@ -52,13 +52,13 @@ class Coding:
 
     @property
     def width(self) -> float:
-        """Bytes of a value, its part of a scale with it."""
+        """Bytes per value, including its share of a scale."""
         return 1 + (4 if self.spec.scale == "pow2" else 1) / self.spec.block[1]
 
     def pack(self, rows: Tensor) -> Tensor:
-        """[R, K] -> bytes [R, n]: codes, and behind them the scales."""
-        found = quantize(rows, self.spec)
-        return torch.cat([found.data.view(torch.uint8), found.scale.contiguous().view(torch.uint8)], 1)
+        """[R, K] -> bytes [R, n]: the codes, then the scales."""
+        q = quantize(rows, self.spec)
+        return torch.cat([q.data.view(torch.uint8), q.scale.contiguous().view(torch.uint8)], 1)
 
     def unpack(self, sent: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """Bytes [R, n] -> values [R, K], `columns` of them."""

@@ -1,5 +1,5 @@
-"""Results of a row that depend on neither batch nor length: products, attention, sums of rows and functions
-of one element."""
+"""Batch-invariant operations, whose results for a row depend on neither batch nor length: products, attention, sums of
+rows and elementwise functions."""
 
 from octavo.fp8.invariance.attention import TILE
 from octavo.fp8.invariance.attention import attention as batch_invariant_attention

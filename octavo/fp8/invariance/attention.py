@@ -1,7 +1,7 @@
-"""Attention whose result for a query depends on its own sequence alone: not on the batch, nor on how many queries come
-along, nor on how long the longest sequence is.
+"""Batch-invariant attention: the result for a query depends only on its own sequence, not on the batch, the number of
+queries, or the length of the longest sequence.
 
-A query t of a sequence sees keys 0 to t. Keys are taken in tiles of :data:`TILE`, by their position in their own
+A query t of a sequence sees keys 0 to t. Keys are processed in tiles of :data:`TILE`, by their position in their own
 sequence, in order, with a running maximum m and sum l (Milakov and Gimelshein 2018, arXiv:1805.02867), in fp32::
 
     for each tile:   s = scale q k^T, minus infinity where a key is not seen
@@ -9,13 +9,13 @@ sequence, in order, with a running maximum m and sum l (Milakov and Gimelshein 2
                      l = a l + sum p        o = a o + p v       m = m'
     out = o / l                             lse = m + log l
 
-A tile of which a query sees nothing changes none of its bits (p = 0, a = 1), so longer neighbours do not matter; the
-products have a fixed number of columns and rows padded as in :mod:`octavo.fp8.invariance.products`, so their number
-does not matter. The queries of the heads that share a head of k and v are rows of one product, and k and v are not
-repeated. Training calls it with whole sequences, generation with the newest queries over cached keys: same bits.
-Where a device has kernels of its own (:mod:`octavo.fp8.invariance.devices`) the forward is one of them.
+A tile of which a query sees nothing changes none of its bits (p = 0, a = 1), so longer neighbours do not matter. The
+products have a fixed number of columns, and rows padded as in :mod:`octavo.fp8.invariance.products`, so that the number
+of rows does not matter. The queries of the heads that share a head of k and v are rows of one product, and k and v are
+not repeated. Training calls it with whole sequences, generation with the newest queries over cached keys, with the same
+bits. On devices with batch-invariant kernels (:mod:`octavo.fp8.invariance.devices`) the forward uses a kernel.
 
-Backward makes p again from lse, tile by tile (Dao et al. 2022, arXiv:2205.14135)::
+The backward recomputes p from lse, tile by tile (Dao et al. 2022, arXiv:2205.14135)::
 
     dp = do v^T      ds = p (dp - sum(do out))      dq = scale ds k      dk = scale ds^T q      dv = p^T do
 """
@@ -35,9 +35,9 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.invariance.devices import InvarianceError, kernels_for
 
 TILE = 128
-_ROWS = 8  # queries of a product are padded to a multiple, those of heads that share one of k together
-_LEAST = -87.0  # exp of it is a normal number
-_COLUMNS = 16  # head sizes are padded to a multiple: narrower columns are cut unevenly among threads
+_ROWS = 8  # queries of a product, for all heads that share a head of k together, are padded to a multiple of this
+_LEAST = -87.0  # the smallest exponent whose exp is a normal number of fp32
+_COLUMNS = 16  # head sizes are padded to a multiple of this: a library splits narrower columns unevenly among threads
 
 
 def attention(
@@ -49,22 +49,22 @@ def attention(
 
     Args:
         q: [B, H, T, D]; in training whole sequences, in generation the newest queries of each.
-        k, v: [B, H_kv, S, D] and [B, H_kv, S, D_v], H a multiple of H_kv, consecutive heads of q sharing one. Columns
-            that nobody sees must be finite. S a multiple of 128 is not copied.
-        mask: broadcasts to [B, H, T, S]: boolean (True: may be seen) or added to the scores.
+        k, v: [B, H_kv, S, D] and [B, H_kv, S, D_v], H a multiple of H_kv; consecutive heads of q share a head. Columns
+            that no query sees must be finite. No copy is made if S is a multiple of 128.
+        mask: broadcasts to [B, H, T, S]: boolean (True: visible) or added to the scores.
         scale: of the scores; None: 1 / sqrt(D).
         is_causal: query t has position t.
-        positions: [B, T], of each query in its sequence: it sees keys up to there. -1: it sees none and gives 0.
-        starts: [B], the column of each sequence's first key; None: 0, or what the mask says of whole sequences
-            (T = S): the first column that any of their queries sees.
-        window: a query sees the last ``window`` keys up to its position alone; None: all of them.
+        positions: [B, T], of each query in its sequence: it sees keys up to its position. -1: it sees none and gives 0.
+        starts: [B], the column of each sequence's first key; None: 0, or, with a mask and whole sequences (T = S), the
+            first column that any query of the sequence sees.
+        window: a query sees only the last ``window`` keys up to its position; None: all of them.
 
     Returns:
         [B, H, T, D_v] in the dtype of q (autocast's under autocast).
 
     Raises:
-        ValueError: shapes that do not fit; a window without positions.
-        InvarianceError: a mask that wants a gradient.
+        ValueError: shapes that do not match; a window without positions.
+        InvarianceError: a mask that requires a gradient.
     """
     q, k, v = _lowered(q, k, v)
     _check(q, k, v, mask, is_causal, positions, window)
@@ -73,14 +73,16 @@ def attention(
         positions = torch.arange(queries, device=q.device).expand(batch, queries)
     if starts is None and mask is not None and queries == k.shape[2]:
         starts = _starts(mask, batch)
+    # Move each sequence's first key to column 0. On a GPU this happens even if all starts are 0: reading them would
+    # wait for the device.
     if starts is not None and (starts.device.type != "cpu" or bool(starts.any())):
         column = (torch.arange(k.shape[2], device=k.device) + starts.view(-1, 1)).clamp(max=k.shape[2] - 1)
         past = column.new_tensor(k.shape[2]) - starts.view(-1, 1)  # keys of each sequence
         k, v = (torch.take_along_dim(t, column.view(batch, 1, -1, 1), 2) for t in (k, v))
         if mask is not None:
             mask = torch.take_along_dim(mask.expand(batch, -1, -1, -1), column.view(batch, 1, 1, -1), 3)
-        own = torch.arange(k.shape[2], device=k.device) < past
-        seen = Seen(mask, positions, own, window)
+        real = torch.arange(k.shape[2], device=k.device) < past
+        seen = Seen(mask, positions, real, window)
     else:
         seen = Seen(mask, positions, None, window)
     out: Tensor = _Attention.apply(q, k, v, seen, 1 / math.sqrt(size) if scale is None else scale)
@@ -88,16 +90,18 @@ def attention(
 
 
 class Seen(NamedTuple):
-    """Which keys a query sees, by position: see :func:`attention`. ``own`` [B, S]: which columns are keys at all."""
+    """Which keys a query sees, by position: see :func:`attention`. ``real`` bool [B, S]: which columns are keys."""
 
     mask: Tensor | None
     positions: Tensor | None
-    own: Tensor | None
+    real: Tensor | None
     window: int | None
 
     def hide(self, scores: Tensor, start: int, keys: int) -> Tensor:
-        """scores [B, H_kv, G, T', TILE] of the keys from ``start`` on, minus infinity where a key is not seen; ``keys``
-        is how many there are in all. T' may be more than T: such rows see nothing, or anything."""
+        """scores [B, H_kv, G, T', TILE] of the keys from ``start`` on, with minus infinity where a key is not seen.
+
+        ``keys``: the number of all keys. T' may be larger than T: the results of such rows are not used.
+        """
         rows, width = scores.shape[3], min(TILE, keys - start)
         column = torch.arange(start, start + TILE, device=scores.device)
         hidden = (column >= keys).view(1, 1, 1, 1, -1)
@@ -106,8 +110,8 @@ class Seen(NamedTuple):
             hidden = hidden | (column > at)
             if self.window is not None:
                 hidden = hidden | (column <= at - self.window)
-        if self.own is not None:
-            hidden = hidden | ~_to_tile(self.own[:, start : start + width])[:, None, None, None, :]
+        if self.real is not None:
+            hidden = hidden | ~_to_tile(self.real[:, start : start + width])[:, None, None, None, :]
         if self.mask is None:
             return scores.masked_fill_(hidden, -math.inf)
         part = self.mask[..., start : start + width]
@@ -130,9 +134,9 @@ class _Attention(torch.autograd.Function):
             else:
                 y, lse = kernels.attend(q, k, v, *seen, scale)
                 lse = _rows(lse[..., None], k.shape[1])[0][:, :, :1]
-        tensors = [t for t in (seen.mask, seen.positions, seen.own) if t is not None]
+        tensors = [t for t in (seen.mask, seen.positions, seen.real) if t is not None]
         ctx.save_for_backward(q, k, v, y, lse, *tensors)
-        ctx.there = [t is not None for t in (seen.mask, seen.positions, seen.own)]
+        ctx.present = [t is not None for t in (seen.mask, seen.positions, seen.real)]
         ctx.window, ctx.scale = seen.window, scale
         return y
 
@@ -145,8 +149,11 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def _in_fp32(x: Tensor) -> Iterator[None]:
-    """Around products that are invariant as they are, and that autocast would lower once more: a backward, which mostly
-    runs outside of it, would then make other probabilities than the forward had."""
+    """A context without autocast and torch functions, for products that are invariant as they are.
+
+    Autocast would lower them again, and a backward, which mostly runs outside of autocast, would recompute other
+    probabilities than the forward.
+    """
     device = x.device.type
     lowers = torch.amp.is_autocast_available(device)
     with torch._C.DisableTorchFunction(), torch.autocast(device, enabled=False) if lowers else nullcontext():
@@ -154,7 +161,7 @@ def _in_fp32(x: Tensor) -> Iterator[None]:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [B, H, T, D_v], lse of the padded rows, infinite where a row saw nothing)."""
+    """(out [B, H, T, D_v], lse of the padded rows, infinite for rows that see no key)."""
     q_rows, shape = _rows(q, k.shape[1])
     q_rows = q_rows * scale
     keys = k.shape[2]
@@ -163,24 +170,26 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple
     for start, k_tile, v_tile in _tiles(k, v):
         s = torch.bmm(q_rows, k_tile.transpose(1, 2))
         s = seen.hide(s.view(*shape, TILE), start, keys).view(s.shape)
+        # Online softmax: rescale total and out to the new maximum. Where no key was seen yet the maximum is -inf, and
+        # s - (-inf) would be NaN.
         above = torch.maximum(top, s.amax(2, keepdim=True))
         safe = above.masked_fill(above == -math.inf, 0.0)
         p, a = _exp(s.sub_(safe)), _exp(top.sub_(safe))
         total = total.mul_(a).add_(p.sum(2, keepdim=True))
         out = out.mul_(a).add_(torch.bmm(p, v_tile))
         top = above
-    nobody = total == 0.0
-    out = out / total.masked_fill(nobody, 1.0)
-    lse = (top + total.log()).masked_fill_(nobody, math.inf)  # exp(s - inf) is 0 in the backward
+    empty = total == 0.0
+    out = out / total.masked_fill(empty, 1.0)
+    lse = (top + total.log()).masked_fill_(empty, math.inf)  # exp(s - inf) is 0 in the backward
     y = _unrows(out, q, shape)[..., : v.shape[3]].to(q.dtype).contiguous()
     return y, lse
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     q, k, v, y, lse, *tensors = ctx.saved_tensors
-    left = iter(tensors)
-    mask, positions, own = (next(left) if there else None for there in ctx.there)
-    seen = Seen(mask, positions, own, ctx.window)
+    saved = iter(tensors)
+    mask, positions, real = (next(saved) if present else None for present in ctx.present)
+    seen = Seen(mask, positions, real, ctx.window)
     q_rows, shape = _rows(q, k.shape[1])
     dy_rows, y_rows = (_rows(t, k.shape[1])[0] for t in (dy, y))
     delta = (dy_rows * y_rows).sum(2, keepdim=True)
@@ -198,31 +207,32 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp(x), 0 below the smallest normal number of fp32. Minus infinity and what underflows take a library's slow
-    path, many times as long as other numbers, and most of a tile may be hidden. Writes over x."""
-    nothing = x < _LEAST
-    return x.clamp_(min=_LEAST).exp_().masked_fill_(nothing, 0.0)
+    """exp(x), 0 below the smallest normal number of fp32. Overwrites x."""
+    # Minus infinity and underflow take a slow path of the library, many times as slow as other numbers, and most of a
+    # tile may be hidden.
+    underflows = x < _LEAST
+    return x.clamp_(min=_LEAST).exp_().masked_fill_(underflows, 0.0)
 
 
 def _rows(x: Tensor, kv: int) -> tuple[Tensor, tuple[int, ...]]:
-    """x [B, H, T, D] -> ([B H_kv, G T', D'] in fp32 (float64 of float64), (B, H_kv, G, T')): the queries of all heads
-    that share one of k, padded with zeros to a multiple of :data:`_ROWS`, and D to one of :data:`_COLUMNS`."""
+    """x [B, H, T, D] -> ([B H_kv, G T', D'] in fp32 (float64 for float64), (B, H_kv, G, T')): the queries of all heads
+    that share a head of k, padded with zeros to a multiple of :data:`_ROWS`, and D to one of :data:`_COLUMNS`."""
     batch, heads, queries, size = x.shape
     groups = heads // kv
-    more = -queries % (_ROWS // math.gcd(_ROWS, groups))
-    wide = F.pad(_wide(x), (0, -size % _COLUMNS, 0, more))
-    shape = (batch, kv, groups, queries + more)
-    return wide.reshape(batch * kv, groups * (queries + more), wide.shape[3]), shape
+    padding = -queries % (_ROWS // math.gcd(_ROWS, groups))
+    wide = F.pad(_wide(x), (0, -size % _COLUMNS, 0, padding))
+    shape = (batch, kv, groups, queries + padding)
+    return wide.reshape(batch * kv, groups * (queries + padding), wide.shape[3]), shape
 
 
 def _unrows(rows: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The transpose of :func:`_rows`, with whatever columns there are."""
+    """The inverse of :func:`_rows`, with all columns: [B, H, T, D']."""
     batch, kv, groups, queries = shape
     return rows.view(batch, kv * groups, queries, rows.shape[2])[:, :, : like.shape[2]]
 
 
 def _tiles(k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(first column, keys [B H_kv, TILE, D'], values [B H_kv, TILE, D_v']) in fp32, zeros behind the last key."""
+    """(first column, keys [B H_kv, TILE, D'], values [B H_kv, TILE, D_v']) in fp32, zeros after the last key."""
     for start in range(0, k.shape[2], TILE):
         yield start, _tile(k, start), _tile(v, start)
 
@@ -234,7 +244,7 @@ def _tile(x: Tensor, start: int) -> Tensor:
 
 
 def _of_keys(d: Tensor, like: Tensor) -> Tensor:
-    """Gradients [B H_kv, S', D'] of all tiles -> those of k or v."""
+    """Gradients [B H_kv, S', D'] of all tiles -> the gradient of ``like``, k or v."""
     batch, kv, keys, size = like.shape
     return d.view(batch, kv, -1, d.shape[2])[:, :, :keys, :size].to(like.dtype)
 
@@ -254,13 +264,13 @@ def _starts(mask: Tensor, batch: int) -> Tensor:
     return seen.any(1).any(1).long().argmax(-1).expand(batch)
 
 
-def _lowered(*given: Tensor) -> tuple[Tensor, ...]:
-    """What autocast makes of the arguments of attention."""
-    device = given[0].device.type
+def _lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The arguments of attention in autocast's dtype, if autocast is on."""
+    device = tensors[0].device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return given
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in given)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _check(
@@ -273,7 +283,9 @@ def _check(
             f"H_kv; found {list(q.shape)}, {list(k.shape)} and {list(v.shape)}. Lay the heads out in dimension 1"
         )
     if is_causal and (mask is not None or positions is not None):
-        raise ValueError("is_causal says where queries stand: give no mask or positions with it, or say it there")
+        raise ValueError(
+            "is_causal sets the positions of queries: pass no mask or positions with it, or express it there"
+        )
     if positions is not None and positions.shape != (q.shape[0], q.shape[2]):
         raise ValueError(f"positions {list(positions.shape)} are not [B, T] of queries {list(q.shape)}; give one each")
     if window is not None and (window < 1 or (positions is None and not is_causal)):
@@ -282,6 +294,6 @@ def _check(
         raise ValueError(f"a mask {list(mask.shape)} does not broadcast to [B, H, T, S] by its dimensions; give four")
     if mask is not None and mask.requires_grad:
         raise InvarianceError(
-            "invariant: attention has a mask that wants a gradient (a learned position bias), and none is computed. "
+            "invariant: attention has a mask that requires a gradient (a learned position bias), and none is computed. "
             "Such a model cannot be trained with rl.invariant: true"
         )

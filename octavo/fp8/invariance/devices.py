@@ -1,17 +1,18 @@
-"""Who computes rows that stand for themselves on which kind of device, and how one knows that they do.
+"""The batch-invariant kernels of each kind of device, and the test that they are batch-invariant.
 
-On a CPU torch's own products do it, padded and in pieces (:mod:`octavo.fp8.invariance.products`), and its sums of a
-row look at that row anyway. A GPU's libraries pick tiles, and cut contractions and rows, by sizes and by what is free:
-there kernels with fixed tiles and a fixed order do it (:data:`KERNELS`, which ``octavo.fp8.kernels`` fills). That a
-row's bits do not depend on its place in a tile, or on which program gets it, is a property of compilers and of tensor
-cores, not of any interface; so each kind of kernel is tried once for each size on the very device (:func:`prove`).
+On a CPU torch's own products are used, padded and in pieces (:mod:`octavo.fp8.invariance.products`), and its sums of a
+row read only that row anyway. A GPU's libraries choose tiles, and split contractions and rows, by sizes and by free
+resources: GPUs use kernels with fixed tiles and a fixed order (:data:`KERNELS`, which ``octavo.fp8.kernels`` fills). No
+interface promises that the bits of a row do not depend on its position in a tile, or on the program that computes it;
+compilers and tensor cores decide that. So each kind of kernel is tested once for each size on the device itself
+(:func:`prove`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,33 +22,33 @@ from octavo.fp8.arithmetic.errors import Fp8Error
 
 
 class InvarianceError(Fp8Error, RuntimeError):
-    """Something whose result for a row would depend on the rows beside it."""
+    """An operation whose result for a row would depend on the other rows."""
 
 
 class RowKernels(Protocol):
-    """Each row of each result by itself. Operands are plain tensors of one device, in fp32, bf16 or fp16; nothing here
-    is differentiable. Raises InvarianceError for other dtypes, and where a trial on the device failed."""
+    """Batch-invariant kernels. Operands are plain tensors on one device, in fp32, bf16 or fp16; nothing here is
+    differentiable. Raises InvarianceError for other dtypes, and if a test on the device failed."""
 
     def product(
         self, a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: float, dtype: torch.dtype
     ) -> Tensor:
-        """alpha a [M, K] @ b [K, N] + beta start, in ``dtype``; start [M, N] or what broadcasts to it."""
+        """alpha a [M, K] @ b [K, N] + beta start, in ``dtype``; start broadcasts to [M, N]."""
         ...
 
     def grouped_product(self, a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-        """[R, N] in the dtype of a [R, K]: its rows up to ``ends`` [E], each expert's behind the last one's, times the
-        expert's b [E, K, N]; zeros behind them."""
+        """[R, N] in the dtype of a [R, K]: rows sorted by expert, expert e's up to ``ends[e]``, times b [E, K, N] of
+        their expert; zeros after the last expert's rows."""
         ...
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, own: Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, real: Tensor | None,
         window: int | None, scale: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(out [B, H, T, D_v] in q's dtype, lse fp32 [B, H, T]): see :mod:`octavo.fp8.invariance.attention`."""
         ...
 
     def sums(self, x: Tensor) -> Tensor:
-        """[R]: the sum of each row of x [R, N], in fp32 (float64 of float64)."""
+        """The sum of each row of x [R, N]: fp32 [R] (float64 for float64)."""
         ...
 
 
@@ -56,29 +57,30 @@ KERNELS: dict[str, Callable[[], RowKernels]] = {}
 
 
 def kernels_for(x: Tensor) -> RowKernels | None:
-    """The kernels of x's device; None where torch computes."""
-    give = KERNELS.get(x.device.type)
-    return None if give is None else give()
+    """The kernels of x's device; None if torch's functions are used there."""
+    load = KERNELS.get(x.device.type)
+    return None if load is None else load()
 
 
-def unlowered(x: Tensor) -> AbstractContextManager[Any]:
-    """Without autocast on x's device."""
+def unlowered(x: Tensor) -> AbstractContextManager[object]:
+    """A context without autocast on x's device."""
     device = x.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 ROWS_OF_TRIAL = 130
-"""More than a tile of any kernel has, and not a multiple."""
+"""Larger than a tile of any kernel, and not a multiple of one."""
 
-_proven: set[tuple[Any, ...]] = set()
+_proven: set[tuple[object, ...]] = set()
 
 
-def prove(key: tuple[Any, ...], what: str, begin: Callable[[], Callable[[Tensor], Tensor]]) -> None:
-    """Try once that rows have their bits in any company. ``begin()`` makes random operands of :data:`ROWS_OF_TRIAL`
-    rows, and a function that gives the result of those rows ``which`` (int64 on the CPU) that are asked for. ``key``
-    says what is tried, and on which device.
+def prove(key: tuple[object, ...], what: str, begin: Callable[[], Callable[[Tensor], Tensor]]) -> None:
+    """Test once that a row has the same bits among any other rows.
 
-    Raises InvarianceError, with ``what`` and a row, if they do not.
+    ``begin()`` creates random operands of :data:`ROWS_OF_TRIAL` rows, and returns a function that computes the result
+    for a selection ``which`` of these rows (int64 on the CPU). ``key`` identifies the operation and the device.
+
+    Raises InvarianceError, with ``what`` and a row, if the bits differ.
     """
     if key in _proven:
         return
@@ -86,6 +88,7 @@ def prove(key: tuple[Any, ...], what: str, begin: Callable[[], Callable[[Tensor]
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
         run = begin()
         whole = run(every).cpu()
+        # One row, the last rows, every seventh in reverse order, and all but one at other positions.
         for which in (every[ROWS_OF_TRIAL // 2 :][:1], every[-3:], every.flip(0)[::7], every.roll(5)[:-1]):
             differing = (run(which).cpu() != whole[which]).reshape(len(which), -1).any(1)
             if differing.any():

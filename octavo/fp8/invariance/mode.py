@@ -1,13 +1,13 @@
-"""The mode in which a model's rows stand for themselves: what it multiplies goes to functions that do not look at the
-number of rows.
+"""The mode that makes a model batch-invariant: it replaces operations by functions that do not depend on the number of
+rows.
 
-A :class:`torch.overrides.TorchFunctionMode` sees every torch function that Python calls, whoever calls it: linear
-layers, routers, adapters, patch embeddings, attention by ``sdpa``. Those whose result for a row depends on the rows
-beside it are replaced (:data:`REPLACED`) or, where nothing stands in for them, refused by name (:data:`REFUSED`).
-What remains is computed by elements: rotary embeddings, casts of FP8 by rows; and on a CPU by rows: norms, softmax,
-top-k. On a GPU stands something in for these as well (:mod:`octavo.fp8.invariance.rows`).
+A :class:`torch.overrides.TorchFunctionMode` sees every torch function that Python code calls: in linear layers,
+routers, adapters, patch embeddings, attention by ``sdpa``. Functions whose result for a row depends on the other rows
+are replaced (:data:`REPLACED`) or, where there is no replacement, refused by name (:data:`REFUSED`). The others are
+elementwise, such as rotary embeddings and FP8 casts of rows, or, on a CPU, row by row: norms, softmax, top-k. On a GPU
+these are replaced too (:mod:`octavo.fp8.invariance.rows`).
 
-Gradients are not invariant, and need not be. A forward that a backward computes again enters the mode by
+Gradients are not invariant, and need not be. A forward that the backward recomputes enters the mode through
 :func:`again`.
 """
 
@@ -28,13 +28,13 @@ from octavo.fp8.invariance.devices import InvarianceError
 
 
 def active() -> bool:
-    """Whether rows stand for themselves here: inside the mode."""
+    """Whether the batch-invariant mode is active."""
     return any(isinstance(mode, Rows) for mode in _get_current_function_mode_stack())
 
 
 class Rows(TorchFunctionMode):
-    """Inside, results of a row depend on that row alone; see the module's docstring. ``octavo.fp8.batch_invariant``
-    enters it once it has looked at a model."""
+    """A mode in which the results for a row depend only on that row: see the module's docstring.
+    ``octavo.fp8.batch_invariant`` enters it after checking a model."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         other = REPLACED.get(func)
@@ -45,9 +45,9 @@ class Rows(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def again() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """What surrounds a forward, and the same forward where a backward computes it again (``context_fn`` of torch's
-    checkpoint): the mode, if it is active now. A backward runs outside of it, wherever it is called."""
+def again() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """The contexts for a forward and for its recomputation in the backward (``context_fn`` of torch's checkpoint): the
+    mode for the second, if it is active now, because a backward runs outside of the mode."""
     return nullcontext(), Rows() if active() else nullcontext()
 
 
@@ -90,7 +90,7 @@ def _rmatmul(b: Tensor, a: Tensor) -> Tensor:
     return products.matmul(a, b)
 
 
-_MANY = "whose order on a GPU depends on the number of rows, and nothing stands in for it"
+_MANY = "whose order on a GPU depends on the number of rows, and it has no replacement"
 _SPREAD = (torch.var, torch.std, torch.var_mean, torch.std_mean, torch.norm, Tensor.var, Tensor.std, Tensor.norm)
 _NORMS = (torch.linalg.norm, torch.linalg.vector_norm, F.normalize, F.cosine_similarity, F.group_norm, F.batch_norm)
 
@@ -123,15 +123,15 @@ REPLACED: Mapping[Any, Callable[..., Any]] = {
     torch.native_layer_norm: rows.native_layer_norm,
     **{f: rows.refused(f, _MANY) for f in (*_SPREAD, *_NORMS, F.instance_norm, torch.cdist)},
 }
-"""torch function -> what computes the same by rows."""
+"""torch function -> its batch-invariant replacement."""
 
-_SUMS = "whose sums depend on the rows beside; a model that needs it cannot be invariant"
+_SUMS = "whose sums depend on the other rows; a model that needs it cannot be invariant"
 REFUSED: Mapping[Any, str] = {
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm, torch.addbmm, Tensor.addbmm, torch.einsum, torch.tensordot), _SUMS),
     **dict.fromkeys((torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, F.bilinear), _SUMS),
-    F.multi_head_attention_forward: "attention of its own; a model that needs it cannot be invariant",
-    F.mish: "which a CPU computes otherwise at the end of a tensor; nothing stands in for it",
-    F.logsigmoid: "which a CPU computes otherwise at the end of a tensor; nothing stands in for it",
-    F.glu: "which a CPU computes otherwise at the end of a tensor; nothing stands in for it",
+    F.multi_head_attention_forward: "which has its own attention; a model that needs it cannot be invariant",
+    F.mish: "which a CPU computes differently at the end of a tensor, and it has no replacement",
+    F.logsigmoid: "which a CPU computes differently at the end of a tensor, and it has no replacement",
+    F.glu: "which a CPU computes differently at the end of a tensor, and it has no replacement",
 }
 """torch function -> why it cannot be called in the mode."""

@@ -1,15 +1,15 @@
-"""Functions of one element whose value does not depend on where the element lies.
+"""Elementwise functions whose value does not depend on the position of the element.
 
-On a CPU torch computes sigmoid and what contains it eight or sixteen elements at a time, and what is left over at the
-end of a tensor, or of a thread's share of it, one by one, with another exponential: the last features of the last row
-then differ from those of the same row in a larger batch. ``exp``, ``tanh``, ``erf`` and ``log1p`` take left-over
-elements through the same code, and additions, products and quotients are exact roundings anywhere. So::
+On a CPU torch computes sigmoid, and functions that contain it, eight or sixteen elements at a time, and the remaining
+elements at the end of a tensor, or of a thread's part of it, one by one with another exponential: the last features of
+the last row then differ from the same row in a larger batch. ``exp``, ``tanh``, ``erf`` and ``log1p`` use the same code
+for remaining elements, and additions, products and quotients are rounded exactly anywhere. So::
 
     sigmoid = 1 / (1 + exp(-x))        silu = x / (1 + exp(-x))        softplus = log1p(exp(beta x)) / beta
     gelu    = x / 2 (1 + erf(x / sqrt 2)),    or    x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))
 
-in fp32, rounded once to x's dtype. Gradients are those of torch's own functions. On other devices each element is
-computed by the same code anyway, and torch's functions stay.
+in fp32, rounded once to x's dtype. Gradients come from torch's own functions. Other devices use the same code for each
+element anyway, and torch's functions are used there.
 """
 
 from __future__ import annotations

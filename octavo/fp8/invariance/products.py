@@ -1,17 +1,17 @@
-"""Products of matrices whose rows do not depend on their number.
+"""Batch-invariant matrix products.
 
-A library of matrix products picks its kernel by the sizes of the operands: one row goes to another kernel than two, two
-to another than four, and threads cut many rows into pieces whose last rows take yet another path. The order in which
-the K terms of an element are added, and with it the last bits, then depend on how many rows came along.
+A library chooses its kernel by the sizes of the operands: one row takes another kernel than two, two another than four,
+and threads split many rows into pieces whose last rows take yet another path. The order in which the K terms of an
+element are added, and with it the last bits, then depend on the number of rows.
 
-Here rows are padded with zeros to a multiple of :data:`ROWS`, and columns to at least as many. On the CPUs that this
-was tried on (``tests/fp8/invariance``) every row of such a product has the same bits, whatever its neighbours, its
-place and their number, for one thread and several. That is a property of the library, not of its interface. So each
-kind of product is tried once, on random operands (:func:`_even`); where rows do depend on their number, it runs in
-pieces of exactly :data:`ROWS` rows, a call of one shape; and where that does not help either, it is refused.
+Here rows are padded with zeros to a multiple of :data:`ROWS`, and columns to at least as many. On the CPUs that were
+tested (``tests/fp8/invariance``) every row of such a product has the same bits, whatever the other rows, its position
+and their number, for one thread and several. The library's interface does not promise that. So each kind of product is
+tested once, on random operands (:func:`_even`); if rows depend on their number, it runs in pieces of exactly
+:data:`ROWS` rows, always one shape; and if that does not help either, it is refused.
 
-Where a device has kernels of its own (:mod:`octavo.fp8.invariance.devices`) they multiply instead; gradients are made
-by torch's products.
+On devices with batch-invariant kernels (:mod:`octavo.fp8.invariance.devices`) these are used instead; gradients use
+torch's products.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torch.nn import Parameter
 from octavo.fp8.invariance.devices import InvarianceError, RowKernels, kernels_for
 
 ROWS = 16
-_TRIED = (1, 2, 3, 5, 9)  # how many times ROWS rows are tried against each other
+_TRIED = (1, 2, 3, 5, 9)  # multiples of ROWS rows that are compared
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``: x [..., K] @ weight [N, K].T + bias [N] -> [..., N], rows by themselves; autocast as ever."""
+    """``F.linear``: x [..., K] @ weight [N, K].T + bias [N] -> [..., N], batch-invariant; follows autocast."""
     if _autocast(x):
         with torch.autocast(x.device.type, enabled=False):
             return linear(*_lowered(x, weight, bias))
@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """a [M, K] @ b [K, N], each row of a by itself; autocast as ever."""
+    """a [M, K] @ b [K, N], batch-invariant; follows autocast."""
     if _autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             a, b = _lowered(a, b)
@@ -58,8 +58,8 @@ def mm(a: Tensor, b: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
 
 
 def addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """beta start + alpha a [M, K] @ b [K, N], each row by itself; ``start`` is [M, N] or one row of it. Autocast as
-    ever."""
+    """beta start + alpha a [M, K] @ b [K, N], batch-invariant; ``start`` is [M, N] or one row of it. Follows
+    autocast."""
     if _autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             return addmm(*_lowered(start, a, b), beta=beta, alpha=alpha)
@@ -69,15 +69,15 @@ def addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float 
     if not whole:
         return _padded(a, b, lambda rows, cols: torch.addmm(_wide(start, cols), rows, cols, beta=beta, alpha=alpha))
 
-    def product(rows: Tensor, cols: Tensor, own: Tensor) -> Tensor:
-        return torch.addmm(_wide(own, cols), rows, cols, beta=beta, alpha=alpha)
+    def product(rows: Tensor, cols: Tensor, start_rows: Tensor) -> Tensor:
+        return torch.addmm(_wide(start_rows, cols), rows, cols, beta=beta, alpha=alpha)
 
     return _padded(a, b, product, start)
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` of rows and a matrix. Raises InvarianceError for batches of matrices on both sides, such as attention
-    written out, unless they contract one element, which is no sum."""
+    without ``sdpa``, unless they contract one element, which needs no sum."""
     if _autocast(a):
         with torch.autocast(a.device.type, enabled=False):
             return matmul(*_lowered(a, b))
@@ -98,18 +98,18 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **more: Any) -> Tensor:
+def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **options: Any) -> Tensor:
     """torch's grouped product: rows a [R, K] times b [E, K, N], the rows of an expert ending at ``offs`` [E].
 
-    Autocast leaves it alone, as it does torch's. Raises InvarianceError for its other forms.
+    Autocast does not change it, as for torch's. Raises InvarianceError for its other forms.
     """
     if _autocast(a):
         with torch.autocast(a.device.type, enabled=False):
-            return grouped_mm(a, b, offs=offs, **more)
-    if offs is None or a.dim() != 2 or b.dim() != 3 or more.get("bias") is not None:
+            return grouped_mm(a, b, offs=offs, **options)
+    if offs is None or a.dim() != 2 or b.dim() != 3 or options.get("bias") is not None:
         raise InvarianceError(
             f"invariant: a grouped product of {list(a.shape)} and {list(b.shape)} was found, and only rows "
-            "[R, K] of experts [E, K, N] are known by their rows"
+            "[R, K] of experts [E, K, N] have a batch-invariant form"
         )
     if (kernels := kernels_for(a)) is not None:
         grouped: Tensor = _GroupedKernel.apply(a, b, offs, kernels)
@@ -125,7 +125,7 @@ def grouped_mm(a: Tensor, b: Tensor, *, offs: Tensor | None = None, **more: Any)
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
-    """A convolution that cuts its input into patches, as vision towers begin: each patch is a row of a product.
+    """A convolution with non-overlapping patches, the first layer of vision towers: each patch is a row of a product.
 
     x [B, C, *sizes], weight [N, C, *kernel] -> [B, N, *counts]. Raises InvarianceError where patches overlap.
     """
@@ -134,7 +134,7 @@ def convolve(
     if x.dim() != dims + 2 or groups != 1 or steps != kernel or any(pads) or any(g != 1 for g in gaps):
         raise InvarianceError(
             f"invariant: a convolution with kernel {kernel}, stride {steps}, padding {pads} and {groups} groups was "
-            "found; only patches that do not overlap are known by their rows"
+            "found; only patches that do not overlap have a batch-invariant form"
         )
     counts = [size // k for size, k in zip(x.shape[2:], kernel, strict=True)]
     for i, (count, k) in enumerate(zip(counts, kernel, strict=True)):
@@ -146,7 +146,7 @@ def convolve(
 
 
 class _Linear(torch.autograd.Function):
-    """A product whose rows are padded for the forward alone: what is saved is x as it came."""
+    """A product whose rows are padded only for the forward: the backward gets x without padding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -173,7 +173,7 @@ def _by_kernels(
 
 
 class _Kernel(torch.autograd.Function):
-    """alpha a @ b + beta start by a device's kernels."""
+    """alpha a @ b + beta start by a device's kernels; gradients by torch."""
 
     @staticmethod
     def forward(
@@ -202,12 +202,12 @@ class _Kernel(torch.autograd.Function):
 
 
 def _values(x: Tensor) -> Tensor:
-    """x as a plain tensor: what a frozen FP8 weight is decoded to by an operation that asks for its values."""
+    """x as a plain tensor: a multiplication by 1 decodes a frozen FP8 weight."""
     return x if type(x) in (Tensor, Parameter) else x * 1
 
 
 class _GroupedKernel(torch.autograd.Function):
-    """Rows of experts by a device's kernels; gradients expert by expert."""
+    """Rows of experts by a device's kernels; gradients by torch's grouped product."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, ends: Tensor, kernels: RowKernels) -> Tensor:
@@ -224,40 +224,40 @@ class _GroupedKernel(torch.autograd.Function):
         used = (torch.arange(len(dy), device=dy.device) < ends[-1])[:, None]
         da, db = torch.autograd.grad(y, (a, b), torch.where(used, dy, 0))
         some = ends.diff(prepend=ends.new_zeros(1)) > 0
-        # torch writes nothing for rows of no expert, nor for an expert without rows
+        # torch leaves rows of no expert, and experts without rows, uninitialized.
         return torch.where(used, da, 0), torch.where(some.view(-1, 1, 1), db, 0), None, None
 
 
-def _padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *beside: Tensor) -> Tensor:
-    """``product(a, b, *beside)`` in which rows stand for themselves; ``beside`` has the rows of a."""
+def _padded(a: Tensor, b: Tensor, product: Callable[..., Tensor], *by_row: Tensor) -> Tensor:
+    """``product(a, b, *by_row)``, batch-invariant; each tensor of ``by_row`` has as many rows as a."""
     rows, cols = a.shape[0], b.shape[1]
     if not rows or not cols:
-        return product(a, b, *beside)
-    more = -rows % ROWS
-    if more:
-        a, beside = F.pad(a, (0, 0, 0, more)), tuple(F.pad(t, (0, 0, 0, more)) for t in beside)
+        return product(a, b, *by_row)
+    padding = -rows % ROWS
+    if padding:
+        a, by_row = F.pad(a, (0, 0, 0, padding)), tuple(F.pad(t, (0, 0, 0, padding)) for t in by_row)
     if cols < ROWS:
         b = F.pad(b, (0, ROWS - cols))
     if _even(a, b):
-        y = product(a, b, *beside)
+        y = product(a, b, *by_row)
     else:
-        parts = zip(*(t.split(ROWS) for t in (a, *beside)), strict=True)
-        y = torch.cat([product(own, b, *more_of) for own, *more_of in parts])
+        pieces = zip(*(t.split(ROWS) for t in (a, *by_row)), strict=True)
+        y = torch.cat([product(piece, b, *others) for piece, *others in pieces])
     return y[:rows, :cols] if y.shape != (rows, cols) else y
 
 
 def _wide(start: Tensor, b: Tensor) -> Tensor:
-    """What a product is added to, with the columns that b was padded to."""
+    """``start`` padded to the columns of b."""
     return F.pad(start, (0, b.shape[1] - start.shape[-1])) if 1 < start.shape[-1] < b.shape[1] else start
 
 
-_known: dict[tuple[Any, ...], bool] = {}
+_known: dict[tuple[object, ...], bool] = {}
 
 
 @torch.no_grad()
 def _even(a: Tensor, b: Tensor) -> bool:
-    """Whether rows of products with matrices such as b [K, N] have their bits whatever their number; tried once for
-    each size, dtype, order in memory and number of threads."""
+    """Whether products with matrices like b [K, N] give a row the same bits whatever the number of rows; tested once
+    for each size, dtype, memory order and number of threads."""
     key = (a.dtype, b.shape, b.stride(0) > b.stride(1), torch.get_num_threads())
     if key not in _known:
         _known[key] = _trial(a.dtype, b)
@@ -265,29 +265,29 @@ def _even(a: Tensor, b: Tensor) -> bool:
 
 
 def _trial(dtype: torch.dtype, b: Tensor) -> bool:
-    """Raises InvarianceError where not even pieces of ROWS rows give a row the same bits at every place."""
+    """The test of :func:`_even`. Raises InvarianceError if a row has other bits at another position of ROWS rows."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(max(_TRIED) * ROWS, b.shape[0], generator=generator).to(dtype)
     w = torch.randn(*reversed(b.shape), generator=generator).to(dtype)
     w = w.t() if b.stride(0) <= b.stride(1) else w.t().contiguous()
-    piece = torch.cat([torch.mm(own, w) for own in x.split(ROWS)])
-    turned = torch.cat([torch.mm(own.roll(5, 0), w).roll(-5, 0) for own in x.split(ROWS)])
-    if not torch.equal(piece, turned):
+    by_piece = torch.cat([torch.mm(piece, w) for piece in x.split(ROWS)])
+    shifted = torch.cat([torch.mm(piece.roll(5, 0), w).roll(-5, 0) for piece in x.split(ROWS)])
+    if not torch.equal(by_piece, shifted):
         raise InvarianceError(
             f"invariant: on this machine a row of a product of {list(b.shape)} in {dtype} has other bits at another "
             f"place of {ROWS} rows, with {torch.get_num_threads()} threads. Use another number of threads or "
             "train.precision: fp32, or rl.invariant: false"
         )
-    return all(torch.equal(torch.mm(x[: n * ROWS], w), piece[: n * ROWS]) for n in _TRIED)
+    return all(torch.equal(torch.mm(x[: n * ROWS], w), by_piece[: n * ROWS]) for n in _TRIED)
 
 
 def _autocast(x: Tensor) -> bool:
-    """Whether autocast would lower a product of x; it leaves float64 alone."""
+    """Whether autocast would lower a product of x; it does not change float64."""
     device = x.device.type
     on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return on and x.dtype != torch.float64
 
 
-def _lowered(*given: Tensor | None) -> tuple[Any, ...]:
+def _lowered(*operands: Tensor | None) -> tuple[Any, ...]:
     """The operands of a product in autocast's dtype."""
-    return tuple(None if t is None else t.to(torch.get_autocast_dtype(t.device.type)) for t in given)
+    return tuple(None if t is None else t.to(torch.get_autocast_dtype(t.device.type)) for t in operands)

@@ -1,18 +1,18 @@
-"""Sums, norms and softmax of rows where a device's own look at how many rows there are.
+"""Batch-invariant sums, norms and softmax for devices whose own depend on the number of rows.
 
-A GPU's library cuts a row among threads and blocks by the number of rows and by their alignment; the order of a sum,
-and with it the last bits of a norm, then differ between one token and a thousand. Where a device has kernels of its own
-(:mod:`octavo.fp8.invariance.devices`) every sum over dimensions of a tensor is one of a row by itself, and so::
+A GPU's library splits a row among threads and blocks by the number of rows and by their alignment; the order of a sum,
+and with it the last bits of a norm, then differ between one token and a thousand. On devices with batch-invariant
+kernels (:mod:`octavo.fp8.invariance.devices`) every sum over dimensions of a tensor is a sum of rows, so that::
 
     softmax = e / sum e          with  e = exp(x - max x)         log_softmax = x - max x - log sum e
     mean = sum x / N             layer_norm = (x - mean) / sqrt(mean((x - mean)^2) + eps) * w + b
                                  rms_norm   =  x         / sqrt(mean(x^2) + eps) * w
 
-in fp32, rounded once to the dtype that torch gives (autocast has an opinion). Maxima round nothing, and other functions
-look at one element. Gradients are those of torch's functions. The largest k are taken by a stable sort, so that equal
-ones keep their order: torch's own choice among them depends on the algorithm that a number of rows gets.
+in fp32, rounded once to the dtype that torch's function returns, which autocast may change. Maxima round nothing, and
+other functions are elementwise. Gradients come from torch's functions. top-k uses a stable sort, so that equal values
+keep their order: torch's own choice among them depends on the algorithm, and so on the number of rows.
 
-Elsewhere torch's functions stay what they are.
+On other devices torch's functions are used.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ Stock = Callable[..., Any]
 
 
 def _where_kernels_are(stock: Stock) -> Callable[[Callable[..., Any]], Stock]:
-    """A stand-in for ``stock``, called with (kernels, stock, input, ...) where the input's device has kernels."""
+    """A decorator: the function replaces ``stock`` where the input's device has kernels, and is called with (kernels,
+    stock, input, ...)."""
 
-    def stands_in(other: Callable[..., Any]) -> Stock:
+    def replace(other: Callable[..., Any]) -> Stock:
         @wraps(stock)
         def called(input: Tensor, *args: Any, **kwargs: Any) -> Any:
             kernels = kernels_for(input) if input.is_floating_point() and input.numel() else None
@@ -42,7 +43,7 @@ def _where_kernels_are(stock: Stock) -> Callable[[Callable[..., Any]], Stock]:
 
         return called
 
-    return stands_in
+    return replace
 
 
 def of_sum(stock: Stock) -> Stock:
@@ -78,27 +79,27 @@ def of_logsumexp(stock: Stock) -> Stock:
 
 
 def _reduced(
-    kernels: RowKernels, stock: Stock, x: Tensor, dim: Any = None, keepdim: bool = False, *, mean: bool, **more: Any
+    kernels: RowKernels, stock: Stock, x: Tensor, dim: Any = None, keepdim: bool = False, *, mean: bool, **options: Any
 ) -> Tensor:
-    """The sum or mean over some dimensions; that of all elements is no row's."""
-    if dim is None or dim == () or more.get("out") is not None:
-        return stock(x, dim=dim, keepdim=keepdim, **more) if dim is not None else stock(x, **more)
+    """The sum or mean over some dimensions. torch sums all elements of a tensor: that result belongs to no row."""
+    if dim is None or dim == () or options.get("out") is not None:
+        return stock(x, dim=dim, keepdim=keepdim, **options) if dim is not None else stock(x, **options)
     dims = sorted(d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim))
-    kept = [d for d in range(x.dim()) if d not in dims]
-    out = stock(x.new_empty(0, 1), dim=1, **more).dtype
-    rows = x.permute(*kept, *dims).reshape(-1, _count([x.shape[d] for d in dims]))
-    y = _Sums.apply(rows, kernels).view([x.shape[d] for d in kept])
+    others = [d for d in range(x.dim()) if d not in dims]
+    out = stock(x.new_empty(0, 1), dim=1, **options).dtype
+    rows = x.permute(*others, *dims).reshape(-1, _count([x.shape[d] for d in dims]))
+    y = _Sums.apply(rows, kernels).view([x.shape[d] for d in others])
     y = (y / rows.shape[1] if mean else y).to(out)
     return y.view([1 if d in dims else n for d, n in enumerate(x.shape)]) if keepdim else y
 
 
 def _normalised(
     formula: Callable[[RowKernels, Tensor, int], Tensor], kernels: RowKernels, stock: Stock, x: Tensor,
-    dim: int | None = None, **more: Any,
+    dim: int | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     if dim is None:
         dim = _only(stock, dim)
-    return _applied(lambda x: formula(kernels, x, dim), partial(stock, dim=dim, **more), x)
+    return _applied(lambda x: formula(kernels, x, dim), partial(stock, dim=dim, **options), x)
 
 
 def _softmax(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
@@ -112,7 +113,7 @@ def _log_softmax(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
 
 
 def _sum(kernels: RowKernels, x: Tensor, dim: int) -> Tensor:
-    """Over one dimension, which stays."""
+    """The sum over one dimension, which keeps size 1."""
     rows = x.movedim(dim, -1)
     return kernels.sums(rows.reshape(-1, rows.shape[-1])).view(*rows.shape[:-1], 1).movedim(-1, dim)
 
@@ -122,8 +123,8 @@ def _only(stock: Stock, dim: Any) -> int:
     if isinstance(dim, Sequence) and len(dim) == 1 and isinstance(dim[0], int):
         return dim[0]
     raise InvarianceError(
-        f"invariant: {stock.__name__} over dimensions {dim} was found, and rows along one dimension are known by their "
-        "rows; name one"
+        f"invariant: {stock.__name__} over dimensions {dim} was found, and only rows along one dimension have a "
+        "batch-invariant form; name one"
     )
 
 
@@ -132,7 +133,7 @@ def native_layer_norm(
     kernels: RowKernels, stock: Stock, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(y, mean, 1 / deviation) as torch's own; without a gradient of its own, as in an autograd function."""
+    """(y, mean, 1 / deviation) as torch's function; not differentiable, for use in an autograd function."""
     wide = x.float().reshape(-1, _count(shape))
     y, mean, rstd = _standardised(kernels, wide, eps)
     lead = [*x.shape[: x.dim() - len(shape)], *[1] * len(shape)]
@@ -144,14 +145,14 @@ def layer_norm(
     kernels: RowKernels, stock: Stock, x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
     bias: Tensor | None = None, eps: float = 1e-5,
 ) -> Tensor:  # fmt: skip
-    def formula(x: Tensor, *given: Tensor) -> Tensor:
+    def formula(x: Tensor, *parameters: Tensor) -> Tensor:
         y = _standardised(kernels, x.reshape(-1, _count(normalized_shape)), eps)[0].view(x.shape)
-        return _scaled(y, *_in_place(given, weight, bias))
+        return _scaled(y, *_in_place(parameters, weight, bias))
 
-    def own(x: Tensor, *given: Tensor) -> Tensor:
-        return stock(x, normalized_shape, *_in_place(given, weight, bias), eps)
+    def stock_of(x: Tensor, *parameters: Tensor) -> Tensor:
+        return stock(x, normalized_shape, *_in_place(parameters, weight, bias), eps)
 
-    return _applied(formula, own, x, *(p for p in (weight, bias) if p is not None))
+    return _applied(formula, stock_of, x, *(p for p in (weight, bias) if p is not None))
 
 
 def of_rms_norm(stock: Stock) -> Stock:
@@ -162,15 +163,15 @@ def of_rms_norm(stock: Stock) -> Stock:
     ) -> Tensor:  # fmt: skip
         least = torch.finfo(x.dtype).eps if eps is None else eps
 
-        def formula(x: Tensor, *given: Tensor) -> Tensor:
+        def formula(x: Tensor, *parameters: Tensor) -> Tensor:
             rows = x.reshape(-1, _count(normalized_shape))
             rstd = torch.rsqrt(kernels.sums(rows * rows) / rows.shape[1] + least)
-            return _scaled((rows * rstd[:, None]).view(x.shape), *given)
+            return _scaled((rows * rstd[:, None]).view(x.shape), *parameters)
 
-        def own(x: Tensor, *given: Tensor) -> Tensor:
-            return stock(x, normalized_shape, *given, eps=least)
+        def stock_of(x: Tensor, *parameters: Tensor) -> Tensor:
+            return stock(x, normalized_shape, *parameters, eps=least)
 
-        return _applied(formula, own, x, *(() if weight is None else (weight,)))
+        return _applied(formula, stock_of, x, *(() if weight is None else (weight,)))
 
     return rms_norm
 
@@ -187,7 +188,7 @@ def of_topk(stock: Stock) -> Stock:
 
 
 def refused(stock: Stock, why: str) -> Stock:
-    """What nothing stands in for where kernels compute rows."""
+    """A function that raises InvarianceError on devices with kernels: ``stock`` has no replacement there."""
 
     @_where_kernels_are(stock)
     def never(kernels: RowKernels, stock: Stock, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -208,22 +209,23 @@ def _scaled(y: Tensor, weight: Tensor | None = None, bias: Tensor | None = None)
     return y if bias is None else y + bias
 
 
-def _in_place(given: Sequence[Tensor], *asked: Tensor | None) -> list[Tensor | None]:
-    """``given`` where something was asked, None elsewhere."""
-    left = iter(given)
-    return [None if p is None else next(left) for p in asked]
+def _in_place(tensors: Sequence[Tensor], *parameters: Tensor | None) -> list[Tensor | None]:
+    """``tensors`` in the places of the parameters that are not None, None in the others."""
+    rest = iter(tensors)
+    return [None if p is None else next(rest) for p in parameters]
 
 
 def _count(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def _applied(formula: Callable[..., Tensor], stock: Stock, *given: Tensor) -> Tensor:
-    """``formula`` of the tensors in fp32, in the dtype that ``stock`` gives, and with its gradients."""
-    empty = [t.new_empty(0, *t.shape[1:]) if i == 0 else t for i, t in enumerate(given)]
+def _applied(formula: Callable[..., Tensor], stock: Stock, *tensors: Tensor) -> Tensor:
+    """``formula`` of the tensors in fp32, in the dtype that ``stock`` returns, and with the gradients of ``stock``."""
+    # Autocast may change the dtype of the result: ``stock`` of no rows shows it.
+    empty = [t.new_empty(0, *t.shape[1:]) if i == 0 else t for i, t in enumerate(tensors)]
     with torch.no_grad():
         out = stock(*empty).dtype
-    y: Tensor = _Formula.apply(formula, stock, out, *given)
+    y: Tensor = _Formula.apply(formula, stock, out, *tensors)
     return y
 
 
@@ -241,17 +243,17 @@ class _Sums(torch.autograd.Function):
 
 class _Formula(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, formula: Stock, stock: Stock, out: torch.dtype, *given: Tensor) -> Tensor:
-        ctx.save_for_backward(*given)
+    def forward(ctx: Any, formula: Stock, stock: Stock, out: torch.dtype, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
         ctx.stock, ctx.out = stock, out
-        with unlowered(given[0]):
-            return formula(*(t if t.dtype == torch.float64 else t.float() for t in given)).to(out)
+        with unlowered(tensors[0]):
+            return formula(*(t if t.dtype == torch.float64 else t.float() for t in tensors)).to(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        given = [t.detach().to(ctx.out).requires_grad_() for t in ctx.saved_tensors]
+        inputs = [t.detach().to(ctx.out).requires_grad_() for t in ctx.saved_tensors]
         with torch.enable_grad(), unlowered(dy):
-            y = ctx.stock(*given)
-        grads = torch.autograd.grad(y, given, dy)
+            y = ctx.stock(*inputs)
+        grads = torch.autograd.grad(y, inputs, dy)
         return None, None, None, *(g.to(t.dtype) for g, t in zip(grads, ctx.saved_tensors, strict=True))

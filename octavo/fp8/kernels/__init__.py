@@ -1,4 +1,4 @@
-"""The operations and who runs them: one registry, one file a backend, and how codes lie in memory."""
+"""The FP8 operations and their backends: one registry, one file per backend, and the memory layout of codes."""
 
 from octavo.fp8.kernels.backends import BACKENDS
 from octavo.fp8.kernels.capture import CudaGraph, Graph, weights_stay, without_waits

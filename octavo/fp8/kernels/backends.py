@@ -1,4 +1,4 @@
-"""The backends of this version as they are registered: the last one is preferred where it can serve."""
+"""The backends of this version, in the order of registration: the last one that can do an operation is preferred."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""CUDA graphs: how work is recorded into one, and whether what runs now is.
+"""CUDA graphs: capture of work, and whether a capture is in progress.
 
-What is recorded reads and writes fixed memory and decides nothing on the host; nothing may be kept from it that a
-replay would not make again.
+Captured work reads and writes fixed memory and makes no decision on the host. Nothing computed during a capture may be
+cached, because a replay does not fill the cache again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_lasting = 0
+_lasting = 0  # nested weights_stay()
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what runs now on this device goes into a CUDA graph, of ours or of Inductor's (``reduce-overhead``, whose
-    memory pool may hold nothing that outlives a run)."""
+    """Whether work on this device is now captured into a CUDA graph, ours or Inductor's (``reduce-overhead``, whose
+    memory pool must not hold anything that outlives a run)."""
     if device.type != "cuda":
         return False
     if torch.cuda.is_current_stream_capturing():
@@ -30,24 +30,23 @@ def capturing(device: torch.device) -> bool:
 
 
 class Graph(Protocol):
-    """What is captured once and replayed; tests put one in place that runs on a CPU."""
+    """Work that is captured once and replayed; tests replace it with one that runs on a CPU."""
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """Record ``work`` without running it; the tensor that holds its result after each replay."""
+        """Record ``work`` without running it. Returns the tensor that holds its result after each replay."""
 
     def replay(self) -> None: ...
 
 
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` with its memory in ``pool``, which several share that are replayed in turn."""
+    """A ``torch.cuda.CUDAGraph`` with its memory in ``pool``, which graphs that are replayed in turn share."""
 
     def __init__(self, pool: Any) -> None:
         self._graph, self._pool = torch.cuda.CUDAGraph(), pool
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        """As :class:`Graph` has it. Where ``work`` cannot be recorded, it raises what ``work`` raised, and random
-        numbers go on where they were: ending a capture that was broken off raises an error of its own, and leaves
-        torch's generator waiting for a replay."""
+        """See :class:`Graph`. If ``work`` cannot be recorded, raises its error and restores the random generator."""
+        # Ending a capture that failed raises an error of its own, and leaves torch's generator waiting for a replay.
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         before, cause = generator.clone_state(), None
         try:
@@ -61,7 +60,7 @@ class CudaGraph:
             generator.graphsafe_set_state(before)
             raise cause or error from None
         finally:
-            cause = None  # or it would hold this frame, and through it what work made, until garbage is collected
+            cause = None  # else it keeps this frame, and the tensors of work, alive until garbage is collected
 
     def replay(self) -> None:
         self._graph.replay()
@@ -69,7 +68,7 @@ class CudaGraph:
 
 @contextmanager
 def without_waits(device: torch.device) -> Iterator[None]:
-    """Inside, an operation that would wait for the GPU raises RuntimeError: it could not be captured."""
+    """A context in which an operation that would wait for the GPU raises RuntimeError: it cannot be captured."""
     if device.type != "cuda":
         yield
         return
@@ -85,8 +84,10 @@ def without_waits(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def weights_stay() -> Iterator[None]:
-    """Inside, what is captured may read codes of weights that are cached already, instead of casting in each replay.
-    Whoever captures sees to it that no weight changes, and none is moved, while the graph is in use."""
+    """A context in which captured work may read cached codes of weights instead of casting in each replay.
+
+    The caller must ensure that no weight changes or moves while the graph is in use.
+    """
     global _lasting
     _lasting += 1
     try:

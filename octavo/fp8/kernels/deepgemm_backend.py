@@ -1,18 +1,18 @@
 """The DeepGEMM backend: DeepSeek's block-scaled GEMMs for Hopper and datacenter Blackwell, where they are installed.
 
 DeepGEMM is built from source (github.com/deepseek-ai/DeepGEMM, 2.0 or later); it multiplies and does not cast. Its
-operands lie as :mod:`octavo.fp8.kernels.layout` says. What it is asked for here, all of it E4M3::
+operands have the layout of :mod:`octavo.fp8.kernels.layout`. The products it is used for, all in E4M3::
 
     fwd, dgrad            1x128 by 128x128                fp8_gemm_nt, recipe (1, 128, 128), BF16 out
     wgrad in fp32         1x128 by 1x128                  fp8_gemm_nt, recipe (1, 1, 128), added to fp32
     grouped fwd, dgrad    the same, by tile of an expert  m_grouped_fp8_gemm_nt_contiguous, BF16 out
 
 An output other than BF16, or a bias, takes the second form with the scales of the 128x128 blocks repeated, since the
-first knows BF16 alone. Grouped products have no second form: those with another output or a bias, which nobody knows
-before the call, are Triton's, which runs wherever DeepGEMM does and reads the same operands. So is a wgrad in 16 bits,
-or torch's where it has one: added to zeros in fp32 and then cast, it would move 18 bytes a weight instead of 2. The
-grouped wgrad wants the number of rows of each expert on the host, which would make every step wait for the device: it
-is left to others.
+first form writes only BF16. Grouped products have no second form: Triton, which runs wherever DeepGEMM does and reads
+the same operands, computes those with another output or a bias, which are known only at the call. A wgrad in 16 bits is
+left to torch, or to Triton where torch has none: added to zeros in fp32 and then cast, it would move 18 bytes per
+weight instead of 2. The grouped wgrad needs the number of rows of each expert on the host, so that every step would
+wait for the device: other backends compute it.
 (Rules: csrc/apis/gemm.hpp and layout.hpp.)
 """
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.groups import TILE, Groups
-from octavo.fp8.kernels.layout import CONTRACTED, Operand, Relay, experts_k_major, k_major, lines
+from octavo.fp8.kernels.layout import CONTRACTED, Operand, Relay, experts_k_major, k_major, padded_scales
 from octavo.fp8.kernels.registry import GEMMS, GemmOnlyBackend, get
 from octavo.fp8.kernels.torch_backend import finish, kind_of
 
@@ -54,7 +54,7 @@ class DeepGemmBackend(GemmOnlyBackend):
         return "deep_gemm, not installed" if importlib.util.find_spec("deep_gemm") is None else "deep_gemm"
 
     def auto_unsupported(self, device: torch.device) -> str | None:
-        return None if device.type == "cuda" else "it runs on NVIDIA GPUs alone"
+        return None if device.type == "cuda" else "it runs only on NVIDIA GPUs"
 
     def why_not_here(self, device: torch.device) -> str | None:
         return _why_not(device.type, device.index)
@@ -63,7 +63,7 @@ class DeepGemmBackend(GemmOnlyBackend):
         self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
         if op == "grouped_wgrad":
-            return "its grouped_wgrad wants the rows of each expert on the host, for which every step would wait"
+            return "its grouped_wgrad needs the rows of each expert on the host, and every step would wait for them"
         return _why_not_casts(op.removeprefix("grouped_"), a, b, device)
 
     def gemm(
@@ -76,6 +76,7 @@ class DeepGemmBackend(GemmOnlyBackend):
             empty = a_q.scale.new_zeros(rows, cols, dtype=out_dtype)
             return empty if bias is None else empty + bias.to(out_dtype)
         if op == "wgrad" and out_dtype is not torch.float32:
+            # DeepGEMM's wgrad adds to fp32: see the top of this file.
             why_not = get("torch").supports(op, recipe("blockwise"), a_q.data.device, None)
             return get("torch" if why_not is None else "triton").gemm_wgrad(a_q, b_q, out_dtype)
         a, b = k_major(a_q, a_dim, self.relay), k_major(b_q, b_dim, self.relay)
@@ -83,14 +84,17 @@ class DeepGemmBackend(GemmOnlyBackend):
         squares = b_q.spec.block == (128, 128)
         if squares and bias is None and out_dtype is torch.bfloat16:
             out = torch.empty(shape, dtype=out_dtype, device=a.codes.device)
-            _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, b.scale.contiguous()), out, recipe=SQUARES)
+            _library().fp8_gemm_nt((a.codes, padded_scales(a)), (b.codes, b.scale.contiguous()), out, recipe=SQUARES)
             return out[:rows, :cols].contiguous()
-        # This form adds to what it finds.
+        # This form adds to its output, so that the output begins with zeros.
         out = torch.zeros(shape, dtype=torch.float32, device=a.codes.device)
-        scale_b = _repeated(b) if squares else lines(b)
-        # Sizes named here are compiled in. Those of a weight are few; the number of tokens, wgrad's k, changes.
+        scale_b = _repeated(b) if squares else padded_scales(b)
+        # DeepGEMM compiles a kernel for each value of these sizes. Weights have few; the number of tokens, k in wgrad,
+        # changes from step to step.
         fixed = "mn" if op == "wgrad" else "nk"
-        _library().fp8_gemm_nt((a.codes, lines(a)), (b.codes, scale_b), out, c=out, recipe=LINES, compiled_dims=fixed)
+        _library().fp8_gemm_nt(
+            (a.codes, padded_scales(a)), (b.codes, scale_b), out, c=out, recipe=LINES, compiled_dims=fixed
+        )
         return finish(out[:rows, :cols], bias, out_dtype)
 
     def grouped_fwd(
@@ -106,7 +110,7 @@ class DeepGemmBackend(GemmOnlyBackend):
 
 @lru_cache(maxsize=64)
 def _why_not(kind: str, index: int | None) -> str | None:
-    """Why DeepGEMM cannot run on this kind of device, None if it can. Looking for a package takes long: once."""
+    """Why DeepGEMM cannot run on this kind of device, None if it can. Cached: looking for a package is slow."""
     if importlib.util.find_spec("deep_gemm") is None:
         return "deep_gemm is not installed"
     if kind != "cuda" or torch.version.hip is not None:
@@ -117,17 +121,17 @@ def _why_not(kind: str, index: int | None) -> str | None:
 
 
 def why_not_on_gpu(capability: tuple[int, int]) -> str | None:
-    """Why it does not serve a GPU of this compute capability."""
+    """Why DeepGEMM does not run on a GPU of this compute capability, None if it does."""
     if capability[0] in (9, 10):
         return None
     return f"it serves compute capabilities 9.0 and 10.x, this GPU has {capability[0]}.{capability[1]}"
 
 
 def _why_not_library() -> str | None:
-    """Why the deep_gemm that is installed cannot be used: broken, or another project of that name."""
+    """Why the installed deep_gemm cannot be used (it is broken, or another project of that name), None if it can."""
     try:
         module = _library()
-    except Exception as error:  # whatever its import raises is this machine's answer and is shown
+    except Exception as error:  # any error of the import is the reason, and is shown
         lines_ = str(error).strip().splitlines() or [""]
         return f"deep_gemm does not import: {type(error).__name__}: {lines_[0]}"
     missing = [name for name in NEEDED if not hasattr(module, name)]
@@ -143,14 +147,14 @@ def _why_not_casts(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> s
     if kind_of(op, a, b) not in ("block", "line") or formats != {"e4m3"} or not scales <= {"pow2", "fp32"}:
         return f"it multiplies E4M3 with pow2 scales of 1x128 by 128x128 or 1x128, not {a} by {b}"
     if "fp32" in scales and not _any_scale(device.type, device.index):
-        return f"this GPU's DeepGEMM keeps the exponents of scales alone, and those of {a} by {b} have more"
+        return f"on this GPU DeepGEMM keeps only the exponents of scales, and scales of {a} by {b} have more bits"
     return None
 
 
 @lru_cache(maxsize=64)
 def _any_scale(kind: str, index: int | None) -> bool:
-    """Whether scales may be any fp32 number, as those of checkpoints are: on Hopper. On Blackwell the library makes
-    UE8M0 of them."""
+    """Whether scales may be any fp32 number, as in checkpoints: on Hopper. On Blackwell the library converts them to
+    UE8M0."""
     return kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] == 9
 
 
@@ -159,12 +163,12 @@ def _library() -> ModuleType:
 
 
 def _repeated(operand: Operand) -> Tensor:
-    """The scales of 128x128 blocks as those of lines [padded free, blocks]: one for each row of the block."""
+    """The scales of 128x128 blocks as scales of 1x128 blocks, [padded free, blocks]: repeated for each row."""
     rows = operand.codes.shape[0]
     spread = operand.scale.t()[:, :, None].expand(-1, -1, 128).flatten(1)  # [blocks, free blocks * 128]
-    held = spread.new_ones(spread.shape[0], rows)
-    held[:, : spread.shape[1]] = spread[:, :rows]
-    return held.t()
+    scales = spread.new_ones(spread.shape[0], rows)
+    scales[:, : spread.shape[1]] = spread[:, :rows]
+    return scales.t()
 
 
 def _grouped(relay: Relay, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
@@ -180,7 +184,7 @@ def _grouped(relay: Relay, op: str, a_q: Quantized, w_q: Quantized, groups: Grou
         return out[:, : w.free]
     experts = groups.tiles[:, None].expand(-1, TILE).reshape(-1)
     _library().m_grouped_fp8_gemm_nt_contiguous(
-        (a.codes, lines(a)), (w.codes, w.scale.contiguous()), out, experts, recipe=SQUARES
+        (a.codes, padded_scales(a)), (w.codes, w.scale.contiguous()), out, experts, recipe=SQUARES
     )
     return out[:, : w.free].contiguous()
 

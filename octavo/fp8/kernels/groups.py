@@ -1,10 +1,10 @@
-"""Rows of several experts in one matrix: how they lie, worked out on the device without waiting for it.
+"""The layout of several experts' rows in one matrix, computed on the device without synchronization.
 
 Every (token, choice) pair of a mixture-of-experts layer is one row. Rows are sorted by expert into a matrix [R, K] in
 which each expert's rows begin at a multiple of :data:`TILE` and the rows between two experts are zero; so a tile of
-rows, and a block of a cast along the rows, belongs to one expert. R depends on the number of pairs and experts alone
-(the most that padding can cost: U = min(pairs, experts) experts at most have rows, each at most one tile that is not
-full), so that no size has to be read back from the device.
+rows, and a block of a cast along the rows, belongs to one expert. R depends only on the number of pairs and experts: it
+is an upper bound with padding (at most U = min(pairs, experts) experts have rows, each at most one partial tile), so
+that no size is read back from the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TILE = 128
 
 
 class Groups(NamedTuple):
-    """How the rows of E experts lie in a matrix of ``rows`` rows; all tensors int32 on the device.
+    """The layout of the rows of E experts in a matrix of ``rows`` rows; all tensors int32 on the device.
 
     ``sizes`` [E] real rows of each expert; ``starts`` [E + 1] first row of each, multiples of :data:`TILE`, the last
     one past the end of the last expert; ``tiles`` [rows / TILE] expert of each tile, -1 for tiles of no expert.
@@ -47,11 +47,12 @@ class Routing(NamedTuple):
 
 
 def route(chosen: Tensor, experts: int) -> Routing:
-    """Lay out the pairs whose experts are ``chosen`` [pairs] (integers; others than 0..experts-1 belong to nobody).
+    """Lay out the pairs whose experts are ``chosen`` [pairs] (integers; others than 0..experts-1 belong to no expert).
 
-    Pairs of one expert keep their order. Runs on the device of ``chosen`` without synchronisation.
+    Pairs of one expert keep their order. Runs on the device of ``chosen`` without synchronization.
     """
     pairs, device = chosen.numel(), chosen.device
+    # The upper bound of the rows: a full tile per TILE pairs, and one partial tile for each expert with rows.
     used = min(pairs, experts)
     rows = TILE * (used + (pairs - used) // TILE) if pairs else TILE
     valid = (chosen >= 0) & (chosen < experts)
@@ -62,7 +63,8 @@ def route(chosen: Tensor, experts: int) -> Routing:
     starts = torch.cat([ends.new_zeros(1), ends])
     order = torch.argsort(bucket, stable=True)
     sorted_bucket = bucket[order]
-    first = counts.cumsum(0) - counts  # of each bucket among the sorted pairs
+    # The row of a pair: where its expert begins plus its rank within the expert.
+    first = counts.cumsum(0) - counts  # of each bucket in the sorted pairs
     rank = torch.arange(pairs, device=device) - first[sorted_bucket]
     row = torch.where(sorted_bucket < experts, starts[sorted_bucket.clamp(max=experts)] + rank, rows)
     row_of = torch.empty_like(row).scatter_(0, order, row)
@@ -75,7 +77,7 @@ def route(chosen: Tensor, experts: int) -> Routing:
 
 
 def real_rows(groups: Groups) -> Tensor:
-    """[R], bool: True where a row is an expert's, False where it is padding. No synchronisation."""
+    """[R], bool: True where a row is an expert's, False where it is padding. Does not synchronize."""
     expert = groups.tiles.clamp(min=0).long()
     ends = torch.where(groups.tiles >= 0, (groups.starts[:-1] + groups.sizes)[expert], 0)
     rows = torch.arange(groups.rows, device=ends.device).view(-1, TILE)
@@ -83,14 +85,14 @@ def real_rows(groups: Groups) -> Tensor:
 
 
 def spans(groups: Groups) -> Iterator[tuple[int, slice]]:
-    """(expert, its real rows) of every expert that has some. Reads the sizes: any device but the CPU is waited for."""
+    """(expert, its real rows) of every expert with rows. Reads the sizes, which waits for any device but the CPU."""
     for expert, (size, start) in enumerate(zip(groups.sizes.tolist(), groups.starts.tolist(), strict=False)):
         if size:
             yield expert, slice(start, start + size)
 
 
 def of_expert(q: Quantized, expert: int, span: slice) -> Quantized:
-    """One expert's rows of ``Backend.quantize_rows``' result, as a cast of them alone would be; views."""
+    """One expert's rows of the result of ``Backend.quantize_rows``, equal to a cast of only these rows; views."""
     r = q.spec.block[0]
     if r == -1:
         scale = q.scale[expert : expert + 1]

@@ -1,24 +1,24 @@
-"""Where codes and scales lie in memory, so that any backend's GEMM can read what any backend's cast wrote.
+"""The memory layout of codes and scales, which lets any backend's GEMM read the result of any backend's cast.
 
 Logically a :class:`~octavo.fp8.arithmetic.cast.Quantized` always has the shape of the tensor it came from. In memory,
-tensor cores want the contracted dimension contiguous, padded, and the scales in an order of their own. A cast is
-therefore given which dimension of its [rows, columns] matrix the coming GEMM contracts (``contract``: 1 for x and w in
-fwd and dy in dgrad, 0 for w in dgrad and both operands of wgrad) and lays its result out like this::
+tensor cores need the contracted dimension contiguous and padded, and the scales in a particular order. A cast therefore
+takes the dimension of its [rows, columns] matrix that the next GEMM contracts (``contract``: 1 for x and w in fwd and
+dy in dgrad, 0 for w in dgrad and both operands of wgrad) and returns this layout::
 
     codes    the contracted dimension is contiguous; both dimensions of the buffer are padded with zero codes: the
              contracted one to a multiple of 16, or of the block's side along it where that is finite and larger (128,
              32 -> 32), the free one to a multiple of 16. ``data`` is the view of the real elements.
-    scales   one a row or column, or one in all: contiguous.
-             blocks (1, g) along the contraction: contiguous along the free dimension, padded as that of the codes is
-             (to a multiple of 16), so that there is a scale for every row of their buffer. This is the order of
-             torch's and DeepGEMM's products.
-             blocks (g, g): contiguous along the contraction, that side padded to a multiple of 4.
+    scales   one per row or column, or one in all: contiguous.
+             blocks (1, g) along the contraction: contiguous along the free dimension, which is padded like the codes
+             (to a multiple of 16), so that every row of their buffer has a scale. torch's and DeepGEMM's products
+             read this order.
+             blocks (g, g): contiguous along the contraction, which is padded to a multiple of 4.
              Scales in padding are 1; ``scale`` is the view of the real blocks.
 
-The reference writes plain contiguous tensors and reads anything. :func:`k_major` brings whatever it is given into the
-layout above, copying only what is not there yet, so that a layout is a matter of speed and never of correctness.
-The one thing it trusts: codes that end where their buffer ends are followed by nothing but zeros. So take rows or
-columns of a Quantized by casting them, not by slicing its ``data`` along the contraction.
+The reference writes plain contiguous tensors and reads any strides. :func:`k_major` converts any operand to the layout
+above and copies only what differs from it, so that the layout affects speed and never correctness. It relies on one
+invariant: in a buffer of the padded size, all codes after the real ones are zero. So take rows or columns of a
+Quantized by casting them, not by slicing its ``data`` along the contraction.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 
 PAGED_CHUNK = 1024
-"""Tokens of a sequence that one program of the kernels of a paged cache attends to."""
+"""Tokens of a sequence per program of the paged cache's kernels."""
 
 CONTRACTED = {"fwd": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
 """The dimension of each operand that a GEMM sums over."""
 REVISION = 2
-"""Goes up whenever sizes or order of codes or scales change. Compiled graphs carry it, because compilers keep graphs on
-disk, and one made for another layout must not be found again."""
-ALIGN = 16  # what a tensor core's load and torch's scaled products ask of both dimensions
+"""Incremented whenever sizes or order of codes or scales change. Compiled graphs contain it, because compilers cache
+graphs on disk, and a graph for another layout must not be reused."""
+ALIGN = 16  # required of both dimensions by tensor core loads and by torch's scaled products
 SCALE_ALIGN = 4  # blocks along the contraction under 2-D blocks, fp32: 16 bytes
 
 
 class Operand(NamedTuple):
-    """One operand of a GEMM as it lies in memory, free dimension first.
+    """One operand of a GEMM in the layout above, free dimension first.
 
     ``codes`` [free, contracted], both padded, the last one contiguous; ``scale`` [free blocks, contracted blocks], the
-    real ones, strided as the page above says; ``free`` and ``contracted`` are the real sizes.
+    real ones, with the strides above; ``free`` and ``contracted`` are the real sizes.
     """
 
     codes: Tensor
@@ -59,8 +59,8 @@ class Operand(NamedTuple):
 
 
 def check_fit(gemm: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int) -> None:
-    """Raises CastError unless a and b are matrices that agree in what is contracted, ``a_dim`` of a and ``b_dim`` of
-    b."""
+    """Raises CastError unless a and b are matrices that agree in the contracted dimension, ``a_dim`` of a and ``b_dim``
+    of b."""
     if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
         raise CastError(
             f"gemm_{gemm}: the operands are {list(a_q.data.shape)} and {list(b_q.data.shape)}; it takes two matrices "
@@ -69,7 +69,7 @@ def check_fit(gemm: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int)
 
 
 def as_bytes(t: Tensor) -> Tensor:
-    """Codes and one-byte scales as bytes, since some of torch's operations know no FP8; anything else as it is."""
+    """Codes and one-byte scales as uint8, since some of torch's operations do not support FP8; other tensors as is."""
     return t.view(torch.uint8) if t.element_size() == 1 else t
 
 
@@ -99,7 +99,7 @@ def codes_buffer(
 ) -> tuple[Tensor, Tensor]:
     """(buffer [free, contracted] padded, view [rows, cols] of the real codes); ``zero`` fills the padding now.
 
-    A kernel that writes its own padding asks for ``zero=False``.
+    Kernels that write the padding themselves pass ``zero=False``.
     """
     make = torch.zeros if zero else torch.empty
     buffer = make(padded_sizes(rows, cols, spec, contract), dtype=torch.uint8, device=device).view(spec.fmt.dtype)
@@ -125,11 +125,11 @@ def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[in
 
 
 Relay = Callable[[Quantized, int], Quantized]
-"""Lays codes out anew: see :func:`relay`."""
+"""Copies codes into another layout: see :func:`relay`."""
 
 
 def relay(q: Quantized, contract: int) -> Quantized:
-    """A copy of the codes of q, [rows, columns] or [E, rows, columns], that lies for a contraction of dimension
+    """q, [rows, columns] or [E, rows, columns], with its codes copied into the layout for a contraction of dimension
     ``contract`` of each matrix."""
     *experts, rows, cols = q.data.shape
     codes = q.data.new_zeros((*experts, *padded_sizes(rows, cols, q.spec, contract)), dtype=torch.uint8)
@@ -139,31 +139,31 @@ def relay(q: Quantized, contract: int) -> Quantized:
 
 
 def k_major(q: Quantized, contract: int, relay: Relay = relay) -> Operand:
-    """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted: views where it lies so already.
+    """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted.
 
-    Codes that do not are copied by ``relay``. e8m0 scales are taken as they are, one byte each.
+    Views where it already has the layout; ``relay`` copies other codes. e8m0 scales keep their byte order.
     """
-    found = _views(q, contract)
-    if found.codes is None:
+    views = _views(q, contract)
+    if views.codes is None:
         q = relay(q, contract)
-        found = _views(q, contract)
-        assert found.codes is not None
-    codes, scale = q.data.as_strided(*found.codes), _scale(q, contract, found.scale)
+        views = _views(q, contract)
+        assert views.codes is not None
+    codes, scale = q.data.as_strided(*views.codes), _scale(q, contract, views.scale)
     return Operand(codes, scale, q.data.shape[1 - contract], q.data.shape[contract])
 
 
-def lies(q: Quantized, contract: int) -> bool:
-    """Whether the codes of a two-dimensional q lie so already that :func:`k_major` copies none of them."""
+def is_k_major(q: Quantized, contract: int) -> bool:
+    """Whether the codes of a two-dimensional q already have the layout, so that :func:`k_major` copies none of them."""
     return _views(q, contract).codes is not None
 
 
 Strided = tuple[tuple[int, int], tuple[int, int]]  # sizes and strides of a view that begins where its tensor begins
-Lying = tuple[Any, ...]
-"""How a Quantized lies in memory, as a key: its cast; sizes, strides, offset and bytes of the storage, of codes and of
-scales."""
+MemoryKey = tuple[Any, ...]
+"""The memory layout of a Quantized as a hashable key: its cast; then sizes, strides, offset and bytes of the storage,
+of codes and of scales."""
 
 
-def lying(q: Quantized) -> Lying:
+def memory_key(q: Quantized) -> MemoryKey:
     data, scale, spec = q
     return (
         *(spec, data.shape, data.stride(), data.storage_offset(), data.untyped_storage().nbytes()),
@@ -171,27 +171,27 @@ def lying(q: Quantized) -> Lying:
     )
 
 
-def without_values(lying: Lying) -> Quantized:
-    """A Quantized that lies so, on meta."""
+def without_values(key: MemoryKey) -> Quantized:
+    """A Quantized on the meta device with this memory layout."""
 
     def tensor(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
-        held = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-        return held.view(dtype).as_strided(size, stride, offset)
+        storage = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+        return storage.view(dtype).as_strided(size, stride, offset)
 
-    spec = lying[0]
+    spec = key[0]
     scale_dtype = E8M0 if spec.scale == "e8m0" else torch.float32
-    return Quantized(tensor(spec.fmt.dtype, *lying[1:5]), tensor(scale_dtype, *lying[5:]), spec)
+    return Quantized(tensor(spec.fmt.dtype, *key[1:5]), tensor(scale_dtype, *key[5:]), spec)
 
 
 class _Views(NamedTuple):
-    """The views that make a Quantized an operand; None for what does not lie so, and is copied."""
+    """Sizes and strides of the views that make a Quantized an operand; None where it must be copied."""
 
     codes: Strided | None
     scale: Strided | None
 
 
 def _views(q: Quantized, contract: int) -> _Views:
-    return _views_of(contract, *lying(q))
+    return _views_of(contract, *memory_key(q))
 
 
 @lru_cache(maxsize=4096)
@@ -200,14 +200,14 @@ def _views_of(
     shape: torch.Size, strides: tuple[int, int], offset: int, nbytes: int,
     grid: torch.Size, steps: tuple[int, int], scale_offset: int, scale_nbytes: int,
 ) -> _Views:  # fmt: skip
-    """Worked out once for each way in which codes and scales lie: every GEMM asks, of both of its operands.
+    """Computed once for each memory layout, because every GEMM needs it for both of its operands.
 
-    Codes are the corner of a padded buffer where their strides say so and their storage is exactly that buffer: padding
-    is zero by construction then.
+    Codes are the corner of a padded buffer if their strides fit and their storage is exactly that buffer: then its
+    padding is zero by construction.
     """
     free, along = 1 - contract, contract
     sizes = padded_sizes(shape[0], shape[1], spec, contract)
-    lie = 0 in shape or (
+    codes_fit = 0 in shape or (
         (strides[along] == 1 or shape[along] == 1)
         and strides[free] == sizes[1]
         and offset == 0
@@ -222,31 +222,32 @@ def _views_of(
         if step == (blocks[1], 1):
             scale = blocks, step
     else:
-        held = scale_sizes(shape[0], shape[1], spec, contract)
-        wanted = (1, held[1]) if scales_by_contraction(spec, contract) else (held[1], 1)
-        if step == wanted and scale_nbytes // 4 - scale_offset >= held[0] * held[1]:
+        # The padding must be inside the storage: kernels read scales of whole buffers.
+        padded = scale_sizes(shape[0], shape[1], spec, contract)
+        wanted = (1, padded[1]) if scales_by_contraction(spec, contract) else (padded[1], 1)
+        if step == wanted and scale_nbytes // 4 - scale_offset >= padded[0] * padded[1]:
             scale = blocks, step
-    return _Views((sizes, (sizes[1], 1)) if lie else None, scale)
+    return _Views((sizes, (sizes[1], 1)) if codes_fit else None, scale)
 
 
 def experts_k_major(q: Quantized, contract: int, relay: Relay = relay) -> Operand:
-    """Weights [E, N, K] of E experts: as :func:`k_major` of each, with codes [E, free, contracted] in one buffer and
-    scales [E, free blocks, contracted blocks] as they lie."""
+    """Weights [E, N, K] of E experts as an operand: :func:`k_major` for each, with codes [E, free, contracted] in one
+    buffer, and scales [E, free blocks, contracted blocks] with the strides they have."""
     experts, *shape = q.data.shape
     sizes = padded_sizes(shape[0], shape[1], q.spec, contract)
     strides = (sizes[0] * sizes[1], sizes[1], 1)
 
-    def lies(data: Tensor) -> bool:
-        turned, nbytes = data if contract == 1 else data.mT, data.untyped_storage().nbytes()
-        return turned.stride() == strides and data.storage_offset() == 0 and nbytes == experts * strides[0]
+    def in_layout(data: Tensor) -> bool:
+        by_free, nbytes = data if contract == 1 else data.mT, data.untyped_storage().nbytes()
+        return by_free.stride() == strides and data.storage_offset() == 0 and nbytes == experts * strides[0]
 
-    data = q.data if lies(q.data) else relay(q, contract).data
+    data = q.data if in_layout(q.data) else relay(q, contract).data
     scale = q.scale if contract == 1 else q.scale.mT
     return Operand(data.as_strided((experts, *sizes), strides), scale, shape[1 - contract], shape[contract])
 
 
-def lines(operand: Operand) -> Tensor:
-    """Scales of blocks (1, g) with those of the padding: [padded free, blocks] with stride (1, padded free)."""
+def padded_scales(operand: Operand) -> Tensor:
+    """Scales of blocks (1, g) including the padding: [padded free, blocks] with strides (1, padded free)."""
     rows, blocks = operand.codes.shape[0], operand.scale.shape[1]
     return operand.scale.as_strided((rows, blocks), (1, rows))
 
@@ -257,16 +258,15 @@ def scales_for(q: Quantized, contract: int) -> Quantized:
     return q._replace(scale=scale if contract == 1 else scale.t())
 
 
-def _scale(q: Quantized, contract: int, lying: Strided | None) -> Tensor:
-    """Scales [free blocks, contracted blocks] in the order above: where they lie so already, or copied; padding holds
-    1."""
-    if lying is not None:
-        return q.scale.as_strided(*lying)
+def _scale(q: Quantized, contract: int, view: Strided | None) -> Tensor:
+    """Scales [free blocks, contracted blocks] in the order above: a view, or a copy whose padding is 1."""
+    if view is not None:
+        return q.scale.as_strided(*view)
     scale = q.scale if contract == 1 else q.scale.t()
     if q.spec.block[contract] == -1:
         return scale.reshape(-1).unsqueeze(1)
     if scale.dtype is not torch.float32:
         return scale.contiguous()
-    held = scale.new_ones(scale_sizes(q.data.shape[0], q.data.shape[1], q.spec, contract))
-    turned = scales_by_contraction(q.spec, contract)
-    return (held.t() if turned else held)[: scale.shape[0], : scale.shape[1]].copy_(scale)
+    buffer = scale.new_ones(scale_sizes(q.data.shape[0], q.data.shape[1], q.spec, contract))
+    transposed = scales_by_contraction(q.spec, contract)
+    return (buffer.t() if transposed else buffer)[: scale.shape[0], : scale.shape[1]].copy_(scale)

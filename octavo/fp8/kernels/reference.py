@@ -5,25 +5,24 @@ each block of the contraction, each multiplied by its two scales, added in fp32)
 
 * Powers of two (blockwise, rowwise, mxfp8): code * scale is exact in fp32, products of two codes have at most 8
   significant bits, and multiplying by a power of two commutes with every rounding. Scaling each operand first
-  therefore gives the very same terms as scaling each partial sum afterwards.
+  therefore gives the same terms as scaling each partial sum afterwards.
 * fp32 scales (tensorwise, delayed): code * scale would round, so the codes themselves are multiplied, exactly, and the
   fp32 result is scaled. This is possible because such a scale does not change along the contraction; where it does
-  (a spec of your own), operands are scaled first, at one fp32 rounding each.
+  (a custom spec), operands are scaled first, at one fp32 rounding each.
 
-The result is rounded once, to ``out_dtype``. Neither autocast nor a lowered matmul precision (TF32, BF16 on AMX) gets
-in: autocast is switched off inside, and under a lowered precision the product is computed in float64.
+The result is rounded once, to ``out_dtype``. Neither autocast nor a lowered matmul precision (TF32, BF16 on AMX)
+changes it: autocast is switched off inside, and under a lowered precision the product is computed in float64.
 
-RMSNorm and SwiGLU that emit quantized outputs are what the fused kernels are tested against.
+The fused kernels are tested against the RMSNorm and SwiGLU with quantized outputs in this file.
 With x, gate, up and every other input read as fp32 and each line computed in fp32::
 
     rmsnorm            rstd = 1 / sqrt(mean(x^2) + eps)          y = x * rstd * weight
     swiglu             s = 1 / (1 + exp(-gate))                  h = gate * s * up
     swiglu, backward   dgate = dh * up * (s + gate * s * (1 - s))   dup = dh * gate * s
 
-Products go from left to right. The result is rounded once, to the input's dtype, and what is quantized is the rounded
-result: codes and scales are those of ``octavo.fp8.arithmetic.cast.quantize(y, spec)``, so that a fused layer trains as
-the plain layer followed by a cast would. (Hugging Face's norms round twice, before and after the weight; once is
-closer.)
+Products are evaluated from left to right. The result is rounded once, to the input's dtype, and then quantized: codes
+and scales equal ``octavo.fp8.arithmetic.cast.quantize(y, spec)``, so that a fused layer trains like the plain layer
+followed by a cast. (Hugging Face's norms round twice, before and after the weight; rounding once is more accurate.)
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED, check_fit
 from octavo.fp8.kernels.registry import Backend
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of what fused layers take
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the inputs of fused layers
 _ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward", "adamw")
 
 
@@ -87,8 +86,7 @@ def rmsnorm_quantize(
     x_MK = x.detach().float()
     rstd_M = 1.0 / torch.sqrt((x_MK * x_MK).mean(1) + eps)
     y_MK = (x_MK * rstd_M.view(-1, 1) * weight.detach().float()).to(out or x.dtype)
-    given = y_MK.to(low or y_MK.dtype)
-    return y_MK, rstd_M, *_casts(given, row, col)
+    return y_MK, rstd_M, *_casts(y_MK.to(low or y_MK.dtype), row, col)
 
 
 def swiglu_quantize(
@@ -113,7 +111,7 @@ def swiglu_backward_quantize(
 
 
 def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(dgate, dup) [M, I] of h = silu(gate) * up, computed in fp32, rounded once: what the fused kernel casts."""
+    """(dgate, dup) [M, I] of h = silu(gate) * up, computed in fp32, rounded once; the fused kernel casts these."""
     d, g = dh.float(), gate.float()
     s = torch.sigmoid(g)
     silu = g * s
@@ -127,15 +125,15 @@ def _casts(y: Tensor, row: CastSpec | None, col: CastSpec | None) -> tuple[Quant
 
 
 class ReferenceBackend(Backend):
-    """Plain PyTorch on any device: slow on a GPU, always right. :class:`Backend` says what each method gives."""
+    """Plain PyTorch on any device: slow on a GPU, always correct. :class:`Backend` documents the methods."""
 
     name = "reference"
 
     def supports(
         self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        """Everything is supported, but not a GEMM that the recipe keeps in high precision, and nothing with codes on a
-        device that cannot hold them."""
+        """None, except for a GEMM that the recipe keeps in high precision, and for codes on a device that cannot hold
+        them."""
         if op != "adamw" and (lacks := accelerator.missing_fp8(device)):
             return lacks
         named = op.removeprefix("grouped_")
@@ -151,7 +149,7 @@ class ReferenceBackend(Backend):
         """See ``octavo.fp8.arithmetic.cast.quantize``; the result is plain and contiguous for every contraction."""
         return cast.quantize(x, spec)
 
-    quantize_both = staticmethod(cast.quantize_both)  # equal casts give one result, which must not be written to
+    quantize_both = staticmethod(cast.quantize_both)  # equal casts return one result twice: do not write to it
     dequantize = staticmethod(cast.dequantize)
 
     def quantize_with_scale(
@@ -220,7 +218,7 @@ class ReferenceBackend(Backend):
 def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:
     """Contract dimension ``a_dim`` of a with dimension ``b_dim`` of b; rows of the result from a, columns from b."""
     if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_dim] != b_q.data.shape[b_dim]:
-        check_fit(name, a_q, a_dim, b_q, b_dim)  # says why not
+        check_fit(name, a_q, a_dim, b_q, b_dim)  # raises the error
     a, a_scale = _operand(a_q, a_dim)
     b, b_scale = _operand(b_q, b_dim)
     out = _matmul_fp32(a if a_dim == 1 else a.t(), b if b_dim == 0 else b.t())
@@ -236,11 +234,12 @@ def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out
 def scaled(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out [M, N] * a [M or 1, 1] * b [1, N or 1], in this order, infinite only where the result is.
 
-    Under a scale beyond 2^80 the first product may leave fp32 although b brings it back: 2^40 then changes sides. That
-    rounds nothing, so the bits are those of the plain products wherever these are finite. Where both scales are out
-    there nothing comes back. Out of place: selective checkpointing may have saved ``out`` and forbids writing into it.
+    With a scale beyond 2^80 the first product may overflow fp32 although b would bring it back into range: then 2^40
+    moves from a to b. This rounds nothing, so the bits equal the plain products wherever these are finite. Where both
+    scales are that large the result overflows anyway. Not in place: selective checkpointing may have saved ``out`` and
+    forbids writing to it.
     """
-    if a.numel() > 1 and b.numel() > 1:  # an element of its own each: later rather than a matrix of powers
+    if a.numel() > 1 and b.numel() > 1:  # the power of each row is applied last: cheaper than a matrix of powers
         power = torch.where(a >= 2.0**80, 2.0**40, 1.0)
         return out * (a / power) * b * power
     power = torch.where((a >= 2.0**80) & (b < 2.0**80), 2.0**40, 1.0)
@@ -248,7 +247,7 @@ def scaled(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _operand(q: Quantized, contracted: int) -> tuple[Tensor, Tensor | None]:
-    """The operand in fp32, and the scale that is still owed to the result: one element, or one a free index."""
+    """The operand in fp32, and the scale that the result still needs: one element, or one per free index."""
     scale = q.scale
     if q.spec.scale != "fp32" or scale.shape[contracted] != 1:
         return cast.dequantize(q), None
@@ -259,7 +258,7 @@ def _operand(q: Quantized, contracted: int) -> tuple[Tensor, Tensor | None]:
 
 
 def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b in true fp32, whatever autocast and the matmul precision of the process say."""
+    """a @ b in true fp32, whatever the autocast state and the matmul precision of the process."""
     device = a.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         with torch.autocast(device, enabled=False):

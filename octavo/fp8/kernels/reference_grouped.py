@@ -1,11 +1,11 @@
-"""Grouped operations in plain PyTorch: each expert's rows as if they were alone.
+"""Grouped operations in plain PyTorch: each expert separately.
 
-The meaning in one sentence: cut the rows of one expert out of the matrix of all (:mod:`octavo.fp8.kernels.groups`), do
-what :mod:`octavo.fp8.arithmetic.cast` and the reference's GEMMs do with them, and put the result where the rows came
-from. Padding rows take part in nothing: no amax, no block, no sum. Their codes and results are zero.
+Each operation takes the rows of one expert from the matrix of all rows (:mod:`octavo.fp8.kernels.groups`), applies
+:mod:`octavo.fp8.arithmetic.cast` or the reference's GEMMs to them, and writes the result back to the same rows. Padding
+rows are part of no amax, block or sum. Their codes and results are zero.
 
-The sizes of the experts are read into Python here, which is free on the CPU and would make any other device wait: the
-reference has grouped operations for the CPU alone.
+The sizes of the experts are read into Python here. That is free on the CPU and would make a GPU wait, so the reference
+has no grouped operations for GPUs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Gemm = Callable[[str, Quantized, int, Quantized, int, torch.dtype], Tensor]  # a
 
 def why_not(device: torch.device) -> str | None:
     """Why the reference has no grouped operations on this device; None if it has."""
-    if not accelerator.is_gpu(device):  # elsewhere nobody else has them, and waiting is better than not computing
+    if not accelerator.is_gpu(device):  # no other backend has them elsewhere: waiting is better than failing
         return None
     return f"it reads the sizes of the experts, for which {device.type} would have to be waited for"
 
 
 def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
-    """Cast x [R, K], each expert's rows alone; scales as ``Backend.quantize_rows`` says, 1 for blocks without rows."""
+    """Cast x [R, K], each expert's rows separately. Scales as ``Backend.quantize_rows``; 1 for blocks without rows."""
     rows, cols = x.shape
     _check(rows, groups)
     r, c = spec.block
@@ -51,18 +51,18 @@ def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
         scale = scale.to(E8M0)
     out = Quantized(data, scale, spec)
     for expert, span in spans(groups):
-        q, own = cast.quantize(x[span], spec), of_expert(out, expert, span)
-        as_bytes(own.data).copy_(as_bytes(q.data))
-        as_bytes(own.scale).copy_(as_bytes(q.scale))
+        q, rows_out = cast.quantize(x[span], spec), of_expert(out, expert, span)
+        as_bytes(rows_out.data).copy_(as_bytes(q.data))
+        as_bytes(rows_out.scale).copy_(as_bytes(q.scale))
     return out
 
 
 def quantize_experts(w: Tensor, spec: CastSpec) -> Quantized:
-    """Cast w [E, N, K], each expert alone; scale [E, N / r, K / c]."""
-    if not w.shape[0]:  # what one expert would give, of none
+    """Cast w [E, N, K], each expert separately; scale [E, N / r, K / c]."""
+    if not w.shape[0]:  # no experts: shapes and dtypes of the cast of one, cut to none
         none = cast.quantize(w.new_zeros(w.shape[1:]), spec)
         return Quantized(none.data[None][:0], none.scale[None][:0], spec)
-    if hasattr(w, "fake_mode"):  # no values: the sizes of one expert tell those of all
+    if hasattr(w, "fake_mode"):  # a fake tensor: the cast of one expert gives the sizes for all
         one = cast.quantize(w[0], spec)
         data, scale = (t.new_empty((w.shape[0], *t.shape)) for t in (one.data, one.scale))
         return Quantized(data, scale, spec)
@@ -96,7 +96,7 @@ def dgrad(gemm: Gemm, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype
 
 
 def wgrad(gemm: Gemm, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-    """dw [E, N, K]: each expert's dy [R, N] transposed times its x [R, K]; zeros for one without rows."""
+    """dw [E, N, K]: each expert's dy [R, N] transposed times its x [R, K]; zeros for an expert without rows."""
     _check(x_q.data.shape[0], groups)
     shape = (groups.experts, dy_q.data.shape[1], x_q.data.shape[1])
     out = torch.zeros(shape, dtype=out_dtype, device=x_q.data.device)
@@ -111,7 +111,7 @@ def _matrix(q: Quantized, expert: int) -> Quantized:
 
 def _zeros(q: Quantized, cols: int, groups: Groups, dtype: torch.dtype) -> Tensor:
     _check(q.data.shape[0], groups)
-    return q.data.new_zeros((q.data.shape[0], cols), dtype=dtype)  # of a fake tensor, a fake one
+    return q.data.new_zeros((q.data.shape[0], cols), dtype=dtype)  # fake if q is fake
 
 
 def _check(rows: int, groups: Groups) -> None:

@@ -1,8 +1,9 @@
-"""The one place where a backend is chosen.
+"""The registry of backends, which chooses one for each operation.
 
-A backend is a set of kernels: casts, GEMMs, and what else it can do. :func:`select` goes through the backends in order
-of preference and returns the first that can do what is asked, with the reason, and with what was rejected and why. One
-asked for by name is met or raises; nothing falls back in silence. The choice is made once and kept for the backward.
+A backend is a set of kernels: casts, GEMMs and others. :func:`select` goes through the backends in order of preference
+and returns the first that supports the operation, with the reason, and with the rejected backends and why. A backend
+requested by name is used or raises an error; there is no silent fallback. The choice is made once and also used in the
+backward.
 """
 
 from __future__ import annotations
@@ -24,53 +25,53 @@ from octavo.fp8.kernels.groups import Groups
 
 GEMMS = (*layout.CONTRACTED, *(f"grouped_{op}" for op in layout.CONTRACTED))
 OPS = ("quantize", "dequantize", *GEMMS, "rmsnorm", "swiglu", "swiglu_backward", "adamw")
-"""What a backend can be asked for: casts, the three GEMMs with their casts, the same for groups of experts, the two
-elementwise layers that emit quantized outputs, and the optimizer's step."""
+"""The operations of backends: casts, the three GEMMs with their casts, the same for groups of experts, the elementwise
+layers with quantized outputs, and the optimizer's step."""
 
 
 class BackendError(Fp8Error, RuntimeError):
-    """No backend can do what was asked; the message says what each one lacks."""
+    """No backend supports the operation; the message says why for each one."""
 
 
 class Backend:
-    """A set of kernels: subclass it, override what it can do, and ``register`` an instance. One file, one line.
+    """A set of kernels. To add one, subclass this, override the supported methods and ``register`` an instance.
 
-    Operands of GEMMs are two-dimensional, scales are always dequant multipliers. What the casts return has the logical
-    shape of their input, whatever it looks like in memory; how it should lie there for a GEMM that contracts dimension
-    ``contract`` of it is the business of :mod:`octavo.fp8.kernels.layout`. Groups of experts are those of
-    :mod:`octavo.fp8.kernels.groups`. M, N, K are tokens, outputs and inputs; R rows of all experts; E experts.
+    Operands of GEMMs are two-dimensional; scales are always dequantization multipliers. Casts return the logical shape
+    of their input, whatever the memory layout; :mod:`octavo.fp8.kernels.layout` defines the layout for a GEMM that
+    contracts dimension ``contract``. :mod:`octavo.fp8.kernels.groups` defines groups of experts. M, N, K are tokens,
+    outputs and inputs; R is the number of rows of all experts; E the number of experts.
     """
 
     name: str
     cuts_results = False
-    """Whether its GEMMs write results in a multiple of 16 columns, of which the real ones are copied out."""
+    """Whether its GEMMs pad results to a multiple of 16 columns, from which the real ones are copied."""
 
     def version(self) -> str:
-        """What measurements of this backend depend on, such as ``"triton 3.6.0"``."""
+        """The version that measurements of this backend depend on, such as ``"triton 3.6.0"``."""
         return f"torch {torch.__version__}"
 
     def auto_unsupported(self, device: torch.device) -> str | None:
-        """None if automatic choice may take it on this device, else why it serves there only when asked by name."""
+        """None if automatic choice may take it on this device, else why it must be requested by name."""
         return None
 
     def supports(
         self, op: str, what: CastSpec | Recipe, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        """None if this backend can do ``op``, else why not.
+        """None if this backend supports ``op``, else why not.
 
         ``what``: a CastSpec for quantize and dequantize, else the Recipe. ``shape``: of x for a cast; (M, N, K) for a
-        GEMM, with None for what is not known yet (the tokens of a plan); None: nothing is known.
+        GEMM, with None for unknown sizes (the tokens of a plan); None: no size is known.
         """
         return f"it has no {op}"
 
     def quantize(self, x: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        """As ``octavo.fp8.arithmetic.cast.quantize``, bit for bit, for a GEMM that contracts dimension ``contract`` of
-        the [product of leading dimensions, last] matrix that x is."""
+        """``octavo.fp8.arithmetic.cast.quantize``, bit for bit, for a GEMM that contracts dimension ``contract`` of x
+        as a matrix [product of leading dimensions, last]."""
         raise self._missing("quantize")
 
     def quantize_both(self, x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
-        """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), x read once
-        where the backend can."""
+        """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), from one read of
+        x if the backend can."""
         return self.quantize(x, row, 1), self.quantize(x, col, 0)
 
     def quantize_with_scale(
@@ -82,7 +83,7 @@ class Backend:
     def quantize_both_with_scale(
         self, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None
     ) -> tuple[Quantized, Quantized]:
-        """The same codes for a contraction of dimension 1 and for one of dimension 0, x read once where the backend
+        """The same codes for a contraction of dimension 1 and for one of dimension 0, from one read of x if the backend
         can."""
         return self.quantize_with_scale(x, scale, spec, amax, 1), self.quantize_with_scale(x, scale, spec, amax, 0)
 
@@ -91,16 +92,16 @@ class Backend:
         raise self._missing("dequantize")
 
     def scales_for(self, q: Quantized, contract: int) -> Quantized:
-        """q, which many GEMMs will contract along ``contract``, with its scales in their order."""
+        """q with its scales in the order of GEMMs that contract ``contract``, for codes that many GEMMs read."""
         return q if q.data.dim() != 2 else layout.scales_for(q, contract)
 
     def laid_for(self, q: Quantized, contract: int) -> Quantized:
-        """As :meth:`scales_for`, with the codes too in the layout of that contraction."""
-        lies = q.data.dim() == 2 and layout.lies(q, contract)
-        return self.scales_for(q if lies else self.relay(q, contract), contract)
+        """:meth:`scales_for`, with the codes in the layout of that contraction too."""
+        fits = q.data.dim() == 2 and layout.is_k_major(q, contract)
+        return self.scales_for(q if fits else self.relay(q, contract), contract)
 
     def relay(self, q: Quantized, contract: int) -> Quantized:
-        """q [rows, columns], or weights of experts [E, N, K], with its codes copied to where they lie for a contraction
+        """q [rows, columns], or weights of experts [E, N, K], with its codes copied into the layout for a contraction
         of dimension ``contract`` of each matrix."""
         return layout.relay(q, contract)
 
@@ -109,7 +110,7 @@ class Backend:
         raise self._missing("fwd")
 
     def gemm_decode(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """As :meth:`gemm_fwd` where no gradient follows, as in decoding: a backend may have a product for few rows."""
+        """:meth:`gemm_fwd` without a backward, as in decoding: a backend may have a kernel for few rows."""
         return self.gemm_fwd(x_q, w_q, out_dtype, bias)
 
     def gemm_dgrad(self, dy_q: Quantized, w_q: Quantized, out_dtype: torch.dtype) -> Tensor:
@@ -121,7 +122,7 @@ class Backend:
         raise self._missing("wgrad")
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
-        """Cast the rows of all experts x [R, K], each expert's rows as if they were alone.
+        """Cast the rows of all experts x [R, K], each expert's rows separately.
 
         ``scale`` is [R / r, K / c] for finite blocks (r, c), [R, 1] for (1, -1), [E, K] for (-1, 1), [E, 1] for
         (-1, -1). Padding rows get zero codes; a block without real elements gets the scale 1.
@@ -132,22 +133,22 @@ class Backend:
         self, x: Tensor, row: CastSpec, col: CastSpec, groups: Groups
     ) -> tuple[Quantized, Quantized]:
         """(the rows of all experts under ``row`` for a contraction of dimension 1, under ``col`` for one of dimension
-        0), x read once where the backend can."""
+        0), from one read of x if the backend can."""
         return self.quantize_rows(x, row, groups, 1), self.quantize_rows(x, col, groups, 0)
 
     def quantize_experts(self, w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
-        """Cast weights [E, N, K] (any strides), each expert as if it were alone; ``scale`` is [E, N / r, K / c]."""
+        """Cast weights [E, N, K] (any strides), each expert separately; ``scale`` is [E, N / r, K / c]."""
         raise self._missing("grouped_fwd")
 
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         """y [R, N]: each expert's rows x [R, K] times its w [E, N, K] transposed, plus its bias [E, N]. Padding rows
-        hold anything finite."""
+        have any finite values."""
         raise self._missing("grouped_fwd")
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        """dx [R, K]: each expert's rows dy [R, N] times its w [E, N, K]. Padding rows hold anything finite."""
+        """dx [R, K]: each expert's rows dy [R, N] times its w [E, N, K]. Padding rows have any finite values."""
         raise self._missing("grouped_dgrad")
 
     def grouped_wgrad(self, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
@@ -161,7 +162,7 @@ class Backend:
         """(y, rstd [M] fp32, y under ``row`` for contraction 1, y under ``col`` for contraction 0), x [M, K].
 
         y = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps), in fp32, rounded once to ``out`` (None: x's dtype);
-        the codes are those of y.to(``low``), which autocast hands to the next layer (None: those of y).
+        the codes are a cast of y.to(``low``), which autocast passes to the next layer (None: of y).
         """
         raise self._missing("rmsnorm")
 
@@ -169,20 +170,20 @@ class Backend:
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Tensor, Quantized | None, Quantized | None]:
         """(h, h under ``row``, h under ``col``) of h = silu(gate) * up [M, I], in fp32, rounded once to gate's dtype;
-        the codes are those of the rounded h."""
+        the codes are a cast of the rounded h."""
         raise self._missing("swiglu")
 
     def swiglu_codes(
         self, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Quantized | None, Quantized | None]:
-        """The codes of :meth:`swiglu_quantize` where nobody reads h itself, which need not be written then."""
+        """The codes of :meth:`swiglu_quantize`, for callers that do not read h, which is then not written."""
         return self.swiglu_quantize(gate, up, row, col)[1:]
 
     def swiglu_backward_quantize(
         self, dh: Tensor, gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
     ) -> tuple[Quantized | None, Quantized | None, Quantized | None, Quantized | None]:
         """(dgate under row, dgate under col, dup under row, dup under col): the gradients of h = silu(gate) * up,
-        computed in fp32, rounded to gate's dtype, cast; never written in 16 bits. None for None."""
+        computed in fp32, rounded to gate's dtype and cast, without being written in 16 bits. None for no spec."""
         raise self._missing("swiglu_backward")
 
     def adamw(
@@ -196,9 +197,9 @@ class Backend:
 
 
 class GemmOnlyBackend(Backend):
-    """A backend of GEMMs that takes its casts from others: from the one that :func:`select` chooses for the cast.
+    """A backend that has only GEMMs. Its casts come from the backend that :func:`select` chooses for each cast.
 
-    A subclass names its GEMMs in ``ops`` and says by :meth:`why_not_here` and :meth:`why_not_casts` what it cannot do.
+    A subclass lists its GEMMs in ``ops`` and its limits in :meth:`why_not_here` and :meth:`why_not_casts`.
     """
 
     ops: tuple[str, ...] = tuple(layout.CONTRACTED)
@@ -211,7 +212,7 @@ class GemmOnlyBackend(Backend):
     def why_not_casts(
         self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        """Why it cannot do ``op`` of operands cast like this, None if it can."""
+        """Why it cannot do ``op`` with operands of these casts, None if it can."""
         raise NotImplementedError
 
     def supports(
@@ -291,12 +292,13 @@ class GemmOnlyBackend(Backend):
 def _cast_backend(
     registered: tuple[str, ...], op: str, spec: CastSpec, device: torch.device, shape: torch.Size
 ) -> Backend:
-    """Who casts, remembered, since every cast of every step asks. ``registered`` forgets it with a new backend."""
+    """The backend of a cast. Cached, because every cast of every step needs it; ``registered`` is part of the key, so
+    that a new backend is considered."""
     return select(op, recipe_or_spec=spec, device=device, shape=shape).backend
 
 
 class Selection(NamedTuple):
-    """A choice: the backend, why it, and the (name, reason) of each one that was passed over."""
+    """A choice: the backend, the reason, and the (name, reason) of each backend that was rejected."""
 
     backend: Backend
     reason: str
@@ -307,20 +309,20 @@ _backends: dict[str, Backend] = {}
 
 
 def register(backend: Backend) -> None:
-    """Add a backend; the latest is preferred, so the reference, first to come, is the last resort. Raises BackendError
-    if the name is taken, or "auto"."""
+    """Add a backend. The latest is preferred, so that the reference, which comes first, is the last resort. Raises
+    BackendError if the name is taken, or "auto"."""
     if backend.name in _backends or backend.name == "auto":
         raise BackendError(f"A backend named {backend.name!r} cannot be registered: the name is taken. Choose another.")
     _backends[backend.name] = backend
 
 
 def names() -> tuple[str, ...]:
-    """The registered backends, the preferred first."""
+    """The names of the registered backends, the preferred one first."""
     return tuple(reversed(_backends))
 
 
 def get(name: str) -> Backend:
-    """The backend of that name, or a BackendError that lists the names there are."""
+    """The backend of that name. Raises a BackendError that lists the registered names."""
     if name not in _backends:
         raise BackendError(f"There is no backend {name!r}; use 'auto' or one of: {', '.join(names())}.")
     return _backends[name]
@@ -340,10 +342,11 @@ def select(
         op: one of :data:`OPS`.
         recipe_or_spec: the CastSpec of a quantize, the Recipe of a GEMM; any for adamw, which casts nothing.
         device: where it will run.
-        shape: of x for quantize; (M, N, K) for a GEMM, None in place of what is unknown. None: all unknown.
-        requested: "auto", or the name of the backend that must do it.
+        shape: of x for quantize; (M, N, K) for a GEMM, with None for unknown sizes. None: all are unknown.
+        requested: "auto", or the name of the backend that must run it.
 
-    Raises BackendError for an unknown op or backend, where the requested backend cannot do it, and where none can.
+    Raises BackendError for an unknown op or backend, if the requested backend does not support the op, or if no backend
+    does.
     """
     if op not in OPS:
         raise BackendError(f"There is no op {op!r}; a backend can be asked for: {', '.join(OPS)}.")
@@ -358,6 +361,7 @@ def select(
             f"Backend {requested!r} was asked for {op} with {recipe_or_spec} on {device}"
             f"{_of(shape)} and cannot do it: {why_not}. {others}"
         )
+    # Reasons are collected even when a backend is found: plans show why a faster one was not taken.
     rejected: list[tuple[str, str]] = []
     for name in names():
         backend = _backends[name]
@@ -380,18 +384,18 @@ def _of(shape: Sequence[int | None] | None) -> str:
 def _instead(
     op: str, what: Recipe | CastSpec, device: torch.device, shape: Sequence[int | None] | None, skip: str
 ) -> str:
-    """What the other backends could do instead, as a sentence."""
-    found = [(name, _backends[name].supports(op, what, device, shape)) for name in names() if name != skip]
-    able = [name for name, why_not in found if why_not is None]
-    parts = [f"{name}: {why_not}" for name, why_not in found if why_not is not None]
+    """The backends that support the op, and why the others do not, as sentences."""
+    answers = [(name, _backends[name].supports(op, what, device, shape)) for name in names() if name != skip]
+    able = [name for name, why_not in answers if why_not is None]
+    parts = [f"{name}: {why_not}" for name, why_not in answers if why_not is not None]
     fix = f"Use backend='auto' or {', '.join(map(repr, able))}." if able else "No other backend can either."
     return " ".join([fix, *(f"({part})" for part in parts)])
 
 
 def quantize(x: Tensor, spec: CastSpec, backend: str = "auto") -> Quantized:
-    """Cast x to FP8 on the best backend for its device, or on the one named (see
-    ``octavo.fp8.arithmetic.cast.quantize``). Raises BackendError where the named backend does not exist or cannot do
-    this cast, CastError where x cannot be cast at all.
+    """Cast x to FP8 on the best backend for its device, or on the named one: see
+    ``octavo.fp8.arithmetic.cast.quantize``. Raises BackendError if the named backend does not exist or does not support
+    this cast, CastError if x cannot be cast.
     """
     chosen = select("quantize", recipe_or_spec=spec, device=x.device, shape=x.shape, requested=backend)
     return chosen.backend.quantize(x, spec)

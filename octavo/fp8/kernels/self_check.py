@@ -1,16 +1,16 @@
-"""Versions of torch and Triton that are newer than those tested: kernels held against the reference before they train.
+"""A check of kernels against the reference when torch or Triton are newer than the tested versions.
 
-:data:`TESTED` is the one table of what was tested. Where something newer is installed, the kernels that a plan (or an
-optimizer) is about to use multiply small matrices on the device that will run them, and casts are compared bit for bit,
-products by what rounding may do. The check knows no version: it asks the kernels. A kernel that differs, or does not
-run, is a :class:`SelfCheckError` that names kernel, coordinate, both values and the way out; nothing trains.
+:data:`TESTED` lists the tested versions. If a newer one is installed, the kernels that a plan (or an optimizer) is
+about to use run on small matrices on their device: casts must match bit for bit, products within rounding. The check
+depends on no version, only on what the kernels compute. A kernel that differs, or does not run, raises a
+:class:`SelfCheckError` that names the kernel, the coordinate, both values and the fix; no training starts.
 
-Each kernel is checked once for a device, driver, torch, Triton and digest of the kernels' sources; what passed is kept
-in ``self_check.json`` in the cache folder (``OCTAVO_CACHE``, else ``octavo`` in the user's). Checks end after
-:data:`LIMIT_S`; what is open then comes first at the next start. Nothing is checked inside a capture or a compile, nor
-on another rank of a node than its first.
+Each kernel is checked once per device, driver, torch, Triton and digest of the kernels' sources; ``self_check.json`` in
+the cache folder (``OCTAVO_CACHE``, else ``octavo`` in the user's cache) records the checks that passed. Checks stop
+after :data:`LIMIT_S`; the remaining ones come first at the next start. No check runs during a capture or a compilation,
+nor on ranks other than the first of a node.
 
-Sizes fill no tile evenly. The magnitudes of rows and columns differ, so that a scale in the wrong place shows.
+Sizes are not multiples of any tile. The magnitudes of rows and columns differ, so that a misplaced scale is noticed.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from octavo.fp8.kernels.registry import Backend, BackendError, get
 TESTED: dict[str, tuple[int, int]] = {"torch": (2, 13), "triton": (3, 7)}
 """The newest versions, major and minor, that the project's tests ran with."""
 LIMIT_S = 5.0
-BOUND = 2.0**-7  # of the sum of |a| |b|: what sums of 14 bits and a rounding to bf16 may lose at the very most
-DELAYED_SCALE = 2.0**-4  # of casts by a given scale
+BOUND = 2.0**-7  # times the sum of |a| |b|: the largest error of sums of 14 bits and a rounding to bf16
+DELAYED_SCALE = 2.0**-4  # the scale of casts with a given scale
 FILE, _FORMAT = "self_check.json", 1
 
 
 class SelfCheckError(BackendError):
-    """A kernel computes otherwise than the reference under versions that were not tested."""
+    """With untested versions, a kernel gives other results than the reference."""
 
 
 class Fault(NamedTuple):
-    """Where a kernel differs from the reference most: what is compared, the coordinate, both values, and how far they
-    may be apart (0: not at all)."""
+    """The largest difference between a kernel and the reference: what is compared, the coordinate, both values, and the
+    allowed difference (0: the bits must be equal)."""
 
     what: str
     at: tuple[int, ...]
@@ -73,20 +73,20 @@ class Fault(NamedTuple):
 Check = Callable[[], "Fault | None"]
 
 
-# --- what is newer, and what was checked ------------------------------------------------------------------------------
+# --- newer versions, and the record of checks -------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
 def installed() -> dict[str, str]:
-    """The versions of the packages of :data:`TESTED` that are installed."""
+    """The installed versions of the packages in :data:`TESTED`."""
     versions = {"torch": str(torch.__version__)}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # without it no kernel of Triton's can run
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not installed: no Triton kernel can run
         versions["triton"] = importlib.metadata.version("triton")
     return versions
 
 
 def newer() -> tuple[str, ...]:
-    """What is newer than tested, as phrases: ``torch 2.15.0 (tested up to 2.13)``."""
+    """Packages newer than tested, as phrases: ``torch 2.15.0 (tested up to 2.13)``."""
     phrases = []
     for package, version in installed().items():
         numbers = re.match(r"(\d+)\.(\d+)", version)
@@ -98,7 +98,7 @@ def newer() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a check holds for."""
+    """The environment that a check is valid for."""
 
     device: str
     driver: str
@@ -117,7 +117,7 @@ class Machine:
 
 @lru_cache(maxsize=1)
 def _digest() -> str:
-    """Of the sources that decide what kernels compute."""
+    """A digest of the sources that define what kernels compute."""
     whole, folder = hashlib.sha256(), Path(__file__).parents[1]
     for package in ("arithmetic", "dense", "kernels"):
         for file in sorted((folder / package).rglob("*.py")):
@@ -126,7 +126,7 @@ def _digest() -> str:
 
 
 def record_file() -> Path:
-    """Where it is kept what passed."""
+    """The file that records which checks passed."""
     if folder := os.environ.get("OCTAVO_CACHE"):
         return Path(folder) / FILE
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / FILE
@@ -138,17 +138,18 @@ def passed(machine: Machine) -> set[str]:
 
 
 def _entries() -> list[dict[str, Any]]:
-    """What is kept. A file that cannot be read counts as none: everything is checked again, and it is written anew."""
+    """The entries of the record. A file that cannot be read counts as empty: everything is checked again, and the file
+    is replaced."""
     try:
-        kept = json.loads(record_file().read_text(encoding="utf-8"))
-        entries = kept["machines"] if kept["octavo_self_check"] == _FORMAT else []
+        record = json.loads(record_file().read_text(encoding="utf-8"))
+        entries = record["machines"] if record["octavo_self_check"] == _FORMAT else []
         return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("passed"), list)]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
 
 
-def _keep(machine: Machine, names: Iterable[str]) -> None:
-    """Add what passed to the file, which is read again first: another process may have added to it."""
+def _record(machine: Machine, names: Iterable[str]) -> None:
+    """Add checks that passed to the file, which is read again first: another process may have added to it."""
     entries = [entry for entry in _entries() if entry.get("machine") != vars(machine)]
     entry = {"machine": vars(machine), "passed": sorted(passed(machine) | set(names))}
     text = json.dumps({"octavo_self_check": _FORMAT, "machines": [*entries, entry]}, indent=1)
@@ -156,10 +157,10 @@ def _keep(machine: Machine, names: Iterable[str]) -> None:
         record_file().parent.mkdir(parents=True, exist_ok=True)
         atomic_write.write_text(record_file(), text + "\n", shared=True)
     except OSError as error:
-        warnings.warn(f"the self-check of kernels cannot be kept ({error}): it runs at each start", stacklevel=3)
+        warnings.warn(f"the self-check of kernels cannot be saved ({error}): it runs at each start", stacklevel=3)
 
 
-_done: set[tuple[torch.device, str]] = set()  # of this process
+_done: set[tuple[torch.device, str]] = set()  # checks of this process
 
 
 def ensure(
@@ -168,28 +169,28 @@ def ensure(
     limit: float = LIMIT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[str, ...]:
-    """Run the checks that did not pass on this machine yet, where something newer than tested is installed; the names
-    of those that ran now.
+    """If a version newer than tested is installed, run the checks that did not pass on this machine yet.
 
-    ``checks``: by name, each gives a :class:`Fault` or None. ``limit``: seconds after which no further one begins.
-    Raises SelfCheckError for the first that fails, in whatever way.
+    ``checks``: by name, each returns a :class:`Fault` or None. ``limit``: seconds after which no further check begins.
+    Returns the names of the checks that ran. Raises SelfCheckError for the first that fails, in whatever way.
     """
     left = [name for name in checks if (device, name) not in _done]
     if not left or not (phrases := newer()) or not _may_run(device):
         return ()
     machine = Machine.here(device)
     before = passed(machine)
-    begun = clock()
+    start = clock()
     ran: list[str] = []
     for name in left:
         if name not in before:
-            if ran and clock() - begun > limit:
+            # At least one check runs at each start, so that even a slow one gets done.
+            if ran and clock() - start > limit:
                 break
             _run(name, checks[name], phrases)
             ran.append(name)
         _done.add((device, name))
     if ran:
-        _keep(machine, ran)
+        _record(machine, ran)
     if open_checks := [name for name in left if (device, name) not in _done]:
         warnings.warn(
             f"{' and '.join(phrases)}: {len(open_checks)} of {len(checks)} kernels are not checked yet ({limit:g} s "
@@ -200,7 +201,8 @@ def ensure(
 
 
 def _may_run(device: torch.device) -> bool:
-    """Not for a device that is elsewhere, not inside a capture or a compile, and on one rank of a node."""
+    """Whether checks may run: not for a device of another machine, nor during a capture or compilation, and only on the
+    first rank of a node."""
     if device.type == "meta" or os.environ.get("LOCAL_RANK", "0") != "0" or torch.compiler.is_compiling():
         return False
     if device.type != "cpu" and not accelerator.has_own_memory(accelerator.here()):
@@ -213,10 +215,10 @@ def _run(name: str, check: Check, phrases: tuple[str, ...]) -> None:
     versions = ", ".join(f"{package} {'.'.join(map(str, tested))}" for package, tested in TESTED.items())
     fix = f"Use fp8.backend: reference (backend='reference' in a Policy), or a version that was tested: {versions}."
     try:
-        # Whoever asks first may be under a fake or an inference mode: this is about the real device.
+        # The first caller may be in a fake or inference mode; the check needs the real device.
         with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
             fault = check()
-    except Exception as error:  # whatever a compiler or a launch raises is this version's answer, and is shown
+    except Exception as error:  # any error of a compiler or a launch is the result for this version, and is shown
         lines = str(error).strip().splitlines() or [""]
         raise SelfCheckError(f"{what} does not run here ({type(error).__name__}: {lines[-1][:300]}). {fix}") from error
     if fault is not None:
@@ -237,7 +239,7 @@ def kernel_checks(
 
 
 def fused_checks(recipe: Recipe, op: str, backend: str, device: torch.device) -> dict[str, Check]:
-    """The check of rmsnorm, swiglu or swiglu_backward that emit operands of a recipe's GEMMs."""
+    """The check of rmsnorm, swiglu or swiglu_backward with outputs for a recipe's GEMMs."""
     if backend == "reference":
         return {}
     return {f"{op} of {recipe.short()} on {backend}": lambda: _fused(get(backend), recipe, op, device)}
@@ -253,8 +255,8 @@ def adamw_checks(backend: str, device: torch.device) -> dict[str, Check]:
 def sizes(
     device: torch.device, backend: Backend | None = None, op: str = "", recipe: Recipe | None = None
 ) -> tuple[int, int, int]:
-    """(tokens, outputs, inputs): full tiles on no side, where the backend takes that; few on a CPU, where an
-    interpreter may run the kernels. Raises ValueError where the backend takes none of those that are tried."""
+    """(tokens, outputs, inputs) of a check: partial tiles in every dimension if the backend supports that; small on a
+    CPU, where an interpreter may run the kernels. Raises ValueError if the backend supports none of the sizes."""
     shapes = ((20, 24, 136),) if device.type == "cpu" else ((600, 320, 456), (512, 256, 384), (1024, 512, 1024))
     if backend is None or recipe is None:
         return shapes[0]
@@ -271,18 +273,20 @@ def _gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> 
     tokens, outputs, inputs = sizes(device, backend, gemm, recipe)
     x, w, dy = spread(1, tokens, inputs), spread(2, outputs, inputs), spread(3, tokens, outputs)
     a, b = {"fwd": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[gemm]
+    # Delayed scaling casts activations with a scale of earlier steps.
     late = recipe.delayed is not None
     operands, wanted = [], []
-    for name, values, spec, dim, given in (
+    for name, values, spec, dim, has_scale in (
         (f"cast of {'x' if gemm == 'fwd' else 'dy'}", a, casts.a, a_dim, late),
         (f"cast of {'x' if gemm == 'wgrad' else 'w'}", b, casts.b, b_dim, late and gemm == "wgrad"),
     ):
         scale = torch.full((1,), DELAYED_SCALE)
-        if given:
+        if has_scale:
             got = backend.quantize_with_scale(values.to(device), scale.to(device), spec, None, dim)
             want = get("reference").quantize_with_scale(values, scale, spec)
         else:
-            shared = gemm == "dgrad" and values is w and _spec(recipe, "fwd", "b") == spec  # the codes of the forward
+            # dgrad reads the codes of w that the forward made, if both have one cast.
+            shared = gemm == "dgrad" and values is w and _spec(recipe, "fwd", "b") == spec
             got, want = backend.quantize(values.to(device), spec, 1 if shared else dim), quantize(values, spec)
             got = backend.scales_for(got, dim) if shared else got
         if (fault := codes_differ(name, got, want)) is not None:
@@ -308,7 +312,7 @@ def _gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> 
 def _decoding(
     backend: Backend, recipe: Recipe, x: Tensor, w_q: Quantized, w_want: Quantized, device: torch.device
 ) -> Fault | None:
-    """The product of few rows, for which a backend may have another kernel."""
+    """Check the product of few rows, for which a backend may have another kernel."""
     spec, reference = _spec(recipe, "fwd", "a"), get("reference")
     assert spec is not None
     x_want = quantize(x, spec)
@@ -318,7 +322,7 @@ def _decoding(
 
 
 def _both(backend: Backend, recipe: Recipe, x: Tensor, dy: Tensor, device: torch.device) -> Fault | None:
-    """Casts of one tensor for two GEMMs, as a layer asks for them."""
+    """Check casts of one tensor for two GEMMs, as layers use them."""
     x_specs = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
     dy_specs = _spec(recipe, "dgrad", "a"), _spec(recipe, "wgrad", "a")
     for name, values, (first, second) in (("x", x, x_specs), ("dy", dy, dy_specs)):
@@ -336,18 +340,18 @@ def _grouped(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) 
     tokens, outputs, inputs = sizes(device, backend, f"grouped_{gemm}", recipe)
     experts = 3
     groups = route(torch.arange(tokens) % (experts * 2) // 2, experts + 1).groups  # the last expert has no rows
-    there = Groups(groups.sizes.to(device), groups.starts.to(device), groups.tiles.to(device), groups.rows)
+    on_device = Groups(groups.sizes.to(device), groups.starts.to(device), groups.tiles.to(device), groups.rows)
     reference = get("reference")
     a = spread(1, groups.rows, inputs if gemm == "fwd" else outputs)
     a_want = reference.quantize_rows(a, casts.a, groups)
-    a_got = backend.quantize_rows(a.to(device), casts.a, there, CONTRACTED[gemm][0])
+    a_got = backend.quantize_rows(a.to(device), casts.a, on_device, CONTRACTED[gemm][0])
     if (fault := codes_differ("cast of rows", a_got, a_want)) is not None:
         return fault
     if gemm == "wgrad":
         b = spread(2, groups.rows, inputs)
         b_want, b_got = (
             reference.quantize_rows(b, casts.b, groups),
-            backend.quantize_rows(b.to(device), casts.b, there, 0),
+            backend.quantize_rows(b.to(device), casts.b, on_device, 0),
         )
     else:
         b = spread(2, (experts + 1) * outputs, inputs).view(experts + 1, outputs, inputs)
@@ -357,15 +361,15 @@ def _grouped(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) 
     multiply = getattr(reference, f"grouped_{gemm}")
     want = multiply(a_want, b_want, groups, torch.float32)
     most = multiply(magnitudes(a_want), magnitudes(b_want), groups, torch.float32)
-    got = getattr(backend, f"grouped_{gemm}")(a_got, b_got, there, torch.bfloat16)
-    if gemm != "wgrad":  # padding rows hold anything finite
+    got = getattr(backend, f"grouped_{gemm}")(a_got, b_got, on_device, torch.bfloat16)
+    if gemm != "wgrad":  # padding rows have any finite values
         real = real_rows(groups)
         got, want, most = got.cpu()[real], want[real], most[real]
     return farthest("result", got, want, most * BOUND)
 
 
 def real_rows(groups: Groups) -> Tensor:
-    """Indices of the rows of experts that are no padding."""
+    """Indices of the rows that belong to experts, without padding."""
     ranges = zip(groups.starts.tolist(), groups.sizes.tolist(), strict=False)
     return torch.cat([torch.arange(start, start + size) for start, size in ranges])
 
@@ -382,7 +386,7 @@ def _fused(backend: Backend, recipe: Recipe, op: str, device: torch.device) -> F
             if got is None or want is None:
                 continue
             exact = reference.dequantize(want)
-            # A code or the next one, where the two round a value to either side.
+            # The codes may be neighbours, where the two implementations round a value to different sides.
             allowed = exact.abs() / 7 + exact.abs().amax() * 2.0**-14
             if (fault := farthest(name, backend.dequantize(got), exact, allowed)) is not None:
                 return fault
@@ -433,19 +437,19 @@ def _adamw(backend: Backend, device: torch.device) -> Fault | None:
 
 
 def spread(seed: int, rows: int, cols: int) -> Tensor:
-    """Values on the CPU whose magnitudes change by row and column."""
+    """Random values fp32 [rows, cols] on the CPU, whose magnitudes differ by row and column."""
     g = torch.Generator().manual_seed(seed)
     down, across = (torch.randint(-4, 5, shape, generator=g, device="cpu").float() for shape in ((rows, 1), (1, cols)))
     return torch.randn(rows, cols, generator=g, device="cpu") * torch.exp2(down + across)
 
 
 def magnitudes(q: Quantized) -> Quantized:
-    """The same without signs."""
+    """q without signs."""
     return q._replace(data=q.data.float().abs().to(q.data.dtype))
 
 
 def codes_differ(what: str, got: Quantized, want: Quantized) -> Fault | None:
-    """The first code, else the first scale, that is another one than on the CPU."""
+    """The first code, else the first scale, that differs from the reference; None if all are equal."""
     fault = _bits_differ(what, got.data, want.data)
     return fault or _bits_differ(f"scale in the {what}", got.scale, want.scale)
 
@@ -466,7 +470,7 @@ def _bits_differ(what: str, got: Tensor, want: Tensor) -> Fault | None:
 
 
 def farthest(what: str, got: Tensor, want: Tensor, allowed: Tensor) -> Fault | None:
-    """The element that is farthest beyond what is ``allowed``; NaN is infinitely far. None where all are within."""
+    """The element with the largest difference relative to ``allowed`` (NaN: infinite), or None if all are within it."""
     if tuple(got.shape) != tuple(want.shape):
         raise TypeError(f"{what} has shape {list(got.shape)}, the reference {list(want.shape)}")
     got = got.cpu().float()
@@ -478,6 +482,6 @@ def farthest(what: str, got: Tensor, want: Tensor, allowed: Tensor) -> Fault | N
 
 
 def excess(got: Tensor, want: Tensor, allowed: Tensor) -> Tensor:
-    """The difference over what is allowed, element by element; infinite for NaN."""
+    """The difference divided by the allowed one, element by element; infinite for NaN."""
     ratio = (got.cpu().float() - want).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)
     return ratio.nan_to_num(float("inf"))

@@ -1,7 +1,8 @@
-"""The torch backend: the three GEMMs through ``torch.nn.functional.scaled_mm`` (cuBLASLt, here and there CUTLASS).
+"""The torch backend: the three GEMMs through ``torch.nn.functional.scaled_mm`` (cuBLASLt, in some cases CUTLASS).
 
-torch multiplies and does not cast; the casts come from whichever backend :func:`select` chooses for them. What is left
-is to hand over what the operation asks for, and that differs by the kind of scaling. With a [m, k] times b [n, k].T::
+torch multiplies and does not cast; the casts come from the backend that :func:`select` chooses for them. This file
+converts operands into the form that the operation needs, which depends on the kind of scaling. With a [m, k] times
+b [n, k].T::
 
     tensor   one scale each                                          sm 8.9 and later
     row      scales [m, 1] and [1, n]                                sm 8.9 to 10.x; on 9.0 with CUDA 12.9
@@ -10,24 +11,24 @@ is to hand over what the operation asks for, and that differs by the kind of sca
     line     1x128 by 1x128: as a's above, for both                  sm 9.x, CUDA 12.9
     mx       1x32, e8m0 scales in tiles of 128x4 (see swizzled)      sm 10.0 and later, CUDA 12.8
 
-The last three want both operands in E4M3; with one scale a tensor or row, one of them may be in E5M2.
+The last three need both operands in E4M3; with one scale per tensor or row, one of them may be in E5M2.
 
-k and n must be multiples of 16 and both operands contiguous along k, as :mod:`octavo.fp8.kernels.layout` has them. What
-lies otherwise is laid out anew by the backend that casts (``relay``), and columns of zeros are cut off the result.
+k and n must be multiples of 16 and both operands contiguous along k, as in :mod:`octavo.fp8.kernels.layout`. The
+casting backend copies operands with another layout (``relay``), and columns of zeros are cut off the result.
 (Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
 
-Fast accumulation, which keeps partial sums in fewer bits, is used in the forward alone, and only with one scale a
-tensor or row. A bias goes into the GEMM where that rounds once; elsewhere the GEMM answers in fp32. Whether it does for
-block scales is tried on the device at first use (:func:`bias_why_not`). If not, the product is Triton's, which runs
-wherever this kind does, reads the same operands and adds in registers: through torch it would take an fp32 result, an
-addition and a cast, 18 bytes an output instead of 2.
+Fast accumulation, which keeps partial sums in fewer bits, is used only in the forward, and only with one scale per
+tensor or row. A bias is added by the GEMM where that rounds once; otherwise the GEMM returns fp32. For block scales, a
+test on the device at first use decides this (:func:`bias_why_not`). If the GEMM rounds twice, Triton computes the
+product: it runs wherever this kind does, reads the same operands and adds in registers. torch would need an fp32
+result, an addition and a cast, 18 bytes per output instead of 2.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,14 +40,14 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.layout import (
     CONTRACTED,
-    Lying,
+    MemoryKey,
     Operand,
     Relay,
     check_fit,
+    is_k_major,
     k_major,
-    lies,
-    lines,
-    lying,
+    memory_key,
+    padded_scales,
     relay,
     round_up,
     without_values,
@@ -77,7 +78,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class Product(NamedTuple):
-    """What scaled_mm is handed: a [m, k] contiguous, b [k, n] contiguous along k, and the scales of their ``kind``."""
+    """The arguments of scaled_mm: a [m, k] contiguous, b [k, n] contiguous along k, and the scales of ``kind``."""
 
     kind: str
     a: Tensor
@@ -87,7 +88,7 @@ class Product(NamedTuple):
 
 
 class TorchBackend(GemmOnlyBackend):
-    """GEMMs of torch's own, with the casts of another backend."""
+    """torch's GEMMs, with the casts of another backend."""
 
     name = "torch"
 
@@ -104,7 +105,7 @@ class TorchBackend(GemmOnlyBackend):
         if kind is None:
             return f"scaled_mm cannot multiply {a} by {b}"
         if kind in _NAMES and "e5m2" in (a.format, b.format):
-            return f"scaled_mm has {_NAMES[kind]} for two matrices in E4M3 alone, not for {a} by {b}"
+            return f"scaled_mm has {_NAMES[kind]} only for two matrices in E4M3, not for {a} by {b}"
         return _why_not(kind, device.type, device.index)
 
     def gemm(
@@ -132,7 +133,7 @@ class TorchBackend(GemmOnlyBackend):
 
 @lru_cache(maxsize=256)
 def kind_of(op: str, a: CastSpec, b: CastSpec) -> str | None:
-    """How a GEMM of operands cast like this is scaled, None where scaled_mm has no such GEMM."""
+    """The kind of scaling of a GEMM with operands of these casts; None if scaled_mm has no such GEMM."""
     dims = CONTRACTED[op]
     a_block, b_block = ((s.block[1 - dim], s.block[dim]) for s, dim in zip((a, b), dims, strict=True))
     kind = _KINDS.get((a_block, b_block))
@@ -158,21 +159,21 @@ def _why_not(kind: str, device: str, index: int | None) -> str | None:
 
 
 def why_not_on_gpu(kind: str, capability: tuple[int, int], cuda: tuple[int, int]) -> str | None:
-    """Why a GPU of this compute capability, under a torch built with this CUDA, has not this kind of GEMM."""
+    """Why this kind of GEMM does not exist for a compute capability and the CUDA version of torch; None if it does."""
     here = f"this GPU has {capability[0]}.{capability[1]}"
     built = f"this torch is built with {cuda[0]}.{cuda[1]}"
     if capability < (8, 9):
         return f"FP8 needs compute capability 8.9 or later, {here}"
     if kind in ("block", "line"):
         if capability[0] != 9:
-            return f"cuBLAS has {_NAMES[kind]} on compute capability 9.0 alone, {here}"
+            return f"cuBLAS has {_NAMES[kind]} only on compute capability 9.0, {here}"
         return None if cuda >= (12, 9) else f"{_NAMES[kind]} need CUDA 12.9 or later, {built}"
     if kind == "mx":
         if capability < (10, 0):
             return f"{_NAMES[kind]} need compute capability 10.0 or later, {here}"
         return None if cuda >= (12, 8) else f"{_NAMES[kind]} need CUDA 12.8 or later, {built}"
     if kind == "row" and capability[0] == 9 and cuda < (12, 9):
-        # Before cuBLAS had it, a CUTLASS kernel served, which reads scales out of bounds (pytorch#133334).
+        # Before cuBLAS supported it, torch used a CUTLASS kernel that reads scales out of bounds (pytorch#133334).
         return f"one scale a row needs CUDA 12.9 or later on compute capability 9.0, {built}"
     if kind == "row" and capability >= (11, 0):
         return f"one scale a row was refused by cuBLAS beyond compute capability 10.x (pytorch#192707), {here}"
@@ -185,18 +186,18 @@ def _cuda_version() -> tuple[int, int]:
 
 
 def lay_out(op: str, a_q: Quantized, b_q: Quantized, relay: Relay = relay) -> Product:
-    """The operands of a GEMM as scaled_mm wants them, codes that do not lie in memory so copied by ``relay``. Raises
-    CastError unless they are two matrices that fit each other, in casts that scaled_mm can multiply."""
-    found = _laid_out(op, lying(a_q), lying(b_q))
-    if found.relay_a or found.relay_b:
-        a_q = relay(a_q, CONTRACTED[op][0]) if found.relay_a else a_q
-        b_q = relay(b_q, CONTRACTED[op][1]) if found.relay_b else b_q
-        found = _laid_out(op, lying(a_q), lying(b_q))
-    if found.views is None:
+    """The operands of a GEMM in scaled_mm's layout; ``relay`` copies codes that have another. Raises CastError unless
+    they are two matrices of matching shapes, with casts that scaled_mm can multiply."""
+    plan = _plan(op, memory_key(a_q), memory_key(b_q))
+    if plan.relay_a or plan.relay_b:
+        a_q = relay(a_q, CONTRACTED[op][0]) if plan.relay_a else a_q
+        b_q = relay(b_q, CONTRACTED[op][1]) if plan.relay_b else b_q
+        plan = _plan(op, memory_key(a_q), memory_key(b_q))
+    if plan.views is None:
         return _lay_out(op, a_q, b_q)
-    a, b, scale_a, scale_b = found.views
+    a, b, scale_a, scale_b = plan.views
     return Product(
-        found.kind,
+        plan.kind,
         a_q.data if a is None else a_q.data.as_strided(*a),
         b_q.data if b is None else b_q.data.as_strided(*b),
         a_q.scale if scale_a is None else a_q.scale.as_strided(*scale_a),
@@ -204,31 +205,33 @@ def lay_out(op: str, a_q: Quantized, b_q: Quantized, relay: Relay = relay) -> Pr
     )
 
 
-class _LaidOut(NamedTuple):
-    """What becomes of operands that lie in one way: whose codes have to be copied, and the views (sizes, strides,
-    offset) of both codes and both scales that are the product; None for a tensor as it is, and for views where more
-    than codes is copied."""
+_View = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]  # sizes, strides, offset
+
+
+class _Plan(NamedTuple):
+    """How operands with one memory layout become a product."""
 
     kind: str
-    relay_a: bool
+    relay_a: bool  # whether the codes of a and of b must be copied
     relay_b: bool
-    views: tuple[tuple[Any, ...] | None, ...] | None
+    views: tuple[_View | None, ...] | None
+    """Of both codes and both scales; None for a tensor as it is. None in all if scales must be copied too."""
 
 
 @lru_cache(maxsize=4096)
-def _laid_out(op: str, a: Lying, b: Lying) -> _LaidOut:
-    """Found out once for all GEMMs whose operands lie so, by laying out two without values."""
+def _plan(op: str, a: MemoryKey, b: MemoryKey) -> _Plan:
+    """Computed once for all GEMMs whose operands have these layouts, with two operands on the meta device."""
     with _disable_current_modes():
         a_q, b_q = without_values(a), without_values(b)
         product = _lay_out(op, a_q, b_q)
-        moved = not lies(a_q, CONTRACTED[op][0]), not lies(b_q, CONTRACTED[op][1])
-    views: list[tuple[Any, ...] | None] = []
-    for made, given in zip(product[1:], (a_q.data, b_q.data, a_q.scale, b_q.scale), strict=True):
-        if made.untyped_storage()._cdata != given.untyped_storage()._cdata:
-            return _LaidOut(product.kind, *moved, None)
-        view, own = ((t.shape, t.stride(), t.storage_offset()) for t in (made, given))
-        views.append(None if view == own else view)
-    return _LaidOut(product.kind, *moved, tuple(views))
+        copied = not is_k_major(a_q, CONTRACTED[op][0]), not is_k_major(b_q, CONTRACTED[op][1])
+    views: list[_View | None] = []
+    for result, operand in zip(product[1:], (a_q.data, b_q.data, a_q.scale, b_q.scale), strict=True):
+        if result.untyped_storage()._cdata != operand.untyped_storage()._cdata:
+            return _Plan(product.kind, *copied, None)
+        view, same = ((t.shape, t.stride(), t.storage_offset()) for t in (result, operand))
+        views.append(None if view == same else view)
+    return _Plan(product.kind, *copied, tuple(views))
 
 
 def _lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
@@ -241,9 +244,9 @@ def _lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
             "the torch backend supports, or another backend."
         )
     a, b = k_major(a_q, a_dim), k_major(b_q, b_dim)
-    if kind in ("block", "line"):  # scales reach over the padding of the free dimensions, so all rows are handed over
-        scale_b = lines(b) if kind == "line" else _squares(b)
-        return Product(kind, a.codes, b.codes.t(), lines(a), scale_b)
+    if kind in ("block", "line"):  # scales include the padding of the free dimension, so the product has all rows
+        scale_b = padded_scales(b) if kind == "line" else _squares(b)
+        return Product(kind, a.codes, b.codes.t(), padded_scales(a), scale_b)
     codes, scale_a, scale_b = a.codes[: a.free], a.scale, b.scale.t()
     if kind == "row" and b.codes.shape[0] != b.free:
         scale_b = F.pad(scale_b, (0, b.codes.shape[0] - b.free), value=1.0)
@@ -262,8 +265,8 @@ def _squares(operand: Operand) -> Tensor:
 def swizzled(scale: Tensor) -> Tensor:
     """e8m0 scales [rows, blocks] in the order of tensor cores, flat, padded with 0 to whole tiles.
 
-    Tiles of 128 rows by 4 blocks follow each other row of tiles by row of tiles; within one, the scale (row, block)
-    is byte (row % 32) * 16 + (row // 32) * 4 + block (cuBLAS: 1D block scaling factors layout).
+    Tiles have 128 rows by 4 blocks and are stored row-major; within a tile, the scale (row, block) is byte
+    (row % 32) * 16 + (row // 32) * 4 + block (cuBLAS: 1D block scaling factors layout).
     """
     rows, blocks = scale.shape
     whole = scale.new_zeros(round_up(rows, 128), round_up(blocks, 4), dtype=torch.uint8)
@@ -273,7 +276,7 @@ def swizzled(scale: Tensor) -> Tensor:
 
 
 def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None) -> Tensor:
-    """The call alone: [m, n], with the columns of padding."""
+    """The call of scaled_mm: [m, n], with the columns of padding."""
     recipe_a, recipe_b = _SCALINGS[product.kind]
     swizzle = SwizzleType.SWIZZLE_32_4_4 if product.kind == "mx" else None
     return F.scaled_mm(
@@ -283,10 +286,10 @@ def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias:
 
 
 def _row_direct(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
-    """Whether torch's kernel for row scales can answer in this dtype.
+    """Whether torch's kernel for row scales is used for this output dtype.
 
-    cuBLAS (sm 9.0) answers in all. Elsewhere it is CUTLASS, whose fp16 and fp32 come and go with the version of torch:
-    it is asked for bf16 alone.
+    cuBLAS (sm 9.0) supports all. Elsewhere it is CUTLASS, whose support of fp16 and fp32 varies with the version of
+    torch: it is used only for bf16.
     """
     if a.device.type != "cuda" or torch.cuda.get_device_capability(a.device)[0] == 9:
         return True
@@ -294,7 +297,7 @@ def _row_direct(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
 
 
 def _by_hand(product: Product, fast: bool, bias: Tensor | None, out_dtype: torch.dtype, rows: int, cols: int) -> Tensor:
-    """Row scales applied to the fp32 product of the codes: powers of two there, so nothing rounds before the end."""
+    """Row scales applied to the fp32 product of the codes: they are powers of two, so that only the end rounds."""
     one = product.scale_a.new_ones(1, 1)
     out = multiply(product._replace(kind="tensor", scale_a=one, scale_b=one), torch.float32, fast)
     return finish(scaled(out, product.scale_a, product.scale_b)[:rows, :cols], bias, out_dtype)
@@ -308,16 +311,16 @@ def finish(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
 
 
 def _real(out: Tensor, rows: int, cols: int) -> Tensor:
-    """The result without what came of padding."""
+    """The result without rows and columns of padding."""
     return out if out.shape == (rows, cols) else out[:rows, :cols].contiguous()
 
 
 @lru_cache(maxsize=16)
 def bias_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a bias in ``dtype`` does not go into a GEMM of 1x128 by 128x128 on this device; None where the result is that
-    of an addition in fp32 before the one rounding. A small product of each kind, once a process."""
+    """Why a GEMM of 1x128 by 128x128 must not add a bias in ``dtype`` on this device; None if the result equals an
+    addition in fp32 before the one rounding. Tested with a small product, once per process."""
     m, n, k = 256, 384, 512
-    with _disable_current_modes():  # whoever asks first may be under a fake mode: this is about the real device
+    with _disable_current_modes():  # the first caller may be in a fake mode; this needs the real device
         g = torch.Generator(device).manual_seed(0)
         a, b, added = (torch.randn(*size, generator=g, device=device) for size in ((m, k), (n, k), (n,)))
         grids = ((k // 128, m), (n // 128, k // 128))
@@ -330,7 +333,7 @@ def bias_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
             got = multiply(product, dtype, bias=bias)
         except RuntimeError as error:
             return f"torch refuses it: {str(error).strip().splitlines()[0]}"
-        differ = (got != want).float().mean().item()  # fp32's noise in the sum turns a tie here and there
+        differ = (got != want).float().mean().item()  # another order of the fp32 sum flips a few ties
     return None if differ < 0.02 else f"{differ:.1%} of the values differ from an addition before the one rounding"
 
 

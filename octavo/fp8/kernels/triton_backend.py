@@ -1,8 +1,8 @@
-"""The Triton backend: every operation on every NVIDIA GPU from Ada on; the fallback that is never absent there.
+"""The Triton backend: every operation on every NVIDIA GPU from Ada on, and so the fallback on these GPUs.
 
-This file says what they can do and hands over; the kernels are in ``triton_kernels/``, which alone import triton, and
-only when one is called. On the CPU they run in Triton's interpreter, slowly, if ``TRITON_INTERPRET=1`` was set
-before: that is how tests hold them against the reference, and why "auto" never chooses it there.
+This file declares what the kernels support and calls them. Only ``triton_kernels/`` imports triton, and only when a
+kernel is used. On the CPU the kernels run in Triton's interpreter, slowly, if ``TRITON_INTERPRET=1`` is set before the
+import: tests compare them with the reference this way, and "auto" does not choose Triton there.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
 
-OLDEST = (8, 9)  # Ada: the first tensor cores that multiply FP8
+OLDEST = (8, 9)  # Ada has the first tensor cores that multiply FP8
 WHOLE = ((-1, -1), (1, -1), (-1, 1))
-SIDES = (1, 16, 32, 64, 128)  # of finite blocks, for a cast
+SIDES = (1, 16, 32, 64, 128)  # sides of finite blocks, for a cast
 ALONG, ACROSS = (-1, 32, 128), (-1, 1, 128)  # sides of blocks for a GEMM, along its contraction and across
 
 
@@ -163,23 +163,24 @@ class PagedKernels(Protocol):
 
 
 def paged() -> PagedKernels:
-    """Import triton, and give the kernels of a paged cache. They run where :func:`why_not_paged` gives None."""
-    found: PagedKernels = kernels.paged
-    return found
+    """Import triton and return the kernels of a paged cache. They run where :func:`why_not_paged` returns None."""
+    module: PagedKernels = kernels.paged
+    return module
 
 
 def rows() -> RowKernels:
-    """Import triton, and give the kernels whose rows stand for themselves. They run where :func:`why_not_rows` gives
-    None; elsewhere importing them fails."""
-    found: RowKernels = kernels.rows
-    return found
+    """Import triton and return the batch-invariant kernels. They run where :func:`why_not_rows` returns None; elsewhere
+    the import fails."""
+    module: RowKernels = kernels.rows
+    return module
 
 
 KERNELS["cuda"] = rows
 
 
 def why_not_rows(device: torch.device) -> str | None:
-    """Why rows cannot stand for themselves on this device, None if they can: a CPU's own products do."""
+    """Why there are no batch-invariant kernels for this device, None if there are. A CPU needs none: its own products
+    are batch-invariant."""
     return None if device.type == "cpu" else _why_not(device.type, device.index)
 
 
@@ -207,9 +208,9 @@ def _why_not(kind: str, index: int | None) -> str | None:
             return "it is written for NVIDIA GPUs, this torch is built for AMD's"
         if not torch.cuda.is_available():
             return None  # a plan for another machine
-        found = torch.cuda.get_device_capability(index)
-        here = f"this GPU has {found[0]}.{found[1]}"
-        return None if found >= OLDEST else f"FP8 needs compute capability 8.9 or later, {here}"
+        capability = torch.cuda.get_device_capability(index)
+        here = f"this GPU has {capability[0]}.{capability[1]}"
+        return None if capability >= OLDEST else f"FP8 needs compute capability 8.9 or later, {here}"
     if kind == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None

@@ -1,4 +1,4 @@
-"""What a linear layer costs on this machine: forward, dgrad and wgrad, quantization included, BF16 beside each recipe.
+"""The cost of a linear layer on this machine: forward, dgrad and wgrad with quantization, in BF16 and in each recipe.
 
 One :class:`Case` is measured for each distinct kind, shape and need of gradients in a model, with the tokens that one
 forward really sends through it. All candidates of a case (BF16, and every allowed recipe on every backend that can do
@@ -34,7 +34,7 @@ from octavo.fp8.metrics import SOUND
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.weights.cache import invalidate
 
-_ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit beside it
+_ROWS = 1 << 24  # elements compared at once: float64 copies of a large output would not fit into memory next to it
 
 
 Timer = Callable[[Case, Mapping[str, Callable[[], Any]], torch.device], Mapping[str, Timed]]
@@ -101,7 +101,7 @@ class _Bench:
         self.low = accelerator.low_precision(device) or torch.float32
         if case.kind == "experts":
             if experts is None:
-                raise MeasureError(f"{case} needs the module of experts that it stands for.")
+                raise MeasureError(f"{case} needs its module of experts.")
             self.stock = _empty_copy(experts, device, dtype)
         else:
             self.stock = nn.Linear(case.k, case.n, bias=case.bias, device=device, dtype=dtype)
@@ -137,11 +137,11 @@ class _Bench:
 
         def run() -> tuple[Tensor, ...]:
             nonlocal turn
-            given, dy = self.inputs[turn % 2]
+            inputs, dy = self.inputs[turn % 2]
             turn += 1
             with self._autocast():
-                y = module(*given)
-            wanted = [t for t in (given[0], *module.parameters()) if t.requires_grad]
+                y = module(*inputs)
+            wanted = [t for t in (inputs[0], *module.parameters()) if t.requires_grad]
             return (y, *torch.autograd.grad(y, wanted, dy.to(y.dtype))) if wanted else (y,)
 
         return run
@@ -167,8 +167,8 @@ def _cold(module: nn.Module, call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _timed(entry: Entry, warm: Timed, cold: Timed | None) -> Entry:
-    more = 0.0 if cold is None else max(0.0, cold.device - warm.device)
-    return replace(entry, seconds=warm.device, host=warm.host, weights=more, spread=warm.spread)
+    cast_seconds = 0.0 if cold is None else max(0.0, cold.device - warm.device)
+    return replace(entry, seconds=warm.device, host=warm.host, weights=cast_seconds, spread=warm.spread)
 
 
 def _empty_copy(module: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

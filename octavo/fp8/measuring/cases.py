@@ -1,11 +1,11 @@
-"""What is measured, and what came out: cases (a kind of layer with its sizes), candidates and their figures."""
+"""Cases (a kind of layer with its sizes), the candidates that are measured for each, and their results."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,16 +49,16 @@ class Case:
     type: str = ""
 
     def __str__(self) -> str:
-        more = [w for w, on in (("bias", self.bias), ("frozen", self.frozen), ("no dgrad", not self.dgrad)) if on]
+        remarks = [w for w, on in (("bias", self.bias), ("frozen", self.frozen), ("no dgrad", not self.dgrad)) if on]
         if self.experts is not None:
-            more.append(f"{self.experts} experts, {self.top_k} a token, {self.type}")
-        return " ".join([f"{self.kind} M={self.m} N={self.n} K={self.k} {self.weights}", *more])
+            remarks.append(f"{self.experts} experts, {self.top_k} a token, {self.type}")
+        return " ".join([f"{self.kind} M={self.m} N={self.n} K={self.k} {self.weights}", *remarks])
 
 
 @dataclass(frozen=True)
 class Entry:
     """One candidate's figures. ``seconds`` of the device and ``host`` seconds of one micro-step with valid codes,
-    ``weights`` more where the weights are cast anew; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timed`.
+    ``weights`` more where the weights are cast again; ``spread`` as in :class:`~octavo.fp8.measuring.timing.Timed`.
     ``rejected``: why it is out, and then nothing else counts."""
 
     recipe: str
@@ -84,7 +84,7 @@ class Measured:
     def high(self) -> Entry:
         return self.entries[HIGH]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The candidates for people, in milliseconds, or why they are out."""
         return {
             name: e.rejected
@@ -100,40 +100,44 @@ class Measurements:
     machine: Machine
     cases: dict[Case, Measured] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def __repr__(self) -> str:
+        return f"Measurements({len(self.cases)} cases on {self.machine.gpu}, torch {self.machine.torch})"
+
+    def to_json(self) -> dict[str, object]:
         """As JSON types; :meth:`from_json` gives it back, and reads what version 0.4.0 wrote."""
         return {
             "machine": self.machine.to_json(),
             "cases": [
-                {"case": asdict(case), "entries": {name: asdict(e) for name, e in found.entries.items()}}
-                for case, found in self.cases.items()
+                {"case": asdict(case), "entries": {name: asdict(e) for name, e in measured.entries.items()}}
+                for case, measured in self.cases.items()
             ],
         }
 
     @classmethod
-    def from_json(cls, given: Mapping[str, Any]) -> Measurements:
+    def from_json(cls, document: Mapping[str, object]) -> Measurements:
+        content = cast(Mapping[str, Any], document)  # of a file: MeasurementCache reports what does not fit
         cases = {
             Case(**_without(item["case"], "outputs", "biases")): Measured(
                 {name: _entry(_without(entry, "layout")) for name, entry in item["entries"].items()}
             )
-            for item in given["cases"]
+            for item in content["cases"]
             if item["case"]["kind"] != "sisters"
         }
-        return cls(Machine(**given["machine"]), cases)
+        return cls(Machine(**content["machine"]), cases)
 
 
-def _entry(given: Mapping[str, Any]) -> Entry:
+def _entry(fields_read: Mapping[str, Any]) -> Entry:
     """An entry whose figures can be compared. Raises ValueError for one that a damaged file holds."""
     for name in ("seconds", "host", "weights", "spread"):
-        value = given.get(name, 0.0)
+        value = fields_read.get(name, 0.0)
         if not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise ValueError(f"{name} is {value!r:.60}, where a time belongs")
-    return Entry(**given)
+    return Entry(**fields_read)
 
 
-def _without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def _without(fields_read: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """What version 0.4.0 wrote, without its fields for several layers that ran as one GEMM."""
-    return {name: value for name, value in given.items() if name not in names}
+    return {name: value for name, value in fields_read.items() if name not in names}
 
 
 def cases_of(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -> dict[str, Case]:
@@ -147,10 +151,10 @@ def cases_of(model: nn.Module, rows: Sequence[Row], tokens: Mapping[str, int]) -
     weights: dict[str, str] = {}
     for name, module in model.named_modules():
         needs[name] = trained
-        own = list(module.parameters(recurse=False))
-        trained = trained or any(p.requires_grad for p in own)
-        if own:
-            weights[name] = _PRECISION.get(own[0].dtype, str(own[0].dtype))
+        parameters = list(module.parameters(recurse=False))
+        trained = trained or any(p.requires_grad for p in parameters)
+        if parameters:
+            weights[name] = _PRECISION.get(parameters[0].dtype, str(parameters[0].dtype))
     out: dict[str, Case] = {}
     by_module = {(r.module, r.name.rpartition(".")[2]): r for r in rows}
     for row in rows:

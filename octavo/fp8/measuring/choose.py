@@ -16,7 +16,7 @@ below 8.9  none         everything: no tensor core multiplies FP8
 9.x        blockwise    the same
 10.x, 11.x mxfp8        the same
 12.x       rowwise      the same
-any GPU                 N or K not a multiple of 16; tensorwise, if allowed alone: K <= 4096 and N <= 1024
+any GPU                 N or K not a multiple of 16; tensorwise, if nothing else is allowed: K <= 4096 and N <= 1024
 ========== ============ ================================================================
 """
 
@@ -41,15 +41,17 @@ class Choice(NamedTuple):
     best: tuple[str, Entry] | None
 
 
-def by_measurement(found: Measured, allowed: Sequence[Recipe], micro_steps: int = 1) -> Choice:
+def by_measurement(measured: Measured, allowed: Sequence[Recipe], micro_steps: int = 1) -> Choice:
     """Choose among the measured candidates of the allowed recipes."""
     names = {r.short() for r in allowed}
-    asked = {name: e for name, e in found.entries.items() if e.recipe in names}
-    healthy = {name: e for name, e in asked.items() if e.rejected is None}
+    entries = {name: e for name, e in measured.entries.items() if e.recipe in names}
+    healthy = {name: e for name, e in entries.items() if e.rejected is None}
     if not healthy:
-        why = "; ".join(f"{name}: {e.rejected}" for name, e in asked.items()) or "no backend can do any allowed recipe"
+        why = (
+            "; ".join(f"{name}: {e.rejected}" for name, e in entries.items()) or "no backend can do any allowed recipe"
+        )
         return Choice(None, f"measured: no FP8 candidate is able ({why})", None)
-    high = found.high.cost(micro_steps)
+    high = measured.high.cost(micro_steps)
     name, best = _finest(healthy, high, micro_steps)
     cost = best.cost(micro_steps)
     reason = (

@@ -1,10 +1,10 @@
 """A model whose results for a token depend on neither batch nor length: rollouts get the trainer's log-probabilities.
 
-Whatever a model computes for a token is a function of its sequence up to there; in floating point it is also one of
-what the library did with the rows beside it. Inside :func:`batch_invariant` it is not: generating token by token from a
-cache, in whatever batch, gives bit for bit the log-probabilities of a forward over whole padded sequences.
+A model's result for a token is a function of its sequence up to there; in floating point it also depends on what the
+library did with the other rows of the batch. Inside :func:`batch_invariant` it does not: generating token by token
+from a cache, in any batch, gives bit for bit the log-probabilities of a forward over whole padded sequences.
 
-What it costs: rows are padded to sixteens, attention runs in fixed tiles, fused MLPs run layer by layer (the fused
+The cost: rows are padded to sixteens, attention runs in fixed tiles, fused MLPs run layer by layer (the fused
 kernel rounds once where layers round twice, and which of them runs depends on who watches). On a GPU Triton's kernels
 with fixed tiles take the place of libraries, for FP8 products by ``fp8.backend: triton``, and norms that make codes
 make none.
@@ -25,7 +25,7 @@ from octavo.fp8.kernels import why_not_rows
 from octavo.fp8.moe.experts import Experts
 
 _OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-community")
-"""Attention of transformers that is not torch's own ``sdpa``, by how its names begin."""
+"""Prefixes of the names of transformers' attention implementations that are not torch's ``sdpa``."""
 
 _BY_ROW = listed(BY_ROW, "or")
 
@@ -36,7 +36,7 @@ def batch_invariant(model: nn.Module) -> AbstractContextManager[object]:
     Enter it around a rollout, and around the forwards of a step. Both must run with the same number of threads.
 
     Raises InvarianceError for a model that cannot be: FP8 layers whose activations share a scale between rows
-    (tensorwise, delayed), or whose products are those of a library; compiled code; attention other than sdpa;
+    (tensorwise, delayed), or whose products a library computes; compiled code; attention other than sdpa;
     parameters on a device without kernels for it. What a model calls is seen when it calls it, and refused there by
     name; so is a kernel whose rows were tried on the device and differed.
     """
@@ -47,6 +47,7 @@ def batch_invariant(model: nn.Module) -> AbstractContextManager[object]:
 
 def why_not_batch_invariant(model: nn.Module) -> str | None:
     """Why this model cannot be invariant, with what fixes it; None if nothing is known against it."""
+    # Only what is known before a forward is looked at; the mode refuses the rest when the model calls it.
     for device in {p.device: None for p in model.parameters() if p.device.type != "meta"}:
         if (reason := why_not_rows(device)) is not None:
             return (
@@ -58,8 +59,8 @@ def why_not_batch_invariant(model: nn.Module) -> str | None:
             if (reason := _spans_rows(site.recipe)) is not None:
                 return f"{site.name} runs by {site.recipe.name}, {reason}. Use fp8.recipe {_BY_ROW}"
             backend = site.selections["fwd"].backend.name if site.recipe.fwd is not None else "reference"
-            own = next((p.device.type for p in module.parameters() if p.device.type in KERNELS), None)
-            able = ("reference",) if own is None else ("triton", "reference")
+            device_type = next((p.device.type for p in module.parameters() if p.device.type in KERNELS), None)
+            able = ("reference",) if device_type is None else ("triton", "reference")
             if backend not in able:
                 return f"{site.name} runs on {backend}, which tiles by the number of rows. Use fp8.backend: {able[0]}"
         if isinstance(module, nn.Dropout) and module.p > 0:

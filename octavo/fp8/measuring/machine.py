@@ -35,8 +35,8 @@ class Machine:
         versions = {name: registry.get(name).version() for name in registry.names()}
         if not accelerator.has_own_memory(device):
             return cls(CPU, torch=torch.__version__, backends=versions)
-        told = accelerator.properties(device)
-        where = (told["name"], told.get("capability"), _driver() if accelerator.is_gpu(device) else None)
+        properties = accelerator.properties(device)
+        where = (properties["name"], properties.get("capability"), _driver() if accelerator.is_gpu(device) else None)
         return cls(*where, torch.__version__, accelerator.toolkit(), versions)
 
     @property
@@ -55,16 +55,16 @@ class Machine:
 
     def differences(self, other: Machine) -> list[str]:
         """What differs, as phrases: "gpu was NVIDIA L4, is NVIDIA H200"."""
-        found = []
+        changes = []
         for f in fields(self):
             was, now = getattr(self, f.name), getattr(other, f.name)
             if f.name == "backends":
                 for name in dict.fromkeys([*was, *now]):
                     if was.get(name) != now.get(name):
-                        found.append(f"backend {name} was {was.get(name, 'absent')}, is {now.get(name, 'absent')}")
+                        changes.append(f"backend {name} was {was.get(name, 'absent')}, is {now.get(name, 'absent')}")
             elif was != now:
-                found.append(f"{f.name} was {was}, is {now}")
-        return found
+                changes.append(f"{f.name} was {was}, is {now}")
+        return changes
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "backends": dict(self.backends)}

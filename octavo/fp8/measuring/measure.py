@@ -1,8 +1,8 @@
-"""Measuring a model's layers, and keeping what was measured.
+"""Measure a model's layers, and keep the measurements in a file.
 
 The cache is one JSON file, ``$XDG_CACHE_HOME/octavo/measurements.json`` (``~/.cache`` where that is unset), with one
-entry for each machine (GPU, driver, torch, CUDA, backends and their versions) and case. It is written anew after each
-case, aside and renamed: a measurement that is killed keeps what it has and goes on from there.
+entry for each machine (GPU, driver, torch, CUDA, backends and their versions) and case. It is written after each
+case, to a temporary file that is renamed: a measurement that is killed keeps its results and continues from there.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Progress = Callable[[int, int, str], None]  # (cases done, cases in all, what is
 
 
 def default_cache() -> Path:
-    """Where measurements are kept by default."""
+    """The default path of the file with measurements."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / "measurements.json"
 
 
 class MeasurementCache:
-    """Measurements on disk. Raises MeasureError for a file that is none of ours or is damaged."""
+    """Measurements on disk. Raises MeasureError for a file of another kind or version, and for a damaged one."""
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = default_cache() if path is None else Path(path)
 
     def load(self, machine: Machine) -> dict[Case, Measured]:
-        """What was measured on exactly this machine; nothing where there is no file."""
+        """The measurements of exactly this machine; empty where there is no file."""
         return next((dict(m.cases) for m in self._read() if m.machine == machine), {})
 
     def put(self, machine: Machine, case: Case, measured: Measured) -> None:
@@ -59,10 +59,10 @@ class MeasurementCache:
         if not os.path.lexists(self.path):
             return []
         try:
-            found = safe_read.read_json(self.path)
-            if found["octavo_measurements"] != _FORMAT:
-                raise ValueError(f"it has format {found['octavo_measurements']}, this version writes {_FORMAT}")
-            return [Measurements.from_json(m) for m in found["machines"]]
+            document = safe_read.read_json(self.path)
+            if document["octavo_measurements"] != _FORMAT:
+                raise ValueError(f"it has format {document['octavo_measurements']}, this version writes {_FORMAT}")
+            return [Measurements.from_json(m) for m in document["machines"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise MeasureError(
                 f"{self.path} holds no measurements of this version of Octavo ({type(error).__name__}: "
@@ -92,7 +92,7 @@ def measure(
         device: where to measure (None: where the model is; for a meta model the GPU if there is one).
         cache: what is in it is not measured again; None keeps nothing.
         progress: called before each case, and once more at the end.
-        timer, machine: stand-ins for the clock and this machine, for tests.
+        timer, machine: replace the clock and this machine in tests.
 
     Raises:
         PlanError: as plan; tokens that are no whole numbers, negative, or all 0.
@@ -106,32 +106,33 @@ def measure(
         )
     where = device_of(model) if device is None else torch.device(device)
     machine = Machine.here(where) if machine is None else machine
-    asked = decisions(model, policy, components, tokens)
-    cases = cases_of(model, [row for row, _, _ in asked], tokens)
+    decided = decisions(model, policy, components, tokens)
+    cases = cases_of(model, [row for row, _, _ in decided], tokens)
     modules = dict(model.named_modules())
     todo: dict[Case, dict[Recipe, None]] = {}
     stock: dict[Case, nn.Module] = {}
-    for row, decision, why_not in asked:
+    for row, decision, why_not in decided:
         allowed = decision.allowed(policy.candidates) if why_not is None and row.name in cases else {}
         if allowed:
             todo.setdefault(cases[row.name], {}).update(dict.fromkeys(allowed.values()))
             stock.setdefault(cases[row.name], modules[row.module])
     known = {} if cache is None else cache.load(machine)
-    found = Measurements(machine)
+    measurements = Measurements(machine)
     for number, (case, recipes) in enumerate(todo.items()):
         progress(number, len(todo), str(case))
         wanted = sorted(recipes, key=lambda r: RANKED.index(r.name))
         names = {HIGH, *(name for name, _, _ in candidates(case, wanted, where, policy.backend))}
         if case in known and names <= known[case].entries.keys():
-            found.cases[case] = _only(known[case], names)
+            measurements.cases[case] = _only(known[case], names)
             continue
+        # The family's own module is the BF16 side of experts; a linear layer is built from its sizes.
         experts = stock[case] if case.kind == "experts" else None
-        found.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
+        measurements.cases[case] = measure_case(case, wanted, where, policy.backend, experts, timer)
         accelerator.empty_cache(where)
         if cache is not None:
-            cache.put(machine, case, found.cases[case])
+            cache.put(machine, case, measurements.cases[case])
     progress(len(todo), len(todo), "")
-    return found
+    return measurements
 
 
 def _only(measured: Measured, names: set[str]) -> Measured:

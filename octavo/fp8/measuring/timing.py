@@ -1,9 +1,9 @@
-"""How long calls take, several candidates in one run, so that what the machine does meanwhile meets all of them.
+"""Time several candidates in one run, so that whatever else the machine does affects all of them.
 
 Each round calls every candidate once, in the given order and in the reverse one by turns: clocks that rise or fall
-favour nobody. Before each call on a GPU its L2 cache is written over, since in a step other layers have run since a
-tensor was written, and the GPU is kept waiting for :data:`LEAD`. Results are medians; ``spread`` says how far to trust
-them.
+favour no candidate. Before each call on a GPU its L2 cache is written over, since in a step other layers have run since
+a tensor was written, and the GPU is kept waiting for :data:`LEAD`. Results are medians; ``spread`` says how far to
+trust them.
 
 On a GPU two times are taken of each call: ``device`` by CUDA events, and ``host``, what Python and the launches needed.
 A step can be no faster than either: many small calls are paid for on the host, however quick the kernels are.
@@ -22,7 +22,7 @@ import torch
 Call = Callable[[], Any]
 
 #: Clock cycles that a GPU waits before each call, about 2 ms: the host queues the call's first kernels meanwhile, which
-#: takes it 0.1 to 0.2 ms that would else be counted as the device's. A host that falls behind later is counted.
+#: takes it 0.1 to 0.2 ms that would else be counted as the device's. A host that is late later on is counted.
 LEAD = 4_000_000
 
 
@@ -46,7 +46,7 @@ def time_calls(
     budget: float = 1.0,
     flush: bool = True,
 ) -> dict[str, Timed]:
-    """Time every function beside the others.
+    """Time all functions in turns.
 
     Args:
         functions: name -> a call without arguments; one that wants fresh inputs rotates its own.
@@ -71,6 +71,7 @@ def time_calls(
             function()
     clock.settle()
     names = list(functions)
+    # Both orders must weigh the same: an odd round would favour the candidates that it calls first.
     rounds += rounds % 2
     began, done = time.perf_counter(), 0
     while done < rounds and (done < min(4, rounds) or done % 2 or time.perf_counter() - began < budget):

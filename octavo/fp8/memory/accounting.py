@@ -12,7 +12,7 @@ counts once, with all its bytes, however many views it has; one that was resized
 Each storage is put down to the deepest module whose forward created it, and has a kind:
 
     activation  saved for the backward: the only kind in ``total``
-    position    made outside every block and handed to blocks beside their input, without gradient: cos, sin, indices
+    position    made outside every block and passed to blocks with their input, without gradient: cos, sin, indices
     mask        such a tensor that is boolean or called a mask
     output      what the model returned and no backward needs: the caller holds it
     input       made before the forward and saved for the backward (the caller's tensors; weights are never counted)
@@ -55,7 +55,7 @@ Blocks = Iterable[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Row:
-    """One storage that is alive. ``shape`` is that of the tensor that it was made for, ``dtype`` too unless saved
+    """One storage that is alive. ``shape`` is the shape of the tensor that it was made for, ``dtype`` too unless saved
     under another, ``op`` what made it, ``block`` the block that it was made in ("" outside)."""
 
     module: str
@@ -97,11 +97,11 @@ class SavedBytes:
         return _sums((key(r), r.bytes) for r in self.rows if r.kind == ACTIVATION)
 
     def __str__(self) -> str:
-        found = [("bytes saved", self.total)]
-        found += [(name or "(outside modules)", n) for name, n in _largest(self.by_module)]
-        found += [(f"in {str(dtype).removeprefix('torch.')}", n) for dtype, n in _largest(self.by_dtype)]
-        found += [(f"separate: {kind}", n) for kind, n in sorted(self.separate.items())]
-        return "\n".join(f"{n:>16,}  {name}" for name, n in found)
+        lines = [("bytes saved", self.total)]
+        lines += [(name or "(outside modules)", n) for name, n in _largest(self.by_module)]
+        lines += [(f"in {str(dtype).removeprefix('torch.')}", n) for dtype, n in _largest(self.by_dtype)]
+        lines += [(f"separate: {kind}", n) for kind, n in sorted(self.separate.items())]
+        return "\n".join(f"{n:>16,}  {name}" for name, n in lines)
 
 
 @contextmanager
@@ -212,8 +212,8 @@ class Accountant:
     def _given(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The arguments of a block: what was made outside blocks and has no gradient says where tokens are or what they
         may see. The first one is the hidden state."""
-        given = [(str(i), value) for i, value in enumerate(args)] + list(kwargs.items())
-        for name, value in given[1:] if args or "hidden_states" not in kwargs else given:
+        arguments = [(str(i), value) for i, value in enumerate(args)] + list(kwargs.items())
+        for name, value in arguments[1:] if args or "hidden_states" not in kwargs else arguments:
             for tensor in () if name == "hidden_states" else _tensors(value):
                 for seen in self._known(tensor):
                     if seen.created and not seen.block and not tensor.requires_grad:
@@ -240,10 +240,10 @@ class Accountant:
             self._seen[key] = seen
         return seen
 
-    def _ran(self, func: Any, given: list[Tensor], made: list[Tensor]) -> None:
+    def _ran(self, func: Any, operands: list[Tensor], outputs: list[Tensor]) -> None:
         """After an operation: what it was given was there before, unless noted; what else comes out it made."""
         op, fresh, gathers = _known_op(func)
-        for tensors, created in ((given, fresh), (made, True)):
+        for tensors, created in ((operands, fresh), (outputs, True)):
             for tensor in tensors:
                 for plain, storage in _parts(tensor):
                     seen = self._note(plain, storage, op, created)
@@ -260,12 +260,12 @@ class _Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given: list[Tensor] = []
-        made: list[Tensor] = []
-        _collect(args, given)
-        _collect(kwargs, given)
-        _collect(out, made)
-        self.accountant._ran(func, given, made)
+        operands: list[Tensor] = []
+        outputs: list[Tensor] = []
+        _collect(args, operands)
+        _collect(kwargs, operands)
+        _collect(out, outputs)
+        self.accountant._ran(func, operands, outputs)
         return out
 
 

@@ -7,13 +7,13 @@
 
 Transformers' models end in ``logits = self.lm_head(hidden)`` and hand that on as ``out.logits``: so the losses, fp32
 [B, P], come out there. The head runs where it always does, inside the model's forward: under FSDP2 its weight is
-gathered there, and its gradient is reduced as ever. Class, names and state dict of the head stay those of ``nn.Linear``
+gathered there, and its gradient is reduced as ever. Class, names and state dict of the head stay as in ``nn.Linear``
 (:mod:`~octavo.fp8.dense.swap`), and outside the ``with`` so does its forward: generation and evaluation see logits.
 
 A head that a plan made an FP8 layer gives its losses by FP8 GEMMs, with the casts, backends and weight codes of its
 site; its logits outside as well.
 
-:meth:`ChunkedHead.log_probs` is the same with log-probabilities, and the entropy beside them: ``given.entropy``.
+:meth:`ChunkedHead.log_probs` returns log-probabilities instead, and the entropy as ``given.entropy``.
 
 Models that do something to their logits (soft-capping, a scale) would do it to the losses. :func:`chunk_head` runs
 the model's own forward once, on two tokens and with every module in it replaced, and refuses a model
@@ -55,8 +55,8 @@ class Given:
         site = head._site if isinstance(head, Linear) else None
         if site is not None and not site.selections:  # for a moment of high precision
             site = None
-        found = self._judge(hidden, head.weight, self.target, head.bias, site, **self._options)
-        self._losses, self.entropy = found if isinstance(found, tuple) else (found, None)
+        judged = self._judge(hidden, head.weight, self.target, head.bias, site, **self._options)
+        self._losses, self.entropy = judged if isinstance(judged, tuple) else (judged, None)
         self._version = self._losses._version
         return self._losses
 
@@ -102,8 +102,8 @@ class ChunkedHead(Swapped):
         is waiting for a forward already.
         """
         options: dict[str, Any] = {"label_smoothing": label_smoothing, "z_loss": z_loss, "chunk": chunk}
-        with self._asked(Given(head_losses, target, **options)) as given:
-            yield given
+        with self._asked(Given(head_losses, target, **options)) as targets:
+            yield targets
 
     @contextmanager
     def log_probs(
@@ -112,28 +112,28 @@ class ChunkedHead(Swapped):
         """The same with log-probabilities [B, P] at the targets, 0 where there is none, of softmax(x / temperature);
         with ``entropy`` also that of this distribution, nats [B, P], as ``given.entropy`` after the forward."""
         options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "chunk": chunk}
-        with self._asked(Given(head_log_probs, target, **options)) as given:
-            yield given
+        with self._asked(Given(head_log_probs, target, **options)) as targets:
+            yield targets
 
     @contextmanager
-    def _asked(self, given: Given) -> Iterator[Given]:
+    def _asked(self, targets: Given) -> Iterator[Given]:
         if self.__dict__.get("_given") is not None:
             raise RuntimeError(
                 "`with head.losses(...)` was entered inside another one of the same head; leave it first"
             )
-        self.__dict__["_given"] = given
+        self.__dict__["_given"] = targets
         try:
-            yield given
+            yield targets
         finally:
             self.__dict__["_given"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given: Given | None = self.__dict__.get("_given")
-        if given is None:
+        targets: Given | None = self.__dict__.get("_given")
+        if targets is None:
             return self._stock.forward(self, *args, **kwargs)
         (hidden,) = (*args, *kwargs.values())
         assert isinstance(self, nn.Linear)
-        return given.judge(hidden, self)
+        return targets.judge(hidden, self)
 
 
 def chunk_head(model: nn.Module) -> ChunkedHead | str:
@@ -156,7 +156,7 @@ def chunk_head(model: nn.Module) -> ChunkedHead | str:
         kind = type(head)
         return f"its head is a {kind.__module__}.{kind.__qualname__}, not a plain nn.Linear"
     if hooked(head):
-        return "somebody hooks into its head, or has replaced the head's forward, and expects logits there"
+        return "its head has hooks, or a forward of its own, which expect logits there"
     assert isinstance(head, nn.Linear)
     reason = _altered(model, head)
     if reason is not None:
@@ -214,7 +214,7 @@ def _altered(model: nn.Module, head: nn.Linear) -> str | None:
         try:
             out = type(parent).forward(probe(parent, {}, children), **inputs)
         except Exception as error:  # a forward that is not known may fail in any way
-            return f"the forward of {name} fails on a stand-in for its body ({type(error).__name__}: {error})"
+            return f"the forward of {name} fails on a replacement of its body ({type(error).__name__}: {error})"
     logits = getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or stand.calls != 1:
         return (

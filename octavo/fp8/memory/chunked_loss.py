@@ -16,7 +16,7 @@ over blocks is dh [M, H], in fp32.
 The three GEMMs of a block run in high precision, or by the recipe of a head in FP8
 (:mod:`octavo.fp8.memory.head_gemms`), whose blocks are multiples of 128 rows.
 
-Logits are those of the stock head: a GEMM in the compute dtype (autocast's, else the hidden states' own), rounded to
+Logits equal those of the stock head: a GEMM in the compute dtype (autocast's, else the hidden states' own), rounded to
 it, and fp32 from there. So losses equal those of ``F.cross_entropy(head(h).float())`` but for the order of fp32 sums.
 The formulas above the statistics are plain differentiable PyTorch, and the incoming gradient is one number a token:
 every weighting and reduction of the loss works. NaN and Inf pass through to the loss.
@@ -41,7 +41,7 @@ from octavo.fp8.weights.shards import is_whole
 # Logits in fp32 that exist at a time: 128 MiB where kernels want work, 8 MiB where they run one after the other.
 _ELEMENTS, _ELEMENTS_HERE = 2**25, 2**21
 _LEAST = 256  # rows of the weight in a block, however many tokens there are
-_FIXED = 4096  # the same where rows stand for themselves, and the order of sums must not follow from their number
+_FIXED = 4096  # the same inside batch_invariant, where the order of sums must not depend on the number of rows
 
 
 def linear_cross_entropy(
@@ -57,7 +57,7 @@ def linear_cross_entropy(
     0 where the target is ``ignore_index``. Label smoothing is that of Szegedy et al. 2016 (arXiv:1512.00567), as in
     ``F.cross_entropy``; z-loss holds log Z near 0, as in PaLM (Chowdhery et al. 2022, arXiv:2204.02311, with 1e-4).
 
-    Tokens without a target cost nothing where ``target`` lies on the CPU: they are left out before the first GEMM, also
+    Tokens without a target cost nothing if ``target`` is on the CPU: they are left out before the first GEMM, also
     when ``hidden`` is on a GPU. Targets on a GPU are not looked at, since that would wait for it; their rows run along.
     ``chunk``: how many tokens' logits may exist at a time, counted as chunk x V elements (None: by device; inside
     ``octavo.fp8.batch_invariant`` blocks have a width of their own).
@@ -79,13 +79,13 @@ def head_losses(
     """:func:`linear_cross_entropy` of a head whose GEMMs run at ``site`` (None: in high precision)."""
     needs = _Needs(total=label_smoothing > 0.0)
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, needs, chunk, site)
-    loss = found.lse - found.at_target
-    if found.total is not None:
-        uniform = found.lse - found.total / weight.shape[0]
+    statistics = _statistics(tokens, weight, bias, needs, chunk, site)
+    loss = statistics.lse - statistics.at_target
+    if statistics.total is not None:
+        uniform = statistics.lse - statistics.total / weight.shape[0]
         loss = (1.0 - label_smoothing) * loss + label_smoothing * uniform
     if z_loss:
-        loss = loss + z_loss * found.lse.square()
+        loss = loss + z_loss * statistics.lse.square()
     return tokens.spread(loss)
 
 
@@ -123,9 +123,9 @@ def head_log_probs(
     if not temperature > 0.0:
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     tokens = _tokens(hidden, weight, target, bias, ignore_index)
-    found = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site)
-    logs = tokens.spread(found.at_target - found.lse)
-    return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
+    statistics = _statistics(tokens, weight, bias, _Needs(entropy=entropy, temperature=temperature), chunk, site)
+    logs = tokens.spread(statistics.at_target - statistics.lse)
+    return logs if statistics.entropy is None else (logs, tokens.spread(statistics.entropy))
 
 
 @overload
@@ -155,13 +155,13 @@ def log_probs(
         raise ValueError(f"temperature is {temperature}; logits are divided by it: use a number above 0")
     rows, flat = logits.reshape(-1, logits.shape[-1]), target.reshape(-1).to(logits.device)
     tokens = _Tokens(rows, flat, None, flat != ignore_index, target.shape)
-    found = _statistics(tokens, None, None, _Needs(entropy=entropy, temperature=temperature), None)
-    logs = tokens.spread(found.at_target - found.lse)
-    return logs if found.entropy is None else (logs, tokens.spread(found.entropy))
+    statistics = _statistics(tokens, None, None, _Needs(entropy=entropy, temperature=temperature), None)
+    logs = tokens.spread(statistics.at_target - statistics.lse)
+    return logs if statistics.entropy is None else (logs, tokens.spread(statistics.entropy))
 
 
 class _Tokens(NamedTuple):
-    """The rows that have a target, or all of them where nobody can tell without waiting for a device."""
+    """The rows that have a target, or all of them where telling them apart would wait for a device."""
 
     hidden: Tensor  # [m, H]
     target: Tensor  # [m]
@@ -208,7 +208,7 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
     if transformed():
         raise RuntimeError(
             "losses without logits were asked for under a transform of torch.func (grad, vmap, jvp, ...), and they are "
-            "differentiated by torch.autograd alone; any leading dimensions will do in place of vmap"
+            "differentiated by torch.autograd only; any leading dimensions will do in place of vmap"
         )
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -242,7 +242,7 @@ class _Needs(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Of each token's x / temperature, in fp32 [m]; what nobody needs is None."""
+    """Of each token's x / temperature, in fp32 [m]; None where it is not needed."""
 
     lse: Tensor
     at_target: Tensor
@@ -342,14 +342,14 @@ def _blocks(size: int, width: int) -> Iterator[slice]:
 
 
 def _logits(head: Head, bias: Tensor | None, block: slice, temperature: float) -> Tensor:
-    """The block's logits as the stock head gives them, in fp32, by the temperature; nobody else holds the tensor."""
+    """The block's logits as the stock head gives them, in fp32, divided by the temperature; a tensor of its own."""
     x = head.product(block, None if bias is None else bias[block])
     x = x.to(wide_of(x.dtype))
     return x if temperature == 1.0 else x.div_(temperature)
 
 
 def _place(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Whose target lies in the block [m], and at which column of it [m, 1] (any, for the others)."""
+    """Which rows have their target in the block [m], and in which column of it [m, 1] (any, for the others)."""
     at = target - block.start
     inside = (at >= 0) & (target < block.stop)
     return inside, at.clamp(0, block.stop - block.start - 1).unsqueeze(1)
@@ -383,5 +383,5 @@ def _dx(
     if g_total is not None:
         dx += g_total.unsqueeze(1)
     inside, at = _place(target, block)
-    there = dx.gather(1, at).squeeze(1)
-    return dx.scatter_(1, at, torch.where(inside, there + g_target, there).unsqueeze(1))
+    at_target = dx.gather(1, at).squeeze(1)
+    return dx.scatter_(1, at, torch.where(inside, at_target + g_target, at_target).unsqueeze(1))

@@ -8,7 +8,7 @@
 
 So two blocks' worth of activations are on the device at any time, whatever the depth, and nothing ever makes the host
 wait. A storage is moved once, however many views of it are saved. What stays on the device: tensors smaller than
-``least`` bytes, parameters (what FSDP2 gathers of them and autocast's copies too), what a block was given beside its
+``least`` bytes, parameters (what FSDP2 gathers of them and autocast's copies too), what a block was given with its
 input (masks, cos and sin, which all blocks share), and what a function holds without telling autograd.
 
 The copies are hidden where a block computes longer than its bytes travel. FP8 saving halves them, checkpointing
@@ -41,7 +41,7 @@ class Copies(Protocol):
     def out(self, here: Tensor) -> tuple[Tensor, Any]:
         """(copy of ``here`` [bytes] in host memory, ready): begins when the device has computed what it has so far."""
 
-    def back(self, there: Tensor) -> tuple[Tensor, Any]:
+    def back(self, on_host: Tensor) -> tuple[Tensor, Any]:
         """(copy of ``there`` [bytes] on the device, ready)."""
 
     def wait(self, ready: Any) -> None:
@@ -55,12 +55,12 @@ class StreamCopies:
         self.device, self.stream = device, accelerator.stream(device)
 
     def out(self, here: Tensor) -> tuple[Tensor, torch.Event]:
-        there = accelerator.pinned(here.shape, here.dtype, self.device)
-        return there, self._copy(there, here)
+        on_host = accelerator.pinned(here.shape, here.dtype, self.device)
+        return on_host, self._copy(on_host, here)
 
-    def back(self, there: Tensor) -> tuple[Tensor, torch.Event]:
-        here = torch.empty(there.shape, dtype=there.dtype, device=self.device)
-        ready = self._copy(here, there)
+    def back(self, on_host: Tensor) -> tuple[Tensor, torch.Event]:
+        here = torch.empty(on_host.shape, dtype=on_host.dtype, device=self.device)
+        ready = self._copy(here, on_host)
         here.record_stream(self.stream)  # it may be dropped unused, while it is still being written
         return here, ready
 
@@ -128,9 +128,11 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
 
     def begins(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.is_grad_enabled():
-            given = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad), None)
-            if given is not None:
-                given.register_hook(lambda gradient: wait())  # there once the whole block went backward
+            first_input = next(
+                (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.requires_grad), None
+            )
+            if first_input is not None:
+                first_input.register_hook(lambda gradient: wait())  # there once the whole block went backward
 
     def ends(block: nn.Module, args: Any, output: Any) -> None:
         wait()
@@ -141,10 +143,10 @@ def synchronize_per_layer(blocks: Blocks, wait: Callable[[], None] | None = None
     )
 
 
-def _known(blocks: Blocks, asked: str) -> list[tuple[str, nn.Module]]:
+def _known(blocks: Blocks, option: str) -> list[tuple[str, nn.Module]]:
     blocks = list(blocks)
     if not blocks:
-        raise ValueError(f"{asked} was asked for no blocks at all; switch it off, or give the blocks of the model")
+        raise ValueError(f"{option} was asked for no blocks at all; switch it off, or give the blocks of the model")
     return blocks
 
 
@@ -152,16 +154,16 @@ def _devices(blocks: list[tuple[str, nn.Module]]) -> set[torch.device]:
     return {p.device for _, block in blocks for p in block.parameters()}
 
 
-def _device(blocks: list[tuple[str, nn.Module]], asked: str, why_not: str, copies: bool = False) -> torch.device:
+def _device(blocks: list[tuple[str, nn.Module]], option: str, why_not: str, copies: bool = False) -> torch.device:
     devices = _devices(blocks)
     device = next(iter(devices), torch.device("cpu"))
     if copies and accelerator.has_own_memory(device) and (lack := accelerator.why_no_streams(device)):
-        raise ValueError(f"{asked}: true was asked, and {lack}. Set {asked}: false")
+        raise ValueError(f"{option}: true was asked, and {lack}. Set {option}: false")
     if len(devices) != 1 or not accelerator.has_own_memory(device):
-        found = ", ".join(sorted(map(str, devices))) or "none"
+        listed = ", ".join(sorted(map(str, devices))) or "none"
         raise ValueError(
-            f"{asked}: true was asked, and it needs a GPU with a memory of its own; found the blocks on {found}, where "
-            f"{why_not}. Set {asked}: false, or run on a GPU"
+            f"{option}: true was asked, and it needs a GPU with a memory of its own; found the blocks on {listed}, "
+            f"where {why_not}. Set {option}: false, or run on a GPU"
         )
     return device
 
@@ -171,12 +173,12 @@ def _device(blocks: list[tuple[str, nn.Module]], asked: str, why_not: str, copie
 
 @dataclass(eq=False)
 class _Slot:
-    """One storage: ``here`` its bytes on the device (None: not now), ``there`` on the host (None: not yet)."""
+    """One storage: ``here`` its bytes on the device (None: not now), ``on_host`` on the host (None: not yet)."""
 
     here: Tensor | None
     alias: Tensor  # shares the version counter of what was saved
     version: int
-    there: Tensor | None = None
+    on_host: Tensor | None = None
     leaving: Any = None  # the copy to the host, until the device waited for it
     coming: Any = None  # the copy back
     handles: int = 0  # saved tensors that are views of it
@@ -258,7 +260,7 @@ class _Manager:
                     "afterwards in the same block. Write to a copy of it, or switch offload_activations off"
                 )
             assert slot.here is not None
-            slot.there, slot.leaving = self.copies.out(slot.here)
+            slot.on_host, slot.leaving = self.copies.out(slot.here)
             slot.alias = slot.alias.new_empty(0)  # holds no memory of the device from here on
         last = None if self._last is None else self._last()
         if last is not None:
@@ -289,7 +291,7 @@ class _Manager:
                 self._fetch(before)
         slot = saved.slot
         if slot.here is None:  # a graph that is gone through again
-            slot.here, slot.coming = self.copies.back(slot.there)
+            slot.here, slot.coming = self.copies.back(slot.on_host)
         if slot.coming is not None:
             self.copies.wait(slot.coming)
             slot.coming = None
@@ -303,8 +305,8 @@ class _Manager:
 
     def _fetch(self, group: _Group) -> None:
         for slot in group.slots.values():
-            if slot.here is None and slot.there is not None:
-                slot.here, slot.coming = self.copies.back(slot.there)
+            if slot.here is None and slot.on_host is not None:
+                slot.here, slot.coming = self.copies.back(slot.on_host)
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -18,8 +18,8 @@ forward; stock as transformers ships it, FP8 saved as under ``Policy(activations
     selective     62.1 KiB  45.8 KiB   52 % (gate and up)          78 % (down, too)
     full           8.0 KiB   8.0 KiB   74 % (not down), scores    100 %, scores
 
-A norm that leaves FP8 codes for the layers behind it, or saves its input in FP8, is not run again: it would then save
-that input in 16 bits. An MLP that saves gate and up in FP8 is: its input alone takes less.
+A norm that leaves FP8 codes for the next layers, or saves its input in FP8, is not run again: it would then save
+that input in 16 bits. An MLP that saves gate and up in FP8 is: its input takes less.
 
 Forwards that run again give the same values, codes and dropout, are counted separately (``recompute`` in
 :mod:`octavo.fp8.observe.counts`), and a graph that is retained can be gone through again. The class of a module is
@@ -75,19 +75,19 @@ def activation_checkpointing(blocks: Iterable[tuple[str, nn.Module]], how: str) 
 
 def _selected(name: str, block: nn.Module) -> list[tuple[str, nn.Module]]:
     """The norms and the MLP of a block: all children but its attention, and of that the norms."""
-    found = []
+    selected = []
     for child_name, child in block.named_children():
         if _ATTENTION.search(child_name):
             inner = [(f"{name}.{child_name}.{path}", m) for path, m in child.named_modules() if _is_norm(m)]
         else:
             inner = [(f"{name}.{child_name}", child)]
-        found += [(path, module) for path, module in inner if _saves_much(module)]
-    if all(_is_norm(module) for _, module in found):
+        selected += [(path, module) for path, module in inner if _saves_much(module)]
+    if all(_is_norm(module) for _, module in selected):
         raise ValueError(
-            f"{name} ({type(block).__name__}) has no MLP beside its attention that could run again: its children are "
+            f"{name} ({type(block).__name__}) has no MLP next to its attention that could run again: its children are "
             f"{', '.join(n for n, _ in block.named_children()) or 'none'}. Use recompute: full, or none"
         )
-    return found
+    return selected
 
 
 def _saves_much(module: nn.Module) -> bool:
@@ -120,11 +120,11 @@ class Recomputed(nn.Module):
                 f"a {self._plain.__name__} that recomputes its forward got a cache of keys and values, which the "
                 "second run would fill once more. Train with use_cache=False"
             )
-        more: dict[str, Any] = {"context_fn": again} if torch._C._len_torch_function_stack() else {}
-        return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=not _is_norm(self), **more)
+        options: dict[str, Any] = {"context_fn": again} if torch._C._len_torch_function_stack() else {}
+        return checkpoint(plain, *args, use_reentrant=False, preserve_rng_state=not _is_norm(self), **options)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy or a pickle is made as that of the module without recomputation, whose class is then exchanged."""
+        """Copy or pickle the module without recomputation; the class is exchanged afterwards."""
         twin = self._plain.__new__(self._plain)
         twin.__dict__ = self.__dict__
         reduced = twin.__reduce_ex__(protocol)

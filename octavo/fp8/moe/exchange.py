@@ -8,7 +8,7 @@ Rank r of n has the experts from r E / n on. A forward of a layer, with P pairs 
     send the rows back, put them where the pairs were                                         [R, H] -> [P, H]
 
 Within an expert, rows lie in the order (source rank, token, choice). That is the order which one process has that is
-given the ranks' tokens one behind the other: so casts, GEMMs and their padding are its own, bit for bit.
+given the tokens of the ranks one after the other: so casts, GEMMs and their padding are its own, bit for bit.
 
 Every rank takes part, also one without a token or without a row for its experts; the backward sends the same rows the
 other way. How many rows come is read from the device once a forward, because a receiver must make room for them.
@@ -35,7 +35,7 @@ EXCHANGE = "_exchange"
 class Dealt(NamedTuple):
     """The pairs of one forward, dealt out. ``order`` [S]: the pair in each row that is sent; ``place`` [P]: the row of
     each pair, S or more for one without an expert; ``sent`` and ``received``: rows to and from each rank; ``experts``
-    [R]: the expert of each received row, counted from the first one here; ``by``: the exchange that they go by."""
+    [R]: the expert of each received row, counted from the first one here; ``by``: the exchange that moves them."""
 
     order: Tensor
     place: Tensor
@@ -77,7 +77,7 @@ class Exchange:
         return self  # a group is no value
 
     def deal(self, chosen: Tensor, experts: int) -> Dealt:
-        """Deal the pairs whose experts are ``chosen`` [P] (of ``experts`` in all; other numbers belong to nobody).
+        """Deal the pairs whose experts are ``chosen`` [P] (of ``experts`` in all; other numbers belong to no rank).
 
         A collective; waits for the device."""
         valid = (chosen >= 0) & (chosen < experts)
@@ -90,8 +90,8 @@ class Exchange:
         dist.all_to_all_single(theirs, mine, group=self.group)
         sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
         here = torch.arange(mine.shape[1], device=chosen.device).repeat(self.ranks)
-        own = here.repeat_interleave(theirs.view(-1), output_size=sum(received))
-        return Dealt(order[: sum(sent)], place, sent, received, own, self)
+        expert_of_row = here.repeat_interleave(theirs.view(-1), output_size=sum(received))
+        return Dealt(order[: sum(sent)], place, sent, received, expert_of_row, self)
 
 
 class _Exchanged(torch.autograd.Function):
@@ -114,12 +114,12 @@ class _Exchanged(torch.autograd.Function):
 
 def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, coding: Coding | None) -> Tensor:
     message = rows.contiguous() if coding is None else coding.pack(rows)
-    there = message.new_empty(sum(received), message.shape[1])
-    dist.all_to_all_single(there, message, received, sent, group=group)
-    return there if coding is None else coding.unpack(there, rows.shape[1], rows.dtype)
+    received_rows = message.new_empty(sum(received), message.shape[1])
+    dist.all_to_all_single(received_rows, message, received, sent, group=group)
+    return received_rows if coding is None else coding.unpack(received_rows, rows.shape[1], rows.dtype)
 
 
 def parameter(module: nn.Module, name: str) -> Tensor | None:
     """A parameter of a module of experts, or a None; of experts that are dealt to ranks, those here."""
-    found = module._parameters.get(name)
-    return experts_here(found) if found is not None and EXCHANGE in module.__dict__ else found
+    value = module._parameters.get(name)
+    return experts_here(value) if value is not None and EXCHANGE in module.__dict__ else value

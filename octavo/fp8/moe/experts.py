@@ -34,7 +34,7 @@ from octavo.fp8.blocks import mlp
 from octavo.fp8.blocks.probe import random, trial
 from octavo.fp8.dense import delayed, sources
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import Source, behind, compute_dtype
+from octavo.fp8.dense.inputs import Source, compute_dtype, with_source
 from octavo.fp8.dense.linear import Call, three_gemms
 from octavo.fp8.dense.swap import put
 from octavo.fp8.kernels.groups import Groups, route
@@ -48,7 +48,7 @@ PROJECTIONS = ("gate_up_proj", "down_proj")
 Project = Callable[[str, Tensor, Groups], Tensor]  # (projection, x [R, K], groups) -> y [R, N]
 Beside = Mapping[str, Callable[[Tensor, Groups], Tensor]]  # projection -> (x [R, K], groups) -> [R, N]
 BESIDE = "_beside"
-"""In the __dict__ of a module of experts while adapters stand beside it: a Beside whose results are added."""
+"""In the __dict__ of a module of experts with adapters: a Beside whose results are added."""
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -58,7 +58,7 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why FP8 experts cannot stand in for this module of experts; None if its structure is the known one."""
+    """Why FP8 experts cannot replace this module of experts; None if its structure is the known one."""
     arguments = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(arguments) != 3 or not any(word in arguments[1] for word in ("index", "indices")):
         return f"experts called with ({', '.join(arguments)}), not (hidden_states, top_k_index, top_k_weights)"
@@ -77,7 +77,7 @@ def why_not(module: nn.Module) -> str | None:
 def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | None:
     """Run the stock module and ours, in high precision, on the same random input: None if they agree, else why not.
 
-    The tolerance is that of a sum in the weights' dtype taken in another order.
+    The tolerance allows for a sum in the weights' dtype that is taken in another order.
     """
     weight = module._parameters["gate_up_proj"]
     assert weight is not None
@@ -90,7 +90,7 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
 
     def project(name: str, rows: Tensor, groups: Groups) -> Tensor:
         weights, biases = _matrices(module, name), _biases(module, name)
-        return one_by_one(rows, groups, lambda e, own: F.linear(own, weights[e], biases[e]))[0]
+        return one_by_one(rows, groups, lambda e, expert_rows: F.linear(expert_rows, weights[e], biases[e]))[0]
 
     with torch.no_grad():
         stock = module(x, index, share).double()
@@ -165,7 +165,7 @@ class Experts(CachesWeights):
         """
         if "parametrizations" in self._modules:
             raise RuntimeError(
-                "FP8 experts cannot multiply by a weight that is computed anew in each forward, as PEFT's "
+                "FP8 experts cannot multiply by a weight that is computed again in each forward, as PEFT's "
                 "target_parameters do. Call fp8.plan after get_peft_model, which keeps such experts as they are, "
                 "or train adapters of experts with octavo train (lora.targets)."
             )
@@ -184,10 +184,10 @@ class Experts(CachesWeights):
             return grouped_gemms(x, bias, call)
         weights, biases = _matrices(self, name), _biases(self, name)
 
-        def run(expert: int, own: Tensor) -> Tensor:
+        def run(expert: int, rows: Tensor) -> Tensor:
             part = WeightSlice(expert, transposed)
             call = Call(site, weight, part, grad, self.training)
-            return three_gemms(own, weights[expert], biases[expert], call)
+            return three_gemms(rows, weights[expert], biases[expert], call)
 
         y, ran = one_by_one(x, groups, run)
         recorder.idle(site.name, groups.experts - ran)
@@ -215,8 +215,8 @@ def _fp8_class(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(stock: type[nn.Module]) -> nn.Module:
-    made = _fp8_class(stock)
-    return made.__new__(made)
+    fp8_class = _fp8_class(stock)
+    return fp8_class.__new__(fp8_class)
 
 
 def _matrices(module: nn.Module, name: str) -> tuple[Tensor, ...]:
@@ -229,9 +229,9 @@ def _matrices(module: nn.Module, name: str) -> tuple[Tensor, ...]:
 
 def _gate(module: nn.Module, gate_up: Tensor) -> Tensor:
     """[m, 2I] -> [m, I], by the family's own rule where it has one."""
-    own = getattr(module, "_apply_gate", None)
-    if own is not None:
-        return own(gate_up)
+    family_gate = getattr(module, "_apply_gate", None)
+    if family_gate is not None:
+        return family_gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return module.act_fn(gate) * up  # type: ignore[operator]
 
@@ -247,7 +247,7 @@ def mixture(
     module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project, saves: bool = False
 ) -> Tensor:
     """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
-    ``saves``: what lies between the projections and behind them is saved in FP8. What :data:`BESIDE` makes of their
+    ``saves``: what is between the projections and after them is saved in FP8. What :data:`BESIDE` makes of their
     inputs, if the module has it, is added to the projections."""
     weight = parameter(module, "gate_up_proj")
     assert weight is not None
@@ -266,9 +266,9 @@ def mixture(
     gate = partial(_gate, module)
     if beside is None or weight.requires_grad:
         gate_up = project("gate_up_proj", x, groups)
-    else:  # what stands beside a frozen weight keeps the tokens, not a row for each choice
+    else:  # an adapter of a frozen weight keeps the tokens, not a row for each choice
         again = partial(rows_of, top_k=top_k, dtype=dtype)
-        with behind(x, Source((tokens.detach(), pair_of), again)):
+        with with_source(x, Source((tokens.detach(), pair_of), again)):
             gate_up = project("gate_up_proj", x, groups)
     if saves:
         y = gated(gate, gate_up, lambda h: project("down_proj", h, groups))
@@ -291,7 +291,7 @@ def _with_beside(project: Project, beside: Beside, name: str, x: Tensor, groups:
     return y if extra is None else y + extra(x, groups)
 
 
-# --- what is saved in FP8 between the projections and behind them ------------------------------------------------
+# --- what is saved in FP8 between the projections and after them -------------------------------------------------
 
 MARK = "_saves_rows"
 """In the __dict__ of a module of experts that saves FP8."""
@@ -308,7 +308,7 @@ def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Ten
     h, source = mlp.product(gate, gate_up)
     if source is None:
         return down(h)
-    with behind(h, source):
+    with with_source(h, source):
         return down(h)
 
 

@@ -1,4 +1,4 @@
-"""Experts in high precision that compute rows laid out by expert, as FP8 ones do: where adapters stand beside them, or
+"""Experts in high precision that compute rows laid out by expert, as FP8 ones do: where they have adapters, or
 where they are dealt to ranks. At any other time they run as their stock class does."""
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _class(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 def _rebuild(stock: type[nn.Module]) -> nn.Module:
-    made = _class(stock)
-    return made.__new__(made)
+    high_class = _class(stock)
+    return high_class.__new__(high_class)
 
 
 class _Rows(torch.autograd.Function):

@@ -1,13 +1,13 @@
 """The linear layer of all experts at once in FP8: the three GEMMs of a linear layer, grouped.
 
 With the rows of all experts x [R, K] (laid out by :mod:`octavo.fp8.kernels.groups`), w [E, N, K] and dy [R, N], each
-expert e alone::
+expert e separately::
 
     fwd    y_e  = x_e @ w_e.T (+ bias_e)     dgrad  dx_e = dy_e @ w_e     wgrad  dw_e = dy_e.T @ x_e
 
 What a forward keeps is what :mod:`octavo.fp8.dense.linear` keeps: the codes of x in wgrad layout, and none where the
 weight is frozen or the backward can get x again. Nothing here waits for the device: sizes of experts stay there, and
-FLOPs of real rows are added up when somebody reads them.
+FLOPs of real rows are added up when they are read.
 
 Where grouped GEMMs cannot be (delayed scaling, whose histories are each expert's own; a backend without them) the
 experts run one by one, each with the three GEMMs of a linear layer; :func:`why_not_grouped` says why, and the plan
@@ -57,8 +57,8 @@ class Grouped(Dense):
         self.tensors, self.sizes = groups[:3], groups.sizes
 
     def restored(self, tensors: Sequence[Tensor]) -> tuple[Dense, list[Tensor]]:
-        sizes, starts, tiles, *more = tensors
-        return Grouped(Groups(sizes, starts, tiles, self.groups.rows), self.transposed), more
+        sizes, starts, tiles, *rest = tensors
+        return Grouped(Groups(sizes, starts, tiles, self.groups.rows), self.transposed), rest
 
     def cast(self, x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
         """In one pass where one backend can do both: all of them give the same codes."""
@@ -122,28 +122,28 @@ class Grouped(Dense):
         for expert, span in spans(self.groups):
             seen.product(gemm, a[span], b[span] if gemm == "wgrad" else b[expert])
 
-    def result(self, seen: Seen, found: Result) -> None:
-        """Of one expert with rows, whose GEMM is as large as those of all in the mean."""
-        there = list(spans(self.groups))
-        if not there:
+    def result(self, seen: Seen, product: Result) -> None:
+        """Report the result of one expert with rows, which the checker picks."""
+        filled = list(spans(self.groups))
+        if not filled:
             return
-        expert, span = there[seen.pick(len(there))]
+        expert, span = filled[seen.pick(len(filled))]
 
         def own(x: Tensor | None, rows: bool) -> Tensor | None:
             return None if x is None else x[span] if rows else x[expert]
 
-        b_q, wgrad = found.b_q, found.gemm == "wgrad"
+        b_q, wgrad = product.b_q, product.gemm == "wgrad"
         part = (lambda out: self._stored(out)[expert]) if wgrad else (lambda out: out[span])
         mine = of_expert(b_q, expert, span) if wgrad else Quantized(b_q.data[expert], b_q.scale[expert], b_q.spec)
         seen.result(
-            found._replace(
-                a=own(found.a, True),
-                a_q=of_expert(found.a_q, expert, span),
-                b=own(found.b, wgrad),
+            product._replace(
+                a=own(product.a, True),
+                a_q=of_expert(product.a_q, expert, span),
+                b=own(product.b, wgrad),
                 b_q=mine,
-                bias=own(found.bias, False),
-                out=part(found.out),
-                again=lambda: part(found.again()),
+                bias=own(product.bias, False),
+                out=part(product.out),
+                again=lambda: part(product.again()),
             )
         )
 
@@ -164,14 +164,14 @@ def grouped_gemms(x: Tensor, bias: Tensor | None, call: Call) -> Tensor:
 
 
 def one_by_one(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
-    """(``run(expert, its rows)`` of every expert with rows, where the rows lay, zeros in between; how many there were).
+    """(``run(expert, its rows)`` of every expert with rows, where its rows are, else zeros; how many experts ran).
 
     With no row at all the first expert runs on none, so that its weights belong to the graph. Waits for the device.
     """
-    found = list(spans(groups)) or [(0, slice(0, 0))]
+    filled = list(spans(groups)) or [(0, slice(0, 0))]
     parts = []
-    for expert, span in found:
+    for expert, span in filled:
         y = run(expert, x[span])
         parts.append(F.pad(y, (0, 0, 0, -y.shape[0] % TILE)))
     y = torch.cat(parts)
-    return F.pad(y, (0, 0, 0, groups.rows - y.shape[0])), len(found)
+    return F.pad(y, (0, 0, 0, groups.rows - y.shape[0])), len(filled)

@@ -21,13 +21,13 @@ _WIDTH = 8  # torch's grouped product loads 16 bytes at a time: rows of both ope
 def fwd(x: Tensor, w: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
     """y [R, N] in x's dtype: each expert's rows x [R, K] times its w [E, N, K] transposed, plus its bias [E, N].
 
-    Padding rows hold anything, also that of the next.
+    Padding rows hold anything, also rows of the next expert.
     """
     w, bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
     if _native(x, w):
         y = _native_rows(x, w.mT, groups)
         return y if bias is None else y + of_rows(bias, groups)
-    return _each(x, w.shape[1], groups, lambda e, own: F.linear(own, w[e], None if bias is None else bias[e]))
+    return _each(x, w.shape[1], groups, lambda e, rows: F.linear(rows, w[e], None if bias is None else bias[e]))
 
 
 def dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
@@ -35,7 +35,7 @@ def dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     w = w.to(dy.dtype)
     if _native(dy, w):
         return _native_rows(dy, w, groups)
-    return _each(dy, w.shape[2], groups, lambda e, own: own @ w[e])
+    return _each(dy, w.shape[2], groups, lambda e, rows: rows @ w[e])
 
 
 def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
@@ -54,12 +54,12 @@ def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tens
 def bias_grad(dy: Tensor, groups: Groups) -> Tensor:
     """db [E, N], fp32: the sum of each expert's rows dy [R, N], in a fixed order."""
     tiles = without_padding(dy, groups).view(-1, TILE, dy.shape[1]).sum(1, dtype=torch.float32)
-    own = groups.tiles == torch.arange(groups.experts, device=dy.device).unsqueeze(1)
-    return (own.double() @ tiles.double()).float()
+    is_of_expert = groups.tiles == torch.arange(groups.experts, device=dy.device).unsqueeze(1)
+    return (is_of_expert.double() @ tiles.double()).float()
 
 
 def of_rows(values: Tensor, groups: Groups) -> Tensor:
-    """[E, N] -> [R, N]: the values of each row's expert (of the first expert for rows behind the last one's)."""
+    """[E, N] -> [R, N]: the values of each row's expert (of the first expert for rows after the last one's)."""
     return values.index_select(0, groups.tiles.clamp(min=0).repeat_interleave(TILE))
 
 

@@ -1,7 +1,7 @@
 """Who watches: GEMM counts and health figures, which layers report to one recorder."""
 
-from octavo.fp8.observe.counts import replayed, taped
+from octavo.fp8.observe.counts import record_gemms, report_replay
 from octavo.fp8.observe.health import Health
 from octavo.fp8.observe.recorder import Phase, muted, phase, uncounted
 
-__all__ = ["Health", "Phase", "muted", "phase", "replayed", "taped", "uncounted"]
+__all__ = ["Health", "Phase", "muted", "phase", "record_gemms", "report_replay", "uncounted"]

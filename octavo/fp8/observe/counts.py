@@ -1,4 +1,4 @@
-"""Which GEMMs really ran: counted by the code that runs them, never computed.
+"""Count the GEMMs that really ran: the code that runs them reports them, nothing is computed from shapes.
 
 Every GEMM of an FP8 layer reports itself under one of four words and the backend that ran it:
 
@@ -6,8 +6,8 @@ Every GEMM of an FP8 layer reports itself under one of four words and the backen
 * ``recompute``  the same forward run again inside a backward (activation checkpointing)
 * ``dgrad``, ``wgrad``  the two GEMMs of the backward
 
-A GEMM kept in high precision reports the backend :data:`HIGH`. So do, while somebody counts, the linear layers that
-the plan left alone; that makes the share of FP8 a counted figure and not a computed one. Counts may be nested.
+A GEMM kept in high precision reports the backend :data:`HIGH`. So do, while a counter is open, the linear layers that
+the plan left in high precision: the share of FP8 is a counted figure and not a computed one. Counts may be nested.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class GemmCounts(Mapping[Key, int]):
         """How many backward GEMMs the forwards made necessary.
 
         A checkpointed forward expects one twice when its first run already builds a graph (non-reentrant); the backward
-        then goes through that first run alone. Reentrant, only the recomputation expects it and gets it. So what the
-        recomputations expect is due where any of it ran, or where nobody else expects anything.
+        then goes only through that first run. Reentrant, only the recomputation expects it and gets it. So what the
+        recomputations expect is due where any of it ran, or where no first run expects anything.
         """
         first = self.expected[(layer, gemm, "fwd")]
         ran = self.ran[(layer, gemm, "recompute")] or not first
@@ -97,7 +97,7 @@ class GemmCounts(Mapping[Key, int]):
         if sizes is None:
             self.calls[key] += 1
             self._flops[key] += flops
-        else:  # the sizes may live on a device; they are added up when somebody asks for `flops`, after the step
+        else:  # the sizes may live on a device; they are added up when `flops` is read, after the step
             self.calls[key] += sizes.shape[0]
             self._owed.append((key, flops, sizes))
 
@@ -115,15 +115,15 @@ class GemmCounts(Mapping[Key, int]):
 
 
 @contextmanager
-def taped() -> Iterator[GemmCounts]:
-    """Count the GEMMs that are recorded inside, not run: nobody else hears of them. For a graph that is captured, whose
-    replays then report themselves by :func:`replayed`."""
+def record_gemms() -> Iterator[GemmCounts]:
+    """Count the GEMMs that are recorded inside and not run, without a report to other counters. For a graph that is
+    captured, whose replays then report themselves by :func:`report_replay`."""
     with recorder.muted(), count_gemms() as tape:
         yield tape
 
 
-def replayed(tape: GemmCounts) -> None:
-    """What a graph recorded ran: whoever counts now hears of it."""
+def report_replay(tape: GemmCounts) -> None:
+    """Report the GEMMs of a recorded graph that ran to all counters that are open now."""
     for counter in recorder.counters():
         if isinstance(counter, GemmCounts):
             counter.add(tape)
@@ -145,7 +145,7 @@ def count_gemms() -> Iterator[GemmCounts]:
             _watch_modules(-1)
 
 
-# --- linear layers in high precision, seen only while somebody counts -------------------------------------------------
+# --- linear layers in high precision, counted only while a counter is open --------------------------------------------
 
 
 class Watched(NamedTuple):
@@ -165,11 +165,11 @@ def watch(module: nn.Module, watched: Watched) -> None:
     module.__dict__[_MARK] = watched
 
 
-def _watch_modules(more: int) -> None:
-    """One hook for all modules, present only while somebody counts: a module nobody counts pays nothing."""
+def _watch_modules(change: int) -> None:
+    """One hook for all modules, present only while a counter is open: without one a module pays nothing."""
     global _hook, _counts
     with _lock:
-        _counts += more
+        _counts += change
         if _counts and _hook is None:
             _hook = nn.modules.module.register_module_forward_hook(_observe_module, with_kwargs=True)
         elif not _counts and _hook is not None:
@@ -182,15 +182,16 @@ def _observe_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     watched = module.__dict__.get(_MARK)
     if watched is None:
         return
-    given = [*args, *kwargs.values()]
-    if not given or not isinstance(given[0], Tensor):
+    inputs = [*args, *kwargs.values()]
+    if not inputs or not isinstance(inputs[0], Tensor):
         return
-    x = given[0]
+    x = inputs[0]
     y = output[0] if isinstance(output, tuple) else output
     if watched.routed:
-        rows = given[1].numel() if len(given) > 1 and isinstance(given[1], Tensor) else 0
+        rows = inputs[1].numel() if len(inputs) > 1 and isinstance(inputs[1], Tensor) else 0
     else:
         rows = x.numel() // max(watched.gemms[0][2], 1)
+    # Read now: whether a gradient is due is decided by the forward, and may change before the backward.
     needs_x = x.requires_grad
     needs_w = any(p.requires_grad and p.dim() > 1 for p in module._parameters.values() if p is not None)
     seen = [(recorder.begin(name, False, False, grad=True), 2 * rows * n * k) for name, n, k in watched.gemms]

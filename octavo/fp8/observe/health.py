@@ -1,4 +1,4 @@
-"""How far each layer's operands are from what they stand for, taken during ordinary training steps.
+"""The error of each layer's FP8 operands, taken during ordinary training steps.
 
 ``with health() as h:`` around a forward *and* its backward. For that step every layer also keeps x in high precision,
 to compute the weight gradient once more and compare: health costs memory and time, so take it every few steps.
@@ -33,8 +33,8 @@ class Health:
         "nan_codes"}}``.
 
         sqnr in dB (inf for an operand that FP8 holds exactly), underflow and saturation as shares from 0 to 1.
-        ``x``, ``w`` and ``dy`` are the operands of fwd and dgrad, ``*_wgrad`` those of wgrad; a role whose GEMM did not
-        run in FP8 is absent, and so is ``dw_cosine`` where no weight gradient was computed.
+        ``x``, ``w`` and ``dy`` are the operands of fwd and dgrad, ``*_wgrad`` the operands of wgrad; a role whose GEMM
+        did not run in FP8 is absent, and so is ``dw_cosine`` where no weight gradient was computed.
         """
         out: dict[str, dict[str, Any]] = {}
         for layer, roles in self._figures.items():

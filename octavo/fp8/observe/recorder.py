@@ -1,13 +1,13 @@
-"""The one object that layers report to: which GEMMs ran, of what operands, with which gradients.
+"""The one place that layers report to: which GEMMs ran, on which operands, with which gradients.
 
-A layer asks once a forward (:func:`begin`) and keeps what it gets for its backward. Who wants to know attaches itself
-from outside: counters of GEMMs (:mod:`octavo.fp8.observe.counts`), watchers of figures
-(:mod:`octavo.fp8.observe.health`), judges, who see what GEMMs multiply in high precision, also of those that do not
-run in FP8 (:mod:`octavo.fp8.adapting.judge`), and checkers, who see what came of an FP8 GEMM that they chose
-(:mod:`octavo.fp8.proof.checking`). Where nobody listens, a report costs a look at an empty list.
+A layer calls :func:`begin` once a forward and keeps the result for its backward. Listeners attach themselves from
+outside: counters of GEMMs (:mod:`octavo.fp8.observe.counts`), watchers of figures (:mod:`octavo.fp8.observe.health`),
+judges, which see the operands of GEMMs in high precision, also of GEMMs that do not run in FP8
+(:mod:`octavo.fp8.adapting.judge`), and checkers, which see the result of an FP8 GEMM that they chose
+(:mod:`octavo.fp8.proof.checking`). Without listeners a report only looks at an empty list.
 
 The forward of a layer runs as one of two kinds, ``fwd`` or ``recompute`` (the same again inside a backward, under
-activation checkpointing); inside :func:`uncounted` it enters nothing at all. Listeners are process-wide, because a
+activation checkpointing); inside :func:`uncounted` it reports nothing. Listeners are process-wide, because a
 backward may run on autograd's own threads.
 """
 
@@ -26,12 +26,13 @@ from torch import Tensor
 from octavo.fp8 import metrics
 from octavo.fp8.arithmetic.cast import Quantized
 
-HIGH = "high"  # the "backend" of a GEMM in high precision
+HIGH = "high"
+"""The "backend" of a GEMM in high precision, in the keys of :class:`~octavo.fp8.observe.counts.GemmCounts`."""
 
 
 class Counter(Protocol):
-    """Who counts GEMMs. ``sizes`` [experts]: the rows of each expert, where a GEMM of all experts in one is reported;
-    FLOPs are then those of one row."""
+    """Counts GEMMs. ``sizes`` [experts]: the rows of each expert, where one GEMM of all experts is reported; the FLOPs
+    are then per row."""
 
     def on_gemm(self, layer: str, gemm: str, backend: str, flops: int, sizes: Tensor | None) -> None: ...
 
@@ -45,7 +46,7 @@ class Counter(Protocol):
 
 
 class Watcher(Protocol):
-    """Who takes figures of operands and gradients."""
+    """Receives figures of operands and gradients."""
 
     def on_operand(self, layer: str, role: str, figures: metrics.Figures) -> None: ...
 
@@ -53,14 +54,14 @@ class Watcher(Protocol):
 
 
 class Judge(Protocol):
-    """Who sees both operands of GEMMs in high precision: x [M, K] and w [N, K] of fwd, dy [M, N] and w of dgrad, dy and
-    x of wgrad; those of experts one expert at a time."""
+    """Receives both operands of GEMMs in high precision: x [M, K] and w [N, K] of fwd, dy [M, N] and w of dgrad, dy and
+    x of wgrad; one expert at a time."""
 
     def on_product(self, layer: str, gemm: str, a: Tensor, b: Tensor) -> None: ...
 
 
 class Result(NamedTuple):
-    """What came of one FP8 GEMM: a x b of fwd (x, w), dgrad (dy, w) or wgrad (dy, x), those of experts for one of them.
+    """The result of one FP8 GEMM: a x b of fwd (x, w), dgrad (dy, w) or wgrad (dy, x); of experts, for one expert.
 
     ``a`` and ``b`` are what ``a_q`` and ``b_q`` were cast from in high precision; None where that is not at hand, or
     nothing was cast. ``noted``: the scales of x and dy were noted before, in the histories of delayed scaling. ``out``
@@ -80,7 +81,7 @@ class Result(NamedTuple):
 
 
 class Checker(Protocol):
-    """Who computes again what came of some FP8 GEMMs of a step."""
+    """Computes the results of some FP8 GEMMs of a step again."""
 
     def gemms_of(self, layer: str) -> Collection[str]:
         """The GEMMs of a layer that it asks for. The same all through a step: layers save for it what they save."""
@@ -96,7 +97,7 @@ _counters: list[Counter] = []
 _watchers: list[Watcher] = []
 _judges: list[Judge] = []
 _checkers: list[Checker] = []  # one at most
-_muted = 0  # how many `muted` are open in which somebody watched before
+_muted = 0  # how many `muted` are open that had watchers or judges before
 
 
 @contextmanager
@@ -106,9 +107,9 @@ def attached(
     judge: Judge | None = None,
     checker: Checker | None = None,
 ) -> Iterator[None]:
-    """Let a listener hear what runs inside, whichever thread runs it. Raises RuntimeError for a second checker."""
+    """Report what runs inside to a listener, on any thread. Raises RuntimeError for a second checker."""
     if checker is not None and _checkers:
-        raise RuntimeError("A step is checked already; one checker hears it at a time.")
+        raise RuntimeError("A step is checked already; there can be one checker at a time.")
     with _lock:
         _counters.extend(() if counter is None else (counter,))
         _watchers.extend(() if watcher is None else (watcher,))
@@ -126,8 +127,8 @@ def attached(
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Nothing inside is heard: a backward that runs again over the same graph, which owes each report once. Checkers
-    still hear: what is computed twice may go wrong twice.
+    """Report nothing that runs inside: a backward that runs again over the same graph, which is reported once. Checkers
+    still receive reports: what is computed twice may go wrong twice.
 
     Layers still are :func:`watching`, as they were in its forward: what is computed again must save what it saved, or
     torch refuses it.
@@ -148,7 +149,7 @@ def muted() -> Iterator[None]:
 
 
 def counters() -> tuple[Counter, ...]:
-    """Who counts now."""
+    """The counters that are attached now."""
     return tuple(_counters)
 
 
@@ -168,11 +169,11 @@ def only_watches(hook: Hook) -> Hook:
 
 
 class Seen:
-    """One forward of one layer, and its backward. ``heard``: somebody counts this forward. ``watched``: the layer is to
-    save x in high precision for figures. ``judged``: somebody asks for the operands of its GEMMs. ``checked``: the
-    GEMMs whose results somebody asks for. ``shown``: False where the operands that it reports are not those that its
-    codes were cast from, as within a fused block. ``counters``: who counts now, nobody on behalf of a dummy; where it
-    is empty there is nothing to report with :meth:`gemm`."""
+    """One forward of one layer, and its backward. ``heard``: counters are open. ``watched``: the layer
+    saves x in high precision for figures. ``judged``: a judge wants the operands of its GEMMs. ``checked``: the GEMMs
+    whose results a checker wants. ``shown``: False where its codes were not cast from the operands that it reports, as
+    within a fused block. ``counters``: those attached now, none for a dummy; without any there is nothing to report
+    with :meth:`gemm`."""
 
     __slots__ = (
         *("calls", "checked", "counted", "counters", "heard", "judged", "kind", "layer", "recompute"),
@@ -185,7 +186,7 @@ class Seen:
         self.kind = "recompute" if now.recompute else "fwd"
         self.counters: Sequence[Counter] = _counters if now.counted else ()
         self.heard = bool(self.counters)
-        self.watched = now.counted and bool(_watchers or _judges or _muted)  # whether somebody is watching()
+        self.watched = now.counted and bool(_watchers or _judges or _muted)  # the same as watching()
         self.judged = now.counted and bool(_judges)
         self.checked: Collection[str] = _checkers[0].gemms_of(layer) if _checkers and now.counted else ()
         self.watched |= "wgrad" in self.checked
@@ -215,7 +216,7 @@ class Seen:
                 watcher.on_gradient(self.layer, cosine)
 
     def product(self, gemm: str, a: Tensor, b: Tensor) -> None:
-        """What a GEMM multiplies, in high precision; with an operand that is empty there is nothing to judge."""
+        """The operands of a GEMM in high precision; with an empty operand there is nothing to judge."""
         if a.numel() and b.numel():
             for judge in _judges:
                 judge.on_product(self.layer, gemm, a, b)
@@ -224,11 +225,11 @@ class Seen:
         """Which of ``count`` experts is to be checked."""
         return _checkers[0].pick(count) if _checkers else 0
 
-    def result(self, found: Result) -> None:
-        """What came of a GEMM among ``checked``; of no row there is nothing to check."""
-        if found.out.numel():
+    def result(self, product: Result) -> None:
+        """The result of a GEMM in ``checked``; without rows there is nothing to check."""
+        if product.out.numel():
             for checker in _checkers:
-                checker.on_result(self.layer, found)
+                checker.on_result(self.layer, product)
 
 
 def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> Seen:
@@ -322,7 +323,9 @@ def phase() -> Phase:
     elif counted and _all_spans:
         node = torch._C._current_autograd_node()
         if node is not None:
-            # Autograd's own threads (one a GPU) make no nodes: there the node may be any thread's.
-            own = getattr(_state, "spans", None)
-            counted = not any(s.hold(node._sequence_nr()) for s in ([own] if own is not None else list(_all_spans)))
+            # Autograd's own threads (one a GPU) create no nodes: there the node may come from any thread.
+            thread_spans = getattr(_state, "spans", None)
+            counted = not any(
+                s.hold(node._sequence_nr()) for s in ([thread_spans] if thread_spans is not None else list(_all_spans))
+            )
     return Phase(counted, recompute)

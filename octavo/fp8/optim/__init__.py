@@ -5,7 +5,7 @@ from octavo.fp8.optim.convert import decode, fp32_weight, set_weight
 from octavo.fp8.optim.in_backward import PartialUpdate, UpdateInBackward, clip_factor, gradient_norm
 from octavo.fp8.optim.layout import PER_GROUP, groups, like, touched
 from octavo.fp8.optim.offload import OffloadedAdamW
-from octavo.fp8.optim.state_dict import former_coat
+from octavo.fp8.optim.state_dict import note_on_old_coat
 
 __all__ = [
     "AdamW",
@@ -15,7 +15,7 @@ __all__ = [
     "UpdateInBackward",
     "clip_factor",
     "decode",
-    "former_coat",
+    "note_on_old_coat",
     "fp32_weight",
     "gradient_norm",
     "groups",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import TYPE_CHECKING, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -15,11 +15,16 @@ from octavo.fp8.arithmetic.philox import LIMIT
 from octavo.fp8.optim import convert, layout, sharded
 from octavo.fp8.optim import state_dict as state_dict_
 from octavo.fp8.optim.engine import engine
+from octavo.fp8.optim.layout import Group
 from octavo.fp8.weights.shards import local_of, plain, span
 
-Watch = Callable[[Tensor, dict[str, Any], "float | Tensor | None"], None]
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT, StateDict
 
-_PART = 1 << 22  # elements compared at a time where a BF16 weight was written by somebody else
+_Loss = TypeVar("_Loss")
+Watch = Callable[[Tensor, Group, "float | Tensor | None"], None]
+
+_PART = 1 << 22  # elements compared at a time where a BF16 weight was written from outside
 
 
 class AdamW(torch.optim.Optimizer):
@@ -31,7 +36,7 @@ class AdamW(torch.optim.Optimizer):
     states: the format of the moments, by bytes per parameter: "fp8" 2.06, "coat" 2.19, "bf16" 4, "fp32" 8
         (:mod:`octavo.fp8.arithmetic.moments`).
     master: where the fp32 weight is: "fp32" in the parameter (or, of a BF16 parameter, in a state of 4 bytes);
-        "bf16+16" in the BF16 parameter and 2 bytes beside it, exactly; "bf16+sr" nowhere: the BF16 parameter is
+        "bf16+16" in the BF16 parameter and 2 bytes more, exactly; "bf16+sr" nowhere: the BF16 parameter is
         rounded stochastically (:mod:`octavo.fp8.arithmetic.master`).
     seed: of the random bits that round second moments and "bf16+sr" weights.
 
@@ -41,7 +46,7 @@ class AdamW(torch.optim.Optimizer):
     its dtype and shape and the group's `states` and `master` are settled.
 
     Weights may be written between two steps, as by `model.load_state_dict`: the next step starts from what it finds.
-    Where an fp32 `master` stands behind a BF16 parameter, elements that it no longer rounds to are taken from the
+    If a BF16 parameter has an fp32 `master`, elements that the master no longer rounds to are taken from the
     parameter. Torch must see such a write: one through `p.data.copy_` leaves no trace, and the master wins.
 
     State dicts of torch's AdamW are loaded and encoded. The way back: a torch AdamW cannot take a state dict of this
@@ -56,12 +61,16 @@ class AdamW(torch.optim.Optimizer):
     _written: Mapping[Tensor, tuple[int, int, int]] = {}  # of parameters with a `master`: see :func:`_mark`
 
     to_torch = convert.to_torch
+    """``optimizer.to_torch()``: a state dict that ``torch.optim.AdamW`` loads, with the moments in fp32."""
     set_low = convert.set_low
+    """``optimizer.set_low(model, lows)``: begin with these lower halves of the weights, for ``master="bf16+16"``."""
     copy_state = staticmethod(convert.copy_state)
+    """``AdamW.copy_state(source, target)``: weights, moments and settings of one optimizer into another with other
+    formats; either may be torch's AdamW."""
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -75,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
         defaults = {**numbers, "states": states, "master": master, "seed": seed}
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """As torch's; settings that the group leaves out are the optimizer's."""
         super().add_param_group(param_group)
         try:
@@ -84,8 +93,14 @@ class AdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    @overload
+    def step(self, closure: None = None, *, factor: float | Tensor | None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], _Loss], *, factor: float | Tensor | None = None) -> _Loss: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, factor: float | Tensor | None = None) -> Any:
+    def step(self, closure: Callable[[], _Loss] | None = None, *, factor: float | Tensor | None = None) -> _Loss | None:
         """One step. `factor` (a number or a 0-d tensor, read on the device) multiplies every gradient: clipping by it
         costs no pass over the gradients. Returns what `closure` returns. Raises ValueError for a parameter that is no
         longer what its state was made for, before anything is written."""
@@ -98,10 +113,10 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, parameters: Iterable[Tensor], factor: float | Tensor | None = None) -> None:
-        """Step `parameters` alone, each of which has a gradient: what :meth:`step` does for all, without its hooks."""
+        """Step only `parameters`, each of which has a gradient; as :meth:`step` does for all, without its hooks."""
         sizes = [len(group["params"]) for group in self.param_groups]
         first = list(accumulate(sizes, initial=0))  # the number of each group's first parameter
-        wanted: dict[int, dict[int, Tensor]] = {}  # by group and by place in it: one order, whoever asks
+        wanted: dict[int, dict[int, Tensor]] = {}  # by group and place: one order, whatever the order of `parameters`
         for p in parameters:
             of, at = self._place(p)
             wanted.setdefault(of, {})[at] = p
@@ -148,7 +163,7 @@ class AdamW(torch.optim.Optimizer):
                 raise ValueError(f"A parameter of shape {list(p.shape)} is in no group: add_param_group takes it.")
         return self._places[id(p)]
 
-    def piece(self, p: Tensor, group: dict[str, Any], index: int) -> Piece:
+    def piece(self, p: Tensor, group: Group, index: int) -> Piece:
         """The work of the next step on parameter `p` of `group`, number `index` of all: its state is made where it has
         none, and its step is counted. The weight of a parameter that is not contiguous is a copy."""
         state = self.state[p]
@@ -178,49 +193,49 @@ class AdamW(torch.optim.Optimizer):
         it is given one column for each of :func:`~octavo.fp8.arithmetic.adamw.edges`, in that order."""
         engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
 
-    def fresh(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """The state of a parameter before its first step, where this optimizer keeps states."""
         return layout.fresh(p, group)
 
     def _remember(self, p: Tensor) -> None:
-        if not self._written:  # a new one: that of the class is everybody's, and a copy begins without
+        if not self._written:  # a new dict: the one of the class is shared, and a copy begins without
             self._written = {}
         cast(dict[Tensor, tuple[int, int, int]], self._written)[p] = _mark(p)
 
     def settle(self) -> None:
         """Wait until `state` holds what the last step wrote, where that takes time: here it always does."""
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Values as they were saved, of this class, or the moments of a torch AdamW, encoded; see
         :func:`octavo.fp8.optim.state_dict.load`. Raises ValueError for what does not fit, before anything changes."""
         state_dict_.load(self, state_dict, self.settle, self.fresh)
         self._written = {}  # masters are compared with their parameters in the next step
 
 
-def hyper(group: dict[str, Any]) -> Hyper:
+def hyper(group: Group) -> Hyper:
     """The settings of a parameter group, as an engine takes them."""
     beta1, beta2 = group["betas"]
     names = ("lr", "eps", "weight_decay", "states", "master", "seed")
     return Hyper(beta1=beta1, beta2=beta2, **{name: group[name] for name in names})
 
 
-def _holds(group: dict[str, Any], at: int, p: Tensor) -> bool:
+def _holds(group: Group, at: int, p: Tensor) -> bool:
     return at < len(group["params"]) and group["params"][at] is p
 
 
 def _mark(p: Tensor) -> tuple[int, int, int]:
-    """What differs once somebody wrote to a parameter, or to its shard: the versions that torch counts, the address."""
+    """Changes with every write to a parameter or its shard that torch sees: its versions, its address."""
     return p._version, local_of(p)._version, plain(p).data_ptr()
 
 
 def _honour(weight: Tensor, master: Tensor) -> None:
-    """Let `master` (fp32 [n]) be what somebody wrote into `weight` (BF16 [n]) where it no longer rounds to that; all
-    other elements keep their bits. Waits for the device only where the master lies in host memory."""
-    for own, found in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):
-        own.copy_(torch.where(own.to(found.dtype) != found, found.float(), own))
+    """Copy `weight` (BF16 [n]) into `master` (fp32 [n]) where the master does not round to it; all other elements keep
+    their bits. Waits for the device only if the master is in host memory."""
+    for exact, low in zip(master.split(_PART), weight.to(master.device).split(_PART), strict=True):
+        exact.copy_(torch.where(exact.to(low.dtype) != low, low.float(), exact))
 
 
-def _fits(p: Tensor, group: dict[str, Any], state: Mapping[str, Tensor]) -> None:
+def _fits(p: Tensor, group: Group, state: Mapping[str, Tensor]) -> None:
     """Raise ValueError for a parameter that cannot step because something changed since it was given or its state was
     made. It looks at no value."""
     _check_formats(group)
@@ -233,13 +248,13 @@ def _fits(p: Tensor, group: dict[str, Any], state: Mapping[str, Tensor]) -> None
     if not state:
         return
     wanted = {k.name: k.dtype for k in layout.state_specs(group["states"], group["master"], p.dtype)}
-    found = {name: x.dtype for name, x in state.items() if name != "step"}
+    dtypes = {name: x.dtype for name, x in state.items() if name != "step"}
     shape = next(x.shape for name, x in state.items() if name != "step" and name not in layout.PER_GROUP)
-    if found != wanted or shape != p.shape:
+    if dtypes != wanted or shape != p.shape:
         raise ValueError(
             f"A parameter of shape {list(p.shape)} is {_name(p.dtype)} with states={group['states']!r} and "
             f"master={group['master']!r}, for which {_listed(wanted)} are expected; its state was made for "
-            f"shape {list(shape)} and has {_listed(found)}. Put back what was changed after its first step, or make a "
+            f"shape {list(shape)} and has {_listed(dtypes)}. Put back what was changed after its first step, or make a "
             "new optimizer (fp8.AdamW.copy_state converts states from one to another)."
         )
 
@@ -252,7 +267,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_formats(group: dict[str, Any]) -> None:
+def _check_formats(group: Group) -> None:
     states, kind = group["states"], group["master"]
     if states not in STATES:
         raise ValueError(f"states={states!r} is none of {', '.join(STATES)}.")
@@ -260,7 +275,7 @@ def _check_formats(group: dict[str, Any]) -> None:
         raise ValueError(f"master={kind!r} is none of {', '.join(MASTERS)}.")
 
 
-def _check(group: dict[str, Any]) -> None:
+def _check(group: Group) -> None:
     """Raise ValueError for settings of a parameter group that cannot be met."""
     _check_formats(group)
     lr, (beta1, beta2) = group["lr"], group["betas"]

@@ -8,7 +8,7 @@ for good: fp32 -> fp8 -> fp32 is not where it began.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,18 @@ from torch import Tensor, nn
 from octavo.fp8.arithmetic import master, moments
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree, StateSpec
 from octavo.fp8.optim import sharded
-from octavo.fp8.optim.layout import like, state_specs, touched
+from octavo.fp8.optim.layout import Group, like, state_specs, touched
 from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
 
 _GROUPS = 1 << 13  # worked on at a time
 _NEAREST = 1 << 15  # one half, in place of what a step adds before it cuts
 
 
 @torch.no_grad()
-def to_torch(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def to_torch(optimizer: torch.optim.Optimizer) -> StateDict:
     """A state dict that `torch.optim.AdamW` loads: the moments in fp32, sharded like their parameters.
 
     Made for an fp32 model; of a BF16 one take the weights from :func:`fp32_weight` first. The moments of all parameters
@@ -60,11 +63,9 @@ def fp32_weight(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def set_weight(
-    optimizer: torch.optim.Optimizer | None, group: dict[str, Any] | None, parameter: Tensor, value: Tensor
-) -> None:
+def set_weight(optimizer: torch.optim.Optimizer | None, group: Group | None, parameter: Tensor, value: Tensor) -> None:
     """Begin with this value of a weight, fp32 in the shape of this rank's part: into the parameter and into what the
-    optimizer keeps of it beside; `group`: its own (None: the optimizer does not hold it). Follow it with
+    optimizer keeps of it; `group`: its parameter group (None: the optimizer does not hold it). Follow it with
     `fp8.invalidate` of the model."""
     state: Any = {} if optimizer is None or group is None else optimizer.state.get(parameter, {})
     if optimizer is not None and group is not None and not state and "states" in group:
@@ -146,7 +147,7 @@ def _settle(optimizer: torch.optim.Optimizer) -> None:
         optimizer.settle()
 
 
-def decode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def decode(parameter: Tensor, group: Group, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Both moments of this rank's part of a parameter, fp32 [n], copies; of any `fp8.AdamW` or of torch's."""
     kind = LAYOUT[group.get("states", "fp32")]
     if all(spec.row is None for spec in kind):
@@ -166,7 +167,7 @@ def decode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
     return m, v
 
 
-def encode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any], m: Tensor, v: Tensor) -> None:
+def encode(parameter: Tensor, group: Group, state: Mapping[str, Tensor], m: Tensor, v: Tensor) -> None:
     """Both moments of this rank's part of a parameter (fp32 [n]) into its state, rounded to nearest. A collective where
     the parameter has groups that lie on several ranks."""
     kind, states, mine = LAYOUT[group["states"]], group["states"], span(parameter)
@@ -190,6 +191,7 @@ def encode(parameter: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]
 
     for a, b in _chunks(first + (first in edges), last - (last - 1 in edges)):
         store([(a, b)], None)
+    # Groups that a border cuts come last and together: their ranks exchange extrema, in one order on all ranks.
     if cut:
         agree = sharded.Agreement([(parameter, 0)], [(0, g) for g in edges], m.device)
         if edges:
@@ -223,7 +225,7 @@ def _put(flat: Tensor, mine: Span, first: int, table: Tensor) -> None:
     flat[a - mine.start : b - mine.start].copy_(table.reshape(-1)[a - first * GROUP : b - first * GROUP])
 
 
-def _take(p: Tensor, group: Mapping[str, Any], state: dict[str, Any], step: Any, m: Tensor, v: Tensor) -> None:
+def _take(p: Tensor, group: Group, state: dict[str, Tensor], step: Tensor, m: Tensor, v: Tensor) -> None:
     """fp32 moments after `step` steps into a state; a new one for torch's AdamW, in the dtype of its parameter."""
     if "states" in group:
         encode(p, group, state, m, v)

@@ -74,7 +74,7 @@ class _Scratch:
         self, piece: Piece, s: Scalars, first: int, last: int, hyper: Hyper, factor: float | Tensor | None
     ) -> None:
         n = last - first
-        own, m, v, g, t = (x[:n] for x in self._floats)
+        w32, m, v, g, t = (x[:n] for x in self._floats)
         state = {name: x[first:last] for name, x in piece.state.items() if x.numel() == piece.weight.numel()}
         offset = piece.start % GROUP
         rows = slice((offset + first) // GROUP, (offset + last) // GROUP)
@@ -84,7 +84,7 @@ class _Scratch:
         elif weight.dtype == torch.float32:
             w = weight
         else:
-            w = self._fp32(own, weight, state["master_low"]) if hyper.master == "bf16+16" else own.copy_(weight)
+            w = self._fp32(w32, weight, state["master_low"]) if hyper.master == "bf16+16" else w32.copy_(weight)
 
         fp8, exact = hyper.states == "fp8", hyper.states == "fp32"
         if fp8:
@@ -140,7 +140,7 @@ class _Scratch:
         a, b, _ = (x[: m.numel()] for x in self._ints)
         bits = v.view(torch.int32)
         low, high = _rows(v).amin(1), _rows(v).amax(1)  # a NaN is both
-        zeros = not float(low.amin()) > 0  # or a NaN, behind which there may be zeros
+        zeros = not float(low.amin()) > 0  # or a NaN, which may hide zeros
         if zeros:  # (bits - 1) mod 2^31: a zero is the largest
             low = _rows(torch.sub(bits, 1, out=b).bitwise_and_(_MAGNITUDE)).amin(1).add_(1).view(torch.float32)
         low, high = (x.view(torch.int32).bitwise_and_(_MAGNITUDE) for x in (low, high))

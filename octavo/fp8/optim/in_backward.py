@@ -20,9 +20,9 @@ raises :class:`PartialUpdate`, since no weight can be taken back.
 
 **Gradient accumulation** cannot be: a step has one backward. A second one raises.
 
-The optimizer itself is not changed. A parameter that got no gradient (an expert without tokens, a frozen one) is left
-alone, as ``torch.optim`` leaves it. A parameter that is used twice is stepped when both parts have been added; only
-reentrant checkpointing around both of its uses shows each part alone, and is refused as a second backward. Under FSDP2
+The optimizer itself is not changed. A parameter that got no gradient (an expert without tokens, a frozen one) does not
+change, as in ``torch.optim``. A parameter that is used twice is stepped when both parts have been added; only
+reentrant checkpointing around both of its uses shows them one by one, and is refused as a second backward. With FSDP2
 hooks see the sharded gradient after its reduction, in the same order on every rank, and the norm takes one all-reduce.
 A parameter with a group of 128 that a shard's border cuts (:mod:`octavo.fp8.optim.sharded`) takes two small all-reduces
 of its own here (one with coat, none with fp32 and bf16 states); an ordinary step has two for all such parameters.
@@ -73,18 +73,18 @@ class UpdateInBackward:
     def __init__(self, optimizer: AdamW, model: nn.Module | Iterable[nn.Parameter]) -> None:
         if not isinstance(optimizer, AdamW):
             raise ValueError(
-                f"Update in backward was asked of {type(optimizer).__name__}, which cannot step one parameter alone. "
+                f"Update in backward was asked of {type(optimizer).__name__}, which cannot step single parameters. "
                 "Use fp8.AdamW (without a wrapper around it), or call optimizer.step() after the backward."
             )
         self.optimizer = optimizer
         self._model = model if isinstance(model, nn.Module) else None
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        given = list(model.parameters() if isinstance(model, nn.Module) else model)
-        foreign = sum(p.requires_grad and id(p) not in own for p in given)
+        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = list(model.parameters() if isinstance(model, nn.Module) else model)
+        foreign = sum(p.requires_grad and id(p) not in known for p in parameters)
         if foreign:
             raise ValueError(
-                f"{foreign} of {len(given)} parameters ask for a gradient and are not in the optimizer, so nobody "
-                "would free it. Freeze them (requires_grad_(False)) or give them to the optimizer."
+                f"{foreign} of {len(parameters)} parameters ask for a gradient and are not in the optimizer, which "
+                "would never free it. Freeze them (requires_grad_(False)) or give them to the optimizer."
             )
         self._hooks: dict[int, Any] = {}
         self._act: Callable[[nn.Parameter], None] | None = None
@@ -178,7 +178,7 @@ class UpdateInBackward:
         if taken:
             raise ValueError(
                 f"{taken} of {len(parameters)} parameters are updated in backward by another UpdateInBackward already, "
-                "and each can be stepped by one alone. Go on with that one, or call its remove() first."
+                "and each can have only one. Go on with that one, or call its remove() first."
             )
         for p in new:
             self._hooks[id(p)] = p.register_post_accumulate_grad_hook(self._complete)
@@ -222,7 +222,7 @@ class UpdateInBackward:
 
 class _Watch:
     """Whether a norm that was not finite has been seen, without waiting: where there are events each is copied to the
-    host behind the work before it and looked at when it has arrived, a few parameters later."""
+    host after the work before it and read when it has arrived, a few parameters later."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[Tensor, Any]] = deque()
@@ -284,12 +284,16 @@ def _total(parameters: list[nn.Parameter], norms: dict[int, Tensor]) -> Tensor:
     parts: dict[Any, list[Tensor]] = {}
     for p in parameters:  # also those without a gradient here: ranks must agree on the collectives
         of_ranks = (p.device_mesh, sharded_over(p)) if is_dtensor(p) else None  # type: ignore[attr-defined]
-        found = parts.setdefault(of_ranks, [])
+        part_norms = parts.setdefault(of_ranks, [])
         if id(p) in norms:
-            found.append(norms[id(p)])
+            part_norms.append(norms[id(p)])
     squares = []
-    for of_ranks, found in parts.items():
-        square = torch.stack(found).square().sum() if found else torch.zeros((), device=plain(parameters[0]).device)
+    for of_ranks, part_norms in parts.items():
+        square = (
+            torch.stack(part_norms).square().sum()
+            if part_norms
+            else torch.zeros((), device=plain(parameters[0]).device)
+        )
         if of_ranks is not None:
             mesh, over = of_ranks
             for dim in over:

@@ -5,13 +5,12 @@ element of the parameter, in its shape, sharded like it. A *group* tensor has a 
 the flattened whole parameter that this rank's part touches; ranks that share a group hold the same row.
 
 Which there are, `moments.LAYOUT` says for each format of states; master weights add element tensors: `master_low` int16
-for "bf16+16", `master` fp32 for "fp32" behind a BF16 parameter.
+for "bf16+16", `master` fp32 for "fp32" with a BF16 parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,16 +18,18 @@ from torch import Tensor
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, StateSpec
 from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
 
+Group: TypeAlias = dict[str, Any]
+"""A parameter group of an optimizer: its settings by name, whose values torch types as Any."""
 PER_GROUP = frozenset(spec.name for kind in LAYOUT.values() for spec in kind if spec.row is not None)
 """Names of the tensors with a row a group."""
 
 
 def state_specs(states: str, master: str, dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """The state tensors of a parameter of `dtype`, beside `step`."""
-    found = LAYOUT[states]
+    """The state tensors of a parameter of `dtype`, without `step`."""
+    moment_specs = LAYOUT[states]
     if dtype == torch.bfloat16 and master == "fp32":
-        return (*found, StateSpec("master", torch.float32))
-    return (*found, StateSpec("master_low", torch.int16)) if master == "bf16+16" else found
+        return (*moment_specs, StateSpec("master", torch.float32))
+    return (*moment_specs, StateSpec("master_low", torch.int16)) if master == "bf16+16" else moment_specs
 
 
 def groups(elements: int) -> int:
@@ -58,16 +59,16 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
     )
 
 
-def fresh(parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+def fresh(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     """A parameter's state before its first step, in its group's formats: both moments zero, its `master` its value."""
     here = plain(parameter)
     first, last = touched(span(parameter))
-    made: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
+    state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
     for spec in state_specs(group["states"], group["master"], here.dtype):
         if spec.row is None:
-            made[spec.name] = like(parameter, torch.zeros(here.shape, dtype=spec.dtype, device=here.device))
+            state[spec.name] = like(parameter, torch.zeros(here.shape, dtype=spec.dtype, device=here.device))
         else:
-            made[spec.name] = torch.zeros((last - first, *spec.row), dtype=spec.dtype, device=here.device)
-    if "master" in made:
-        plain(made["master"]).copy_(here)
-    return made
+            state[spec.name] = torch.zeros((last - first, *spec.row), dtype=spec.dtype, device=here.device)
+    if "master" in state:
+        plain(state["master"]).copy_(here)
+    return state

@@ -1,9 +1,9 @@
 """Optimizer states in host memory: each batch of pieces is on the device only while it is updated.
 
-States (moments, and the lower halves or fp32 copies of master weights) lie pinned in host memory; weights and gradients
+States (moments, and the lower halves or fp32 copies of master weights) are in pinned host memory; weights and gradients
 stay where they are. A step goes through the pieces in batches of about 64 MiB of states. While one batch is updated,
 the next comes in on one side stream and the last goes back on another, so that PCI Express works in both directions at
-once beside the arithmetic::
+once during the arithmetic::
 
     inward    |  fetch 0  |  fetch 1  |  fetch 2  |
     update                | update 0  | update 1  | update 2  |
@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,7 +35,11 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece, edges, part, whole
 from octavo.fp8.arithmetic.moments import GROUP, Agree
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.engine import Engine, engine
+from octavo.fp8.optim.layout import Group
 from octavo.fp8.weights.shards import is_dtensor, plain
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 BATCH = 64 << 20  # bytes of states
 _ALIGN = 256  # bytes: every tensor of a batch begins where a kernel may read 16 bytes at once
@@ -60,7 +64,7 @@ class Transfers(Protocol):
         """Let the work that follows wait for the fetch of this slot."""
 
     def write_back(self, slot: int, pairs: Pairs) -> None:
-        """Begin to copy device to host, behind the work so far."""
+        """Begin to copy device to host, after the work so far."""
 
     def settle(self) -> None:
         """Wait until all of it has happened."""
@@ -79,16 +83,16 @@ class StreamTransfers:
         return accelerator.pinned((size,), torch.uint8, self._on)
 
     def device(self, size: int) -> Tensor:
-        made = torch.empty(size, dtype=torch.uint8, device=self._on)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._on)
         self._inward.wait_stream(accelerator.current_stream(self._on))  # which may still use what was freed there
-        return made
+        return buffer
 
     def fetch(self, slot: int, pairs: Pairs, behind: Sequence[int]) -> None:
         for other in behind:
             self._inward.wait_event(self._left[other])
         with self._inward:
-            for there, here in pairs:
-                there.copy_(here, non_blocking=True)
+            for on_device, here in pairs:
+                on_device.copy_(here, non_blocking=True)
             self._arrived[slot].record(self._inward)
 
     def arrive(self, slot: int) -> None:
@@ -97,8 +101,8 @@ class StreamTransfers:
     def write_back(self, slot: int, pairs: Pairs) -> None:
         self._outward.wait_stream(accelerator.current_stream(self._on))
         with self._outward:
-            for there, here in pairs:
-                here.copy_(there, non_blocking=True)
+            for on_device, here in pairs:
+                here.copy_(on_device, non_blocking=True)
             self._left[slot].record(self._outward)
 
     def settle(self) -> None:
@@ -163,9 +167,9 @@ class Offload:
     def host(self, like: Tensor) -> Tensor:
         """A copy of a plain tensor in host memory, pinned where that means something."""
         flat = self._move.host(like.numel() * like.element_size())
-        made = flat.view(like.dtype).view(like.shape)
-        made.copy_(like)
-        return made
+        copy = flat.view(like.dtype).view(like.shape)
+        copy.copy_(like)
+        return copy
 
     def step(
         self,
@@ -199,7 +203,7 @@ class Offload:
             self._last = batch
 
     def settle(self) -> None:
-        """Wait until host memory holds what the last step wrote: before anybody reads it, as a state dict does."""
+        """Wait until host memory holds what the last step wrote: before it is read, as by a state dict."""
         self._move.settle()
 
     def forget(self) -> None:
@@ -232,18 +236,18 @@ class Offload:
 
     def _batches(self, pieces: Iterable[Piece]) -> Iterator[_Batch]:
         """Pieces, cut where they are too large, as many together as a batch holds."""
-        found: list[Piece] = []
+        group: list[Piece] = []
         held = 0
         for piece in pieces:
-            for own in self._cut(piece) if piece.weight.numel() else ():
-                size = _bytes(own)
-                if found and held + size > self.batch:
-                    yield _batch(found)
-                    found, held = [], 0
-                found.append(own)
+            for cut in self._cut(piece) if piece.weight.numel() else ():
+                size = _bytes(cut)
+                if group and held + size > self.batch:
+                    yield _batch(group)
+                    group, held = [], 0
+                group.append(cut)
                 held += size
-        if found:
-            yield _batch(found)
+        if group:
+            yield _batch(group)
 
     def _cut(self, piece: Piece) -> Iterator[Piece]:
         """Parts of at most a batch's size that begin where a group of the whole parameter begins."""
@@ -269,26 +273,26 @@ class OffloadedAdamW(AdamW):
     """:class:`octavo.fp8.AdamW` whose states are in pinned host memory, and on the GPU only for their update.
 
     A parameter's state is made on its device and moved away before the next one's is made. ``optimizer.state`` and
-    state dicts hold CPU tensors (in a DTensor, too); what is loaded goes to the host. Results are those of AdamW, bit
+    state dicts hold CPU tensors (in a DTensor, too); what is loaded goes to the host. Results equal those of AdamW, bit
     for bit. Raises ValueError for parameters that are not on a CUDA device.
     """
 
-    def __init__(self, params: Any, *args: Any, **settings: Any) -> None:
+    def __init__(self, params: ParamsT, *args: Any, **settings: Any) -> None:
         super().__init__(params, *args, **settings)
         for device in self._devices():
             weakref.finalize(self, of(device).forget)  # of() raises where there is nothing to offload from
         self.register_state_dict_pre_hook(lambda _: self.settle())
         self.register_load_state_dict_post_hook(lambda _: self._forget())
 
-    def fresh(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:
         """As AdamW's, on the host."""
-        made = super().fresh(p, group)
+        state = super().fresh(p, group)
         offload = of(plain(p).device)
-        for name, x in made.items():
+        for name, x in state.items():
             if name != "step":
-                there = offload.host(plain(x))
-                made[name] = _local(x, there) if is_dtensor(x) else there
-        return made
+                on_host = offload.host(plain(x))
+                state[name] = _local(x, on_host) if is_dtensor(x) else on_host
+        return state
 
     def run(self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
         """As AdamW's, with states that come to the device of their weight and go back."""
@@ -296,7 +300,7 @@ class OffloadedAdamW(AdamW):
         of(device).step(pieces, hyper, factor, agree, engine(device))
 
     def settle(self) -> None:
-        """Wait until host memory holds what the last step wrote: before anybody reads ``optimizer.state``."""
+        """Wait until host memory holds what the last step wrote: before ``optimizer.state`` is read."""
         for device in self._devices():
             of(device).settle()
 

@@ -1,11 +1,11 @@
-"""Groups of 128 that a shard's border cuts: their ranks agree on what the group shares before anybody encodes.
+"""Groups of 128 that a shard's border cuts: their ranks agree on what the group shares before any of them encodes.
 
 FSDP2 gives each rank rows of a parameter, and a border between two rows need not be one between two groups of the
 flattened parameter: rows of 1176 or 40 elements, a norm's 64 weights over four ranks. A group may lie on two ranks, on
 three or more, and some ranks hold nothing at all. Each rank steps its own elements; only the group's extrema are the
 business of all, because they scale its codes. So they are exchanged: one all-reduce of the extrema of v (and of m, for
-coat), one of the largest |r|, which needs v's new codes (fp8 alone), each for all cut groups of a call together, in
-int32. Codes, figures and weights are then those of one process, bit for bit.
+coat), one of the largest |r|, which needs v's new codes (only fp8), each for all cut groups of a call together, in
+int32. Codes, figures and weights then equal those of one process, bit for bit.
 
 Which groups are cut follows from shapes and the number of ranks, so that all ranks know without communicating, and
 nothing is exchanged where nothing is cut. A rank that holds nothing of a cut group takes part all the same: collectives
@@ -49,7 +49,7 @@ def _cut(rows: Sequence[int], row: int) -> tuple[int, ...]:
 
 
 def _groups_of(parameter: Any) -> tuple[Any, ...]:
-    """The process groups that share the rows of a DTensor: a maximum over one after the other is that of all ranks."""
+    """The process groups that share the rows of a DTensor: a maximum over each in turn is one over all ranks."""
     return tuple(parameter.device_mesh.get_group(dim) for dim in sharded_over(parameter))
 
 
@@ -97,8 +97,8 @@ class Agreement:
                 ranks, slot = slots[edge]
                 columns[ranks].append(column)
                 places[ranks].append(slot)
-        self._columns = {ranks: self._index(found) for ranks, found in columns.items()}
-        self._places = {ranks: self._index(found) for ranks, found in places.items()}
+        self._columns = {ranks: self._index(numbers) for ranks, numbers in columns.items()}
+        self._places = {ranks: self._index(numbers) for ranks, numbers in places.items()}
 
     def _index(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(self._device, non_blocking=True)

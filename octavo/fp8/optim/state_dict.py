@@ -1,4 +1,4 @@
-"""Loading state dicts into `fp8.AdamW`: its own as they are, those of torch's AdamW encoded.
+"""Load state dicts into `fp8.AdamW`: its own as they are, state dicts of torch's AdamW encoded.
 
 `torch.optim.Optimizer.load_state_dict` casts floating states to the parameter's dtype, which would turn float8 codes
 and fp32 scales into BF16, and it takes what it is given. Here everything is checked before anything is changed, and
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from octavo.fp8.optim.convert import encode
-from octavo.fp8.optim.layout import groups, state_specs, touched
+from octavo.fp8.optim.layout import Group, groups, state_specs, touched
 from octavo.fp8.weights.shards import is_dtensor, plain, span
 
 _FP32 = ("exp_avg", "exp_avg_sq")  # of torch's AdamW
@@ -28,44 +28,45 @@ def load(
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
     settle: Callable[[], None],
-    fresh: Callable[[Tensor, dict[str, Any]], dict[str, Tensor]],
+    fresh: Callable[[Tensor, Group], dict[str, Tensor]],
 ) -> None:
     """Fill an `fp8.AdamW` from a state dict of one, or of torch's AdamW, whose moments are encoded (a collective where
-    a group of 128 lies on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
+    a group of 128 is on several ranks; weights stay as they are, lower halves and masters too). ``settle`` and
     ``fresh`` are the optimizer's methods.
 
     A sharded parameter takes shards like its own, or whole tensors, of which it takes its rows. Hyper-parameters come
     from the dict; those it lacks stay. Tensors that are there are written into.
 
-    Warns of what :func:`former_coat` finds. Raises ValueError, before anything is changed, for a dict without states or
-    groups, groups of other sizes, states of parameters in no group, other formats of states, missing or foreign
-    tensors, other shapes or dtypes.
+    Warns of what :func:`note_on_old_coat` finds. Raises ValueError, before anything is changed, for a dict without
+    states or groups, groups of other sizes, states of parameters in no group, other formats of states, missing or
+    foreign tensors, other shapes or dtypes.
     """
-    given = dict(state_dict)
+    document = dict(state_dict)
     for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        changed = before(optimizer, given)
-        given = given if changed is None else changed
-    lacking = [key for key in ("state", "param_groups") if key not in given]
+        changed = before(optimizer, document)
+        document = document if changed is None else changed
+    lacking = [key for key in ("state", "param_groups") if key not in document]
     if lacking:
         raise ValueError(
-            f"The state dict has {', '.join(map(str, given)) or 'nothing'}, and lacks {' and '.join(lacking)}. Give "
+            f"The state dict has {', '.join(map(str, document)) or 'nothing'}, and lacks {' and '.join(lacking)}. Give "
             "what optimizer.state_dict() gave: of a checkpoint that holds more, its part of the optimizer."
         )
     settle()
-    mine, saved = optimizer.param_groups, given["param_groups"]
+    mine, saved = optimizer.param_groups, document["param_groups"]
     sizes = [[len(g["params"]) for g in groups] for groups in (saved, mine)]
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"The state dict has groups of {sizes[0]} parameters, this optimizer groups of {sizes[1]}. Make the "
             "optimizer with the groups that were saved."
         )
-    unknown = [number for number in given["state"] if all(number not in g["params"] for g in saved)]
+    unknown = [number for number in document["state"] if all(number not in g["params"] for g in saved)]
     if unknown:
         raise ValueError(
             f"The state dict has a state of parameter {unknown[0]!r} ({len(unknown)} such in all), which is in none of "
             f"its groups of {sizes[0]} parameters. Load a state dict as optimizer.state_dict() gave it, whole."
         )
-    work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, given["state"])]
+    # Everything is checked before the first tensor is written: a refused dict leaves the optimizer as it was.
+    work = [entry for g, s in zip(mine, saved, strict=True) for entry in _checked(g, s, document["state"])]
     for group, former in zip(mine, saved, strict=True):
         group.update({key: copy.deepcopy(former[key]) for key in group if key in former and key != "params"})
     for entry in work:
@@ -84,16 +85,16 @@ def load(
                 value = _local(p, value) if spec.row is None else _rows(p, value)
                 plain(state[spec.name]).copy_(value.view(plain(state[spec.name]).shape))
         state["step"].fill_(float(values["step"]) if values else 0.0)
-    if note := former_coat(optimizer):
+    if note := note_on_old_coat(optimizer):
         warnings.warn(note, stacklevel=3)
     for after in optimizer._optimizer_load_state_dict_post_hooks.values():
         after(optimizer)
 
 
-def former_coat(optimizer: Optimizer) -> str | None:
-    """What is to be told of moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
-    group exact where it is a multiple of 1/16 now; None where all are. k stands beside the codes, so that they decode
-    as they did there, and the next step writes them anew."""
+def note_on_old_coat(optimizer: Optimizer) -> str | None:
+    """A warning about moments that a version up to 0.4.0 wrote in the format "coat", which kept the power k of a
+    group exact where it is a multiple of 1/16 now; None where all are. k is stored with the codes, so that they decode
+    as they did there, and the next step writes them again."""
     for group in optimizer.param_groups:
         for p in group["params"] if group.get("states") == "coat" else []:
             for key in ("exp_avg_figures", "exp_avg_sq_figures"):
@@ -113,24 +114,25 @@ class _Entry(NamedTuple):
     """A parameter, its group, and what the dict has of it; `foreign`: in the form of torch's AdamW."""
 
     parameter: Tensor
-    group: dict[str, Any]
-    values: Mapping[str, Any]
+    group: Group
+    values: Mapping[str, Tensor]
     foreign: bool
 
 
-def _checked(group: dict[str, Any], saved: Mapping[str, Any], state: Mapping[Any, Any]) -> Iterator[_Entry]:
+def _checked(group: Group, saved: Group, state: Mapping[int, Mapping[str, Tensor]]) -> Iterator[_Entry]:
+    # torch's AdamW has no formats of states; its moments are encoded as they are loaded.
     foreign = "states" not in saved
-    first = saved.get("param_names", group.get("param_names", [None] * len(group["params"])))
+    first: list[str | None] = saved.get("param_names") or group.get("param_names") or [None] * len(group["params"])
     names = [
         name or f"parameter {i} of shape {list(p.shape)}"
         for name, i, p in zip(first, saved["params"], group["params"], strict=True)
     ]
     if foreign:
-        asked = [key for key in ("amsgrad", "maximize") if saved.get(key)]
-        if asked:
+        unsupported = [key for key in ("amsgrad", "maximize") if saved.get(key)]
+        if unsupported:
             raise ValueError(
-                f"The state dict is of an AdamW with {' and '.join(asked)}, beginning with {names[:1]}; fp8.AdamW has "
-                "neither. Train on with torch.optim.AdamW, or begin with fresh states."
+                f"The state dict is of an AdamW with {' and '.join(unsupported)}, beginning with {names[:1]}; "
+                "fp8.AdamW has neither. Train on with torch.optim.AdamW, or begin with fresh states."
             )
     else:
         for key in ("states", "master"):
@@ -147,7 +149,7 @@ def _checked(group: dict[str, Any], saved: Mapping[str, Any], state: Mapping[Any
         yield _Entry(p, group, values, foreign)
 
 
-def _check(name: str, p: Tensor, group: Mapping[str, Any], values: Mapping[str, Any], foreign: bool) -> None:
+def _check(name: str, p: Tensor, group: Group, values: Mapping[str, Tensor], foreign: bool) -> None:
     kinds = {spec.name: spec for spec in state_specs(group["states"], group["master"], plain(p).dtype)}
     wanted = {"step", *(_FP32 if foreign else kinds)}
     if set(values) != wanted:

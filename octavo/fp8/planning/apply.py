@@ -1,6 +1,6 @@
-"""A plan applied, in place: layers become FP8, blocks exchange their forward, weights become FP8 between steps.
+"""Apply a plan in place: layers become FP8 layers, blocks get another forward, weights become FP8 between steps.
 
-:func:`fuse` does the same for gated MLPs and norms without a plan, in a model with FP8 layers.
+:func:`fuse` fuses gated MLPs and norms of a model with FP8 layers, without a plan.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
     by_module: dict[str, list[PlanRow]] = {}
     for row in plan.rows:
         by_module.setdefault(row.row.module, []).append(row)
+    # Checked before any layer is converted: a plan that cannot be switched to must not leave a half-converted model.
     pairs = [pair for other in others for pair in _changes(plan, other)]
     for old, new in pairs:
         if (why := _why_fixed(plan, old, new)) is not None:
@@ -82,11 +83,11 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
 
 
 def switch_plan(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
-    """Let a model to which one plan was applied compute by another one of the same layers; gives the names of those
-    that changed. Nothing else is touched: neither parameters and gradients nor what layers keep whose row is the same.
+    """Switch a model from the plan that was applied to another plan of the same layers; returns the names of the
+    layers that changed. Parameters, gradients and the layers whose row is the same are not touched.
 
-    Raises PlanError, before anything is changed, for a row that no FP8 layer was made for, or whose recipe cannot be
-    exchanged: one with amax histories, or of weights that are codes.
+    Raises PlanError, before anything is changed, for a row without an FP8 layer, and for a recipe that cannot be
+    exchanged: one with amax histories, or of weights that are stored as codes.
     """
     turned = []
     for old, new in _changes(before, after):
@@ -110,12 +111,12 @@ def _changes(before: Plan, after: Plan) -> list[tuple[PlanRow, PlanRow]]:
 
 
 def _why_fixed(plan: Plan, old: PlanRow, new: PlanRow) -> str | None:
-    """Why a row keeps its recipe for a whole run; None where it need not."""
+    """Why a row must keep its recipe for a whole run; None if it may change."""
     if new.row.codes is not None or plan.policy.param_of(new.component):
         return "its weight is kept as codes of one recipe"
     if any(row.recipe is not None and row.recipe.delayed is not None for row in (old, new)):
-        return "the amax histories of delayed scaling are those of one recipe"
-    return "the head's recipe is that of the whole run" if new.kind == HEAD else None
+        return "the amax histories of delayed scaling belong to one recipe"
+    return "the head keeps one recipe for the whole run" if new.kind == HEAD else None
 
 
 def _cannot_turn(old: PlanRow, new: PlanRow, why: str) -> str:
@@ -204,50 +205,50 @@ def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
 
 
 def _check_same_model(model: nn.Module, plan: Plan) -> None:
-    found = {r.name: (r.kind, r.shape, r.codes) for r in describe_layers(model, plan.components)}
+    present = {r.name: (r.kind, r.shape, r.codes) for r in describe_layers(model, plan.components)}
     planned = {r.name: (r.kind, r.shape, r.row.codes) for r in plan.rows}
 
     def shown(row: tuple[str, tuple[int, int], object] | None) -> str:
         codes = "" if row is None or row[2] is None else f" with frozen FP8 codes ({row[2]})"
         return "nothing" if row is None else f"{row[0]} {list(row[1])}{codes}"
 
-    for name in [*planned, *found]:
-        if not _same(planned.get(name), found.get(name)):
-            has, wants = shown(found.get(name)), shown(planned.get(name))
+    for name in [*planned, *present]:
+        if not _same(planned.get(name), present.get(name)):
+            has, wants = shown(present.get(name)), shown(planned.get(name))
             raise PlanError(
                 f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
                 "model."
             )
 
 
-def _same(planned: tuple[str, tuple[int, int], Any] | None, found: tuple[str, tuple[int, int], Any] | None) -> bool:
+def _same(planned: tuple[str, tuple[int, int], Any] | None, present: tuple[str, tuple[int, int], Any] | None) -> bool:
     """Whether a row is the one that was planned. That all scales of codes are powers of two is known only once they are
     read: a plan for any scales serves them too."""
-    if planned is None or found is None or None in (planned[2], found[2]):
-        return planned == found
-    mine, theirs = planned[2], found[2]
+    if planned is None or present is None or None in (planned[2], present[2]):
+        return planned == present
+    mine, theirs = planned[2], present[2]
     scales = mine.scale == theirs.scale or (mine.scale, theirs.scale) == ("fp32", "pow2")
-    return planned[:2] == found[:2] and (mine.format, mine.block) == (theirs.format, theirs.block) and scales
+    return planned[:2] == present[:2] and (mine.format, mine.block) == (theirs.format, theirs.block) and scales
 
 
 class Fusion(NamedTuple):
-    """What :func:`fuse` made of a gated MLP or a norm: ``reason`` is None if it is fused now, else why not."""
+    """The result of :func:`fuse` for a gated MLP or a norm: ``reason`` is None if it is fused now, else why not."""
 
     names: tuple[str, ...]
     reason: str | None
 
 
 def fuse(model: nn.Module) -> tuple[Fusion, ...]:
-    """Let gated MLPs run as one function, and norms hand their codes to the FP8 layers behind them, where they can.
+    """Fuse gated MLPs into one function, and norms with the FP8 layers that read their output, where possible.
 
-    Returns one :class:`Fusion` for each gated MLP and norm with an FP8 layer beside it. Parameters, names and state
-    dicts stay; :func:`unfuse` takes it back.
+    Returns one :class:`Fusion` for each gated MLP and norm next to an FP8 layer. Parameters, names and state dicts
+    stay the same; :func:`unfuse` undoes it.
     """
     return tuple(Fusion((name,), why) for name, why in (*gated_mlp.convert(model), *rmsnorm.convert(model)))
 
 
 def unfuse(model: nn.Module) -> None:
-    """Let norms, MLPs and what is behind attention compute by their stock forward again."""
+    """Restore the stock forward of norms, MLPs and the output of attention."""
     for module in list(model.modules()):
         if not (isinstance(module, Swapped) and module.precise):
             unswap(module)

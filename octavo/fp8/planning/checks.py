@@ -29,18 +29,18 @@ _FUSED = {NORM: ("rmsnorm",), MLP: ("swiglu", "swiglu_backward")}  # what blocks
 
 
 def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], step: int | None = None) -> None:
-    """What was asked to run in FP8 must be able to; ``able``: the names of the rows that nothing forbids. A whole
-    ``step`` in high precision is asked for by a rule with a span."""
+    """Raise PlanError if a component or a rule asks for FP8 that no layer can run. ``able``: the names of the rows that
+    nothing forbids. A whole ``step`` in high precision is fine: a rule with a span asks for it."""
     parts = {c: p for c, p in policy.components.items() if p.recipe not in (None, OFF, AUTO)}
     rules = [rule for rule in policy.rules if rule.recipe not in (None, OFF, AUTO)]
-    asked = [(f"component {c!r}", [r for r in rows if r.component == c]) for c in parts]
-    asked += [(rule.title, [r for r in rows if applies(rule, r.row)]) for rule in rules]
-    for what, found in asked:
+    requests = [(f"component {c!r}", [r for r in rows if r.component == c]) for c in parts]
+    requests += [(rule.title, [r for r in rows if applies(rule, r.row)]) for rule in rules]
+    for what, matching in requests:
         # A later rule or a measurement may switch a layer off again: that is met. What cannot be converted is not.
-        if not any(r.name in able for r in found):
-            why = "; ".join(dict.fromkeys(f"{r.name}: {r.reason}" for r in found[:3]))
+        if not any(r.name in able for r in matching):
+            why = "; ".join(dict.fromkeys(f"{r.name}: {r.reason}" for r in matching[:3]))
             raise PlanError(
-                f"{what} asks for FP8, but none of its {len(found)} layers can run in FP8 ({why}). Take it out."
+                f"{what} asks for FP8, but none of its {len(matching)} layers can run in FP8 ({why}). Take it out."
             )
     if step is None and policy.at(None).asks_fp8 and not any(r.fp8 or r.decided for r in rows):
         why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
@@ -53,7 +53,7 @@ def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], st
 def notes_of(
     model: nn.Module, policy: Policy, rows: Sequence[PlanRow], tokens: Mapping[str, int] | None, device: torch.device
 ) -> tuple[str, ...]:
-    """What a reader should know of a plan, one sentence each."""
+    """Notes on a plan, one sentence each."""
     fp8 = [r for r in rows if r.fp8]
     notes = _output_note(rows) + _cast_notes(policy, fp8)
     notes += frozen_notes(model, rows)
@@ -78,17 +78,17 @@ def notes_of(
 
 
 def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
-    """What follows from the casts of rows in FP8: scales that span tokens, and weights with two layouts of codes."""
+    """Notes on the casts of rows in FP8: scales that span tokens, and weights with two layouts of codes."""
     notes = []
     if any(_by_tensor(row) for row in rows):
         late = any(r.recipe is not None and r.recipe.delayed is not None for r in rows)
-        more = "; fp8.delayed.reduce_scaling_state shares the histories of delayed scaling" if late else ""
-        notes.append(f"per-tensor amax is local to each data-parallel rank{more}")
+        advice = "; fp8.delayed.reduce_scaling_state shares the histories of delayed scaling" if late else ""
+        notes.append(f"per-tensor amax is local to each data-parallel rank{advice}")
     casts_weights = [row.recipe for row in rows if row.recipe is not None and row.row.codes is None]
     twice = sorted({_name_of(recipe) for recipe in casts_weights if len(recipe.weight_casts()) > 1})
     if twice:
-        kept = " at each use" if policy.weight_codes == "recast" else ": 2 bytes of codes a parameter"
-        notes.append(f"{' and '.join(twice)} cast weights twice{kept}")
+        where = " at each use" if policy.weight_codes == "recast" else ": 2 bytes of codes a parameter"
+        notes.append(f"{' and '.join(twice)} cast weights twice{where}")
     return notes
 
 
@@ -99,7 +99,7 @@ def _name_of(recipe: Recipe) -> str:
 
 
 def _by_tensor(row: PlanRow) -> bool:
-    """Whether x or dy has one scale, which is that of the tokens on this rank. (Weights are whole wherever they are
+    """Whether x or dy has one scale, taken from the tokens on this rank only. (Weights are gathered before they are
     cast.)"""
     assert row.recipe is not None
     casts = [gemm.a for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
@@ -124,16 +124,16 @@ def _output_note(rows: Sequence[PlanRow]) -> list[str]:
     ]
 
 
-def measured_notes(policy: Policy, found: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
-    """Whether times decided, and what was not measured."""
-    if found is None or found.machine.emulated:
+def measured_notes(policy: Policy, measurements: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
+    """Notes on whether measurements decided, and what was not measured."""
+    if measurements is None or measurements.machine.emulated:
         if not policy.asks_auto:
             return ()
-        where = "" if found is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
-        return (f"recipe auto: nothing was measured{where}; recipes are those of the documented table (docs/plan.md)",)
+        where = "" if measurements is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
+        return (f"recipe auto: nothing was measured{where}; recipes come from the documented table (docs/plan.md)",)
     unknown = [r.name for r in rows if r.times is None and (r.fp8 or r.decided)]
-    more = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
-    return (f"measured on {found.machine.gpu}: a layer runs in FP8 only where that won{more}",)
+    unmeasured = f"; {len(unknown)} layers that no token reaches were not (such as {unknown[0]})" if unknown else ""
+    return (f"measured on {measurements.machine.gpu}: a layer runs in FP8 only where that won{unmeasured}",)
 
 
 def kernels_of(plans: Sequence[Plan], device: torch.device) -> dict[str, Check]:

@@ -1,10 +1,10 @@
-"""The plan: which linear layer will run in which recipe on which backend, and why; made before a weight is touched.
+"""Make the plan: which linear layer will run in which recipe on which backend, and why. No weight is read.
 
 ``plan`` applies a :class:`Policy` to the layers of a model (:func:`describe_layers`; a model on the meta device will
 do) and returns one :class:`PlanRow` a layer. What cannot be met is a :class:`PlanError`, never a silent BF16.
 
 With measurements (:func:`octavo.fp8.measure`) a layer runs in FP8 only where that was measured to win; the
-recipe "auto" then takes the fastest. Without, "auto" goes by the table of :mod:`octavo.fp8.measuring.choose`.
+recipe "auto" then takes the fastest. Without, "auto" uses the table of :mod:`octavo.fp8.measuring.choose`.
 """
 
 from __future__ import annotations
@@ -64,19 +64,20 @@ def plan(
     policy = policy if isinstance(policy, Policy) else _policy_named(policy)
     if measurements is not None and tokens is None:
         raise PlanError("A plan by measurements needs the tokens that they were made with. Give tokens as well.")
-    asked = decisions(model, policy, components, tokens, step)
+    decided = decisions(model, policy, components, tokens, step)
     device = device_of(model)
+    # Times of FP8 that is emulated on a CPU would switch every layer off: they are shown and decide nothing.
     used = None if measurements is None or measurements.machine.emulated else measurements
-    cases = cases_of(model, [row for row, _, _ in asked], tokens) if used is not None and tokens is not None else {}
+    cases = cases_of(model, [row for row, _, _ in decided], tokens) if used is not None and tokens is not None else {}
     chooser = _Chooser(policy, device, used, micro_steps)
     rows: list[PlanRow] = []
-    for row, decision, why_not in asked:
+    for row, decision, why_not in decided:
         flops = _flops(row, tokens)
         if why_not is not None:
             rows.append(PlanRow(row, None, why_not, {}, flops))
         else:
             rows.append(chooser.choose(row, decision, cases.get(row.name), flops))
-    check_met(policy, rows, {row.name for row, _, why_not in asked if why_not is None}, step)
+    check_met(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)
     total = sum(r.flops for r in rows if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in rows)
     blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
@@ -95,22 +96,24 @@ def schedule(model: nn.Module, main: Plan, steps: int, measurements: Measurement
     policy = main.policy
     if all(rule.steps is None for rule in policy.rules):
         return Schedule(main)
-    made = {tuple(rule.holds(None) for rule in policy.rules): main}
+    plans = {tuple(rule.holds(None) for rule in policy.rules): main}
     spans = []
     for first, last in policy.spans(steps):
         holding = tuple(rule.holds(first) for rule in policy.rules)
-        if holding not in made:
-            own = plan(model, policy, main.components, main.tokens, measurements, main.micro_steps, first)
-            made[holding] = replace(own, blocks=main.blocks)
-        spans.append(Span(first, last, made[holding]))
+        if holding not in plans:
+            span_plan = plan(model, policy, main.components, main.tokens, measurements, main.micro_steps, first)
+            plans[holding] = replace(span_plan, blocks=main.blocks)
+        spans.append(Span(first, last, plans[holding]))
     return Schedule(main, tuple(spans))
 
 
 class _Chooser:
     """The recipe and the backends of rows that nothing forbids; each distinct question is answered once."""
 
-    def __init__(self, policy: Policy, device: torch.device, found: Measurements | None, micro_steps: int) -> None:
-        self.policy, self.device, self.found, self.micro_steps = policy, device, found, micro_steps
+    def __init__(
+        self, policy: Policy, device: torch.device, measurements: Measurements | None, micro_steps: int
+    ) -> None:
+        self.policy, self.device, self.found, self.micro_steps = policy, device, measurements, micro_steps
         self.sm = accelerator.capability(device)
         self._allowed: dict[Decision, dict[str, Recipe]] = {}
         self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
@@ -139,12 +142,14 @@ class _Chooser:
         recipe = next(iter(allowed.values()))
         return PlanRow(row, recipe, decision.reason(), self._named(row, recipe, decision), flops)
 
-    def _measured(self, row: Row, allowed: Mapping[str, Recipe], case: Case, found: Measured, flops: float) -> PlanRow:
-        choice = by_measurement(found, tuple(allowed.values()), self.micro_steps)
-        high = found.high.cost(self.micro_steps)
+    def _measured(
+        self, row: Row, allowed: Mapping[str, Recipe], case: Case, measured: Measured, flops: float
+    ) -> PlanRow:
+        choice = by_measurement(measured, tuple(allowed.values()), self.micro_steps)
+        high = measured.high.cost(self.micro_steps)
         best, fp8 = (None, None) if choice.best is None else (choice.best[0], choice.best[1].cost(self.micro_steps))
         planned = high if choice.entry is None or fp8 is None else fp8
-        times = Times(case, found, best, high, fp8, planned)
+        times = Times(case, measured, best, high, fp8, planned)
         if choice.entry is None:
             return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
         recipe = next(r for r in allowed.values() if r.short() == choice.entry.recipe)
@@ -196,11 +201,11 @@ class _Chooser:
         return self._selections[key]
 
 
-def _policy_named(given: object) -> Policy:
-    if isinstance(given, str):
-        return Policy(recipe=given)
-    hint = f": Policy(recipe={given.name!r}, format={given.format!r})" if isinstance(given, Recipe) else ""
-    raise PlanError(f"A plan takes a recipe's name or an fp8.Policy; found a {type(given).__name__}. Pass one{hint}.")
+def _policy_named(request: object) -> Policy:
+    if isinstance(request, str):
+        return Policy(recipe=request)
+    hint = f": Policy(recipe={request.name!r}, format={request.format!r})" if isinstance(request, Recipe) else ""
+    raise PlanError(f"A plan takes a recipe's name or an fp8.Policy; found a {type(request).__name__}. Pass one{hint}.")
 
 
 def _flops(row: Row, tokens: Mapping[str, int] | None) -> float:

@@ -66,8 +66,8 @@ def _share(modules: Mapping[str, nn.Module], used: list[tuple[str, str]]) -> Non
 
 def sites_of(module: nn.Module) -> dict[str, Site]:
     """Parameter of an FP8 layer, or of a module of FP8 experts -> where its GEMMs run."""
-    own = module.__dict__.get("_sites")
-    return own if own is not None else {"weight": module.__dict__["_site"]}
+    sites = module.__dict__.get("_sites")
+    return sites if sites is not None else {"weight": module.__dict__["_site"]}
 
 
 def needs_of(module: nn.Module, name: str, site: Site) -> list[Need]:
@@ -79,9 +79,9 @@ def needs_of(module: nn.Module, name: str, site: Site) -> list[Need]:
         turned = bool(getattr(module, "is_transposed", False))
         device = device_of(module) if weight.is_meta else weight.device
         grouped = why_not_grouped(recipe, site.selections, device) is None
-    found: list[Need] = []
+    needs: list[Need] = []
     if recipe.fwd is not None:
-        found.append(Need(recipe.fwd.b, site.selections["fwd"].backend, 1, turned, grouped))
+        needs.append(Need(recipe.fwd.b, site.selections["fwd"].backend, 1, turned, grouped))
     if recipe.dgrad is not None and not site.shares_weight:
-        found.append(Need(recipe.dgrad.b, site.selections["dgrad"].backend, 0, turned, grouped))
-    return found
+        needs.append(Need(recipe.dgrad.b, site.selections["dgrad"].backend, 0, turned, grouped))
+    return needs

@@ -40,7 +40,7 @@ from octavo.fp8.policy.policy import OFF, ComponentPolicy, PlanError, Policy
 from octavo.fp8.policy.topology import Row, describe_layers
 
 HELP = (
-    "Edit layers alone. A line says what the layers whose names match run in; a later line wins over an earlier one.",
+    "Edit only layers. A line gives a recipe to the layers whose names match; a later line wins over an earlier one.",
     f"recipe: {listed((OFF, *NAMES), 'or')}. format: {listed(FORMATS, 'or')}. fwd, dgrad, wgrad: fp8 or "
     "bf16, or a recipe whose casts the GEMM has. backend: a name that octavo doctor lists, or leave it out. why and ms "
     "are remarks.",
@@ -52,7 +52,7 @@ HELP = (
 
 def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) -> dict[str, Any]:
     """What a plan file holds, as JSON types; ``now``: with all that this plan says, as in a run's plan.json. ``spans``
-    of a schedule become lines that hold in their steps alone."""
+    of a schedule become lines that hold only in their steps."""
     timed = [line for s in spans if s.plan is not plan for line in lines_of(s.plan.rows, plan.rows, s[:2])]
     return {
         **({} if now is None else now.to_json()),
@@ -74,8 +74,8 @@ def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) ->
 def _by_component(policy: Policy, setting: str) -> dict[str, Any]:
     """A setting of the whole model, under an empty name, and of the components that differ."""
     whole = getattr(policy, setting)
-    own = {name: getattr(part, setting) for name, part in policy.components.items()}
-    return {"": whole, **{name: value for name, value in own.items() if value not in (None, whole)}}
+    parts = {name: getattr(part, setting) for name, part in policy.components.items()}
+    return {"": whole, **{name: value for name, value in parts.items() if value not in (None, whole)}}
 
 
 def save_plan(plan: Plan, path: str | Path, spans: Iterable[Span] = ()) -> Path:
@@ -84,12 +84,12 @@ def save_plan(plan: Plan, path: str | Path, spans: Iterable[Span] = ()) -> Path:
     path = Path(path)
     if not path.name or path.is_dir():
         raise PlanError(f"A plan cannot be saved to {str(path)!r}: that is a folder. Name a file, such as plan.json.")
-    found = document(plan, spans=spans)
+    fields = document(plan, spans=spans)
     lists = {
-        key: ",\n".join(f"    {json.dumps(line)}" for line in found.pop(key)) for key in ("help", "model", "layers")
+        key: ",\n".join(f"    {json.dumps(line)}" for line in fields.pop(key)) for key in ("help", "model", "layers")
     }
     parts = {key: f"[\n{text}\n  ]" for key, text in lists.items()}
-    parts = {"help": parts.pop("help"), **{key: json.dumps(value) for key, value in found.items()}, **parts}
+    parts = {"help": parts.pop("help"), **{key: json.dumps(value) for key, value in fields.items()}, **parts}
     text = "{\n" + ",\n".join(f'  "{key}": {value}' for key, value in parts.items()) + "\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write.write_text(path, text)
@@ -110,48 +110,50 @@ def load_plan(
         path: a file of :func:`save_plan`, or the ``plan.json`` of a run.
         model: the model that it was made for, real or on the meta device.
         components: as for :func:`octavo.fp8.planning.decide`; None: those in the file.
-        other_machine: take the recipes though the GPU is another one, and choose backends anew.
-        backend: who runs every FP8 GEMM where backends are chosen anew; "auto": the registry's choice.
+        other_machine: take the recipes although the GPU is another one, and choose backends again.
+        backend: the backend of every FP8 GEMM where backends are chosen again; "auto": the registry's choice.
 
     Raises:
         PlanError: a file that is no plan; one for another GPU or another model, with the differences; a line that
             cannot be read or met, with its place.
     """
     path = Path(path)
-    found, text = read(path)
-    then, here = Machine(**found["machine"]), Machine.here(device_of(model))
+    fields, text = read(path)
+    then, here = Machine(**fields["machine"]), Machine.here(device_of(model))
     elsewhere = (then.gpu, then.capability) != (here.gpu, here.capability)
     if elsewhere and not other_machine:
         raise PlanError(
             f"{path} was made for {_gpu(then)}, and this is {_gpu(here)}: what is fast there need not be fast here. "
             "Measure on this machine (octavo plan FILE --measure --save), or leave fp8.plan out."
         )
-    if components is None and found.get("components") is not None:
-        components = {k: tuple(v) for k, v in found["components"].items()}
-    policy = _policy(found, path, text, other_machine, backend)
-    _check_model(path, found["model"], describe_layers(model, components))
+    if components is None and fields.get("components") is not None:
+        components = {k: tuple(v) for k, v in fields["components"].items()}
+    policy = _policy(fields, path, text, other_machine, backend)
+    _check_model(path, fields["model"], describe_layers(model, components))
     try:
-        made = plan(model, policy, components, found.get("tokens"), micro_steps=found["micro_steps"])
+        planned = plan(model, policy, components, fields.get("tokens"), micro_steps=fields["micro_steps"])
     except PlanError as error:  # a line is named by its file and place already
         raise PlanError(str(error) if path.name in str(error) else f"{path}: {printable(error)}") from error
-    rows = (replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in made.rows)
-    changes = [*_separated(path.name, found, made)]
+    rows = (
+        replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in planned.rows
+    )
+    changes = [*_separated(path.name, fields, planned)]
     changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
-        changes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen anew")
+        changes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen again")
     elif changed and not here.emulated:
         changes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
-    return replace(made, rows=tuple(rows), notes=(*made.notes, *changes), changes=tuple(changes))
+    return replace(planned, rows=tuple(rows), notes=(*planned.notes, *changes), changes=tuple(changes))
 
 
-def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:
+def _policy(fields: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:
     """What a file asks for; ``other_machine``: without its backends, on ``backend``."""
-    activations, param = (dict(found.get(setting) or {}) for setting in ("activations", "param"))
+    activations, param = (dict(fields.get(setting) or {}) for setting in ("activations", "param"))
     return Policy(
         recipe=OFF,
-        rules=read_lines(found["layers"], path, text, backends=not other_machine),
-        fuse="on" if found.get("fuse_blocks") else OFF,
-        weight_codes=found.get("weight_codes") or "keep",
+        rules=read_lines(fields["layers"], path, text, backends=not other_machine),
+        fuse="on" if fields.get("fuse_blocks") else OFF,
+        weight_codes=fields.get("weight_codes") or "keep",
         backend=backend,
         activations=activations.pop("", "bf16"),
         param=param.pop("", False),
@@ -161,11 +163,11 @@ def _policy(found: Mapping[str, Any], path: Path, text: str, other_machine: bool
     )
 
 
-def _separated(name: str, found: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+def _separated(name: str, fields: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     """Notes on what version 0.4.0 let run as one GEMM, by what it wrote into the plan file ``name``."""
     layers = [row.name.removesuffix(".base_layer").rpartition(".") for row in plan.rows]
     ones: list[str] = []
-    for match, names in [(x["match"], x.get("names")) for x in found.get("sisters") or [] if x["fuse"] == "on"]:
+    for match, names in [(x["match"], x.get("names")) for x in fields.get("sisters") or [] if x["fuse"] == "on"]:
         lasts = {last for holder, _, last in layers if (matches(match, holder) if match else not holder)}
         if lasts.intersection(names.split() if names else lasts):
             ones.append(f"{names or 'siblings'} of {match or 'the model'}")
@@ -177,7 +179,7 @@ def _separated(name: str, found: Mapping[str, Any], plan: Plan) -> Iterator[str]
 
 
 def _summary(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """The linear maps of a model, those that differ in numbers alone counted together."""
+    """The linear maps of a model; those that differ only in their numbers are counted together."""
     counts = Counter((template(r.name), r.kind, r.shape, r.experts) for r in rows)
     return [
         {"name": name, "kind": kind, "shape": list(shape), **({"experts": experts} if experts else {}), "layers": n}
@@ -194,14 +196,14 @@ def _check_model(path: Path, saved: Sequence[Any], rows: Sequence[Row]) -> None:
             out.setdefault(printable(line["name"]), []).append(
                 f"{line['layers']} {printable(line['kind'])} of {shape}{experts}"
             )
-        return {name: ", ".join(sorted(found)) for name, found in out.items()}
+        return {name: ", ".join(sorted(kinds)) for name, kinds in out.items()}
 
     was, now = shown(saved), shown(_summary(rows))
     differ = [n for n in dict.fromkeys([*was, *now]) if was.get(n) != now.get(n)]
     if differ:
         first = "; ".join(f"{n}: {was.get(n, 'nothing')} there, {now.get(n, 'nothing')} here" for n in differ[:5])
-        more = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
-        raise PlanError(f"{path} was made for another model: {first}{more}. Plan this model (octavo plan FILE --save).")
+        rest = f"; and {len(differ) - 5} more" if len(differ) > 5 else ""
+        raise PlanError(f"{path} was made for another model: {first}{rest}. Plan this model (octavo plan FILE --save).")
 
 
 def _gpu(machine: Machine) -> str:

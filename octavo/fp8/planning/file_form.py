@@ -31,7 +31,7 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     """(what the file holds, its text). Raises PlanError for a file that cannot be read or is no plan."""
     text = safe_read.read_text(path, PlanError)
     try:
-        found = safe_read.parse_json(text, path, PlanError, wanted=None)
+        document = safe_read.parse_json(text, path, PlanError, wanted=None)
     except PlanError as error:
         if not isinstance(error.__cause__, json.JSONDecodeError):
             raise
@@ -40,27 +40,28 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
             f"{path}, line {cause.lineno}, column {cause.colno}: {cause.msg}. JSON wants a comma between two entries, "
             "none after the last one, and double quotes."
         ) from cause
-    if not isinstance(found, dict) or "octavo_plan" not in found:
-        old = isinstance(found, dict) and {"rows", "policy"} <= found.keys()
+    if not isinstance(document, dict) or "octavo_plan" not in document:
+        old = isinstance(document, dict) and {"rows", "policy"} <= document.keys()
         what = "is the plan.json of an older run, which only tells its plan" if old else "is no plan"
         raise PlanError(f"{path} {what} (octavo_plan is missing). Write one with octavo plan FILE --save.")
-    if found["octavo_plan"] != FORMAT or isinstance(found["octavo_plan"], bool):
+    if document["octavo_plan"] != FORMAT or isinstance(document["octavo_plan"], bool):
         raise PlanError(
-            f"{path} is no plan of this version of Octavo (octavo_plan is {_short(found['octavo_plan'])}, this one "
+            f"{path} is no plan of this version of Octavo (octavo_plan is {_short(document['octavo_plan'])}, this one "
             f"reads {FORMAT}). Write one with octavo plan FILE --save."
         )
     for key, (fits, wanted) in _KEYS.items():
-        if not fits(found.get(key)):
-            there = f"it is {_short(found[key])}" if key in found else "it is missing"
+        if not fits(document.get(key)):
+            state = f"it is {_short(document[key])}" if key in document else "it is missing"
             raise PlanError(
-                f"{path} has no usable {key!r}: {there}, where {wanted} belongs. Edit layers alone, or save the plan "
+                f"{path} has no usable {key!r}: {state}, where {wanted} belongs. Edit only layers, or save the plan "
                 "again."
             )
-    if len(found["layers"]) > MOST_LINES:
-        raise PlanError(f"{path} has {len(found['layers']):,} lines in layers, and {MOST_LINES:,} are the most.")
-    if not found["layers"]:
+    # Each line is matched with each layer: a bound keeps a damaged or hostile file from taking hours.
+    if len(document["layers"]) > MOST_LINES:
+        raise PlanError(f"{path} has {len(document['layers']):,} lines in layers, and {MOST_LINES:,} are the most.")
+    if not document["layers"]:
         raise PlanError(f"{path} has no line in layers, so nothing would run in FP8. Use fp8.recipe: off for that.")
-    return found, text
+    return document, text
 
 
 def _short(value: Any) -> str:
@@ -165,13 +166,13 @@ class Line(Rule):
         return f"{self.place}: {self.match!r}"
 
 
-def read_lines(given: Sequence[Any], path: Path, text: str, backends: bool) -> tuple[Line, ...]:
+def read_lines(entries: Sequence[Any], path: Path, text: str, backends: bool) -> tuple[Line, ...]:
     """The lines with their places, the k-th "match" of them standing in the k-th line that has one; ``backends``:
     whether theirs are taken. Raises PlanError for one that cannot be read."""
     start = text.find('"layers"')
     places = [text.count("\n", 0, m.start()) + 1 for m in re.finditer(r'"match"\s*:', text) if m.start() > start]
     lines, with_match = [], 0
-    for number, item in enumerate(given, 1):
+    for number, item in enumerate(entries, 1):
         place = f"{path}, entry {number} of layers"
         if isinstance(item, dict) and "match" in item:
             if with_match < len(places):
@@ -209,8 +210,8 @@ def _line(item: Any, place: str, backends: bool) -> Line:
     steps = item.get("steps")
     if steps is not None and not (isinstance(steps, list) and len(steps) == 2 and all(map(_count, steps))):
         raise PlanError(f"steps are the first and the last one, as in [1, 100]; found {steps!r}.")
-    given = {key: item[key] for key in _RULE if key in item}
-    line = Line(**given, steps=None if steps is None else (steps[0], steps[1]), place=place, why=why, backends=taken)
+    settings = {key: item[key] for key in _RULE if key in item}
+    line = Line(**settings, steps=None if steps is None else (steps[0], steps[1]), place=place, why=why, backends=taken)
     idle = [key for key in ("format", *GEMMS) if name == OFF and getattr(line, key) is not None]
     if idle:
         raise PlanError(f"{', '.join(idle)} has no effect where the recipe is off; remove it or set a recipe")
@@ -222,13 +223,13 @@ def _line(item: Any, place: str, backends: bool) -> Line:
 def lines_of(
     rows: Sequence[PlanRow], beside: Sequence[PlanRow] = (), steps: tuple[int, int] | None = None
 ) -> list[dict[str, Any]]:
-    """One line for layers that differ in their numbers alone, if a glob names exactly them; else one for each. With
-    ``beside``, of those alone that differ from these rows, as they are in ``steps``."""
+    """One line for layers that differ only in their numbers, if a glob names exactly them; else one for each. With
+    ``beside``, only the layers that differ from these rows, as they run in ``steps``."""
     able = [r for r in rows if r.fp8 or r.decided or r.kind in ("linear", "experts")]
     if beside:
         main = {r.name: r for r in beside}
         able = [r for r in rows if (r.recipe, r.selections) != (main[r.name].recipe, main[r.name].selections)]
-    more: dict[str, Any] = {} if steps is None else {"steps": list(steps)}
+    span: dict[str, Any] = {} if steps is None else {"steps": list(steps)}
     names = [r.name for r in rows]
     groups: dict[str, dict[str, list[PlanRow]]] = {}
     for row in able:
@@ -236,11 +237,11 @@ def lines_of(
         groups.setdefault(template(row.name), {}).setdefault(alike, []).append(row)
     out: list[dict[str, Any]] = []
     for glob, kinds in groups.items():
-        found = [row for alike in kinds.values() for row in alike]
-        if len(kinds) == 1 and sum(matches(glob, n) for n in names) == len(found):
-            out.append({"match": glob, **more, **_fields(found[0])})
+        members = [row for alike in kinds.values() for row in alike]
+        if len(kinds) == 1 and sum(matches(glob, n) for n in names) == len(members):
+            out.append({"match": glob, **span, **_fields(members[0])})
         else:
-            out += [{"match": row.name, **more, **_fields(row)} for row in found]
+            out += [{"match": row.name, **span, **_fields(row)} for row in members]
     return out
 
 

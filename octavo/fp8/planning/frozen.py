@@ -1,9 +1,9 @@
-"""Frozen FP8 weights in a plan: which recipes multiply by their very codes, and what a reader should know of them.
+"""Frozen FP8 weights in a plan: which recipes multiply by their codes as they are, and notes on them.
 
 A layer's forward needs codes in the blocks of its recipe's cast: of a row rowwise, of 128 x 128 blockwise, of a tensor
 tensorwise and delayed (:data:`octavo.base.recipe_specs.FITTING`). There is no other way to run it in FP8, since casting
-dequantized values in other blocks would train a base that nobody has. dgrad multiplies by the same codes where its
-blocks are the same (block, tensor); rowwise contracts the other dimension there, and its codes are cast from
+dequantized values in other blocks would train for a base that does not exist. dgrad multiplies by the same codes where
+its blocks are the same (block, tensor); rowwise contracts the other dimension there, and its codes are cast from
 dequantized values at each backward and not kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``) GEMMs
 multiply by dequantized values.
 """
@@ -50,7 +50,7 @@ def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str,
 
     Raises PlanError where one was asked for by name that does not.
     """
-    out = {name: own for name, recipe in allowed.items() if (own := fitted(recipe, codes)) is not None}
+    out = {name: matching for name, recipe in allowed.items() if (matching := fitted(recipe, codes)) is not None}
     if not out and decision.recipe not in (AUTO, OFF):
         kind = kind_of(codes)
         fix = f"recipe {NAME_OF_KIND[kind]!r}" if kind in NAME_OF_KIND else "another checkpoint"
@@ -82,6 +82,7 @@ def frozen_notes(model: nn.Module, rows: Sequence[PlanRow]) -> Iterator[str]:
         f"{len(weights)} weights hold frozen FP8 codes ({what}): {size:,} bytes with their scales, "
         f"{size / max(1, params):.3f} a parameter"
     )
+    # These layers keep one byte a parameter and gain no speed, which is easy to miss.
     high = sum(not r.fp8 for r in held)
     if high:
         yield (

@@ -38,20 +38,20 @@ def blocks_of(
     saving: Collection[str] = (),
     components: Mapping[str, tuple[str, ...]] | None = None,
 ) -> tuple[PlanBlock, ...]:
-    """The modules of ``model`` around linear layers, as far as somebody asked for them.
+    """The modules of ``model`` around linear layers, as far as the policy asks for them.
 
     Args:
         rows: the linear layers as they will run.
-        on: whether norms and gated MLPs beside FP8 layers are to be fused with them.
+        on: whether to fuse norms and gated MLPs with their FP8 layers.
         saving: the components whose blocks are to keep FP8 for backward.
         components: component -> globs of module names, as for the plan.
     """
-    found = _fusing(model, _lookup(model, rows)) if on else {}
+    blocks = _fusing(model, _lookup(model, rows)) if on else {}
     if saving:
         for block in _saving(model, rows, saving, components):
-            before = found.get(block.name)
-            found[block.name] = block if before is None else replace(before, saves=block.saves, why=block.why)
-    return tuple(found.values())
+            before = blocks.get(block.name)
+            blocks[block.name] = block if before is None else replace(before, saves=block.saves, why=block.why)
+    return tuple(blocks.values())
 
 
 def saving_of(policy: Policy, components: Mapping[str, tuple[str, ...]] | None) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ def _lookup(model: nn.Module, rows: Sequence[PlanRow]) -> Lookup:
 
 
 def _fusing(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
-    """The norms and gated MLPs that have an FP8 layer beside them, by name."""
+    """The norms and gated MLPs next to an FP8 layer, by name."""
     out: dict[str, PlanBlock] = {}
     for name, module in model.named_modules():
         if gated_mlp.is_gated_mlp(module):
@@ -81,9 +81,9 @@ def _fusing(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
             if any(p is not None for p in layers):
                 out[name] = _fused(name, MLP, gated_mlp.why_not(module, layers))
     for name, norm, linears in rmsnorm.fed(model):
-        found = [p for layer in linears if (p := planned(layer)) is not None]
-        if found:
-            out[name] = _fused(name, NORM, rmsnorm.why_not(norm, found))
+        fed_layers = [p for layer in linears if (p := planned(layer)) is not None]
+        if fed_layers:
+            out[name] = _fused(name, NORM, rmsnorm.why_not(norm, fed_layers))
     return out
 
 
@@ -128,7 +128,7 @@ def _saved(name: str, kind: str, why: str | None) -> PlanBlock:
     return PlanBlock(name, kind, False, "", why is None, "activations: fp8" if why is None else why)
 
 
-_FUSED = ((MLP, "run as one function"), (NORM, "hand their codes to the layers behind them"))
+_FUSED = ((MLP, "run as one function"), (NORM, "pass their codes to the layers after them"))
 _SAVED = (
     (NORM, "norms keep FP8 codes of their input"),
     (MLP, "gated MLPs keep gate and up in FP8"),
@@ -155,8 +155,8 @@ def sentences(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
     return tuple(out)
 
 
-def _staying(what: str, found: Sequence[tuple[PlanBlock, str]]) -> list[str]:
-    kinds = Counter((block.kind, template(block.name), why) for block, why in found)
+def _staying(what: str, staying: Sequence[tuple[PlanBlock, str]]) -> list[str]:
+    kinds = Counter((block.kind, template(block.name), why) for block, why in staying)
     return [
         f"{what}: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()
     ]

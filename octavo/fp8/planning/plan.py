@@ -1,9 +1,8 @@
-"""A plan: its rows, what they sum up to, and how it is shown. Made by `decide`, put into effect by `apply`.
+"""A plan: its rows, its totals and how it is printed. Made by `decide`, put into effect by `apply`.
 
-Rules may hold in some steps of a run alone, such as the first and the last ones in high precision. Then the run has a
-schedule of plans: that of a step is made of the policy of that step. Layers that any of them has in FP8 are FP8 layers
-in all of them, and compute in high precision where a plan has them so; what stands around linear layers is as the main
-plan has it.
+Rules may hold only in some steps of a run, such as the first and the last ones in high precision. Then the run has a
+schedule of plans, one for each span of steps. A layer that any of them has in FP8 is an FP8 layer in all of them, and
+computes in high precision where a plan says so. Modules around linear layers follow the main plan.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.rows import PlanBlock, PlanRow, components, share
-from octavo.fp8.planning.table import BackendLine, backends, table
+from octavo.fp8.planning.table import BackendLine, backends, html_table, summary, table
 from octavo.fp8.policy.policy import Policy
 
 
 @dataclass(frozen=True)
 class Plan:
     """Rows in the order of the model, ``blocks`` around them (norms, gated MLPs), and ``notes`` on what else
-    matters; of a plan that was loaded, ``changes`` are those on what is not as when it was made."""
+    matters; of a plan that was loaded, ``changes`` are the notes on what differs from when it was made."""
 
     rows: tuple[PlanRow, ...]
     policy: Policy
@@ -51,15 +50,26 @@ class Plan:
         """The components, in the order of the model."""
         return components(self.rows)
 
+    def __repr__(self) -> str:
+        """One line, for debuggers and logs; ``str`` and ``print`` give the table."""
+        return f"Plan({summary(self.rows)})"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        """The table for a notebook."""
+        return html_table(self.rows, self.notes)
+
     def backends(self) -> list[BackendLine]:
-        """Why each GEMM runs where it does, once for each recipe and shape."""
+        """The backend of each GEMM and why, once for each recipe and shape."""
         return backends(self.rows)
 
     def table(self) -> str:
         """The plan as plain text: repeated layers in one line, then what is FP8, what is not and why."""
         return table(self.rows, self.notes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Everything as JSON types; equal plans give equal dictionaries."""
         return {
             "policy": self.policy.to_json(),
@@ -84,14 +94,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """``main``: the plan outside of the spans that rules have. ``spans`` lie end to end; without any, the main plan is
-    that of every step."""
+    """``main``: the plan outside of the spans of rules. ``spans`` follow each other without gaps; without any, the main
+    plan holds in every step."""
 
     main: Plan
     spans: tuple[Span, ...] = ()
 
+    def __repr__(self) -> str:
+        spans = "; ".join(f"steps {s.first} to {s.last} {summary(s.plan.rows)}" for s in self.spans)
+        return f"Schedule({spans or summary(self.main.rows)})"
+
     def at(self, step: int) -> Plan:
-        """The plan of a step; before the first one that of the first, and behind the last one that of the last."""
+        """The plan of a step; steps before the first span use its plan, steps after the last one the last plan."""
         for span in self.spans:
             if step <= span.last:
                 return span.plan
@@ -100,9 +114,9 @@ class Schedule:
     @property
     def plans(self) -> tuple[Plan, ...]:
         """Each plan once, the main one first."""
-        found = [self.main]
-        found += [span.plan for span in self.spans if not any(span.plan is one for one in found)]
-        return tuple(found)
+        distinct = [self.main]
+        distinct += [span.plan for span in self.spans if not any(span.plan is one for one in distinct)]
+        return tuple(distinct)
 
     @property
     def parts(self) -> frozenset[str]:

@@ -1,10 +1,10 @@
-"""What a plan says of one layer and of one block."""
+"""The entries of a plan: one layer, one block."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.kernels.registry import Selection
@@ -24,7 +24,7 @@ class Times(NamedTuple):
     fp8: float | None
     planned: float
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         fp8 = None if self.fp8 is None else 1e3 * self.fp8
         return {
             "case": str(self.case),
@@ -38,7 +38,7 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One layer's fate. ``recipe`` is None in high precision; ``reason`` says who decided or what forbids;
+    """One layer of a plan. ``recipe`` is None in high precision; ``reason`` says what decided or forbids FP8;
     ``selections`` holds the backend of each FP8 GEMM; ``flops`` counts all three GEMMs of one step (two if frozen).
     ``times`` is what was measured; ``decided`` is True where a measurement or the table chose, not the policy."""
 
@@ -76,16 +76,22 @@ class PlanRow:
         """The backend of the first FP8 GEMM, with the reason and what was rejected; None in high precision."""
         return next(iter(self.selections.values()), None)
 
+    def __repr__(self) -> str:
+        chosen = self.backend
+        runs = "high precision" if self.recipe is None else self.recipe.short()
+        where = "" if chosen is None else f" on {chosen.backend.name}"
+        return f"PlanRow({self.name or 'the model'}: {runs}{where}; {self.reason})"
+
     @property
     def fp8_flops(self) -> float:
         """The part of ``flops`` that runs in FP8."""
         gemms = GEMMS[:2] if self.row.frozen else GEMMS
         return self.flops * sum(g in self.selections for g in gemms) / len(gemms)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         recipe: dict[str, str] | None = None
-        if (own := self.recipe) is not None:
-            recipe = {"name": own.name, "format": own.format, **own.words()}
+        if (casts := self.recipe) is not None:
+            recipe = {"name": casts.name, "format": casts.format, **casts.words()}
         return {
             **self.row.to_json(),
             "recipe": recipe,
@@ -101,7 +107,7 @@ class PlanRow:
 class PlanBlock:
     """A norm, an MLP or an attention module.
 
-    ``fused``: whether it runs together with the FP8 layers beside it; ``reason``: why, or why not ("" where that was
+    ``fused``: whether it runs together with its FP8 layers; ``reason``: why, or why not ("" where that was
     not asked). ``saves``: whether it keeps FP8 for its backward (None: not asked); ``why``: the reason.
     """
 
@@ -112,7 +118,7 @@ class PlanBlock:
     saves: bool | None = None
     why: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         out = {"name": self.name, "kind": self.kind, "fused": self.fused, "reason": self.reason}
         return out if self.saves is None else {**out, "saves": self.saves, "why": self.why}
 

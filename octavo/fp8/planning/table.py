@@ -7,7 +7,7 @@ are multiplied too. With a weight [N, K] the forward contracts K, dgrad N and wg
 
     part = mean over the GEMMs in FP8 of  N' K' / (N K) - 1
 
-That is what the codes hold. Kernels cut matrices into tiles of 64 to 256 as well, as those of BF16 do, which is not
+That is what the codes hold. Kernels cut matrices into tiles of 64 to 256 as well, as BF16 kernels do, which is not
 counted. Some backends write a result as wide as the codes and copy the real columns out (``Backend.cuts_results``):
 y, whose width is N, dx and dw, whose width is K, each where that is no multiple of 16. Such a copy moves 4 bytes an
 element, which next to a GEMM over 1280 inputs is much more than the zeros.
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from octavo.fp8.arithmetic.recipe import Recipe
+from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.kernels import ALIGN, Backend, padded_sizes
 from octavo.fp8.planning.rows import PlanRow, components, share
 from octavo.fp8.policy.globs import template
@@ -45,13 +45,13 @@ class BackendLine(NamedTuple):
 
 def backends(rows: Iterable[PlanRow]) -> list[BackendLine]:
     """One line for each distinct recipe, shape and GEMM that runs in FP8."""
-    found = [
+    backend_lines = [
         BackendLine(r.recipe.short(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
         for r in rows
         if r.recipe is not None
         for gemm, s in r.selections.items()
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(backend_lines))
 
 
 def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
@@ -61,6 +61,29 @@ def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
     text = ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in [HEAD, *body]]
     text.insert(1, "  ".join("-" * w for w in widths))
     return "\n".join([*text, "", *totals(rows), *[f"note: {note}" for note in notes]])
+
+
+def summary(rows: Sequence[PlanRow]) -> str:
+    """One line: the recipes in use, how many layers run in FP8, and in which GEMMs."""
+    recipes = list(dict.fromkeys(row.recipe.short() for row in rows if row.recipe is not None))
+    used = {gemm for row in rows for gemm in row.selections}
+    gemms = "/".join(gemm for gemm in GEMMS if gemm in used)
+    count = f"{sum(row.fp8 for row in rows)} of {len(rows)} layers in FP8"
+    return f"{', '.join(recipes) or 'high precision'}: {count}{f', GEMMs {gemms}' if gemms else ''}"
+
+
+def html_table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
+    """The text of :func:`table` as an HTML table, followed by a list of its sentences."""
+    # Imported where a notebook asks for it: html brings two modules of tables of entities.
+    from html import escape
+
+    def cells(tag: str, texts: Iterable[str]) -> str:
+        # Notebooks align cells to the right, which is for numbers.
+        return "".join(f'<{tag} style="text-align: left">{escape(text)}</{tag}>' for text in texts)
+
+    body = "".join(f"<tr>{cells('td', line)}</tr>" for line in lines(rows))
+    sentences = "".join(f"<li>{escape(text)}</li>" for text in [*totals(rows), *(f"note: {note}" for note in notes)])
+    return f"<table><thead><tr>{cells('th', HEAD)}</tr></thead><tbody>{body}</tbody></table><ul>{sentences}</ul>"
 
 
 def lines(rows: Iterable[PlanRow]) -> list[tuple[str, ...]]:
@@ -120,7 +143,7 @@ def totals(rows: Sequence[PlanRow]) -> list[str]:
     reasons = Counter(r.reason for r in rows if not r.fp8)
     out += [f"high precision: {count} ({reason})" for reason, count in reasons.items()]
     parts = {c: [r for r in rows if r.component == c] for c in components(rows)}
-    shares = [f"{c} {100 * share(own):.1f} %" for c, own in parts.items() if any(r.share for r in own)]
+    shares = [f"{c} {100 * share(members):.1f} %" for c, members in parts.items() if any(r.share for r in members)]
     out.append(
         f"linear FLOPs in FP8: {100 * share(rows):.1f} % ({', '.join(shares) or 'none'}); lm_head and patch embedding "
         "do not count"
@@ -130,30 +153,30 @@ def totals(rows: Sequence[PlanRow]) -> list[str]:
 
 def padded(rows: Sequence[PlanRow]) -> list[str]:
     """Which layers have sizes that tensor cores do not take as they are, and what that costs: a sentence for all, and
-    one for each of the dearest; none where every size is taken as it is."""
-    found: dict[tuple[str, tuple[int, int], Padding, tuple[str, ...]], list[PlanRow]] = {}
+    one for each of the most expensive kinds; none where every size is taken as it is."""
+    kinds: dict[tuple[str, tuple[int, int], Padding, tuple[str, ...]], list[PlanRow]] = {}
     for row in rows:
         runs = {gemm: s.backend for gemm, s in row.selections.items() if gemm != "wgrad" or not row.row.frozen}
-        if row.recipe is not None and (more := padding(row.recipe, row.shape, tuple(runs))).part:
-            found.setdefault((template(row.name), row.shape, more, copied(row.shape, runs)), []).append(row)
-    if not found:
+        if row.recipe is not None and (padded_to := padding(row.recipe, row.shape, tuple(runs))).part:
+            kinds.setdefault((template(row.name), row.shape, padded_to, copied(row.shape, runs)), []).append(row)
+    if not kinds:
         return []
-    flops = {key: key[2].part * sum(row.fp8_flops for row in alike) for key, alike in found.items()}
+    flops = {key: key[2].part * sum(row.fp8_flops for row in alike) for key, alike in kinds.items()}
     total = sum(row.flops for row in rows) or 1.0
-    count = f"{sum(map(len, found.values()))} of {sum(row.fp8 for row in rows)} FP8 layers"
-    shown = sorted(found, key=lambda key: -flops[key])[:_SHOWN]
-    rest = f"; the dearest {_SHOWN} of {len(found)} kinds:" if len(found) > _SHOWN else ":"
+    count = f"{sum(map(len, kinds.values()))} of {sum(row.fp8 for row in rows)} FP8 layers"
+    shown = sorted(kinds, key=lambda key: -flops[key])[:_SHOWN]
+    rest = f"; the {_SHOWN} most expensive of {len(kinds)} kinds:" if len(kinds) > _SHOWN else ":"
     part = _percent(sum(flops.values()) / total)
     return [
         f"{count} have sizes that tensor cores take filled up with zeros, {part} of all layers' FLOPs more{rest}",
-        *(f"{fold(row.name for row in found[key])}: {_as(*key[1:])}" for key in shown),
+        *(f"{fold(row.name for row in kinds[key])}: {_as(*key[1:])}" for key in shown),
     ]
 
 
-def _as(shape: tuple[int, int], more: Padding, cut: Sequence[str]) -> str:
-    (n, k), (wide, deep) = shape, more.sizes
+def _as(shape: tuple[int, int], padded_to: Padding, cut: Sequence[str]) -> str:
+    (n, k), (wide, deep) = shape, padded_to.sizes
     copies = f", {' and '.join(cut)} copied out" if cut else ""
-    return f"{n} x {k} as {wide} x {deep}, {_percent(more.part)} more{copies}"
+    return f"{n} x {k} as {wide} x {deep}, {_percent(padded_to.part)} more{copies}"
 
 
 def _percent(part: float) -> str:
@@ -172,7 +195,7 @@ class Padding(NamedTuple):
 def padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Padding:
     """What a weight [N, K] is filled up to in the GEMMs (of fwd, dgrad, wgrad) that the recipe runs in FP8."""
     n, k = shape
-    found = []
+    sizes_of_gemms = []
     for name in gemms:
         if (casts := recipe.gemm(name)) is None:
             continue
@@ -182,11 +205,11 @@ def padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Pad
             contracted = int(name == "fwd")
             free, along = padded_sizes(n, k, casts.b, contracted)
             sizes = (free, along) if contracted else (along, free)
-        found.append(sizes)
-    if not found or not n * k:
+        sizes_of_gemms.append(sizes)
+    if not sizes_of_gemms or not n * k:
         return Padding(shape, 0.0)
-    part = sum(a * b / (n * k) - 1 for a, b in found) / len(found)
-    return Padding((max(a for a, _ in found), max(b for _, b in found)), part)
+    part = sum(a * b / (n * k) - 1 for a, b in sizes_of_gemms) / len(sizes_of_gemms)
+    return Padding((max(a for a, _ in sizes_of_gemms), max(b for _, b in sizes_of_gemms)), part)
 
 
 def copied(shape: tuple[int, int], backends: Mapping[str, Backend]) -> tuple[str, ...]:

@@ -64,9 +64,9 @@ def device_of(model: nn.Module) -> torch.device:
 def asks_for_head(policy: Policy, row: Row) -> bool:
     """Whether a head is meant: by its component's recipe, or by a rule that names it. A glob that happens to match does
     not."""
-    given = policy.components.get(HEAD)
+    component = policy.components.get(HEAD)
     named = any(rule.match == row.name and rule.recipe is not None for rule in policy.rules)
-    return row.kind == HEAD and (named or (given is not None and given.recipe is not None))
+    return row.kind == HEAD and (named or (component is not None and component.recipe is not None))
 
 
 def _gates(row: Row, modules: Mapping[str, nn.Module], policy: Policy) -> str | None:
@@ -80,8 +80,8 @@ def _gates(row: Row, modules: Mapping[str, nn.Module], policy: Policy) -> str | 
 
 def _names(rule: Rule, row: Row) -> bool:
     """Whether a rule gives a layer a recipe by its own name, at whatever depth."""
-    own = rule.match.rpartition(".")[2] == row.name.rpartition(".")[2]
-    return own and rule.recipe is not None and applies(rule, row)
+    same_name = rule.match.rpartition(".")[2] == row.name.rpartition(".")[2]
+    return same_name and rule.recipe is not None and applies(rule, row)
 
 
 def _why_not(row: Row, module: nn.Module, verdicts: dict[tuple[Any, ...], str | None], head: bool) -> str | None:
@@ -130,10 +130,11 @@ def check_names(
 ) -> None:
     """Components and rules must name something that exists. ``parts``: components that the model has, some maybe
     without a linear layer, such as a projector that is a parameter."""
+    # A misspelt name would otherwise do nothing in silence, and train another model than was asked for.
     here = tuple(dict.fromkeys(r.component for r in rows))
-    for word, asked in (("component", policy.components), ("tokens of component", tokens or {})):
-        for component in asked:
-            if component not in here and (word == "component" or (asked[component] and component not in parts)):
+    for word, requested in (("component", policy.components), ("tokens of component", tokens or {})):
+        for component in requested:
+            if component not in here and (word == "component" or (requested[component] and component not in parts)):
                 raise PlanError(
                     f"{word} {component!r} was asked for, but this model has no linear layers there; it has "
                     f"{', '.join(here) or 'none at all'}. Leave {component!r} out."
@@ -147,9 +148,9 @@ def check_names(
             )
         wrong = {c: n for c, n in tokens.items() if not isinstance(n, int) or isinstance(n, bool) or n < 0}
         if wrong or not any(tokens.values()):
-            found = ", ".join(f"{c}: {n!r}" for c, n in (wrong or tokens).items()) or "nothing"
+            counts = ", ".join(f"{c}: {n!r}" for c, n in (wrong or tokens).items()) or "nothing"
             raise PlanError(
-                f"tokens holds {found}; give every component a whole number of tokens a forward, 0 for none, and at "
+                f"tokens holds {counts}; give every component a whole number of tokens a forward, 0 for none, and at "
                 "least one of them some."
             )
     names = [r.name for r in rows]

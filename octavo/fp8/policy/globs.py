@@ -1,7 +1,7 @@
 """Globs on dotted module names, for rules, components and freezing.
 
 A pattern is anchored (it must describe the whole name) and works on segments: ``*`` and ``?`` stay within one segment,
-``**`` stands for any number of segments, none included. ``**.layers.0.**`` names everything in every layer 0,
+``**`` matches any number of segments, also none. ``**.layers.0.**`` names everything in every layer 0,
 ``model.layers.*.mlp.*_proj`` the projections of every MLP.
 """
 

@@ -1,14 +1,14 @@
-"""What is asked for: a recipe for the whole model, for its components, and for names; later and narrower wins.
+"""The request: a recipe for the whole model, for components and for names; the later and narrower setting wins.
 
-A :class:`Policy` says nothing about any model; :func:`octavo.fp8.planning.decide` lays it over one. At every level None
-means "as above". The recipe ``"auto"`` leaves the choice among ``candidates`` to measurements, or where there are none
+A :class:`Policy` knows no model; :func:`octavo.fp8.planning.decide` applies it to one. At every level None means "as
+above". The recipe ``"auto"`` leaves the choice among ``candidates`` to measurements, or where there are none
 to the table of :mod:`octavo.fp8.measuring.choose`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL
@@ -31,7 +31,7 @@ class PlanError(Fp8Error, ValueError):
 
 @dataclass(frozen=True)
 class ComponentPolicy:
-    """One component's answer. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
+    """The settings of one component. ``recipe``: a recipe's name, "auto" or "off"; ``format``: e4m3 or hybrid; ``fwd``,
     ``dgrad``, ``wgrad``: fp8, bf16 or the recipe whose casts that GEMM has; ``activations``: bf16 or fp8; ``param``:
     whether its weights are FP8 between steps. None: as the whole model; but ``lm_head`` is off until its recipe is
     given by name, and keeps its weight in high precision."""
@@ -44,10 +44,13 @@ class ComponentPolicy:
     activations: str | None = None
     param: bool | None = None
 
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
 
 @dataclass(frozen=True)
 class Rule:
-    """The answer for the layers whose names ``match`` (an anchored glob on dotted segments, as in
+    """The settings of the layers whose names ``match`` (an anchored glob on dotted segments, as in
     ``**.layers.0.**``). ``steps``: the first and the last step in which it holds, counted from 1; outside of them it
     does not exist. None: it always holds."""
 
@@ -59,9 +62,12 @@ class Rule:
     wgrad: str | None = None
     steps: tuple[int, int] | None = None
 
+    def __repr__(self) -> str:
+        return _short_repr(self)
+
     @property
     def source(self) -> str:
-        """Who decided, as a reason says it."""
+        """The name of this level in a reason."""
         return f"rule {self.match}"
 
     def holds(self, step: int | None) -> bool:
@@ -70,7 +76,7 @@ class Rule:
 
     @property
     def title(self) -> str:
-        """The rule, as an error says it."""
+        """The name of this rule in errors."""
         return f"rule {self.match!r}"
 
     @property
@@ -104,19 +110,19 @@ class Rule:
                 )
 
 
-def _are_steps(found: Any) -> bool:
-    whole = len(found) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in found)
-    return whole and 1 <= found[0] <= found[1]
+def _are_steps(steps: Any) -> bool:
+    whole = len(steps) == 2 and all(isinstance(n, int) and not isinstance(n, bool) for n in steps)
+    return whole and 1 <= steps[0] <= steps[1]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What to run in FP8.
+    """Which layers run in FP8, and how.
 
     Args:
         recipe: of every component, the projector included: one of ``fp8.RECIPES``; "auto" (the fastest by measurement,
             see :func:`octavo.fp8.planning.decide`); or "off" (then components and rules may still switch parts on).
-            None: "blockwise"; but where components are named (other than to be "off"), those alone run in FP8, and all
+            None: "blockwise"; but where components are named (other than to be "off"), only those run in FP8, and all
             others are "off".
         format: "e4m3", "hybrid" or None for the recipe's default.
         fwd, dgrad, wgrad: "fp8", "bf16", or a recipe whose casts that GEMM has.
@@ -188,15 +194,18 @@ class Policy:
         for where, name in self._recipes():
             if name not in (OFF, AUTO, *RECIPES):
                 raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
-        given = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
-        unknown = [c for c in given if c not in RECIPES]
-        if unknown or not given:
-            found = ", ".join(map(repr, unknown)) or "none"
-            raise PlanError(f"candidates of 'auto' are recipes: {', '.join(RECIPES)}; found {found}.")
-        object.__setattr__(self, "candidates", tuple(dict.fromkeys(given)))
+        candidates = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
+        unknown = [c for c in candidates if c not in RECIPES]
+        if unknown or not candidates:
+            listed = ", ".join(map(repr, unknown)) or "none"
+            raise PlanError(f"candidates of 'auto' are recipes: {', '.join(RECIPES)}; found {listed}.")
+        object.__setattr__(self, "candidates", tuple(dict.fromkeys(candidates)))
+
+    def __repr__(self) -> str:
+        return _short_repr(self)
 
     def _check_words(self, where: str, level: Policy | ComponentPolicy | Rule) -> None:
-        """Also of levels that are off: a word nobody reads yet is a surprise for later."""
+        """Check the words of a level, also if it is off: an invalid one would only fail once it is switched on."""
         words = (("format", FORMATS), *((gemm, PRECISIONS) for gemm in GEMMS))
         for name, allowed in words:
             value = getattr(level, name)
@@ -206,7 +215,7 @@ class Policy:
         if isinstance(level.recipe, Recipe):
             raise PlanError(
                 f"{where}: recipe takes a name, found the Recipe object {level.recipe.name!r}. Write "
-                f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad beside it."
+                f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad as further arguments."
             )
         if not isinstance(level.recipe, str | None):
             raise PlanError(f"{where}: recipe takes a name, one of {_names()}; found {level.recipe!r}.")
@@ -220,16 +229,16 @@ class Policy:
         return [(where, level.recipe) for where, level in self._levels() if level.recipe is not None]
 
     def activations_of(self, component: str) -> str:
-        """What blocks of a component keep: its own answer, else that of the whole model."""
-        given = self.components.get(component)
-        return self.activations if given is None or given.activations is None else given.activations
+        """What blocks of a component keep: the component's setting, else the one of the whole model."""
+        part = self.components.get(component)
+        return self.activations if part is None or part.activations is None else part.activations
 
     def param_of(self, component: str) -> bool:
-        """Whether weights of a component are FP8 between steps: its own answer, else that of the whole model."""
-        given = self.components.get(component)
+        """Whether weights of a component are FP8 between steps: its own setting, else the one of the whole model."""
+        part = self.components.get(component)
         if component == HEAD:  # the embedding may be the same tensor, and looks values up
             return False
-        return self.param if given is None or given.param is None else given.param
+        return self.param if part is None or part.param is None else part.param
 
     def at(self, step: int | None) -> Policy:
         """What is asked for in a step, in which only rules that hold exist; None: in one outside of all spans."""
@@ -254,7 +263,7 @@ class Policy:
         """True if any level leaves the recipe to measurements."""
         return any(name == AUTO for _, name in self._recipes())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         plain = [f.name for f in fields(self) if f.name not in ("components", "rules", "candidates")]
         return {
             **{name: getattr(self, name) for name in plain},
@@ -280,10 +289,10 @@ class Decision:
 
     def over(self, level: ComponentPolicy | Rule, source: str) -> Decision:
         """This decision with what ``level`` asks put on top."""
-        asked: dict[str, Any] = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
+        settings: dict[str, Any] = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
         if isinstance(level, Rule):
-            asked |= {"why": level.why, "backends": level.backends}
-        return replace(self, **asked, source=source) if asked else self
+            settings |= {"why": level.why, "backends": level.backends}
+        return replace(self, **settings, source=source) if settings else self
 
     def reason(self, word: str = "") -> str:
         """Who decided, ``word``, and the remark."""
@@ -291,7 +300,7 @@ class Decision:
 
     def allowed(self, candidates: tuple[str, ...] = CANDIDATES) -> dict[str, Recipe]:
         """The recipes that this decision admits by name: none for off, ``candidates`` for auto (without those that the
-        settings beside it exclude), else the one. Raises PlanError for a pair that cannot be."""
+        other settings exclude), else the one. Raises PlanError for a pair that cannot be."""
         out: dict[str, Recipe] = {}
         errors: list[str] = []
         for name in candidates if self.recipe == AUTO else () if self.recipe == OFF else (self.recipe,):
@@ -308,33 +317,41 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     """The decision for a layer of ``component`` that ``rules`` match (in their order)."""
     assert policy.recipe is not None  # settled when the policy was made
     decision = Decision(policy.recipe, policy.format, policy.fwd, policy.dgrad, policy.wgrad, "the whole model")
-    given = policy.components.get(component)
-    if component == HEAD and (given is None or given.recipe is None):
+    level = policy.components.get(component)
+    if component == HEAD and (level is None or level.recipe is None):
         decision = replace(decision, recipe=OFF, source=f"{HEAD} stays unless asked")
     on = [name for name, part in policy.components.items() if part.recipe not in (None, OFF)]
     if policy.recipe == OFF and on and component != HEAD:
         decision = replace(decision, source=f"stays: {' and '.join(on)} alone {'is' if len(on) == 1 else 'are'} named")
-    if given is not None:
-        decision = decision.over(given, f"component {component}" if given.recipe is not None else decision.source)
+    if level is not None:
+        decision = decision.over(level, f"component {component}" if level.recipe is not None else decision.source)
     for rule in rules:
         decision = decision.over(rule, rule.source)
     return decision
 
 
-def _made(kind: Any, given: Any, where: str) -> Any:
+def _made(kind: Any, value: Any, where: str) -> Any:
     """A level as it is, or made of the mapping or (for a component) the recipe's name that was given."""
-    if isinstance(given, kind):
-        return given
-    if kind is ComponentPolicy and isinstance(given, str):
-        return ComponentPolicy(recipe=given)
-    if not isinstance(given, Mapping):
-        raise PlanError(f"{where}: found {given!r} where a {kind.__name__} or a mapping with its fields belongs.")
+    if isinstance(value, kind):
+        return value
+    if kind is ComponentPolicy and isinstance(value, str):
+        return ComponentPolicy(recipe=value)
+    if not isinstance(value, Mapping):
+        raise PlanError(f"{where}: found {value!r} where a {kind.__name__} or a mapping with its fields belongs.")
     known = [f.name for f in fields(kind)]
-    unknown = [k for k in given if k not in known]
-    if unknown or (kind is Rule and "match" not in given):
+    unknown = [k for k in value if k not in known]
+    if unknown or (kind is Rule and "match" not in value):
         what = f"unknown fields {', '.join(map(repr, unknown))}" if unknown else "no 'match'"
         raise PlanError(f"{where} has {what}; the fields are {', '.join(known)}.")
-    return kind(**given)
+    return kind(**value)
+
+
+def _short_repr(level: Policy | ComponentPolicy | Rule) -> str:
+    """The call that makes it, without the settings that are the defaults."""
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(level)}
+    settings = {name: getattr(level, name) for name in defaults}
+    shown = [f"{name}={value!r}" for name, value in settings.items() if value != defaults[name]]
+    return f"{type(level).__name__}({', '.join(shown)})"
 
 
 def _given(level: ComponentPolicy | Rule) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 layer           how it is recognised                               why
 =============== ================================================== ===================================================
 adapter         a part that PEFT (or another library, by the name  a rank of 16 is filled up to 16 or 128 in FP8, and
-                ``lora_*``) adds to a layer or a model             ``fp8.apply`` before PEFT leaves it alone as well
+                ``lora_*``) adds to a layer or a model             ``fp8.apply`` before PEFT does not touch it either
 output layer    ``score``, ``classifier``, ``v_head`` and the      logits, rewards and values are read as numbers; few
                 like; the last layer by registration of a network  outputs are mostly zeros that fill up a tile
                 without ``lm_head`` if it is narrow; any layer
@@ -53,7 +53,7 @@ _STOCK = {*WRAPPED, "base_model", "model", "transformer_backbone", "word_embeddi
 def stays(rows: Sequence[Row], modules: Mapping[str, nn.Module], policy: Policy) -> dict[str, str]:
     """The reason of each row (by its name) that stays in high precision because it is one of the table above.
 
-    ``modules``: those of the model by name, the model itself as "".
+    ``modules``: the modules of the model by name, the model itself as "".
     """
     reasons: dict[str, str] = {}
     parts = {row.name: _adapter_part(row.module, modules) for row in rows}
@@ -64,7 +64,7 @@ def stays(rows: Sequence[Row], modules: Mapping[str, nn.Module], policy: Policy)
         if part:
             reason = ORIGINAL if part[0] == "original_module" else ADAPTER
         elif row.kind == "experts" and _sums(row.module, modules):
-            reasons[row.name] = ADDED  # whatever a rule says: codes would be those of the base
+            reasons[row.name] = ADDED  # whatever a rule says: the codes would be those of the base, without the adapter
             continue
         elif row.kind != "linear" or row.component == HEAD:  # the component's own recipe decides on a head
             continue
@@ -83,8 +83,8 @@ def _adapter_part(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...
     segments = name.split(".") if name else []
     for depth, child in enumerate(segments):
         parent = modules.get(".".join(segments[:depth]))
-        own = modules.get(".".join(segments[: depth + 1]))
-        if parent is not None and not hasattr(own, "base_layer") and _adds(parent, child):
+        module = modules.get(".".join(segments[: depth + 1]))
+        if parent is not None and not hasattr(module, "base_layer") and _adds(parent, child):
             return tuple(segments[depth:])
     return ()
 
@@ -151,5 +151,5 @@ def _narrow(shape: tuple[int, int]) -> bool:
 def _names(rule: Rule, row: Row, part: Sequence[str]) -> bool:
     """Whether a rule gives a layer a recipe by a word of ``part``; a glob that happens to match does not."""
     words = [segment for segment in rule.match.split(".") if segment.strip("*?")]
-    named = any(fnmatchcase(own, word) for own in part for word in words)
+    named = any(fnmatchcase(segment_name, word) for segment_name in part for word in words)
     return rule.recipe is not None and named and matches(rule.match, row.name)

@@ -1,4 +1,4 @@
-"""What a module tree holds, before anything is decided: one row for every linear map.
+"""The linear maps of a module tree, one row each, before anything is decided.
 
 A row names the module, what it is (``kind``), the part of the model it belongs to (``component``) and its shape (N, K)
 in the words of the arithmetic (y[M, N] = x[M, K] wT). Nothing is computed and no weight is read, so that a model on
@@ -221,7 +221,7 @@ def component_namer(components: Mapping[str, tuple[str, ...]] | None) -> Callabl
     for rank, (component, globs) in enumerate((CONVENTIONS if components is None else components).items()):
         for glob in globs:
             literal = sum(not set(s) & set("*?") for s in glob.split("."))
-            # Of conventional names, order alone says that a projector inside the tower is a projector.
+            # For conventional names only their order says that a projector inside the tower is a projector.
             order.append(((0 if components is None else -literal), rank, glob, component))
     order.sort()
     return lambda name: next((c for _, _, glob, c in order if covers(glob, name)), "foundation")

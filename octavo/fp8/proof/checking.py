@@ -1,9 +1,9 @@
 """Whether a device computes what it should: some FP8 GEMMs of a training step, computed again as soon as they have run.
 
-A check is attached to one step and hears of GEMMs through the recorder, as everybody who watches
+A check is attached to one step and receives GEMMs from the recorder, as every watcher does
 (:mod:`octavo.fp8.observe.recorder`); what is compared, and how closely, says :mod:`octavo.fp8.proof.comparing`. It
 keeps what differs and raises nothing: a backward is no place to stop a run of several ranks. The step computes what it
-computes without. Which GEMMs a step checks follows from a seed and a number alone, and all of them come round.
+computes without. Which GEMMs a step checks follows only from a seed and a number, and all of them take their turn.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fault:
 
 
 def sites(plan: Plan) -> tuple[Site, ...]:
-    """The GEMMs that a plan has in FP8, of experts those of all as one. A frozen weight has no gradient."""
+    """The GEMMs that a plan has in FP8; all experts of a layer count as one. A frozen weight has no gradient."""
     return tuple(
         Site(row.name, gemm)
         for row in plan.rows
@@ -67,26 +67,25 @@ def size_of(count: int) -> int:
     return min(count, max(LEAST, -(-count // ROUND)))
 
 
-def drawn(there: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
-    """Those of check ``number`` (0 the first): the next ones of a row in which each round has all of them, in an order
-    of its own."""
-    if not there:
+def sites_of_check(candidates: Sequence[Site], seed: int, number: int) -> tuple[Site, ...]:
+    """The GEMMs of check ``number``, counted from 0. Each round goes through all of them, shuffled by the seed."""
+    if not candidates:
         return ()
-    size, found = size_of(len(there)), []
+    size, chosen = size_of(len(candidates)), []
     for place in range(number * size, (number + 1) * size):
-        order = list(there)
-        random.Random(f"{seed} {place // len(there)}").shuffle(order)
-        found.append(order[place % len(there)])
-    return tuple(dict.fromkeys(found))
+        order = list(candidates)
+        random.Random(f"{seed} {place // len(candidates)}").shuffle(order)
+        chosen.append(order[place % len(candidates)])
+    return tuple(dict.fromkeys(chosen))
 
 
 class Check:
-    """Of one step. ``draw`` decides which tile of a product is looked at, which expert, and which rows of weights.
+    """The checks of one step. ``draw`` decides which tile of a product, which expert and which weight rows are taken.
     ``faults`` are what differed, in the order of the step, ``done`` how much was compared, ``stale`` the layers whose
-    codes are those of a former weight."""
+    codes belong to an earlier value of the weight."""
 
-    def __init__(self, asked: Iterable[Site], draw: int = 0) -> None:
-        self.sites = tuple(asked)
+    def __init__(self, chosen: Iterable[Site], draw: int = 0) -> None:
+        self.sites = tuple(chosen)
         self.faults: list[Fault] = []
         self.done = Compared()
         self.stale: list[str] = []
@@ -102,7 +101,7 @@ class Check:
             yield self
 
     def look_at_codes(self, model: nn.Module) -> None:
-        """Hold the codes that the step multiplied by against the weights, before an optimizer step makes both old."""
+        """Compare the codes that the step multiplied by with the weights, before an optimizer step changes both."""
         self.stale += stale_codes(model, self._draw)
 
     # What the recorder calls: see `recorder.Checker`.
@@ -116,8 +115,8 @@ class Check:
     def on_result(self, layer: str, result: Result) -> None:
         if len(self.faults) == FAULTS:
             return
-        # Selective checkpointing and whoever counts memory look at each operation; these are not the model's.
+        # Selective checkpointing and memory accounting see each operation, and these are not the model's.
         with torch.no_grad(), _disable_current_modes():
-            found = compare(result, self._random, self.done)
-        if found is not None:
-            self.faults.append(Fault(Site(layer, result.gemm), result.backend, found))
+            difference = compare(result, self._random, self.done)
+        if difference is not None:
+            self.faults.append(Fault(Site(layer, result.gemm), result.backend, difference))

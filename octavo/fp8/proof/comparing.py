@@ -1,10 +1,10 @@
 """One FP8 GEMM computed again: its casts by the reference, bit for bit; its product bit for bit by the kernel that made
 it, and within what rounding may do by the reference in host memory.
 
-* **Casts.** The scale and the codes of a block depend on that block alone (of one scale for the whole tensor, on its
+* **Casts.** The scale and the codes of a block depend only on that block (with one scale for the whole tensor, on its
   amax besides), so an operand is cast again in bands of :data:`BAND` values: all of it, and never a second copy.
 * **Product, the same.** The same kernel on the same operands. It proves a device that errs now and then. A kernel that
-  does not give the same bits twice, when it is asked twice again, is no witness: the next comparison alone counts.
+  gives other bits when it runs twice more proves nothing: then only the next comparison counts.
 * **Product, another.** :data:`TILE` x :data:`TILE` of its values, drawn at random, from the codes, by the reference on
   the CPU. It proves a device that errs always alike. With k products added up and |a| x |b| the product of magnitudes::
 
@@ -12,7 +12,7 @@ it, and within what rounding may do by the reference in host memory.
       share = k 2^-23                   fp32 sums (CPU), 2^-7 at most
       share = 2^-7 max(1, k / 4096)     tensor cores whose sums have 14 bits: 32 terms at a time, each cut by 2^-14
 
-A NaN equals a NaN: what overflowed is no fault of the device.
+A NaN equals a NaN: an overflow is no fault of the device.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def compare(result: Result, draw: random.Random, done: Compared) -> Difference |
         if x is None:
             continue
         done.codes += q.data.numel()
-        if (found := of_cast(name, x, q, noted=result.noted and name != "w")) is not None:
-            return found
+        if (difference := of_cast(name, x, q, noted=result.noted and name != "w")) is not None:
+            return difference
     done.values += result.out.numel()
     return _repeated(result, done) or _tile(result, draw)
 
@@ -92,7 +92,7 @@ def compare(result: Result, draw: random.Random, done: Compared) -> Difference |
 
 def of_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Difference | None:
     """The first difference between q and the reference's cast of x [rows, columns]; ``noted``: the scale is given, and
-    the codes alone are made again."""
+    only the codes are made again."""
     by, spec = "by the reference's cast", q.spec
     whole, scale = spec.block == (-1, -1) or noted, q.scale
     amax = cast.amax(x) if whole else None
@@ -101,15 +101,15 @@ def of_cast(name: str, x: Tensor, q: Quantized, noted: bool = False) -> Differen
     for rows, cols in _bands(x, spec):
         part = x[rows, cols]
         if amax is None:
-            made = cast.quantize(part, spec)
+            recast = cast.quantize(part, spec)
         else:
-            made = cast.quantize_with_scale(part, scale, spec, amax)
+            recast = cast.quantize_with_scale(part, scale, spec, amax)
         grid = _grid(rows, spec.block[0]), _grid(cols, spec.block[1])
-        for what, found, wanted, first in (
-            ("scale", q.scale[grid], made.scale, (grid[0].start, grid[1].start)),
-            ("code", q.data[rows, cols], made.data, (rows.start, cols.start)),
+        for what, actual, wanted, first in (
+            ("scale", q.scale[grid], recast.scale, (grid[0].start, grid[1].start)),
+            ("code", q.data[rows, cols], recast.data, (rows.start, cols.start)),
         ):
-            if (one := differing(f"a {what} of {name}", found, wanted, by, first)) is not None:
+            if (one := differing(f"a {what} of {name}", actual, wanted, by, first)) is not None:
                 return one
     return None
 
@@ -137,11 +137,11 @@ def _grid(span: slice, block: int) -> slice:
 def _repeated(result: Result, done: Compared) -> Difference | None:
     """The product against the same kernel's on the same operands; None too where that gives other bits each time."""
     again = result.again()
-    found = differing(f"a value of {RESULTS[result.gemm]}", result.out, again, f"by {result.backend} once more")
-    if found is None:
+    difference = differing(f"a value of {RESULTS[result.gemm]}", result.out, again, f"by {result.backend} once more")
+    if difference is None:
         return None
     if differing("", again, result.again(), "") is None:
-        return found
+        return difference
     done.unsteady += 1
     return None
 
@@ -158,15 +158,15 @@ def _tile(result: Result, draw: random.Random) -> Difference | None:
         wanted, most = wanted + bias, most + bias.abs()
     share = min(2.0**-7, k * 2.0**-23) if on_cpu else 2.0**-7 * max(1.0, k / 4096)
     allowed = share * most + torch.finfo(result.out.dtype).eps * wanted.abs()
-    found = result.out[rows, cols].cpu().float()
+    values = result.out[rows, cols].cpu().float()
     # Equal infinities differ by a NaN, and so does what overflows the result's dtype from what does not fp32's.
-    close = (found - wanted).abs() <= allowed
-    close |= (found == wanted.to(result.out.dtype).float()) | (found.isnan() & wanted.isnan())
+    close = (values - wanted).abs() <= allowed
+    close |= (values == wanted.to(result.out.dtype).float()) | (values.isnan() & wanted.isnan())
     if bool(close.all()):
         return None
     at = _first(~close)
     return Difference(
-        f"a value of {RESULTS[result.gemm]}", (rows.start + at[0], cols.start + at[1]), f"{float(found[at]):.9g}",
+        f"a value of {RESULTS[result.gemm]}", (rows.start + at[0], cols.start + at[1]), f"{float(values[at]):.9g}",
         f"{float(wanted[at]):.9g}", None, int((~close).sum()), close.numel(),
         f"by the reference on the CPU, where rounding explains {float(allowed[at]):.3g}",
     )  # fmt: skip
@@ -196,22 +196,22 @@ def _magnitudes(q: Quantized) -> Quantized:
 # --- bits -------------------------------------------------------------------------------------------------------------
 
 
-def differing(what: str, found: Tensor, wanted: Tensor, by: str, first: tuple[int, int] = (0, 0)) -> Difference | None:
+def differing(what: str, actual: Tensor, wanted: Tensor, by: str, first: tuple[int, int] = (0, 0)) -> Difference | None:
     """Where two tensors [rows, columns] of one dtype differ in their bits, NaN from NaN apart, if anywhere; ``first``:
     where theirs begins in what is named."""
-    a, b = _as_bits(found), _as_bits(wanted)
+    a, b = _as_bits(actual), _as_bits(wanted)
     apart = a != b
     if not bool(apart.any()):
         return None
-    plain = found.element_size() > 1
+    plain = actual.element_size() > 1
     if plain:
-        apart &= ~(found.isnan() & wanted.isnan())
+        apart &= ~(actual.isnan() & wanted.isnan())
         if not bool(apart.any()):
             return None
     at = _first(apart)
     ours, theirs = int(a[at]), int(b[at])
-    mask = (1 << (8 * found.element_size())) - 1
-    words = (f"{float(found[at]):.9g}", f"{float(wanted[at]):.9g}") if plain else (f"0x{ours:02x}", f"0x{theirs:02x}")
+    mask = (1 << (8 * actual.element_size())) - 1
+    words = (f"{float(actual[at]):.9g}", f"{float(wanted[at]):.9g}") if plain else (f"0x{ours:02x}", f"0x{theirs:02x}")
     where, bits = (first[0] + at[0], first[1] + at[1]), ((ours ^ theirs) & mask).bit_count()
     return Difference(what, where, *words, bits, int(apart.sum()), apart.numel(), by)
 

@@ -40,7 +40,7 @@ class Prediction:
 
     @property
     def linear_gain(self) -> float:
-        """By how much the linear layers alone are faster: 0.5 is 1.5 times as fast."""
+        """By how much the linear layers are faster, without the rest of the step: 0.5 is 1.5 times as fast."""
         return self.linear_high / self.linear_planned - 1 if self.linear_planned else 0.0
 
     @property
@@ -95,17 +95,17 @@ def predict(plan: Plan, more_flops: Mapping[str, float] | None = None) -> Predic
         return None
     rate = flops / high
     estimated = {n: plan.micro_steps * f / rate for n, f in {**others, **(more_flops or {})}.items() if f}
-    found = Prediction(
+    prediction = Prediction(
         plan.micro_steps * high, plan.micro_steps * sum(t.planned for t in times.values()), estimated, plan.micro_steps
     )
-    if found.gain >= WORTH:
-        return found
-    causes = _causes(found, times, plan)
-    warning = f"FP8 is predicted to gain {_percent(found.gain)}, less than {WORTH:.0%}: {'; '.join(causes)}"
-    return Prediction(found.linear_high, found.linear_planned, estimated, plan.micro_steps, (warning,))
+    if prediction.gain >= WORTH:
+        return prediction
+    causes = _causes(prediction, times, plan)
+    warning = f"FP8 is predicted to gain {_percent(prediction.gain)}, less than {WORTH:.0%}: {'; '.join(causes)}"
+    return Prediction(prediction.linear_high, prediction.linear_planned, estimated, plan.micro_steps, (warning,))
 
 
-def _causes(found: Prediction, times: Mapping[str, Times], plan: Plan) -> list[str]:
+def _causes(prediction: Prediction, times: Mapping[str, Times], plan: Plan) -> list[str]:
     total = sum(t.high for t in times.values())
     lost = [t for t in times.values() if t.planned >= t.high]
     host = [t for t in lost if t.best is not None and _host_bound(t, plan.micro_steps)]
@@ -123,15 +123,15 @@ def _causes(found: Prediction, times: Mapping[str, Times], plan: Plan) -> list[s
             f"no compile: in layers with {launches:.0%} of the linear time the host takes longer to launch FP8's "
             "kernels than they run; more tokens a micro-batch help"
         )
-    for name, seconds in found.estimated.items():
-        if found.high and seconds / found.high >= _LARGE:
+    for name, seconds in prediction.estimated.items():
+        if prediction.high and seconds / prediction.high >= _LARGE:
             why = "is not measured" if name.endswith(_UNMEASURED) else "stays in high precision"
-            causes.append(f"{name} is about {seconds / found.high:.0%} of the step and {why}")
+            causes.append(f"{name} is about {seconds / prediction.high:.0%} of the step and {why}")
     return causes or ["the layers that win are a small part of the step"]
 
 
 def _host_bound(times: Times, micro_steps: int) -> bool:
-    """True if the best FP8 candidate loses by its launches alone."""
+    """True if only its launches make the best FP8 candidate slower."""
     assert times.best is not None
     entry = times.measured.entries[times.best]
     return entry.seconds + entry.weights / micro_steps < times.high

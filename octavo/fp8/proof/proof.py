@@ -23,6 +23,7 @@ from octavo.fp8.arithmetic.errors import ProofError
 from octavo.fp8.observe.counts import HIGH, GemmCounts
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
+from octavo.fp8.planning.table import summary
 from octavo.fp8.policy.decisions import OUTSIDE
 from octavo.fp8.policy.topology import CONVENTIONS
 
@@ -48,8 +49,12 @@ class Proof:
         self._calls: Counter[tuple[str, str, str]] = Counter()  # (component, gemm, backend)
         self._flops: Counter[tuple[str, str, bool]] = Counter()  # (component, gemm, FP8)
 
+    def __repr__(self) -> str:
+        waits = f"not reached yet: {', '.join(sorted(self.pending))}" if self.pending else "every component reached"
+        return f"Proof({summary(self.plan.rows)}; {waits})"
+
     def follow(self, plan: Plan, step: int) -> None:
-        """From ``step`` on another plan holds, which is to be proven anew."""
+        """Another plan holds from ``step`` on, and its proof starts from nothing."""
         if self._spans:
             self._end(step - 1)
         self.plan, self.pending = plan, {r.component for r in plan.rows if r.fp8} | self.parts
@@ -84,6 +89,7 @@ class Proof:
         for (layer, gemm, backend), calls in counts.items():
             if calls:
                 ran[layer][gemm, backend] = calls
+        # Before the checks: the share that is reported includes the step that fails them.
         self._add(counts)
         problems: list[str] = []
         for component, n in forwards.items():
@@ -95,15 +101,15 @@ class Proof:
                 problems.append(f"{component}: no backward reached any of its FP8 layers")
             for row in rows:
                 each = n * ((row.row.experts or self.dealt) // self.dealt)
-                found = _mismatches(row, counts, ran[row.name], each, row.name in unused)
-                problems += [f"{row.name}: {p}" for p in found]
+                mismatches = _mismatches(row, counts, ran[row.name], each, row.name in unused)
+                problems += [f"{row.name}: {p}" for p in mismatches]
             self.unused += [u for u in unused if u not in self.unused]
         problems += self._strays(ran)
         if problems:
             self.missing += problems
-            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            rest = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise ProofError(
-                f"FP8 did not run as planned: {'; '.join(problems[:5])}{more}. Every layer of the plan must be called "
+                f"FP8 did not run as planned: {'; '.join(problems[:5])}{rest}. Every layer of the plan must be called "
                 "as a module in each forward of its component; leave a layer out with a rule (recipe: off) if the "
                 "model does not use it so."
             )
@@ -120,7 +126,7 @@ class Proof:
         ]
 
     def _add(self, counts: GemmCounts) -> None:
-        """Everything that ran belongs into the share, whichever components the caller asked to check."""
+        """Add everything that ran to the share, whichever components the caller asked to check."""
         rows = {r.name: r for r in self.plan.rows}
         for key, calls in counts.items():
             layer, gemm, backend = key
@@ -134,9 +140,9 @@ class Proof:
 
     def share(self, component: str | None = None) -> float | None:
         """Share of the counted linear FLOPs that ran in FP8 (0 to 1), all or of one component; None before any."""
-        kept = {k: v for k, v in self._flops.items() if component in (None, k[0])}
-        total = sum(kept.values())
-        return sum(v for k, v in kept.items() if k[2]) / total if total else None
+        counted = {k: v for k, v in self._flops.items() if component in (None, k[0])}
+        total = sum(counted.values())
+        return sum(v for k, v in counted.items() if k[2]) / total if total else None
 
     def report(self) -> dict[str, Any]:
         """What was counted, as JSON types: ``share`` and ``shares`` (of linear FLOPs in FP8, by component),
@@ -183,6 +189,7 @@ def _mismatches(row: PlanRow, counts: GemmCounts, ran: _Ran, want: int, unused: 
     if forward + idle == 0:
         return [f"planned {want} fwd, counted none"]
     out = []
+    # The head of chunked losses runs as many GEMMs as the vocabulary has blocks, and at least one a forward.
     if forward < want if row.kind == "lm_head" else (forward + idle) % want:
         out.append(f"planned {want} fwd (or a multiple), counted {forward + idle}")
     due = {g: counts.due(row.name, g) for g in _BACKWARD}

@@ -1,4 +1,4 @@
-"""A reference model beside a policy that trains in FP8: whether both compute alike.
+"""Whether a reference model computes as the policy does that trains in FP8.
 
 DPO and a KL penalty hold the log-probabilities of two models against each other, and mean their weights. A reference
 loaded from disk computes in high precision while the policy does not: at equal weights they differ by FP8's rounding,
@@ -34,7 +34,7 @@ class _Operands(NamedTuple):
 
 
 def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
-    """A sentence on what a reference computes in beside its policy, and what that does to KL and DPO; None where both
+    """A sentence on the precision of a reference compared with its policy, and its effect on KL and DPO; None if both
     are in high precision. Wrappers (DDP, PEFT, torch.compile) are looked through. Nothing is computed."""
     mine, theirs = _operands(policy), _operands(reference)
     names = [*mine, *(name for name in theirs if name not in mine)]
@@ -58,13 +58,13 @@ def reference_note(policy: nn.Module, reference: nn.Module) -> str | None:
         )
     return (
         f"the reference computes in FP8 as the policy does ({len(names)} layers): equal weights give equal "
-        "log-probabilities. A reference in high precision would have to be loaded anew and left out of fp8.apply"
+        "log-probabilities. A reference in high precision would have to be loaded again and left out of fp8.apply"
     )
 
 
 def _operands(model: nn.Module) -> dict[str, _Operands]:
     """Parameter, by its name in the stock model -> how its layer computes, for all that are not in high precision."""
-    found = {}
+    operands = {}
     for path, module in model.named_modules():
         sites = sites_of(module) if isinstance(module, CachesWeights) else {}
         for name, weight in module.named_parameters(recurse=False):
@@ -73,7 +73,7 @@ def _operands(model: nn.Module) -> dict[str, _Operands]:
                 delayed = name in sites and sites[name].recipe.delayed is not None
                 parts = [part for part in f"{path}.{name}".split(".") if part not in _WRAPPERS]
                 stock = ".".join(parts).removeprefix("base_model.model.")
-                found[stock] = _Operands() if fwd is None else _Operands(fwd.a, fwd.b, delayed)
+                operands[stock] = _Operands() if fwd is None else _Operands(fwd.a, fwd.b, delayed)
                 if codes is not None:
-                    found[stock] = found[stock]._replace(w=codes)
-    return found
+                    operands[stock] = operands[stock]._replace(w=codes)
+    return operands

@@ -1,20 +1,20 @@
 """FP8 codes of weights, cast once per optimizer step and never stale.
 
-A tensor's version counter cannot keep such a cache right on its own: fused AdamW on the CPU, ``p.data = ...`` and
-``.to()`` change a weight without moving it, and FSDP2's gathered parameter keeps version 0 while its values change.
-Codes are valid while all of these stay the same: the parameter's storage (the object, not only its address), its
-version, address and dtype, and the weight version. (The Parameter object itself would say less: checkpointing hands the
-backward an alias of it.) The weight version rises
+A tensor's version counter is not enough for such a cache: fused AdamW on the CPU, ``p.data = ...`` and ``.to()`` change
+a weight without incrementing it, and FSDP2's gathered parameter keeps version 0 while its values change. Codes are
+valid while all of these are the same: the parameter's storage (the object, not only its address), its version, address
+and dtype, and the weight version. (The Parameter object itself is no criterion: checkpointing passes an alias of it to
+the backward.) The weight version rises
 
 * at every step of every ``torch.optim`` optimizer (a process-wide post-step hook),
 * when a state dict is loaded into the module and when ``.to()``, ``.cuda()``, ``.half()`` pass over it,
-* when a parameter is put into the module by assignment. That is also how FSDP2 swaps the sharded and the gathered
-  parameter, in any module whose class has its own ``__setattr__``: full-size codes do not outlive resharding.
+* when a parameter is assigned to the module. FSDP2 also swaps the sharded and the gathered parameter this way, in any
+  module whose class has its own ``__setattr__``: full-size codes do not outlive resharding.
 
-In-place writes through ``.data`` cannot be seen: they move neither version nor address. That is what a hand-written
-``p.data -= lr * p.grad``, an EMA swap by ``p.data.copy_()`` and PEFT's ``merge_adapter`` on an FP8 layer do. Call
-:func:`invalidate` after them, or write under ``torch.no_grad()`` to the parameter itself.
-:func:`octavo.fp8.weights.stale_codes` finds such codes, by casting a sample of each weight again.
+In-place writes through ``.data`` are not detected: they change neither version nor address. A hand-written
+``p.data -= lr * p.grad``, an EMA swap by ``p.data.copy_()`` and PEFT's ``merge_adapter`` on an FP8 layer write this
+way. Call :func:`invalidate` after them, or write under ``torch.no_grad()`` to the parameter itself.
+:func:`octavo.fp8.weights.stale_codes` finds stale codes by casting a sample of each weight again.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held, master_of
 from octavo.fp8.weights.shards import is_whole, local_of
 from octavo.fp8.weights.versions import watch_optimizers
 
-# Which cache serves a tensor that arrives without its layer, as in a compiled graph: by the address of its storage. The
-# weak reference keeps that address from being used again, and the geometry tells the weight from a part of it.
-_caches: dict[int, tuple[StorageWeakRef, Callable[[], WeightCache | None], tuple[Any, ...]]] = {}
+# The cache of a tensor that arrives without its layer, as in a compiled graph, by the address of its storage. The weak
+# reference prevents reuse of that address, and the geometry distinguishes the weight from a part of it.
+_Geometry = tuple[int | torch.SymInt, torch.Size, tuple[int, ...]]
+_caches: dict[int, tuple[StorageWeakRef, Callable[[], WeightCache | None], _Geometry]] = {}
 
 
 def codes_of(weight: Tensor) -> WeightCache | None:
-    """The cache of the layer whose whole weight this tensor is; None where no layer is known to hold it."""
-    found = _caches.get(weight.untyped_storage()._cdata)
-    return found[1]() if found is not None and found[2] == _geometry(weight) else None
+    """The cache of the layer whose whole weight this tensor is; None if no known layer holds it."""
+    entry = _caches.get(weight.untyped_storage()._cdata)
+    return entry[1]() if entry is not None and entry[2] == _geometry(weight) else None
 
 
-def _geometry(weight: Tensor) -> tuple[Any, ...]:
+def _geometry(weight: Tensor) -> _Geometry:
     return weight.storage_offset(), weight.shape, weight.stride()
 
 
@@ -77,16 +78,16 @@ class WeightSlice(NamedTuple):
 
 
 class WeightCache:
-    """The codes of one parameter, by part and cast. ``casts`` counts the casts made, for tests and for the curious.
+    """The codes of one parameter, by part and cast. ``casts`` counts the casts, for tests and diagnostics.
 
-    ``keep``: False casts anew at each use and holds nothing in between (``Policy.weight_codes="recast"``). ``both``:
-    the codes that forward and dgrad share are held in two layouts (``Policy.weight_codes="both"``). Of a weight
-    that FSDP2 gathered as FP8 the codes are taken from the weight itself (:mod:`octavo.fp8.weights.fp8_tensor`), as are
-    those of a frozen one, of which dgrad's layout alone is kept here, from its first use for good; dgrad's of a frozen
-    one in rows, whose blocks are columns, are cast at each use and not kept.
+    ``keep``: False casts again at each use and keeps nothing (``Policy.weight_codes="recast"``). ``both``: the codes
+    that forward and dgrad share are kept in two layouts (``Policy.weight_codes="both"``). A weight that FSDP2 gathered
+    as FP8 holds its codes itself (:mod:`octavo.fp8.weights.fp8_tensor`), and so does a frozen weight, for which this
+    cache permanently keeps only dgrad's layout, from its first use on; dgrad's codes of a frozen weight in rows, whose
+    blocks are columns, are cast at each use and not kept.
 
-    Copies and pickles of a module start with an empty cache: codes are derived data. Making a cache is what turns the
-    watch on, because a pickle may bring a model into a process that never converted one.
+    Copies and pickles of a module start with an empty cache: codes are derived data. Creating a cache starts the watch
+    on optimizers, because a pickle may bring a model into a process that never converted one.
     """
 
     def __init__(self, keep: bool = True, both: bool = False) -> None:
@@ -97,10 +98,10 @@ class WeightCache:
         self.captured = False  # whether the last codes went into a CUDA graph, and are in no cache
         self._codes: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
         self._for_dgrad: dict[tuple[WeightSlice, CastSpec], Quantized] = {}
-        self._source: Any = None  # the storage of the weight, held weakly, so that its address cannot be used again
-        self._stamp: tuple[Any, ...] = ()
-        self._sharded: Callable[[], Tensor | None] = NoneType  # called, it gives None
-        self._address = 0  # of the storage that this cache is known by
+        self._source: Any = None  # the weight's storage as a weak reference, so that its address cannot be reused
+        self._stamp: tuple[object, ...] = ()
+        self._sharded: Callable[[], Tensor | None] = NoneType  # a call returns None
+        self._address = 0  # of the storage under which this cache is registered
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightCache:
         return WeightCache(self.keep, self.both)
@@ -112,13 +113,14 @@ class WeightCache:
         return len(self._codes)
 
     def drop(self) -> None:
-        """Forget all codes and free their memory."""
+        """Drop all codes and free their memory."""
         self._codes.clear()
         self._for_dgrad.clear()
         self._source, self._stamp = None, ()
 
     def placed(self, value: object) -> None:
-        """A parameter was put into the module: under FSDP2 the sharded one (resharding) or the gathered one."""
+        """Called when a parameter is assigned to the module: under FSDP2 the sharded one (resharding) or the gathered
+        one."""
         self.drop()
         if not is_whole(value):
             self._sharded = weakref.ref(value)  # type: ignore[assignment]
@@ -126,9 +128,9 @@ class WeightCache:
             self.own(value)
 
     def own(self, weight: Tensor) -> None:
-        """Be the cache that :func:`codes_of` gives for this weight."""
+        """Register as the cache that :func:`codes_of` returns for this weight."""
         if isinstance(weight, Fp8Weight):
-            return  # such layers run outside compiled graphs, and always have their cache at hand
+            return  # such layers run outside compiled graphs and pass their cache
         storage = weight.untyped_storage()
         address = storage._cdata
         if address != self._address:
@@ -149,13 +151,13 @@ class WeightCache:
         """The codes of ``part`` of ``parameter`` under ``spec``, cast now if there are no valid ones.
 
         ``cast``: another cast of the backend than its ``quantize``, such as ``quantize_experts``. ``shared``: dgrad
-        multiplies by the codes of the forward, which lie for the forward. With ``both`` the one cast of a generation
-        gives dgrad a layout of its own; otherwise its GEMMs turn the codes, and find scales that are turned once.
+        multiplies by the codes of the forward, which are in the forward's layout. With ``both`` the cast also produces
+        dgrad's layout; otherwise dgrad's GEMMs transpose the codes, with scales that are transposed once.
 
-        Only a forward begins a new generation of codes. A backward that finds other values than the last forward (a
-        weight offloaded and brought back, gathered again, exchanged meanwhile) casts what it was given and keeps
-        nothing. Nor is anything kept or reused while a CUDA graph is captured, unless weights stay what they are for as
-        long as it is used (`capture.weights_stay`): then it reads codes that are there.
+        Only a forward starts a new generation of codes. A backward that gets other values than the last forward (a
+        weight that was offloaded and returned, gathered again, or replaced) casts them and keeps nothing. Codes are
+        neither kept nor reused during a CUDA graph capture, unless weights do not change while the graph is in use
+        (`capture.weights_stay`): then it reads existing codes.
         """
         self.captured = False
         if isinstance(parameter, Fp8Weight):
@@ -164,11 +166,11 @@ class WeightCache:
                 return codes if forward or not shared else self._of_frozen(parameter, part, codes, backend)
         self.captured = _capturing(parameter) and not (lasting() and self._holds(parameter, part, spec))
         cast = cast or backend.quantize
-        if isinstance(parameter, Fp8Weight) and parameter.frozen:  # another cast than that of its codes: not cached
+        if isinstance(parameter, Fp8Weight) and parameter.frozen:  # a cast that differs from its codes is not cached
             self.casts += 1
             return cast(part.of(parameter), spec)
-        # A tensor made in inference mode keeps no version counter: an edit could not be noticed. A CUDA graph replays
-        # what it captured: it must hold the cast, or replays would multiply by the weight of the capture.
+        # A tensor of inference mode has no version counter: an edit could not be detected. A CUDA graph must contain
+        # the cast, or replays would multiply by the weight of the capture.
         keep = self.keep and not parameter.is_inference() and not self.captured
         stamp = self._stamp_of(parameter) if keep else ()
         if not keep or not (forward or self._stamp == stamp):
@@ -181,7 +183,7 @@ class WeightCache:
             self.own(parameter)
         codes = self._codes.get((part, spec))
         if codes is None:
-            # Codes made in inference mode must serve a later training step.
+            # A later training step may use codes that were cast in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 matrix = part.of(parameter)
                 if not (self.both and shared):
@@ -201,7 +203,7 @@ class WeightCache:
         return turned
 
     def _of_frozen(self, parameter: Fp8Weight, part: WeightSlice, codes: Quantized, backend: Backend) -> Quantized:
-        """Codes that exist already, as dgrad wants them. What FSDP2 gathered goes with the layer: nothing is kept."""
+        """Existing codes in dgrad's layout. FSDP2 frees gathered codes with the layer: nothing of them is kept."""
         stored = parameter.first()
         if parameter.frozen is None or self._sharded() is not None or stored.is_inference() or _capturing(stored):
             return codes
@@ -221,13 +223,13 @@ class WeightCache:
         return (part, spec) in self._codes and self.valid(parameter)
 
     def valid(self, parameter: Tensor) -> bool:
-        """Whether there are codes that :meth:`get` would give for the parameter as it is, as far as it can see."""
+        """Whether :meth:`get` would return cached codes for the parameter, by all that it can check."""
         if not self._codes or not is_whole(parameter) or parameter.is_inference():
             return False
         return self._stamp == self._stamp_of(parameter)
 
-    def _stamp_of(self, parameter: Tensor) -> tuple[Any, ...]:
-        """What changes with the values of a weight: what holds them, its version and address, the weight version."""
+    def _stamp_of(self, parameter: Tensor) -> tuple[object, ...]:
+        """What changes when the values of a weight change: its storage, version and address, and the weight version."""
         if isinstance(parameter, Fp8Weight) and parameter.held is not None:
             return (clock.now, clock.edits, weakref.ref(parameter.held), *parameter.stamp())
         sharded = self._sharded()
@@ -241,9 +243,9 @@ def _capturing(weight: Tensor) -> bool:
 
 
 def _forget(address: int, codes: WeightCache | None = None) -> None:
-    """Forget what serves a storage; given a cache, only if it still is that cache (tied layers share a storage)."""
-    found = _caches.get(address)
-    if found is not None and found[1]() is codes:
+    """Unregister the cache of a storage; given a cache, only if it is still that one (tied layers share a storage)."""
+    entry = _caches.get(address)
+    if entry is not None and entry[1]() is codes:
         del _caches[address]
 
 
@@ -271,7 +273,7 @@ class CachesWeights(nn.Module):
             codes.drop()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """State dicts are stock: of an FP8 weight they hold the master, which may be written to."""
+        """State dicts are stock: they contain the master of an FP8 weight, which may be written to."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name in self._weight_codes():
             if prefix + name in destination:
@@ -282,7 +284,7 @@ class CachesWeights(nn.Module):
             codes.drop()
         with torch.no_grad():
             applied = {id(p): fn(p) for p in self._parameters.values() if isinstance(p, Fp8Weight)}
-        # torch swaps wrapper tensors even for themselves, and cannot while a graph holds them: leave out what stays.
+        # torch would swap unchanged wrapper tensors for themselves, which fails while a graph holds them: hide them.
         parameters = dict(self._parameters)
         for name, p in parameters.items():
             if id(p) in applied and applied[id(p)] is p:
@@ -307,7 +309,7 @@ class CachesWeights(nn.Module):
         self.own_weights()
 
     def own_weights(self) -> None:
-        """Let compiled graphs find these caches by the weights they get, without the layer."""
+        """Register the caches by weight for compiled graphs, which do not know the layer."""
         for name, codes in self._weight_codes().items():
             weight = self._parameters.get(name)
             if weight is not None and is_whole(weight):
@@ -315,14 +317,14 @@ class CachesWeights(nn.Module):
 
 
 def invalidate(model: nn.Module) -> None:
-    """Forget the FP8 codes of all weights of a model, which the next forward casts again, and what layers of one input
-    remember of it (:mod:`octavo.fp8.dense.inputs`), whichever model they belong to.
+    """Drop the FP8 codes of all weights of a model, which the next forward casts again, and the shared codes of inputs
+    (:mod:`octavo.fp8.dense.inputs`) of all models.
 
-    Needed after every write that neither a version counter nor a ``torch.optim`` step shows, or the model goes on
-    multiplying by the old weight without a word: ``p.data -= lr * p.grad`` by hand, weights swapped for their moving
-    average by ``p.data.copy_()``, PEFT's ``merge_adapter()`` and ``unmerge_adapter()`` on FP8 layers, a kernel of your
-    own, a NumPy view. The same writes to ``p`` itself under ``torch.no_grad()`` are seen. Needed as well between two
-    layers of one input if the input is written so between their calls (``x.data.mul_()``).
+    Needed after every write that neither a version counter nor a ``torch.optim`` step shows; otherwise the model
+    silently continues to multiply by the old weight: a manual ``p.data -= lr * p.grad``, weights replaced by their
+    moving average with ``p.data.copy_()``, PEFT's ``merge_adapter()`` and ``unmerge_adapter()`` on FP8 layers, a custom
+    kernel, a NumPy view. The same writes to ``p`` itself under ``torch.no_grad()`` are detected. Also needed between
+    two layers of one input if the input is written this way between their calls (``x.data.mul_()``).
     """
     clock.notify()
     clock.edited()
@@ -333,31 +335,31 @@ def invalidate(model: nn.Module) -> None:
 
 
 def has_values(weight: Tensor) -> bool:
-    """False for a weight that FSDP2 gathered as codes: there is nothing to hold the codes against."""
+    """Whether a weight has values to compare its codes with; False for a weight that FSDP2 gathered as codes."""
     return not isinstance(weight, Fp8Weight) or weight.held is not None
 
 
 def weight_cache_bytes(model: nn.Module) -> int:
-    """Bytes of cached weight codes and their scales in a model, those of the shards of FP8 weights included; without
-    the codes that frozen weights are themselves."""
+    """Bytes of cached weight codes and their scales in a model, including the shards of FP8 weights, without the codes
+    of frozen weights."""
     modules = [m for m in model.modules() if isinstance(m, CachesWeights)]
     caches = {id(c): c for m in modules for c in m._weight_codes().values()}.values()
     codes = [q for c in caches for held in (c._codes, c._for_dgrad) for q in held.values()]
     rows = {id(h): h.rows.nbytes for m in modules for h in masters(m) if h.rows is not None}
     weights: list[Any] = [p for m in modules for p in m._parameters.values() if isinstance(p, Fp8Weight)]
-    theirs = [q for p in weights if p.frozen is not None for q in p.frozen.codes]
-    frozen = {t.untyped_storage()._cdata for q in theirs for t in (q.data, q.scale)}
+    frozen_codes = [q for p in weights if p.frozen is not None for q in p.frozen.codes]
+    frozen = {t.untyped_storage()._cdata for q in frozen_codes for t in (q.data, q.scale)}
     held = [t for q in codes for t in (q.data, q.scale)]  # some of dgrad's are views of the forward's
     each = {(t.untyped_storage()._cdata, t.storage_offset()): t.numel() * t.element_size() for t in held}
     return sum(size for (storage, _), size in each.items() if storage not in frozen) + sum(rows.values())
 
 
 def masters(module: CachesWeights) -> list[Held]:
-    """The masters of a module's FP8 weights, also of those that FSDP2 has exchanged for gathered ones."""
-    found = []
+    """The masters of a module's FP8 weights, also if FSDP2 has replaced them by gathered ones."""
+    held = []
     for name, codes in module._weight_codes().items():
         for value in (module._parameters.get(name), codes._sharded()):
             local = local_of(value)
             if isinstance(local, Fp8Weight) and local.held is not None:
-                found.append(local.held)
-    return found
+                held.append(local.held)
+    return held

@@ -1,7 +1,7 @@
-"""NaN and infinity, looked for in many tensors at once: before they are written, and where a step was not applied.
+"""A search for NaN and infinity in many tensors at once: before they are saved, and after a step that was skipped.
 
-The smallest and the largest value of a tensor tell, and to find them takes one pass that allocates nothing (on a CPU
-some 30 times faster than ``isfinite().all()``). The answers are fetched together, with one wait for the device.
+The smallest and the largest value of a tensor decide, and one pass without allocations finds both (on a CPU about 30
+times faster than ``isfinite().all()``). All results are fetched together, with one wait for the device.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from torch import Tensor
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import local_of
 
-#: the codes of one byte that are no numbers, sign apart: from this one on
+#: the smallest code, without its sign, that is not a finite number
 _FIRST_BAD = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}
 
 
 def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
-    """The names of the tensors of which this rank holds a NaN or an infinity, in their order; integers are finite.
+    """The names of the tensors with a NaN or an infinity on this rank, in their order; integers are finite.
 
-    Of an FP8 weight its master is looked at, of a frozen one its codes and scales, of a DTensor this rank's part: ranks
-    that must agree have to tell each other.
+    Checks the master of an FP8 weight, codes and scales of a frozen one, and this rank's part of a DTensor: ranks that
+    must agree have to exchange their results.
     """
     marks: dict[torch.device, list[tuple[str, Tensor]]] = {}
     order = []
@@ -32,9 +32,9 @@ def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> list[str]:
             if part.is_floating_point() and part.numel():
                 marks.setdefault(part.device, []).append((name, _finite(part)))
     bad: set[str] = set()
-    for found in marks.values():
-        good = torch.stack([mark for _, mark in found]).tolist()
-        bad |= {name for (name, _), fine in zip(found, good, strict=True) if not fine}
+    for on_device in marks.values():
+        finite = torch.stack([mark for _, mark in on_device]).tolist()
+        bad |= {name for (name, _), is_finite in zip(on_device, finite, strict=True) if not is_finite}
     return [name for name in order if name in bad]
 
 

@@ -1,9 +1,9 @@
-"""What lies behind an FP8 weight: a master, of which codes are cast, or codes and the scales of their blocks alone.
+"""The contents of an FP8 weight: a master, from which codes are cast, or only codes and the scales of their blocks.
 
-A shard of a frozen weight holds the rows that FSDP2 gave it, and the scales of all blocks that its rows touch: a block
-that a border cuts has its scale on every rank it reaches, and :attr:`Codes.lead` says how many of its rows lie on ranks
-before. FSDP2 makes a shard as it makes any: cut (``chunk``), an empty one of the padded size (``new_zeros``), of which
-the first rows are written (``narrow``, ``copy_``). The padding has no codes; it is added when the rows are sent.
+A shard of a frozen weight has the rows that FSDP2 assigned to it, and the scales of all blocks that its rows touch: a
+block across a border has its scale on every rank that it reaches, and :attr:`Codes.lead` is the number of its rows on
+earlier ranks. FSDP2 creates it like any shard: cut (``chunk``), then an empty one of the padded size (``new_zeros``),
+whose first rows are written (``narrow``, ``copy_``). The padding has no codes; it is added when the rows are sent.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from octavo.fp8.weights.fp8_rows import Need, Rows, Shards
 
 
 class Source(NamedTuple):
-    """What an FP8 weight knows besides its bits: the casts its layers ask for, the shape of the whole weight, and
-    whether the codes of its rows are kept between two gathers."""
+    """The description of an FP8 weight: the casts that its layers need, the shape of the whole weight, and whether the
+    codes of its rows are kept between two gathers."""
 
     needs: tuple[Need, ...]
     whole: torch.Size
@@ -42,13 +42,13 @@ class Held:
 
     @property
     def version(self) -> int:
-        """Rises with every write to the tensor that torch sees."""
+        """A number that rises with every write to the tensor that torch detects."""
         return self.tensor._version
 
     def sent(self, values: Callable[[], Tensor], source: Source, shards: Shards, mesh: Any) -> Rows:
         """The codes of this rank's rows, cast if ``values`` changed. A collective where blocks are cut."""
-        # Who casts takes part in a collective where blocks are cut, so all ranks must come to the same answer. The
-        # master's version cannot be asked then: a rank without rows sees no write to it.
+        # If blocks are cut, a cast is a collective, so all ranks must make the same decision. The master's version
+        # cannot decide then: a rank without rows sees no write to it.
         cut = any(shards.cuts(need) for need in source.needs)
         stamp = (versions.now, versions.edits, self.edits, 0 if cut else self.version, shards)
         if self.rows is not None and self.stamp == stamp:
@@ -64,8 +64,8 @@ class Codes:
     """One :class:`Quantized` for each need of ``source``, of the matrix that the GEMM multiplies by; one object for all
     aliases of a weight. ``codes`` is empty in a shard without rows, and before a shard is filled.
 
-    ``turned``: the weight shows the transpose of that matrix (experts stored as [E, K, N]). ``frozen``: codes for good,
-    of one need. ``lead``: the rows of the first block that lie on ranks before this one. ``shard``: made by FSDP2.
+    ``turned``: the weight shows the transpose of that matrix (experts stored as [E, K, N]). ``frozen``: permanent
+    codes, of one need. ``lead``: the rows of the first block on earlier ranks. ``shard``: made by FSDP2.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Codes:
     def gathered(
         cls, outputs: tuple[Tensor, ...], source: Source, ranks: int, frozen: bool, before: Codes | None
     ) -> Codes:
-        """The codes of the whole weight, of what all ranks sent: new ones, or in place of those of ``before``."""
+        """The codes of the whole weight from the tensors of all ranks: new ones, or written into ``before``."""
         scales = None if before is None else [q.scale for q in before.codes]
         shards = Shards(source.whole[0], ranks, 0)
         codes = fp8_rows.gathered(outputs, source.needs, source.whole, shards, scales)
@@ -110,22 +110,22 @@ class Codes:
         return values if not missing else torch.cat([values, values.new_zeros(missing, *values.shape[1:])])
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """The same with codes and scales passed through ``change``, each by itself."""
-        made = [Quantized(change(q.data), change(q.scale), q.spec) for q in self.codes]
-        return Codes(made, self.source, self.turned, self.frozen, self.lead, self.shard)
+        """A copy with ``change`` applied to codes and to scales."""
+        codes = [Quantized(change(q.data), change(q.scale), q.spec) for q in self.codes]
+        return Codes(codes, self.source, self.turned, self.frozen, self.lead, self.shard)
 
     def transposed(self) -> Codes:
-        """Those of a weight that shows the transpose of this one."""
+        """The codes of a weight that shows the transpose of this one."""
         return Codes(self.codes, self.source, not self.turned, self.frozen, self.lead)
 
     def expert(self, slot: int) -> Codes:
-        """Those of one expert."""
-        made = [Quantized(q.data[slot], q.scale[slot], q.spec) for q in self.codes]
-        return Codes(made, self.source, self.turned, self.frozen)
+        """The codes of one expert."""
+        codes = [Quantized(q.data[slot], q.scale[slot], q.spec) for q in self.codes]
+        return Codes(codes, self.source, self.turned, self.frozen)
 
     def rows(self, start: int, end: int) -> Codes:
-        """Rows (or experts) ``start`` to ``end`` with the scales of their blocks: views, no copies; this very object
-        where that is all there is, or where nothing is yet, for what will lie here."""
+        """Rows (or experts) ``start`` to ``end`` with the scales of their blocks, as views; this object itself if these
+        are all rows, or if it is empty and will be filled."""
         if not self.codes or (start == 0 and end == self.codes[0].data.shape[0]):
             return self
         q, height, first = self.codes[0], self.need.spec.block[0], start + self.lead
@@ -135,11 +135,11 @@ class Codes:
             scale, lead = q.scale, first
         else:
             scale, lead = q.scale[first // height : ceil_div(end + self.lead, height)], first % height
-        made = [Quantized(q.data[start:end], scale, q.spec)] if end > start else []
-        return Codes(made, self.source, self.turned, self.frozen, lead, self.shard)
+        codes = [Quantized(q.data[start:end], scale, q.spec)] if end > start else []
+        return Codes(codes, self.source, self.turned, self.frozen, lead, self.shard)
 
     def receive(self, other: Codes) -> None:
-        """Write the codes and scales of ``other`` into these; an empty shard gets memory of its own for them."""
+        """Write the codes and scales of ``other`` into these; an empty shard allocates memory for them."""
         if not self.codes:
             self.codes[:] = [Quantized(q.data.clone(), q.scale.clone(), q.spec) for q in other.codes]
             self.lead = other.lead
@@ -149,8 +149,8 @@ class Codes:
             mine.scale.copy_(its.scale)
 
     def sent(self, shards: Shards, device: torch.device) -> Rows:
-        """What this rank sends of a frozen weight: the codes of its rows as bytes, zeros in the padding, and the scales
-        of the blocks that begin here (those of a block that a border cuts are the same on every rank it reaches)."""
+        """The tensors that this rank sends of a frozen weight: the codes of its rows as bytes, zeros in the padding,
+        and the scales of the blocks that begin here (a block across a border has the same scale on every rank)."""
         whole, height = self.source.whole, self.need.spec.block[0]
         codes_shape, scale_shape = fp8_rows.shapes(self.need, whole, shards)
         if not self.codes:
@@ -166,7 +166,7 @@ class Codes:
 
 
 def _by_row(q: Quantized, lead: int) -> Quantized:
-    """Codes whose first block lacks ``lead`` rows, with a scale for each row."""
+    """Codes with one scale per row; the first ``lead`` rows of their first block are on earlier ranks."""
     height, rows = q.spec.block[0], q.data.shape[0]
     scale = q.scale.expand(rows, -1) if height == -1 else q.scale.repeat_interleave(height, 0)[lead : lead + rows]
     return Quantized(q.data, scale.contiguous(), CastSpec(q.spec.format, (1, q.spec.block[1]), q.spec.scale))

@@ -1,7 +1,7 @@
-"""What torch's operations make of an FP8 weight itself. Those that are not here, or that return None, see values.
+"""torch operations on FP8 weights that return FP8 weights. Other operations, and those that return None, see values.
 
-With a master the result has a master of its own, cut or copied: that is how FSDP2 and ``module.to()`` treat weights.
-Of codes the result is codes again: aliases, transposes, single experts; of frozen ones also rows and copies.
+The result of a weight with a master has its own master, sliced or copied: FSDP2 and ``module.to()`` use this. The
+result of a weight of codes has codes: aliases, transposes, single experts; for frozen codes also rows and copies.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.fp8.weights.fp8_codes import Codes
 from octavo.fp8.weights.fp8_tensor import Fp8Weight
 
-__all__ = ["Fp8Weight"]  # who takes it from here has it with its operations
+__all__ = ["Fp8Weight"]  # importing it from here registers its operations
 
 aten = torch.ops.aten
 
@@ -44,7 +44,7 @@ def _as_strided(weight: Fp8Weight, size: Any, stride: Any, offset: int | None = 
 
 @_for(aten.view.default)
 def _view(weight: Fp8Weight, size: Any) -> Tensor | None:
-    """FSDP2 remembers the padded shard as one flat tensor, by which it tells whether it was moved: its codes."""
+    """FSDP2 keeps the padded shard as one flat tensor, to detect whether it was moved: this returns its codes."""
     if weight.frozen is None:
         return None
     if tuple(size) == tuple(weight.shape):
@@ -53,7 +53,7 @@ def _view(weight: Fp8Weight, size: Any) -> Tensor | None:
     return weight.first().view(-1) if flat and weight.frozen.shard else None
 
 
-# Rows: how FSDP2 cuts weights -----------------------------------------------------------------------------------------
+# Rows: how FSDP2 splits weights ---------------------------------------------------------------------------------------
 
 
 @_for(aten.slice.Tensor)
@@ -93,7 +93,7 @@ def _split_sizes(weight: Fp8Weight, sizes: list[int], dim: int = 0) -> list[Fp8W
 
 
 def _by_rows(weight: Fp8Weight) -> Codes | None:
-    """Frozen codes whose rows (or experts) are those of the weight."""
+    """Frozen codes with the same rows (or experts) as the weight; None otherwise."""
     return None if weight.turned and weight.dim() == 2 else weight.frozen
 
 
@@ -111,12 +111,12 @@ def _clone(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
 def _to_copy(weight: Fp8Weight, **how: Any) -> Fp8Weight | None:
     dtype, device = how.get("dtype"), how.get("device")
     if weight.held is not None:
-        made = aten._to_copy.default(weight.held.tensor.detach(), **how)
-        return Fp8Weight.of(made, weight.source)
+        master = aten._to_copy.default(weight.held.tensor.detach(), **how)
+        return Fp8Weight.of(master, weight.source)
     if weight.frozen is None:
         return None
     if dtype is not None and dtype is not weight.dtype:
-        if weight.frozen.shard:  # a module's shards are converted like this, whatever else sees values
+        if weight.frozen.shard:  # a module converts its shards this way; other callers get values
             weight.refuse_dtype(dtype)
         return None
     blocking = bool(how.get("non_blocking", False))
@@ -170,7 +170,7 @@ def _unbind(weight: Fp8Weight, dim: int = 0) -> list[Fp8Weight] | None:
 
 
 def _like(op: Any, weight: Fp8Weight, *args: Any, **how: Any) -> Any:
-    """``op`` of a stand-in of the weight's shape, dtype and device, one element large."""
+    """``op`` of a placeholder with the weight's shape, dtype and device, and one element of memory."""
     return op(torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape), *args, **how)
 
 
@@ -191,7 +191,7 @@ for _op in (
 
 @_for(aten.new_zeros.default)
 def _new_zeros(weight: Fp8Weight, size: Any, **how: Any) -> Any:
-    """Of the same width: a master of zeros; an empty frozen shard, to be filled by ``copy_`` (read before, zeros)."""
+    """If the width is the same: a master of zeros, or an empty frozen shard that ``copy_`` fills (until then zeros)."""
     other = [v for k, v in how.items() if v is not None and k != "pin_memory"]
     if not other and len(size) == weight.dim() and tuple(size[1:]) == tuple(weight.shape[1:]):
         if weight.held is not None:

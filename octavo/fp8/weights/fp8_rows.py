@@ -1,22 +1,21 @@
-"""The FP8 codes of a weight whose rows lie on several ranks: bit for bit those of the whole weight.
+"""The FP8 codes of a weight whose rows are sharded over several ranks: bit for bit the codes of the whole weight.
 
-FSDP2 gives rank i of W the rows from i * chunk to (i + 1) * chunk, chunk = ceil(rows / W), as far as there are any; the
-last ranks may have fewer rows, or none. A block of a cast that lies in one shard is cast there. A block that a border
-cuts takes its amax over the ranks, by one small all-reduce for all cut blocks of a weight and of all its casts (bit
-patterns of amaxes order as amaxes do, and NaN and infinity win); with the amax, and so the scale, known, each rank
-encodes its own rows. Which blocks are cut:
+FSDP2 assigns the rows from i * chunk to (i + 1) * chunk to rank i of W, with chunk = ceil(rows / W); the last ranks may
+have fewer rows, or none. A block inside one shard is cast there. For blocks across a border, one small all-reduce per
+weight combines the amaxes of all cut blocks of all its casts (bit patterns order like amaxes, and NaN and infinity
+win); with the amax, and so the scale, each rank encodes its own rows. Which blocks are cut:
 
 ======================== ===========================================================================
 blocks                   cut
 ======================== ===========================================================================
 (1, -1), (1, 32)         none
-(128, 128), (32, 1)      where a shard begins at no multiple of the block's rows
+(128, 128), (32, 1)      where a shard does not begin at a multiple of the block's rows
 (-1, -1), (-1, 1)        all, as soon as two ranks have rows
 of an expert, [E, N, K]  none: shards are of whole experts
 ======================== ===========================================================================
 
-What a rank sends for each cast: the codes of ``chunk`` rows, zeros where it has fewer, and the scales of the blocks
-that begin in its shard. Padding rows enter no amax.
+For each cast a rank sends the codes of ``chunk`` rows, with zeros after its last row, and the scales of the blocks that
+begin in its shard. Padding rows are part of no amax.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from octavo.fp8.kernels.registry import Backend
 
 
 class Need(NamedTuple):
-    """A cast that GEMMs of a layer ask of its weight, by the backend that runs them.
+    """A cast of a weight for the GEMMs of its layer, by the backend that runs them.
 
-    ``contract``: the dimension that the GEMM sums over; ``transposed``: the matrix is the transpose of what is stored;
-    ``grouped``: experts are cast all at once, as grouped GEMMs want them.
+    ``contract``: the dimension that the GEMM sums over; ``transposed``: the matrix is the transpose of the stored one;
+    ``grouped``: all experts are cast at once, for grouped GEMMs.
     """
 
     spec: CastSpec
@@ -63,7 +62,7 @@ class Need(NamedTuple):
 
 @dataclass(frozen=True)
 class Shards:
-    """How ``rows`` rows lie on ``ranks`` ranks; ``rank`` is this one."""
+    """The division of ``rows`` rows among ``ranks`` ranks; ``rank`` is this one."""
 
     rows: int
     ranks: int
@@ -74,7 +73,7 @@ class Shards:
         return max(1, ceil_div(self.rows, self.ranks))
 
     def begin(self, rank: int) -> int:
-        """The first row of a rank; of one without rows, and of the one behind the last, the number of rows."""
+        """The first row of a rank; the number of rows for ranks without rows and for ``ranks`` itself."""
         return min(rank * self.chunk, self.rows)
 
     @property
@@ -83,7 +82,7 @@ class Shards:
         return self.begin(self.rank), self.begin(self.rank + 1)
 
     def cut(self, height: int) -> list[int]:
-        """The row blocks of ``height`` rows (-1: all of them) that lie on more than one rank, in order."""
+        """The row blocks of ``height`` rows (-1: all of them) that span more than one rank, in order."""
         borders = [b for r in range(1, self.ranks) if 0 < (b := self.begin(r)) < self.rows]
         if height == -1:
             return [0] if borders else []
@@ -94,7 +93,7 @@ class Shards:
         return bool(self.cut(need.spec.block[0]))
 
     def first_block(self, rank: int, height: int) -> int:
-        """The first row block that begins on a rank or behind it."""
+        """The first row block that begins on a rank or on a later one."""
         begin = self.begin(rank)
         return min(begin, 1) if height == -1 else ceil_div(begin, height)
 
@@ -105,7 +104,7 @@ class Shards:
 
     def pieces(self, height: int) -> Iterator[tuple[int, int, int | None]]:
         """(first row, last row + 1, the cut block that they belong to or None) for this rank's rows, counted from its
-        first one: at most a piece of a cut block, a run of whole blocks, and a piece of another cut block."""
+        first one: at most part of a cut block, then whole blocks, then part of another cut block."""
         begin, end = self.here
         if begin == end:
             return
@@ -124,7 +123,7 @@ class Shards:
 
 
 class Rows(NamedTuple):
-    """What a rank has of each cast: codes [chunk, ...] as bytes, scales [blocks that begin here, ...]."""
+    """A rank's part of each cast: codes [chunk, ...] as bytes, scales [blocks that begin here, ...]."""
 
     codes: list[Tensor]
     scales: list[Tensor]
@@ -135,7 +134,7 @@ class Rows(NamedTuple):
 
 
 def cast(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) -> Rows:
-    """The codes of this rank's rows ``values`` under every need; a collective over ``mesh`` where that cuts blocks."""
+    """The codes of this rank's rows ``values`` under every need; a collective over ``mesh`` if blocks are cut."""
     amaxes: list[dict[int, Tensor]] = [{}] * len(needs) if values.dim() == 3 else _exchange(values, needs, shards, mesh)
     rows = Rows([], [])
     for need, amax in zip(needs, amaxes, strict=True):
@@ -171,13 +170,13 @@ def _put(q: Quantized, rows: Rows, where: slice, block: int) -> None:
         rows.scales[-1][block : block + q.scale.shape[0]].copy_(as_bytes(q.scale))
 
 
-def _piece(own: Tensor, need: Need, amax: Tensor) -> Quantized:
-    """The rows of a cut block that lie here, under the amax [1, column blocks] of all its rows."""
+def _piece(rows: Tensor, need: Need, amax: Tensor) -> Quantized:
+    """The codes of this rank's rows of a cut block, with the amax [1, column blocks] of all its rows."""
     spec = CastSpec(need.spec.format, (-1, need.spec.block[1]), need.spec.scale)
     scale = scale_from_amax(amax, spec)
     if spec.block == (-1, -1):
-        return need.backend.quantize_with_scale(own, scale, spec, amax, need.contract)
-    return quantize_with_scale(own, scale, spec, amax)
+        return need.backend.quantize_with_scale(rows, scale, spec, amax, need.contract)
+    return quantize_with_scale(rows, scale, spec, amax)
 
 
 def _exchange(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) -> list[dict[int, Tensor]]:
@@ -187,24 +186,24 @@ def _exchange(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Any) 
     widths = [grid_of(1, cols, need.spec)[1] for need in needs]
     if not any(cuts):
         return [{} for _ in needs]
-    # Patterns of amaxes as integers: they order as amaxes do, NaN last.
+    # Patterns of amaxes as integers: they order like amaxes, with NaN last.
     bits = torch.zeros(
         sum(len(c) * w for c, w in zip(cuts, widths, strict=True)), dtype=torch.int32, device=values.device
     )
     sizes = [w for cut, w in zip(cuts, widths, strict=True) for _ in cut]
     slots = iter(bits.split(sizes))
-    found: list[dict[int, Tensor]] = [{block: next(slots) for block in cut} for cut in cuts]
-    for need, slot in zip(needs, found, strict=True):
+    amaxes: list[dict[int, Tensor]] = [{block: next(slots) for block in cut} for cut in cuts]
+    for need, slot in zip(needs, amaxes, strict=True):
         for start, stop, block in shards.pieces(need.spec.block[0]):
             if block is not None:
                 slot[block].copy_(_amax_bits(values[start:stop], need.spec.block[1]))
     torch.distributed.all_reduce(bits, op=torch.distributed.ReduceOp.MAX, group=mesh.get_group())
-    return [{block: b.view(torch.float32).unsqueeze(0) for block, b in slot.items()} for slot in found]
+    return [{block: b.view(torch.float32).unsqueeze(0) for block, b in slot.items()} for slot in amaxes]
 
 
-def _amax_bits(own: Tensor, width: int) -> Tensor:
+def _amax_bits(rows: Tensor, width: int) -> Tensor:
     """int32 patterns of max |x| over all rows of each block of ``width`` columns (-1: one block)."""
-    bits = own.detach().abs().amax(0).float().abs().view(torch.int32)  # of a NaN, amax may set the sign
+    bits = rows.detach().abs().amax(0).float().abs().view(torch.int32)  # amax may set the sign of a NaN
     if width == -1:
         return bits.amax(0, keepdim=True)
     pad = -bits.shape[0] % width
@@ -212,12 +211,12 @@ def _amax_bits(own: Tensor, width: int) -> Tensor:
 
 
 def wire(rows: Rows, shards: Shards) -> tuple[Tensor, ...]:
-    """The tensors that FSDP2 gathers: codes and scales of every need in turn; of one rank a single tensor of bytes,
-    because FSDP2 takes the first alone there."""
+    """The tensors that FSDP2 gathers: codes and scales of every need in turn; for one rank a single tensor of bytes,
+    because FSDP2 then takes only the first tensor."""
     parts = [t for pair in zip(rows.codes, rows.scales, strict=True) for t in pair]
     if shards.ranks > 1:
         return tuple(parts)
-    parts.sort(key=lambda t: -t.element_size())  # fp32 first: bytes behind bytes need no alignment
+    parts.sort(key=lambda t: -t.element_size())  # fp32 first: bytes after them need no alignment
     return (torch.cat([t.reshape(-1).view(torch.uint8) for t in parts]),)
 
 
@@ -228,7 +227,7 @@ def shard_mesh(weight: Any) -> Any:
 
 
 def gather(part: Tensor, mesh: Any) -> Tensor:
-    """What all ranks hold, one behind the other. A collective."""
+    """The concatenated parts of all ranks. A collective."""
     whole = part.new_empty((mesh.size() * part.shape[0], *part.shape[1:]))
     torch.distributed.all_gather(list(whole.split(part.shape[0])), part.contiguous(), group=mesh.get_group())
     return whole
@@ -241,25 +240,25 @@ def gathered(
     shards: Shards,
     scales: Sequence[Tensor] | None,
 ) -> list[Quantized]:
-    """The codes of the whole weight under every need, from what all ranks sent, lying where it was gathered.
+    """The codes of the whole weight under every need, from the tensors of all ranks; codes are views of these.
 
-    ``scales``: where the scales were put at the last gather, to be written again.
+    ``scales``: the tensors of the last gather, which are written again.
     """
     sizes = [shapes(need, whole, shards) for need in needs]
     if shards.ranks == 1:
         outputs = _split(outputs[0], needs, sizes)
-    found = []
+    codes = []
     for i, (need, (codes_shape, _)) in enumerate(zip(needs, sizes, strict=True)):
         sent = outputs[2 * i + 1]
         sent = sent.view(torch.uint8) if need.spec.scale == "e8m0" else sent
         scale = assembled(sent, need, whole, shards, None if scales is None else scales[i])
         data = outputs[2 * i].view(-1, *codes_shape[1:])[: whole[0]].view(need.spec.fmt.dtype)
-        found.append(Quantized(data, scale, need.spec))
-    return found
+        codes.append(Quantized(data, scale, need.spec))
+    return codes
 
 
 def assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into: Tensor | None) -> Tensor:
-    """Scales of all row blocks (or experts), in order, out of those that each rank sent, padding left out."""
+    """Scales of all row blocks (or experts), in order, from the scales of each rank, without padding."""
     if len(whole) == 3:
         parts = [sent[: whole[0]]]
     else:
@@ -276,21 +275,21 @@ def assembled(sent: Tensor, need: Need, whole: torch.Size, shards: Shards, into:
 
 
 def _split(flat: Tensor, needs: Sequence[Need], sizes: Sequence[tuple[torch.Size, torch.Size]]) -> tuple[Tensor, ...]:
-    """The tensors that :func:`wire` put into one."""
+    """The tensors that :func:`wire` joined into one."""
     wanted: list[tuple[torch.Size, torch.dtype]] = []
     for need, (codes, scale) in zip(needs, sizes, strict=True):
         wanted += [(codes, torch.uint8), (scale, _scale_dtype(need))]
-    found, at = [flat] * len(wanted), 0
+    parts, at = [flat] * len(wanted), 0
     for i in sorted(range(len(wanted)), key=lambda i: -wanted[i][1].itemsize):
         shape, dtype = wanted[i]
         size = shape.numel() * dtype.itemsize
-        found[i] = flat[at : at + size].view(dtype).view(shape)
+        parts[i] = flat[at : at + size].view(dtype).view(shape)
         at += size
-    return tuple(found)
+    return tuple(parts)
 
 
 def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, torch.Size]:
-    """What one rank sends: codes and scales."""
+    """The shapes of what one rank sends: codes and scales."""
     if len(whole) == 3:
         n, k = (whole[2], whole[1]) if need.transposed else (whole[1], whole[2])
         return torch.Size((shards.chunk, n, k)), torch.Size((shards.chunk, *grid_of(n, k, need.spec)))
@@ -299,7 +298,7 @@ def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, t
 
 
 def _scale_dtype(need: Need) -> torch.dtype:
-    """Of scales on their way: those of one byte as bytes."""
+    """The dtype of scales while they are sent: scales of one byte as bytes."""
     return torch.uint8 if need.spec.scale == "e8m0" else torch.float32
 
 

@@ -1,33 +1,32 @@
-"""The weight that is FP8 between steps: a tensor of the high-precision shape and dtype, behind which GEMMs find codes.
+"""Weights that are FP8 between steps: tensors of the high-precision shape and dtype that provide codes for GEMMs.
 
 An :class:`Fp8Weight` is in one of three states:
 
-- **a master** (:attr:`Fp8Weight.held`), which is what an optimizer and a state dict know: the values lie in
-  :attr:`~Fp8Weight.master`, an ordinary tensor in fp32 or BF16. Every operation of torch sees the master; writing to
-  the weight writes the master. The FP8 codes are cast from it once per optimizer step, in one process by the cache of
-  the layer (:mod:`octavo.fp8.weights.cache`), on several ranks by this tensor, for the rows of its shard
+- **a master** (:attr:`Fp8Weight.held`), which optimizers and state dicts see: the values are in
+  :attr:`~Fp8Weight.master`, a plain tensor in fp32 or BF16. Every torch operation sees the master; writing to the
+  weight writes the master. The FP8 codes are cast from it once per optimizer step, in one process by the cache of the
+  layer (:mod:`octavo.fp8.weights.cache`), on several ranks by this tensor, for the rows of its shard
   (:mod:`octavo.fp8.weights.fp8_rows`);
-- **gathered codes** (:attr:`Fp8Weight.stored`), which FSDP2 hands to a layer for a forward and a backward: codes and
+- **gathered codes** (:attr:`Fp8Weight.stored`), which FSDP2 passes to a layer for a forward and a backward: codes and
   scales of the whole weight, and no values;
-- **frozen codes** (``stored.frozen``), for good: see :mod:`octavo.fp8.weights.frozen`. They move as one:
-  ``.to(device)``, copies and pickles carry the very codes, and FSDP2 shards, pads and gathers them with their scales.
-  A module's conversion to another dtype would put values in their place, so it is refused; code that reads the weight
-  in another dtype (``weight.float()``, as DoRA does) gets values for the moment.
+- **frozen codes** (``stored.frozen``), permanently: see :mod:`octavo.fp8.weights.frozen`. ``.to(device)``, copies and
+  pickles keep the codes unchanged, and FSDP2 shards, pads and gathers them with their scales. A module's conversion to
+  another dtype would replace them by values, so it is refused; code that reads the weight in another dtype
+  (``weight.float()``, as in DoRA) gets temporary values.
 
-``param: true`` makes weights with a master of those that FP8 GEMMs multiply by
-(:func:`octavo.fp8.planning.apply.exchange`). In one process this changes no result; since forward and dgrad read codes
-alone, it lets FSDP2 gather codes and scales instead of 2 or 4 bytes a parameter: 1 byte with one cast of the weight
+``param: true`` converts the weights of FP8 GEMMs to weights with a master
+(:func:`octavo.fp8.planning.apply.exchange`). In one process this changes no result; since forward and dgrad read only
+codes, FSDP2 can gather codes and scales instead of 2 or 4 bytes per parameter: 1 byte with one cast of the weight
 (blockwise, tensorwise), 2 with two (rowwise, mxfp8).
 
-GEMMs read codes. Whatever else asks a weight of codes for values gets them by an explicit dequantize, freed with the
-result (a layer inside ``fp8.high_precision``, a GEMM that a recipe keeps out of FP8, autocast); writing raises. Where
-only shape and dtype are asked (``zeros_like``), nothing is dequantized. What is done with codes and masters themselves
-is in :mod:`octavo.fp8.weights.fp8_ops`.
+GEMMs read codes. Other code that reads values from a weight of codes gets them by an explicit dequantize, freed with
+the result (a layer inside ``fp8.high_precision``, a GEMM that a recipe keeps out of FP8, autocast); writing raises.
+Operations that need only shape and dtype (``zeros_like``) dequantize nothing. :mod:`octavo.fp8.weights.fp8_ops` has the
+operations on codes and masters.
 
-What FSDP2 asks of a tensor to let it gather something else than its values is ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather`` (torch 2.11 to 2.13). The short form of the first, with the mesh alone, is the one that may be
-used with uneven rows: the long one demands that everything that is gathered has the shape of the padded shard, which
-scales have not.
+FSDP2 gathers something other than values through ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` (torch 2.11 to
+2.13). Only the short form of the first, with just the mesh, supports uneven rows: the long form requires that all
+gathered tensors have the shape of the padded shard, which scales do not have.
 """
 
 from __future__ import annotations
@@ -51,19 +50,19 @@ from octavo.fp8.weights.versions import called_by_conversion, writer
 
 
 class Fp8Weight(Tensor):
-    """See the module's docstring. Made by :meth:`of` and :meth:`of_codes`."""
+    """See the module's docstring. Created by :meth:`of` and :meth:`of_codes`."""
 
     source: Source
     held: Held | None
     stored: Codes | None
-    operations: ClassVar[dict[Any, Callable[..., Any]]] = {}  # what is not done with values: filled by fp8_ops
+    operations: ClassVar[dict[Any, Callable[..., Any]]] = {}  # those without values: fp8_ops registers them
 
     @staticmethod
-    @torch._disable_dynamo  # a compiler may look at what operations of a weight do, not into them
+    @torch._disable_dynamo  # a compiler must not trace into operations of a weight
     def __new__(
         cls: type[Fp8Weight], like: Tensor, source: Source, state: Held | Codes, device: torch.device | None = None
     ) -> Fp8Weight:
-        """``like``: a tensor of the shape, strides, dtype and (unless given) device that this one shows."""
+        """``like``: a tensor with the shape, strides, dtype and (by default) device of the new one."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device
         )
@@ -73,14 +72,15 @@ class Fp8Weight(Tensor):
 
     @classmethod
     def of(cls, master: Tensor, source: Source) -> Fp8Weight:
-        """The weight whose values lie in ``master``."""
+        """The weight with its values in ``master``."""
         return cls(master, source, Held(master))
 
     @classmethod
     def of_codes(
         cls, codes: Codes, shape: Sequence[int], dtype: torch.dtype, device: torch.device, stride: Any = None
     ) -> Fp8Weight:
-        """The weight that shows ``codes`` as values of this shape and dtype; ``stride`` if it is not contiguous."""
+        """The weight that represents ``codes`` as values of this shape and dtype; ``stride`` if it is not
+        contiguous."""
         like = torch.empty(shape, dtype=dtype, device="meta")
         if stride is not None:
             like = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -90,24 +90,24 @@ class Fp8Weight(Tensor):
 
     @property
     def frozen(self) -> Codes | None:
-        """The codes of a frozen weight, None for any other."""
+        """The codes of a frozen weight; None for other weights."""
         return self.stored if self.stored is not None and self.stored.frozen else None
 
     @property
     def turned(self) -> bool:
-        """Whether its codes are those of its transpose; False with a master."""
+        """Whether its codes are the codes of its transpose; False with a master."""
         return self.stored is not None and self.stored.turned
 
     @property
     def master(self) -> Tensor:
-        """The ordinary tensor with this rank's values. AttributeError for a weight of codes, which has none."""
+        """The plain tensor with this rank's values. AttributeError for a weight of codes, which has none."""
         if self.held is None:
             raise AttributeError("A gathered FP8 weight has codes and no master; the shards of its ranks have.")
         return self.held.tensor
 
     def values(self, slot: int | None = None) -> Tensor:
-        """High precision, on the device of the weight: the master or dequantized codes; of one expert if ``slot`` says
-        so."""
+        """The values in high precision, on the device of the weight: the master or dequantized codes; with ``slot``, of
+        one expert."""
         if self.held is not None:
             values = self.held.tensor.detach()
             return values if slot is None else values[slot]
@@ -120,29 +120,29 @@ class Fp8Weight(Tensor):
         return Fp8Weight.of_codes(codes, self.shape[1:], self.dtype, self.device, self.stride()[1:])
 
     def dequantize(self) -> Tensor:
-        """The values of codes, in this tensor's dtype; zeros where a shard has none."""
+        """The values of codes, in this tensor's dtype; zeros where a shard has no codes."""
         assert self.stored is not None
         return self.stored.values(self.shape, self.dtype, self.device)
 
     def codes(self, spec: CastSpec, slot: int | None = None) -> Quantized | None:
-        """The codes under ``spec``, of one expert if ``slot`` says so. None for a weight with a master, whose codes are
-        for its layer to cast, and for frozen codes that lie in other blocks.
+        """The codes under ``spec``; with ``slot``, of one expert. None for a weight with a master, whose codes its
+        layer casts, and for frozen codes in other blocks.
 
-        Raises RuntimeError for a cast of gathered codes that nobody announced when the parameter was exchanged.
+        Raises RuntimeError for gathered codes if the cast was not planned when the parameter was replaced.
         """
         if self.stored is None:
             return None
         q = self.stored.find(spec)
         if q is None and not self.stored.frozen:
-            there = ", ".join(str(q.spec) for q in self.stored.codes)
+            specs = ", ".join(str(q.spec) for q in self.stored.codes)
             raise RuntimeError(
-                f"A gathered FP8 weight of shape {list(self.shape)} was asked for codes under {spec} and holds those "
-                f"under {there}. Its recipe changed after fp8.apply: apply the plan to the model again."
+                f"A gathered FP8 weight of shape {list(self.shape)} was asked for codes under {spec} and holds codes "
+                f"under {specs}. Its recipe changed after fp8.apply: apply the plan to the model again."
             )
         return q if q is None or slot is None else Quantized(q.data[slot], q.scale[slot], q.spec)
 
-    def stamp(self) -> tuple[Any, ...]:
-        """What must be the same for codes of this weight to be valid, besides the version of all weights."""
+    def stamp(self) -> tuple[int, ...]:
+        """What must be unchanged, with the version of all weights, for codes of this weight to be valid."""
         return () if self.held is None else (self.held.edits, self.held.version)
 
     @property
@@ -150,11 +150,12 @@ class Fp8Weight(Tensor):
         return sum(self.stamp())
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Of the master, or of the first codes: by it FSDP2 tells whether a shard was moved. A whole frozen weight has
-        its wrapper's, which refuses its address to all who save by address: ``model.save_pretrained``, safetensors."""
+        """The storage of the master, or of the first codes: FSDP2 detects by it whether a shard was moved. A whole
+        frozen weight has its wrapper's, which refuses its address to code that saves by address:
+        ``model.save_pretrained``, safetensors."""
         if self.frozen is None or self.frozen.shard:
             return self.first().untyped_storage()
-        storage, shape = super().untyped_storage(), self.shape  # never self: the storage would keep it
+        storage, shape = super().untyped_storage(), self.shape  # not self: the storage would keep it alive
 
         def refuse() -> int:
             raise RuntimeError(_no_values(shape))
@@ -163,13 +164,14 @@ class Fp8Weight(Tensor):
         return storage
 
     def data_ptr(self) -> int:
-        """Of the master, or of gathered codes. RuntimeError for frozen ones, which safetensors would read as values."""
+        """The address of the master, or of gathered codes. RuntimeError for frozen codes, which safetensors would read
+        as values."""
         if self.frozen:
             raise RuntimeError(_no_values(self.shape))
         return self.first().data_ptr()
 
     def first(self) -> Tensor:
-        """The master, or the first codes; an empty tensor where there are none."""
+        """The master, or the first codes; an empty tensor if there are no codes."""
         if self.stored is None:
             return self.master
         if self.stored.codes:
@@ -191,9 +193,9 @@ class Fp8Weight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in cls.operations:
-            made = cls.operations[func](*args, **kwargs)
-            if made is not None:
-                return made
+            result = cls.operations[func](*args, **kwargs)
+            if result is not None:
+                return result
         written = _written(func, args, kwargs)
         for weight in written:
             if weight.held is None:
@@ -210,7 +212,7 @@ class Fp8Weight(Tensor):
             assert weight.held is not None
             weight.held.edits += 1
 
-        def back(value: Any) -> Any:  # an operation in place returns what it was given
+        def back(value: Any) -> Any:  # an operation in place returns its argument
             return next((w for w in written if value is w.master), value)
 
         return tree_map(back, out) if written else out
@@ -221,7 +223,7 @@ class Fp8Weight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """``p.data = x`` exchanges the master; a frozen weight takes the codes of another one like it."""
+        """``p.data = x`` replaces the master; a frozen weight takes the codes of another frozen weight like it."""
         if self.frozen:
             if value is not self:
                 self.stored = self._codes_of(value, "was given as the data of")
@@ -237,8 +239,8 @@ class Fp8Weight(Tensor):
         self.held.edits += 1
 
     def receive(self, other: object) -> None:
-        """Become a copy of ``other``, a frozen weight as this one: how a shard is filled, and how codes are exchanged.
-        RuntimeError if they differ in more than codes."""
+        """Become a copy of ``other``, a frozen weight like this one: fills shards and replaces codes. RuntimeError if
+        they differ in more than codes."""
         assert self.stored is not None
         if isinstance(other, Fp8Weight) and other.stored is self.stored:
             return
@@ -249,8 +251,8 @@ class Fp8Weight(Tensor):
         self.stored.receive(codes)
 
     def _codes_of(self, other: object, what: str) -> Codes:
-        """The codes of another frozen weight. RuntimeError if they cannot be those of this one."""
-        why: str | None = "no frozen FP8 weight"
+        """The codes of another frozen weight. RuntimeError if this one cannot take them."""
+        why: str | None = "not a frozen FP8 weight"
         if isinstance(other, Fp8Weight) and other.frozen:
             mine, its = self._identity(), other._identity()
             why = next((f"{name} {its[name]}, not {mine[name]}" for name in mine if its[name] != mine[name]), None)
@@ -258,8 +260,8 @@ class Fp8Weight(Tensor):
                 return other.frozen
         raise RuntimeError(self._refusal(f"A tensor ({why}) {what}"))
 
-    def _identity(self) -> dict[str, Any]:
-        """What two frozen weights must have in common for one to take the codes of the other."""
+    def _identity(self) -> dict[str, object]:
+        """The properties that must be equal for one frozen weight to take the codes of another."""
         assert self.stored is not None
         spec, shape = self.stored.need.spec, list(self.shape)
         codes = (spec.format, spec.block)
@@ -283,19 +285,19 @@ class Fp8Weight(Tensor):
         if dtype is self.dtype or not self.frozen:
             return
         raise RuntimeError(
-            f"A frozen FP8 weight of shape {list(self.shape)} that stands for {self.dtype} values was to become "
+            f"A frozen FP8 weight of shape {list(self.shape)} that represents {self.dtype} values was to become "
             f"{dtype}, which would drop its codes and scales. Call fp8.dequantize_weights(model) first for a model in "
-            "high precision (2 bytes a parameter and more), or convert only the other parts, such as "
+            "high precision (2 bytes per parameter and more), or convert only the other parts, such as "
             "model.lm_head.to(...); weight.dequantize().to(...) gives the values of this weight. It is unchanged; "
             "modules that were converted before it stay converted."
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        """To another device or dtype; of a frozen weight in another dtype its values. RuntimeError where a module asks
-        so in order to put them in its place (``module.to(dtype)``, ``model.half()``)."""
+        """Convert to another device or dtype; a frozen weight in another dtype becomes values. RuntimeError if a module
+        would replace its parameter by them (``module.to(dtype)``, ``model.half()``)."""
         if self.frozen and called_by_conversion():
-            for given in (*args, *kwargs.values()):
-                dtype = given if isinstance(given, torch.dtype) else given.dtype if isinstance(given, Tensor) else None
+            for arg in (*args, *kwargs.values()):
+                dtype = arg if isinstance(arg, torch.dtype) else arg.dtype if isinstance(arg, Tensor) else None
                 if dtype is not None:
                     self.refuse_dtype(dtype)
         return super().to(*args, **kwargs)
@@ -306,13 +308,13 @@ class Fp8Weight(Tensor):
     bfloat16 = partialmethod(to, torch.bfloat16)
 
     def type(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Its type's name; as :meth:`to` for a dtype."""
+        """The name of its type; with a dtype, like :meth:`to`."""
         if dtype is not None and self.frozen and called_by_conversion():
             self.refuse_dtype(dtype if isinstance(dtype, torch.dtype) else torch.empty(0).type(dtype).dtype)
         return super().type(dtype, *args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> Tensor:
-        """RuntimeError for True of a frozen weight."""
+        """Raises RuntimeError for True on a frozen weight."""
         if requires_grad and self.frozen:
             raise RuntimeError(self._refusal("A gradient was asked of"))
         return super().requires_grad_(requires_grad)
@@ -328,28 +330,30 @@ class Fp8Weight(Tensor):
     # How it is copied ------------------------------------------------------------------------------------------------
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Fp8Weight:
-        """The same with its master, or its frozen codes and scales, passed through ``change``, which may move codes."""
+        """A copy with ``change`` applied to its master, or to its frozen codes and scales, which may move them."""
         if not self.frozen:
             return Fp8Weight.of(change(self.master.detach()), self.source)
-        made = self.frozen.changed(change)
-        here = made.codes[0].data if made.codes else change(torch.empty(0, device=self.device))
-        return Fp8Weight.of_codes(made, self.shape, self.dtype, here.device, self.stride())
+        codes = self.frozen.changed(change)
+        here = codes.codes[0].data if codes.codes else change(torch.empty(0, device=self.device))
+        return Fp8Weight.of_codes(codes, self.shape, self.dtype, here.device, self.stride())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            made: Tensor = self.changed(lambda t: copy.deepcopy(t, memo))
-            memo[id(self)] = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+            copied: Tensor = self.changed(lambda t: copy.deepcopy(t, memo))
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         inner = self._inner() if self.frozen else {"master": self.master.detach()}
-        inner = {k: t.view(torch.uint8) if k == "codes_0" else t for k, t in inner.items()}  # pickle knows no FP8
+        inner = {
+            k: t.view(torch.uint8) if k == "codes_0" else t for k, t in inner.items()
+        }  # pickle does not support FP8
         grad = self.requires_grad if isinstance(self, nn.Parameter) else None
         return _unpickled, (inner, self._context(), self.shape, self.stride(), grad)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Its inner tensors by name: also what tells torch to exchange the whole object where ``module.to()`` would
-        set ``data``."""
+        """Its inner tensors by name. Because it exists, ``module.to()`` replaces the whole object instead of setting
+        ``data``."""
         if self.stored is not None:
             self.__dict__.update(self._inner())
         return list(self._inner()), self._context()
@@ -361,7 +365,7 @@ class Fp8Weight(Tensor):
         return {name: t for c, data, s, scale in parts for name, t in ((c, data), (s, scale))}
 
     def _context(self) -> tuple[Any, ...]:
-        """All but the inner tensors, in values that can be compared: the compiler guards on them."""
+        """Everything except the inner tensors, in comparable values: the compiler guards on them."""
         needs, whole, keep = self.source
         named = tuple((need.spec, need.backend.name, *need[2:]) for need in needs)
         codes = self.stored
@@ -375,19 +379,19 @@ class Fp8Weight(Tensor):
         source = Source(needs, torch.Size(whole), keep)
         if state is None:
             return Fp8Weight.of(inner["master"], source)
-        made = [Quantized(inner[f"codes_{i}"], inner[f"scale_{i}"], n.spec) for i, n in enumerate(needs) if inner]
-        return Fp8Weight.of_codes(Codes(made, source, *state), size, dtype, device, stride)
+        codes = [Quantized(inner[f"codes_{i}"], inner[f"scale_{i}"], n.spec) for i, n in enumerate(needs) if inner]
+        return Fp8Weight.of_codes(Codes(codes, source, *state), size, dtype, device, stride)
 
     # How FSDP2 gathers it --------------------------------------------------------------------------------------------
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], int]:
-        """Codes and scales of this rank's rows, cast if they changed, which FSDP2 puts into one buffer with those of
-        the group's other parameters; and the number of ranks."""
+        """(codes and scales of this rank's rows, cast if they changed; the number of ranks). FSDP2 joins the tensors of
+        all parameters of a group in one buffer."""
         return self.wire(mesh), mesh.size()
 
     def wire(self, mesh: Any) -> tuple[Tensor, ...]:
-        """What this rank sends: see :func:`octavo.fp8.weights.fp8_rows.wire`. A collective where blocks of a master
-        cross shards; frozen codes are sent as they are."""
+        """The tensors that this rank sends: see :func:`octavo.fp8.weights.fp8_rows.wire`. A collective if blocks of a
+        master cross shards; frozen codes are sent unchanged."""
         shards = Shards(self.source.whole[0], mesh.size(), mesh.get_local_rank())
         if self.stored is not None:
             return fp8_rows.wire(self.stored.sent(shards, self.device), shards)
@@ -402,16 +406,16 @@ class Fp8Weight(Tensor):
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The weight that layers see, made of what all ranks sent. Its codes lie where FSDP2 gathered them; its scales
-        in tensors of their own, which FSDP2 frees and allocates with them."""
-        held = getattr(out, "_local_tensor", out)  # of experts that are dealt to ranks, a DTensor's
+        """The weight that layers see, from the tensors of all ranks. Its codes are views of FSDP2's buffers; its scales
+        are separate tensors, which FSDP2 frees and allocates with them."""
+        held = getattr(out, "_local_tensor", out)  # of a DTensor for distributed experts
         before = held.stored if isinstance(held, Fp8Weight) else None
         assert out is None or before is not None
-        made = Codes.gathered(all_gather_outputs, self.source, metadata, self.frozen is not None, before)
-        if made is before:
+        codes = Codes.gathered(all_gather_outputs, self.source, metadata, self.frozen is not None, before)
+        if codes is before:
             return None
-        whole = Fp8Weight.of_codes(made, self.source.whole, param_dtype, self.device)
-        return whole, tuple(q.scale for q in made.codes)
+        whole = Fp8Weight.of_codes(codes, self.source.whole, param_dtype, self.device)
+        return whole, tuple(q.scale for q in codes.codes)
 
 
 def _unpickled(inner: dict[str, Tensor], context: Any, size: Any, stride: Any, grad: bool | None) -> Tensor:
@@ -419,8 +423,8 @@ def _unpickled(inner: dict[str, Tensor], context: Any, size: Any, stride: Any, g
     if "codes_0" in inner:
         inner["codes_0"] = inner["codes_0"].view(source[0][0][0].fmt.dtype)
         device = inner["codes_0"].device  # where they were loaded to
-    made = Fp8Weight.__tensor_unflatten__(inner, (source, dtype, device, state), size, stride)
-    return made if grad is None else nn.Parameter(made, requires_grad=grad)
+    weight = Fp8Weight.__tensor_unflatten__(inner, (source, dtype, device, state), size, stride)
+    return weight if grad is None else nn.Parameter(weight, requires_grad=grad)
 
 
 def _no_values(shape: torch.Size) -> str:
@@ -435,18 +439,18 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[F
     """The weights among the arguments that an operation writes to."""
     if not func._schema.is_mutable:
         return []
-    found: list[Fp8Weight] = []
+    weights: list[Fp8Weight] = []
     for i, argument in enumerate(func._schema.arguments):
-        given = args[i] if i < len(args) else kwargs.get(argument.name)
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
-        found += [v for v in (given if isinstance(given, list | tuple) else [given]) if isinstance(v, Fp8Weight)]
-    return found
+        weights += [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Fp8Weight)]
+    return weights
 
 
 def master_of(value: Any) -> Any:
-    """The plain tensor (or DTensor) that holds the values of an FP8 weight, always the same object while it lies where
-    it does; anything else as it is."""
+    """The plain tensor (or DTensor) with the values of an FP8 weight, the same object until the master is replaced;
+    anything else unchanged."""
     local = local_of(value)
     if not isinstance(local, Fp8Weight) or local.held is None:
         return value
@@ -459,32 +463,32 @@ def master_of(value: Any) -> Any:
 
 
 def filled(parameter: nn.Parameter, rows: Tensor) -> nn.Parameter:
-    """The parameter with these values (of this rank's rows, where it is a DTensor) in place of none: sharded alike,
-    with a gradient or without, and FP8 between steps where it was to be. A frozen weight takes one as its rows.
+    """A parameter like ``parameter``, which has no values, with the values ``rows`` (this rank's rows of a DTensor):
+    the same sharding, ``requires_grad`` and FP8 state. A frozen weight takes a frozen weight as its rows.
 
-    Raises ValueError for rows of another shape or dtype, and where codes meet values.
+    Raises ValueError for rows of another shape or dtype, and for codes instead of values or the reverse.
     """
     local = local_of(parameter)
-    own, theirs = (isinstance(x, Fp8Weight) and x.frozen is not None for x in (local, rows))
-    if own != theirs or rows.shape != local.shape or rows.dtype != local.dtype:
+    takes_codes, has_codes = (isinstance(x, Fp8Weight) and x.frozen is not None for x in (local, rows))
+    if takes_codes != has_codes or rows.shape != local.shape or rows.dtype != local.dtype:
         raise ValueError(
-            f"Rows {list(rows.shape)} in {rows.dtype}{' of codes' if theirs else ''} cannot be those of a parameter "
-            f"with {list(local.shape)} in {local.dtype}{' of codes' if own else ''} here."
+            f"Rows {list(rows.shape)} in {rows.dtype}{' of codes' if has_codes else ''} do not match a parameter "
+            f"with {list(local.shape)} in {local.dtype}{' of codes' if takes_codes else ''} here."
         )
     if isinstance(local, Fp8Weight) and local.held is not None:
         rows = Fp8Weight.of(rows, local.source)
     if local is not parameter:
         whole: Any = parameter
         rows = type(whole)(rows, whole._spec, requires_grad=False)
-    made = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-    made.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in made.__dict__})
-    return made
+    copied = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+    copied.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in copied.__dict__})
+    return copied
 
 
 def part_of(parameter: Tensor, first: int, last: int) -> Tensor:
-    """Experts ``first`` to ``last`` of a parameter [E, ...] that has values, in memory of their own: what a rank has of
-    experts that are dealt out."""
-    own = (parameter.master if isinstance(parameter, Fp8Weight) else parameter).detach()[first:last].clone()
+    """A copy of experts ``first`` to ``last`` of a parameter [E, ...] with values: a rank's part of distributed
+    experts."""
+    experts = (parameter.master if isinstance(parameter, Fp8Weight) else parameter).detach()[first:last].clone()
     if not isinstance(parameter, Fp8Weight):
-        return own
-    return Fp8Weight.of(own, parameter.source._replace(whole=own.shape))
+        return experts
+    return Fp8Weight.of(experts, parameter.source._replace(whole=experts.shape))

@@ -1,25 +1,25 @@
-"""Frozen FP8 weights: codes and scales and nothing else, one byte a parameter.
+"""Frozen FP8 weights: only codes and scales, one byte per parameter.
 
-What LoRA trains beside, and what an FP8 checkpoint holds. A frozen weight is an
-:class:`~octavo.fp8.weights.fp8_tensor.Fp8Weight` that is made of codes for good: it has the shape and the dtype of the
-values it stands for, asks for no gradient, and keeps its codes as they came, bit for bit. GEMMs multiply by the codes;
-whoever asks for values gets ``code * scale``, dequantized for as long as that takes. So a stock ``nn.Linear`` that
-holds one computes in high precision, and :func:`octavo.fp8.apply` makes it an FP8 layer like any other.
+LoRA trains with them as its base, and FP8 checkpoints contain them. A frozen weight is an
+:class:`~octavo.fp8.weights.fp8_tensor.Fp8Weight` that consists permanently of codes: it has the shape and the dtype of
+the values that it represents, requires no gradient, and keeps its codes unchanged, bit for bit. GEMMs multiply by the
+codes; other code gets the values ``code * scale``, dequantized temporarily. So a stock ``nn.Linear`` with a frozen
+weight computes in high precision, and :func:`octavo.fp8.apply` converts it to an FP8 layer like any other.
 
 =======  ==============  ==========  ==========================================================
 kind     block of a cast recipe      scales of a weight [N, K]
 =======  ==============  ==========  ==========================================================
-row      (1, -1)         rowwise     [N, 1], one a row (output channel)
+row      (1, -1)         rowwise     [N, 1], one per row (output channel)
 block    (128, 128)      blockwise   [ceil(N / 128), ceil(K / 128)], the layout of DeepSeek's checkpoints
 tensor   (-1, -1)        tensorwise  [1, 1]
 =======  ==============  ==========  ==========================================================
 
-Experts are [E, N, K] with a dimension E in front of their scales. Scales are dequant multipliers, value = code * scale,
-in fp32, and need not be powers of two: those of a checkpoint are kept as they came.
+Experts are [E, N, K], and their scales have a leading dimension E. Scales are dequantization multipliers, value = code
+* scale, in fp32, and need not be powers of two: scales of a checkpoint are kept unchanged.
 
-``model.to(device)``, copies, pickles and FSDP2 carry codes and scales; another dtype, a gradient and a write are
-refused. ``model.state_dict()`` holds the frozen weights themselves, which read as values and load, code for code, into
-a model that is frozen alike; files are made of :func:`octavo.fp8.fp8_state_dict`, plain codes and scales by name.
+``model.to(device)``, copies, pickles and FSDP2 keep codes and scales; another dtype, a gradient and a write are
+refused. ``model.state_dict()`` has the frozen weights themselves, which read as values and load, code for code, into a
+model with the same frozen weights; files contain :func:`octavo.fp8.fp8_state_dict`, plain codes and scales by name.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import is_whole, local_of, reshard
 
 FROZEN = {kind: CastSpec("e4m3", block, SPECS[NAME_OF_KIND[kind]].scale) for kind, block in FROZEN_BLOCKS.items()}
-"""Kind -> the cast of its codes: that of the weight in the forward of the recipe that is named after it."""
+"""Kind -> the cast of its codes: the cast of the weight in the forward of the matching recipe."""
 
 
 def frozen_from_codes(
     codes: Tensor, scale: Tensor, spec: CastSpec, dtype: torch.dtype = torch.bfloat16, transposed: bool = False
 ) -> nn.Parameter:
-    """A frozen weight of codes that exist already; they are taken as they are.
+    """A frozen weight of existing codes, which are used without a copy.
 
     Args:
-        codes: float8_e4m3fn, [N, K], or [E, N, K] for experts: as their GEMM multiplies by them.
-        scale: fp32 dequant multipliers, a cell for each block of ``spec``: [n, k] or [E, n, k].
-        spec: how they were cast; its ``scale`` "pow2" only if every scale is a power of two, as some GEMMs want them.
-        dtype: of the values that the weight shows.
-        transposed: the parameter is stored as [E, K, N] in the module (experts of some families).
+        codes: float8_e4m3fn, [N, K], or [E, N, K] for experts: in the orientation of their GEMM. scale: fp32
+        dequantization multipliers, one for each block of ``spec``: [n, k] or [E, n, k]. spec: the cast of the codes;
+        its ``scale`` may be "pow2" only if every scale is a power of two (some GEMMs need it). dtype: of the values
+        that the weight represents. transposed: the parameter is stored as [E, K, N] in the module (experts of some
+        families).
 
-    Raises ValueError for another dtype, or a grid of scales that does not belong to this shape and block.
+    Raises ValueError for another dtype, or a grid of scales that does not match this shape and block.
     """
     if codes.dtype is not spec.fmt.dtype or codes.dim() not in (2, 3):
         raise ValueError(
@@ -73,17 +73,17 @@ def frozen_from_codes(
         raise ValueError(f"Only experts are stored transposed; found codes of two dimensions, {list(codes.shape)}.")
     shape = codes.shape if not transposed else torch.Size((*codes.shape[:-2], codes.shape[-1], codes.shape[-2]))
     source = Source((Need(spec, get("reference"), 1, transposed),), shape)
-    made = Codes([Quantized(codes.detach(), scale.detach(), spec)], source, transposed, frozen=True)
-    return nn.Parameter(Fp8Weight.of_codes(made, shape, dtype, codes.device), requires_grad=False)
+    frozen = Codes([Quantized(codes.detach(), scale.detach(), spec)], source, transposed, frozen=True)
+    return nn.Parameter(Fp8Weight.of_codes(frozen, shape, dtype, codes.device), requires_grad=False)
 
 
 def frozen_rows(
     codes: Tensor, scale: Tensor, spec: CastSpec, dtype: torch.dtype, transposed: bool, whole: torch.Size, first: int
 ) -> Fp8Weight:
-    """Rows of a frozen weight as a rank of several holds them, of codes that exist already.
+    """One rank's rows of a frozen weight, from existing codes.
 
     Args:
-        codes: [n, K], or [e, N, K] for experts, perhaps none: those from row (or expert) ``first`` on.
+        codes: [n, K], or [e, N, K] for experts, possibly none: the rows (or experts) from ``first`` on.
         scale: of all blocks that these rows touch, as in :func:`frozen_from_codes`.
         whole: the shape of the whole weight as its module stores it.
     """
@@ -91,8 +91,8 @@ def frozen_rows(
     height = spec.block[0]
     lead = 0 if codes.dim() == 3 else first if height == -1 else first % height
     held = [Quantized(codes.detach(), scale.detach(), spec)] if codes.shape[0] else []
-    made = Codes(held, source, transposed, frozen=True, lead=lead if held else 0, shard=True)
-    return Fp8Weight.of_codes(made, (codes.shape[0], *whole[1:]), dtype, codes.device)
+    shard = Codes(held, source, transposed, frozen=True, lead=lead if held else 0, shard=True)
+    return Fp8Weight.of_codes(shard, (codes.shape[0], *whole[1:]), dtype, codes.device)
 
 
 def freeze_weight(
@@ -100,8 +100,8 @@ def freeze_weight(
 ) -> nn.Parameter:
     """Quantize ``values`` [N, K] or [E, N, K] ([E, K, N] if ``transposed``) into a frozen weight.
 
-    ``kind``: row, block or tensor, or a cast of its own. On the meta device the frozen weight has no codes either: it
-    is there to plan with. Raises ValueError for another kind.
+    ``kind``: row, block or tensor, or a cast. On the meta device the frozen weight has no codes either: it serves for
+    planning. Raises ValueError for another kind.
     """
     if not isinstance(kind, CastSpec) and kind not in FROZEN:
         raise ValueError(f"There is no kind {kind!r} of frozen weights; there are {', '.join(FROZEN)}.")
@@ -116,55 +116,54 @@ def freeze_weight(
 
 
 def is_frozen(value: object) -> bool:
-    """True for a frozen FP8 weight, also as the local part of a DTensor."""
+    """Whether this is a frozen FP8 weight, or a DTensor of one."""
     return _frozen(value) is not None
 
 
 def _frozen(value: object) -> Codes | None:
-    """The codes of a frozen weight that lie on this rank, None for anything else."""
+    """This rank's codes of a frozen weight; None for anything else."""
     local = local_of(value)
     return local.frozen if isinstance(local, Fp8Weight) else None
 
 
 def codes_of_frozen(weight: Tensor) -> Quantized:
-    """The codes and scales of a frozen weight: the very tensors, not copies; of a sharded one those of this rank's rows
-    (none on a rank without rows). Raises ValueError for any other weight."""
+    """The codes and scales of a frozen weight, not copies; of a sharded one, of this rank's rows (none on a rank
+    without rows). Raises ValueError for other weights."""
     codes = _frozen(weight)
     if codes is None:
-        raise ValueError(f"{type(weight).__name__} of shape {list(weight.shape)} is no frozen FP8 weight.")
+        raise ValueError(f"{type(weight).__name__} of shape {list(weight.shape)} is not a frozen FP8 weight.")
     return codes.codes[0] if codes.codes else _nothing(codes, local_of(weight).device)
 
 
 def codes_cast(weight: object) -> CastSpec | None:
-    """The cast of the codes of a frozen weight, also of a sharded one; None for any other."""
+    """The cast of the codes of a frozen weight, also of a sharded one; None for other weights."""
     codes = _frozen(weight)
     return None if codes is None else codes.need.spec
 
 
 def frozen_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The frozen FP8 weights of a model, by name, each once."""
+    """The frozen FP8 weights of a model with their names, each once."""
     return ((name, p) for name, p in model.named_parameters() if is_frozen(p))
 
 
 def frozen_bytes(model: nn.Module) -> int:
-    """Bytes of the codes and scales of all frozen weights of a model that lie on this rank."""
+    """Bytes of the codes and scales of all frozen weights of a model on this rank."""
     held = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
     return sum(t.numel() * t.element_size() for q in held for t in (q.data, q.scale))
 
 
 def kind_of(spec: CastSpec) -> str:
-    """row, block or tensor; of other blocks the cast in words."""
-    return next(
-        (kind for kind, own in FROZEN.items() if (own.format, own.block) == (spec.format, spec.block)), str(spec)
-    )
+    """row, block or tensor; for other blocks the cast as text."""
+    return next((kind for kind, s in FROZEN.items() if (s.format, s.block) == (spec.format, spec.block)), str(spec))
 
 
 def fingerprint(model: nn.Module) -> dict[str, str]:
-    """A SHA-256 of each frozen weight by its name: equal before and after a training that left codes and scales alone.
+    """A SHA-256 of each frozen weight by its name: equal before and after a training that did not change codes or
+    scales.
 
-    The same on any number of ranks, all of which must call it if the model is sharded: each rank hashes its own rows,
-    and the digest of a weight is that of its rows' digests (experts: of its experts'), in order, and of all scales. An
-    adapter changes no name: ``X.base_layer.weight`` is listed as ``X.weight``.
+    It is the same on any number of ranks; if the model is sharded, all ranks must call it. Each rank hashes its own
+    rows, and the digest of a weight covers the digests of its rows (or experts), in order, and all scales. Adapters do
+    not change names: ``X.base_layer.weight`` is listed as ``X.weight``.
     """
     reshard(model)
     return {name.replace(".base_layer.", "."): _digest(weight) for name, weight in frozen_weights(model)}
@@ -183,21 +182,21 @@ def _digest(weight: Any) -> str:
     return whole.hexdigest()
 
 
-def _of_all_ranks(weight: Any, own: bytes) -> tuple[bytes, Tensor]:
-    """The digests of all rows and all scales, of a weight whose rows lie on several ranks. A collective."""
+def _of_all_ranks(weight: Any, digests_here: bytes) -> tuple[bytes, Tensor]:
+    """The digests of all rows, and all scales, of a weight whose rows are on several ranks. A collective."""
     mesh, local = shard_mesh(weight), local_of(weight)
     (need,), whole, _ = local.source
     shards = Shards(whole[0], mesh.size(), mesh.get_local_rank())
     mine = torch.zeros(shards.chunk, 32, dtype=torch.uint8)
-    if own:
-        mine[: len(own) // 32] = torch.frombuffer(bytearray(own), dtype=torch.uint8).view(-1, 32)
+    if digests_here:
+        mine[: len(digests_here) // 32] = torch.frombuffer(bytearray(digests_here), dtype=torch.uint8).view(-1, 32)
     scales = local.frozen.sent(shards, local.device).scales[0]
     digests, scales = (gather(part.to(local.device), mesh) for part in (mine, scales))
     return digests[: whole[0]].cpu().numpy().tobytes(), assembled(scales, need, whole, shards, None)
 
 
 def _nothing(frozen: Codes, device: torch.device) -> Quantized:
-    """No rows of a weight."""
+    """Codes and scales of a weight without rows."""
     (need,), whole, _ = frozen.source
     n, k = (whole[-1], whole[-2]) if need.transposed else (whole[-2], whole[-1])
     lead, grid = ((0,), grid_of(n, k, need.spec)) if len(whole) == 3 else ((), (0, grid_of(1, k, need.spec)[1]))
@@ -206,11 +205,11 @@ def _nothing(frozen: Codes, device: torch.device) -> Quantized:
 
 
 def dequantize_weights(model: nn.Module) -> nn.Module:
-    """Replace every frozen weight by its dequantized values, in place: what to call where dtypes must be changed.
+    """Replace every frozen weight by its dequantized values, in place, for instance before a change of dtype.
 
-    Raises RuntimeError for a model that is sharded already, whose gathering FSDP2 has settled.
+    Raises RuntimeError for a model that is sharded already, because FSDP2 has set up how it gathers.
     """
-    made: dict[int, nn.Parameter] = {}
+    dequantized: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
             if not is_frozen(parameter):
@@ -220,8 +219,8 @@ def dequantize_weights(model: nn.Module) -> nn.Module:
                     f"{path}.{name} is a frozen FP8 weight that is sharded already. Call fp8.dequantize_weights "
                     "before fully_shard."
                 )
-            if id(parameter) not in made:  # tied weights stay tied
-                made[id(parameter)] = nn.Parameter(parameter.dequantize().contiguous(), requires_grad=False)
+            if id(parameter) not in dequantized:  # tied weights stay tied
+                dequantized[id(parameter)] = nn.Parameter(parameter.dequantize().contiguous(), requires_grad=False)
             module.__dict__.pop("_fp8_param", None)
-            setattr(module, name, made[id(parameter)])
+            setattr(module, name, dequantized[id(parameter)])
     return model

@@ -1,9 +1,9 @@
-"""What of a parameter lies on this rank: the plain tensor behind it, and where that begins in the whole parameter.
+"""This rank's part of a parameter: its plain tensor, and where that begins in the whole parameter.
 
-Three kinds of parameter reach an optimizer: a plain one; FSDP2's DTensor, of which a rank holds the rows of its shard;
-and a weight that keeps its FP8 codes beside the values they are cast from (a tensor subclass that names those values
-``master``), sharded or not. Experts may be dealt to the ranks of one mesh dimension before FSDP2 shards them over
-another: each rank's rows then still lie together.
+Optimizers see three kinds of parameters: plain ones; FSDP2's DTensors, of which a rank has the rows of its shard; and
+weights that hold FP8 codes with the values that they are cast from (a tensor subclass whose ``master`` has the values),
+sharded or not. Experts may be distributed over one mesh dimension before FSDP2 shards them over another: each rank's
+rows are then still contiguous.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 
 def is_dtensor(value: object) -> bool:
-    """True for a DTensor, without importing torch.distributed where nobody else has."""
+    """Whether this is a DTensor; does not import torch.distributed if it is not imported yet."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_of(value: Any) -> Any:
-    """What of a parameter lies on this rank: the local tensor of a DTensor, anything else as it is."""
+    """This rank's part of a parameter: the local tensor of a DTensor, anything else unchanged."""
     return value._local_tensor if is_dtensor(value) else value
 
 
@@ -35,35 +35,34 @@ def is_whole(value: object) -> bool:
 
 
 def mesh_of(value: Any) -> Any:
-    """The ranks that share a DTensor; None for anything else."""
+    """The device mesh of a DTensor; None for anything else."""
     return value.device_mesh if is_dtensor(value) else None
 
 
 def full(value: Any) -> Any:
-    """All of a tensor, on every rank: a collective for a DTensor; anything else as it is."""
+    """The whole tensor, on every rank: a collective for a DTensor; anything else unchanged."""
     if not is_dtensor(value):
         return value
     over = sharded_over(value)
     if len(over) < 2 or not ordinary(value._local_tensor):
         return value.full_tensor()
-    whole = value._local_tensor  # torch gathers twice as well, and warns of it on every rank
+    whole = value._local_tensor  # torch gathers twice too, with a warning on every rank
     for dim in reversed(over):
         whole = _gathered(whole, value.device_mesh.get_group(dim))
     return whole
 
 
 def _gathered(rows: Tensor, group: Any) -> Tensor:
-    """The rows of all ranks of a group, as many of each, one behind the other."""
+    """The concatenated rows of all ranks of a group, which have equally many."""
     whole = rows.new_empty((torch.distributed.get_world_size(group) * rows.shape[0], *rows.shape[1:]))
     torch.distributed.all_gather(list(whole.split(rows.shape[0])), rows.contiguous(), group=group)
     return whole
 
 
 def experts_here(value: Tensor) -> Tensor:
-    """Of a parameter of experts that are dealt to ranks, those of this rank, for its GEMMs: the local tensor, through
-    which the gradient goes.
+    """This rank's experts of a parameter whose experts are distributed over ranks: the local tensor, differentiable.
 
-    Raises RuntimeError while FSDP2 holds it sharded.
+    Raises RuntimeError while FSDP2 has it sharded.
     """
     if not is_dtensor(value) or len(value.placements) > 1:  # type: ignore[attr-defined]
         raise RuntimeError(
@@ -74,7 +73,7 @@ def experts_here(value: Tensor) -> Tensor:
 
 
 class _Here(torch.autograd.Function):
-    """The local tensor of a DTensor. (``to_local`` takes a view, which of FP8 codes would be their values.)"""
+    """The local tensor of a DTensor. (``to_local`` makes a view, which for FP8 codes would be values.)"""
 
     @staticmethod
     def forward(ctx: Any, value: Any) -> Tensor:
@@ -90,10 +89,10 @@ class _Here(torch.autograd.Function):
 
 
 def sharded_over(parameter: Any) -> tuple[int, ...]:
-    """The dimensions of its mesh over which a DTensor is split in rows, in the order in which they were: the last one
-    first. One, or two of experts that are dealt to ranks. Raises ValueError where it is split otherwise.
+    """The mesh dimensions over which the rows of a DTensor are split, in the order of the splits: the last dimension
+    first. One, or two for experts that are distributed over ranks. Raises ValueError for other splits.
 
-    torch's placement of rows that were split before, ``_StridedShard``, says of itself that it is no shard.
+    ``_StridedShard``, torch's placement of rows that were split before, does not report itself as a shard.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
     over = tuple(dim for dim in reversed(range(mesh.ndim)) if not placements[dim].is_replicate())
@@ -102,21 +101,21 @@ def sharded_over(parameter: Any) -> tuple[int, ...]:
         placement = placements[dim]
         if getattr(placement, "dim", None) != 0 or getattr(placement, "split_factor", 1) != before:
             raise ValueError(
-                f"A parameter of shape {list(parameter.shape)} is split as {placements}, not in rows alone."
+                f"A parameter of shape {list(parameter.shape)} is split as {placements}, not only in rows."
             )
         before *= mesh.size(dim)
     return over
 
 
 def distributed(value: Tensor, like: Any) -> Tensor:
-    """A tensor that every rank has whole, as a DTensor cut like ``like``; nothing is sent."""
+    """A tensor that every rank has whole, as a DTensor with the placements of ``like``; nothing is sent."""
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP2 put the sharded parameters back, if a forward left gathered ones in their place."""
+    """Make FSDP2 restore the sharded parameters, if a forward left gathered ones in their place."""
     model.state_dict(keep_vars=True)
 
 
@@ -129,13 +128,13 @@ class Span(NamedTuple):
 
 
 def ordinary(x: object) -> bool:
-    """Whether this is a tensor or a parameter as torch makes them, not of a subclass with operations of its own. A fake
-    tensor is, too: it has all but the values."""
+    """Whether this is a plain tensor or parameter, not a subclass with its own operations. A fake tensor counts as
+    plain: it lacks only the values."""
     return type(x) in (Tensor, nn.Parameter) or hasattr(x, "fake_mode")
 
 
 def plain(parameter: Tensor) -> Tensor:
-    """The ordinary tensor that holds this rank's values in high precision: writing into it writes the parameter."""
+    """The plain tensor with this rank's values in high precision: writing to it writes the parameter."""
     here = parameter.detach()
     if is_dtensor(here):
         here = here.to_local()  # type: ignore[attr-defined]
@@ -143,10 +142,10 @@ def plain(parameter: Tensor) -> Tensor:
 
 
 def span(parameter: Tensor) -> Span:
-    """Which elements of the whole parameter this rank holds.
+    """The elements of the whole parameter on this rank.
 
-    Raises ValueError for a DTensor that is split otherwise than in rows, of which each rank has some that follow one
-    another: as FSDP2 does, over one mesh dimension, or over another one what was dealt out in rows.
+    Raises ValueError unless a DTensor is split in contiguous rows, as by FSDP2 over one mesh dimension, also after a
+    split in rows over another dimension.
     """
     total = parameter.numel()
     if not is_dtensor(parameter):
@@ -159,22 +158,23 @@ def span(parameter: Tensor) -> Span:
 
 
 def borders(parameter: Any) -> tuple[int, ...]:
-    """The rows of a DTensor at which those of another rank begin, in order; the same on every rank."""
+    """The rows of a DTensor at which another rank's rows begin, in order; the same on every rank."""
     sizes = tuple(parameter.device_mesh.size(dim) for dim in sharded_over(parameter))
     return borders_of(parameter.shape[0], sizes)
 
 
 @lru_cache(maxsize=4096)
 def borders_of(rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The same of so many rows that are cut into so many parts, and each of these again."""
+    """:func:`borders` of ``rows`` rows that are split into ``sizes[0]`` parts, each of them into ``sizes[1]``, and so
+    on."""
     places = product(*(range(size) for size in sizes))
     begin = {_part(rows, list(zip(sizes, place, strict=True)))[0] for place in places}
     return tuple(sorted(begin - {0, rows}))
 
 
 def _part(rows: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """The rows [first, last) that are left of so many after each of the cuts: (into how many parts, the part that is
-    kept), divided as `torch.chunk` does."""
+    """The rows [first, last) that remain of ``rows`` after each of the cuts (number of parts, selected part), divided
+    like `torch.chunk`."""
     first, last = 0, rows
     for parts, part in cuts:
         each = -(-(last - first) // parts)
@@ -183,7 +183,7 @@ def _part(rows: int, cuts: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def rows_here(parameter: Tensor) -> tuple[int, int]:
-    """The rows [first, last) of the whole parameter that lie on this rank: all of them, unless it is a DTensor."""
+    """The rows [first, last) of the whole parameter on this rank: all of them, unless it is a DTensor."""
     if not is_dtensor(parameter):
         return 0, parameter.shape[0]
     row, mine = max(1, parameter.shape[1:].numel()), span(parameter)

@@ -1,7 +1,7 @@
-"""State dicts with FP8 weights as codes and scales: plain tensors by name, as FP8 checkpoints hold them.
+"""State dicts with FP8 weights as codes and scales: plain tensors by name, as in FP8 checkpoints.
 
-``model.state_dict()`` is stock, in high precision: of a weight with a master the master, which may be written to (call
-``fp8.invalidate`` after that). :func:`fp8_state_dict` holds codes instead.
+``model.state_dict()`` is stock, in high precision: it has the masters of FP8 weights, which may be written to (call
+``fp8.invalidate`` afterwards). :func:`fp8_state_dict` has codes instead.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from octavo.fp8.weights.shards import distributed, full, is_whole, local_of, res
 
 
 def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of a model with its FP8 weights as codes; whole tensors on every rank, so a collective there.
+    """The state dict of a model with its FP8 weights as codes, with whole tensors on every rank: a collective.
 
     ``<name>``: float8_e4m3fn codes of the forward's cast, in the weight's shape (experts as [E, N, K], however they are
-    stored). Beside it the dequant multipliers, ``value ~ code * scale``: ``<name>_scale_inv`` [N / 128, K / 128] for
-    blocks of 128 x 128, under the name that DeepSeek's checkpoints gave them, else ``<name>_scale`` [row blocks, column
-    blocks]; experts with a dimension in front. Everything else is as in ``state_dict()``.
+    stored). The dequantization multipliers, ``value ~ code * scale``, are ``<name>_scale_inv`` [N / 128, K / 128] for
+    blocks of 128 x 128, the name in DeepSeek's checkpoints, else ``<name>_scale`` [row blocks, column blocks]; experts
+    have a leading dimension. Everything else is as in ``state_dict()``.
     """
     weights = dict(_weights(model))
     out: dict[str, Tensor] = {}
@@ -40,11 +40,12 @@ def fp8_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load what :func:`fp8_state_dict` gave: the masters become the dequantized codes, rounded to their dtype; frozen
+    """Load a state dict of :func:`fp8_state_dict`: masters become the dequantized codes, rounded to their dtype; frozen
     weights take codes and scales as they are.
 
-    Raises ValueError for codes without scales, of weights that are not FP8 here or are frozen in other blocks, and for
-    values of a frozen weight, before anything changes; and what ``load_state_dict`` raises for names and shapes.
+    Raises ValueError for codes without scales, for codes of weights that are not FP8 here or are frozen in other
+    blocks, and for values of a frozen weight, before anything changes; and the errors of ``load_state_dict`` for names
+    and shapes.
     """
     weights = dict(_weights(model))
     plain = dict(state)
@@ -52,7 +53,7 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         need = local_of(weight).source.needs[0]
         if name not in state:
-            continue  # load_state_dict says so
+            continue  # load_state_dict reports it
         if state[name].dtype is not need.spec.fmt.dtype:
             if is_frozen(weight) and not is_frozen(state[name]):
                 raise ValueError(
@@ -75,7 +76,7 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         values = dequantize(Quantized(state[name].to(device), scale.to(device), need.spec), need, weight.dtype)
         plain[name] = values.mT if need.transposed else values
     left = [name for name, value in plain.items() if value.is_floating_point() and value.element_size() == 1]
-    if left:  # load_state_dict would copy them as values, and complain afterwards
+    if left:  # load_state_dict would copy them as values, and report the error afterwards
         raise ValueError(
             f"{left[0]} ({len(left)} in all) holds FP8 codes, and that weight of the model is not FP8. Apply a plan "
             "with param=True first, the one of the model that fp8_state_dict was made of."
@@ -91,7 +92,7 @@ def load_fp8_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
-    """The rows of a frozen weight that lie on this rank, out of the codes and scales of all."""
+    """This rank's rows of a frozen weight, from the codes and scales of all rows."""
     local = local_of(weight)
     need, on = local.source.needs[0], local.device
     try:
@@ -109,7 +110,7 @@ def _rows_of(codes: Tensor, scale: Tensor, weight: Any, name: str) -> Fp8Weight:
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The FP8 weights of a model under all their names, sharded ones as DTensors."""
+    """The FP8 weights of a model with all their names, sharded ones as DTensors."""
     reshard(model)
     for prefix, module in model.named_modules():
         layers = module._weight_codes() if isinstance(module, CachesWeights) else ()
@@ -119,7 +120,7 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _codes(weight: Any) -> Quantized:
-    """The codes of the forward's cast of a whole weight, of the matrix that its GEMM multiplies by."""
+    """The codes of the forward's cast of a whole weight, in the orientation of its GEMM."""
     source: Source = local_of(weight).source
     if is_whole(weight):
         return codes_of_frozen(weight) if is_frozen(weight) else source.needs[0].cast(weight.values())

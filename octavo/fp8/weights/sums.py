@@ -1,14 +1,14 @@
-"""Whether weights are what they were: a checksum of each, and of the codes that stand for it in a cache.
+"""Checksums of weights and of their cached codes, to detect changes.
 
-A rollout and the update that learns from it must multiply by the same bits. What they multiply by are codes out of a
-layer's cache, or casts of what lies in its parameter: as long as neither changed, both did.
+A rollout and the update that learns from it must multiply by the same bits. These are codes from a layer's cache, or
+casts of its parameter: if neither changed, both multiplied by the same bits.
 
-The sum of a tensor is that of its words w_i times 2 i + 1, modulo 2^64: it changes with any one word and with words
-that change places, and stays by chance alone. It is no defence against somebody who wants it to stay.
+The checksum of a tensor is the sum of its words w_i times 2 i + 1, modulo 2^64: it changes with any one word and with
+the order of words, except by chance. It does not protect against deliberate changes.
 
-Codes are held against the weight that they stand for by :func:`stale_codes`: a write through ``.data`` moves neither a
-version nor an address, and the layer goes on with the codes of the former weight (:mod:`octavo.fp8.weights.cache`). A
-sample of rows is cast again under the scales that are there; an equal weight gives equal codes, bit for bit.
+:func:`stale_codes` compares codes with their weight: a write through ``.data`` changes neither a version nor an
+address, and the layer continues with the codes of the old weight (:mod:`octavo.fp8.weights.cache`). It casts a sample
+of rows again with the existing scales; an equal weight gives equal codes, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from octavo.fp8.weights.fp8_tensor import Fp8Weight
 from octavo.fp8.weights.shards import local_of, reshard
 
 _WORDS, _WORDS_ON_CPU = 1 << 22, 1 << 16
-"""Words of 8 bytes that are added up at once: few kernels on a GPU, what stays in the cache of a CPU."""
+"""Words of 8 bytes per operation: few kernels on a GPU, and a size that fits in the cache of a CPU."""
 _BASE = 6364136223846793005
-"""An odd number (Knuth's for LCGs), by powers of which the sums of such pieces are multiplied."""
+"""An odd number (Knuth's for LCGs), whose powers are the factors of these partial sums."""
 
 _SAMPLE = 1 << 15
-"""Elements of a weight that are cast again to find stale codes; 4 rows at least."""
+"""Elements of a weight that are cast again to find stale codes; at least 4 rows."""
 
 _LEAST = 2.0**-100
-"""Values that a cast by their own scale would keep, whatever the recipe."""
+"""Magnitudes above this do not become zero in a cast with a scale of their own, whatever the recipe."""
 
 WeightSums = Mapping[str, int]
 
 
 @torch.no_grad()
 def weight_sums(model: nn.Module) -> WeightSums:
-    """Checksums of all parameters of a model and of the FP8 codes that their layers hold, of what lies on this rank.
-    Sharded parameters that a forward left gathered are put back first. Waits for the device once."""
+    """Checksums of this rank's part of all parameters of a model and of the FP8 codes in their layers' caches.
+    Parameters that a forward left gathered are resharded first. Waits for the device once."""
     reshard(model)
     named = dict(_bits(model))
     each = [_sum(tensor) for tensor in named.values()]
-    there = [value.to(each[0].device) for value in each]  # a weight may lie in host memory
-    return dict(zip(named, torch.stack(there).tolist() if there else (), strict=True))
+    sums = [value.to(each[0].device) for value in each]  # a weight may be in host memory
+    return dict(zip(named, torch.stack(sums).tolist() if sums else (), strict=True))
 
 
 def changed_weights(before: WeightSums, now: WeightSums) -> list[str]:
-    """The names of what differs, in the model's order. Codes that were cast or dropped meanwhile follow from their
-    parameter, and differ only where both hold them."""
+    """The names of what differs, in the model's order. Codes that were cast or dropped in between depend on their
+    parameter, and count only if both have them."""
     return [name for name, value in now.items() if before.get(name, value) != value]
 
 
 def _bits(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
-        for own, parameter in module._parameters.items():
-            weight, path = local_of(parameter), f"{name}.{own}" if name else own
+        for key, parameter in module._parameters.items():
+            weight, path = local_of(parameter), f"{name}.{key}" if name else key
             if isinstance(weight, Fp8Weight):
                 for number, q in enumerate(weight.frozen.codes if weight.frozen is not None else ()):
                     yield f"{path} (its codes{'' if not number else f' {number + 1}'})", q.data
@@ -69,13 +69,13 @@ def _bits(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cached(name: str, module: CachesWeights) -> Iterator[tuple[str, Tensor]]:
-    for own, cache in module._weight_codes().items():
+    for key, cache in module._weight_codes().items():
         for kind, codes in (("", cache._codes), (", for dgrad", cache._for_dgrad)):
             for (part, spec), q in codes.items():
                 which = "" if part.slot is None else f" of slot {part.slot}"
                 which += "" if part.rows is None else " of rows {} to {}".format(*part.rows)
-                yield f"{name}.{own} (its codes in {spec}{which}{kind})", q.data
-                yield f"{name}.{own} (the scales of its codes in {spec}{which}{kind})", q.scale
+                yield f"{name}.{key} (its codes in {spec}{which}{kind})", q.data
+                yield f"{name}.{key} (the scales of its codes in {spec}{which}{kind})", q.scale
     for number, held in enumerate(masters(module)):
         yield f"{name} (the master of its FP8 weight {number})", local_of(held.tensor)
         for kind, tensors in ({} if held.rows is None else held.rows._asdict()).items():
@@ -85,23 +85,23 @@ def _cached(name: str, module: CachesWeights) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
-    """The names of the FP8 layers whose codes, as the next GEMM would take them, are not those of their weight now.
+    """The names of the FP8 layers whose next GEMM would use codes that differ from their current weight.
 
     Codes that an optimizer step, a version or an address shows to be old are cast again at the next use and are not
-    stale. ``draw``: another number takes other rows. Waits for the device once. What a rank holds of an FP8 weight
-    between steps (``param=True`` under FSDP2) is not looked at: writes to it are seen, also through ``.data``.
+    stale. ``draw``: another number selects other rows. Waits for the device once. Shards of FP8 weights between steps
+    (``param=True`` under FSDP2) are not checked: writes to them are detected, also through ``.data``.
 
-    Call :func:`octavo.fp8.invalidate` after a write that is found so.
+    Call :func:`octavo.fp8.invalidate` after the write that this reveals.
     """
     marks: list[tuple[str, Tensor]] = []
     for name, module in model.named_modules():
         if not isinstance(module, CachesWeights):
             continue
-        for own, cache in module._weight_codes().items():
-            weight = module._parameters.get(own)
+        for key, cache in module._weight_codes().items():
+            weight = module._parameters.get(key)
             if weight is None or not cache.valid(weight):
                 continue
-            where = f"{name}.{own}" if own != "weight" else name or own
+            where = f"{name}.{key}" if key != "weight" else name or key
             marks += [(where, _differs(part.of(weight), q, draw)) for (part, _), q in cache._codes.items()]
     home = marks[0][1].device if marks else None
     differ = torch.stack([mark.to(home) for _, mark in marks]).tolist() if marks else ()
@@ -109,10 +109,10 @@ def stale_codes(model: nn.Module, draw: int = 0) -> list[str]:
 
 
 def stale_sentence(names: Sequence[str]) -> str:
-    """What :func:`stale_codes` found, as an error says it, with the fix."""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    """The text of an error for the result of :func:`stale_codes`, with the fix."""
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return (
-        f"FP8 GEMMs of {names[0]}{more} multiply by codes of a former weight: it was written through .data (an "
+        f"FP8 GEMMs of {names[0]}{others} multiply by codes of a former weight: it was written through .data (an "
         "average, a merge, NumPy) and no optimizer step followed. Call octavo.fp8.invalidate(model) after such writes, "
         "or write to the parameter itself under torch.no_grad()."
     )
@@ -120,7 +120,7 @@ def stale_sentence(names: Sequence[str]) -> str:
 
 def _differs(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
     """Whether a sample of rows of ``matrix`` [N, K] or [E, N, K] has other codes than ``q``; a 0-d bool on its device.
-    Blocks whose scale is NaN are left out: there a value that is no number decides on the codes of all others."""
+    Blocks whose scale is NaN are skipped: there one NaN or infinity determines the codes of all values."""
     *experts, n, k = matrix.shape
     rows = n * (experts[0] if experts else 1)
     count = min(rows, max(4, _SAMPLE // max(k, 1)))
@@ -135,19 +135,19 @@ def _differs(matrix: Tensor, q: Quantized, draw: int) -> Tensor:
     bad = scale.isnan()
     known = ~_spread(bad, wide, k)
     zeros = ((fresh | held) & 0x7F) == 0  # of either sign
-    # A block of zeros has the scale 1, whatever it will hold: small values under it are zeros again, which no cast of
-    # their own would make them. (Of other blocks only such have it whose largest value is in the hundreds.)
+    # A block of zeros has the scale 1. Small values written into it would be zeros again under this scale, which a new
+    # cast would not make them. (Other blocks have the scale 1 only if their largest value is in the hundreds.)
     lost = zeros & _spread(scale == 1, wide, k) & (rows_now.abs() > _LEAST)
     return ((fresh != held) & known & ~zeros | lost).any()
 
 
 def _spread(of_blocks: Tensor, wide: int, k: int) -> Tensor:
-    """What is said of blocks, said of their columns."""
+    """A mask of blocks as a mask of columns."""
     return of_blocks if wide == -1 else of_blocks.repeat_interleave(wide, dim=1)[:, :k]
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """A scalar int64 on the tensor's device."""
+    """The checksum of a tensor, 0-d int64 on its device."""
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     aligned = len(flat) % 8 == 0 and flat.storage_offset() % 8 == 0
     words = flat.view(torch.int64) if aligned else flat.to(torch.int64)

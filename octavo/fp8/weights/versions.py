@@ -1,10 +1,10 @@
-"""The weight version: when weights may have changed since something was derived from them.
+"""The weight version, which shows whether weights may have changed since something was derived from them.
 
 ``now`` rises at every step of every ``torch.optim`` optimizer of the process (a process-wide post-step hook);
-``edits`` whenever somebody says that weights were written in a way that no step and no version counter shows.
+``edits`` at every announced write that no step and no version counter shows.
 
-Who is about to write is read off the call stack, where an error needs it and nowhere else: torch gives a tensor no
-other way to know that a module converts it, and PEFT is not imported here.
+The caller that is about to write is read from the call stack, only for errors: torch gives a tensor no other way to
+know that a module converts it, and PEFT is not imported here.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ edits = 0
 """A number that rises with every edit that was announced by hand."""
 _installed = False
 _lock = threading.Lock()
-# Who else remembers something between two layers, and drops it at an optimizer step and when asked to forget.
+# Callbacks that drop what is cached between two layers, at an optimizer step and on notify().
 _listeners: list[Callable[[], None]] = []
 
 
 def listen(drop: Callable[[], None]) -> None:
-    """Let ``drop`` be called after every optimizer step and by :func:`notify`."""
+    """Call ``drop`` after every optimizer step and at every :func:`notify`."""
     _listeners.append(drop)
 
 
 def notify() -> None:
-    """Let all who listen forget what they remember."""
+    """Call all registered callbacks."""
     for drop in _listeners:
         drop()
 
 
 def edited() -> None:
-    """Weights were written otherwise than by an optimizer."""
+    """Record that weights were written, and not by an optimizer."""
     global edits
     edits += 1
 
 
 def watch_optimizers() -> None:
-    """Let every ``torch.optim`` step raise the weight version; once per process, on first use."""
+    """Make every ``torch.optim`` step raise the weight version; installed once per process, on first use."""
     global _installed
     with _lock:
         if not _installed:
@@ -60,7 +60,7 @@ def _stepped(*_: object) -> None:
 
 
 def _callers(most: int = sys.maxsize) -> Iterator[FrameType]:
-    """The frames of the call stack, from the caller's caller outward, at most so many."""
+    """The frames of the call stack, from the caller's caller outward, at most ``most``."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and most:
         yield frame
@@ -68,14 +68,14 @@ def _callers(most: int = sys.maxsize) -> Iterator[FrameType]:
 
 
 def called_by_conversion() -> bool:
-    """Whether a weight is asked for another dtype by a module's ``_apply``, which keeps what it gets as its parameter:
-    ``module.to()``, ``half()``, ``float()``. Between the two are the tensor's method and the module's function."""
+    """Whether a module's ``_apply`` converts a weight to another dtype and will keep the result as its parameter:
+    ``module.to()``, ``half()``, ``float()``. The tensor's method and the module's function are between the two."""
     frames = _callers(most=8)
     return any(f.f_code.co_name == "_apply" and isinstance(f.f_locals.get("self"), nn.Module) for f in frames)
 
 
 def writer() -> str:
-    """What to do instead where PEFT is what writes to a weight, a sentence and a space; "" for any other caller."""
+    """Advice for an error if PEFT is writing to a weight, a sentence and a space; "" for other callers."""
     of_peft = [frame for frame in _callers() if str(frame.f_globals.get("__name__")).partition(".")[0] == "peft"]
     for frame in of_peft:
         name, adapter = frame.f_code.co_name, frame.f_locals.get("adapter_name")

@@ -1,1 +1,1 @@
-"""What the frameworks share on the way to a configuration of Octavo."""
+"""Code that the translations from all frameworks share."""

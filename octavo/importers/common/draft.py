@@ -1,9 +1,9 @@
-"""The draft of a translation: it reads their keys, sets ours, and writes down what became of each.
+"""The draft of a translation: it reads the keys of the other framework, sets Octavo's, and records the outcome of each.
 
-A framework's file asks for a value (:meth:`Draft.number`, ``flag``, ``text``, ...), sets keys of ours (``put``), or
-says why it does not (``same``, ``none``, ``dead``, ``table``). Whatever was asked for or named in a table is a key that
-the framework has; a key that nobody named is unknown, and stands in the report as such. So no list of names can
-disagree with the code, and no key can be forgotten.
+The module of a framework reads values (:meth:`Draft.number`, ``flag``, ``text``, ...), sets keys of Octavo (``put``),
+or says why it does not (``same``, ``none``, ``dead``, ``table``). Every key that it reads, or names in a table, exists
+in that framework; any other key is reported as unknown. So no separate list of names can disagree with the code, and no
+key can be forgotten.
 """
 
 from __future__ import annotations
@@ -25,27 +25,31 @@ from octavo.config.sections.text_types import is_url
 from octavo.config.yaml.problems import ConfigError, Place, Problem, named, nearest
 from octavo.importers.common.key_outcomes import Kind, Row, Setting
 from octavo.importers.errors import TranslateError
-from octavo.importers.source.keys import Foreign, Given
+from octavo.importers.source.keys import Foreign, SourceKey
 from octavo.importers.source.root_folder import Folder
 
-#: of what a script or a file leaves open, the value cannot be known
-_OPEN = "its value is a variable that the script does not set ({}); give it with --set {}=VALUE"
-_RUN = "its value is what only a run of the script would give ({}), and nothing is run; write it out there"
-_REFERS = "its value refers to {}, which only a running process there knows"
-_EMPTY = "empty there, as if it were absent"
-#: of a number that is read: above it are only slips, and their products would leave what a float holds
+#: reasons for keys whose value a script or a file leaves open
+_OPEN = "its value is a variable that the script does not set ({}); set it with --set {}=VALUE"
+_RUN = "its value is known only when the script runs ({}), and nothing is run; write the value there"
+_REFERS = "its value refers to {}, which only a running process knows"
+_EMPTY = "empty, as if it were absent"
+#: bound on numbers: larger ones are mistakes, and products of them could overflow a float
 LARGEST = float(1 << 63)
-#: words of one key; unknown keys that are compared with all known ones (each costs milliseconds)
+#: maximum words of one key, and of unknown keys that are compared with all known ones (each takes milliseconds)
 _MOST_WORDS, _SUGGESTIONS = 10_000, 40
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
 
 
 class Draft:
-    """``folder``: the one that their relative paths are seen from, and outside of which nothing is read; ``out``: the
-    file that is written; ``world``: the number of processes, and ``sizes``: the rows of the data, where they are given.
+    """A translation in progress.
 
-    A value that is nonsense (a word where a number belongs) is noted with its line; what is asked for goes on with what
-    is usual there, so that all such values are found at once, and :meth:`finish` raises for them."""
+    folder  the folder that relative paths start from; nothing outside it is read
+    out     the file that will be written
+    world   the number of processes, if the user gave it; sizes: the number of rows of the data, likewise
+
+    An invalid value (a word instead of a number) is recorded with its line, and reading continues with the default, so
+    that all such values are reported at once: :meth:`finish` raises for them.
+    """
 
     def __init__(
         self,
@@ -56,46 +60,46 @@ class Draft:
         world: int | None = None,
         sizes: int | None = None,
     ) -> None:
-        self.given = {given.key: given for given in foreign.given}
+        self.source_keys = {entry.key: entry for entry in foreign.source_keys}
         self.command, self.referred = foreign.words, foreign.referred
         self.folder, self.root = folder, folder.root
         self.home, self.world, self.sizes = out.parent, world, sizes
         self.home_name = out.stem
         self.rows: dict[str, Row] = {}
         self.settings: dict[str, Setting] = {}
-        self.asked: set[str] = set()
+        self.read_keys: set[str] = set()
         self.patterns: list[str] = []
         self.notes: list[str] = []
         self.problems: dict[Problem, None] = {}
         self.files: dict[str, str] = {}
-        self.sets: dict[str, str] = {}  # data.train.0 -> its path as it is seen from the folder
+        self.sets: dict[str, str] = {}  # data.train.0 -> its path relative to the folder
         self._noted: set[str] = set()
-        self._order = {key: number for number, key in enumerate(self.given)}
-        self._sorted = sorted(self.given)
+        self._order = {key: number for number, key in enumerate(self.source_keys)}
+        self._sorted = sorted(self.source_keys)
 
-    # ---- what was given
+    # ---- reading keys
 
     def has(self, key: str) -> bool:
-        """Whether a key has a value that can be known, or is a flag whose value was an empty variable."""
+        """Whether a key has a known value, or is a flag whose value was an empty variable."""
         return self.value(key) is not None or self._bare(key)
 
     def value(self, key: str) -> Any:
-        """The value of a key as it was found; None where it is absent, empty, or open."""
-        self.asked.add(key)
-        found = self.given.get(key)
-        return None if found is None or found.open or found.bare else found.value
+        """Return the value of a key as it was written; None if it is absent, empty, or open."""
+        self.read_keys.add(key)
+        entry = self.source_keys.get(key)
+        return None if entry is None or entry.open or entry.bare else entry.value
 
     def _bare(self, key: str) -> bool:
-        return key in self.given and self.given[key].bare
+        return key in self.source_keys and self.source_keys[key].bare
 
     def number(self, key: str, usual: float | None = None) -> Any:
-        """A number; ``usual`` where none is given. 0 is what was asked for, not what is usual."""
+        """Return a number; ``usual`` if there is none. 0 counts as a value."""
         return self._number(key, self.value(key), usual)
 
     def number_in(self, key: str, name: str) -> Any:
-        """A number within a mapping (:meth:`mapping`); None where it has none of that name."""
+        """Return a number in a mapping (:meth:`mapping`); None if it has none with that name."""
         inner = f"{key}.{name}"
-        return self._number(inner if inner in self.given else key, self.mapping(key).get(name), None)
+        return self._number(inner if inner in self.source_keys else key, self.mapping(key).get(name), None)
 
     def _number(self, key: str, value: Any, usual: float | None) -> Any:
         if isinstance(value, str):
@@ -108,7 +112,7 @@ class Draft:
         return usual
 
     def whole(self, key: str, usual: int | None = None) -> Any:
-        """A whole number; ``usual`` where none is given."""
+        """Return a whole number; ``usual`` if there is none."""
         value = self.number(key, usual)
         if value is None or value == int(value):
             return None if value is None else int(value)
@@ -129,32 +133,32 @@ class Draft:
         return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
     def words(self, key: str, split: str = ",") -> list[str]:
-        """Several words: a list, or a text with commas between."""
+        """Return several words: from a list, or from a text that ``split`` separates."""
         value = self.value(key)
         if value is None:
             return []
         if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(v, dict | list) for v in value)):
             return self._wrong(key, "words") or []
         parts = value if isinstance(value, list) else [value]
-        found = [word for part in parts for word in (w.strip() for w in str(part).split(split or "\0")) if word]
-        return found if len(found) <= _MOST_WORDS else self._wrong(key, f"at most {_MOST_WORDS:,} words") or []
+        words = [word for part in parts for word in (w.strip() for w in str(part).split(split or "\0")) if word]
+        return words if len(words) <= _MOST_WORDS else self._wrong(key, f"at most {_MOST_WORDS:,} words") or []
 
     def scalar(self, key: str) -> Any:
-        """A single value of any kind: a word, a number, true or false."""
+        """Return a single value of any kind: a word, a number, true or false."""
         value = self.value(key)
         if isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
             return self._wrong(key, "a word, a number, true or false")
         return value
 
     def numbers(self, key: str) -> list[float]:
-        """Several numbers: a list, or a text with commas between."""
-        found = [as_number(word) for word in self.words(key)]
-        if any(isinstance(value, str) or not abs(value) <= LARGEST for value in found):
+        """Return several numbers: from a list, or from a text with commas."""
+        numbers = [as_number(word) for word in self.words(key)]
+        if any(isinstance(value, str) or not abs(value) <= LARGEST for value in numbers):
             return self._wrong(key, "numbers") or []
-        return [float(value) for value in found]
+        return [float(value) for value in numbers]
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """A mapping: of YAML (then its keys are leaves of their own, which are taken here), or JSON in a text."""
+        """Return a mapping: one in YAML, whose keys are separate leaves that are collected here, or JSON in a text."""
         value = self.value(key)
         if isinstance(value, str):
             try:
@@ -163,101 +167,107 @@ class Draft:
                 return self._wrong(key, "a mapping (JSON)") or {}
         if value is not None and not isinstance(value, dict):
             return self._wrong(key, "a mapping") or {}
-        inner = {k.removeprefix(f"{key}."): self.given[k].value for k in self.under(f"{key}.")}
+        inner = {k.removeprefix(f"{key}."): self.source_keys[k].value for k in self.under(f"{key}.")}
         return dict(value or {}) | inner
 
     def under(self, prefix: str) -> list[str]:
-        """The keys that begin with a prefix, in the order of the files."""
+        """Return the keys that begin with a prefix, in the order of the files."""
         first = bisect_left(self._sorted, prefix)
-        found = takewhile(lambda key: key.startswith(prefix), islice(self._sorted, first, None))
-        return sorted(found, key=self._order.__getitem__)
+        keys = takewhile(lambda key: key.startswith(prefix), islice(self._sorted, first, None))
+        return sorted(keys, key=self._order.__getitem__)
 
     def entries(self, prefix: str) -> list[str]:
-        """The entries of a list of mappings: ``datasets.0``, ``datasets.1`` of ``datasets.0.path``, ``datasets.1.path``
-        (flags may leave some out)."""
+        """Return the entries of a list of mappings: ``datasets.0``, ``datasets.1`` for ``datasets.0.path``,
+        ``datasets.1.path`` (flags may leave some out)."""
         heads = {key[len(prefix) + 1 :].partition(".")[0] for key in self.under(f"{prefix}.")}
         numbers = [head for head in heads if head.isdecimal() and head.isascii()]
         return [f"{prefix}.{head}" for head in sorted(numbers, key=lambda head: (len(head), head))]
 
-    def add(self, given: Iterable[Given], prefix: str) -> None:
-        """Keys of a further file, which a key of theirs names."""
-        for one in given:
-            self.given.setdefault(f"{prefix}{one.key}", replace(one, key=f"{prefix}{one.key}"))
-        self._order = {key: number for number, key in enumerate(self.given)}
-        self._sorted = sorted(self.given)
+    def add(self, entries: Iterable[SourceKey], prefix: str) -> None:
+        """Add the keys of a further file, which a key names."""
+        for one in entries:
+            self.source_keys.setdefault(f"{prefix}{one.key}", replace(one, key=f"{prefix}{one.key}"))
+        self._order = {key: number for number, key in enumerate(self.source_keys)}
+        self._sorted = sorted(self.source_keys)
 
-    # ---- what becomes of it
+    # ---- setting keys, and the outcome of each
 
     def put(self, target: str, value: Any, *keys: str, why: str = "") -> None:
-        """``target`` of ours gets a value, which comes from these keys; from none that is there: their default."""
-        self.asked.update(key for key in keys if key)
-        source = tuple(self.given[key] for key in dict.fromkeys(keys) if self.has(key))
+        """Set Octavo's key ``target``. Its value comes from ``keys``; if none of them is present, it is the default of
+        the other framework."""
+        self.read_keys.update(key for key in keys if key)
+        source = tuple(self.source_keys[key] for key in dict.fromkeys(keys) if self.has(key))
         before = self.settings.get(target)
         for key in dict.fromkeys(keys):
-            if (given := self.given.get(key)) is not None and given.open:
+            if (entry := self.source_keys.get(key)) is not None and entry.open:
                 why = f"{why}; to be filled in: {key} is open".removeprefix("; ")
-                self.note(f"{target} is to be filled in: {key} is {given.value}, which is open; {value} stands there")
+                self.note(
+                    f"{target} is to be filled in: {key} is {entry.value}, which is open; {value} is a placeholder"
+                )
         self.settings[target] = Setting(value, source or (before.source if before else ()), why)
-        for given in source:
-            self._row(given, "translated", why, (target, value))
+        for entry in source:
+            self._row(entry, "translated", why, (target, value))
 
-    def told(self, what: str, value: Any, *keys: str, why: str = "") -> None:
-        """Keys that become something outside the file: an option of a command, a variable of the environment."""
-        self.asked.update(keys)
+    def put_outside(self, what: str, value: Any, *keys: str, why: str = "") -> None:
+        """Record keys that become something outside the file: a command-line option, an environment variable."""
+        self.read_keys.update(keys)
         for key in keys:
             if self.has(key):
-                self._row(self.given[key], "translated", why, (what, value))
+                self._row(self.source_keys[key], "translated", why, (what, value))
 
     def same(self, *keys: str, why: str) -> None:
-        """Equal to what Octavo does anyway."""
+        """Record keys that ask for what Octavo does anyway."""
         self._say("default", keys, why)
 
     def none(self, *keys: str, why: str, apart: bool = False) -> None:
-        """Nothing here does that: why, and what to do instead. ``apart``: no number of the training depends on it."""
+        """Record keys without equivalent: why, and what to do instead. ``apart``: no number of the training depends on
+        them."""
         self._say("none", keys, why)
         for key in keys if apart else ():
             if key in self.rows:
                 self.rows[key].apart = True
 
     def dead(self, *keys: str, why: str) -> None:
-        """It did nothing there."""
+        """Record keys that had no effect in the other framework."""
         self._say("dead", keys, why)
 
     def refuse(self, key: str, why: str) -> NoReturn:
-        """A run of a kind that is not translated: nothing that stands in its place would be that run."""
-        given = self.given[key]
-        raise TranslateError(f"{given.place}: {key}: {named(given.value)} is not translated: {why}.")
+        """Raise TranslateError for a kind of run that is not translated: any substitute would be another run."""
+        entry = self.source_keys[key]
+        raise TranslateError(f"{entry.place}: {key}: {named(entry.value)} is not translated: {why}.")
 
     def wrong(self, key: str, wanted: str, fix: str = "") -> None:
-        """The value is nonsense: an error, with its line."""
+        """Record an invalid value as an error, with its line."""
         self._wrong(key, wanted, fix)
 
     def table(self, kind: Kind, reasons: Mapping[str, str]) -> None:
-        """Reasons, each with the keys (or globs over them) that it is true of, for keys of which nothing was said."""
+        """Record reasons, each for its keys (or globs), for keys that have no outcome yet."""
         for why, names in reasons.items():
             for name in names.split():
-                self.asked.add(name)
+                self.read_keys.add(name)
                 if not any(sign in name for sign in "*?["):
                     self._say(kind, (name,), why, late=True)
             if patterns := [name for name in names.split() if any(sign in name for sign in "*?[")]:
                 self.patterns += patterns
-                # what is open and was asked for has its own reason (finish)
-                found = [
-                    k for k in filter(_any_of(patterns), self.given) if not (k in self.asked and self.given[k].open)
+                # A key that was read and is open gets its own reason in `finish`.
+                matches = [
+                    k
+                    for k in filter(_any_of(patterns), self.source_keys)
+                    if not (k in self.read_keys and self.source_keys[k].open)
                 ]
-                self._say(kind, found, why, late=True)
-                for key in found:  # a variable of the environment that nothing here reads
+                self._say(kind, matches, why, late=True)
+                for key in matches:  # environment variables that no code here reads
                     if key.startswith("$") and key in self.rows:
                         self.rows[key].apart = True
 
     def note(self, text: str) -> None:
-        """Something to know that is of no single key."""
+        """Add a note that does not belong to a single key."""
         if text not in self._noted:
             self._noted.add(text)
             self.notes.append(text)
 
     def path(self, text: str, *, hub: bool = True) -> str:
-        """A path of theirs as it is seen from the folder of the file that is written."""
+        """Return a path of the other framework relative to the folder of the file that is written."""
         if not text or text.startswith(("/", "~", "$")) or is_url(text):
             return text
         if hub and is_name(text, self.root) and not self.folder.there(text):
@@ -265,95 +275,95 @@ class Draft:
         return os.path.relpath(self.root / text, self.home)
 
     def finish(self) -> None:
-        """Everything of which nothing was said: open, empty, or unknown. Raises ConfigError for values of nonsense."""
+        """Record all keys without an outcome as open, empty or unknown. Raises ConfigError for invalid values."""
         if self.problems:
             raise ConfigError([*self.problems])
         shared = self.settings.get("parallel.context")
         if shared is not None and "data.packing" in self.settings and not self.settings["data.packing"].source:
             self.note(
                 f"parallel.context: {shared.value} needs as many processes, and packed rows: train.global_batch "
-                f"counts packs, "
-                "of which each holds several samples; lower it to keep the samples of a step"
+                "counts packs, each of which holds several samples; lower it to keep the samples of a step"
             )
         self._note_unsure()
         for name in self.folder.refused:
-            self.note(f"{name} is outside of {self.root} and was not read; give --root with a folder that holds it")
-        known = sorted(name for name in self.asked if not any(sign in name for sign in "*?["))
+            self.note(f"{name} is outside {self.root} and was not read; set --root to a folder that contains it")
+        known = sorted(name for name in self.read_keys if not any(sign in name for sign in "*?["))
         matched, left = _any_of(self.patterns), _SUGGESTIONS
-        for key, given in self.given.items():
+        for key, entry in self.source_keys.items():
             if key in self.rows:
                 continue
-            theirs = key in self.asked or matched(key)
-            if given.open:
-                yaml = given.place.source.endswith((".yaml", ".yml", ".json"))
-                settable = [name for name in given.open if name.isidentifier()]
+            # A key that was read, or matches a pattern, exists in the framework; any other one may be misspelled.
+            theirs = key in self.read_keys or matched(key)
+            if entry.open:
+                yaml = entry.place.source.endswith((".yaml", ".yml", ".json"))
+                settable = [name for name in entry.open if name.isidentifier()]
                 text = _REFERS if yaml else _OPEN if settable else _RUN
-                why = text.format(", ".join(given.open), settable[0] if settable else "")
-                self.rows[key] = Row(given, "none", why)
-            elif theirs and given.value in (None, "", [], {}):
-                self.rows[key] = Row(given, "default", _EMPTY)
+                why = text.format(", ".join(entry.open), settable[0] if settable else "")
+                self.rows[key] = Row(entry, "none", why)
+            elif theirs and entry.value in (None, "", [], {}):
+                self.rows[key] = Row(entry, "default", _EMPTY)
             elif not theirs and key in self.referred:
-                self.rows[key] = Row(given, "default", "a value that other keys refer to")
+                self.rows[key] = Row(entry, "default", "a value that other keys refer to")
             elif theirs:
-                self.rows[key] = Row(given, "none", "nothing that was translated depends on it")
+                self.rows[key] = Row(entry, "none", "nothing in the translation depends on it")
             else:
                 close = nearest(key, known) if left else None
                 left -= left > 0
-                why = "no key of this framework that Octavo knows" + (f"; did you mean {close}?" if close else "")
-                self.rows[key] = Row(given, "unknown", why)
+                why = "not a key of this framework that Octavo knows" + (f"; did you mean {close}?" if close else "")
+                self.rows[key] = Row(entry, "unknown", why)
 
-    # ---- within
+    # ---- helpers
 
     def _note_unsure(self) -> None:
-        """Lines of a script that were not followed, with the keys that they may change."""
+        """Add a note for each line of a script that was not followed, with the keys that it may change."""
         changed: dict[tuple[str, int], list[str]] = {}
-        for given in self.given.values():
-            for line in given.unsure:
-                changed.setdefault((given.place.source, line), []).append(given.key)
+        for entry in self.source_keys.values():
+            for line in entry.unsure:
+                changed.setdefault((entry.place.source, line), []).append(entry.key)
         for (source, line), keys in changed.items():
             names = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
-            self.note(f"{Place(source, line)} is not followed and may change {names}: the values are those without it")
+            self.note(f"{Place(source, line)} is not followed and may change {names}: the values ignore that line")
 
     def _say(self, kind: Kind, keys: Iterable[str], why: str, late: bool = False) -> None:
         for key in keys:
-            self.asked.add(key)
-            given = self.given.get(key)
-            if given is None or (given.value is None and not given.open) or (late and key in self.rows):
+            self.read_keys.add(key)
+            entry = self.source_keys.get(key)
+            if entry is None or (entry.value is None and not entry.open) or (late and key in self.rows):
                 continue
-            self._row(given, kind, why)
+            self._row(entry, kind, why)
 
-    def _row(self, given: Given, kind: Kind, why: str, target: tuple[str, Any] | None = None) -> None:
-        row = self.rows.get(given.key)
+    def _row(self, entry: SourceKey, kind: Kind, why: str, target: tuple[str, Any] | None = None) -> None:
+        row = self.rows.get(entry.key)
         if row is None:
-            self.rows[given.key] = Row(given, kind, why, (target,) if target else ())
+            self.rows[entry.key] = Row(entry, kind, why, (target,) if target else ())
         else:
             if row.kind == "default" and kind != "default":
                 row.kind = kind
-            row.more(why, target)
+            row.extend(why, target)
 
     def _wrong(self, key: str, wanted: str, fix: str = "") -> Any:
-        given = self.given[key]
-        problem = Problem(given.place, key, f"{named(given.value)}, where {wanted} belongs", fix or "correct it there")
+        entry = self.source_keys[key]
+        problem = Problem(entry.place, key, f"{named(entry.value)}, where {wanted} belongs", fix or "correct it there")
         self.problems[problem] = None
         return None
 
 
 def _any_of(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Whether a text matches one of several globs. One expression for all of them: a file may have 50,000 keys."""
+    """Return a function that matches a text against several globs, as one expression: a file may have 50,000 keys."""
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)").match
 
 
 def as_number(text: str) -> float | str:
-    """PyYAML reads 1e-4 as a text, and whoever takes it makes a number of it; so do we."""
+    """Convert a text to a number if it is one. PyYAML reads 1e-4 as a text, and all frameworks convert it."""
     try:
-        found = float(text.strip().replace("_", ""))
+        number = float(text.strip().replace("_", ""))
     except ValueError:
         return text
-    return int(found) if abs(found) <= LARGEST and found == int(found) and "e" not in text.lower() else found
+    return int(number) if abs(number) <= LARGEST and number == int(number) and "e" not in text.lower() else number
 
 
 def choice(draft: Draft, key: str, known: Mapping[str, Any]) -> Any:
-    """The meaning of one of several words; an unknown one is nonsense, with the nearest."""
+    """Return the meaning of one of several words; an unknown word is an error that names the nearest one."""
     word = draft.text(key)
     if word is None:
         return None
@@ -365,5 +375,5 @@ def choice(draft: Draft, key: str, known: Mapping[str, Any]) -> Any:
 
 
 def globs(words: Sequence[str]) -> list[str]:
-    """Names of modules as PEFT takes them, by their end, as globs over whole names."""
+    """Return names of modules, which PEFT matches by suffix, as globs over full names."""
     return [word if "*" in word else f"**.{word}" for word in words]

@@ -1,11 +1,11 @@
-"""What becomes of each key: exactly one of five things, so that nothing is dropped in silence."""
+"""The outcome of each key: exactly one of five, so that no key is dropped silently."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from octavo.importers.source.keys import Given
+from octavo.importers.source.keys import SourceKey
 
 Kind = Literal["translated", "default", "none", "dead", "unknown"]
 
@@ -21,17 +21,20 @@ HEADINGS: dict[Kind, str] = {
 
 @dataclass
 class Row:
-    """One key of theirs. ``targets`` are the keys of ours that it became, with their values; ``apart``: here no number
-    depends on it, whatever its name (octavo/importers/lost_keys.py)."""
+    """The outcome of one source key.
 
-    given: Given
+    targets  the keys of Octavo that it became, with their values
+    apart    no number of the training depends on it, whatever its name (octavo/importers/lost_keys.py)
+    """
+
+    source_key: SourceKey
     kind: Kind
     why: str = ""
     targets: tuple[tuple[str, Any], ...] = ()
     apart: bool = False
 
-    def more(self, why: str, target: tuple[str, Any] | None = None) -> None:
-        """A second thing that is said of the same key."""
+    def extend(self, why: str, target: tuple[str, Any] | None = None) -> None:
+        """Add a second reason or target of the same key."""
         if why and why not in self.why:
             self.why = f"{self.why}; {why}" if self.why else why
         if target is not None and target not in self.targets:
@@ -40,8 +43,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of ours: its value, the keys of theirs that it came from, and why where that is not plain."""
+    """One key of Octavo: its value, the source keys it came from, and the reason if that is not obvious."""
 
     value: Any
-    source: tuple[Given, ...]
+    source: tuple[SourceKey, ...]
     why: str = ""

@@ -1,4 +1,4 @@
-"""What all frameworks name in some way: the model, adapters, what is frozen, packing, and FP8 where there was none."""
+"""Settings that all frameworks have in some form: the model, adapters, frozen components, packing, and missing FP8."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _SEES = re.compile(
     r"magistral-small-2509|kimi-k(2\.[5-9]|3)|step-?3|multimodal|paligemma|molmo|ovis|[-_]ocr\b)",
     re.IGNORECASE,
 )
-#: data sets of one file
+#: maximum number of data sets of one file
 _MOST_SETS = 1000
-#: pixels of the side of a token: patches of 16 or 14, two by two
+#: pixels of the side of an image token: two by two patches of 16 or 14
 _SIDES = {r"qwen-?3([-_]?vl|\.[5-9])": 32, r"qwen-?2(\.?5)?[-_]?vl": 28}
-#: what training freezes by component, in Octavo's order
+#: components that training can freeze, in Octavo's order
 TOWERS = ("image_encoder", "foundation")
 COMPONENTS = ("image_encoder", "image_projector", "foundation")
 
 
 def model(draft: Draft, *keys: str, why: str = "") -> str | None:
-    """The first of these keys that is there becomes model.path; a file without one is left to be filled in."""
+    """Set model.path from the first of these keys that is present; without one it is left to be filled in."""
     for key in keys:
         if word := draft.text(key):
             draft.put("model.path", draft.path(word), key, why=why)
@@ -39,28 +39,28 @@ def model(draft: Draft, *keys: str, why: str = "") -> str | None:
 
 
 def config_of(draft: Draft, path: str | None) -> dict[str, Any]:
-    """config.json of a model's folder, where it lies here."""
+    """Return config.json of a model's folder; {} if the folder is not on this machine."""
     if path is None or is_name(path, draft.root):
         return {}
     return draft.folder.json(path, "config.json")
 
 
 def sees(draft: Draft, path: str | None) -> bool:
-    """Whether a model has a vision tower: its config.json says so where it lies here; elsewhere its name is judged,
-    which is noted."""
+    """Whether a model has a vision tower, by its config.json if that is on this machine; otherwise by its name, with a
+    note."""
     if path is None:
         return False
     config = config_of(draft, path)
     if config:
         return any(key in config for key in ("vision_config", "vision_tower_cfg", "mm_vision_tower"))
-    found = _SEES.search(path) is not None
-    draft.note(f"{path} is not here, so by its name it {'sees images' if found else 'is a text model'}")
-    return found
+    by_name = _SEES.search(path) is not None
+    draft.note(f"{path} is not here, so by its name it {'sees images' if by_name else 'is a text model'}")
+    return by_name
 
 
 def filmed(draft: Draft, path: str | None) -> str | None:
-    """The family of a model whose videos train here, by `model_type` of config.json where it is here, else by the
-    model's name; None for any other."""
+    """Return the family of a model that Octavo trains with videos, by `model_type` of config.json if that is on this
+    machine, else by the model's name; None for other models."""
     families = video_families()
     if kind := str(config_of(draft, path).get("model_type") or ""):
         return next((name for name in families if kind.startswith(name)), None)
@@ -72,8 +72,8 @@ _COPY = re.compile(r"([-_.](mcore|dcp|mm|hf|megatron|torch_dist|converted|(tp|pp
 
 
 def same_model(path: str, model: str) -> bool:
-    """Whether a checkpoint of another layout is by its name a copy of a model's folder: ``ckpt/mm/Qwen3-VL-8B-dcp`` of
-    ``Qwen/Qwen3-VL-8B``."""
+    """Whether a checkpoint in another layout seems by its name to be a copy of a model's folder:
+    ``ckpt/mm/Qwen3-VL-8B-dcp`` for ``Qwen/Qwen3-VL-8B``."""
     names = []
     for text in (path, model):
         words = [word for word in text.lower().split("/") if word and word != "release"]
@@ -82,7 +82,8 @@ def same_model(path: str, model: str) -> bool:
 
 
 def token_side(draft: Draft, path: str | None) -> int | None:
-    """Pixels of the side of an image's token, for models that count an image's tokens; None where it is not known."""
+    """Return the pixels of the side of an image token, for models with a variable number of tokens per image; None if
+    unknown."""
     vision = section(config_of(draft, path), "vision_config")
     if (patch := whole(vision, "patch_size")) and (merged := whole(vision, "spatial_merge_size")):
         return patch * merged
@@ -90,32 +91,41 @@ def token_side(draft: Draft, path: str | None) -> int | None:
 
 
 def video(draft: Draft, family: str | None, phase: str, keys: dict[str, str], usual: dict[str, float]) -> None:
-    """Frames of videos: ``keys`` are ours -> theirs, ``usual`` what they take where nothing is said. Theirs bounds the
-    pixels of each frame, as Octavo does of Qwen2.5-VL; of Qwen3-VL it bounds all frames of a video together."""
-    theirs = [key for key in keys.values() if key in draft.given]
+    """Translate the settings of video frames.
+
+    keys    Octavo's name -> the source key
+    usual   the defaults of the other framework
+
+    The source keys bound the pixels of each frame, as Octavo does for Qwen2.5-VL; for Qwen3-VL Octavo bounds all frames
+    of a video together.
+    """
+    theirs = [key for key in keys.values() if key in draft.source_keys]
     taken = phase != "pretrain"
     if not taken or family is None:
-        draft.none(*theirs, why=VIDEO if taken else "phase pretrain takes no videos", apart=True)
+        draft.none(*theirs, why=VIDEO if taken else "phase pretrain accepts no videos", apart=True)
         return
     budget = video_families()[family].budget
     for ours, key in keys.items():
         value = draft.number(key, usual.get(ours))
         if ours.endswith("pixels") and budget != "frame":
-            whole = "data.video.max_pixels counts all frames of a video together: this, times the frames of yours"
+            whole = "data.video.max_pixels counts all frames of a video together: multiply this by your frames"
             draft.none(key, why=whole if budget == "video" else "every frame is one tile of a fixed size")
         elif value or (value == 0 and ours.endswith("pixels")):
             draft.put(f"data.video.{ours}", value if ours == "fps" else max(1, int(value)), key)
 
 
-#: keys of LLaMA-Factory's reader of videos, which MindSpeed-MM has too, and what they are where nothing is said
+#: keys of LLaMA-Factory's video reader, which MindSpeed-MM uses too, and their defaults
 FILM = {"fps": "fps", "max_frames": "maxlen", "max_pixels": "max_pixels", "min_pixels": "min_pixels"}
 FILMED = {"fps": 2.0, "max_frames": 128, "max_pixels": 256 * 256, "min_pixels": 16 * 16}
 
 
 def last_answer(draft: Draft, key: str) -> None:
-    """Loss on the last answer of a row alone is said by the rows here."""
-    draft.none(key, why="loss falls on every answer; weight: 0 in earlier answers of a row takes it off them, and "
-               "data.split_turns teaches each answer as a row of its own")  # fmt: skip
+    """Report that a loss only on the last answer is set in the rows."""
+    draft.none(
+        key,
+        why="loss is on every answer; weight: 0 in earlier answers of a row removes it from them, and "
+        "data.split_turns makes each answer a separate row",
+    )
 
 
 def lora(
@@ -128,23 +138,23 @@ def lora(
     keys: dict[str, str],
     but: Sequence[str] = (),
 ) -> None:
-    """Adapters: ``targets`` are components, or names of modules; ``but``: components whose modules of these names get
-    none."""
+    """Set adapters. ``targets``: components, or names of modules; ``but``: components whose modules get no adapters
+    even if a name matches."""
     draft.put("lora.rank", rank, keys.get("rank", ""))
     draft.put("lora.alpha", float(alpha), keys.get("alpha", ""))
     _dropout(draft, dropout, keys.get("dropout", ""))
     named = [word for word in targets if word not in COMPONENTS]
-    found = [word for word in targets if word in COMPONENTS] + globs(named)
-    draft.put("lora.targets", found, keys.get("targets", ""))
+    chosen = [word for word in targets if word in COMPONENTS] + globs(named)
+    draft.put("lora.targets", chosen, keys.get("targets", ""))
     if named and but:
-        draft.put("lora.exclude", list(but), why="modules of the same names may be there")
+        draft.put("lora.exclude", list(but), why="modules with the same names may be there")
 
 
 def _dropout(draft: Draft, share: float, key: str) -> None:
-    """The adapters' dropout, which phase preference has not: it would be in the policy and not in its reference.
+    """Translate the dropout of adapters. Phase preference has none: it would be in the policy and not in its reference.
 
-    TRL's trainers of DPO, KTO, ORPO and CPO switch all dropout off (``disable_dropout`` is true where nothing is said),
-    and so do LLaMA-Factory's and ms-swift's; Megatron's have no such switch."""
+    TRL's trainers for DPO, KTO, ORPO and CPO switch all dropout off (``disable_dropout`` is true by default), and so do
+    LLaMA-Factory's and ms-swift's; Megatron's have no such switch."""
     if draft.settings["train.phase"].value != "preference":
         draft.put("lora.dropout", float(share), key)
     elif not share:
@@ -156,8 +166,8 @@ def _dropout(draft: Draft, share: float, key: str) -> None:
         draft.same("disable_dropout", why="all dropout is off in phase preference")
 
 
-def freeze(draft: Draft, frozen: dict[str, tuple[str, ...]]) -> None:
-    """component -> the keys that freeze it."""
+def freeze(draft: Draft, frozen: Mapping[str, tuple[str, ...]]) -> None:
+    """Set model.freeze. ``frozen``: component -> the keys that freeze it."""
     names = [name for name in COMPONENTS if name in frozen]
     if names:
         keys = [key for name in names for key in frozen[name]]
@@ -165,7 +175,7 @@ def freeze(draft: Draft, frozen: dict[str, tuple[str, ...]]) -> None:
 
 
 def adapt(draft: Draft, keys: dict[str, str], rslora: str = "", dora: str = "") -> None:
-    """rsLoRA and DoRA."""
+    """Translate the flags of rsLoRA and DoRA."""
     if rslora and draft.flag(rslora):
         draft.put("lora.rslora", True, rslora)
     if dora and draft.flag(dora):
@@ -173,11 +183,12 @@ def adapt(draft: Draft, keys: dict[str, str], rslora: str = "", dora: str = "") 
 
 
 def packing(draft: Draft, *keys: str, why: str = "") -> None:
+    """Turn packing on."""
     draft.put("data.packing", True, *keys, why=why or "samples of a row never see each other")
 
 
 def packs(draft: Draft, phase: str, key: str) -> bool:
-    """Whether rows are packed, which one flag says there; what it means in each phase."""
+    """Translate the one flag for packing, whose meaning depends on the phase. Returns whether rows are packed."""
     on = draft.flag(key)
     if phase == "sft" and on:
         packing(draft, key)
@@ -192,30 +203,28 @@ def packs(draft: Draft, phase: str, key: str) -> bool:
 
 
 def no_fp8(draft: Draft) -> None:
-    """Where nothing asked for FP8, the run stays in high precision, so that it is the run it was."""
+    """Turn FP8 off if no key requested it, so that the run stays the same."""
     if not any(target.startswith(("fp8.", "model.load_in_fp8")) for target in draft.settings):
-        draft.put("fp8.recipe", "off", why="no FP8 there; blockwise is Octavo's usual")
+        draft.put("fp8.recipe", "off", why="no FP8 there; blockwise is Octavo's default")
         draft.note(
-            "there was no FP8: fp8.recipe is off; remove that line (or give --fp8-recipe blockwise) to train in FP8"
+            "there was no FP8: fp8.recipe is off; remove that line (or set --fp8-recipe blockwise) to train in FP8"
         )
 
 
 def eight_bits(draft: Draft, key: str, bits: int) -> None:
-    """A base in 8 bits becomes FP8 codes; one in 4 has no equivalent, and the codes are what comes nearest."""
+    """Translate a quantized base: 8 bits become FP8 codes; 4 bits have no equivalent, and FP8 codes are the nearest."""
     if bits == 8:
-        draft.put(
-            "model.load_in_fp8", "rowwise", key, why="8 bits that are multiplied in FP8, with a scale for each row"
-        )
+        draft.put("model.load_in_fp8", "rowwise", key, why="8 bits, multiplied in FP8 with a scale for each row")
     else:
         why = "there is no 4-bit base; model.load_in_fp8 keeps it at a byte a parameter, twice QLoRA's"
         draft.none(key, why=why)
-        draft.put("model.load_in_fp8", "rowwise", why=f"in the place of {bits} bits, which Octavo lacks")
+        draft.put("model.load_in_fp8", "rowwise", why=f"instead of {bits} bits, which Octavo lacks")
 
 
 def dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool = True, why: str = "") -> str:
-    """A data set's path; gives the prefix of its further keys."""
+    """Set the path of a data set. Returns the prefix of its other keys."""
     if number >= _MOST_SETS:
-        raise TranslateError(f"it names over {_MOST_SETS:,} data sets. Join them in fewer files, or name their folder.")
+        raise TranslateError(f"it names over {_MOST_SETS:,} data sets. Join them into fewer files, or name the folder.")
     at = f"data.{of}.{number}"
     draft.put(f"{at}.path", draft.path(path, hub=hub), *keys, why=why)
     draft.sets[at] = path
@@ -223,63 +232,64 @@ def dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: bool
 
 
 def stream(draft: Draft, at: str, key: str, why: str = "") -> bool:
-    """Rows of a data set that are read where they are; gives whether they can be. One JSON list (as a file that ends in
-    .json is, unless it is here and begins otherwise) has no rows that could be read one by one."""
+    """Stream a data set if possible; returns whether it is. A single JSON list, which a .json file is unless it is on
+    this machine and begins otherwise, has no rows that could be read one by one."""
     path = draft.sets.get(at, "")
     begins = draft.folder.begins(path)
     if begins == "[" or (not begins and path.endswith(".json")):
-        found = f"{path} is one JSON list, which is read into the cache; JSONL (an object a line) can be streamed"
-        draft.none(key, why=found, apart=True)
+        reason = f"{path} is one JSON list, which is read into the cache; JSONL (an object per line) can be streamed"
+        draft.none(key, why=reason, apart=True)
         return False
     draft.put(f"{at}.stream", True, key, why=why)
     return True
 
 
 def kernel(draft: Draft, key: str, known: Mapping[str, str], packed: bool) -> None:
-    """The kernel of attention by its name there; ``org/name`` is one of the hub."""
+    """Translate the name of an attention kernel; ``org/name`` is a kernel of the hub."""
     word = draft.text(key) or ""
-    if "/" in word and not (found := re.search(r"flash-attn-?([23])", word)):
-        draft.none(key, why="a kernel of the hub; torch chooses one at each call (model.attention: sdpa)")
-    elif "/" in word:
-        attend(draft, key, f"flash_attention_{found[1]}", packed)
+    if "/" in word:
+        if match := re.search(r"flash-attn-?([23])", word):
+            attend(draft, key, f"flash_attention_{match[1]}", packed)
+        else:
+            draft.none(key, why="a kernel of the hub; torch chooses one at each call (model.attention: sdpa)")
     elif name := choice(draft, key, known):
         attend(draft, key, name, packed)
 
 
 def attend(draft: Draft, key: str, name: str, packed: bool) -> None:
-    """model.attention, or what does the same where packs would not have it."""
+    """Set model.attention, to an equivalent kernel if packs do not support the given one."""
     why = ""
     if packed and name.startswith("flash_attention"):
-        name, why = "sdpa", "packs take torch's flash attention by themselves"
+        name, why = "sdpa", "packs use torch's flash attention automatically"
     elif packed and name == "eager":
-        name, why = "sdpa", "packs are told apart without a mask"
+        name, why = "sdpa", "packs are separated without a mask"
     elif name == "flex" and not packed:
-        name, why = "sdpa", "flex is for packs here"
+        name, why = "sdpa", "flex is only for packs"
     draft.put("model.attention", name, key, why=why)
 
 
 def thinking(draft: Draft, *keys: str) -> None:
-    """`enable_thinking` and its kind are variables of the chat template, and one that a template does not read is an
-    error here; so the template is looked at where the model's folder is here."""
+    """Translate variables of the chat template such as `enable_thinking`. A variable that the template does not read is
+    an error in Octavo, so the template is searched if the model's folder is on this machine."""
     for key in keys:
-        if (found := draft.flag(key)) is not None:
-            _variable(draft, key, key.rpartition(".")[2], found)
+        if (value := draft.flag(key)) is not None:
+            _variable(draft, key, key.rpartition(".")[2], value)
 
 
-def _variable(draft: Draft, key: str, name: str, found: bool) -> None:
+def _variable(draft: Draft, key: str, name: str, value: bool) -> None:
     source = draft.settings["model.path"].source
     names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json") if source else ()
     read = [draft.folder.text(str(source[0].value), file) for file in names]
     texts = [text for text in read if text is not None]
     if texts and not any(name in text for text in texts):
-        draft.dead(key, why="the chat template of this model reads no such variable")
+        draft.dead(key, why="the chat template of this model does not read this variable")
         return
     before = draft.settings.get("data.template_args")
-    draft.put("data.template_args", {**(before.value if before else {}), name: found}, key,
+    draft.put("data.template_args", {**(before.value if before else {}), name: value}, key,
               why="a variable of the chat template")  # fmt: skip
     if not texts:
         draft.note(f"data.template_args: remove {name} if the model's chat template does not read it")
 
 
-TEMPLATE = "the chat template is that of the model's folder; a template of another name there has no equivalent"
-VIDEO = "videos train of Qwen3-VL, Qwen2.5-VL and InternVL alone (data.video); of other models they are refused, by row"
+TEMPLATE = "the chat template comes from the model's folder; templates selected by name have no equivalent"
+VIDEO = "videos train only with Qwen3-VL, Qwen2.5-VL and InternVL (data.video); other models refuse rows with videos"

@@ -1,4 +1,4 @@
-"""The same keys under a prefix: ``lr`` of ``training.lr``."""
+"""The same keys with a prefix: ``lr`` for ``training.lr``."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from octavo.importers.common.draft import Draft
 
 
 class Under:
-    """A draft seen from a section of their file; ``Under(draft)("lr")`` is the whole name of a key. ``names``: what
-    keys are called there, where another version renamed them."""
+    """A draft limited to a section of the source file; ``Under(draft)("lr")`` is the full name of a key.
+
+    names   keys that another version renamed -> their names in this file
+    """
 
     def __init__(self, draft: Draft, prefix: str = "", names: Mapping[str, str] | None = None) -> None:
         self.draft, self.prefix, self.names = draft, prefix, names or {}

@@ -1,4 +1,4 @@
-"""How long a run is, how large a step, and how the learning rate goes: what all frameworks say in other words."""
+"""The length of a run, the size of a step, and the schedule of the learning rate, which all frameworks have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from octavo.base import safe_read, suffixes
 from octavo.importers.common.draft import Draft
 
-#: bytes of a data file that is opened to count its rows
+#: maximum bytes of a data file that is read to count its rows
 _COUNTED = 64 << 20
 _NODES = ("nnodes", "num_machines", "num_nodes", "$NNODES")
 _EACH = ("nproc_per_node", "num_gpus", "$NPROC_PER_NODE", "$NPUS_PER_NODE", "$GPUS_PER_NODE")
@@ -17,64 +17,65 @@ _VISIBLE = ("$CUDA_VISIBLE_DEVICES", "$ASCEND_RT_VISIBLE_DEVICES")
 
 
 def _launched(draft: Draft, key: str) -> int | None:
-    """A number of hosts or of processes; ``gpu``, ``auto`` and ``1:4`` are known at the start alone."""
+    """Return a number of hosts or of processes. ``gpu``, ``auto`` and ``1:4`` are only known when the run starts."""
     if re.fullmatch(r"gpu|cpu|auto|[0-9]+:[0-9]+", draft.text(key) or "") is None:
         return counted(draft, key)
-    draft.note(f"{key} is {draft.text(key)}, which the start of the run decides there: give --world N")
+    draft.note(f"{key} is {draft.text(key)}, which is decided when the run starts: set --world N")
     return None
 
 
 def processes(draft: Draft) -> int:
-    """How many processes trained there: as the user says, as the launch says, or one, which is then a note."""
+    """Return the number of processes of the original run: from the user, from the launch command, or 1 with a note."""
+    # Launchers give hosts and processes per host separately; the product counts unless num_processes is given.
     nodes = next((n for key in _NODES if (n := _launched(draft, key))), 1)
     each = next((n for key in _EACH if (n := _launched(draft, key))), None)
     visible = next((words for key in _VISIBLE if (words := draft.words(key))), [])
-    found = counted(draft, "num_processes") or (each or len(visible)) * nodes or None
-    world = draft.world or found
-    if draft.world and found and draft.world != found:
-        draft.note(f"the launch is of {found} processes, and --world {draft.world} was asked for: that is taken")
-    opened = [key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.given and draft.given[key].open]
+    launched = counted(draft, "num_processes") or (each or len(visible)) * nodes or None
+    world = draft.world or launched
+    if draft.world and launched and draft.world != launched:
+        draft.note(f"the command launches {launched} processes, and --world {draft.world} is set: that is used")
+    opened = [key for key in (*_NODES, *_EACH, *_VISIBLE) if key in draft.source_keys and draft.source_keys[key].open]
     draft.same(*(opened if draft.world else ()), why="--world says how many")
     if opened and not draft.world:
-        names = ", ".join(f"{key} is {draft.given[key].value}" for key in opened)
-        draft.note(f"how many processes trained there is left open ({names}): {world or 1} is taken; give --world N")
+        names = ", ".join(f"{key} is {draft.source_keys[key].value}" for key in opened)
+        draft.note(f"the number of processes is left open ({names}): {world or 1} is assumed; set --world N")
     elif world is None:
-        draft.note("how many processes trained there is said nowhere: 1 is assumed; give --world N if it was another")
+        draft.note("the number of processes is not given: 1 is assumed; set --world N if it was another")
     world = world or 1
-    draft.told(
+    draft.put_outside(
         "octavo train --nproc",
         world,
         "num_processes",
         *_NODES,
         *_EACH,
         *_VISIBLE,
-        why="the number of processes is of the launch, not of the file",
+        why="the number of processes belongs to the command, not to the file",
     )
     if world > 1:
-        draft.note(f"start it as there: octavo train FILE --nproc {world}, or by torchrun on several hosts")
+        draft.note(f"start it with: octavo train FILE --nproc {world}, or with torchrun on several hosts")
     return world
 
 
 def batch(draft: Draft, micro: int, accumulation: int, ranks: int, *keys: str, packed: bool = False) -> None:
-    """Samples of a step over all processes. With packing a micro-batch is one pack: a batch of packs there is that
-    many micro-batches here."""
+    """Set the batch sizes. With packing a micro-batch is one pack, so a batch of packs becomes that many
+    micro-batches."""
     total = micro * accumulation * ranks
     draft.put("train.micro_batch", 1 if packed else micro, *keys[:1], why="one pack" if packed and micro != 1 else "")
-    why = f"{micro} a process x {accumulation} accumulated x {ranks} process{'es' if ranks > 1 else ''}"
+    why = f"{micro} per process x {accumulation} accumulated x {ranks} process{'es' if ranks > 1 else ''}"
     draft.put("train.global_batch", total, *keys, why=why)
 
 
 def counted(draft: Draft, key: str) -> int | None:
-    """A number of rows or of micro-batches; below 1 is nonsense."""
-    found = draft.whole(key)
-    if found is not None and found < 1:
+    """Return a number of rows or of micro-batches; a number below 1 is an error."""
+    count = draft.whole(key)
+    if count is not None and count < 1:
         draft.wrong(key, "a whole number from 1")
         return None
-    return found
+    return count
 
 
 def rows_of(draft: Draft, *names: str) -> int | None:
-    """The rows of a local file of JSON or JSON lines, counted; None for what is not there or is not such a file."""
+    """Count the rows of a local JSON or JSON Lines file; None for a missing, large or other file."""
     file = draft.folder.file(*names)
     if file is None or file.stat().st_size > _COUNTED:
         return None
@@ -89,7 +90,7 @@ def rows_of(draft: Draft, *names: str) -> int | None:
 
 
 def steps_of_epoch(draft: Draft, ranks: int) -> int | None:
-    """Steps of one pass, where the rows are known: given by the user, or counted."""
+    """Return the steps of one epoch if the number of rows is known, from the user or by counting."""
     total = draft.settings.get("train.global_batch")
     if draft.sizes is None or total is None or "data.packing" in draft.settings:
         return None
@@ -97,11 +98,11 @@ def steps_of_epoch(draft: Draft, ranks: int) -> int | None:
 
 
 def length(draft: Draft, steps: int | None, epochs: float | None, step_key: str, epoch_key: str) -> None:
-    """Steps win over epochs where both are given, as they do in every trainer here."""
+    """Set the length of the run. Steps win over epochs if both are given, as in all trainers translated here."""
     if steps is not None and steps > 0:
         draft.put("train.steps", steps, step_key)
         if draft.has(epoch_key):
-            draft.dead(epoch_key, why=f"{step_key} decides there where both are given")
+            draft.dead(epoch_key, why=f"{step_key} wins if both are given")
     elif epochs is not None:
         draft.put("train.epochs", epochs, epoch_key)
         if steps is not None:
@@ -109,18 +110,18 @@ def length(draft: Draft, steps: int | None, epochs: float | None, step_key: str,
 
 
 def total_steps(draft: Draft, ranks: int) -> int | None:
-    """Steps of the whole run, where they can be known now."""
-    if (given := draft.settings.get("train.steps")) is not None:
-        return int(given.value)
+    """Return the steps of the whole run if they are known now."""
+    if (setting := draft.settings.get("train.steps")) is not None:
+        return int(setting.value)
     epochs, one = draft.settings.get("train.epochs"), steps_of_epoch(draft, ranks)
     return None if epochs is None or one is None else max(1, math.ceil(one * float(epochs.value)))
 
 
 def _fix(draft: Draft, target: str) -> str:
-    """What to do about a share of steps that are not known."""
+    """Return what to do about a fraction of an unknown number of steps."""
     if "data.packing" in draft.settings:
-        return f"set {target}; octavo train says how many steps the packs of an epoch make"
-    return f"give --rows N, or set {target}"
+        return f"set {target}; octavo train prints how many steps an epoch of packs has"
+    return f"set --rows N, or set {target}"
 
 
 def warmup(
@@ -131,7 +132,7 @@ def warmup(
     whole_steps: Callable[[float], int] = math.ceil,
     of: int | None = None,
 ) -> None:
-    """Warm-up in steps; a share of the run (or ``of`` so many steps) becomes steps where its length is known."""
+    """Set the warm-up in steps. A fraction of the run (or of ``of`` steps) is converted if its length is known."""
     steps = draft.number(steps_key)
     share = draft.number(ratio_key)
     if steps is not None and 0 < steps < 1:  # transformers 5 takes a share there
@@ -139,11 +140,11 @@ def warmup(
     if steps:
         draft.put("train.warmup", int(steps), steps_key)
         if share:
-            draft.dead(ratio_key, why=f"{steps_key} decides there where both are given")
+            draft.dead(ratio_key, why=f"{steps_key} wins if both are given")
     elif share:
         whole = of or total_steps(draft, ranks)
         if whole is None:
-            why = f"Octavo counts warm-up in steps: {share:g} x the steps of the run, which are not known: "
+            why = f"Octavo counts warm-up in steps: {share:g} x the steps of the run, which are unknown: "
             draft.none(ratio_key, why=why + _fix(draft, "train.warmup"))
             draft.note(f"train.warmup is to be filled in: {share:g} of the steps of the run")
         else:
@@ -153,7 +154,7 @@ def warmup(
 
 
 def every(draft: Draft, target: str, key: str, ranks: int, fallback: int | None = None) -> None:
-    """Steps between events; below 1 a share of the run."""
+    """Set the steps between events; a value below 1 is a fraction of the run."""
     value = draft.number(key)
     if value is None:
         if fallback is not None:
@@ -162,13 +163,13 @@ def every(draft: Draft, target: str, key: str, ranks: int, fallback: int | None 
     if 0 < value < 1:
         whole = total_steps(draft, ranks)
         if whole is None:
-            draft.none(key, why="a share of the run's steps, which are not known: " + _fix(draft, target))
+            draft.none(key, why="a fraction of the run's steps, which are unknown: " + _fix(draft, target))
             return
         value = max(1, math.ceil(whole * value))
     draft.put(target, int(value), key)
 
 
-#: what transformers calls its schedules -> ours
+#: transformers' names of schedules -> Octavo's
 SCHEDULES = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
@@ -187,13 +188,13 @@ _NEAREST = {
 
 
 def schedule(draft: Draft, key: str, usual: str) -> str:
-    """The course of the learning rate; one that Octavo lacks becomes the nearest, and is said to be missing."""
+    """Set the schedule of the learning rate. One that Octavo lacks becomes the nearest one and is reported."""
     word = (draft.text(key) or usual).lower()
     if word in SCHEDULES:
         draft.put("train.schedule", SCHEDULES[word], key)
     elif word in _NEAREST:
-        draft.put("train.schedule", _NEAREST[word], why=f"in the place of {word}, which Octavo lacks")
-        draft.none(key, why=f"there is no schedule {word} here; {_NEAREST[word]} is the nearest")
+        draft.put("train.schedule", _NEAREST[word], why=f"instead of {word}, which Octavo lacks")
+        draft.none(key, why=f"there is no schedule {word}; {_NEAREST[word]} is the nearest")
         word = _NEAREST[word]
     else:
         draft.wrong(key, f"one of {', '.join([*SCHEDULES, *_NEAREST])}")

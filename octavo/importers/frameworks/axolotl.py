@@ -21,7 +21,7 @@ _RL = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": 
 _DPO = {name: name for name in ("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm")}
 _KERNELS = {"flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "flex_attention": "flex",
             "eager_attention": "eager", "xformers_attention": "efficient"}  # fmt: skip
-#: what attn_implementation may say
+#: values of attn_implementation
 _NAMED = {
     "flash_attention_2": "flash_attention_2", "flash_attention_3": "flash_attention_3", "sdpa": "sdpa",
     "flex_attention": "flex", "eager": "eager", "xformers": "efficient",
@@ -40,7 +40,7 @@ NONE = {
     "tokenizer_use_mistral_common tokenizer_save_jinja_files tokenizer_use_fast tokenizer_legacy is_*_derived_model "
     "overrides_of_model_config*",
     "model code is Octavo's or transformers'; none is fetched": "trust_remote_code datasets.*.trust_remote_code",
-    "tokens are those of the model's folder": "special_tokens special_tokens.* tokens tokens.* added_tokens_overrides* "
+    "tokens come from the model's folder": "special_tokens special_tokens.* tokens tokens.* added_tokens_overrides* "
     "resize_token_embeddings_to_32x mean_resizing_embeddings shrink_embeddings fix_untrained_tokens*",
     "layers and their kernels are Octavo's (fp8.fuse), and losses never make full logits": "plugins plugins.* liger_* "
     "cut_cross_entropy unsloth_* flash_attn_* flash_optimum lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
@@ -50,14 +50,14 @@ NONE = {
     "preprocess_iterable streaming_multipack_buffer_size total_num_tokens total_supervised_tokens "
     "push_dataset_to_hub hf_use_auth_token datasets.*.shards datasets.*.shards_idx datasets.*.preprocess_shards "
     "datasets.*.ds_type datasets.*.input_transform datasets.*.input_format pretraining_dataset.*.type",
-    "a prompt of one's own format is the model's chat template here; other names of keys are given by columns":
+    "the model's chat template replaces custom prompt formats; columns sets other names of keys":
     "datasets.*.type.*",
     "roles and keys of messages are recognised (role and content, from and value)": "datasets.*.message_* "
     "datasets.*.roles.* datasets.*.roles datasets.*.field_* datasets.*.template_thinking_key datasets.*.split_thinking "
     "datasets.*.drop_system_message test_datasets.*.message_* test_datasets.*.field_* test_datasets.*.roles.*",
     "loss falls on the assistant's turns with the token that ends them; weight: 0 in a row's turn takes it off":
     "datasets.*.roles_to_train datasets.*.train_on_eos roles_to_train train_on_eos",
-    "adapters begin with B = 0, have one learning rate, and nothing beside them is trained": "lora_modules_to_save "
+    "adapters begin with B = 0, have one learning rate, and nothing else is trained": "lora_modules_to_save "
     "lora_fan_in_fan_out peft_init_lora_weights peft_layers_to_transform peft_layers_pattern peft_layer_replication "
     "peft_trainable_token_indices peft_ensure_weight_tying peft_autocast_adapter_dtype loraplus_* lora_on_cpu "
     "lora_rank_pattern lora_alpha_pattern qlora_sharded_model_loading loftq_config peft.* bnb_config_kwargs* "
@@ -76,9 +76,9 @@ NONE = {
     "packs are as full as data.window makes them, and batches of packs are micro-batches": "sample_packing_* "
     "eval_sample_packing pad_to_sequence_len batch_flattening multipack_real_batches curriculum_sampling "
     "pretrain_multipack_* pretraining_sample_concatenation min_sample_len eval_sequence_len pad_to_multiple_of",
-    "Octavo's schedules have train.min_lr alone, and one learning rate": "cosine_constant_lr_ratio lr_quadratic_warmup "
+    "Octavo's schedules have only train.min_lr, and one learning rate": "cosine_constant_lr_ratio lr_quadratic_warmup "
     "lr_div_factor lr_groups lr_groups.* lr_scheduler_kwargs* embedding_lr embedding_lr_scale torchdistx_path",
-    "AdamW alone": "dion_* qgalore_*",
+    "only AdamW": "dion_* qgalore_*",
     "not built": "use_eaft eaft_* dpo_loss_weights dpo_padding_free trainer_cls kd_* grokfast_* spectrum_* hatchery* "
     "nemo_gym_* mora* use_mora dense_mixer ebft* center_rewards_coefficient generate_samples num_generation_samples "
     "generation_* lm_eval_* datasets.*.step_separator datasets.*.train_on_last_step_only "
@@ -108,9 +108,9 @@ def translate(draft: Draft) -> None:
     world = steps_and_schedule.processes(draft)
     for key in ("reward_model", "process_reward_model", "kd_trainer"):
         if draft.flag(key):
-            draft.refuse(key, "it trains no answers and no pairs; reward models and distillation are not built")
+            draft.refuse(key, "it trains no answers and no pairs; reward models and distillation are not implemented")
     if other := draft.under("diffusion."):
-        draft.refuse(other[0], "a diffusion of text is another model than one that writes a word at a time")
+        draft.refuse(other[0], "a text diffusion model is not an autoregressive model")
     path = model_and_data.model(draft, "base_model")
     if draft.flag("reinit_weights"):
         draft.put("model.init", "random", "reinit_weights")
@@ -119,6 +119,7 @@ def translate(draft: Draft) -> None:
     seeing = model_and_data.sees(draft, path)
     phase = _phase(draft)
     packed = model_and_data.packs(draft, phase, "sample_packing")
+    # Plugins for losses and kernels have equivalents; any other plugin is reported by the table.
     if all(re.search("liger|cut_cross_entropy", word, re.IGNORECASE) for word in draft.words("plugins")):
         draft.same("plugins", why="losses never make full logits, and norms are fused where that is faster (fp8.fuse)")
     _trained_turns(draft)
@@ -135,7 +136,7 @@ def translate(draft: Draft) -> None:
     ):
         draft.put("parallel.expert", expert, "expert_parallel_size")
     elif expert == 1:
-        draft.same("expert_parallel_size", why="experts are sharded, not dealt")
+        draft.same("expert_parallel_size", why="experts are sharded, not distributed")
     if phase != "preference":
         draft.put("train.loss", "token", why="tokens of the whole step")
     hf_trainer.optimizer(draft, _USUAL, "optimizer")
@@ -157,7 +158,7 @@ def translate(draft: Draft) -> None:
 
 
 def _trained_turns(draft: Draft) -> None:
-    """The turns that have loss, where they are the usual ones."""
+    """Report the turns that have loss if they are Octavo's default."""
     for at in ("", *(f"{entry}." for entry in draft.entries("datasets"))):
         for key, usual in (("roles_to_train", "assistant"), ("train_on_eos", "turn")):
             if draft.words(f"{at}{key}") == [usual]:
@@ -174,6 +175,7 @@ def _phase(draft: Draft) -> str:
         draft.refuse("rl", "SFT and preferences are; phase rl has GRPO and its relatives (docs/rl.md)")
     draft.put("train.phase", "preference", "rl")
     draft.put("preference.loss", _RL[word], "rl")
+    # Three keys set beta, in this order of precedence.
     betas = [key for key in ("trl.beta", "rl_beta", "orpo_alpha") if draft.has(key)]
     draft.put("preference.beta", draft.number(betas[0]) if betas else 0.1, *betas[:1])
     draft.dead(*betas[1:], why=f"{betas[0] if betas else ''} decides there where both are given")
@@ -188,11 +190,11 @@ def _phase(draft: Draft) -> str:
     if word == "dpo":
         if kinds := draft.words("dpo_loss_type"):
             if len(kinds) > 1 or kinds[0] not in _DPO:
-                draft.none("dpo_loss_type", why="one loss a run, of sigmoid, hinge, ipo, robust and sigmoid_norm")
+                draft.none("dpo_loss_type", why="one loss per run: sigmoid, hinge, ipo, robust or sigmoid_norm")
             if kinds[0] in _DPO:
                 draft.put("preference.loss", _DPO[kinds[0]], "dpo_loss_type")
         if (share := draft.number("rpo_alpha")) is not None:
-            draft.put("preference.sft", share, "rpo_alpha", why="the chosen answers' cross-entropy beside the loss")
+            draft.put("preference.sft", share, "rpo_alpha", why="adds the chosen answers' cross-entropy to the loss")
         if smooth := draft.number("dpo_label_smoothing"):
             draft.put("preference.label_smoothing", smooth, "dpo_label_smoothing")
     if word == "kto":
@@ -218,7 +220,7 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
         draft.same(*(["freeze_mm_modules"] if not draft.flag("freeze_mm_modules") else []), why="off")
         return False
     if word not in ("lora", "qlora"):
-        draft.none("adapter", why=f"{word} adapters are not built; LoRA stands here")
+        draft.none("adapter", why=f"{word} adapters are not implemented; LoRA is used instead")
     else:
         draft.same("adapter", why="the section lora is there")
     if bits or word == "qlora":
@@ -228,20 +230,21 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
     everything = draft.flag("lora_target_linear") or "all-linear" in targets or not targets
     keys = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
     keys["targets"] = "lora_target_linear" if draft.flag("lora_target_linear") else "lora_target_modules"
+    # PEFT takes one regular expression in place of names; Octavo has globs.
     pattern = len(targets) == 1 and re.search(r"[\\^$|()]", targets[0])
     if pattern:
         draft.none(
-            "lora_target_modules", why="a regular expression: the language model's layers stand here; write globs"
+            "lora_target_modules", why="a regular expression: the language model's layers are used instead; write globs"
         )
     apart = draft.flag("freeze_mm_modules")
     components = (
         ["foundation"] if apart or pattern or not seeing else ["foundation", "image_encoder", "image_projector"]
     )
-    draft.same("freeze_mm_modules", why="the language model alone gets adapters" if apart else "off")
-    found = components if everything or pattern else targets
+    draft.same("freeze_mm_modules", why="only the language model gets adapters" if apart else "off")
+    chosen = components if everything or pattern else targets
     alpha = draft.number("lora_alpha", 16)
     but = model_and_data.COMPONENTS[:2] if seeing and apart and not everything else ()
-    model_and_data.lora(draft, rank, alpha, draft.number("lora_dropout", 0.0), found, keys=keys, but=but)
+    model_and_data.lora(draft, rank, alpha, draft.number("lora_dropout", 0.0), chosen, keys=keys, but=but)
     model_and_data.adapt(draft, keys, "peft_use_rslora", "peft_use_dora")
     if adapter := draft.text("lora_model_dir"):
         draft.put("lora.adapter", draft.path(adapter), "lora_model_dir")
@@ -280,6 +283,7 @@ def _data(draft: Draft, phase: str) -> None:
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no key named data")
         draft.note("data.train is to be filled in")
     draft.put("train.seq_length", draft.whole("sequence_len") or 512, "sequence_len")
+    # axolotl's default is to drop long rows.
     excess = (draft.text("excess_length_strategy") or "drop").lower()
     draft.put(
         "data.on_long",
@@ -293,9 +297,9 @@ def _data(draft: Draft, phase: str) -> None:
     if system := draft.text("default_system_message"):
         draft.put("data.system", system, "default_system_message")
     if share := draft.number("val_set_size"):
-        draft.none("val_set_size", why=f"no rows are split off ({share:g}); name held-out rows in data.eval")
+        draft.none("val_set_size", why=f"rows are not split off ({share:g}); set held-out rows in data.eval")
     else:
-        draft.same("val_set_size", why="none are split off")
+        draft.same("val_set_size", why="no rows are split off")
     if (size := draft.whole("image_size")) is not None:
         draft.put("data.max_pixels", size * size, "image_size", why="its square: the sides keep their ratio here")
 
@@ -308,6 +312,7 @@ def _entry(draft: Draft, of: str, number: int, at: str, phase: str) -> None:
     entry = model_and_data.dataset(draft, of, number, path, f"{at}path", f"{at}data_files")
     if len(files) > 1:
         draft.none(f"{at}data_files", why=f"{len(files)} files: one entry of data.{of} each, or their folder")
+    # Rows of the first data set convert fractions of the run to steps.
     if of == "train" and number == 0 and draft.sizes is None:
         draft.sizes = steps_and_schedule.rows_of(draft, path)
     kind = draft.text(f"{at}type") or ""
@@ -342,15 +347,15 @@ def _entry(draft: Draft, of: str, number: int, at: str, phase: str) -> None:
         if mine and hub:
             draft.put(f"{entry}.{'subset' if theirs == 'name' else theirs}", mine, f"{at}{theirs}")
         elif mine:
-            draft.dead(f"{at}{theirs}", why="a local file has none")
+            draft.dead(f"{at}{theirs}", why="a local file has no such property")
     if skip := draft.whole(f"{at}skip"):
-        draft.none(f"{at}skip", why=f"{skip} rows are not skipped here: take them out of the file")
+        draft.none(f"{at}skip", why=f"{skip} rows cannot be skipped: remove them from the file")
 
 
 def _context(draft: Draft, packed: bool) -> int:
     key = "context_parallel_size" if draft.has("context_parallel_size") else "sequence_parallel_degree"
     size = steps_and_schedule.counted(draft, key) or 1
-    draft.asked.update(("context_parallel_size", "sequence_parallel_degree"))
+    draft.read_keys.update(("context_parallel_size", "sequence_parallel_degree"))
     if size == 1:
         draft.same(key, why="no rows are shared")
         draft.dead("ring_attn_func", "heads_k_stride", why=f"{key} is 1, so no row is shared by ranks")
@@ -358,20 +363,20 @@ def _context(draft: Draft, packed: bool) -> int:
     draft.put("parallel.context", size, key, why=RING)
     draft.none("ring_attn_func", "heads_k_stride", why=RING)
     if not packed:
-        draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")
+        draft.put("data.packing", True, why="ranks can only share packed rows (parallel.context)")
     return size
 
 
 def _tensor(draft: Draft) -> int:
-    """Ranks that share each layer see the same rows: they do not multiply the batch."""
+    """Return the ranks that share each layer. They see the same rows, so they do not multiply the batch."""
     size = steps_and_schedule.counted(draft, "tensor_parallel_size") or 1
-    why = "tensor parallelism is not built; FSDP2 shards layers instead (parallel.shard: auto)"
+    why = "tensor parallelism is not implemented; FSDP2 shards layers instead (parallel.shard: auto)"
     (draft.none if size > 1 else draft.same)("tensor_parallel_size", why=why if size > 1 else "1")
     return size
 
 
 def _warmup(draft: Draft, ranks: int) -> None:
-    """Where nothing is said of it, axolotl warms up in 0.03 of the steps, 100 at most."""
+    """Translate the warm-up; axolotl's default is 0.03 of the steps, at most 100."""
     if draft.has("warmup_steps") or draft.has("warmup_ratio"):
         steps_and_schedule.warmup(draft, ranks, "warmup_steps", "warmup_ratio", int)
     elif (whole := steps_and_schedule.total_steps(draft, ranks)) is None:
@@ -381,10 +386,8 @@ def _warmup(draft: Draft, ranks: int) -> None:
 
 
 def _steps(draft: Draft, ranks: int, packed: bool) -> None:
-    micro, accumulation = (
-        steps_and_schedule.counted(draft, "micro_batch_size") or 1,
-        steps_and_schedule.counted(draft, "gradient_accumulation_steps"),
-    )
+    micro = steps_and_schedule.counted(draft, "micro_batch_size") or 1
+    accumulation = steps_and_schedule.counted(draft, "gradient_accumulation_steps")
     total = draft.whole("batch_size")
     if accumulation is None:
         accumulation = max(1, total // micro) if total else 1  # batch_size is of one process there
@@ -400,17 +403,16 @@ def _steps(draft: Draft, ranks: int, packed: bool) -> None:
     kind = steps_and_schedule.schedule(draft, "lr_scheduler", "cosine")
     least = draft.number("cosine_min_lr_ratio")
     if least is not None and kind == "cosine":
-        draft.put(
-            "train.min_lr", least * draft.settings["train.lr"].value, "cosine_min_lr_ratio", why=f"{least:g} x lr"
-        )
+        lowest = least * draft.settings["train.lr"].value
+        draft.put("train.min_lr", lowest, "cosine_min_lr_ratio", why=f"{least:g} x lr")
     elif least is not None:
-        draft.dead("cosine_min_lr_ratio", why="read with a cosine schedule alone")
+        draft.dead("cosine_min_lr_ratio", why="only read with a cosine schedule")
     _warmup(draft, ranks)
     if (clip := draft.number("max_grad_norm")) is not None:
         draft.put("train.clip", clip, "max_grad_norm")
     if (word := draft.text("torch_compile")) in ("true", "auto"):
         if packed:
-            draft.none("torch_compile", why="every pack ends its samples elsewhere, and would be compiled anew")
+            draft.none("torch_compile", why="samples end at other places in every pack, which would be compiled again")
         else:
             draft.put("train.compile", True, "torch_compile")
     elif word:
@@ -438,15 +440,14 @@ def _recompute(draft: Draft) -> None:
         draft.put("train.recompute", "full", "gradient_checkpointing", why="inputs of blocks stay on the GPU here")
     elif "train.recompute" not in draft.settings:
         hf_trainer.recompute(draft, _USUAL)
-    selective = [key for key in draft.given if key.partition(".")[0] == "selective_checkpointing"]
+    selective = [key for key in draft.source_keys if key.partition(".")[0] == "selective_checkpointing"]
     if selective and draft.text(selective[0]) != "false":
-        why = "here what is cheap to compute is; there operations are named"
+        why = "Octavo recomputes cheap operations; the file names operations"
         draft.put("train.recompute", "selective", *selective, why=why)
-    offload = draft.text("activation_offloading")
-    if offload in (None, "false"):
+    if draft.text("activation_offloading") in (None, "false"):
         draft.same("activation_offloading", *selective, why="off")
     elif draft.settings["train.recompute"].value == "full":
-        why = "with full recomputation next to nothing is left to move; use recompute: selective with it"
+        why = "with full recomputation almost nothing is left to offload; use it with recompute: selective"
         draft.none("activation_offloading", why=why)
     else:
         draft.put("train.offload_activations", True, "activation_offloading")
@@ -457,11 +458,14 @@ def _saving(draft: Draft, world: int) -> None:
                                ("run.eval_every", "evals_per_epoch", draft.whole("evals_per_epoch"))):  # fmt: skip
         if not times:
             continue
+        # Octavo counts steps, so the length of an epoch must be known.
         one = steps_and_schedule.steps_of_epoch(draft, world)
         if target == "run.eval_every" and "data.eval.0.path" not in draft.settings:
-            draft.none(key, why="there are no held-out rows in what was translated (data.eval)")
+            draft.none(key, why="the translated files have no held-out rows (data.eval)")
         elif one is None:
-            draft.none(key, why=f"{target} counts steps, and those of an epoch are not known: give --rows N, or set it")
+            draft.none(
+                key, why=f"{target} counts steps, and the steps of an epoch are unknown: set --rows N, or set it"
+            )
         else:
             draft.put(target, max(1, math.ceil(one / times)), key, why=f"{one} steps an epoch")
     hf_trainer.saving(draft, _USUAL, world)
@@ -483,7 +487,7 @@ def _fp8(draft: Draft, lora: bool) -> None:
     gather = "fp8_enable_fsdp_float8_all_gather"
     if not draft.flag("fp8"):
         draft.same("fp8", why="off")
-        draft.dead(gather, "fp8_config.recipe", why="fp8 is off there, and this alone converts no layer")
+        draft.dead(gather, "fp8_config.recipe", why="fp8 is off, and this key converts no layer by itself")
         model_and_data.no_fp8(draft)
         return
     recipe = choice(draft, "fp8_config.recipe", named_in("torchao")) or "tensorwise"

@@ -13,7 +13,7 @@ from octavo.importers.errors import TranslateError
 from octavo.importers.frameworks import hf_trainer, megatron
 
 NAME = "llama-factory"
-#: keys that this framework alone has, by which a file is known
+#: keys that only this framework has, by which a file is recognized
 MARKS = ("finetuning_type", "lora_target", "stage", "cutoff_len", "neat_packing", "freeze_vision_tower", "pref_loss")
 FIRST_WINS = False
 _USUAL = hf_trainer.Usual(recompute=True)
@@ -36,10 +36,10 @@ NONE = {
     "model code is Octavo's or transformers'; none is fetched": "trust_remote_code",
     "tokens are not added; take a model's folder that has them": "resize_vocab add_tokens add_special_tokens "
     "new_special_tokens_config init_special_tokens split_special_tokens",
-    "positions are those of config.json, and every layer is run": "rope_scaling shift_attn mixture_of_depths",
+    "positions follow config.json, and every layer is run": "rope_scaling shift_attn mixture_of_depths",
     "kernels are Octavo's own": "use_unsloth use_unsloth_gc use_v1_kernels use_kt kt_* chunk_size cpu_infer mode "
     "use_mca",
-    "AdamW alone; small states: optimizer: {states: fp8, master: bf16+sr}": "use_galore galore_* use_apollo apollo_* "
+    "only AdamW; small states: optimizer: {states: fp8, master: bf16+sr}": "use_galore galore_* use_apollo apollo_* "
     "use_badam badam_* use_adam_mini use_muon",
     "LoRA has one learning rate, and begins with B = 0": "loraplus_lr_ratio loraplus_lr_embedding pissa_init "
     "pissa_iter "
@@ -47,7 +47,7 @@ NONE = {
     "OFT, LLaMA-Pro and freezing by layer number are not built": "oft_* module_dropout use_llama_pro "
     "freeze_trainable_* "
     "freeze_extra_modules",
-    "modules beside adapters are frozen": "additional_target",
+    "only adapters are trained": "additional_target",
     "no such loss": "use_dft_loss ld_alpha pref_bco_weight use_asft_loss use_eaft_loss eaft_alpha asft_alpha",
     "reference and reward models are of phase rl": "ref_model_adapters ref_model_quantization_bit reward_model* ppo_*",
     "evaluation gives loss, exact match and per set figures": "compute_accuracy eval_num_beams eval_on_each_dataset",
@@ -76,11 +76,12 @@ def translate(draft: Draft) -> None:
     kind = choice(draft, "finetuning_type", {n: n for n in ("lora", "full", "freeze", "oft")}) or "lora"
     world = steps_and_schedule.processes(draft)
     seeing = _model(draft, kind)
+    # The order matters: adapters and losses depend on the phase, batch sizes on packing.
     phase = _phase(draft, stage)
     path = draft.text("model_name_or_path")
     kind = _adapters(draft, kind, seeing, path)
     _data(draft, phase)
-    if seeing or any(key.startswith("video_") for key in draft.given):
+    if seeing or any(key.startswith("video_") for key in draft.source_keys):
         film = {ours: f"video_{theirs}" for ours, theirs in model_and_data.FILM.items()}
         model_and_data.video(draft, model_and_data.filmed(draft, path), phase, film, model_and_data.FILMED)
     packed = _packing(draft, phase)
@@ -112,8 +113,8 @@ def translate(draft: Draft) -> None:
         of = "pref_loss pref_beta pref_ftx dpo_label_smoothing simpo_gamma kto_chosen_weight kto_rejected_weight"
         of += " ref_model"
         draft.table("dead", {f"stage is {stage}, which compares no answers": of})
-    draft.table("none", {"not used by what this file asks for": "adapter_folder create_new_adapter"})
-    draft.table("dead", {"read with streaming: true alone": "buffer_size"})
+    draft.table("none", {"not used by this kind of run": "adapter_folder create_new_adapter"})
+    draft.table("dead", {"only read with streaming: true": "buffer_size"})
     hf_trainer.rest(draft)
 
 
@@ -158,6 +159,7 @@ def _phase(draft: Draft, stage: str) -> str:
             draft.put("preference.sft", share, "pref_ftx")
         if smooth := draft.number("dpo_label_smoothing"):
             draft.put("preference.label_smoothing", smooth, "dpo_label_smoothing")
+        # Without simpo_gamma the margin is the trainer's default, 0.5.
         if loss == "simpo":
             margin = draft.number("simpo_gamma")
             beta = draft.settings["preference.beta"].value
@@ -165,16 +167,16 @@ def _phase(draft: Draft, stage: str) -> str:
                 "preference.gamma", 0.5 if margin is None else margin, "simpo_gamma", why=f"beta {beta:g} as there"
             )
         if reference := draft.text("ref_model"):
-            own = draft.text("model_name_or_path")
+            policy = draft.text("model_name_or_path")
             why = "the policy's own first weights are the reference"
-            (draft.same if reference == own else draft.none)("ref_model", why=why)
+            (draft.same if reference == policy else draft.none)("ref_model", why=why)
     return phase
 
 
 def _ranks(draft: Draft, world: int, kind: str) -> int:
     """Processes that see different rows: all, but for its trainer on Megatron, which has parallel sizes."""
     u = Under(draft)
-    if not any(key.endswith("_model_parallel_size") for key in draft.given):
+    if not any(key.endswith("_model_parallel_size") for key in draft.source_keys):
         return world
     megatron.expert(draft, u, lora=kind == "lora")
     megatron.recompute(draft, u)
@@ -184,15 +186,17 @@ def _ranks(draft: Draft, world: int, kind: str) -> int:
 
 
 def _recompute(draft: Draft) -> None:
-    """LLaMA-Factory recomputes by itself; transformers' own flag can switch it on alone."""
+    """Translate recomputation, which LLaMA-Factory does by default; transformers' flag can only switch it on."""
     off, key = "disable_gradient_checkpointing", "gradient_checkpointing"
-    disabled, asked = draft.flag(off), draft.flag(key)
-    if "recompute_granularity" in draft.given:
+    disabled, enabled = draft.flag(off), draft.flag(key)
+    if "recompute_granularity" in draft.source_keys:
         draft.none(off, key, why="recompute_granularity decides there")
-    elif asked or not disabled:
-        why = "" if asked or disabled is False else "their default"
-        draft.put("train.recompute", "full", *([key] if asked else []), *([off] if disabled is False else []), why=why)
-        draft.dead(*([key] if asked is False else []), why=f"blocks are recomputed there unless {off} is true")
+    elif enabled or not disabled:
+        why = "" if enabled or disabled is False else "their default"
+        draft.put(
+            "train.recompute", "full", *([key] if enabled else []), *([off] if disabled is False else []), why=why
+        )
+        draft.dead(*([key] if enabled is False else []), why=f"blocks are recomputed there unless {off} is true")
         draft.dead(*([off] if disabled else []), why=f"{key} is true, and switches it on again")
     else:
         draft.put("train.recompute", "none", off, key)
@@ -215,13 +219,14 @@ def _reaches_projector(draft: Draft, path: str | None, trained: list[str]) -> bo
 
 def _adapters(draft: Draft, kind: str, seeing: bool, path: str | None) -> str:
     """The adapters; gives the kind of training that it becomes."""
-    asked = kind
+    requested = kind
     if kind == "oft":
-        draft.none("finetuning_type", why="OFT is not built: LoRA stands in its place")
-        draft.note("OFT is not built: LoRA stands in its place; look at lora.rank and train.lr")
+        draft.none("finetuning_type", why="OFT is not implemented: LoRA is used instead")
+        draft.note("OFT is not implemented: LoRA is used instead; look at lora.rank and train.lr")
         kind = "lora"
     usual = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
-    frozen = {key: usual[key] if (found := draft.flag(key)) is None else found for key in usual}
+    # An absent flag means its default, which freezes the tower and the projector.
+    frozen = {key: usual[key] if (value := draft.flag(key)) is None else value for key in usual}
     names = dict(zip(usual, model_and_data.COMPONENTS, strict=True))
     if not seeing:
         draft.dead(*usual, why="a text model has no tower, no projector")
@@ -241,7 +246,7 @@ def _adapters(draft: Draft, kind: str, seeing: bool, path: str | None) -> str:
             targets = [name for name in trained if name not in left] if seeing else ["foundation"]
             for key in usual if seeing else ():
                 if not frozen[key] and names[key] in targets:
-                    why = "its layers bear names that all looks for" if names[key] == "image_projector" else ""
+                    why = "its layers have names that all selects" if names[key] == "image_projector" else ""
                     draft.put("lora.targets", targets, key, why=why)
             if seeing and not frozen["freeze_multi_modal_projector"] and not reached:
                 draft.dead("freeze_multi_modal_projector", why="lora_target: all leaves out the projector's layers")
@@ -255,8 +260,8 @@ def _adapters(draft: Draft, kind: str, seeing: bool, path: str | None) -> str:
             if len(adapter) > 1:
                 draft.none("adapter_name_or_path", why="one adapter; merge the others first")
     elif kind == "freeze":
-        draft.none("finetuning_type", why=f"{kind} is not built; all parameters are trained here: see model.freeze")
-    if asked in ("lora", "full"):
+        draft.none("finetuning_type", why=f"{kind} is not implemented; all parameters are trained: see model.freeze")
+    if requested in ("lora", "full"):
         draft.same("finetuning_type", why="a lora section, or none")
     return kind
 
@@ -283,10 +288,11 @@ def _data(draft: Draft, phase: str) -> None:
     if streaming is False:
         draft.same("streaming", why="rows are read into the cache")
     _mixture(draft)
+    # LLaMA-Factory truncates rows at cutoff_len.
     if (length := draft.whole("cutoff_len")) is None:
         length = 2048
     draft.put("train.seq_length", length, "cutoff_len")
-    draft.put("data.on_long", "cut", why="longer rows are cut there")
+    draft.put("data.on_long", "cut", why="longer rows are truncated")
     if draft.flag("train_on_prompt") and phase == "sft":
         draft.put("data.train_on_prompt", True, "train_on_prompt")
     else:
@@ -299,9 +305,9 @@ def _data(draft: Draft, phase: str) -> None:
         draft.put("data.system", system, "default_system")
     model_and_data.thinking(draft, "enable_thinking", "preserve_thinking")
     if (share := draft.number("val_size")) and not draft.has("eval_dataset"):
-        draft.none("val_size", why=f"no rows are split off ({share:g}); name held-out rows in data.eval")
+        draft.none("val_size", why=f"rows are not split off ({share:g}); set held-out rows in data.eval")
     else:
-        draft.same("val_size", why="none are split off")
+        draft.same("val_size", why="no rows are split off")
 
 
 def _register(draft: Draft, where: str) -> dict:
@@ -337,6 +343,7 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
     if formatting in _FORMATS and not entry.get("ranking"):
         draft.put(f"{at}.format", _FORMATS[formatting], key)
     columns = entry.get("columns") or {}
+    # Octavo recognizes usual column names, so only others are written.
     renamed = {_COLUMNS[k]: v for k, v in columns.items() if k in _COLUMNS and isinstance(v, str) and _COLUMNS[k] != v}
     if formatting == "sharegpt" and columns.get("messages") == "messages":
         renamed.pop("conversations", None)
@@ -349,7 +356,7 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
             f"data.{of}.{number}: tags of {name} ({odd}) name roles or keys that Octavo may not know by these names"
         )
     if "images" in columns:
-        draft.put(f"{at}.images", draft.path(where, hub=False), why="images lie in dataset_dir there")
+        draft.put(f"{at}.images", draft.path(where, hub=False), why="images are in dataset_dir")
     return at
 
 
@@ -394,7 +401,7 @@ def _fp8(draft: Draft, kind: str) -> None:
     backend = (draft.text("fp8_backend") or "auto").lower()
     inner = ("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
     if not draft.flag("fp8"):
-        draft.dead(*inner, why="fp8 is off there, and these alone convert no layer")
+        draft.dead(*inner, why="fp8 is off, and these keys convert no layer by themselves")
         draft.same("fp8", why="off")
         model_and_data.no_fp8(draft)
         return

@@ -30,7 +30,7 @@ _SCHEDULES = {
 }
 
 NONE = {
-    "tokenizer and template are those of the model's folder": "tokenizer.* tokenizer_name",
+    "tokenizer and template come from the model's folder": "tokenizer.* tokenizer_name",
     "rows are JSON, JSONL, parquet or tar; MDS shards of mosaicml-streaming are not read": "*.dataset.remote "
     "*.dataset.shuffle_seed *.dataset.shuffle_algo *.dataset.shuffle_block_size *.dataset.num_canonical_nodes "
     "*.dataset.predownload *.dataset.cache_limit *.dataset.download_* *.dataset.validate_hash *.dataset.keep_zip "
@@ -111,7 +111,7 @@ def _model(draft: Draft) -> bool:
         else:
             draft.same("model.pretrained", why="begins with its weights")
         return True
-    draft.wrong("model.name", "mpt_causal_lm or hf_causal_lm") if "model.name" in draft.given else None
+    draft.wrong("model.name", "mpt_causal_lm or hf_causal_lm") if "model.name" in draft.source_keys else None
     model_and_data.model(draft)
     return True
 
@@ -139,7 +139,7 @@ def _lora(draft: Draft) -> bool:
     )
     model_and_data.adapt(draft, named, f"{at}use_rslora", f"{at}use_dora")
     draft.same(f"{at}peft_type", f"{at}task_type", why="LoRA of a causal model")
-    draft.none(f"{at}bias", f"{at}modules_to_save", why="nothing beside the adapters is trained")
+    draft.none(f"{at}bias", f"{at}modules_to_save", why="only the adapters are trained")
     return True
 
 
@@ -164,6 +164,7 @@ def _data(draft: Draft, phase: str) -> None:
                 draft.sizes = steps_and_schedule.rows_of(draft, name)
             if split and not draft.folder.there(name):
                 draft.put(f"{entry}.split", split, f"{at}split")
+        # A local folder otherwise holds MDS shards, which need a conversion first.
         elif str(local).endswith((*suffixes.ROWS, ".txt")):
             model_and_data.dataset(draft, of, 0, str(local), f"{at}local", hub=False)
         else:
@@ -171,7 +172,7 @@ def _data(draft: Draft, phase: str) -> None:
             rows = f"{str(local).rstrip('/')}{f'-{split}' if split else ''}.jsonl"
             model_and_data.dataset(draft, of, 0, rows, f"{at}local", hub=False, why=why)
             draft.note(_SHARDS.format(of=of, folder="/".join(word for word in (local, split) if word), rows=rows))
-        draft.same(f"{at}split", f"{at}local", why="a part of the data's folder there")
+        draft.same(f"{at}split", f"{at}local", why="part of the data folder")
         draft.same(f"{at}max_seq_len", why="train.seq_length")
         draft.same(f"{loader}.name", why="by train.phase")
     if "data.train.0.path" not in draft.settings:
@@ -179,7 +180,7 @@ def _data(draft: Draft, phase: str) -> None:
         draft.note("data.train is to be filled in")
     draft.put("train.seq_length", draft.whole("max_seq_len") or 2048, "max_seq_len")
     if phase == "sft":
-        draft.put("data.on_long", "cut", why="longer rows are cut there")
+        draft.put("data.on_long", "cut", why="longer rows are truncated")
     workers = draft.whole("train_loader.num_workers")
     if workers is not None:
         draft.put("data.workers", workers, "train_loader.num_workers")
@@ -211,12 +212,12 @@ def _time(draft: Draft, key: str, batch: int, length: int) -> tuple[float, str] 
     word = draft.text(key)
     if word is None:
         return None
-    found = _TIME.fullmatch(word)
-    number = float(found[1]) if found else math.inf
-    if found is None or number > LARGEST:
+    match = _TIME.fullmatch(word)
+    number = float(match[1]) if match else math.inf
+    if match is None or number > LARGEST:
         draft.wrong(key, "a duration such as 100ba, 1ep, 26000000tok or 0.1dur")
         return None
-    unit = found[2] or "ep"
+    unit = match[2] or "ep"
     if unit == "tok":
         return max(1.0, number // (batch * length)), "ba"
     if unit == "sp":
@@ -227,24 +228,24 @@ def _time(draft: Draft, key: str, batch: int, length: int) -> tuple[float, str] 
 def _steps(draft: Draft, world: int, packed: bool) -> None:
     total = steps_and_schedule.counted(draft, "global_train_batch_size") or 1
     word = draft.text("device_train_microbatch_size")
-    own = max(1, total // world)
+    per_rank = max(1, total // world)
     if word in (None, "auto"):
-        micro = own
+        micro = per_rank
         draft.note("device_train_microbatch_size is auto: each process takes its whole share at once; octavo plan FILE "
                    "--card 80GB --fit finds one that fits")  # fmt: skip
         draft.none("device_train_microbatch_size", why="octavo plan --fit finds the micro-batch before the run")
     else:
-        asked = steps_and_schedule.counted(draft, "device_train_microbatch_size") or 1
-        micro = min(asked, own)  # Composer takes no more than its share
-    micro = _largest_divisor(own, micro)
-    why = "one pack" if packed else f"of {own} a process" if word not in (None, "auto", str(micro)) else ""
+        micro_batch = steps_and_schedule.counted(draft, "device_train_microbatch_size") or 1
+        micro = min(micro_batch, per_rank)  # Composer takes no more than its share
+    micro = _largest_divisor(per_rank, micro)
+    why = "one pack" if packed else f"of {per_rank} a process" if word not in (None, "auto", str(micro)) else ""
     keys = ["device_train_microbatch_size"] if word != "auto" else []
     draft.put("train.micro_batch", 1 if packed else micro, *keys, why=why)
     draft.put("train.global_batch", total, "global_train_batch_size", why="packs" if packed else "")
     length = draft.settings["train.seq_length"].value
-    found = _time(draft, "max_duration", total, length)
-    if found:
-        number, unit = found
+    duration = _time(draft, "max_duration", total, length)
+    if duration:
+        number, unit = duration
         if unit == "ba":
             draft.put("train.steps", int(number), "max_duration")
         elif unit == "ep":
@@ -262,13 +263,13 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
     if last is not None and draft.settings["train.schedule"].value != "constant":
         draft.put("train.min_lr", last * draft.settings["train.lr"].value, "scheduler.alpha_f", why=f"{last:g} x lr")
     elif last is not None:
-        draft.dead("scheduler.alpha_f", why="read with a decay alone")
+        draft.dead("scheduler.alpha_f", why="only read with a decay")
     _warmup(draft, world, total, length)
     draft.none("scheduler.t_max", "scheduler.scale_warmup", "scheduler.t_scale", why="schedules end with the run here")
     clip = draft.number("algorithms.gradient_clipping.clipping_threshold")
     kind = draft.text("algorithms.gradient_clipping.clipping_type")
     if kind not in (None, "norm"):
-        why = f"gradients are clipped by their norm alone, and not at all in the place of {kind}"
+        why = f"gradients can only be clipped by their norm, so {kind} is dropped without a substitute"
         draft.none(*draft.under("algorithms.gradient_clipping."), why=why)
         clip = None
     draft.same("algorithms.gradient_clipping.clipping_type", why="by the norm of all")
@@ -282,16 +283,16 @@ def _steps(draft: Draft, world: int, packed: bool) -> None:
 
 
 def _largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of a number that is not above ``most``; looked for among those of batches that exist."""
+    """Return the largest divisor of a number that is at most ``most``."""
     pairs = ((n, number // n) for n in range(1, min(math.isqrt(number), _BATCH) + 1) if number % n == 0)
     return max(n for pair in pairs for n in pair if n <= most or n == 1)
 
 
 def _warmup(draft: Draft, world: int, total: int, length: int) -> None:
-    found = _time(draft, "scheduler.t_warmup", total, length)
-    if not found:
+    duration = _time(draft, "scheduler.t_warmup", total, length)
+    if not duration:
         return
-    number, unit = found
+    number, unit = duration
     whole = steps_and_schedule.total_steps(draft, world)
     if unit == "dur" and whole is not None:
         number, unit = math.ceil(number * whole), "ba"
@@ -308,7 +309,7 @@ def _warmup(draft: Draft, world: int, total: int, length: int) -> None:
 def _optimizer(draft: Draft) -> None:
     name = draft.text("optimizer.name") or "decoupled_adamw"
     if "adamw" not in name:
-        draft.none("optimizer.name", why=f"there is AdamW alone, not {name}")
+        draft.none("optimizer.name", why=f"AdamW is the only optimizer, there is no {name}")
     else:
         draft.same("optimizer.name", why="AdamW, decoupled")
     betas = draft.numbers("optimizer.betas")
@@ -330,7 +331,8 @@ def _optimizer(draft: Draft) -> None:
 
 
 def _precision(draft: Draft, hub: bool) -> None:
-    """`amp_fp8` is a context of Transformer Engine: it reaches te.Linear alone, which `fc_type: te` makes."""
+    """Translate the precision. `amp_fp8` is a context of Transformer Engine that only affects te.Linear, which
+    `fc_type: te` creates."""
     word = (draft.text("precision") or "amp_bf16").lower()
     fc = (draft.text("model.fc_type") or draft.text("model.fc_type.name") or "torch").lower()
     fused = "fp8.fuse" in draft.settings
@@ -340,15 +342,13 @@ def _precision(draft: Draft, hub: bool) -> None:
         draft.put("fp8.recipe", "delayed", "precision", *keys, why=why)
         draft.put("fp8.format", "hybrid", "precision")
         if fc != "te":
-            draft.put("fp8.rules.0.match", "**.attn.**", why="te_ln_mlp alone is of Transformer Engine, fc_type is not")
+            draft.put("fp8.rules.0.match", "**.attn.**", why="only te_ln_mlp uses Transformer Engine, fc_type does not")
             draft.put("fp8.rules.0.recipe", "off", why="attention's projections ran in BF16 there")
         length = draft.whole("precision_config.amax_history_len")
         (draft.same if length == 16 else draft.none)("precision_config.amax_history_len", why="histories are 16 long")
         draft.put("train.precision", "bf16", why="what is not FP8")
     elif word == "amp_fp8":
-        why = (
-            "without fc_type: te there is no layer of Transformer Engine, and the run was BF16 (it warns, and goes on)"
-        )
+        why = "without fc_type: te there is no layer of Transformer Engine, and the run was BF16 (with a warning)"
         draft.dead("precision", why=why)
         draft.dead(*draft.under("precision_config"), why=why)
         draft.put("train.precision", "bf16", why="what amp_fp8 was without fc_type: te")
@@ -362,6 +362,7 @@ def _precision(draft: Draft, hub: bool) -> None:
         draft.same(*keys, why="plain linear layers")
     elif fc not in ("te", "torch"):
         draft.none(*keys, why=f"{fc} is a layer of their registry")
+    # fp8.fuse belongs to FP8; without amp_fp8 the fused layers ran in BF16.
     if fused and word != "amp_fp8":
         draft.settings.pop("fp8.fuse")
     parts_on = any(target.startswith("fp8.recipe") for target in draft.settings)
@@ -375,9 +376,10 @@ def _memory(draft: Draft) -> None:
     on = draft.flag(f"{f}activation_checkpointing")
     draft.put("train.recompute", "full" if on else "none", f"{f}activation_checkpointing")
     draft.same(f"{f}activation_checkpointing_reentrant", why="never reentrant")
+    # Full recomputation keeps only the inputs of blocks, so there is nothing worth offloading.
     if draft.flag(f"{f}activation_cpu_offload"):
         if on:
-            draft.none(f"{f}activation_cpu_offload", why="with full recomputation next to nothing is left to move")
+            draft.none(f"{f}activation_cpu_offload", why="with full recomputation almost nothing is left to offload")
         else:
             draft.put("train.offload_activations", True, f"{f}activation_cpu_offload")
     else:
@@ -392,7 +394,7 @@ def _memory(draft: Draft) -> None:
             "parallel.shard",
             "auto",
             f"{f}sharding_strategy",
-            why="what is sharded makes no difference to what is learnt",
+            why="sharding does not change the numbers",
         )
     compiled = bool(draft.under("compile_config"))
     if compiled:
@@ -402,20 +404,23 @@ def _memory(draft: Draft) -> None:
 def _saving(draft: Draft, world: int) -> None:
     total, length = draft.settings["train.global_batch"].value, draft.settings["train.seq_length"].value
     for target, key in (("run.save_every", "save_interval"), ("run.eval_every", "eval_interval")):
-        found = _time(draft, key, total, length)
-        if not found:
+        interval = _time(draft, key, total, length)
+        if not interval:
             continue
-        number, unit = found
+        number, unit = interval
         if target == "run.eval_every" and "data.eval.0.path" not in draft.settings:
-            draft.none(key, why="there are no held-out rows in what was translated (data.eval)")
+            draft.none(key, why="the translated files have no held-out rows (data.eval)")
             continue
+        # Composer counts in batches ("ba") or epochs ("ep"); Octavo only in steps.
         one = steps_and_schedule.steps_of_epoch(draft, world)
         if unit == "ep" and one:
             number, unit = number * one, "ba"
         if unit == "ba":
             draft.put(target, int(number), key)
         else:
-            draft.none(key, why=f"{target} counts steps, and those of an epoch are not known: give --rows N, or set it")
+            draft.none(
+                key, why=f"{target} counts steps, and the steps of an epoch are unknown: set --rows N, or set it"
+            )
     if folder := draft.text("save_folder"):
         draft.put("run.dir", folder.replace("{run_name}", draft.text("run_name") or "run"), "save_folder")
     if (keep := draft.whole("save_num_checkpoints_to_keep")) is not None and keep > 0:
@@ -430,13 +435,13 @@ def _saving(draft: Draft, world: int) -> None:
         "load_path", why="a checkpoint of Composer is a pickle, which is never opened; name a Hugging Face folder"
     )
     if draft.has("load_path"):
-        draft.none("load_weights_only", why="run.start_from begins anew with the weights of a checkpoint of Octavo")
+        draft.none("load_weights_only", why="run.start_from starts a new run from the weights of an Octavo checkpoint")
     else:
         draft.dead("load_weights_only", why="load_path is empty: nothing is loaded")
     if draft.flag("autoresume"):
         draft.put("run.resume", "auto", "autoresume")
     draft.put("run.seed", 17 if (seed := draft.whole("seed")) is None else seed, "seed")
-    draft.asked.add("loggers")
+    draft.read_keys.add("loggers")
     names = {key.split(".")[1] for key in draft.under("loggers.")}
     ours = sorted(names & {"wandb", "mlflow"})
     if ours:

@@ -39,7 +39,7 @@ _COMPONENTS = {"foundation": "foundation", "image_encoder": "image_encoder", "im
 #: Megatron's names of a layer's products -> what transformers calls them
 _TARGETS = {"linear_qkv": ["q_proj", "k_proj", "v_proj", "qkv_proj"], "linear_proj": ["o_proj"],
             "linear_fc1": ["gate_proj", "up_proj"], "linear_fc2": ["down_proj"]}  # fmt: skip
-#: ... and those of latent attention, which are asked for by name
+#: ... and the layers of latent attention, which are selected by name
 _LATENT = {"linear_q_proj": "q_proj", "linear_q_down_proj": "q_a_proj", "linear_q_up_proj": "q_b_proj",
            "linear_kv_down_proj": "kv_a_proj_with_mqa", "linear_kv_up_proj": "kv_b_proj"}  # fmt: skip
 _INNER = ("fp8_recipe", "fp8_param", "selective_fp8", "fp8_dynamic_policy_path", "fp8_dynamic_num_tokens")
@@ -49,7 +49,7 @@ NONE = {
     "defaults defaults.*",
     "functions of LoongForge's own model code": "model.position_idx_func model.loss_func model.*.model_spec "
     "model.*.rotary_emb_func model.*.activation_func model.model_type model.*.model_type *_target_* model.*.provider",
-    "the architecture is that of the model's config.json": "model.foundation.* model.image_encoder.* "
+    "the architecture comes from the model's config.json": "model.foundation.* model.image_encoder.* "
     "model.image_projector.* model.video_* model.audio_* model.*_token_id convert_file",
     "rows are JSON, JSONL, parquet or tar; packs are made while reading": "dataloader_type split "
     "packing_buffer_size sft_sort_batch sft_num_preprocess_workers is_tokenized_data use_fixed_seq_lengths sample_type "
@@ -99,6 +99,7 @@ def translate(draft: Draft) -> None:
     model_and_data.model(draft, "load_hf_path", "hf_checkpoint_path", "hf_tokenizer_path",
                 why="the folder of the tokenizer: it holds the model too")  # fmt: skip
     model = draft.settings["model.path"].source
+    # A checkpoint in Megatron's layout is only a copy of the model if its name says so.
     for key in ("load", "pretrained_checkpoint"):
         same = bool(model) and model_and_data.same_model(draft.text(key) or "", str(model[0].value))
         why = "a checkpoint of Megatron's layout; Octavo reads the Hugging Face folder"
@@ -110,7 +111,7 @@ def translate(draft: Draft) -> None:
         model_and_data.packing(draft, "packing_sft_data")
     else:
         draft.same("packing_sft_data", why="a row is a sample")
-        draft.dead("packing_buffer_size", why="read with packing_sft_data alone")
+        draft.dead("packing_buffer_size", why="only read with packing_sft_data")
     usual = megatron.Usual(lr=1e-4)
     megatron.steps(draft, u, usual, ranks, packed)
     draft.put("train.loss", "token", why="their loss is a sum over tokens, divided by the tokens of the global batch")
@@ -126,7 +127,7 @@ def translate(draft: Draft) -> None:
     megatron.saving(draft, u)
     megatron.context(draft, u)
     megatron.expert(draft, u, lora=lora)
-    draft.none(*[key for key in draft.given if fnmatch.fnmatchcase(key, _AMAX)],
+    draft.none(*[key for key in draft.source_keys if fnmatch.fnmatchcase(key, _AMAX)],
                why="a patch of Transformer Engine; scales here are never below the smallest normal number")  # fmt: skip
     draft.table("none", NONE)
     draft.table("default", SAME)
@@ -139,21 +140,21 @@ def _description(draft: Draft) -> None:
     """The YAML of the model's components, which a script names too. One that is put together of parts that no published
     model has together is refused: the folder of the tokenizer would be another model."""
     word = draft.text("config_file")
-    given = bool(draft.under("model."))
-    if word and not given and (file := draft.folder.named(word)) is not None:
-        draft.add(files.read([file], {}, draft.folder)[0].given, "")
-        given = True
+    described = bool(draft.under("model."))
+    if word and not described and (file := draft.folder.named(word)) is not None:
+        draft.add(files.read([file], {}, draft.folder)[0].source_keys, "")
+        described = True
     chosen = {}
     for key in draft.under("defaults."):
-        if found := _PART.fullmatch(key):
-            chosen[found[2]] = (found[1], draft.text(key), draft.given[key].place)
+        if match := _PART.fullmatch(key):
+            chosen[match[2]] = (match[1], draft.text(key), draft.source_keys[key].place)
     tower, language = chosen.get("image_encoder"), chosen.get("foundation")
     if tower and language and language[0] not in _PUBLISHED.get(tower[1] or "", (language[0],)):
         kind = draft.text("model.model_type") or Path(tower[2].source).stem
         _composed(f"{tower[2]}: {kind}", f"{tower[1]} and {language[1]}")
-    if word and not given and "custom" in Path(word).parts:
-        _composed(f"{draft.given['config_file'].place}: {word}", "parts of its own")
-    if given:
+    if word and not described and "custom" in Path(word).parts:
+        _composed(f"{draft.source_keys['config_file'].place}: {word}", "parts of its own")
+    if described:
         draft.same("config_file", why="the file that was given")
     else:
         draft.none("config_file", why="the YAML of the model's components was not given: octavo import YAML SCRIPT")
@@ -168,11 +169,13 @@ def _composed(where: str, parts_of_it: str) -> NoReturn:
 
 def _first_weights(draft: Draft, phase: str, lora: bool) -> None:
     """Where no flag loads weights, training begins with random ones; nothing that is frozen is meant to."""
-    if any(key in draft.given for key in _WEIGHTS):
-        draft.dead("init_method_std", why="weights are those of the checkpoint")
+    if any(key in draft.source_keys for key in _WEIGHTS):
+        draft.dead("init_method_std", why="weights come from the checkpoint")
         return
     if lora or "model.freeze" in draft.settings or not (phase == "pretrain" or draft.has("init_method_std")):
-        draft.note("no flag loads weights: there training would begin with random ones, here with those of model.path")
+        draft.note(
+            "no flag loads weights: training would start there with random weights, here it starts with model.path"
+        )
         return
     draft.put("model.init", "random", why="no flag loads weights there")
     draft.put("model.init_std", draft.number("init_method_std", 0.02), "init_method_std")
@@ -194,7 +197,7 @@ def _data(draft: Draft, phase: str) -> None:
     for number, path in enumerate(paths):
         at = model_and_data.dataset(draft, "train", number, path, key, hub=False)
         if names:
-            layout = names[min(number, len(names) - 1)]
+            layout = names[min(number, len(names) - 1)]  # the last name applies to all further paths
             if "sharegpt" in layout:
                 draft.put(f"{at}.format", "sharegpt", "sft_dataset", "sft_train_dataset")
             elif "alpaca" in layout:
@@ -222,7 +225,7 @@ def _data(draft: Draft, phase: str) -> None:
         "data.on_long",
         "drop" if drop else "cut",
         "enable_discard_sample",
-        why="" if drop else "longer rows are cut there",
+        why="" if drop else "longer rows are truncated",
     )
     if draft.flag("train_on_prompt") and phase == "sft":
         draft.put("data.train_on_prompt", True, "train_on_prompt")
@@ -236,7 +239,8 @@ def _data(draft: Draft, phase: str) -> None:
 def _lora(draft: Draft) -> bool:
     """The group `lora@peft_config`, wherever Hydra put it."""
     at = next(
-        (key.rpartition(".")[0] + "." for key in draft.given if key.endswith(".apply_to_foundation")), "peft_config."
+        (key.rpartition(".")[0] + "." for key in draft.source_keys if key.endswith(".apply_to_foundation")),
+        "peft_config.",
     )
     u = Under(draft, at)
     applied = {part: u.flag(f"apply_to_{part}") for part in ("image_encoder", "image_projector", "foundation")}
@@ -257,6 +261,7 @@ def _lora(draft: Draft) -> bool:
     )
     for part in targets:
         draft.put("lora.targets", targets, u(f"apply_to_{part}"))
+    # Names of fused modules select several layers of a Hugging Face model.
     if set(names) & set(_LATENT):
         ours = [_LATENT.get(name, name) for key in names for name in _TARGETS.get(key, [key]) if name != "qkv_proj"]
         draft.put("lora.targets", [f"**.{name}" for name in ours], u("target_modules"), why="modules by their names")
@@ -289,7 +294,7 @@ def _fp8(draft: Draft, u: Under, lora: bool) -> None:
     any_part = False
     for theirs, ours in _COMPONENTS.items():
         at = Under(draft, f"model.{theirs}.")
-        form = at.text("fp8")
+        form = at.text("fp8")  # of the component; it wins over the flag for the whole model
         on = form not in (None, "false", "none", "null")
         recipe = choice(draft, at("fp8_recipe"), megatron.RECIPES)
         if theirs == "image_projector":
@@ -308,7 +313,7 @@ def _fp8(draft: Draft, u: Under, lora: bool) -> None:
         if at.flag("fp8_param") and not lora:
             draft.put(f"fp8.{ours}.param", True, at("fp8_param"))
         elif at.has("fp8_param"):
-            at.same("fp8_param", why="weights in high precision, and codes beside them")
+            at.same("fp8_param", why="weights stay in high precision, with codes")
         _selective(draft, at, ours)
     if whole:
         draft.put("fp8.image_projector.recipe", "off", why="their projector is built outside any FP8 context")
@@ -326,5 +331,5 @@ def _selective(draft: Draft, at: Under, ours: str) -> None:
         )
         at.none("fp8_dynamic_num_tokens", why="the plan counts each component's tokens itself")
     else:
-        at.dead("fp8_dynamic_policy_path", "fp8_dynamic_num_tokens", why="read with selective_fp8 alone")
+        at.dead("fp8_dynamic_policy_path", "fp8_dynamic_num_tokens", why="only read with selective_fp8")
         at.same("selective_fp8", why="off")

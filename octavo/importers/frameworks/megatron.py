@@ -16,7 +16,7 @@ _STATES = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "fp16": None}
 
 #: what these flags do, in Megatron's own loading and saving
 NO_LOAD_OPTIM = (
-    "the optimizer's states (and in Megatron the schedule's) are not read from a checkpoint and begin anew, while the "
+    "the optimizer's states (and in Megatron the schedule's) are not read from a checkpoint and start again, while the "
     "count of iterations goes on; without a checkpoint to load it changes nothing"
 )
 NO_LOAD_RNG = "random states are not read from a checkpoint; without one to load it changes nothing"
@@ -28,13 +28,13 @@ NONE = {
     "decoder_last_pipeline_num_layers encoder_tensor_model_parallel_size encoder_pipeline_model_parallel_size "
     "use_tp_pp_dp_mapping custom_pipeline_* virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage "
     "account_for_* batch_p2p_comm expert_tensor_parallel_size",
-    "routing is that of the model's config.json": "moe_router_* moe_token_drop_policy moe_expert_capacity_factor "
+    "routing comes from the model's config.json": "moe_router_* moe_token_drop_policy moe_expert_capacity_factor "
     "moe_pad_expert_input_to_capacity moe_z_loss_coeff moe_shared_expert_overlap moe_layer_recompute num_experts "
     "moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size",
     "of Megatron's dispatch of experts; Octavo deals them by parallel.expert": "moe_token_dispatcher_type "
     "moe_enable_deepep "
     "moe_permute_fusion moe_use_upcycling empty_unused_memory_level use_fused_moe*",
-    "the architecture is that of the model's config.json": "num_layers hidden_size ffn_hidden_size num_attention_heads "
+    "the architecture comes from the model's config.json": "num_layers hidden_size ffn_hidden_size num_attention_heads "
     "group_query_attention num_query_groups max_position_embeddings position_embedding_type rotary_* mrope_* swiglu "
     "normalization norm_epsilon untie_embeddings_and_output_weights disable_bias_linear add_qkv_bias kv_channels "
     "qk_layernorm transformer_impl multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
@@ -42,7 +42,7 @@ NONE = {
     "vocab_size_in_config_file "
     "original_max_position_embeddings v_head_dim add_position_embedding add_bias_linear model_type "
     "use_rotary_position_embeddings no_position_embedding vocab_file merge_file",
-    "weights are those of the checkpoint": "perform_initialization data_parallel_random_init save_missing_weights "
+    "weights come from the checkpoint": "perform_initialization data_parallel_random_init save_missing_weights "
     "init_method_std use_cpu_initialization init_model_with_meta_device "
     "no_initialization initialize_embedding",
     "layers are transformers' or Octavo's own, not Megatron's": "no_masked_softmax_fusion no_bias_* no_rope_fusion "
@@ -65,7 +65,7 @@ NONE = {
     "figures are in metrics.jsonl; TensorBoard is in the run's directory": "tensorboard_* log_* no_log_* logging_level "
     "timing_log_level timing_log_option wandb_save_dir",
     "garbage is collected by Python, or as train.gc says": "manual_gc manual_gc_*",
-    "tokenizer and template are those of the model's folder": "tokenizer_type tokenizer_model hf_tokenizer_path "
+    "tokenizer and template come from the model's folder": "tokenizer_type tokenizer_model hf_tokenizer_path "
     "hf_processor_path use_fast_tokenizer split_special_tokens padding_side additional_special_tokens",
     "seconds of steps are measured by octavo bench": "profile profile_* use_pytorch_profiler",
     "an evaluation takes all rows of data.eval": "eval_iters",
@@ -120,7 +120,7 @@ def steps(draft: Draft, u: Under, usual: Usual, ranks: int, packed: bool) -> Non
         draft, u("lr_decay_style"), {n: n for n in ("cosine", "linear", "constant", "inverse-square-root", "wsd")}
     )
     if style in ("inverse-square-root", "wsd"):
-        u.none("lr_decay_style", why=f"there is no schedule {style}; cosine stands here")
+        u.none("lr_decay_style", why=f"there is no schedule {style}; cosine is used instead")
         style = "cosine"
         draft.put("train.schedule", style, why="in its place")
     else:
@@ -128,9 +128,10 @@ def steps(draft: Draft, u: Under, usual: Usual, ranks: int, packed: bool) -> Non
         style = style or usual.schedule
     least = u.number("min_lr")
     if least and style == "constant":
-        u.dead("min_lr", why="a constant schedule never comes down to it")
+        u.dead("min_lr", why="a constant schedule does not use it")
     elif least is not None:
         draft.put("train.min_lr", least, u("min_lr"))
+    # Octavo's schedules end with the run. One that ends later is cut, so the rate at the last step is kept.
     whole = steps_and_schedule.total_steps(draft, ranks)
     decay = u.whole("lr_decay_iters")
     if decay is not None and decay == whole:
@@ -159,7 +160,7 @@ def _cut_short(draft: Draft, u: Under, style: str, steps: int, decay: int) -> No
 def optimizer(draft: Draft, u: Under, usual: Usual) -> None:
     word = u.text("optimizer") or u.text("optimizer_selection")
     if word and not word.lower().replace("fused_torch_", "").replace("fused_", "").startswith("adam"):
-        u.none("optimizer", "optimizer_selection", why=f"there is AdamW alone, not {word}")
+        u.none("optimizer", "optimizer_selection", why=f"AdamW is the only optimizer, there is no {word}")
     else:
         u.same("optimizer", "optimizer_selection", why="AdamW: Megatron's adam decays apart from the gradient too")
     beta1, beta2, decay = u.number("adam_beta1"), u.number("adam_beta2"), u.number("weight_decay")
@@ -173,7 +174,8 @@ def optimizer(draft: Draft, u: Under, usual: Usual) -> None:
         if u.number("optimizer_offload_fraction") not in (None, 1):
             u.none("optimizer_offload_fraction", why="all states go to the host, or none")
     else:
-        u.dead("optimizer_offload_fraction", why="read with optimizer_cpu_offload alone")
+        u.dead("optimizer_offload_fraction", why="only read with optimizer_cpu_offload")
+    # The dtypes of the moments are only read with this flag.
     if u.flag("use_precision_aware_optimizer"):
         kinds = {
             choice(draft, u(key), _STATES | {"fp16": "fp16"}) or "fp32" for key in ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -182,16 +184,16 @@ def optimizer(draft: Draft, u: Under, usual: Usual) -> None:
         if len(kinds) == 1 and (kind := kinds.pop()) in ("fp32", "bf16", "fp8"):
             draft.put("optimizer.states", kind, *keys)
         else:
-            draft.none(*keys, why="both moments are kept alike here, as fp32, bf16, fp8 or coat")
+            draft.none(*keys, why="both moments have the same form: fp32, bf16, fp8 or coat")
     else:
-        u.dead("exp_avg_dtype", "exp_avg_sq_dtype", why="read with use_precision_aware_optimizer alone")
+        u.dead("exp_avg_dtype", "exp_avg_sq_dtype", why="only read with use_precision_aware_optimizer")
 
 
 def precision(draft: Draft, u: Under) -> None:
     if u.flag("bf16"):
         draft.put("train.precision", "bf16", u("bf16"))
         u.dead("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis", "loss_scale",
-               why="losses are scaled with fp16 alone")  # fmt: skip
+               why="losses are only scaled with fp16")  # fmt: skip
     elif u.flag("fp16"):
         draft.put("train.precision", "fp16", u("fp16"))
         if (scale := u.whole("loss_scale")) is not None:
@@ -223,11 +225,12 @@ def fp8(draft: Draft, u: Under, *, usual_recipe: str = "delayed", param: bool = 
         "num_layers_at_start_in_bf16",
         "num_layers_at_end_in_bf16",
     )
+    # In Megatron only fp8_format turns FP8 on.
     if form is None:
         u.dead(*inner, why="without fp8_format nothing runs in FP8 there, whatever the others say")
         return None
     if form == "hif8":
-        u.none("fp8_format", why="HiF8 is a format of Ascend; e4m3 stands here")
+        u.none("fp8_format", why="HiF8 is a format of Ascend; e4m3 is used instead")
         form = "e4m3"
     draft.put("fp8.recipe", recipe, u("fp8_recipe"), u("fp8_format"))
     if not (recipe == "mxfp8" and form == "hybrid"):
@@ -279,7 +282,7 @@ def saving(draft: Draft, u: Under) -> None:
         if "data.eval.0.path" in draft.settings:
             draft.put("run.eval_every", each, u("eval_interval"))
         else:
-            u.none("eval_interval", why="there are no held-out rows in what was translated (data.eval)")
+            u.none("eval_interval", why="the translated files have no held-out rows (data.eval)")
     states(draft, u)
 
 
@@ -288,7 +291,7 @@ def states(draft: Draft, u: Under, load: tuple[str, ...] = ("load",)) -> None:
     # a copy of the model's own folder has weights and no states
     loads = any(u.has(key) and (u(key) not in draft.rows or draft.rows[u(key)].kind != "default") for key in load)
     if u.flag("no_save_optim"):
-        why = "checkpoints held weights alone, so that a run there could not be continued as it was; run.save_states: "
+        why = "checkpoints had only weights, so that the run could not be continued exactly; run.save_states: "
         draft.put(
             "run.save_states", False, u("no_save_optim"), u("no_save_rng"), why=why + "true (or no line) mends that"
         )
@@ -303,7 +306,10 @@ def states(draft: Draft, u: Under, load: tuple[str, ...] = ("load",)) -> None:
         elif "run.start_from" in draft.settings:
             u.same(key, why="run.start_from begins with a new optimizer and new random states")
         elif loads:
-            u.none(key, why=f"{does}; here run.start_from begins anew with the weights, and run.resume with everything")
+            u.none(
+                key,
+                why=f"{does}; run.start_from starts a new run from the weights, run.resume continues with everything",
+            )
         else:
             u.dead(key, why=does)
     if not u.flag("no_save_optim"):
@@ -315,7 +321,7 @@ def context(draft: Draft, u: Under, key: str = "context_parallel_size", kind: st
     """Ulysses, ring and USP: all are `parallel.context`; which part exchanges heads is `parallel.ulysses`."""
     size = steps_and_schedule.counted(draft, u(key)) or 1
     algo, degree = u.text(kind), steps_and_schedule.counted(draft, u(ulysses))
-    hybrid = "hybrid" in (algo or "")
+    hybrid = "hybrid" in (algo or "")  # USP: both at once
     if size == 1:
         u.same(key, why="no rows are shared")
         u.dead(kind, ulysses, "cp_comm_type", why=f"{key} is 1, so no row is shared by ranks")
@@ -335,7 +341,7 @@ def context(draft: Draft, u: Under, key: str = "context_parallel_size", kind: st
         draft.put("parallel.ulysses", 1, u(kind), why=RING)
     u.none("cp_comm_type", why=RING)
     if "data.packing" not in draft.settings:
-        draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")
+        draft.put("data.packing", True, why="ranks can only share packed rows (parallel.context)")
         draft.put("train.micro_batch", 1, why="one pack (data.packing)")
 
 
@@ -354,9 +360,9 @@ USP = (
 def expert(draft: Draft, u: Under, key: str = "expert_model_parallel_size", lora: bool = False) -> None:
     size = steps_and_schedule.counted(draft, u(key)) or 1
     if size == 1:
-        u.same(key, why="experts are sharded, not dealt")
+        u.same(key, why="experts are sharded, not distributed")
     elif lora:
-        u.none(key, why="experts are not dealt to ranks beside adapters; they are sharded all the same")
+        u.none(key, why="experts are not distributed to ranks with adapters; they are still sharded")
     else:
         draft.put("parallel.expert", size, u(key))
 
@@ -377,14 +383,14 @@ def recompute(draft: Draft, u: Under, usual: str = "none") -> None:
     word = choice(draft, u("recompute_granularity"), {name: name for name in ("full", "selective", "none")})
     method, layers = u.text("recompute_method"), u.whole("recompute_num_layers")
     if word != "full":
-        u.dead("recompute_method", "recompute_num_layers", why="read with recompute_granularity: full alone")
+        u.dead("recompute_method", "recompute_num_layers", why="only read with recompute_granularity: full")
     elif method == "block":
         u.none("recompute_method", "recompute_num_layers", why="all blocks are recomputed, or none of a component")
     elif layers not in (None, 1):
         u.none("recompute_num_layers", why=f"each block keeps its input; there every {layers}th one's is kept")
         u.same("recompute_method", why="every block is recomputed")
     else:
-        u.same("recompute_method", "recompute_num_layers", why="each block keeps its input alone")
+        u.same("recompute_method", "recompute_num_layers", why="each block keeps only its input")
     if word == "selective":
         draft.put(
             "train.recompute", "selective", u("recompute_granularity"), why="here what is cheap; there core attention"

@@ -55,23 +55,25 @@ NONE = {
 }  # fmt: skip
 #: of trees that Megatron builds, which describe every layer
 _BUILT = {
-    "the architecture is that of the model's config.json": "model.image_encoder.* model.text_decoder.* "
+    "the architecture comes from the model's config.json": "model.image_encoder.* model.text_decoder.* "
     "model.audio_encoder.* model.*_token_id model.text_encoder model.video_encoder",
     "towers of sound are frozen by model.freeze: [audio_encoder]": "model.freeze_audio_*",
 }
 SAME = {
-    "held-out rows are read as those of training": "data.val_dataset_param.*",
+    "held-out rows are read as training rows are": "data.val_dataset_param.*",
     "AdamW in one kernel where there is one": "training.adam_fused",
     "weights are made after sharding": "training.init_model_with_meta_device gpt_args.init_model_with_meta_device",
     "a value that other keys refer to": "HF_MODEL_LOAD_PATH MM_MODEL_LOAD_PATH DATASET_PATH FSDP2_PATH SAVE_PATH",
 }
 #: flags of its scripts on Megatron, each of which names a file in JSON
 _FLAGS = ("mm_data", "mm_model", "mm_tool")
-_UNREAD = "read for a check of Megatron alone; the layers were those of config.json"
+_UNREAD = "only read for a check of Megatron; the layers came from config.json"
 
 
 def translate(draft: Draft) -> None:
-    flags = _follow(draft) or any(key in draft.given for key in _FLAGS)  # of a launch script, with nothing before them
+    flags = _follow(draft) or any(
+        key in draft.source_keys for key in _FLAGS
+    )  # of a launch script, with nothing before them
     old = flags or bool(draft.under("gpt_args."))
     u = Under(draft, "gpt_args." if draft.under("gpt_args.") else "" if flags else "training.")
     world = steps_and_schedule.processes(draft)
@@ -99,7 +101,7 @@ def translate(draft: Draft) -> None:
     draft.table("default", SAME)
     if (
         flags
-        or "model.freeze_vision_model" in draft.given
+        or "model.freeze_vision_model" in draft.source_keys
         or draft.under("model.text_decoder.tensor_model_parallel_size")
     ):
         draft.table("none", _BUILT)
@@ -115,11 +117,11 @@ def _follow(draft: Draft) -> bool:
     for key, prefix in names.items():
         word = draft.text(key)
         if word and (file := draft.folder.named(word)) is not None:
-            draft.add(files.read([file], {}, draft.folder)[0].given, prefix)
+            draft.add(files.read([file], {}, draft.folder)[0].source_keys, prefix)
             draft.same(key, why=f"its keys are translated: {prefix}*")
         elif word:
             draft.none(key, why=f"{word} is not here: copy it to this path, as seen from --root or from the script")
-    return any(key in draft.given for key in names)
+    return any(key in draft.source_keys for key in names)
 
 
 def _parallel(draft: Draft) -> int:
@@ -127,11 +129,12 @@ def _parallel(draft: Draft) -> int:
     ring, ulysses = (
         steps_and_schedule.counted(draft, u(f"{key}_size")) or 1 for key in ("ring_attention", "ulysses_parallel")
     )
+    # Both divide the same rows, so the ranks that share a row are their product.
     if ring * ulysses > 1:
         why = megatron.USP if ring > 1 and ulysses > 1 else megatron.RING if ring > 1 else megatron.ULYSSES
         u.put("parallel.context", ring * ulysses, "ring_attention_size", "ulysses_parallel_size", why=why)
         u.put("parallel.ulysses", ulysses, "ulysses_parallel_size", "ring_attention_size")
-        draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")
+        draft.put("data.packing", True, why="ranks can only share packed rows (parallel.context)")
     else:
         u.same("ring_attention_size", "ulysses_parallel_size", why="no rows are shared")
     if (size := steps_and_schedule.counted(draft, u("tensor_parallel_size")) or 1) > 1:
@@ -139,9 +142,9 @@ def _parallel(draft: Draft) -> int:
     else:
         u.same("tensor_parallel_size", why="1")
     (u.none if (steps_and_schedule.counted(draft, u("context_parallel_size")) or 1) > 1 else u.same)(
-        "context_parallel_size", why="ring_attention_size and ulysses_parallel_size say it"
+        "context_parallel_size", why="ring_attention_size and ulysses_parallel_size set it"
     )
-    u.put("parallel.shard", "auto", "fully_shard_parallel_size", why="all ranks that are left")
+    u.put("parallel.shard", "auto", "fully_shard_parallel_size", why="all remaining ranks")
     megatron.expert(draft, u, "expert_parallel_size", lora=bool(draft.flag("training.lora.enable")))
     if u.flag("recompute"):
         u.dead(
@@ -168,28 +171,29 @@ def _fsdp2_settings(draft: Draft, u: Under) -> None:
         why = "the file of FSDP2's settings is not here: copy it to this path, as seen from --root or from the YAML"
         u.none("fsdp2_config_path", why=why)
         return
-    draft.add(files.read([file], {}, draft.folder)[0].given, "fsdp2_config.")
+    draft.add(files.read([file], {}, draft.folder)[0].source_keys, "fsdp2_config.")
     u.same("fsdp2_config_path", why="its keys are translated: fsdp2_config.*")
     f = Under(draft, "fsdp2_config.")
     if (steps_and_schedule.counted(draft, f("expert_parallel_size")) or 1) > 1:
         megatron.expert(draft, f, "expert_parallel_size", lora=bool(draft.under("lora_args.")))
     else:
-        f.same("expert_parallel_size", why="experts are sharded, not dealt")
+        f.same("expert_parallel_size", why="experts are sharded, not distributed")
     if f.flag("offload_to_cpu"):
         f.put("optimizer.offload", True, "offload_to_cpu", why="states go to the host; parameters stay on the GPU here")
     else:
         f.same("offload_to_cpu", why="off")
+    # The names are modules of the model; Octavo recomputes by component.
     if towers := f.words("recompute_modules"):
         components = {"image_encoder" if "visual" in word or "image" in word else "foundation" for word in towers}
         each = {part: "full" if part in components else "none" for part in model_and_data.TOWERS}
-        why = "blocks of these modules are computed again"
+        why = "blocks of these modules are recomputed"
         f.put("train.recompute", "full" if len(components) == 2 else each, "recompute_modules", why=why)
     kinds = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
     if kind := choice(draft, f("param_dtype"), kinds):
         f.put("train.precision", kind, "param_dtype")
     reduced = choice(draft, f("reduce_dtype"), kinds)
     (f.same if reduced in (None, "fp32") else f.none)("reduce_dtype", why="gradients are summed in FP32")
-    f.same("output_dtype", "cast_forward_inputs", why="what layers take and give has the precision of training")
+    f.same("output_dtype", "cast_forward_inputs", why="inputs and outputs of layers have the precision of training")
     draft.table("none", {
         "FSDP2 wraps blocks, prefetches and shards them by itself": "fsdp2_config.sharding_size "
         "fsdp2_config.reshard_* fsdp2_config.num_to_*_prefetch fsdp2_config.sub_modules_to_wrap "
@@ -232,6 +236,7 @@ def _steps_old(draft: Draft, u: Under, ranks: int, packed: bool) -> None:
 
 def _lora(draft: Draft, flags: bool) -> bool:
     new, old = Under(draft, "training.lora."), Under(draft, "" if flags else "lora_args.")
+    # Two generations of the YAML have different sections and names.
     if new.flag("enable"):
         u, names = new, {"rank": "rank", "alpha": "alpha", "dropout": "dropout", "targets": "target_modules"}
         targets = u.words("target_modules") or ["q_proj", "k_proj", "v_proj"]
@@ -245,9 +250,9 @@ def _lora(draft: Draft, flags: bool) -> bool:
         for key in draft.under("training.lora."):
             draft.dead(key, why="training.lora.enable is not true")
         return False
-    found = [t.replace("{*}", "*") if "*" in t else t for t in targets]
-    found = [
-        "foundation" if t == "all-linear" else t if "*" not in t else f"**.{t.removeprefix('model.')}" for t in found
+    chosen = [t.replace("{*}", "*") if "*" in t else t for t in targets]
+    chosen = [
+        "foundation" if t == "all-linear" else t if "*" not in t else f"**.{t.removeprefix('model.')}" for t in chosen
     ]
     keys = {name: u(key) for name, key in names.items()}
     model_and_data.lora(
@@ -255,7 +260,7 @@ def _lora(draft: Draft, flags: bool) -> bool:
         u.whole(names["rank"], 8),
         u.number(names["alpha"], 16),
         u.number(names["dropout"], 0.0),
-        found,
+        chosen,
         keys=keys,
         but=["image_encoder"],
     )
@@ -287,11 +292,11 @@ def _freeze(draft: Draft, lora: bool) -> None:
     flags = dict(zip(("vision_model", "vision_projection", "language_model"), model_and_data.COMPONENTS, strict=True))
     for name, ours in flags.items():
         key = f"model.freeze_{name}"
-        if found := draft.flag(key):
+        if flag := draft.flag(key):
             frozen[ours] = (key,)
-        elif found is False:
+        elif flag is False:
             draft.same(key, why="trained")
-    by_flags = any(f"model.freeze_{name}" in draft.given for name in flags)
+    by_flags = any(f"model.freeze_{name}" in draft.source_keys for name in flags)
     tree = {
         "model.image_encoder.vision_encoder": "image_encoder",
         "model.image_encoder.vision_projector": "image_projector",
@@ -299,11 +304,11 @@ def _freeze(draft: Draft, lora: bool) -> None:
     }
     for at, ours in tree.items():
         key = f"{at}.freeze"
-        found = draft.flag(key)
+        flag = draft.flag(key)
         usual = ours != "foundation" and not by_flags and bool(draft.under("model.image_encoder."))
-        if found or (found is None and usual):
+        if flag or (flag is None and usual):
             frozen[ours] = (key,)
-        elif found is False:
+        elif flag is False:
             draft.same(key, why="trained")
         for dead in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
             draft.dead(f"{at}.{dead}", why=_UNREAD)
@@ -317,11 +322,14 @@ def _freeze(draft: Draft, lora: bool) -> None:
 
 def _features(draft: Draft, old: bool) -> None:
     """Loss, recomputation, offload, attention: of the new sections and of the old tree."""
-    loss_key = next((k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.given), None)
+    loss_key = next(
+        (k for k in ("features.loss_cfg.loss_type", "model.loss_cfg.loss_type") if k in draft.source_keys), None
+    )
+    # The default loss differs between the two generations of the trainer.
     word = (draft.text(loss_key) if loss_key else None) or ("default" if old else "raw")
     known = _LOSSES.get(word)
     if known is None and loss_key:
-        draft.none(loss_key, why=f"{word} is a loss of their own code ('custom' raises there); microbatch stands here")
+        draft.none(loss_key, why=f"{word} is a custom loss ('custom' raises there); microbatch is used instead")
     why = {
         "raw": "the model's own loss: the mean over a micro-batch's tokens",
         "default": "mean of micro-batches' means",
@@ -350,7 +358,7 @@ def _features(draft: Draft, old: bool) -> None:
         )
     if on and draft.settings["train.recompute"].value == "full":
         draft.none(
-            *offload, why="with full recomputation next to nothing is left to move; use recompute: selective with it"
+            *offload, why="with full recomputation almost nothing is left to offload; use it with recompute: selective"
         )
     elif on:
         draft.put("train.offload_activations", True, *offload)
@@ -358,7 +366,7 @@ def _features(draft: Draft, old: bool) -> None:
         draft.same(*offload, why="off")
     unread = [key for name in ("recompute", "recompute_plan", "enable_chunk_loss", "chunkloss_plan",
               "enable_activation_offload", "activation_offload_plan", "enable_chunk_mbs", "chunkmbs_plan")
-              for key in draft.given if key == f"model.{name}" or key.startswith(f"model.{name}.")]  # fmt: skip
+              for key in draft.source_keys if key == f"model.{name}" or key.startswith(f"model.{name}.")]  # fmt: skip
     draft.dead(*unread, why="nothing reads it there: the trainer reads features of that name")
     kernels = {"image_encoder": "model.image_encoder.vision_encoder.", "foundation": "model.text_decoder."}
     for ours, at in kernels.items():
@@ -385,7 +393,7 @@ def _wrapped(draft: Draft) -> bool:
 def _recompute(draft: Draft, f: Under, old: bool) -> None:
     trees = {"image_encoder": "model.image_encoder.vision_encoder", "foundation": "model.text_decoder"}
     keys = {ours: f"{at}.recompute_granularity" for ours, at in trees.items()}
-    found = {
+    enabled = {
         ours: word for ours, key in keys.items() if (word := choice(draft, key, {n: n for n in ("full", "selective")}))
     }
     if old and _wrapped(draft):
@@ -394,8 +402,8 @@ def _recompute(draft: Draft, f: Under, old: bool) -> None:
         return
     if "train.recompute" in draft.settings:  # of fsdp2_config
         return
-    if found:
-        value = found["foundation"] if len(set(found.values())) == 1 and len(found) == 2 else found
+    if enabled:
+        value = enabled["foundation"] if len(set(enabled.values())) == 1 and len(enabled) == 2 else enabled
         draft.put("train.recompute", value, *keys.values())
         return
     on = f.flag("recompute")
@@ -409,13 +417,14 @@ def _fp8(draft: Draft, lora: bool) -> None:
     at = Under(draft, "training.quantization_plan.")
     word = at.text("quant_recipe") or at.text("recipe_name")
     keys = ("quant_recipe", "recipe_name", "converters", "quant_converters")
+    # A recipe without converters replaces no layer.
     if word is None or not (at.words("converters") or at.words("quant_converters")):
         for key in draft.under(at.prefix):
-            draft.dead(key, why="without converters no layer is exchanged" if word else "no recipe is named")
+            draft.dead(key, why="without converters no layer is replaced" if word else "no recipe is set")
         model_and_data.no_fp8(draft)
         return
     if not word.startswith("mxfp8"):
-        at.none("quant_recipe", "recipe_name", why=f"{word}: their executors take mxfp8 and mxfp8-32x32 alone")
+        at.none("quant_recipe", "recipe_name", why=f"{word}: their executors only take mxfp8 and mxfp8-32x32")
     draft.put("fp8.foundation.recipe", "mxfp8", *[at(key) for key in keys],
               why="by their filter only layers.N match: never the vision tower")  # fmt: skip
     at.same("quant_format", why="mxfp8 is E4M3 throughout, dy too")
@@ -428,7 +437,7 @@ def _fp8(draft: Draft, lora: bool) -> None:
     for number, word in enumerate(odd):
         rule = word.replace("{*}", "*").strip("*").strip(".")
         draft.put(f"fp8.rules.{number}.match", f"**.{rule}", at("quant_ignored_modules"), at("ignored_modules"))
-        draft.put(f"fp8.rules.{number}.recipe", "off", why="not quantised there")
+        draft.put(f"fp8.rules.{number}.recipe", "off", why="not quantized there")
     at.same("quant_ignored_modules", "ignored_modules", why="the head and routers stay in high precision")
     gather = at.flag("enable_fsdp_low_precision_all_gather")
     if (gather is None or gather) and not lora:
@@ -477,4 +486,4 @@ def _checkpoints(draft: Draft, u: Under) -> None:
     elif "data.eval.0.path" in draft.settings:
         u.put("run.eval_every", each, "val_interval")
     else:
-        u.none("val_interval", why="there are no held-out rows in what was translated (data.eval)")
+        u.none("val_interval", why="the translated files have no held-out rows (data.eval)")

@@ -18,7 +18,7 @@ def rows(draft: Draft, training: Under) -> None:
         entry = model_and_data.dataset(draft, "train", number, name, u("dataset"), hub=False)
         if folder := u.text("dataset_dir"):
             draft.put(
-                f"{entry}.images", draft.path(folder, hub=False), u("dataset_dir"), why="images are seen from it there"
+                f"{entry}.images", draft.path(folder, hub=False), u("dataset_dir"), why="images are relative to it"
             )
         if (limit := u.whole("max_samples")) is not None:
             draft.put(f"{entry}.max_samples", limit, u("max_samples"))
@@ -28,6 +28,7 @@ def rows(draft: Draft, training: Under) -> None:
             u.same("streaming", why="rows are read into the cache")
         if number == 0 and draft.sizes is None:
             draft.sizes = steps_and_schedule.rows_of(draft, name)
+    # Held-out rows have the same keys in a second section.
     held = "data.val_dataset_param.basic_parameters."
     for number, name in enumerate(draft.words(f"{held}dataset")):
         entry = model_and_data.dataset(draft, "eval", number, name, f"{held}dataset", hub=False)
@@ -40,7 +41,7 @@ def rows(draft: Draft, training: Under) -> None:
         draft.note("data.train is to be filled in")
     length = u.whole("cutoff_len") or training.whole("seq_length") or 2048
     draft.put("train.seq_length", length, u("cutoff_len"), training("seq_length"))
-    draft.put("data.on_long", "cut", why="longer rows are cut there")
+    draft.put("data.on_long", "cut", why="longer rows are truncated")
     _thinking(draft, u)
     if u.flag("train_on_prompt"):
         u.put("data.train_on_prompt", True, "train_on_prompt")
@@ -74,7 +75,7 @@ def _thinking(draft: Draft, u: Under) -> None:
     elif u.flag("enable_thinking") is False:
         why = "reasoning is taken out of answers there; here it is read, and has no loss"
         draft.put("data.mask_reasoning", True, key, why=why)
-    elif key not in draft.given or u.has("enable_thinking"):
+    elif key not in draft.source_keys or u.has("enable_thinking"):
         draft.put("data.mask_empty_think", False, key, why="an empty block of thinking has loss there")
     else:
         draft.same(key, why="an empty block of thinking has no loss (data.mask_empty_think)")

@@ -1,7 +1,7 @@
 """The ``model`` section of LLM-Foundry: an architecture, written as a model's folder with its own names of fields.
 
 Defaults are LLM-Foundry's (``models/utils/config_defaults.py``, ``models/mpt/configuration_mpt.py``), and all are
-written out: a reader of config.json alone would guess others (stock MPT has ALiBi and no biases).
+written out: a program that only reads config.json would assume others (stock MPT has ALiBi and no biases).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def folder(draft: Draft, name: str) -> None:
     draft.files["config.json"] = json.dumps(config, indent=2) + "\n"
     draft.put("model.path", name, "model.name", why="the architecture that the file described, in its config.json")
     draft.put("model.init", "random", why="it began with random weights")
-    draft.note(f"{name} needs a tokenizer beside config.json: copy those files there (tokenizer.name says whose)")
+    draft.note(f"{name} needs a tokenizer next to config.json: copy the files of tokenizer.name there")
 
 
 def _field(draft: Draft, u: Under, field: str, usual: Any, name: str) -> Any:
@@ -95,18 +95,18 @@ def _refused(draft: Draft, key: str, value: Any, why: str, name: str) -> None:
 def _others(draft: Draft, config: dict[str, Any], name: str) -> None:
     """Fields that are off where they are absent: what is on is written, and refused."""
     for key, why in _OTHERS.items():
-        given = [one for one in (f"model.{key}", *draft.under(f"model.{key}.")) if draft.value(one) not in _OFF]
-        draft.asked.add(f"model.{key}")
+        present = [one for one in (f"model.{key}", *draft.under(f"model.{key}.")) if draft.value(one) not in _OFF]
+        draft.read_keys.add(f"model.{key}")
         for one in draft.under(f"model.{key}"):
-            if one not in given:
+            if one not in present:
                 draft.same(one, why="off")
-        if not given:
+        if not present:
             continue
-        inner = {one.removeprefix(f"model.{key}."): draft.value(one) for one in given}
-        value = draft.value(given[0]) if given == [f"model.{key}"] else inner
+        inner = {one.removeprefix(f"model.{key}."): draft.value(one) for one in present}
+        value = draft.value(present[0]) if present == [f"model.{key}"] else inner
         section, _, field = key.rpartition(".")
         (config[section] if section else config)[field] = value
-        for one in given:
+        for one in present:
             _refused(draft, one, draft.value(one), why, name)
 
 
@@ -121,7 +121,7 @@ def _taken(draft: Draft, u: Under, field: str, usual: Any, name: str) -> Any:
     elif field in _WORDS or isinstance(usual, str):
         value = u.text(field)
     elif field == "emb_init_uniform_lim":  # a number, or two
-        value = found if len(found := draft.numbers(u(field))) == 2 else u.number(field)
+        value = pair if len(pair := draft.numbers(u(field))) == 2 else u.number(field)
     elif field in ("logit_scale", "init_div_is_residual"):  # a number or a word
         value = draft.scalar(u(field))
     else:
@@ -129,7 +129,7 @@ def _taken(draft: Draft, u: Under, field: str, usual: Any, name: str) -> Any:
     if value is None:
         return usual
     if field not in _LACKS or value in _LACKS[field][0]:
-        draft.told(f"{name}/config.json: {u(field).removeprefix('model.')}", value, u(field))
+        draft.put_outside(f"{name}/config.json: {u(field).removeprefix('model.')}", value, u(field))
     return value
 
 
@@ -154,11 +154,11 @@ def _ffn(draft: Draft, name: str) -> dict[str, Any]:
         f.same("ffn_type", why="up, an activation and down")
     if (width := f.whole("ffn_hidden_size")) is not None:
         config["ffn_hidden_size"] = width
-        draft.told(f"{name}/config.json: ffn_config.ffn_hidden_size", width, f("ffn_hidden_size"))
+        draft.put_outside(f"{name}/config.json: ffn_config.ffn_hidden_size", width, f("ffn_hidden_size"))
     act = draft.mapping(f("ffn_act_fn")) if word != "te_ln_mlp" else {}
     if act:
         config["ffn_act_fn"] = act
-        draft.told(
+        draft.put_outside(
             f"{name}/config.json: ffn_config.ffn_act_fn",
             act,
             f("ffn_act_fn"),

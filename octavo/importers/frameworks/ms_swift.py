@@ -1,5 +1,5 @@
 """ms-swift's arguments (read at 3.9 and 4): launch scripts of `swift sft`, `pt`, `rlhf` and of `megatron sft`, or their
-YAML. Most are transformers' own; those of `megatron` are Megatron's."""
+YAML. Most are transformers' own; `megatron` has Megatron's."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ NONE = {
     "stopping_strategy dataset_shuffle val_dataset_shuffle train_dataloader_shuffle shuffle_buffer_size lazy_tokenize "
     "val_dataset_* group_by_length",
     "models are taken of the Hugging Face hub, or of a folder": "use_hf hub_token check_model",
-    "positions are those of config.json": "rope_scaling max_model_len",
-    "tokens are those of the model's folder": "new_special_tokens",
+    "positions follow config.json": "rope_scaling max_model_len",
+    "tokens come from the model's folder": "new_special_tokens",
     "one learning rate for all that is trained": "vit_lr aligner_lr lorap_lr_ratio",
-    "adapters begin with B = 0, and nothing beside them is trained": "init_weights lora_ga_* lora_bias modules_to_save "
+    "adapters begin with B = 0, and nothing else is trained": "init_weights lora_ga_* lora_bias modules_to_save "
     "target_parameters",
     "other tuners are not built": "fourier_* boft_* vera_* adapter_act adapter_length adalora_* llamapro_* lisa_* "
     "reft_* "
@@ -113,8 +113,9 @@ SAME = {
 
 
 def translate(draft: Draft) -> None:
+    # `megatron sft` and `swift sft` share most flags; these keys only exist in the former.
     mega = "megatron" in draft.command or any(
-        key in draft.given
+        key in draft.source_keys
         for key in (
             "tensor_model_parallel_size",
             "train_iters",
@@ -128,7 +129,9 @@ def translate(draft: Draft) -> None:
     if revision := draft.text("model_revision"):
         draft.put("model.revision", revision, "model_revision")
     if (task := draft.text("task_type") or "causal_lm") != "causal_lm":
-        draft.refuse("task_type", f"it trains no text ({task}): embeddings, classifiers and rerankers are not built")
+        draft.refuse(
+            "task_type", f"it trains no text ({task}): embeddings, classifiers and rerankers are not implemented"
+        )
     seeing = model_and_data.sees(draft, path or draft.text("load") or draft.text("mcore_model"))
     phase = _phase(draft)
     packed = model_and_data.packs(draft, phase, "packing")
@@ -154,7 +157,7 @@ def _phase(draft: Draft) -> str:
     kind = draft.text("rlhf_type") or ("dpo" if "rlhf" in draft.command else None)
     if kind in ("dpo", "orpo", "simpo", "kto"):
         draft.put("train.phase", "preference", "rlhf_type")
-        beta = draft.number("beta")
+        beta = draft.number("beta")  # the default depends on the loss
         if kind == "dpo":
             hf_trainer.preference(draft, "loss_type", _LOSSES, 0.1 if beta is None else beta, "beta")
             if smooth := draft.number("label_smoothing"):
@@ -163,16 +166,16 @@ def _phase(draft: Draft) -> str:
             draft.put("preference.loss", kind, "rlhf_type")
             draft.put("preference.beta", beta or (2.0 if kind == "simpo" else 0.1), "beta")
         share = draft.number("rpo_alpha")
-        draft.same(*(["rpo_alpha"] if share == 0 else []), why="no cross-entropy beside the loss")
+        draft.same(*(["rpo_alpha"] if share == 0 else []), why="no cross-entropy is added to the loss")
         if share and kind == "dpo":
-            draft.put("preference.sft", share, "rpo_alpha", why="the chosen answers' cross-entropy beside the loss")
+            draft.put("preference.sft", share, "rpo_alpha", why="adds the chosen answers' cross-entropy to the loss")
         if kind == "simpo":
             draft.put("preference.gamma", 1.0 if (g := draft.number("simpo_gamma")) is None else g, "simpo_gamma")
             why = "SimPO adds the chosen answers' cross-entropy there, 1 unless cpo_alpha is given"
             draft.put("preference.sft", 1.0 if (a := draft.number("cpo_alpha")) is None else a, "cpo_alpha", why=why)
         for weight in ("desirable_weight", "undesirable_weight") if kind == "kto" else ():
-            if (found := draft.number(weight)) is not None:
-                draft.put(f"preference.{weight}", found, weight)
+            if (weight_value := draft.number(weight)) is not None:
+                draft.put(f"preference.{weight}", weight_value, weight)
         if reference := draft.text("ref_model"):
             same = reference == draft.text("model")
             (draft.same if same else draft.none)("ref_model", why="the policy's own first weights are the reference")
@@ -187,8 +190,9 @@ def _phase(draft: Draft) -> str:
 def _data(draft: Draft, phase: str, path: str | None) -> None:
     for of, key in (("train", "dataset"), ("eval", "val_dataset")):
         for number, word in enumerate(draft.words(key, "")):
-            found = re.fullmatch(r"(?:(?:HF|MS)::)?([^#:]*(?:://[^#:]*)?)(?::([^#]*))?(?:#(\d+))?", word)
-            name, subset, count = found.groups() if found else (word, None, None)
+            # [HF:: or MS::]name[:subset][#number of rows]; the name may be a URL with a colon.
+            match = re.fullmatch(r"(?:(?:HF|MS)::)?([^#:]*(?:://[^#:]*)?)(?::([^#]*))?(?:#(\d+))?", word)
+            name, subset, count = match.groups() if match else (word, None, None)
             at = model_and_data.dataset(draft, of, number, name, key)
             if count:
                 draft.put(
@@ -207,9 +211,9 @@ def _data(draft: Draft, phase: str, path: str | None) -> None:
         draft.put("data.train.0.path", "/path/to/data.json", why="to be filled in: no flag named data")
         draft.note("data.train is to be filled in")
     if (share := draft.number("split_dataset_ratio")) and not draft.has("val_dataset"):
-        draft.none("split_dataset_ratio", why=f"no rows are split off ({share:g}); name held-out rows in data.eval")
+        draft.none("split_dataset_ratio", why=f"rows are not split off ({share:g}); set held-out rows in data.eval")
     else:
-        draft.same("split_dataset_ratio", why="none are split off")
+        draft.same("split_dataset_ratio", why="no rows are split off")
     length = draft.whole("max_length") or draft.whole("seq_length")
     draft.put(
         "train.seq_length", length or 2048, "max_length", "seq_length", why="" if length else "there the model's own"
@@ -245,8 +249,8 @@ def _data(draft: Draft, phase: str, path: str | None) -> None:
     film = {"fps": "$FPS", "min_frames": "$FPS_MIN_FRAMES", "max_frames": "$FPS_MAX_FRAMES"}
     film |= {"max_pixels": "$VIDEO_MAX_PIXELS", "min_pixels": "$VIDEO_MIN_PIXELS"}
     model_and_data.video(draft, model_and_data.filmed(draft, path), phase, film, {})
-    draft.none(*[k for k in draft.given if k.startswith("$VIDEO") and k not in film.values()],
-               why="of each frame: data.video.max_pixels counts pixels, of Qwen3-VL those of all frames")  # fmt: skip
+    draft.none(*[k for k in draft.source_keys if k.startswith("$VIDEO") and k not in film.values()],
+               why="per frame: data.video.max_pixels counts pixels, for Qwen3-VL of all frames")  # fmt: skip
     model_and_data.thinking(draft, "enable_thinking", "preserve_thinking")
 
 
@@ -267,12 +271,12 @@ def _loss_scale(draft: Draft, phase: str) -> None:
 
 
 def _adapters(draft: Draft, seeing: bool) -> bool:
-    key = "tuner_type" if "tuner_type" in draft.given else "train_type"
+    key = "tuner_type" if "tuner_type" in draft.source_keys else "train_type"
     kind = draft.text(key) or ("full" if "megatron" in draft.command else "lora")
-    frozen = {name: bool(default if (found := draft.flag(name)) is None else found)
+    frozen = {name: bool(default if (flag := draft.flag(name)) is None else flag)
               for name, default in (("freeze_llm", False), ("freeze_vit", True), ("freeze_aligner", True))}  # fmt: skip
     ours = {"freeze_vit": "image_encoder", "freeze_aligner": "image_projector", "freeze_llm": "foundation"}
-    draft.asked.update(("tuner_type", "train_type"))
+    draft.read_keys.update(("tuner_type", "train_type"))
     if not seeing:
         draft.dead(*frozen, why="a text model has no tower, no projector")
     if kind == "full":
@@ -282,11 +286,11 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
             draft.same(*[name for name, on in frozen.items() if not on], why="trained")
         return False
     if kind == "lora_llm":
-        draft.none(key, why="tower and projector are trained whole there; here nothing is beside adapters")
-        draft.note("tuner lora_llm: the language model gets adapters here, and tower and projector stay as they are")
+        draft.none(key, why="tower and projector are trained completely there; here only adapters are trained")
+        draft.note("tuner lora_llm: the language model gets adapters here, and tower and projector are not trained")
     elif kind != "lora":
-        draft.none(key, why=f"{kind} is not built: LoRA stands in its place")
-        draft.note(f"{kind} is not built: LoRA stands in its place; look at lora.rank, lora.targets and train.lr")
+        draft.none(key, why=f"{kind} is not implemented: LoRA is used instead")
+        draft.note(f"{kind} is not implemented: LoRA is used instead; look at lora.rank, lora.targets and train.lr")
     else:
         draft.same(key, why="the section lora is there")
     targets = draft.words("target_modules") or ["all-linear"]
@@ -299,6 +303,7 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
         everything, targets = True, ["foundation"]
     elif everything:
         targets = [ours[name] for name, on in frozen.items() if not on] if seeing else ["foundation"]
+    # Megatron fuses layers that Hugging Face models keep apart.
     odd = [
         word
         for word in targets
@@ -317,9 +322,9 @@ def _adapters(draft: Draft, seeing: bool) -> bool:
     if everything and seeing and kind != "lora_llm":
         draft.put("lora.targets", targets, *frozen)
     elif seeing and kind != "lora_llm":
-        draft.dead(*frozen, why="read with target_modules: all-linear alone; modules by name are those of all parts")
+        draft.dead(*frozen, why="only read with target_modules: all-linear; names of modules match in all parts")
     model_and_data.adapt(draft, keys, "use_rslora", "use_dora")
-    if (kind := draft.text("lora_dtype")) == "bfloat16":
+    if draft.text("lora_dtype") == "bfloat16":
         draft.put("lora.dtype", "bf16", "lora_dtype")
     if adapter := draft.words("adapters"):
         draft.put("lora.adapter", draft.path(adapter[0]), "adapters")
@@ -363,7 +368,7 @@ def _trainer(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> 
         draft.put("train.router_aux_loss_coef", coefficient, "router_aux_loss_coef")
     hf_trainer.saving(draft, usual, ranks)
     if draft.flag("resume_only_model"):
-        draft.none("resume_only_model", why="run.start_from begins anew with the weights of a checkpoint")
+        draft.none("resume_only_model", why="run.start_from starts a new run from the weights of a checkpoint")
     hf_trainer.ranks(draft)
     model_and_data.no_fp8(draft)
 
@@ -372,9 +377,9 @@ def _vit(draft: Draft) -> None:
     vit = draft.flag("vit_gradient_checkpointing")
     if vit is None:
         return
-    found = draft.settings["train.recompute"].value
-    draft.put("train.recompute", {"image_encoder": "full" if vit else "none", "foundation": found}
-              if isinstance(found, str) else found, "vit_gradient_checkpointing")  # fmt: skip
+    recompute = draft.settings["train.recompute"].value
+    draft.put("train.recompute", {"image_encoder": "full" if vit else "none", "foundation": recompute}
+              if isinstance(recompute, str) else recompute, "vit_gradient_checkpointing")  # fmt: skip
 
 
 def _shared(draft: Draft, packed: bool) -> int:
@@ -384,7 +389,7 @@ def _shared(draft: Draft, packed: bool) -> int:
     if expert > 1:
         draft.put("parallel.expert", expert, "expert_parallel_size")
     else:
-        draft.same("expert_parallel_size", why="experts are sharded, not dealt")
+        draft.same("expert_parallel_size", why="experts are sharded, not distributed")
     both = max(size, context)
     if both == 1:
         draft.same("sequence_parallel_size", "context_parallel_size", why="no rows are shared")
@@ -393,13 +398,17 @@ def _shared(draft: Draft, packed: bool) -> int:
     why += " a ring passes them on instead"
     draft.put("parallel.context", both, "sequence_parallel_size", "context_parallel_size", why=why)
     if not packed:
-        draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")
+        draft.put("data.packing", True, why="ranks can only share packed rows (parallel.context)")
     return both
 
 
 def _megatron(draft: Draft, world: int, packed: bool, lora: bool, phase: str) -> Under:
-    draft.asked.update(_NEWER.values())
-    u = Under(draft, names={old: new for old, new in _NEWER.items() if new in draft.given and old not in draft.given})
+    draft.read_keys.update(_NEWER.values())
+    # Newer versions renamed keys: read the new name if only that is present.
+    u = Under(
+        draft,
+        names={old: new for old, new in _NEWER.items() if new in draft.source_keys and old not in draft.source_keys},
+    )
     ranks = megatron.data_parallel(draft, u, world)
     usual = megatron.Usual(**{**vars(_MEGATRON), "lr": 1e-4 if lora else 1e-5})
     megatron.context(draft, u)

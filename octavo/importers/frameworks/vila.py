@@ -1,4 +1,4 @@
-"""VILA's flags, and those of COAT's examples beside them: llava/train with FP8 of the language model (read at the
+"""VILA's flags, with the flags of COAT's examples: llava/train with FP8 of the language model (read at the
 commits of 2025). COAT's optimizer is in its own tree: in VILA's its flags are parsed and used nowhere."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPTIMIZER = (
 )
 
 NONE = {
-    "the tower, its layer and the projector are those of the model's folder": "vision_tower mm_projector "
+    "the tower, its layer and the projector come from the model's folder": "vision_tower mm_projector "
     "mm_vision_select_* mm_use_im_* vision_resolution interpolate_mode drop_path_rate mlp_path s2 dynamic_s2 s2_* "
     "image_encoder video_encoder image_aspect_ratio min_tiles max_tiles version chat_template conv_template",
     model_and_data.VIDEO: "num_video_frames fps downsample_video num_time_tokens time_token_format soft_ce_std",
@@ -60,6 +60,7 @@ _DEAD = {
 
 
 def translate(draft: Draft) -> None:
+    # COAT's examples use VILA's trainer with these additional flags.
     coat = draft.has("fp8_model_name_or_path") or draft.has("first_order_expansion") or draft.has("qgroup_size")
     world = steps_and_schedule.processes(draft)
     path = model_and_data.model(draft, "model_name_or_path")
@@ -104,7 +105,7 @@ def _data(draft: Draft) -> None:
         model_and_data.dataset(draft, "train", number, f"{name or 'data'}.json", "data_mixture", hub=False, why=why)
         draft.note(f"data.train.{number}.path is to be filled in: {name or 'no flag named data'}")
     draft.put("train.seq_length", draft.whole("model_max_length") or 512, "model_max_length")
-    draft.put("data.on_long", "cut", why="longer rows are cut there")
+    draft.put("data.on_long", "cut", why="longer rows are truncated")
     for number, name in enumerate((draft.text("eval_data_mixture") or "").split("+")):
         if name:
             model_and_data.dataset(
@@ -136,7 +137,7 @@ def _trained(draft: Draft, coat: bool) -> bool:
         )
         draft.put("lora.targets", names or ["foundation"], "lora_llm", "lora_vt", "lora_enable")
         model_and_data.adapt(draft, keys, "", "use_dora")
-        draft.none(*[key for key in parts_of if on[key]], why="beside adapters nothing else is trained here")
+        draft.none(*[key for key in parts_of if on[key]], why="only adapters are trained")
         draft.same(*[key for key in parts_of if not on[key]], why="frozen")
         if folder := draft.text("lora_weight_path"):
             draft.put("lora.adapter", draft.path(folder), "lora_weight_path")
@@ -145,6 +146,7 @@ def _trained(draft: Draft, coat: bool) -> bool:
         "dead", {"lora_enable is not true": "lora_r lora_alpha lora_dropout lora_llm lora_vt use_dora lora_weight_path"}
     )
     draft.same("lora_enable", why="no adapters")
+    # With COAT's flags and no tune_* flag, nothing is frozen.
     if not coat or draft.under("tune_"):
         frozen = {ours: (key,) for key, ours in parts_of.items() if not on[key]}
         if frozen and len(frozen) < len(parts_of):
@@ -167,7 +169,7 @@ def _context(draft: Draft) -> int:
     draft.put("parallel.context", size, "seq_parallel_size", why=why)
     draft.put("parallel.ulysses", ulysses, "seq_parallel_ring_size", "seq_parallel_size")
     draft.none("seq_parallel_ring_type", why=megatron.RING)
-    draft.put("data.packing", True, why="ranks share packed rows alone (parallel.context)")
+    draft.put("data.packing", True, why="ranks can only share packed rows (parallel.context)")
     return size
 
 
@@ -207,7 +209,10 @@ def _fp8(draft: Draft, config: dict[str, Any], lora: bool) -> None:
         draft.dead("quantize_model", *inner, why=why)
         model_and_data.no_fp8(draft)
         return
-    recipe, why = "tensorwise", "a scale a tensor, of what is cast (just in time); the language model's layers alone"
+    recipe, why = (
+        "tensorwise",
+        "a scale per tensor, from the tensor itself (just in time); only the language model's layers",
+    )
     draft.put("fp8.foundation.recipe", recipe, "quantize_model", why=why)
     hybrid = any((draft.text(key) or "E5M2").upper() == "E5M2" for key in ("bobit", "babit"))
     draft.put("fp8.foundation.format", "hybrid" if hybrid else "e4m3", "bobit", "babit", why="what dy is cast to")

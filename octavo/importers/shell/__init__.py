@@ -1,1 +1,1 @@
-"""The grammar of launch scripts, and what their words evaluate to; nothing of configurations."""
+"""Parses launch scripts and evaluates their words; independent of configurations."""

@@ -1,19 +1,19 @@
-"""Whole-number sums of shell scripts, ``$((64 / n))`` and ``$(expr 16 / $n)``: worked out, not run."""
+"""Evaluates the integer arithmetic of shell scripts, ``$((64 / n))`` and ``$(expr 16 / $n)``, without running them."""
 
 from __future__ import annotations
 
 import ast
 import re
 
-#: letters of a sum, and the largest number that one is followed to
+#: maximum characters of an expression, and largest number that is computed
 _LENGTH, _LARGEST = 200, 1 << 62
-#: what a shell and Python read differently: n++, 16#ff
+#: syntax that a shell and Python read differently: n++, 16#ff
 _OTHERWISE = re.compile(r"\+\+|--|[#_]")
 
 
-def reckon(text: str) -> int | None:
-    """The value of a sum of whole numbers with + - * / % and brackets, as a shell has it: division goes towards zero.
-    None for anything else."""
+def evaluate(text: str) -> int | None:
+    """Return the value of an expression of whole numbers with + - * / % and brackets, by the rules of a shell: division
+    rounds towards zero. None for anything else."""
     if len(text) > _LENGTH or _OTHERWISE.search(text):
         return None
     try:
@@ -24,20 +24,20 @@ def reckon(text: str) -> int | None:
 
 def _value(node: ast.expr) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
-        found = node.value
+        result = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
         inner = _value(node.operand)
-        found = -inner if isinstance(node.op, ast.USub) else inner
+        result = -inner if isinstance(node.op, ast.USub) else inner
     elif isinstance(node, ast.BinOp):
-        found = _of_two(node.op, _value(node.left), _value(node.right))
+        result = _apply(node.op, _value(node.left), _value(node.right))
     else:
         raise ValueError("no sum")
-    if abs(found) > _LARGEST:
+    if abs(result) > _LARGEST:
         raise ValueError("too large")
-    return found
+    return result
 
 
-def _of_two(sign: ast.operator, left: int, right: int) -> int:
+def _apply(sign: ast.operator, left: int, right: int) -> int:
     if isinstance(sign, ast.Add):
         return left + right
     if isinstance(sign, ast.Sub):

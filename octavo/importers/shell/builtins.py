@@ -1,4 +1,4 @@
-"""What the shell's own commands do to variables: assignments, ``export``, ``local``, ``unset``, ``read``, ``(( ))``."""
+"""Commands of the shell that change variables: assignments, ``export``, ``local``, ``unset``, ``read``, ``(( ))``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,28 @@ from octavo.importers.shell.values import Variable, Word
 
 VALUE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SUM_OF = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:([-+*/%]?)=(?!=)\s*([^=]+?)|(\+\+|--))\s*")
-ON_CONDITION = "whether it is carried out depends on what only a run knows; it is not taken"
-RUN = "what it sets is known to a run only"
+ON_CONDITION = "whether it is executed is only known when the script runs; it is ignored"
+RUN = "what it sets is only known when the script runs"
 BUILTINS = ("unset", "set", "shift", "read", "mapfile", "readarray", "getopts", "printf", "let", "shopt", "trap")
-_NO_FUNCTION = "a shell takes local in functions alone, and sets nothing"
+_NO_FUNCTION = "a shell accepts local only in functions, and sets nothing"
+
+
+class Exit(Exception):
+    """``exit``, or ``return`` from a function or a sourced file."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
 
 
 @dataclass
 class Command:
-    """``words`` of one command; ``environment``: what stood before it (``A=1 torchrun``); ``exports``: how much of
-    `Script.exports` was there; ``within``: the conditions and loops it stands in, which were not judged."""
+    """One command.
+
+    environment  assignments before it (``A=1 torchrun``)
+    exports      number of entries of `Script.exports` before it
+    within       the conditions and loops around it, which were not evaluated
+    """
 
     words: list[Word]
     environment: dict[str, Word]
@@ -31,8 +43,13 @@ class Command:
 
 @dataclass
 class Script:
-    """``commands`` in the order of a run; ``exports``: the environment, as (name, value or None where it is removed);
-    ``unread``: (line, text, why); ``arrays``: words of each array that holds flags, at the end."""
+    """The result of reading a script.
+
+    commands  in the order of execution
+    exports   changes of the environment: (name, value; None: removed)
+    unread    (line, text, why)
+    arrays    words of each array that holds flags at the end of the script
+    """
 
     commands: list[Command] = field(default_factory=list)
     exports: list[tuple[str, Word | None]] = field(default_factory=list)
@@ -40,37 +57,41 @@ class Script:
     arrays: list[list[Word]] = field(default_factory=list)
 
     def environment(self, command: Command) -> dict[str, Word]:
-        """What a command finds in its environment, by this script."""
-        found: dict[str, Word] = {}
+        """Return the environment of a command, as far as this script sets it."""
+        variables: dict[str, Word] = {}
         for name, word in self.exports[: command.exports]:
             if word is None:
-                found.pop(name, None)
+                variables.pop(name, None)
             else:
-                found[name] = word
-        return found | command.environment
+                variables[name] = word
+        return variables | command.environment
 
 
 @dataclass
 class Frame:
-    """A function or a sourced file that is being carried out."""
+    """A function or a sourced file that is being executed."""
 
     former: dict[str, Variable | None] = field(default_factory=dict)
     journals: int = 0
-    returned: bool = False  # it may have ended already
+    returned: bool = False  # whether it may have ended already
     name: str = ""
     function: Function | None = None
 
 
 class Builtins(Expander):
-    """``within``: conditions and loops that are not judged; ``dropped``: in what a shell passes over; ``reading``:
-    files, each with its name, its text, and the line that sources it."""
+    """Executes builtins on variables.
+
+    within   the conditions and loops around the current command that are not evaluated
+    dropped  depth of commands that a shell would skip
+    reading  the files being read: name, text, and the line that sources it
+    """
 
     def __init__(self, text: str, known: Mapping[str, str], source: str) -> None:
         super().__init__(known, source)
         self.script = Script()
         self.exported: dict[str, bool] = {}
         self.all_exported = False
-        self.last_here = False  # the last command of a pipe is carried out in the shell itself
+        self.last_here = False  # lastpipe: the last command of a pipe runs in the shell itself
         self.set_positional = 0  # how often set gave arguments
         self.frames = [Frame()]
         self.within: list[str] = []
@@ -78,7 +99,7 @@ class Builtins(Expander):
         self.quiet = 0
         self.reading: list[tuple[str, str, int]] = [("", text, 0)]
 
-    def leave(self, line: int, text: str, why: str) -> None:
+    def report_unread(self, line: int, text: str, why: str) -> None:
         if self.quiet:
             return
         _, _, sourced = self.reading[-1]
@@ -90,12 +111,12 @@ class Builtins(Expander):
     def line(self, line: int) -> int:
         return self.reading[-1][2] or line
 
-    def anything(self, item: Item, why: str) -> None:
-        """A command that is not followed and may set any variable."""
+    def run_unknown(self, item: Item, why: str) -> None:
+        """Record a command that is not followed and may set any variable."""
         self.changes += 1
-        self.leave(item.line, item.text, why)
+        self.report_unread(item.line, item.text, why)
         self.spend(EACH * len(self.variables))
-        self.forget(list(self.variables), self.line(item.line))
+        self.mark_unsure(list(self.variables), self.line(item.line))
 
     def exportable(self, name: str) -> Word | None:
         variable = self.variables.get(name)
@@ -104,26 +125,26 @@ class Builtins(Expander):
         return self.joined(variable.pieces, self.now) if variable.pieces else Word("", self.now)
 
     def arithmetic(self, whole: Word, item: Item) -> bool | None:
-        """``(( ))`` and ``let``: one assignment is followed."""
-        found = _SUM_OF.fullmatch(whole.text) if not whole.open else None
-        if found is None:
-            value, _, unsure = self.reckoned(whole)
+        """Evaluate ``(( ))`` and ``let``; a single assignment is followed."""
+        match = _SUM_OF.fullmatch(whole.text) if not whole.open else None
+        if match is None:
+            value, _, unsure = self.evaluate_sum(whole)
             if any(sign in whole.text for sign in ("=", "++", "--")):
-                self.leave(item.line, item.text, RUN)
+                self.report_unread(item.line, item.text, RUN)
             return None if value is None or unsure else value != 0
-        name, sign, text = found[1], found[2] or (found[4] or "")[:1], found[3] or "1"
-        value, needed, unsure = self.reckoned(
+        name, sign, text = match[1], match[2] or (match[4] or "")[:1], match[3] or "1"
+        value, needed, unsure = self.evaluate_sum(
             Word(f"{name} {sign} ({text})" if sign else text, whole.line, (), whole.unsure)
         )
         if value is None:
-            self.lose([name])
-            self.leave(item.line, item.text, RUN)
+            self.mark_unknown([name])
+            self.report_unread(item.line, item.text, RUN)
         else:
             self.put(name, [Word(str(value), self.now, (), unsure)])
         return None
 
     def put(self, name: str, pieces: list[Word], append: bool = False) -> None:
-        """An assignment, of which the environment is given what it has a part of."""
+        """Assign a variable, and update the environment if it is exported."""
         self.assign(name, pieces, append)
         if self.all_exported or self.exported.get(name):
             self.mark(name, True)
@@ -135,16 +156,16 @@ class Builtins(Expander):
         self.exported[name] = exported
 
     def assignment(self, node: Assignment, value: list[Word] | None = None) -> None:
-        """``value``: what it or its elements are, where that is worked out already."""
+        """Execute an assignment. ``value``: its value or elements, if they are already expanded."""
         if node.name in self.readonly:
             return
         if node.index is not None:
-            self.lose([node.name])
-            self.leave(node.line, f"{node.name}[{node.index}]=...", RUN)
+            self.mark_unknown([node.name])
+            self.report_unread(node.line, f"{node.name}[{node.index}]=...", RUN)
         elif node.elements is not None:
             items = self.several(node.elements) if value is None else value
             if any(re.match(r"\[[^\]]*\]\+?=", word.text) for word in items):
-                self.lose([node.name])
+                self.mark_unknown([node.name])
             else:
                 self.assign_array(node.name, items, node.append)
         else:
@@ -156,13 +177,13 @@ class Builtins(Expander):
             return None
         if name == "local" and not any(frame.name for frame in self.frames):
             self.changes += 1
-            self.leave(item.line, item.text, _NO_FUNCTION)
+            self.report_unread(item.line, item.text, _NO_FUNCTION)
             return None
-        if "n" in options:  # another name of a variable: whatever is assigned to it changes that one
-            self.anything(item, RUN)
+        if "n" in options:  # a reference to another variable: assignments to it change that one
+            self.run_unknown(item, RUN)
         if set(options) & set("nilucA"):
-            self.leave(item.line, item.text, RUN)
-            self.lose(
+            self.report_unread(item.line, item.text, RUN)
+            self.mark_unknown(
                 [
                     w.name if isinstance(w, Assignment) else w.text
                     for w in words
@@ -171,7 +192,7 @@ class Builtins(Expander):
             )
             return None
         frame = self.frames[-1]
-        # a shell works out all of them before the first is assigned: in local A=1 B=$A, A is the former one
+        # A shell expands all of them before it assigns the first: in local A=1 B=$A, A is the former value.
         values = {
             id(word): self.several(word.elements) if word.elements is not None else self.pieces(word.value)
             for word in words
@@ -186,7 +207,7 @@ class Builtins(Expander):
                 label = value[1] if value else word.text
                 if word.open and not value:
                     self.changes += 1
-                    self.leave(item.line, item.text, RUN)
+                    self.report_unread(item.line, item.text, RUN)
                 if not label.isidentifier() or (word.open and not value):
                     continue
             else:
@@ -211,7 +232,7 @@ class Builtins(Expander):
                 self.script.exports.append((label, self.exportable(label)))
             if name == "readonly" or "r" in options:
                 if self.journals:
-                    self.leave(item.line, item.text, ON_CONDITION)
+                    self.report_unread(item.line, item.text, ON_CONDITION)
                 else:
                     self.readonly.add(label)
         return True
@@ -219,9 +240,9 @@ class Builtins(Expander):
     def _unset(self, words: list[Word], item: Item) -> bool | None:
         for word in words:
             if word.open or "[" in word.text:
-                self.lose([word.text.partition("[")[0]] if not word.open else [])
+                self.mark_unknown([word.text.partition("[")[0]] if not word.open else [])
                 self.changes += 1
-                self.leave(item.line, item.text, RUN)
+                self.report_unread(item.line, item.text, RUN)
             elif word.text in self.forced or word.text in self.readonly or word.text.startswith("-"):
                 continue
             elif word.text in self.functions and word.text not in self.variables:
@@ -247,7 +268,7 @@ class Builtins(Expander):
             self.set_positional += 1
             self.changes += 1
             if self.within:
-                self.leave(item.line, item.text, ON_CONDITION)
+                self.report_unread(item.line, item.text, ON_CONDITION)
         return True
 
     def _shopt(self, words: list[Word], item: Item) -> bool | None:
@@ -256,16 +277,16 @@ class Builtins(Expander):
             changed = {"nocasematch", "lastpipe"} & set(texts)
             if changed and (self.within or self.dropped):
                 self.changes += 1
-                self.leave(item.line, item.text, ON_CONDITION)
+                self.report_unread(item.line, item.text, ON_CONDITION)
             elif changed:
                 self.cased = "-u" in texts if "nocasematch" in changed else self.cased
                 self.last_here = "-s" in texts if "lastpipe" in changed else self.last_here
         return True
 
     def _trap(self, words: list[Word], item: Item) -> bool | None:
-        """What is carried out at errors, or before each command, may change anything; at the end, nothing."""
+        """A trap that runs at errors or before each command may change anything; one at the end changes nothing."""
         if {word.text.upper().removeprefix("SIG") for word in words[1:]} & {"ERR", "DEBUG", "RETURN"} and words[0].text:
-            self.anything(item, RUN)
+            self.run_unknown(item, RUN)
         return True
 
     def _shift(self, words: list[Word], item: Item) -> bool | None:
@@ -277,9 +298,9 @@ class Builtins(Expander):
         return None
 
     def _read(self, words: list[Word], item: Item) -> bool | None:
-        """``read``, ``mapfile``, ``getopts``: input that only a run has."""
-        self.lose([word.text for word in words if word.text.isidentifier()])
-        self.leave(item.line, item.text, RUN)
+        """``read``, ``mapfile``, ``getopts``: input that is only known when the script runs."""
+        self.mark_unknown([word.text for word in words if word.text.isidentifier()])
+        self.report_unread(item.line, item.text, RUN)
         return None
 
     _mapfile = _readarray = _getopts = _read

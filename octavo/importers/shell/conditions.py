@@ -1,5 +1,5 @@
-"""Conditions of a launch script that its own values decide: ``[ "$MODE" = full ]``, ``[[ ... ]]``, ``test``. True,
-False, or None where only a run would tell."""
+"""Evaluates conditions of a launch script from its own values: ``[ "$MODE" = full ]``, ``[[ ... ]]``, ``test``. The
+result is True, False, or None if it is only known when the script runs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NUMBERS: dict[str, Callable[[int, int], bool]] = {
 }
 
 
-def tested(words: Sequence[Word]) -> bool | None:
-    """``test`` of some words, or ``[`` without its closing bracket."""
+def evaluate_test(words: Sequence[Word]) -> bool | None:
+    """Evaluate ``test`` with some words, or ``[`` without its closing bracket."""
     if any(word.open or word.unsure for word in words):
         return None
     texts = [word.text for word in words]
@@ -45,8 +45,8 @@ def _plain(texts: list[str]) -> bool | None:
     return None
 
 
-def compared(expander: Expander, node: Condition) -> bool | None:
-    """``[[ ... ]]`` of one comparison."""
+def evaluate_condition(expander: Expander, node: Condition) -> bool | None:
+    """Evaluate ``[[ ... ]]`` with one comparison."""
     words = node.words
     negated = False
     while words and isinstance(words[0], ShellWord) and words[0].literal == "!":
@@ -75,7 +75,7 @@ def _comparison(expander: Expander, words: list[ShellWord]) -> bool | None:
     if len(words) not in (1, 2, 3):
         return None
     plain = [expander.text(word) for word in words]
-    # [[ 010 -eq 8 ]] holds, and 08 is no number: it reads sums, where [ reads numbers
+    # [[ evaluates arithmetic, in which 010 is 8 and 08 is invalid; [ compares decimal numbers.
     if sign in _NUMBERS and any(_OCTAL.match(word.text) for word in (plain[0], plain[2])):
         return None
-    return tested(plain)
+    return evaluate_test(plain)

@@ -1,5 +1,4 @@
-"""What words of a launch script expand to, and its variables: `shell` carries out the commands, this module their
-words."""
+"""Expands the words of a launch script and keeps its variables; `interpreter` executes the commands."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.importers.errors import TranslateError
-from octavo.importers.shell.arithmetic import reckon
+from octavo.importers.shell.arithmetic import evaluate
 from octavo.importers.shell.syntax import (
     Arithmetic,
     Function,
@@ -23,8 +22,8 @@ from octavo.importers.shell.syntax import (
 from octavo.importers.shell.values import LINES, Fields, Variable, Word, joined
 from octavo.importers.shell.words import PATTERNS
 
-#: letters that all expansions together may become, where each word and each piece counts as EACH; commands that may be
-#: carried out; and how deep they may be within each other
+#: maximum characters of all expansions together, where each word and each piece counts as EACH; maximum executed
+#: commands; maximum nesting of commands
 LETTERS, STEPS, LEVELS = 1 << 24, 200_000, 90
 EACH = 32
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -32,7 +31,7 @@ _NUMBER = re.compile(r"[0-9]+")
 _TERM = re.compile(r"-?[0-9]+|[-+*/%()]")
 _BRACES = re.compile(r"\{[^{}\s]*(?:,|\.\.)[^{}\s]*\}")
 _EXTENDED = re.compile(r"[@!+*?]\(")
-#: variables that a shell itself gives values, whatever a script assigns
+#: variables that a shell sets itself, whatever a script assigns
 _OWN = ("LINENO", "RANDOM", "SRANDOM", "SECONDS", "EPOCHSECONDS", "EPOCHREALTIME", "BASHPID", "PPID", "UID", "EUID",
         "GROUPS", "FUNCNAME", "DIRSTACK", "BASH_COMMAND", "HISTCMD")  # fmt: skip
 _CHANGES = re.compile(
@@ -42,14 +41,14 @@ _CHANGES = re.compile(
 
 @dataclass
 class Spent:
-    """What a script has used of the bounds above."""
+    """The use of the bounds above by a script."""
 
     letters: int = 0
     steps: int = 0
 
 
 class Expander:
-    """Variables with their former values, for what is undone again (:meth:`undo`); and expansions of words."""
+    """Variables, with a journal of former values for :meth:`undo`, and expansions of words."""
 
     def __init__(self, known: Mapping[str, str], source: str) -> None:
         self.source = source
@@ -58,19 +57,19 @@ class Expander:
         self.forced = frozenset(known)
         self.readonly: set[str] = set()
         self.positional: list[Word] | None = None
-        self.splits = True  # IFS is as it was
-        self.cased = True  # patterns of conditions tell A from a: nocasematch is off
+        self.splits = True  # IFS has its default
+        self.cased = True  # patterns are case-sensitive: nocasematch is off
         self.journal: list[tuple[Any, ...]] = []
-        self.journals = 0  # how many are open
-        self.functions: dict[str, tuple[tuple[Function, ...], bool]] = {}  # that a name may be, and whether it is one
+        self.journals = 0  # number of open journals
+        self.functions: dict[str, tuple[tuple[Function, ...], bool]] = {}  # name -> candidates, whether certain
         self.undone: dict[str, list[tuple[tuple[Function, ...], bool]]] = {}
         self.changes = 0
-        self.now = 0  # the line of the command that is carried out
+        self.now = 0  # the line of the current command
 
     # ---- variables
 
     def store(self, name: str, value: Variable | None) -> None:
-        """A value takes the place of the former one; None: there is none any more."""
+        """Set a variable; None removes it."""
         self.changes += 1
         if self.journals:
             self.journal.append((self.variables, name, self.variables.get(name)))
@@ -81,15 +80,15 @@ class Expander:
         if name == "IFS":
             self.splits = False
 
-    def extend(self, name: str, into: list[Word], more: Sequence[Word]) -> None:
-        """In place: the time that appending takes does not grow with what is there."""
+    def extend(self, name: str, into: list[Word], added: Sequence[Word]) -> None:
+        """Append in place, so that the time does not depend on the existing length."""
         self.changes += 1
         if self.journals:
             self.journal.append((into, len(into), name))
-        into.extend(more)
+        into.extend(added)
 
     def undo(self, mark: int) -> dict[str, None]:
-        """Everything since ``mark`` is as it was. Gives the names of what had changed."""
+        """Undo all changes since ``mark``. Returns the names of changed variables."""
         names: dict[str, None] = {}
         while len(self.journal) > mark:
             where, key, before = self.journal.pop()
@@ -108,8 +107,8 @@ class Expander:
                 self.undone.setdefault(key, []).append(now)
         return names
 
-    def forget(self, names: Iterable[str], line: int) -> None:
-        """A line that was not followed may have set these."""
+    def mark_unsure(self, names: Iterable[str], line: int) -> None:
+        """Record that a line that was not followed may have set these variables."""
         for name in names:
             former = self.variables.get(name)
             if name in self.forced:
@@ -119,18 +118,18 @@ class Expander:
             lines = former.unsure if line in former.unsure else (*former.unsure, line)[:LINES]
             self.store(name, Variable(former.pieces, former.items, former.unknown, lines, former.lost))
 
-    def lose(self, names: Iterable[str]) -> None:
-        """Only a run knows the values of these from here on."""
+    def mark_unknown(self, names: Iterable[str]) -> None:
+        """Record that the values of these variables are only known when the script runs."""
         for name in names:
             if name not in self.forced and name not in self.readonly:
                 self.store(name, Variable(unknown=True, lost=True))
 
     def spend(self, letters: int) -> None:
-        """Raises TranslateError for a script whose variables hold each other, twice and twice again."""
+        """Count characters. Raises TranslateError for a script whose variables grow exponentially."""
         self.spent.letters += letters + 1
         if self.spent.letters > LETTERS:
             raise TranslateError(
-                f"{self.source}:{self.now}: its variables become over {LETTERS} letters here. Write the values."
+                f"{self.source}:{self.now}: its variables exceed {LETTERS} characters here. Write the values."
             )
 
     # ---- words
@@ -140,7 +139,7 @@ class Expander:
         return joined(pieces, line)
 
     def fields(self, word: ShellWord) -> list[Word]:
-        """What a word of a command becomes: none, one, or several words."""
+        """Expand a word of a command to no, one or several words."""
         if (text := word.literal) is not None:
             return self.braces(text, word.line)
         into = Fields(word.line)
@@ -167,7 +166,7 @@ class Expander:
                     into.add("", part.line)
                 elif value and not part.quoted and not any(piece.text for piece in value):
                     unsure = tuple(line for piece in value for line in piece.unsure)
-                    if unsure:  # nothing now, and words if a line that was not followed sets it
+                    if unsure:  # empty now, but a line that was not followed may set it
                         name = part.name if isinstance(part, Parameter) else part.written
                         into.add(f"${name}", part.line, Word("", part.line, (name,), unsure))
         into.close()
@@ -175,18 +174,18 @@ class Expander:
         return into.words
 
     def several(self, words: Iterable[ShellWord]) -> list[Word]:
-        """All words of a command or of an array."""
-        found: list[Word] = []
+        """Expand all words of a command or of an array."""
+        expanded: list[Word] = []
         for word in words:
             fields = self.fields(word)
-            if not fields and found and found[-1].text.startswith("--"):
-                found[-1] = replace(found[-1], bare=True)
-            found += fields
-        return found
+            if not fields and expanded and expanded[-1].text.startswith("--"):
+                expanded[-1] = replace(expanded[-1], bare=True)
+            expanded += fields
+        return expanded
 
     @staticmethod
     def braces(text: str, line: int) -> list[Word]:
-        """``{a,b}`` is two words; what is more than that is left open."""
+        """Expand ``{a,b}`` to two words; more complex braces are left open."""
         if "{" not in text or not _BRACES.search(text):
             return [Word(text, line)]
         head, _, rest = text.partition("{")
@@ -196,24 +195,24 @@ class Expander:
         return [Word(text, line, (text,))]
 
     def pieces(self, word: ShellWord | None, splits: bool = False) -> list[Word]:
-        """A word where nothing is split: an assigned value, an arithmetic expression; or, with ``splits``, a default
-        that will be, but for what is quoted in it."""
-        found: list[Word] = []
+        """Expand a word without splitting: an assigned value or an arithmetic expression. With ``splits``: a default
+        that will be split later, except its quoted parts."""
+        pieces: list[Word] = []
         for part in word.parts if word else ():
             if isinstance(part, Literal):
-                found.append(Word(part.text, part.line, whole=splits and part.quoted))
+                pieces.append(Word(part.text, part.line, whole=splits and part.quoted))
                 continue
             for number, value in enumerate(self.part(part)):
                 if number:
-                    found.append(Word(" ", part.line))
+                    pieces.append(Word(" ", part.line))
                 if splits and part.quoted:
-                    found += [replace(piece, whole=True) for piece in value or [Word("", part.line)]]
+                    pieces += [replace(piece, whole=True) for piece in value or [Word("", part.line)]]
                 elif splits:
-                    found += value
+                    pieces += value
                 else:
-                    found += [replace(piece, whole=False) if piece.whole else piece for piece in value]
-        self.spend(sum(len(piece.text) + EACH for piece in found))
-        return found
+                    pieces += [replace(piece, whole=False) if piece.whole else piece for piece in value]
+        self.spend(sum(len(piece.text) + EACH for piece in pieces))
+        return pieces
 
     def text(self, word: ShellWord | None) -> Word:
         return (
@@ -223,17 +222,17 @@ class Expander:
         )
 
     def part(self, part: Part) -> list[list[Word]]:
-        """Values of a part, as pieces: one, or as many as an array has elements."""
+        """Return the values of a part, each as pieces: one value, or one for each element of an array."""
         if isinstance(part, Parameter):
             return self.parameter(part)
         if isinstance(part, Arithmetic):
             return [[self.sum(part)]]
         if isinstance(part, Substitution):
-            return [self.printed(part)]
-        return [[self.left(part)]]
+            return [self.substitution(part)]
+        return [[self.unknown_word(part)]]
 
     @staticmethod
-    def left(part: Any, *names: str) -> Word:
+    def unknown_word(part: Any, *names: str) -> Word:
         return Word(part.written, part.line, names or (part.written,))
 
     # ---- ${...}
@@ -245,8 +244,9 @@ class Expander:
         if part.length:
             whole = self.joined(value, part.line) if value is not None else None
             if whole is None or whole.open or part.operator:
-                return [[self.left(part, part.name)]]
+                return [[self.unknown_word(part, part.name)]]
             return [[Word(str(len(whole.text)), part.line, (), whole.unsure)]]
+        # With a colon an empty value counts as unset.
         sign, colon = part.operator.lstrip(":"), part.operator.startswith(":")
         if not part.operator:
             return [[Word(f"${part.name}", part.line, (part.name,))] if value is None else value]
@@ -261,24 +261,24 @@ class Expander:
         )
         if sign == "+":
             if value is None or any(piece.open for piece in value):
-                return [[self.left(part, part.name)]]
-            return [self.doubted([] if absent else self.default(part), unsure, part.line)]
+                return [[self.unknown_word(part, part.name)]]
+            return [self.with_doubt([] if absent else self.default(part), unsure, part.line)]
         if not absent:
             return [value or []]
         if sign == "?" or (variable is not None and variable.lost):
             return [[Word(f"${part.name}", part.line, (part.name,))]]
-        pieces = self.doubted(self.default(part), unsure, part.line)
+        pieces = self.with_doubt(self.default(part), unsure, part.line)
         if sign == "=" and part.index is None:
             self.assign(part.name, pieces)
         return [pieces]
 
     def default(self, part: Parameter) -> list[Word]:
-        """What stands in the place of a value: ``${name:-here}``. What ``=`` assigns is split as any value."""
+        """Return the default in ``${name:-default}``. A value that ``=`` assigns is split like any value."""
         return self.pieces(part.argument, not part.quoted and part.operator.lstrip(":") in ("-", "+"))
 
     @staticmethod
-    def doubted(pieces: list[Word], unsure: tuple[int, ...], line: int) -> list[Word]:
-        """Pieces that may be others: what they depend on is unsure."""
+    def with_doubt(pieces: list[Word], unsure: tuple[int, ...], line: int) -> list[Word]:
+        """Return the pieces marked as unsure, because they depend on unsure lines."""
         return (
             [replace(p, unsure=(*p.unsure, *unsure)[:LINES]) for p in pieces or [Word("", line)]] if unsure else pieces
         )
@@ -288,7 +288,7 @@ class Expander:
         return variable.pieces is None and not variable.items and not variable.unknown
 
     def value(self, part: Parameter) -> list[Word] | None:
-        """The pieces of a scalar or of one element; None where they are not known."""
+        """Return the pieces of a scalar or of one element; None if they are unknown."""
         name = part.name
         if name.isdigit():
             if name == "0" or self.positional is None:
@@ -297,12 +297,12 @@ class Expander:
                 return []
             before = self.positional[: int(name) - 1]
             self.spend(EACH * len(before))
-            if any(word.open for word in before):  # it may be any number of words
+            if any(word.open for word in before):  # an open word may be any number of words
                 return [Word(f"${name}", part.line, (name,))]
             unsure = tuple(dict.fromkeys(line for word in before for line in word.unsure))[:LINES]
-            found = self.positional[int(name) - 1 : int(name)]
+            pieces = self.positional[int(name) - 1 : int(name)]
             return (
-                [replace(w, unsure=(*w.unsure, *unsure)) for w in found or [Word("", part.line)]] if unsure else found
+                [replace(w, unsure=(*w.unsure, *unsure)) for w in pieces or [Word("", part.line)]] if unsure else pieces
             )
         if name == "#" and self.positional is not None:
             if any(word.open for word in self.positional):
@@ -319,17 +319,17 @@ class Expander:
             self.spend(EACH * min(int(index[:7]), len(variable.items)))
             if any(word.open for word in variable.items[: int(index[:7]) + 1]):
                 return None
-            found = variable.items[int(index[:7]) : int(index[:7]) + 1]
+            pieces = variable.items[int(index[:7]) : int(index[:7]) + 1]
         elif index != "0":
             return None
         else:
-            found = variable.pieces or []
+            pieces = variable.pieces or []
         if variable.unsure:
-            return [Word(p.text, p.line, p.open, variable.unsure) for p in found or [Word("", part.line)]]
-        return found
+            return [Word(p.text, p.line, p.open, variable.unsure) for p in pieces or [Word("", part.line)]]
+        return pieces
 
     def elements(self, part: Parameter) -> list[list[Word]]:
-        """``$@``, ``${NAME[@]}`` and with ``*``."""
+        """Expand ``$@``, ``${NAME[@]}`` and the forms with ``*``."""
         star = "*" in (part.name, part.index)
         variable = self.variables.get(part.name) if part.name not in ("@", "*") else Variable(items=self.positional)
         items: list[Word] | None = None
@@ -339,26 +339,26 @@ class Expander:
                 items = [self.joined(variable.pieces, part.line)] if variable.pieces is not None else []
         if items is None or part.operator:
             if items is not None or part.operator.lstrip(":")[:1] != "-":
-                return [[self.left(part, part.name)]]
+                return [[self.unknown_word(part, part.name)]]
             return [self.default(part)]
         if variable is not None and variable.unsure:
             items = [Word(w.text, w.line, w.open, variable.unsure) for w in items or [Word("", part.line)]]
         if part.length:
             known = not any(word.open or word.unsure for word in items)
-            return [[Word(str(len(items)), part.line) if known else self.left(part, part.name)]]
+            return [[Word(str(len(items)), part.line) if known else self.unknown_word(part, part.name)]]
         self.spend(EACH * len(items))
         if star and part.quoted and not self.splits and len(items) > 1:  # by the first letter of IFS
-            return [[self.left(part, "IFS")]]
+            return [[self.unknown_word(part, "IFS")]]
         if star and part.quoted:
             return [[piece for word in items for piece in (word, Word(" ", word.line))][:-1]]
         return [[word] for word in items]
 
     def changed(self, part: Parameter, value: list[Word] | None) -> list[Word]:
-        """``${name%pattern}`` and ``${name#pattern}``; other operators are left open."""
+        """Expand ``${name%pattern}`` and ``${name#pattern}``; other operators are left open."""
         whole = self.joined(value, part.line) if value else None
         pattern = glob(self, part.argument, 1) if part.operator in PATTERNS else None
         if whole is None or whole.open or pattern is None or len(whole.text) > 300:
-            return [self.left(part)]
+            return [self.unknown_word(part)]
         text, places = whole.text, range(len(whole.text) + 1)
         if part.operator[0] == "#":
             order = places if part.operator == "#" else reversed(places)
@@ -372,11 +372,11 @@ class Expander:
     # ---- assignments
 
     def assign(self, name: str, pieces: list[Word], append: bool = False, line: int | None = None) -> None:
-        """A scalar gets a value; of an array, its first element does."""
+        """Assign to a scalar, or to the first element of an array."""
         if name in self.forced or name in self.readonly:
             return
         if name in _OWN:
-            self.lose([name])
+            self.mark_unknown([name])
             return
         former = self.variables.get(name)
         if former is not None and former.items is not None:
@@ -409,27 +409,27 @@ class Expander:
     # ---- sums, and what commands print
 
     def sum(self, part: Arithmetic) -> Word:
-        """``$((...))``: names of variables may stand bare in it."""
+        """Evaluate ``$((...))``, in which names of variables need no ``$``."""
         whole = self.text(part.expression)
-        value, needed, unsure = self.reckoned(whole)
+        value, needed, unsure = self.evaluate_sum(whole)
         if value is None:
-            return self.left(part, *needed)
+            return self.unknown_word(part, *needed)
         return Word(str(value), part.line, (), unsure)
 
-    def reckoned(self, whole: Word) -> tuple[int | None, list[str], tuple[int, ...]]:
-        """A sum's value, or None; the names that it would need, and lines that may change it. What it assigns is not
-        known any more."""
+    def evaluate_sum(self, whole: Word) -> tuple[int | None, list[str], tuple[int, ...]]:
+        """Return (value or None, names that it would need, lines that may change it). Variables that the expression
+        assigns become unknown."""
         needed, unsure = list(whole.open), list(whole.unsure)
         if self.changed_by(whole.text):
             return None, needed, ()
 
-        def value(found: re.Match[str]) -> str:
-            variable = self.variables.get(found[0])
+        def value(match: re.Match[str]) -> str:
+            variable = self.variables.get(match[0])
             pieces = variable.items[:1] if variable and variable.items else variable.pieces if variable else None
             if pieces is None:
                 if variable is None or variable.unknown:
-                    needed.append(found[0])
-                else:  # unset, unless a line that was not followed sets it
+                    needed.append(match[0])
+                else:  # unset, but a line that was not followed may set it
                     unsure.extend(variable.unsure)
                 return "0"
             known = self.joined(pieces, 0) if pieces else Word("0", 0)
@@ -438,20 +438,20 @@ class Expander:
             return known.text.strip() if _NUMBER.fullmatch(known.text.strip()) else f"({known.text.strip() or 0})"
 
         filled = whole.text if whole.open else _NAME.sub(value, whole.text[:400])
-        return (None if needed else reckon(filled)), needed, tuple(dict.fromkeys(unsure))[:LINES]
+        return (None if needed else evaluate(filled)), needed, tuple(dict.fromkeys(unsure))[:LINES]
 
     def changed_by(self, text: str) -> list[str]:
-        """Names that an arithmetic expression assigns; they are lost."""
+        """Return the names that an arithmetic expression assigns, and mark them as unknown."""
         signs = any(sign in text for sign in ("=", "++", "--"))
         if len(text) > 4000 and signs:
             names = _NAME.findall(text)
         else:
-            names = [found[1] or found[2] for found in _CHANGES.finditer(text)] if signs else []
-        self.lose(names)
+            names = [match[1] or match[2] for match in _CHANGES.finditer(text)] if signs else []
+        self.mark_unknown(names)
         return names
 
-    def printed(self, part: Substitution) -> list[Word]:
-        """``$(...)``: the commands that are followed are expr, which prints a sum, and echo."""
+    def substitution(self, part: Substitution) -> list[Word]:
+        """Evaluate ``$(...)`` with expr or echo; other commands are not followed."""
         node = part.commands[0].node if len(part.commands) == 1 and not part.commands[0].background else None
         if (
             not isinstance(node, Simple)
@@ -459,26 +459,26 @@ class Expander:
             or not node.words
             or not isinstance(node.words[0], ShellWord)
         ):
-            return [self.left(part)]
+            return [self.unknown_word(part)]
         name = node.words[0].literal
         if name not in ("expr", "echo"):
-            return [self.left(part)]
+            return [self.unknown_word(part)]
         words = [field for word in node.words[1:] if isinstance(word, ShellWord) for field in self.fields(word)]
         missing = [name for word in words for name in word.open]
         unsure = tuple(dict.fromkeys(line for word in words for line in word.unsure))[:LINES]
         text = " ".join(word.text for word in words)
         if missing or node.redirected:
-            return [self.left(part, *dict.fromkeys(missing))]
+            return [self.unknown_word(part, *dict.fromkeys(missing))]
         if name == "expr":
-            value = reckon(text) if all(_TERM.fullmatch(word.text) for word in words) else None
-            return [Word(str(value), part.line, (), unsure) if value is not None else self.left(part)]
+            value = evaluate(text) if all(_TERM.fullmatch(word.text) for word in words) else None
+            return [Word(str(value), part.line, (), unsure) if value is not None else self.unknown_word(part)]
         if not text.startswith("-") and not any(sign in text for sign in "\\*?["):
             return [Word(text.rstrip("\n"), part.line, (), unsure)]
-        return [self.left(part)]
+        return [self.unknown_word(part)]
 
 
 def glob(expander: Expander, word: ShellWord | None, stars: int, cased: bool = True) -> re.Pattern[str] | None:
-    """A pattern of the shell as an expression; None where it is not followed. Unquoted variables are patterns too."""
+    """Convert a shell pattern to a regular expression; None if it is not followed. Unquoted variables are patterns."""
     written: list[str] = []
     for part in word.parts if word else ():
         if isinstance(part, Literal) and part.quoted:

@@ -1,10 +1,10 @@
-"""A launch script, read and never run: its variables, and the words of each command with their lines.
+"""Reads a launch script without running it: its variables, and the words of each command with their lines.
 
-What a shell would certainly carry out is carried out on variables only: assignments, ``${NAME:-default}``, arrays of
-flags, sums, files that are sourced, functions that are called, conditions that the script's own values decide, loops
-over known words. Subshells and pipes leave no trace after them. What depends on something that only a run knows
-(``[ -n "$X" ] && LR=1``, ``if``, ``case``, ``while``) is not taken: variables keep their former values, which are then
-``unsure``, and the line is listed, as is what a shell would pass over.
+Commands that a shell would certainly execute are applied to variables: assignments, ``${NAME:-default}``, arrays of
+flags, arithmetic, sourced files, function calls, conditions that the script's own values decide, and loops over known
+words. Changes in subshells and pipes are undone. Commands that depend on anything only known at run time
+(``[ -n "$X" ] && LR=1``, ``if``, ``case``, ``while``) are ignored: variables keep their values, which become
+``unsure``, and the line is listed. Commands that a shell would skip are listed too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 from octavo.importers.errors import TranslateError
 from octavo.importers.shell import conditions
-from octavo.importers.shell.builtins import BUILTINS, ON_CONDITION, RUN, VALUE, Builtins, Command, Frame, Script
+from octavo.importers.shell.builtins import BUILTINS, ON_CONDITION, RUN, VALUE, Builtins, Command, Exit, Frame, Script
 from octavo.importers.shell.expansion import LEVELS, STEPS, glob
 from octavo.importers.shell.parser import DECLARATIONS, Parser
 from octavo.importers.shell.syntax import (
@@ -40,23 +40,15 @@ from octavo.importers.shell.words import DEPTH, WORDS
 
 __all__ = ["Command", "Look", "Script", "Word", "read"]
 
-#: files that source each other: how deep they are followed, and how many are read
+#: maximum depth of files that source each other, and maximum number of sourced files
 _DEEP, _FILES = 4, 64
-_CANDIDATES = 4  # definitions that a name is followed to, where conditions decide
-#: gives the text of a file that a script sources, by the path that it names; None: it is not here
+_CANDIDATES = 4  # maximum definitions of a function that conditions choose from
+#: returns the text of a file that a script sources, by its path; None: it is not on this machine
 Look = Callable[[str], str | None]
 _PREFIXES = ("nohup", "exec", "command", "builtin", "env", "time")
 _QUIET = ("echo", "printf", ":", "true", "false")
-_IN_CONDITION = "it stands in a condition or a loop that is not judged; it is not taken"
-_NOT_CARRIED = "a shell passes over it, by the script's own values"
-
-
-class _Left(Exception):
-    """``exit``, or ``return`` from a function or a sourced file."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.whole = whole
+_IN_CONDITION = "it is in a condition or a loop that is not evaluated; it is ignored"
+_NOT_CARRIED = "a shell skips it, by the script's own values"
 
 
 class _Reader(Builtins):
@@ -72,7 +64,7 @@ class _Reader(Builtins):
     def run(self) -> Script:
         text = self.reading[0][1].replace("\r\n", "\n")
         program = Parser(text, self.source, self.budget).program()
-        with suppress(_Left):
+        with suppress(Exit):
             self.items(program.items)
         for function in self.defined.values():
             self.script.unread.append((function.line, function.heading, "a function that is never called"))
@@ -90,16 +82,16 @@ class _Reader(Builtins):
     # ---- what is not taken
 
     @contextmanager
-    def apart(self) -> Iterator[list[str]]:
-        """What happens within is undone: a subshell, or what is not taken. Afterwards the list has the names that had
-        changed; ``exit`` and ``return`` end it alone."""
+    def isolated(self) -> Iterator[list[str]]:
+        """Undo all changes made within the block: a subshell, or commands that are ignored. Afterwards the list has the
+        names that had changed. ``exit`` and ``return`` only end the block."""
         names: list[str] = []
         mark, exports = len(self.journal), len(self.script.exports)
         state = (self.all_exported, self.splits, self.positional)
         self.journals += 1
         try:
             yield names
-        except _Left as left:
+        except Exit as left:
             if not left.whole and self.within:
                 self.frames[-1].returned = True
         self.journals -= 1
@@ -110,21 +102,22 @@ class _Reader(Builtins):
         changed = dict.fromkeys(name for name, _ in self.script.exports[exports:])
         self.script.exports += [(name, self.exportable(name)) for name in changed]
 
-    def maybe(self, items: Sequence[Item], line: int, why: str, loop: Loop | None = None) -> bool:
-        """Commands that may be carried out: variables stay as they were, but unsure. Whether anything had changed."""
+    def run_uncertain(self, items: Sequence[Item], line: int, why: str, loop: Loop | None = None) -> bool:
+        """Apply commands that may be executed: variables keep their values, but become unsure. Returns whether any
+        changed."""
         before = self.changes
         undone, self.undone = self.undone, {}
         self.within.append(why)
-        with self.apart() as names:
+        with self.isolated() as names:
             if loop is not None:
-                self.lose([loop.name] if loop.name else [])
+                self.mark_unknown([loop.name] if loop.name else [])
                 self.changed_by(self.text(loop.arithmetic).text)
             self.items(items)
         self.within.pop()
-        self.forget(names, line)
+        self.mark_unsure(names, line)
         for name, others in self.undone.items():
-            own = self.functions.get(name, ((), False))[0]
-            candidates = list(own)
+            former = self.functions.get(name, ((), False))[0]
+            candidates = list(former)
             for function in (function for other, _ in others for function in other):
                 if not any(function is known for known in candidates):
                     candidates.append(function)
@@ -132,17 +125,17 @@ class _Reader(Builtins):
         self.undone = undone
         return self.changes > before
 
-    def passed(self, items: Sequence[Item], line: int, text: str) -> None:
-        """Commands that a shell passes over; listed where they would have changed something."""
+    def skip(self, items: Sequence[Item], line: int, text: str) -> None:
+        """Skip commands that a shell would not execute, and list them if they would have changed something."""
         before, count = self.changes, len(self.script.commands)
         self.quiet += 1
         self.dropped += 1
-        with self.apart():
+        with self.isolated():
             self.items(items)
         self.quiet -= 1
         self.dropped -= 1
         if self.changes > before or len(self.script.commands) > count:
-            self.leave(line, text, _NOT_CARRIED)
+            self.report_unread(line, text, _NOT_CARRIED)
         del self.script.commands[count:]
         self.changes = before
 
@@ -152,11 +145,11 @@ class _Reader(Builtins):
         status: bool | None = True
         for number, item in enumerate(items):
             self.now = self.line(item.line)
-            if self.frames[-1].returned and not self.within:  # the rest of it is carried out, or none of it
-                self.maybe(items[number:], self.now, "a condition")
+            if self.frames[-1].returned and not self.within:  # either all of the rest is executed, or none of it
+                self.run_uncertain(items[number:], self.now, "a condition")
                 return None
             if item.background:
-                with self.apart():
+                with self.isolated():
                     self.item(item)
                 status = True
             else:
@@ -172,7 +165,7 @@ class _Reader(Builtins):
                 else ""
             )
             if name not in _QUIET:
-                self.leave(item.line, item.text, _IN_CONDITION)
+                self.report_unread(item.line, item.text, _IN_CONDITION)
             self.quiet += 1
             status = self.node(node, item)
             self.quiet -= 1
@@ -180,21 +173,24 @@ class _Reader(Builtins):
         return self.node(node, item)
 
     def node(self, node: Node, item: Item) -> bool | None:
-        """Carries out a command; whether it succeeds, None where that is not known."""
+        """Execute a command. Returns whether it succeeds, None if unknown."""
         self.level += 1
         if self.level > LEVELS:
-            raise TranslateError(f"{self.source}:{self.now}: over {LEVELS} commands are within each other here. Write "
-                                 "the command that trains out.")  # fmt: skip
+            raise TranslateError(
+                f"{self.source}:{self.now}: over {LEVELS} commands are nested here. Write the command that trains out."
+            )
         try:
             return self.node_of(node, item)
         finally:
             self.level -= 1
 
     def node_of(self, node: Node, item: Item) -> bool | None:
-        self.spent.steps += 1
+        self.spent.steps += 1  # bounds loops and recursion
         if self.spent.steps > STEPS:
-            raise TranslateError(f"{self.source}:{self.now}: over {STEPS} commands are carried out up to here. Give "
-                                 "the script that starts the training.")  # fmt: skip
+            raise TranslateError(
+                f"{self.source}:{self.now}: over {STEPS} commands are executed up to here. Give the script that starts "
+                "the training."
+            )
         if isinstance(node, Simple):
             return self.simple(node, item)
         if isinstance(node, AndOr):
@@ -210,7 +206,7 @@ class _Reader(Builtins):
         if isinstance(node, Loop):
             return self.loop(node)
         if isinstance(node, Condition):
-            return conditions.compared(self, node)
+            return conditions.evaluate_condition(self, node)
         if isinstance(node, ArithmeticCommand):
             return self.arithmetic(self.text(node.expression), item)
         self.define(node)
@@ -219,7 +215,7 @@ class _Reader(Builtins):
     def group(self, node: Group) -> bool | None:
         if not node.subshell:
             return self.items(node.items)
-        with self.apart():
+        with self.isolated():
             return self.items(node.items)
         return None  # exit ended it
 
@@ -229,7 +225,7 @@ class _Reader(Builtins):
             if len(node.commands) == 1 or (self.last_here and number == len(node.commands)):
                 status = self.node(command, item)
             else:
-                with self.apart():
+                with self.isolated():
                     status = self.node(command, item)
         return status if status is None or not node.negated else not status
 
@@ -239,41 +235,42 @@ class _Reader(Builtins):
             one = Item(following, item.line, item.text)
             if status is None:
                 self.quiet += 1
-                changed = self.maybe([one], self.now, "a condition")
+                changed = self.run_uncertain([one], self.now, "a condition")
                 self.quiet -= 1
                 if changed:
-                    self.leave(item.line, item.text, ON_CONDITION)
+                    self.report_unread(item.line, item.text, ON_CONDITION)
             elif status == (sign == "&&"):
                 status = self.node(following, one)
             else:
-                self.passed([one], item.line, item.text)
+                self.skip([one], item.line, item.text)
         return status
 
     def branches(self, node: If) -> bool | None:
         judged: bool | None = False
         status: bool | None = None
+        # True: an earlier branch was taken; None: one of them may have been.
         for (condition, body), heading in zip(node.clauses, node.headings, strict=True):
             line = node.line
             if judged is True:
-                self.passed([*condition, *body], line, heading)
+                self.skip([*condition, *body], line, heading)
                 continue
             if judged is None:
-                self.leave(line, heading, "the condition is not judged")
-                self.maybe([*condition, *body], self.line(line), "a condition")
+                self.report_unread(line, heading, "the condition is not judged")
+                self.run_uncertain([*condition, *body], self.line(line), "a condition")
                 continue
             judged = self.items(condition)
             if judged is False:
-                self.passed(body, line, heading)
+                self.skip(body, line, heading)
             elif judged:
                 status = self.items(body)
             else:
-                self.leave(line, heading, "the condition is not judged")
-                self.maybe(body, self.line(line), "a condition")
+                self.report_unread(line, heading, "the condition is not judged")
+                self.run_uncertain(body, self.line(line), "a condition")
         if judged is None:
-            self.maybe(node.otherwise, self.line(node.line), "a condition")
+            self.run_uncertain(node.otherwise, self.line(node.line), "a condition")
             return None
         if judged:
-            self.passed(node.otherwise, node.line, "else")
+            self.skip(node.otherwise, node.line, "else")
             return status
         return self.items(node.otherwise)
 
@@ -281,24 +278,24 @@ class _Reader(Builtins):
         subject = self.text(node.subject)
         known: bool | None = None if subject.open or subject.unsure or len(subject.text) > 1000 else False
         if known is None:
-            self.leave(node.line, node.heading, "the condition is not judged")
+            self.report_unread(node.line, node.heading, "the condition is not judged")
         status: bool | None = True
         for patterns, body, falls in node.clauses:
             if known is True:
-                self.passed(body, node.line, node.heading)
+                self.skip(body, node.line, node.heading)
                 continue
             globs = [] if known is None else [glob(self, pattern, 2, self.cased) for pattern in patterns]
             self.spend(10 * len(subject.text))
             fits = [None if pattern is None else bool(pattern.fullmatch(subject.text)) for pattern in globs]
             if known is False and not falls and not any(fit is not False for fit in fits):
-                self.passed(body, node.line, node.heading)
+                self.skip(body, node.line, node.heading)
             elif known is False and not falls and True in fits:
                 known, status = True, self.items(body)
             else:
                 if known is False:
-                    self.leave(node.line, node.heading, "its patterns are not followed")
+                    self.report_unread(node.line, node.heading, "its patterns are not followed")
                 known, status = None, None
-                self.maybe(body, self.line(node.line), "a condition")
+                self.run_uncertain(body, self.line(node.line), "a condition")
         return status
 
     def loop(self, node: Loop) -> bool | None:
@@ -309,8 +306,8 @@ class _Reader(Builtins):
                 self.assign(str(node.name), [word])
                 self.items(node.body)
             return None if words else True
-        self.leave(node.line, node.heading, "a loop, which is not followed")
-        self.maybe([*node.condition, *node.body], self.line(node.line), "a loop", node)
+        self.report_unread(node.line, node.heading, "a loop, which is not followed")
+        self.run_uncertain([*node.condition, *node.body], self.line(node.line), "a loop", node)
         return None
 
     # ---- functions and files
@@ -333,30 +330,30 @@ class _Reader(Builtins):
             for function in functions:
                 self.defined.pop(id(function), None)
         if (active and (self.within or self.dropped)) or len(self.frames) > DEPTH:
-            self.anything(item, "a function that is not followed")
+            self.run_unknown(item, "a function that is not followed")
             return None
         positional, self.positional = self.positional, words
         status: bool | None = None
         if certain:
-            with self.framed(name, functions[0]):
+            with self.frame(name, functions[0]):
                 status = self.node(functions[0].body, Item(functions[0].body, item.line, item.text))
         else:  # it may be any of these, or none
-            self.leave(item.line, item.text, "a function that a condition defines")
+            self.report_unread(item.line, item.text, "a function that a condition defines")
             self.quiet += 1
             for function in functions:
-                with self.framed(name, function):
-                    self.maybe([Item(function.body, item.line, item.text)], self.now, "a condition")
+                with self.frame(name, function):
+                    self.run_uncertain([Item(function.body, item.line, item.text)], self.now, "a condition")
             self.quiet -= 1
         self.positional = positional
         return status
 
     @contextmanager
-    def framed(self, name: str, function: Function | None = None) -> Iterator[None]:
+    def frame(self, name: str, function: Function | None = None) -> Iterator[None]:
         frame = Frame({}, self.journals, False, name, function)
         self.frames.append(frame)
         try:
             yield
-        except _Left as left:
+        except Exit as left:
             if left.whole:
                 raise
         finally:
@@ -364,14 +361,14 @@ class _Reader(Builtins):
             for local, former in frame.former.items():
                 self.store(local, former)
 
-    def sourced(self, words: list[Word], item: Item) -> bool | None:
-        """A file that is read in the place of the line that sources it; its lines are not those of this one."""
+    def source_file(self, words: list[Word], item: Item) -> bool | None:
+        """Read a file in place of the line that sources it. Its lines are reported under that line."""
         name = words[0].text if words else ""
         text = None
         if self.look is not None and words and not words[0].open and len(self.reading) <= _DEEP and self.files < _FILES:
             text = self.look(name)
-        if text is None or any(text == before for _, before, _ in self.reading):  # one that sources itself has no end
-            self.anything(item, "another file, which is not read")
+        if text is None or any(text == before for _, before, _ in self.reading):  # also a file that sources itself
+            self.run_unknown(item, "another file, which is not read")
             return None
         self.files += 1
         program = Parser(text.replace("\r\n", "\n"), name, self.budget, 0, True).program()
@@ -380,12 +377,13 @@ class _Reader(Builtins):
             self.positional = words[1:]
         status: bool | None = None
         self.reading.append((name, text, self.line(item.line)))
-        with self.framed(""):
+        with self.frame(""):
             status = self.items(program.items)
         if program.stopped:
-            self.leave(*program.stopped)
+            self.report_unread(*program.stopped)
         self.reading.pop()
-        if len(words) > 1 and self.set_positional == often:  # without arguments, those are the caller's own
+        # A file that is sourced with arguments gets its own ones, which end with it unless `set` changed them.
+        if len(words) > 1 and self.set_positional == often:
             self.positional = positional
         return status
 
@@ -419,7 +417,7 @@ class _Reader(Builtins):
             return None
         status = self.command(words[0].text, words, environment, node, item)
         if exits:
-            raise _Left(True)
+            raise Exit(True)
         return status
 
     def command(
@@ -432,13 +430,13 @@ class _Reader(Builtins):
             with self.with_environment(environment):
                 if name in self.functions:
                     return self.call(name, plain, item)
-                return self.evaluated(plain, item) if name == "eval" else self.sourced(plain, item)
+                return self.evaluate_words(plain, item) if name == "eval" else self.source_file(plain, item)
         if name in DECLARATIONS:
             return self.declare(name, words[1:], item)
         if name == "return" and len(self.frames) == 1:
-            return None  # a shell complains, and goes on
+            return None  # a shell prints an error and continues
         if name in ("exit", "return"):
-            raise _Left(name == "exit")
+            raise Exit(name == "exit")
         if name in ("true", ":", "echo"):
             return True
         if name == "false":
@@ -446,7 +444,7 @@ class _Reader(Builtins):
         if name in ("[", "test"):
             if name == "[" and (not plain or plain[-1].text != "]"):
                 return None
-            return conditions.tested(plain[:-1] if name == "[" else plain)
+            return conditions.evaluate_test(plain[:-1] if name == "[" else plain)
         if (builtin := getattr(self, f"_{name}", None)) and name in BUILTINS:
             return builtin(plain, item)
         first = words[0]
@@ -456,31 +454,31 @@ class _Reader(Builtins):
 
     @contextmanager
     def with_environment(self, environment: dict[str, Word]) -> Iterator[None]:
-        """``A=1 function``: for its time."""
+        """Set the variables of ``A=1 function`` while it runs."""
         former = {name: self.variables.get(name) for name in environment}
         for name, word in environment.items():
             self.assign(name, [word])
-        own = {name: self.variables.get(name) for name in environment}
+        assigned = {name: self.variables.get(name) for name in environment}
         try:
             yield
         finally:
             for name, value in former.items():
                 if name not in self.forced and name not in self.readonly:
-                    changed = self.variables.get(name) is not own[name]
+                    changed = self.variables.get(name) is not assigned[name]
                     self.store(name, value)
-                    # bash keeps what a function exports, and drops what it assigns
-                    self.forget([name] if changed else [], self.now)
+                    # bash keeps the variables that a function exports, and restores those that it assigns.
+                    self.mark_unsure([name] if changed else [], self.now)
 
-    def evaluated(self, words: list[Word], item: Item) -> bool | None:
-        """``eval`` of words that are known is what they say."""
+    def evaluate_words(self, words: list[Word], item: Item) -> bool | None:
+        """Execute the words of ``eval`` if they are known."""
         text = " ".join(word.text for word in words)
         if any(word.open or word.unsure for word in words) or len(self.frames) + self.depth > DEPTH:
-            self.anything(item, RUN)
+            self.run_unknown(item, RUN)
             return None
         self.spend(len(text))
         program = Parser(text, self.source, self.budget, self.now, True).program()
         if program.stopped:
-            self.leave(item.line, item.text, program.stopped[2])
+            self.report_unread(item.line, item.text, program.stopped[2])
         self.depth += 1
         status = self.items(program.items)
         self.depth -= 1
@@ -488,6 +486,11 @@ class _Reader(Builtins):
 
 
 def read(text: str, known: Mapping[str, str], source: str, look: Look | None = None) -> Script:
-    """``known``: values of variables that the caller gives; they win over the script's own. ``look``: finds files that
-    it sources. Raises TranslateError for a quote that never ends, and for a script beyond the bounds on its size."""
+    """Read a script.
+
+    known   values of variables from the user, which win over the script's own
+    look    finds files that it sources
+
+    Raises TranslateError for a quote that never ends, and for a script beyond the bounds on its size.
+    """
     return _Reader(text, known, source, look).run()

@@ -1,4 +1,4 @@
-"""The grammar of the shell as far as launch scripts use it: from a text to the tree of `syntax`."""
+"""Parses the part of the shell's grammar that launch scripts use, to the tree of `syntax`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from octavo.importers.shell.syntax import (
 )
 from octavo.importers.shell.words import WordParser
 
-_SHOWN_LINES = 800  # letters of what a shell could not read
+_SHOWN_LINES = 800  # maximum characters of unreadable text in a report
 _END = r"(?=[\s;&|()<>]|$)"
 _RESERVED = re.compile(
     r"(?:if|then|else|elif|fi|for|while|until|do|done|case|esac|function|select|time|coproc|in|\{|\}|!|\[\[)" + _END
@@ -38,19 +38,19 @@ _ASSIGN = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]\n]{0,200})\])?(\+?)=")
 _REDIRECTION = re.compile(r"(?:\d*|\{[A-Za-z_]\w{0,100}\})(<<<|<<-|<<|<>|<&|>&|>>|>\||<(?!\()|>(?!\())|(&>>|&>)")
 _PLACEHOLDER = re.compile(r"<[^<>|&;()\n]{1,100}>(?=[ \t;)\n]|$)")
 _FUNCTION = re.compile(r"[^ \t\n;&|<>()\\'\"`$=#][^ \t\n;&|<>()\\'\"`$=]*(?=[ \t]*\([ \t]*\))")
-#: their arguments may be assignments, arrays too
+#: commands whose arguments may be assignments, including arrays
 DECLARATIONS = frozenset(("export", "declare", "typeset", "local", "readonly"))
 _COMPOUND = {"if": "if", "while": "while", "until": "while", "for": "for", "select": "for", "case": "case",
              "{": "braces", "[[": "condition", "function": "function", "coproc": "coproc"}  # fmt: skip
 
 
 class Parser(WordParser):
-    """Commands. Like a shell it reads whole lines: :meth:`program` gives those before the first that cannot be read."""
+    """Parses commands. Like a shell it reads whole lines: :meth:`program` returns those before a syntax error."""
 
     def program(self) -> Program:
-        """Raises TranslateError for a quote that never ends, and beyond the bounds."""
+        """Parse the text. Raises TranslateError for a quote that never ends, and beyond the bounds."""
         items: list[Item] = []
-        whole = start = 0  # commands of lines that ended, as a shell carries out whole lines
+        whole = start = 0  # number of commands in complete lines: a shell executes whole lines
         try:
             while True:
                 self.newlines()
@@ -75,7 +75,7 @@ class Parser(WordParser):
             self.newline()
 
     def newline(self) -> None:
-        """The end of a line; here-documents that it announced follow."""
+        """Pass the end of a line, and the here-documents that follow it."""
         self.at += 1
         for delimiter, tabs, raw in self.documents:
             self.document(delimiter, tabs, raw)
@@ -84,20 +84,20 @@ class Parser(WordParser):
     def document(self, delimiter: str, tabs: bool, raw: bool) -> None:
         ending = re.compile("^" + ("\t*" if tabs else "") + re.escape(delimiter) + "$", re.MULTILINE)
         at = self.at
-        while (found := ending.search(self.text, at)) is not None:
-            before = self.text[max(self.at, found.start() - 200) : found.start()]
+        while (match := ending.search(self.text, at)) is not None:
+            before = self.text[max(self.at, match.start() - 200) : match.start()]
             joined = before[:-1] if before.endswith("\n") else ""
             if raw or (len(joined) - len(joined.rstrip("\\"))) % 2 == 0:
-                self.at = min(found.end() + 1, self.end)
+                self.at = min(match.end() + 1, self.end)
                 return
-            at = found.end() + 1  # the line before goes on in this one
+            at = match.end() + 1  # the previous line ends in a backslash and continues in this one
             if at > self.end:
                 break
         self.at = self.end
 
     def reserved(self) -> str:
-        found = _RESERVED.match(self.text, self.at)
-        return found[0] if found else ""
+        match = _RESERVED.match(self.text, self.at)
+        return match[0] if match else ""
 
     def expect(self, word: str) -> None:
         self.newlines()
@@ -108,8 +108,8 @@ class Parser(WordParser):
     # ---- lists
 
     def items(self, ends: frozenset[str]) -> list[Item]:
-        """Commands up to a reserved word of ``ends``, a closing bracket or ``;;``, which the caller checks."""
-        found: list[Item] = []
+        """Parse commands up to a reserved word of ``ends``, a closing bracket or ``;;``, which the caller checks."""
+        commands: list[Item] = []
         self.enter()
         while True:
             self.newlines()
@@ -117,9 +117,9 @@ class Parser(WordParser):
                 break
             if ends and self.reserved() in ends:
                 break
-            self.item(found, ends)
+            self.item(commands, ends)
         self.depth -= 1
-        return found
+        return commands
 
     def terminator(self) -> str:
         for sign in (";;&", ";;", ";&"):
@@ -143,7 +143,8 @@ class Parser(WordParser):
             raise self.wrong()
 
     def and_or(self) -> Node:
-        first, rest = self.pipeline(), []
+        first = self.pipeline()
+        rest: list[tuple[str, Node]] = []
         while True:
             self.blank()
             sign = self.text[self.at : self.at + 2]
@@ -217,13 +218,14 @@ class Parser(WordParser):
         start, line, before = self.at, self.line(), self.leaves
         self.at += len(self.reserved())
         self.blank()
+        # Three forms: for NAME in WORDS, for NAME (over "$@"), for ((...)).
         name, words, arithmetic = None, None, None
         if self.text.startswith("((", self.at):
             arithmetic = self.brackets()
         else:
-            if not (found := re.compile(r"[A-Za-z_]\w*").match(self.text, self.at)):
+            if not (match := re.compile(r"[A-Za-z_]\w*").match(self.text, self.at)):
                 raise self.wrong()
-            name, self.at = found[0], found.end()
+            name, self.at = match[0], match.end()
             self.newlines()
             if self.reserved() == "in":
                 self.at += 2
@@ -245,12 +247,13 @@ class Parser(WordParser):
         self.newlines()
         braces = self.reserved() == "{"
         self.expect("{" if braces else "do")
-        found = self.items(frozenset(("}" if braces else "done",)))
+        commands = self.items(frozenset(("}" if braces else "done",)))
         self.expect("}" if braces else "done")
-        return found
+        return commands
 
     def _case(self) -> Node:
-        start, line, clauses = self.at, self.line(), []
+        start, line = self.at, self.line()
+        clauses: list[tuple[list[ShellWord], list[Item], bool]] = []
         self.at += 4
         self.blank()
         subject = self.word()
@@ -275,7 +278,7 @@ class Parser(WordParser):
                 raise self.wrong()
             self.at += 1
             commands = self.items(frozenset(("esac",)))
-            sign = self.terminator()
+            sign = self.terminator()  # the last clause needs none; ;& and ;;& fall through
             self.at += len(sign)
             if not sign and self.reserved() != "esac":
                 raise self.wrong()
@@ -283,12 +286,13 @@ class Parser(WordParser):
 
     def _braces(self) -> Node:
         self.at += 1
-        found = self.items(frozenset(("}",)))
+        commands = self.items(frozenset(("}",)))
         self.expect("}")
-        return Group(found, False)
+        return Group(commands, False)
 
     def _condition(self) -> Node:
-        line, words = self.line(), []
+        line = self.line()
+        words: list[ShellWord | str] = []
         self.at += 2
         while True:
             self.newlines()
@@ -314,33 +318,33 @@ class Parser(WordParser):
         if self.text.startswith("((", self.at) and (sum_ := self.brackets()) is not None:
             return ArithmeticCommand(sum_, line)
         self.at += 1
-        found = self.items(frozenset())
+        commands = self.items(frozenset())
         if self.text[self.at : self.at + 1] != ")":
             raise self.wrong()
         self.at += 1
-        return Group(found, True)
+        return Group(commands, True)
 
     def _function(self) -> Node:
         start = self.at
         self.at += 8
         self.blank()
-        found = re.compile(r"[^ \t\n;&|<>()\\'\"`$]+").match(self.text, self.at)
-        if found is None:
+        match = re.compile(r"[^ \t\n;&|<>()\\'\"`$]+").match(self.text, self.at)
+        if match is None:
             raise self.wrong()
-        self.at = found.end()
+        self.at = match.end()
         self.blank()
         if brackets := re.compile(r"\([ \t]*\)").match(self.text, self.at):
             self.at = brackets.end()
-        return self.defined(found[0], start)
+        return self.defined(match[0], start)
 
     def function(self) -> Node | None:
-        """``name() ...``, if one begins here."""
-        found = _FUNCTION.match(self.text, self.at)
-        if found is None:
+        """Parse ``name() ...``; None if no function begins here."""
+        match = _FUNCTION.match(self.text, self.at)
+        if match is None:
             return None
         start = self.at
-        self.at = self.text.index(")", found.end()) + 1
-        return self.defined(found[0], start)
+        self.at = self.text.index(")", match.end()) + 1
+        return self.defined(match[0], start)
 
     def defined(self, name: str, start: int) -> Node:
         line, heading = self.line(start), self.shown(start, self.at)
@@ -365,8 +369,9 @@ class Parser(WordParser):
             if (c.isdigit() or c in "<>&{") and self.redirection():
                 node.redirected = True
                 continue
-            if (declares or not node.words) and (found := _ASSIGN.match(self.text, self.at)):
-                (node.words if declares else node.assignments).append(self.assignment(found))
+            # After the first word, NAME=VALUE is only an assignment for commands such as export.
+            if (declares or not node.words) and (match := _ASSIGN.match(self.text, self.at)):
+                (node.words if declares else node.assignments).append(self.assignment(match))
                 continue
             node.words.append(self.word())
             if len(node.words) == 1:
@@ -381,10 +386,10 @@ class Parser(WordParser):
             raise self.wrong()
         return node
 
-    def assignment(self, found: re.Match[str]) -> Assignment:
-        node = Assignment(found[1], self.line(), bool(found[3]), found[2])
+    def assignment(self, match: re.Match[str]) -> Assignment:
+        node = Assignment(match[1], self.line(), bool(match[3]), match[2])
         self.spend()
-        self.at = found.end()
+        self.at = match.end()
         c = self.text[self.at : self.at + 1]
         if c == "(":
             self.at += 1
@@ -402,19 +407,19 @@ class Parser(WordParser):
         return node
 
     def placeholder(self) -> ShellWord | None:
-        """``<your address>``, which published scripts have in the place of a value: a shell would stop there."""
-        found = _PLACEHOLDER.match(self.text, self.at)
-        if found is None:
+        """Parse ``<your address>``, which published scripts have instead of a value. A shell would stop there."""
+        match = _PLACEHOLDER.match(self.text, self.at)
+        if match is None:
             return None
-        self.at = found.end()
-        return ShellWord([Unfollowed(True, self.line(), found[0])], self.line())
+        self.at = match.end()
+        return ShellWord([Unfollowed(True, self.line(), match[0])], self.line())
 
     def redirection(self) -> bool:
-        """Whether one was here; what it reads and writes is no part of the words."""
-        found = _REDIRECTION.match(self.text, self.at)
-        if found is None:
+        """Parse a redirection; its operands are not words of the command. Returns whether there was one."""
+        match = _REDIRECTION.match(self.text, self.at)
+        if match is None:
             return False
-        sign, self.at = found[1] or found[2], found.end()
+        sign, self.at = match[1] or match[2], match.end()
         self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
         start = self.at
         word = self.word()

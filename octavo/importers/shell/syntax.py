@@ -1,5 +1,5 @@
-"""The tree of a launch script: what `parser` builds and `shell` evaluates. Lines are counted from 1; 0 is a line
-of another file (one that is sourced)."""
+"""The syntax tree of a launch script, which `parser` builds and `interpreter` evaluates. Lines are counted from 1; 0 is
+a line of another file (one that is sourced)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 class ShellSyntaxError(Exception):
-    """Where a shell would stop reading: ``line`` and ``what``. It never leaves the reader of scripts."""
+    """A shell would stop reading here, at ``line`` because of ``what``. Raised and caught within this package."""
 
     def __init__(self, line: int, what: str) -> None:
         super().__init__(what)
@@ -19,7 +19,7 @@ class ShellSyntaxError(Exception):
 
 @dataclass(slots=True)
 class Literal:
-    """Text. ``quoted``: no pattern, no braces in it mean anything."""
+    """Text. ``quoted``: patterns and braces in it have no meaning."""
 
     text: str
     quoted: bool
@@ -53,7 +53,7 @@ class Substitution:
 
 @dataclass(slots=True)
 class Arithmetic:
-    """``$((expression))``; the expression's parts are those of a quoted text."""
+    """``$((expression))``; the expression is parsed like quoted text."""
 
     expression: ShellWord
     quoted: bool
@@ -63,7 +63,7 @@ class Arithmetic:
 
 @dataclass(slots=True)
 class Unfollowed:
-    """What only a run gives: ``${!name}``, ``<(command)``, and the like."""
+    """An expansion that is only known when the script runs: ``${!name}``, ``<(command)`` and the like."""
 
     quoted: bool
     line: int
@@ -80,7 +80,7 @@ class ShellWord:
 
     @property
     def literal(self) -> str | None:
-        """The text of a word in which nothing is expanded and nothing is quoted."""
+        """The text of a word without expansions and quotes; None for other words."""
         if len(self.parts) == 1 and isinstance(self.parts[0], Literal) and not self.parts[0].quoted:
             return self.parts[0].text
         return None
@@ -88,7 +88,7 @@ class ShellWord:
 
 @dataclass(slots=True)
 class Assignment:
-    """``name=value``, ``name+=value``, ``name[index]=value``; ``elements`` are those of an array."""
+    """``name=value``, ``name+=value``, ``name[index]=value``, or ``name=(elements)``."""
 
     name: str
     line: int
@@ -141,7 +141,7 @@ class If:
 
 @dataclass(slots=True)
 class Loop:
-    """``for name in words`` where ``words`` is a list; any other loop has None there."""
+    """``for name in words`` if ``words`` is a list; other loops have None."""
 
     name: str | None
     words: list[ShellWord] | None
@@ -173,7 +173,7 @@ class Function:
 
 @dataclass(slots=True)
 class Condition:
-    """``[[ ... ]]``: words, and signs as texts."""
+    """``[[ ... ]]``: words, and operators as strings."""
 
     words: list[ShellWord | str]
     line: int
@@ -202,7 +202,7 @@ class Item:
 
 @dataclass(slots=True)
 class Program:
-    """The commands up to the first that a shell could not read; ``stopped`` is that (line, text, why)."""
+    """The commands before the first syntax error; ``stopped``: (line, text, why) of the error."""
 
     items: list[Item] = field(default_factory=list)
     stopped: tuple[int, str, str] | None = None

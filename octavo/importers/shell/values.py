@@ -1,8 +1,8 @@
 """Values of a launch script's variables, as pieces, and the words that they become.
 
-A piece has the line that it was written on, so that a flag that a variable brings has a line of its own. A piece whose
-``open`` is not empty stands for something that only a run would give; it is never split. A piece that is ``unsure`` may
-have another value: a line that was not followed assigns it too.
+A piece has the line that it was written on, so that a flag from a variable is reported with its own line. A piece with
+a non-empty ``open`` is only known when the script runs; it is never split. An ``unsure`` piece may have another value,
+because a line that was not followed assigns it too.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-#: lines that are kept of those which may change a value
+#: maximum number of recorded lines that may change a value
 LINES = 8
 _SPACES = re.compile(r"[ \t\n]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of a command, or a piece of a value. ``line``: 0 is of another file; ``open``: what nothing sets;
-    ``unsure``: lines that were not followed and may change it; ``bare``: what followed it was an empty variable;
-    ``whole``: it was quoted in a default, so that white space in it ends no word."""
+    """A word of a command, or a piece of a value.
+
+    line    0: a line of another file
+    open    variables in it that nothing sets
+    unsure  lines that were not followed and may change it
+    bare    whether an empty variable followed it
+    whole   whether it was quoted in a default, so that white space does not split it
+    """
 
     text: str
     line: int
@@ -32,8 +37,8 @@ class Word:
 
 @dataclass(slots=True)
 class Variable:
-    """``pieces`` of a scalar, or ``items`` of an array; neither: it is unset, or (``unknown``) not known; ``lost``: it
-    was set to what only a run knows."""
+    """``pieces`` of a scalar, or ``items`` of an array; neither: it is unset, or its value is ``unknown``; ``lost``: it
+    was set to a value that is only known when the script runs."""
 
     pieces: list[Word] | None = None
     items: list[Word] | None = None
@@ -43,7 +48,7 @@ class Variable:
 
 
 class Fields:
-    """Words as they are put together from pieces."""
+    """Builds words from pieces."""
 
     def __init__(self, line: int) -> None:
         self.words: list[Word] = []
@@ -64,18 +69,18 @@ class Fields:
             self.unsure += piece.unsure
 
     def split(self, piece: Word) -> None:
-        """A piece of an unquoted variable: white space in it ends a word."""
+        """Add a piece of an unquoted variable, in which white space separates words."""
         if piece.open:
             self.add(piece.text, piece.line, piece)
             return
         line, end, count = piece.line, 0, piece.text.count("\n")
-        for found in _SPACES.finditer(piece.text):
-            if found.start() > end:
-                self.add(piece.text[end : found.start()], line, piece)
+        for match in _SPACES.finditer(piece.text):
+            if match.start() > end:
+                self.add(piece.text[end : match.start()], line, piece)
             self.close()
             if count and line:
-                line += found[0].count("\n")
-            end = found.end()
+                line += match[0].count("\n")
+            end = match.end()
         if end < len(piece.text):
             self.add(piece.text[end:], line, piece)
 
@@ -90,7 +95,7 @@ def merged(texts: Sequence[str], line: int, missing: Iterable[str], unsure: Iter
 
 
 def joined(pieces: Sequence[Word], line: int) -> Word:
-    """Pieces as one word."""
+    """Join pieces to one word."""
     if len(pieces) == 1:
         return pieces[0]
     at = next((piece.line for piece in pieces if piece.text), line)
@@ -100,7 +105,7 @@ def joined(pieces: Sequence[Word], line: int) -> Word:
 
 
 def flag_words(pieces: Sequence[Word] | None) -> list[Word]:
-    """The words of a text of flags (``"--lr 1 --bf16"``); none of any other text."""
+    """Return the words of a text of flags (``"--lr 1 --bf16"``); [] for any other text."""
     if not pieces or not joined(pieces[:8], 0).text.lstrip().startswith("--"):
         return []
     into = Fields(pieces[0].line)

@@ -1,7 +1,7 @@
-"""Words of a launch script: quotes, variables, substitutions. `parser` reads the commands that they make up.
+"""Parses the words of a launch script: quotes, variables, substitutions. `parser` reads the commands.
 
-A parser by recursive descent over the text, in one pass: nothing is scanned again but bounded look-ahead, so time is
-linear in the length, and the depth is bounded.
+A recursive-descent parser in one pass: only bounded look-ahead is scanned twice, so the time is linear in the length,
+and the depth is bounded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from octavo.importers.shell.syntax import (
     Unfollowed,
 )
 
-#: constructs within each other; words, and parts of words, of one script with all that it sources
+#: maximum nesting of constructs; maximum words and parts of words of one script with all sourced files
 DEPTH, WORDS = 50, 200_000
 _UNCLOSED = "{}:{}: a quote begins here and never ends. Close it."
-_SHOWN = 200  # letters of a command in a report
-_SUM = 4000  # letters of an arithmetic expression; what is longer is read as commands
+_SHOWN = 200  # maximum characters of a command in a report
+_SUM = 4000  # maximum characters of an arithmetic expression; a longer one is parsed as commands
 _PLAIN = re.compile(r"[^ \t\n;&|<>()\\'\"`$]+")
 _QUOTED = re.compile(r"[^\"\\$`]+")
 _BRACED = re.compile(r"[^}\"'\\$`]+")
@@ -41,8 +41,12 @@ _BRACKET = re.compile(r"[()]")
 
 
 class WordParser(ABC):
-    """``source`` names the file in errors; ``line`` is the first line's number, and the only one where ``fixed``;
-    ``budget`` is what is left of WORDS, shared by all parsers of a script."""
+    """Parses words.
+
+    source  name of the file in errors
+    budget  the rest of WORDS, shared by all parsers of a script
+    line    number of the first line; with ``fixed`` of all lines
+    """
 
     def __init__(self, text: str, source: str, budget: list[int], line: int = 1, fixed: bool = False) -> None:
         self.text, self.source, self.budget = text, source, budget
@@ -56,7 +60,7 @@ class WordParser(ABC):
     # ---- where it is
 
     def line(self, at: int | None = None) -> int:
-        """The line of a position at or after all that were asked for."""
+        """Return the line of a position. Positions must not decrease from call to call."""
         if self.fixed:
             return self.first
         at = self.at if at is None else at
@@ -70,8 +74,10 @@ class WordParser(ABC):
         return text if len(text) <= _SHOWN and end <= start + 2 * _SHOWN else text[:_SHOWN] + " ..."
 
     def wrong(self, what: str = "") -> ShellSyntaxError:
-        found = self.text[self.at : self.at + 20].split("\n")[0]
-        return ShellSyntaxError(self.line(), what or (f"unexpected {found!r}" if found else "the line or file ends"))
+        next_text = self.text[self.at : self.at + 20].split("\n")[0]
+        return ShellSyntaxError(
+            self.line(), what or (f"unexpected {next_text!r}" if next_text else "the line or file ends")
+        )
 
     def spend(self) -> None:
         self.budget[0] -= 1
@@ -82,26 +88,30 @@ class WordParser(ABC):
             )
 
     def enter(self) -> None:
-        """One construct deeper; the caller takes ``depth`` back, but after an error, which ends the reading."""
+        """Enter a construct. The caller decreases ``depth`` again, except after an error, which ends the parsing."""
         self.depth += 1
         if self.depth > DEPTH:
-            raise TranslateError(f"{self.source}:{self.line()}: over {DEPTH} constructs are within each other here. "
-                                 "Write the value, or the command.")  # fmt: skip
+            raise TranslateError(
+                f"{self.source}:{self.line()}: over {DEPTH} constructs are nested here. Write the value, or the "
+                "command."
+            )
 
     @abstractmethod
     def items(self, ends: frozenset[str]) -> list[Item]:
-        """Commands up to a reserved word of ``ends`` or a closing bracket: those of ``$(...)``."""
+        """Parse the commands of ``$(...)``, up to a reserved word of ``ends`` or a closing bracket."""
 
     # ---- words
 
     def word(self) -> ShellWord:
         self.spend()
-        start, parts, text = self.at, [], self.text
+        start, text = self.at, self.text
+        parts: list[Part] = []
         word = ShellWord(parts, self.line())
         while self.at < self.end:
             c = text[self.at]
             if parts:
                 self.spend()
+            # A word ends at the first character that no branch takes.
             if plain := _PLAIN.match(text, self.at):
                 parts.append(Literal(plain[0], False, self.line()))
                 self.at = plain.end()
@@ -132,12 +142,12 @@ class WordParser(ABC):
         end, line = self.text.find("'", self.at + 1), self.line()
         if end < 0:
             raise TranslateError(_UNCLOSED.format(self.source, line))
-        found = Literal(self.text[self.at + 1 : end], True, line)
+        literal = Literal(self.text[self.at + 1 : end], True, line)
         self.at = end + 1
-        return found
+        return literal
 
     def double(self, parts: list[Part]) -> None:
-        """A text in double quotes; nothing in it is one empty part."""
+        """Parse a text in double quotes; an empty one becomes one empty part."""
         begun, count = self.line(), len(parts)
         self.at += 1
         while self.at < self.end and self.text[self.at] != '"':
@@ -151,9 +161,9 @@ class WordParser(ABC):
     def within_quotes(self, parts: list[Part], plain: re.Pattern[str]) -> None:
         c = self.text[self.at]
         self.spend()
-        if found := plain.match(self.text, self.at):
-            parts.append(Literal(found[0], True, self.line()))
-            self.at = found.end()
+        if match := plain.match(self.text, self.at):
+            parts.append(Literal(match[0], True, self.line()))
+            self.at = match.end()
         elif c == "\\":
             letter = self.text[self.at + 1 : self.at + 2]
             if letter and letter in '"\\$`\n' or (letter == "}" and plain is not _QUOTED):
@@ -193,7 +203,7 @@ class WordParser(ABC):
             self.enter()
             parts.append(self.parameter(quoted))
             self.depth -= 1
-        elif text.startswith("$[", start) and (end := text.find("]", start, start + _SUM)) >= 0:  # a sum of old
+        elif text.startswith("$[", start) and (end := text.find("]", start, start + _SUM)) >= 0:  # obsolete arithmetic
             self.at = end + 1
             parts.append(Unfollowed(quoted, self.line(start), self.shown(start, self.at)))
         elif not quoted and text.startswith("$'", start):
@@ -201,9 +211,9 @@ class WordParser(ABC):
         elif not quoted and text.startswith('$"', start):
             self.at += 1
             self.double(parts)
-        elif found := _NAME.match(text, start + 1):
-            self.at = found.end()
-            parts.append(Parameter(found[0], quoted, self.line(start), f"${found[0]}"))
+        elif match := _NAME.match(text, start + 1):
+            self.at = match.end()
+            parts.append(Parameter(match[0], quoted, self.line(start), f"${match[0]}"))
         else:
             self.at += 1
             parts.append(Literal("$", True, self.line(start)))
@@ -212,22 +222,22 @@ class WordParser(ABC):
         """``${...}``."""
         start, line = self.at, self.line()
         self.at += 2
-        found = _PARAMETER.match(self.text, self.at)
-        part: Part = Unfollowed(quoted, line, "")
-        if found and self.text[self.at : self.at + 2] == "#}":
-            found = None
+        match = _PARAMETER.match(self.text, self.at)
+        part: Unfollowed | Parameter = Unfollowed(quoted, line, "")
+        if match and self.text[self.at : self.at + 2] == "#}":
+            match = None
             part = Parameter("#", quoted, line, "$#")
             self.at += 1
-        if found:
-            self.at = found.end()
+        if match:
+            self.at = match.end()
             operator = _OPERATOR.match(self.text, self.at)
             if operator or self.text.startswith("}", self.at):
                 part = Parameter(
-                    found[2], quoted, line, "", operator[0] if operator else "", None, found[3], bool(found[1])
+                    match[2], quoted, line, "", operator[0] if operator else "", None, match[3], bool(match[1])
                 )
                 self.at = operator.end() if operator else self.at
         argument = ShellWord([], line)
-        # in "${name##*/}" the quotes around it do not quote the pattern
+        # In "${name##*/}" the quotes around it do not quote the pattern.
         patterned = isinstance(part, Parameter) and part.operator in PATTERNS
         while self.at < self.end and self.text[self.at] != "}":
             self.braced(argument.parts, quoted and not patterned)
@@ -245,7 +255,7 @@ class WordParser(ABC):
         return part
 
     def braced(self, parts: list[Part], quoted: bool) -> None:
-        """A piece of what follows an operator in ``${...}``."""
+        """Parse a piece of the operand in ``${...}``."""
         c = self.text[self.at]
         if c == '"':
             self.double(parts)
@@ -255,38 +265,38 @@ class WordParser(ABC):
             parts.append(self.single())
         elif c == "\\":
             self.escape(parts, self.text[self.at + 1 : self.at + 2])
-        elif found := _BRACED.match(self.text, self.at):
-            parts.append(Literal(found[0], False, self.line()))
-            self.at = found.end()
+        elif match := _BRACED.match(self.text, self.at):
+            parts.append(Literal(match[0], False, self.line()))
+            self.at = match.end()
         elif c == "$":
             self.dollar(parts, False)
         else:
             parts.append(self.backquoted(False))
 
     def quoted_text(self) -> ShellWord:
-        """All of this text as if it stood in double quotes, with quotes that mean nothing."""
+        """Parse the whole text as in double quotes, with quotes as plain characters."""
         word = ShellWord([], self.line())
         while self.at < self.end:
             self.within_quotes(word.parts, _QUOTED)
         return word
 
     def ansi(self) -> Part:
-        """``$'...'``; one with escapes is not followed."""
+        """Parse ``$'...'``; one with escapes is not followed."""
         start, line = self.at, self.line()
-        found = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self.text, start)
-        if found is None:
+        match = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self.text, start)
+        if match is None:
             raise TranslateError(_UNCLOSED.format(self.source, line))
-        self.at = found.end()
-        return Unfollowed(True, line, self.shown(start, self.at)) if "\\" in found[1] else Literal(found[1], True, line)
+        self.at = match.end()
+        return Unfollowed(True, line, self.shown(start, self.at)) if "\\" in match[1] else Literal(match[1], True, line)
 
     def backquoted(self, quoted: bool) -> Part:
         start, line = self.at, self.line()
-        found = _BACKQUOTED.match(self.text, start)
-        if found is None:
+        match = _BACKQUOTED.match(self.text, start)
+        if match is None:
             raise TranslateError(_UNCLOSED.format(self.source, line))
-        self.at = found.end()
+        self.at = match.end()
         escaped = r"\\([`\\$\"])" if quoted else r"\\([`\\$])"
-        inner = type(self)(re.sub(escaped, r"\1", found[1]), self.source, self.budget, line, self.fixed)
+        inner = type(self)(re.sub(escaped, r"\1", match[1]), self.source, self.budget, line, self.fixed)
         inner.depth = self.depth
         commands = inner.items(frozenset())
         if inner.at < inner.end:
@@ -304,20 +314,20 @@ class WordParser(ABC):
         return Unfollowed(True, line, self.shown(start, self.at))
 
     def brackets(self) -> ShellWord | None:
-        """``((expression))`` from its first bracket; None, and nothing is taken, where it is another thing."""
+        """Parse ``((expression))`` from its first bracket; returns None, and consumes nothing, for other syntax."""
         start, depth = self.at, 0
-        for found in _BRACKET.finditer(self.text, start, start + _SUM):
-            depth += 1 if found[0] == "(" else -1
-            if depth == 1 and found[0] == ")" and self.text[found.end() : found.end() + 1] != ")":
+        for match in _BRACKET.finditer(self.text, start, start + _SUM):
+            depth += 1 if match[0] == "(" else -1
+            if depth == 1 and match[0] == ")" and self.text[match.end() : match.end() + 1] != ")":
                 return None
             if not depth:
                 inner = type(self)(
-                    self.text[start + 2 : found.start() - 1], self.source, self.budget, self.line(), self.fixed
+                    self.text[start + 2 : match.start() - 1], self.source, self.budget, self.line(), self.fixed
                 )
                 inner.depth = self.depth
                 inner.enter()
                 word = inner.quoted_text()
                 self.spend()
-                self.at = found.end()
+                self.at = match.end()
                 return word
         return None

@@ -1,1 +1,1 @@
-"""The files of other frameworks, read into keys."""
+"""Reads the files of other frameworks into keys."""

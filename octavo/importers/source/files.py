@@ -1,4 +1,4 @@
-"""Files of others, read with bounds: YAML with its interpolations, JSON, launch scripts and flags."""
+"""Reads files of other frameworks, with bounds on their size: YAML with interpolations, JSON, scripts and flags."""
 
 from __future__ import annotations
 
@@ -13,50 +13,55 @@ from octavo.config.yaml.problems import ConfigError, Place, Problem, brief, dott
 from octavo.importers.errors import TranslateError
 from octavo.importers.shell import interpreter as shell_script
 from octavo.importers.source import training_command, yaml_references
-from octavo.importers.source.keys import Foreign, Given
+from octavo.importers.source.keys import Foreign, SourceKey
 from octavo.importers.source.root_folder import Folder
 
-#: bytes of a file that somebody wrote by hand
+#: maximum bytes of a file; those that people write by hand are smaller
 LIMIT = 4 << 20
-#: keys of a file; the longest that is published has some 200
+#: maximum keys of a file; the longest published one has about 200
 _MOST_KEYS = 100_000
-#: why a file that a script names is not read
-KEYS = "the file of its keys: give it too, octavo import FILE SCRIPT"
+#: reason for a configuration that a script names and that is not read
+KEYS = "the configuration of the command: pass it as well, octavo import FILE SCRIPT"
 _WORD_KEYS = "a key must be a word"
 
 
 class Part(NamedTuple):
-    """What one file holds; ``words`` stand in its command beside flags."""
+    """The contents of one file.
+
+    kind    yaml, json, script or flags
+    unread  lines that were not read: (place, text, why)
+    words   the words of its command other than flags
+    """
 
     path: Path
     kind: str
-    given: list[Given]
+    source_keys: list[SourceKey]
     unread: list[tuple[Place, str, str]]
     words: set[str]
 
 
 def read(paths: Sequence[Path], known: Mapping[str, str], folder: Folder) -> list[Part]:
-    """One or two files. ``known``: variables of scripts that the user gives; ``folder``: the one that they were started
-    in. Raises ConfigError for files that cannot be read as what they are, and for text that is none."""
+    """Read the files. ``known``: variables of scripts with values from the user; ``folder``: the folder that the run
+    was started in. Raises ConfigError for files with a wrong syntax, and for text that is not valid Unicode."""
     parts = [Part(path, *_one(path, known, folder)) for path in paths]
     for part in parts:
-        if len(part.given) > _MOST_KEYS:
-            held = f"{printable(part.path.name)} holds {len(part.given):,} keys"
+        if len(part.source_keys) > _MOST_KEYS:
+            held = f"{printable(part.path.name)} holds {len(part.source_keys):,} keys"
             raise TranslateError(f"{held}, and {_MOST_KEYS:,} are the most here.")
-        check_text(part.given)
+        check_text(part.source_keys)
     return parts
 
 
-def check_text(given: Iterable[Given]) -> None:
-    """Raises ConfigError for half a character (a surrogate that a program left when it cut a text) or a NUL in a key or
-    a value: no file, no name and no report can hold it."""
+def check_text(entries: Iterable[SourceKey]) -> None:
+    """Raise ConfigError for a lone surrogate (left by a program that cut a text) or a NUL in a key or a value, which no
+    file, name or report can hold."""
     problems = []
-    for entry in given:
+    for entry in entries:
         values = entry.value if isinstance(entry.value, list) else [entry.value]
         for what, text in (("the key", entry.key), *(("its value", text) for text in values)):
             if isinstance(text, str) and (why := _no_text(text)):
-                found = f"{what} is no valid Unicode: it {why}"
-                problems.append(Problem(entry.place, entry.key, found, "write it again"))
+                problem_text = f"{what} is no valid Unicode: it {why}"
+                problems.append(Problem(entry.place, entry.key, problem_text, "write it again"))
                 break
     if problems:
         raise ConfigError(problems)
@@ -72,37 +77,37 @@ def _no_text(text: str) -> str | None:
 
 
 def merged(parts: Sequence[Part], first_wins: bool) -> Foreign:
-    """All keys of the files. Where both give a key, the first wins, or the second does."""
-    given: dict[str, Given] = {}
-    lost: list[tuple[Given, str]] = []
+    """Merge the keys of the files. ``first_wins``: which file wins if both give a key."""
+    by_key: dict[str, SourceKey] = {}
+    lost: list[tuple[SourceKey, str]] = []
     names = {part.path.name for part in parts}
-    for entry in (entry for part in parts for entry in part.given):
-        before = given.get(entry.key)
+    for entry in (entry for part in parts for entry in part.source_keys):
+        before = by_key.get(entry.key)
         if before is None or before.place.source == entry.place.source:
             if before is not None:
-                lost.append((before, f"given again on line {entry.place.line}, and the last one wins"))
-            given[entry.key] = entry
+                lost.append((before, f"set again on line {entry.place.line}, and the last one wins"))
+            by_key[entry.key] = entry
         elif first_wins:
-            lost.append((entry, f"{before.place} gives it too, and wins there"))
+            lost.append((entry, f"{before.place} sets it too, and wins"))
         else:
-            lost.append((before, f"{entry.place} gives it too, and wins there"))
-            given[entry.key] = entry
+            lost.append((before, f"{entry.place} sets it too, and wins"))
+            by_key[entry.key] = entry
     unread = [line for part in parts for line in part.unread if line[2] != KEYS or Path(line[1]).name not in names]
     return Foreign(
-        tuple(given.values()), tuple(part.kind for part in parts), tuple(lost), tuple(unread),
+        tuple(by_key.values()), tuple(part.kind for part in parts), tuple(lost), tuple(unread),
         frozenset(word for part in parts for word in part.words),
-        frozenset(name for entry in given.values() for name in entry.refers),
+        frozenset(name for entry in by_key.values() for name in entry.refers),
     )  # fmt: skip
 
 
 def _one(
     path: Path, known: Mapping[str, str], folder: Folder
-) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
+) -> tuple[str, list[SourceKey], list[tuple[Place, str, str]], set[str]]:
     text = safe_read.read_text(path, TranslateError, LIMIT, encoding="utf-8-sig")
     name = printable(path.name)
 
     def look(named: str) -> str | None:
-        """A file that a script sources."""
+        """Return the text of a file that a script sources."""
         file = folder.named(named)
         return None if file is None else safe_read.read_text(file, TranslateError, LIMIT, encoding="utf-8-sig")
 
@@ -120,13 +125,14 @@ def _one(
 
 def _script(
     text: str, name: str, known: Mapping[str, str], look: shell_script.Look
-) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
+) -> tuple[str, list[SourceKey], list[tuple[Place, str, str]], set[str]]:
+    # Everything in the script that was not read, or not certainly, is listed in the report.
     script = shell_script.read(text, known, name, look)
     command = training_command.command_of(script, name)
     words = command.words
     skipped = [(Place(name, line or None), what, why) for line, what, why in script.unread]
     if command.within:
-        why = f"it trains, and stands in {command.within[0]} that is not judged: it is taken as if that held"
+        why = f"it trains, and is in {command.within[0]} that is not evaluated: it is used as if that held"
         skipped.append((Place(name, words[0].line or None), _line_of(words), why))
     skipped += [
         (Place(name, other.words[0].line or None), _line_of(other.words), "no command: the one above it ended")
@@ -144,36 +150,36 @@ def _script(
     if (file := training_command.configuration(words)) is not None:
         skipped.append((Place(name, file.line or None), file.text, KEYS))
     kind = "flags" if words[0].text.startswith("-") else "script"
-    found = [*training_command.flags(words, name), *training_command.environment(script, command, name)]
-    return kind, found, skipped, {word.text for word in words if not word.text.startswith("-")}
+    entries = [*training_command.flags(words, name), *training_command.environment(script, command, name)]
+    return kind, entries, skipped, {word.text for word in words if not word.text.startswith("-")}
 
 
 def _line_of(words: Sequence[shell_script.Word]) -> str:
-    """A command as the report lists it."""
+    """Return a command as the report shows it."""
     return brief(" ".join(word.text for word in words[:40]), 200)
 
 
-def _mapping(text: str, name: str, json: bool) -> tuple[str, list[Given], list[tuple[Place, str, str]], set[str]]:
-    # JSON is YAML but for tabs between its values; within them there are none
+def _mapping(text: str, name: str, json: bool) -> tuple[str, list[SourceKey], list[tuple[Place, str, str]], set[str]]:
+    # JSON is YAML except for tabs between values. Inside strings JSON escapes tabs, so all of them can be replaced.
     document = read_text(text.replace("\t", " ") if json else text, name, "write a mapping: `key: value` lines")
     odd = [problem for problem in document.problems if problem.reason == _WORD_KEYS]
     if document.broken or len(odd) < len(document.problems):
         raise ConfigError([problem for problem in document.problems if problem not in odd])
-    found = _leaves(document)
-    # keys that are numbers (a tokenizer's ids, devices): their values are not ours either, but they are told
-    found += [Given(problem.key, "(a key that is no word)", problem.place) for problem in odd]
-    return "json" if json else "yaml", found, [], set()
+    entries = _leaves(document)
+    # Keys that are numbers (ids of a tokenizer, devices) are never translated, but they are reported.
+    entries += [SourceKey(problem.key, "(a key that is no word)", problem.place) for problem in odd]
+    return "json" if json else "yaml", entries, [], set()
 
 
-def _leaves(document: Document) -> list[Given]:
+def _leaves(document: Document) -> list[SourceKey]:
     return [
-        Given(_joined(dotted(path)), _joined(value), yaml_references.place_of(document, path), still_open, refers)
+        SourceKey(_joined(dotted(path)), _joined(value), yaml_references.place_of(document, path), still_open, refers)
         for path, (value, refers, still_open) in yaml_references.resolve(document).items()
     ]
 
 
 def _joined(value: Any) -> Any:
-    """Text whose characters beyond 16 bits JSON wrote as two halves (``"\\ud83d\\ude00"``), with them as one each."""
+    """Join the surrogate pairs that JSON writes for characters beyond 16 bits (``"\\ud83d\\ude00"``)."""
     if isinstance(value, list):
         return [_joined(one) for one in value]
     if not isinstance(value, str) or value.isprintable() or value.isascii():

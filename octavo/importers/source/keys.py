@@ -1,4 +1,4 @@
-"""The keys of somebody else's file as they were found: each with its value, its line, and who gave it."""
+"""The keys of another framework's file as they were written, each with its value and its place."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from octavo.config.yaml.problems import Place
 
 
 @dataclass(frozen=True)
-class Given:
-    """One key. ``key`` is dotted (``training.lr``), a flag without its dashes (``micro_batch_size``), or ``$NAME`` of
-    the environment. ``open`` names variables of a script that nothing sets: the value is then unknown; ``refers`` names
-    keys of the same file that stood in the value; ``unsure``: lines of a script that were not followed and may give
-    another value; ``bare``: a flag whose value was an empty variable."""
+class SourceKey:
+    """One key of a file.
+
+    key     dotted (``training.lr``), a flag without its dashes (``micro_batch_size``), or ``$NAME`` of the environment
+    open    variables of a script that nothing sets; the value is then unknown
+    refers  keys of the same file that the value refers to
+    unsure  lines of a script that were not followed and may set another value
+    bare    whether it is a flag whose value was an empty variable
+    """
 
     key: str
     value: Any
@@ -27,29 +31,29 @@ class Given:
 
 @dataclass(frozen=True)
 class Foreign:
-    """All that was read: keys in the order of the files, and what else the report must say.
+    """Everything that was read: keys in the order of the files, and the rest for the report.
 
     kinds   the kinds of the files: yaml, json, script, flags
-    lost    keys that another file overrides: (key, who wins)
+    lost    keys that another value overrides: (key, which one wins)
     unread  lines of scripts that set or start something and were not read: (place, text, why)
-    words   what stands in a command beside its flags
-    referred  keys whose values stand in others (``${a.b}``)
+    words   the words of the commands other than flags
+    referred  keys that other values refer to (``${a.b}``)
     """
 
-    given: tuple[Given, ...]
+    source_keys: tuple[SourceKey, ...]
     kinds: tuple[str, ...]
-    lost: tuple[tuple[Given, str], ...] = ()
+    lost: tuple[tuple[SourceKey, str], ...] = ()
     unread: tuple[tuple[Place, str, str], ...] = ()
     words: frozenset[str] = field(default_factory=frozenset)
     referred: frozenset[str] = field(default_factory=frozenset)
 
     @property
     def keys(self) -> frozenset[str]:
-        return frozenset(given.key for given in self.given)
+        return frozenset(entry.key for entry in self.source_keys)
 
 
 def flat(value: Any, path: tuple[str | int, ...] = ()) -> Iterable[tuple[tuple[str | int, ...], Any]]:
-    """The leaves of nested mappings: scalars, lists of scalars, and what is empty. Lists of mappings are gone into."""
+    """Yield (path, value) of the leaves: scalars, lists of scalars, and empty values. Lists of mappings are entered."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             yield from flat(inner, (*path, key))

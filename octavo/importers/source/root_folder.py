@@ -1,5 +1,5 @@
-"""Files that a configuration names, seen from one folder and never outside it: links are followed before that is
-asked. What is outside is not read, and the report says so."""
+"""Reads files that a configuration names, only inside one folder. Links are resolved before that is checked. Files
+outside are not read, and the report lists them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from octavo.base import safe_read
 from octavo.config.sections.text_types import not_a_path
 from octavo.importers.errors import TranslateError
 
-#: bytes of a file that a configuration names
+#: maximum bytes of a file that a configuration names
 _LIMIT = 16 << 20
 
 
 class Folder:
-    """The folder that relative paths are seen from (``--root``). ``refused`` holds the names that lead out of it;
-    ``homes``: the folders of the files that were given, from which some of their paths are seen too."""
+    """The folder that relative paths start from (``--root``).
+
+    homes    the folders of the translated files, which some of their paths are relative to
+    refused  the names of files outside the folder
+    """
 
     def __init__(self, root: Path, homes: Iterable[Path] = ()) -> None:
         self.root, self.homes = root, tuple(dict.fromkeys(homes))
@@ -26,8 +29,8 @@ class Folder:
         self.refused: dict[str, None] = {}
 
     def file(self, *names: str) -> Path | None:
-        """The regular file of a path, as ``("model", "config.json")``, seen from the folder; None where there is none,
-        or where it is outside the folder."""
+        """Return the regular file at a path in the folder, such as ``("model", "config.json")``; None if there is none,
+        or if it is outside the folder."""
         path = self._path(*names)
         if path is None or not os.path.isfile(path):
             return None
@@ -37,29 +40,29 @@ class Folder:
         return None
 
     def named(self, name: str) -> Path | None:
-        """A file that a script sources, or a configuration takes keys from: seen from the folder, or from that of the
-        file that names it."""
+        """Return a file that a script sources, or that a configuration takes keys from, relative to the folder or to
+        the folder of the file that names it."""
         if Path(name).is_absolute():
             return self.file(name)
         return next((file for home in (self.root, *self.homes) if (file := self.file(str(home / name)))), None)
 
     def there(self, *names: str) -> bool:
-        """Whether a path of this folder is a file or a folder."""
+        """Whether a path in this folder exists."""
         path = self._path(*names)
         return path is not None and path.is_relative_to(self._inside) and os.path.exists(path)
 
     def json(self, *names: str) -> dict[str, Any]:
-        """The object of a JSON file; empty where there is none. Raises TranslateError for one that is damaged."""
+        """Return the object in a JSON file; {} if there is no file. Raises TranslateError for a damaged one."""
         file = self.file(*names)
         return {} if file is None else safe_read.read_json(file, TranslateError, _LIMIT)
 
     def text(self, *names: str) -> str | None:
-        """The text of a file; None where there is none. Raises TranslateError for what is no UTF-8."""
+        """Return the text of a file; None if there is no file. Raises TranslateError for text that is not UTF-8."""
         file = self.file(*names)
         return None if file is None else safe_read.read_text(file, TranslateError, _LIMIT)
 
     def begins(self, *names: str) -> str:
-        """The first character of a text file that is no space; empty where there is none."""
+        """Return the first character of a text file that is not white space; "" if there is none."""
         file = self.file(*names)
         if file is None:
             return ""
@@ -68,17 +71,17 @@ class Folder:
 
     def _path(self, *names: str) -> Path | None:
         path = str(self.root.joinpath(*names))
-        # the name of no file (a NUL, 5,000 letters): asking for it would raise
+        # An impossible file name (with a NUL, or 5,000 letters) would make realpath raise.
         return None if not_a_path(path) else Path(os.path.realpath(path))
 
 
 def section(config: Any, key: str) -> dict[str, Any]:
-    """An object within JSON that somebody else wrote; empty where something else is there."""
-    found = config.get(key) if isinstance(config, dict) else None
-    return found if isinstance(found, dict) else {}
+    """Return an object within untrusted JSON; {} if the value is not an object."""
+    value = config.get(key) if isinstance(config, dict) else None
+    return value if isinstance(value, dict) else {}
 
 
 def whole(config: Any, key: str) -> int | None:
-    """A whole number from 1 within such JSON; None where something else is there."""
-    found = config.get(key) if isinstance(config, dict) else None
-    return found if type(found) is int and found > 0 else None
+    """Return a positive whole number within untrusted JSON; None if the value is not one."""
+    value = config.get(key) if isinstance(config, dict) else None
+    return value if type(value) is int and value > 0 else None

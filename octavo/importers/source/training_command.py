@@ -1,4 +1,4 @@
-"""From the words of a command to flags: which command of a script trains, and what it is told."""
+"""Finds the command of a script that trains, and converts its words to flags."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from octavo.config.yaml.document import scalar
 from octavo.config.yaml.problems import Place
 from octavo.importers.errors import TranslateError
 from octavo.importers.shell.interpreter import Command, Script, Word
-from octavo.importers.source.keys import Given
+from octavo.importers.source.keys import SourceKey
 
 _LAUNCHER = re.compile(
     r"(.*/)?(torchrun|deepspeed|accelerate|swift|megatron|llamafactory-cli|axolotl|composer|msrun|python[0-9.]*)"
 )
 _TRAINS = re.compile(r"(.*/)?\w*(train|sft|pretrain|finetune|pt|rlhf|trainer|dpo)\w*(\.py)?")
-#: of these the words are flags from the first on; the others start a script
+#: commands whose words are flags from the first on; the others start a script
 _NO_SCRIPT = ("swift", "megatron", "llamafactory-cli", "axolotl")
 _OTHER = {
     "export",
@@ -34,14 +34,14 @@ _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-\.?[0-9][\w.+-]*")
 
 
-#: flags of one command; the largest framework reads under 1,000
+#: maximum flags of one command; the largest framework has under 1,000
 _FLAGS = 5_000
 
 
 def command_of(script: Script, source: str) -> Command:
-    """The one command that trains, or flags with no command: those of a file of flags, and of arrays of flags that no
-    command takes. One that stands in a condition is taken where no other is: without it nothing trains. Raises
-    TranslateError for none and for several."""
+    """Return the one command that trains, or flags without a command: from a file of flags, or from arrays of flags
+    that no command uses. A command within a condition is only used if there is no other. Raises TranslateError for none
+    and for several."""
     trainings = [
         command for command in script.commands if _LAUNCHER.fullmatch(command.words[0].text) and _trains(command.words)
     ]
@@ -62,12 +62,13 @@ def command_of(script: Script, source: str) -> Command:
         )
     lines = ", ".join(str(command.words[0].line or "of a file that it sources") for command in chosen)
     raise TranslateError(
-        f"{source}: it starts {len(chosen)} trainings (lines {lines}), and a configuration is of one. Keep one of them."
+        f"{source}: it starts {len(chosen)} trainings (lines {lines}), and a configuration describes one. Keep one of "
+        "them."
     )
 
 
 def _flags_alone(script: Script) -> Command | None:
-    """Flags of a file that has nothing else, or of its arrays and texts of flags (``ARGS=(--lr 1e-4)``)."""
+    """Return the flags of a file that has nothing else, or of its arrays and texts of flags (``ARGS=(--lr 1e-4)``)."""
     commands = script.commands
     if commands and all(command.words[0].text.startswith("-") for command in commands):
         if len(commands) == 1 and not commands[0].words[0].text.startswith("--"):
@@ -80,7 +81,7 @@ def _flags_alone(script: Script) -> Command | None:
 
 
 def configuration(words: Sequence[Word]) -> Word | None:
-    """The file of keys that a command trains from: ``axolotl train FILE``, ``composer train.py FILE``."""
+    """Return the configuration that a command trains from: ``axolotl train FILE``, ``composer train.py FILE``."""
     for word, following in zip(words, words[1:], strict=False):
         if _TRAINS.fullmatch(word.text) and following.text.endswith((".yaml", ".yml", ".json")):
             return following
@@ -93,11 +94,11 @@ def _trains(words: Sequence[Word]) -> bool:
     return not any(word in _OTHER for word in plain[:1]) and any(_TRAINS.fullmatch(word) for word in plain)
 
 
-def flags(words: Sequence[Word], source: str) -> list[Given]:
-    """Every flag with its value: one word, several as a list, or true where it has none. ``key=value`` and
-    ``+key=value`` are overrides; other words before the first flag are the command's own. Raises TranslateError for
-    more flags than any command has."""
-    found: list[Given] = []
+def flags(words: Sequence[Word], source: str) -> list[SourceKey]:
+    """Return every flag with its value: one word, several as a list, or true without one. ``key=value`` and
+    ``+key=value`` are overrides; other words before the first flag belong to the command. Raises TranslateError for
+    too many flags."""
+    entries: list[SourceKey] = []
     at, script = 0, _script(words)
     while at < len(words):
         word = words[at]
@@ -114,52 +115,53 @@ def flags(words: Sequence[Word], source: str) -> list[Given]:
             ):
                 values.append(words[at])
                 at += 1
+            # The value of a flag is known only as far as all its words are.
             missing = tuple(dict.fromkeys(name for part in values for name in part.open))
             unsure = tuple(dict.fromkeys(line for part in (word, *values) for line in part.unsure))
             bare = word.bare and not values
             read = [scalar(part.text) for part in values if part.text or part.open or equals]
             shown = "" if bare else True if not values else "" if not read else read[0] if len(read) == 1 else read
-            found.append(
-                Given(name.replace("-", "_"), shown, Place(source, word.line or None), missing, (), unsure, bare)
+            entries.append(
+                SourceKey(name.replace("-", "_"), shown, Place(source, word.line or None), missing, (), unsure, bare)
             )
         elif override := _OVERRIDE.fullmatch(word.text):
             place = Place(source, word.line or None)
-            found.append(Given(override[2], scalar(override[3]), place, word.open, (), word.unsure))
-    if len(found) > _FLAGS:
-        raise TranslateError(f"{source}: {len(found)} flags are in its command, over {_FLAGS}. Give a launch script.")
-    return found
+            entries.append(SourceKey(override[2], scalar(override[3]), place, word.open, (), word.unsure))
+    if len(entries) > _FLAGS:
+        raise TranslateError(f"{source}: {len(entries)} flags are in its command, over {_FLAGS}. Give a launch script.")
+    return entries
 
 
 def unplaced(words: Sequence[Word]) -> list[Word]:
-    """Words that only a run knows and that belong to no flag: before the first flag, or all that a script was called
-    with (``"$@"``)."""
+    """Return words that are only known when the script runs and that belong to no flag: words before the first flag,
+    and the arguments of the script (``"$@"``)."""
     first = next((at for at, word in enumerate(words) if word.text.startswith("--")), len(words))
     return [word for at, word in enumerate(words) if word.open and at and (at < first or _all_arguments(word))]
 
 
 def _all_arguments(word: Word) -> bool:
-    """``$@``: any number of words, and no value of the flag before it."""
+    """Whether a word is ``$@``: any number of words, and not the value of the flag before it."""
     return word.text in ("$@", "$*", "${@}", "${*}")
 
 
 def _script(words: Sequence[Word]) -> int | None:
-    """Where the script stands that a launcher starts, among the launcher's own flags."""
+    """Return the index of the script that a launcher starts, after the launcher's own flags."""
     if words[0].text.rpartition("/")[2] in _NO_SCRIPT:
         return None
     return next((at for at, word in enumerate(words) if word.text.endswith(".py")), None)
 
 
 def _begins(text: str) -> bool:
-    """Whether a word begins another flag, or an override behind the last flag."""
+    """Whether a word begins another flag, or an override after the last flag."""
     if text.startswith("-") and len(text) > 1 and not _NUMBER.fullmatch(text):
         return True
     override = _OVERRIDE.fullmatch(text)
     return override is not None and (bool(override[1]) or "." in override[2])
 
 
-def environment(script: Script, command: Command, source: str) -> list[Given]:
-    """What a script gives to the command's environment, as ``$NAME``."""
+def environment(script: Script, command: Command, source: str) -> list[SourceKey]:
+    """Return the environment variables that a script sets for the command, as ``$NAME``."""
     return [
-        Given(f"${name}", scalar(word.text), Place(source, word.line or None), word.open, (), word.unsure)
+        SourceKey(f"${name}", scalar(word.text), Place(source, word.line or None), word.open, (), word.unsure)
         for name, word in script.environment(command).items()
     ]

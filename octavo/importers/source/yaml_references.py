@@ -1,7 +1,7 @@
-"""References within a YAML file (OmegaConf's ``${a.b}``), put in place.
+"""Resolves references within a YAML file (OmegaConf's ``${a.b}``).
 
-Each value is worked out once, the values that it refers to before it. So a circle is found on the way, and a text that
-grows (each of fifty keys holding the next one twice) is measured before it is built.
+Each value is computed once, after the values that it refers to. So a cycle is found on the way, and a text that grows
+exponentially (each of fifty keys holding the next one twice) is measured before it is built.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ from octavo.config.yaml.document import Document, Path, scalar
 from octavo.config.yaml.problems import ConfigError, Place, Problem, dotted
 from octavo.importers.source.keys import flat
 
-#: the innermost reference of a text
+#: the innermost references of a text
 WITHIN = re.compile(r"\$\{([^${}]*)\}")
 _SIGNS = re.compile(r"\$\{|\}")
-#: keys that refer to each other in a row; characters of one value, and of all values together
+#: maximum length of a chain of references; characters of one value, and of all values together
 _MOST_STEPS, _MOST_OF_ONE, _MOST_OF_ALL = 64, 1 << 16, 1 << 22
 _FIX = "write the value out"
 
 
 class Resolved(NamedTuple):
-    """``value``: with what it refers to in place; ``refers``: names in the text as it was written; ``open``: names that
-    stay, since only a running process there knows them (``${act:gelu}``) or no key of the file is called so."""
+    """A value with its references resolved.
+
+    refers  names in the text as it was written
+    open    names that remain: only a running process knows them (``${act:gelu}``), or the file has no such key
+    """
 
     value: Any
     refers: tuple[str, ...]
@@ -31,7 +34,7 @@ class Resolved(NamedTuple):
 
 
 def resolve(document: Document) -> dict[Path, Resolved]:
-    """The leaves of a document. Raises ConfigError for circles, and for values that grow beyond a bound."""
+    """Resolve the leaves of a document. Raises ConfigError for cycles, and for values beyond the bounds."""
     resolver = _Resolver(document)
     return {
         path: Resolved(value := resolver.value(path), _names(written), _names(value))
@@ -40,7 +43,7 @@ def resolve(document: Document) -> dict[Path, Resolved]:
 
 
 def place_of(document: Document, path: Path) -> Place:
-    """Where a value stands in the file; of one that an alias brought, where its mapping does."""
+    """Return the place of a value in the file; for a value that an alias inserts, the place of its mapping."""
     while path and path not in document.places:
         path = path[:-1]
     return document.places[path]
@@ -48,7 +51,7 @@ def place_of(document: Document, path: Path) -> Place:
 
 def _names(value: Any) -> tuple[str, ...]:
     texts = value if isinstance(value, list) else [value]
-    return tuple(found[1] for text in texts if isinstance(text, str) for found in WITHIN.finditer(text))
+    return tuple(match[1] for text in texts if isinstance(text, str) for match in WITHIN.finditer(text))
 
 
 class _Resolver:
@@ -56,7 +59,7 @@ class _Resolver:
         self.document, self.root = document, document.value
         self.leaves: dict[Path, Any] = {path: value for path, value in flat(document.value) if path}
         self.values: dict[Path, Any] = {}
-        self.chain: dict[Path, None] = {}  # keys whose values are being worked out, the outermost first
+        self.chain: dict[Path, None] = {}  # keys whose values are being computed, the outermost first
         self.characters = 0
 
     def value(self, path: Path) -> Any:
@@ -72,24 +75,24 @@ class _Resolver:
         return self.values[path]
 
     def refused(self, path: Path) -> ConfigError:
-        """The error of a circle, or of a chain that is too long, at the key where it begins."""
+        """Return the error for a cycle, or for a chain that is too long, at the key where it begins."""
         chain = [*self.chain]
         if path in self.chain:
             chain = [*chain[chain.index(path) :], path]
-            found = "refers to itself"
+            circle = "refers to itself"
         else:
-            found = f"refers to itself, or through more than {_MOST_STEPS} others"
+            circle = f"refers to itself, or through more than {_MOST_STEPS} others"
         names = [dotted(key) for key in chain]
         shown = " -> ".join([*names[:4], *(["..."] if len(names) > 5 else []), *names[4:][-1:]])
-        return self.problem(chain[0], f"{self.leaves[chain[0]]!r:.60} {found}: {shown}")
+        return self.problem(chain[0], f"{self.leaves[chain[0]]!r:.60} {circle}: {shown}")
 
-    def problem(self, path: Path, found: str) -> ConfigError:
-        return ConfigError([Problem(place_of(self.document, path), dotted(path), found, _FIX)])
+    def problem(self, path: Path, reason: str) -> ConfigError:
+        return ConfigError([Problem(place_of(self.document, path), dotted(path), reason, _FIX)])
 
     def text(self, written: str, path: Path) -> Any:
-        """A text with its references in place, the inner ones first; one that is a reference and nothing else takes
-        the type of what it refers to."""
-        parts: list[list[str]] = [[]]  # of the text, and of each reference that is begun and not ended
+        """Resolve the references in a text, inner ones first. A text that is only a reference gets the type of the
+        value that it refers to."""
+        parts: list[list[str]] = [[]]  # pieces of the text, and of each reference that has begun and not ended
         at = size = 0
         for sign in _SIGNS.finditer(written):
             parts[-1].append(written[at : sign.start()])
@@ -97,7 +100,7 @@ class _Resolver:
             if sign[0] == "${":
                 parts.append([])
                 continue
-            if len(parts) == 1:  # a bracket that no reference began
+            if len(parts) == 1:  # a bracket outside any reference
                 parts[0].append("}")
                 continue
             inside = "".join(parts.pop())
@@ -114,14 +117,14 @@ class _Resolver:
         return "${".join("".join(part) for part in parts)
 
     def look(self, inside: str, path: Path) -> tuple[bool, Any]:
-        """(whether it is known, its value) of one reference that stands at ``path``."""
+        """Return (whether it is known, its value) for a reference in the value at ``path``."""
         if inside.startswith("oc.env:"):
             _, comma, usual = inside.partition(",")
             return bool(comma), scalar(usual) if comma else None
         name = inside.lstrip(".")
         if ":" in inside or not name:
             return False, None
-        # one dot more is one section further out, from the key that holds the reference
+        # Each leading dot goes one section up from the key that holds the reference.
         up = len(inside) - len(name)
         keys: Path = (*(path[:-up] if up else ()), *name.split("."))
         if keys in self.leaves:

@@ -1,9 +1,9 @@
-"""ALiBi: attention that falls off with distance, a slope a head, in place of positions (Press et al., 2022).
+"""ALiBi: a linear penalty on distance, with one slope for each head, instead of positions (Press et al., 2022).
 
     score(i, j) = q_i k_j * scale - slope_h * (i - j)        for j <= i
 
-Only distances count, so a sample of a packed row needs nothing but its own length. Distances are taken from the query,
-not from the end of the row: the nearest keys have the small numbers, which 16 bits hold exactly.
+Only distances count, so a sample of a packed row needs only its own length. Distances are measured from the query, not
+from the end of the row: small numbers are the near keys', and 16-bit formats represent them exactly.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from torch import Tensor
 
 
 def slopes(heads: int, largest: float = 8, device: torch.device | str | None = None) -> Tensor:
-    """fp32 [heads]: 2^(-largest * n / N) for n = 1 ... N, the next power of two; of more than there are heads every
-    second one, those at even places first, as MPT takes them."""
+    """Slopes, fp32 [heads]: 2^(-largest * n / N) for n = 1 ... N, where N is `heads` rounded up to a power of two. If N
+    is larger than `heads`, slopes with even n come first, then slopes with odd n, cut to `heads`, as in MPT."""
     power = 2 ** math.ceil(math.log2(heads))
-    made = torch.pow(2.0, -torch.arange(1, power + 1, dtype=torch.float32, device=device) * (largest / power))
-    return made if power == heads else torch.cat([made[1::2], made[::2]])[:heads]
+    values = torch.pow(2.0, -torch.arange(1, power + 1, dtype=torch.float32, device=device) * (largest / power))
+    return values if power == heads else torch.cat([values[1::2], values[::2]])[:heads]
 
 
 def causal(
     slope: Tensor, first: int, queries: int, keys: int, dtype: torch.dtype, mask: Tensor | None = None
 ) -> Tensor:
-    """What is added to scores, [1 or B, H, queries, keys]: the bias of queries that stand from `first` on among the
-    keys, and the lowest number of the dtype where a key is not seen.
+    """The bias to add to scores, [1 or B, H, queries, keys]; the lowest number of the dtype where a key is masked.
+
+    ``slope``: fp32 [H]. ``first``: the position of the first query among the keys.
 
     ``mask``: boolean (True: seen) or additive, [B, 1, queries, keys]; None: causal.
     """

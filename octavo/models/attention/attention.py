@@ -1,15 +1,15 @@
-"""An attention of one's own in a Hugging Face model, through the registry that transformers has for that.
+"""Custom attention functions in a Hugging Face model, through transformers' registry.
 
     models.use_attention(model, fp8.blocks.grouped_attention)
     models.use_attention(model, kernel="cudnn")          torch's own, by this kernel wherever it can
     models.use_kernel(model, "varlen", "image_encoder")  all images of a batch in one call
 
-The function is called where ``sdpa`` was, with the masks that ``sdpa`` gets (sliding windows are in them), in the text
-and the vision part alike, and once for each sample of a packed row (:mod:`octavo.models.forward.packed`). Vision towers
-of the Qwen-VL families call their attention once for each image, without a mask. What the function is not for stays
-stock: forwards without gradient, paged caches, position biases, and queries of another length than their keys
-(decoding). Slopes of ALiBi (`alibi_slopes`, :mod:`octavo.models.attention.alibi`) come with packed rows alone, and
-count in each sample.
+The function replaces ``sdpa`` and receives the same masks (sliding windows are part of them), in the text and the
+vision part, and once for each sample of a packed row (:mod:`octavo.models.forward.packed`). Vision towers of the
+Qwen-VL families call their attention once for each image, without a mask. Calls that the function does not support
+use stock attention: forwards without gradient, paged caches, position biases, and queries of another length than their
+keys (decoding). Slopes of ALiBi (`alibi_slopes`, :mod:`octavo.models.attention.alibi`) are passed only with packed
+rows, and apply within each sample.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -43,20 +43,20 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-"""torch's kernels under ``sdpa``, in the order in which one stands in for another; math takes everything."""
+"""torch's kernels of ``sdpa``, in order of fallback; math supports every input."""
 
 PACKAGES = {"flash_attention_3": is_flash_attn_3_available, "flash_attention_2": is_flash_attn_2_available}
-"""transformers' names for what other packages compute, and whether they are here; rows of unequal length run without
-padding there."""
+"""transformers' names for kernels of other packages -> whether the package is installed. They run rows of unequal
+length without padding."""
 
 VARLEN = "varlen"
 FLEX = "flex"  # torch's flex attention for all samples of a pack, as transformers calls it
-IMAGES = "octavo_flash_images"  # towers make one call for all images where the name says flash
-_kernels: dict[str, str | None] = {}  # of what was registered here, by its name
+IMAGES = "octavo_flash_images"  # towers make one call for all images only if the name contains "flash"
+_kernels: dict[str, str | None] = {}  # registered name -> kernel
 
 
-def by(kernel: str | None) -> AbstractContextManager[Any]:
-    """Inside, torch computes attention by this kernel, and what that cannot by the next in :data:`KERNELS`."""
+def by(kernel: str | None) -> AbstractContextManager[object]:
+    """A context in which torch computes attention by this kernel, with the others of :data:`KERNELS` as fallback."""
     if kernel not in KERNELS:
         return nullcontext()
     others = [] if kernel == "math" else [backend for name, backend in KERNELS.items() if name != kernel]
@@ -66,29 +66,30 @@ def by(kernel: str | None) -> AbstractContextManager[Any]:
 def use_attention(
     model: PreTrainedModel, attention: Attention | None = None, kernel: str | None = None, component: str | None = None
 ) -> str:
-    """Let every part of a model, or those of a component (``foundation``, ``image_encoder``), compute attention by
-    ``attention`` (None: torch's), and torch by ``kernel`` (None: by that which an earlier call named, else torch's
-    choice); returns the name that it is registered under.
+    """Replace the attention of a model, or of one of its components (``foundation``, ``image_encoder``).
 
-    A tower that takes all images in one call stays. Nothing of it goes into a saved ``config.json``.
-    ``model.set_attn_implementation("sdpa")`` takes it back.
+    ``attention``: the function (None: torch's). ``kernel``: the kernel that torch uses (None: the kernel of an earlier
+    call, else torch's choice). Returns the name under which it is registered.
+
+    A tower that takes all images in one call is left unchanged. A saved ``config.json`` has no trace of the change.
+    ``model.set_attn_implementation("sdpa")`` undoes it.
 
     Raises:
-        ModelError: a part of the model computes attention otherwise than by sdpa (its own kernels, or eager).
+        ModelError: a part of the model uses another attention than sdpa (its own kernels, or eager).
     """
     names: dict[int, str] = {}
     parts = [(path, part) for path, part in _parts(model, component) if part.config._attn_implementation != IMAGES]
     for path, part in parts:
-        found = part.config._attn_implementation
-        if id(part.config) in names:
+        current = part.config._attn_implementation
+        if id(part.config) in names:  # modules share configuration objects, which hold the name
             continue
-        if found != STOCK and found not in _kernels:
+        if current != STOCK and current not in _kernels:
             raise ModelError(
-                f"{path or type(model).__name__} computes attention by {found!r}, and only {STOCK!r} can be replaced "
+                f"{path or type(model).__name__} computes attention by {current!r}, and only {STOCK!r} can be replaced "
                 f"by {kernel or (STOCK if attention is None else attention.__name__)}. Load the model with "
                 f"attn_implementation={STOCK!r}, or leave its attention as it is"
             )
-        names[id(part.config)] = _registered(attention, kernel or _kernels.get(found))
+        names[id(part.config)] = _register(attention, kernel or _kernels.get(current))
     _set(model, names)
     if left := [
         path or type(model).__name__ for path, p in parts if p.config._attn_implementation != names[id(p.config)]
@@ -101,55 +102,56 @@ def use_attention(
 
 
 def _parts(model: PreTrainedModel, component: str | None) -> list[tuple[str, PreTrainedModel]]:
-    """The parts of a model, or those of a component: its tower has a configuration of its own. That of sound stays with
-    torch's attention, which takes the mask of what is no sound."""
-    sound = getattr(model.config, "audio_config", None)
-    found = [
+    """The parts of a model, or of one component: a tower is recognised by its configuration. The audio tower is left
+    out: it keeps torch's attention, which supports the mask of its padding."""
+    audio = getattr(model.config, "audio_config", None)
+    parts = [
         (path, m)
         for path, m in model.named_modules()
-        if isinstance(m, PreTrainedModel) and (sound is None or m.config is not sound)
+        if isinstance(m, PreTrainedModel) and (audio is None or m.config is not audio)
     ]
     tower = getattr(model.config, "vision_config", None)
     return [
-        (path, m) for path, m in found if component is None or (m.config is tower) == (component == "image_encoder")
+        (path, m) for path, m in parts if component is None or (m.config is tower) == (component == "image_encoder")
     ]
 
 
-def _registered(attention: Attention | None, kernel: str | None) -> str:
-    number = [] if kernel is None else [str([*KERNELS, FLEX].index(kernel))]  # names with "flash" are transformers' own
+def _register(attention: Attention | None, kernel: str | None) -> str:
+    """Register an attention function with transformers; returns its name."""
+    # A number replaces the kernel's name, because transformers handles every name with "flash" as one of its own.
+    number = [] if kernel is None else [str([*KERNELS, FLEX].index(kernel))]
     name = "_".join(["octavo", STOCK if attention is None else attention.__name__, *number])
     _kernels[name] = kernel
-    ALL_ATTENTION_FUNCTIONS.register(name, _called_as_transformers_does(attention, kernel))
+    ALL_ATTENTION_FUNCTIONS.register(name, _transformers_attention(attention, kernel))
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, segments.masks)
     return name
 
 
 def _set(model: PreTrainedModel, names: Mapping[int, str]) -> None:
-    """Give configurations, by their identity, the attention of this name; others keep theirs."""
+    """Set the attention of configurations; ``names``: id of a configuration -> name. Others are not changed."""
     subs = {key: sub for key in model.config.sub_configs if (sub := getattr(model.config, key, None)) is not None}
     wanted = {key: names.get(id(sub), sub._attn_implementation) for key, sub in subs.items()}
     model.set_attn_implementation({"": names.get(id(model.config), model.config._attn_implementation), **wanted})
 
 
-def is_ours(model: nn.Module) -> bool:
-    """Whether a model, or the decoder of one, computes attention by what :func:`use_attention` registered."""
-    config: Any = model.config
-    return config._attn_implementation in _kernels
+def uses_octavo_attention(model: nn.Module) -> bool:
+    """Whether a model or its decoder computes attention by a function that :func:`use_attention` registered."""
+    return cast(PreTrainedConfig, model.config)._attn_implementation in _kernels
 
 
 @contextmanager
 def without_masks(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, no part of a model makes a mask, nor looks at positions to see whether it needs one: rows are of one
-    length, and causality is the attention's own. Raises ModelError for layers with a window, which is a mask."""
+    """A context in which no part of a model builds a mask or inspects positions to decide whether it needs one: rows
+    have one length, and attention is causal by itself. Raises ModelError for layers with a window, which is a mask."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values()
     kinds = {kind for config in configs for kind in getattr(config, "layer_types", None) or ()}
     if windows := sorted(kinds - {"full_attention"}):
-        raise ModelError(f"{type(model).__name__} has layers of {', '.join(windows)}, which want masks of their own")
+        raise ModelError(f"{type(model).__name__} has layers of {', '.join(windows)}, which need their own masks")
     before = [(config, config._attn_implementation) for config in configs]
     if other := [name for _, name in before if name not in ALL_ATTENTION_FUNCTIONS]:
         raise ModelError(f"{type(model).__name__} computes attention by {other[0]!r}, which takes no is_causal")
     for config, name in before:
-        unmasked = f"octavo_unmasked_{name}"  # transformers makes masks for names in its registry of masks alone
+        unmasked = f"octavo_unmasked_{name}"  # transformers builds masks only for names in its registry of masks
         ALL_ATTENTION_FUNCTIONS.register(unmasked, ALL_ATTENTION_FUNCTIONS[name])
         config._attn_implementation = unmasked
     try:
@@ -160,16 +162,16 @@ def without_masks(model: PreTrainedModel) -> Iterator[None]:
 
 
 def kernels_here() -> tuple[str, ...]:
-    """The kernels that may be tried: torch's, and those of packages that are installed."""
-    return (*KERNELS, *(name for name, there in PACKAGES.items() if there()))
+    """The available kernels: torch's and the kernels of installed packages."""
+    return (*KERNELS, *(name for name, is_available in PACKAGES.items() if is_available()))
 
 
 def use_kernel(model: PreTrainedModel, kernel: str, component: str | None = None) -> None:
-    """Let every part of a model, or those of a component, compute attention by a kernel of torch, by a package, or
-    ``eager``; ``varlen`` is for the vision tower, and for packs, which take it by themselves, ``flex`` for packs alone.
+    """Select the attention kernel of a model or of one component: a kernel of torch, of a package, or ``eager``.
+    ``varlen`` is for the vision tower (packs use it by default), ``flex`` only for packs.
 
-    Raises ModelError as :func:`use_attention`, for what the component cannot take, and what transformers raises where a
-    package is not there."""
+    Raises ModelError as :func:`use_attention` and for a kernel that the component does not support, and the error of
+    transformers for a package that is not installed."""
     if not _parts(model, component):
         raise ModelError(f"{type(model).__name__} has no {component}")
     if kernel in KERNELS:
@@ -189,17 +191,18 @@ def use_kernel(model: PreTrainedModel, kernel: str, component: str | None = None
 
 def _use_images(model: PreTrainedModel) -> None:
     """Let the vision tower compute attention for all images in one call."""
-    tower = getattr(model.config, "vision_config", None)
-    if not hasattr(tower, "spatial_merge_size"):
+    tower: PreTrainedConfig | None = getattr(model.config, "vision_config", None)
+    if tower is None or not hasattr(tower, "spatial_merge_size"):
         raise ModelError(f"{type(model).__name__} has no tower whose images differ in size, and varlen is for those")
-    ALL_ATTENTION_FUNCTIONS.register(IMAGES, _of_images)
+    ALL_ATTENTION_FUNCTIONS.register(IMAGES, _image_attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(IMAGES, segments.masks)
     tower._attn_implementation = IMAGES  # set_attn_implementation looks for names with "flash" on the hub
 
 
-def _of_images(
+def _image_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: Any = None, **kwargs: Any,
+    scaling: float | None = None, cu_seq_lens_q: Tensor | None = None, max_length_q: int | Tensor | None = None,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise ModelError(
@@ -210,8 +213,8 @@ def _of_images(
 
 
 def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention of q [B, H, T, D] over k and v [B, H_kv, T, D] by this kernel and no other. Raises RuntimeError, and
-    what a package raises, where it cannot."""
+    """Attention of q [B, H, T, D] over k and v [B, H_kv, T, D] by this kernel, without fallback. Raises RuntimeError,
+    or the package's error, for inputs that the kernel does not support."""
     if kernel == VARLEN:
         if not segments.takes_varlen(q, v):
             raise RuntimeError(
@@ -225,7 +228,7 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
         return _flex(SimpleNamespace(training=True), row, q, k, v, None).transpose(1, 2)
     if kernel in PACKAGES:
         if not PACKAGES[kernel]():
-            raise RuntimeError(f"the package of {kernel} is not installed, or not for this machine")
+            raise RuntimeError(f"the package of {kernel} is not installed or does not support this machine")
         module = SimpleNamespace(is_causal=causal, config=SimpleNamespace(_attn_implementation=kernel))
         out: Tensor = ALL_ATTENTION_FUNCTIONS[kernel](module, q, k, v, None)[0]
         return out.transpose(1, 2)
@@ -233,15 +236,20 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def _flex(module: Any, row: segments.Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """[1, T, H, D] of the queries and keys that a packed row's spans have here, by one call of flex attention."""
+def _flex(
+    module: nn.Module | SimpleNamespace, row: segments.Segments, q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> Tensor:
+    """Attention [1, T, H, D] of all spans of a packed row, by one call of flex attention."""
     out: Tensor = ALL_ATTENTION_FUNCTIONS["flex_attention"](module, q, k, v, row.blocks, scaling=scale)[0]
     return out
 
 
-def _called_as_transformers_does(
+def _transformers_attention(
     attention: Attention | None, kernel: str | None = None
 ) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function with the arguments and results of transformers' registry: q, k, v [B, H, T, D] ->
+    ([B, T, H, D], None)."""
+
     def forward(
         module: nn.Module,
         query: Tensor,
@@ -255,13 +263,14 @@ def _called_as_transformers_does(
     ) -> tuple[Tensor, None]:
         slopes: Tensor | None = kwargs.pop("alibi_slopes", None)
         special = [name for name in ("softcap", "position_bias", "cache", "s_aux") if kwargs.get(name) is not None]
+        # Custom functions implement only a causal or masked softmax in training; all else is left to stock attention.
         stock = attention is None or special or not is_grad_enabled()
 
         def plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool | None) -> tuple[Tensor, None]:
-            found: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[STOCK](
+            heads_and_weights: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS[STOCK](
                 module, q, k, v, mask, dropout=dropout, scaling=scaling, is_causal=causal, **kwargs
             )
-            return found
+            return heads_and_weights
 
         def ours(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
             assert attention is not None
@@ -272,11 +281,11 @@ def _called_as_transformers_does(
                 assert isinstance(attention_mask, segments.Segments)
                 bias = attention_mask.bias(slopes, q.shape[2], k.shape[2], q.dtype)
                 return plain(q, k, v, bias, False)[0].transpose(1, 2) if stock else ours(q, k, v, bias, False)
-            if q.shape[2] < k.shape[2]:  # the last tokens of a sample: each sees those before it, and itself
+            if q.shape[2] < k.shape[2]:  # the last tokens of a sample: each attends to all earlier ones and itself
                 seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
                 return plain(q, k, v, seen.tril(k.shape[2] - q.shape[2])[None, None], False)[0].transpose(1, 2)
-            alone = stock or q.shape[2] == 1
-            return plain(q, k, v, None, True)[0].transpose(1, 2) if alone else ours(q, k, v, None, True)
+            use_stock = stock or q.shape[2] == 1
+            return plain(q, k, v, None, True)[0].transpose(1, 2) if use_stock else ours(q, k, v, None, True)
 
         with by(kernel):
             if isinstance(attention_mask, segments.Segments):
@@ -284,8 +293,8 @@ def _called_as_transformers_does(
                     raise ModelError(f"{type(module).__name__} asks attention of a packed row for {odd[0]}, which "
                                      "is not computed sample by sample. Set data.packing: false")  # fmt: skip
                 if slopes is not None and kernel == FLEX:
-                    raise ModelError(f"{type(module).__name__} adds ALiBi's bias to scores, which flex attention is "
-                                     "not told of. Use another kernel (model.attention)")  # fmt: skip
+                    raise ModelError(f"{type(module).__name__} adds ALiBi's bias to scores, which Octavo does not pass "
+                                     "to flex attention. Use another kernel (model.attention)")  # fmt: skip
                 row = attention_mask
                 flex = partial(_flex, module, row, scale=scaling) if kernel == FLEX else None
                 at_once = kernel is None and slopes is None

@@ -1,15 +1,16 @@
 """Attention within the samples of a packed row, through transformers' registries and without a mask.
 
-transformers asks the registered mask function once a forward what all layers get as their mask; in a packed forward it
-answers with :class:`Segments`, which say where samples begin, and every layer's attention gets them as an argument. So
-a block that is recomputed in backward sees those of its own micro-batch, however many forwards ran since. Vision towers
-ask for no causal mask, and attend as they always do.
+transformers calls the registered mask function once in each forward for the mask of all layers. In a packed forward it
+returns :class:`Segments`, the edges of the samples, and every layer's attention receives them as an argument. A block
+that is recomputed in backward therefore uses the segments of its own micro-batch, however many forwards ran since.
+Vision towers request no causal mask and attend as usual.
 
-Attention runs sample by sample, causal: on CUDA by one call of torch's ``varlen_attn`` (flash attention) in 16 bits,
-elsewhere by a call for each sample; or where it is asked for by one call of flex attention, which is told the blocks.
+Attention is causal and runs sample by sample: on CUDA in 16 bits by one call of torch's ``varlen_attn`` (flash
+attention), elsewhere by one call for each sample; with the kernel ``flex`` by one call of flex attention with a block
+mask.
 
-A row may be shared by several ranks, each with some of its tokens: then a :class:`Share` brings queries, keys and
-values together, and the queries of a span see what precedes them in their sample.
+A row may be shared by several ranks, each with some of its tokens: then a :class:`Share` gathers queries, keys and
+values, and the queries of a span attend to all earlier tokens of their sample.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,7 @@ from octavo.base import accelerator
 from octavo.models.attention import alibi
 from octavo.models.errors import ModelError
 
-LARGEST_HEAD = 256  # features of a head that flash attention takes
+LARGEST_HEAD = 256  # the largest head dimension that flash attention supports
 INSTEAD = "Set data.packing: false"
 
 
@@ -40,17 +41,17 @@ class Share(Protocol):
     """This rank's share of a row (`parallel.Context`)."""
 
     def part(self, length: int) -> slice:
-        """Its tokens of a row of so many."""
+        """This rank's tokens of a row of `length` tokens."""
 
     def queries(self, length: int) -> tuple[int, int]:
-        """[first, last) of the tokens whose queries it attends by."""
+        """[first, last) of the tokens whose queries this rank computes."""
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, within: Callable[[Tensor, Tensor, Tensor], Tensor],
         layer: object = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of its tokens in a layer, where ``within`` gets those queries and the keys and values of the whole
-        row."""
+        """Attention of this rank's tokens in a layer; ``within`` is called with the queries of this rank and the keys
+        and values of the whole row."""
 
 
 class Span(NamedTuple):
@@ -63,9 +64,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Where samples begin: sample i is the tokens [edges[i], edges[i + 1]) of the row. ``spans``: the queries that are
-    attended by here, by sample; ``cu_queries`` and ``cu_keys``: where those and the keys that they see end, on the
-    device, int32 [spans + 1]; ``longest``: the most queries and keys of a span."""
+    """The samples of a row: sample i is the tokens [edges[i], edges[i + 1]). ``spans``: the queries of each sample that
+    are computed on this rank; ``cu_queries`` and ``cu_keys``: the ends of these queries and of the keys that they see,
+    int32 [spans + 1] on the device; ``longest``: the maximum of queries and of keys in a span."""
 
     edges: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -77,7 +78,7 @@ class Segments:
 
     @classmethod
     def of(cls, edges: Sequence[int], device: torch.device | str = "cpu", share: Share | None = None) -> Segments:
-        """Those of a row whose samples end at ``edges``, 0 and T with them."""
+        """The segments of a row whose samples end at ``edges``, which begin with 0 and end with T."""
         first, last = (0, edges[-1]) if share is None else share.queries(edges[-1])
         inside = ((a, b) for a, b in pairwise(edges) if a < last and b > first)
         spans = tuple(Span(a, max(a, first), min(b, last)) for a, b in inside)
@@ -89,32 +90,32 @@ class Segments:
 
     @cached_property
     def blocks(self) -> BlockMask:
-        """Which blocks of 128 queries and keys of these spans see each other, for flex attention."""
+        """The mask over blocks of 128 queries and keys of these spans, for flex attention."""
         begin = self.spans[0].start
         device = self.cu_queries.device
         counts = [span.last - span.first for span in self.spans]
-        # The first key that each query sees, and the last: itself.
+        # The first key that each query sees, and the last one: itself.
         first = torch.tensor([span.start - begin for span in self.spans]).repeat_interleave(torch.tensor(counts))
-        own = torch.arange(sum(counts)) + (self.spans[0].first - begin)
-        first, own = first.to(device), own.to(device)
+        last = torch.arange(sum(counts)) + (self.spans[0].first - begin)
+        first, last = first.to(device), last.to(device)
 
         def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (first[query] <= key) & (key <= own[query])
+            return (first[query] <= key) & (key <= last[query])
 
         keys = self.spans[-1].last - begin
-        return create_block_mask(sees, None, None, len(own), keys, device=str(device))
+        return create_block_mask(sees, None, None, len(last), keys, device=str(device))
 
     def bias(self, slopes: Tensor, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
-        """ALiBi's bias in a sample of so many keys, of which the last are queries: [1, H, queries, keys], made once for
-        all layers and samples of that length."""
-        of = (queries, keys, dtype)
-        if of not in self.biases:
-            self.biases[of] = alibi.causal(slopes, keys - queries, queries, keys, dtype)
-        return self.biases[of]
+        """ALiBi's bias [1, H, queries, keys] of a sample whose last keys are the queries; cached, because all layers
+        and all samples of that length share it."""
+        shape = (queries, keys, dtype)
+        if shape not in self.biases:
+            self.biases[shape] = alibi.causal(slopes, keys - queries, queries, keys, dtype)
+        return self.biases[shape]
 
     @property
     def tokens(self) -> int:
-        """Of the row that this rank has."""
+        """Tokens of the row that this rank has."""
         if self.share is None:
             return self.edges[-1]
         part = self.share.part(self.edges[-1])
@@ -123,7 +124,7 @@ class Segments:
 
 @dataclass
 class PackedForward:
-    """A packed forward under way: its segments, and the modules whose attention got them."""
+    """A running packed forward: its segments, and the modules whose attention received them."""
 
     segments: Segments
     seen: set[int] = field(default_factory=set)
@@ -132,16 +133,17 @@ class PackedForward:
 under_way: ContextVar[PackedForward | None] = ContextVar("packed forward", default=None)
 
 
-def masks(**asked: Any) -> Any:
+def masks(**options: Any) -> Tensor | Segments | None:
     """The mask function of every attention that Octavo registers: torch's masks, and in a packed forward its segments
-    where the mask of a decoder is asked for."""
+    as the mask of a decoder. `options`: the arguments of transformers' mask functions."""
     now = under_way.get()
-    of_encoder = asked["mask_function"] is bidirectional_mask_function
-    if now is None or of_encoder or asked["q_length"] != now.segments.tokens:
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**asked)
-    if asked.get("local_size"):
-        raise ModelError(f"a packed row met a layer that sees {asked['local_size']} tokens alone. {INSTEAD}")
-    if asked["kv_length"] != asked["q_length"]:
+    is_encoder = options["mask_function"] is bidirectional_mask_function
+    if now is None or is_encoder or options["q_length"] != now.segments.tokens:
+        mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**options)
+        return mask
+    if options.get("local_size"):
+        raise ModelError(f"a packed row met a layer with a window of {options['local_size']} tokens. {INSTEAD}")
+    if options["kv_length"] != options["q_length"]:
         raise ModelError("a packed row met a cache of keys and values. Call the model with use_cache=False")
     return now.segments
 
@@ -151,14 +153,15 @@ def attend(
     one: Callable[[Tensor, Tensor, Tensor], Tensor], at_once: bool = True, layer: object = None,
     whole: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention within each sample: q [1, H, T, D], k and v [1, H_kv, T, D] -> [1, T, H, D]; of a shared row
-    those of this rank's tokens.
+    """Causal attention within each sample: q [1, H, T, D], k and v [1, H_kv, T, D] -> [1, T, H, D]; for a shared row
+    the tokens of this rank.
 
-    ``one`` computes a sample, as [1, H, t, D], of which the last queries may be all that it gets; ``at_once``: whether
-    flash attention may do all at once; ``whole``: does so in its place, as [1, T, H, D]. Raises ModelError where the
-    tokens are not those of the segments.
+    ``one`` computes one sample, as [1, H, t, D]; it may receive only the last queries of the sample. ``at_once``:
+    whether flash attention may compute all samples in one call. ``whole``: computes all samples instead, as
+    [1, T, H, D]. Raises ModelError if the number of tokens is not that in the segments.
     """
     now = under_way.get()
+    # Afterwards the caller checks that every layer was here: a layer that ignored the segments would mix samples.
     if now is not None and now.segments is segments:
         now.seen.add(id(layer))
     if q.shape[0] != 1 or not q.shape[2] == k.shape[2] == segments.tokens:
@@ -184,7 +187,7 @@ def attend(
 
 
 def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
-    """Whether torch's flash attention for rows of several samples computes these."""
+    """Whether torch's ``varlen_attn`` supports these inputs."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     fits = q.shape[-1] == v.shape[-1] <= LARGEST_HEAD and q.shape[-1] % 8 == 0
     return accelerator.is_gpu(q.device) and half and not dropout and fits
@@ -193,8 +196,8 @@ def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
 def attend_images(
     q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float | None, dropout: float = 0.0
 ) -> Tensor:
-    """Attention within each image of a row: q, k, v [1, H, T, D] -> [1, T, H, D]; `edges`, int32 [images + 1] on the
-    device, say where images end. On CUDA in 16 bits without waiting for the device."""
+    """Attention within each image of a row: q, k, v [1, H, T, D] -> [1, T, H, D]; `edges`: the ends of the images,
+    int32 [images + 1] on the device. On CUDA in 16 bits without synchronising with the device."""
     if takes_varlen(q, v, dropout):
         return varlen(q, k, v, edges, longest, scale, causal=False)[None]
     parts = [
@@ -208,23 +211,23 @@ def varlen(
     q: Tensor, k: Tensor, v: Tensor, edges: Tensor, longest: int, scale: float | None, causal: bool,
     keys: tuple[Tensor, int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """[T, H, D] of q [1, H, T, D], k and v [1, H_kv, S, D]; ``keys``: where the keys of each span of queries end, and
-    how many are the most (None: as queries do). The last query of a span sees all of its keys."""
+    """Attention [T, H, D] of q [1, H, T, D] over k and v [1, H_kv, S, D] by torch's ``varlen_attn``. ``keys``: the ends
+    of the keys of each span of queries, and their maximum (None: the same as for queries). The last query of a span
+    sees all of its keys."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    known = inspect.signature(varlen_attn).parameters  # it changed from one version of torch to the next
+    known = inspect.signature(varlen_attn).parameters  # they differ between versions of torch
     groups = q.shape[1] // k.shape[1]
     windowed = "window_size" in known
-    more: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)} if windowed else {"is_causal": causal}
+    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)} if windowed else {"is_causal": causal}
     if groups > 1 and "enable_gqa" in known:
-        more["enable_gqa"] = True
+        options["enable_gqa"] = True
     elif groups > 1:
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     if "scale" in known:
-        more["scale"] = scale
+        options["scale"] = scale
     elif scale is not None:
         q = q * (scale * q.shape[-1] ** 0.5)
     key_edges, most = keys or (edges, longest)
-    out: Any = varlen_attn(q, k, v, edges, key_edges, longest, most, **more)
-    return out
+    return cast(Tensor, varlen_attn(q, k, v, edges, key_edges, longest, most, **options))

@@ -1,12 +1,12 @@
-"""Families that transformers does not ship and Octavo implements itself: registered, so that Auto classes build them.
+"""Registers the families that transformers does not have and Octavo implements itself, so that Auto classes build them.
 
-Their code is written on the layout of the published folders: their `model_type`, their fields, their names of tensors.
-Such folders name code of their authors (`auto_map`); with Octavo's in its place there is no need of it, and it is never
-run. Once :mod:`octavo.models` is imported, `AutoModelForImageTextToText.from_pretrained(folder)` gives Octavo's class.
+Their code follows the layout of the published folders: their `model_type`, their fields, their names of tensors. Such
+folders name code of their authors (`auto_map`), which Octavo's code replaces and which never runs. After
+:mod:`octavo.models` is imported, `AutoModelForImageTextToText.from_pretrained(folder)` returns Octavo's class.
 
-MPT is another case: transformers has a class of that `model_type`, which leaves out most of what such folders say. It
-stays what `AutoConfig` gives; folders that Octavo opens get Octavo's configuration
-(:func:`octavo.models.custom.mpt.read`), from which the same Auto classes build Octavo's model.
+MPT differs: transformers has a class of that `model_type`, which ignores most fields of such folders. `AutoConfig`
+still returns it; for folders that Octavo opens, :func:`octavo.models.custom.mpt.read` returns Octavo's configuration,
+from which the same Auto classes build Octavo's model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from octavo.models.custom import mpt, nvila, onevision
 
 
 class Own(NamedTuple):
-    """The classes of a family: its configuration, the model without output projection, the one that answers in text;
-    and transformers' rules from names on disk to those in memory, made anew for each who asks."""
+    """The classes of a family: its configuration, the model without output projection, the generating model; and a
+    function that returns transformers' rules from names on disk to names in memory, new ones in each call."""
 
     config: type[PreTrainedConfig]
     model: type[PreTrainedModel]
@@ -55,11 +55,11 @@ FAMILIES = {
 
 
 IN_PLACE = (mpt.MPTConfig.model_type,)
-"""Those of transformers' own families in whose place Octavo's classes stand, for folders that Octavo opens."""
+"""Families of transformers for which Octavo uses its own classes when it opens a folder."""
 
 
 def needs_no_code(model_type: object) -> bool:
-    """Whether folders of this `model_type` may name code (`auto_map`), because Octavo has its own in its place."""
+    """Whether folders of this `model_type` may name code (`auto_map`), because Octavo implements the family."""
     return model_type in IN_PLACE or is_own(model_type)
 
 
@@ -70,7 +70,8 @@ def is_own(model_type: object) -> bool:
 
 
 def _register(family: Own) -> None:
-    """A `model_type` that transformers, or another package, knows already stays theirs: `is_own` then says no."""
+    """Register a family, unless transformers or another package has registered its `model_type`: `is_own` is then
+    false."""
     kind = family.config.model_type
     if kind in CONFIG_MAPPING:
         return

@@ -1,10 +1,10 @@
-"""Chat templates are programs of strangers: tried once under limits, and never left to run for ever.
+"""Running chat templates, which are untrusted programs: each is tried once under limits, and no rendering is unbounded.
 
-jinja's sandbox keeps a template from files and attributes, not from loops within loops, `"a" * 10**11` or
-`10 ** 10**10`. So a template is tried when its processor is loaded, on short conversations in a child process whose
-time and memory are limited: Python alone cannot interrupt a power or cap a string. A row may still lead it elsewhere,
-so every rendering has a deadline too; that one costs a few microseconds, and stops what Python itself runs. And each is
-held against a bound of its length before a tokenizer gets it: of 100 MB these need minutes and gigabytes, and panic.
+jinja's sandbox denies a template files and attributes, but not nested loops, `"a" * 10**11` or `10 ** 10**10`. So a
+template is tried when its processor is loaded, on short conversations, in a child process with limited time and memory:
+Python cannot interrupt a power or limit the length of a string. A row may still take another path through the template,
+so every rendering has a deadline too, which costs a few microseconds and interrupts Python code. Its length is checked
+before a tokenizer receives it: for 100 MB tokenizers need minutes and gigabytes, and panic.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from transformers.utils.chat_template_utils import _compile_jinja_template
 from octavo.base import safe_read
 from octavo.models.errors import ModelError
 
-#: processor time of the trial, and of any rendering; published templates take milliseconds
+#: limit of CPU time of the trial, and of any rendering; published templates take milliseconds
 SECONDS = 5
-#: by the clock, for a trial on a machine that is busy with other things
+#: limit of wall-clock time of the trial, for a busy machine
 PATIENCE = 120
-#: bytes that the trial may take beyond what the process has
+#: limit of bytes that the trial may allocate in addition to the memory of the process
 MEMORY = 1 << 30
-#: characters that a template may write for a few words, and of the template itself
+#: limit of characters that a template may write for a few words, and of the template itself
 LENGTH = 1 << 20
-#: characters that a template may write for each one of a conversation beyond that: escapes and indents of JSON
+#: limit of characters that a template may write beyond that for each character of a conversation: JSON escapes, indents
 GROWTH = 8
-#: where a folder keeps its template, the file that wins first
+#: the files in which a folder may have its template, in order of precedence
 FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 _TURNS = (("user", "What is this?"), ("assistant", "A word."))
@@ -52,10 +52,10 @@ _GIVEN = re.compile("(messages|tools|documents|add_generation_prompt|continue_fi
 
 
 def check_template(processor: Any, folder: Path) -> None:
-    """Try a processor's or a tokenizer's chat template, once a process for each template; nothing where there is none.
+    """Try the chat template of a processor or a tokenizer, if it has one; once in a process for each template.
 
-    Raises ModelError, naming the file, for one that does not end, that takes or writes more than any template needs,
-    or that refuses every conversation: user; user and assistant; with a system message; twenty turns.
+    Raises ModelError, naming the file, for a template that does not end, that needs or writes more than any template
+    should, or that refuses every conversation: user; user and assistant; with a system message; twenty turns.
     """
     template = processor.chat_template
     kind = f"{type(processor).__name__} {template!r} {getattr(processor, 'template_args', {})!r}"
@@ -70,7 +70,7 @@ def check_template(processor: Any, folder: Path) -> None:
 
 
 def _trial(processor: Any) -> str | None:
-    """What is wrong with a template, found in a child process; None for nothing."""
+    """The fault of a template, found in a child process, as the end of a sentence; None if it has none."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -80,13 +80,13 @@ def _trial(processor: Any) -> str | None:
         answered = select.select([pipe], [], [], PATIENCE)[0]
         if not answered:
             os.kill(child, signal.SIGKILL)
-        found = pipe.read()
+        result = pipe.read()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if not answered or status == -signal.SIGXCPU:
         return f"does not end: {SECONDS} s of processor time were not enough for a few words"
     if status:
         return f"ends the process that runs it ({signal.Signals(-status).name if status < 0 else status})"
-    lengths, errors = json.loads(found)
+    lengths, errors = json.loads(result)
     if memory := [error for error in errors if error.startswith("MemoryError")]:
         return f"needs more than {MEMORY >> 20} MiB of memory for a few words ({memory[0]})"
     if max(lengths, default=0) > LENGTH:
@@ -95,18 +95,18 @@ def _trial(processor: Any) -> str | None:
 
 
 def _render_and_exit(processor: Any, writer: int) -> NoReturn:
-    """The child: renders, writes lengths and errors as JSON and ends without any of the parent's last words."""
+    """The child process: render, write lengths and errors as JSON, and exit without the parent's exit handlers."""
     code = 1
     try:
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_CPU, SECONDS)
         statm = Path("/proc/self/statm")
-        if statm.exists():  # elsewhere nothing says how much there is already
+        if statm.exists():  # other systems do not report the current size, to which the limit is added
             _limit(resource.RLIMIT_AS, int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY)
         lengths, errors = [], []
         for turns in _CONVERSATIONS:
             try:
-                lengths.append(len(_rendered(processor, turns)))
+                lengths.append(len(_render_turns(processor, turns)))
             except LongRendering as long:
                 lengths.append(long.length)
             except BaseException as error:
@@ -122,23 +122,24 @@ def _limit(which: int, most: int) -> None:
     resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _rendered(processor: Any, turns: Any) -> str:
+def _render_turns(processor: Any, turns: Sequence[tuple[str, str]]) -> str:
     parts = any(getattr(processor, name, None) is not None for name in ("image_processor", "sound_limits"))
     messages = [{"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in turns]
     return str(processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=turns[-1][0] == "user"))
 
 
 def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
-    """A conversation's text by the template of a processor or tokenizer. Raises ModelError in the template's words."""
+    """A conversation's text by the template of a processor or tokenizer. Raises ModelError with the template's
+    error."""
     try:
         with deadline():
             text = processor.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
-            return checked(text, messages)
+            return check_rendering(text, messages)
     except ModelError:
         raise
-    except Exception as cause:  # a stranger's program: jinja's errors, and Python's out of jinja
+    except Exception as cause:  # templates raise jinja's errors and any of Python's
         roles = ", ".join(str(message["role"]) for message in messages)
         said = " ".join(f"{type(cause).__name__}: {cause}".split())[:400]
         raise ModelError(f"the chat template refuses the roles {roles} ({safe_read.printable(said)}).") from cause
@@ -146,21 +147,21 @@ def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation
 
 @contextmanager
 def deadline() -> Iterator[None]:
-    """Ends a rendering that has taken `SECONDS` of this thread's processor time, with a ModelError.
+    """A context that interrupts a rendering after `SECONDS` of this thread's CPU time, with a ModelError.
 
-    A signal looks every second, so that a machine that stood still harms nobody. Only a process's main thread gets
-    signals: elsewhere nothing is limited. A timer that somebody else had set goes on behind.
+    A signal handler checks every second, so a suspended machine causes no error. Only the main thread of a process
+    receives signals: in other threads nothing is limited. A timer of the caller is restored afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    begun = time.thread_time()
+    start = time.thread_time()
 
-    def look(*_: Any) -> None:
-        if time.thread_time() - begun >= SECONDS:
+    def check_time(*_: object) -> None:
+        if time.thread_time() - start >= SECONDS:
             raise ModelError(f"the chat template does not end: {SECONDS} s were not enough for this conversation")
 
-    handler = signal.signal(signal.SIGALRM, look)
+    handler = signal.signal(signal.SIGALRM, check_time)
     timer = signal.setitimer(signal.ITIMER_REAL, 1.0, 1.0)
     try:
         yield
@@ -169,13 +170,13 @@ def deadline() -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
 
 
-def written(
-    owner: Any, tokenizer: Any, conversation: Any, options: Mapping[str, Any], more: Mapping[str, Any]
+def write_plain(
+    owner: Any, tokenizer: Any, conversation: Any, options: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> str | None:
-    """A conversation by the template of `owner`, a processor or tokenizer, and the variables `more`, without what
-    transformers does around it: of a few words that costs thrice what the template does, and finding the answers of a
-    row takes two renderings for each. None where it might do something: for anything but roles, texts, reasoning under
-    both its names and places of images.
+    """A conversation by the template of `owner`, a processor or tokenizer, and `variables`, without transformers' code
+    around it: for a few words that code costs three times as much as the template, and finding the answers of a row
+    takes two renderings for each. None if that code might have an effect: for conversations with anything but roles,
+    texts, reasoning under both its names and placeholders of images.
     """
     plain = type(owner.chat_template) is str and options.keys() <= {"tokenize", "add_generation_prompt"}
     if not plain or options.get("tokenize", True) or type(conversation) is not list or not conversation:
@@ -189,17 +190,21 @@ def written(
         if type(content) is not str and not (type(content) is list and all(map(_plain, content))):
             return None
     template = _compile_jinja_template(owner.chat_template)
-    asked = options.get("add_generation_prompt", False)
-    named = {**tokenizer.special_tokens_map, **more}
-    pieces = template.generate(messages=conversation, tools=None, documents=None, add_generation_prompt=asked, **named)
-    return _joined(pieces, _most(conversation, more))
+    # The same arguments as in transformers' render_jinja_template.
+    named = {
+        **tokenizer.special_tokens_map,
+        **variables,
+        "add_generation_prompt": options.get("add_generation_prompt", False),
+    }
+    pieces = template.generate(messages=conversation, tools=None, documents=None, **named)
+    return _join(pieces, _most(conversation, variables))
 
 
-def _most(*given: Any) -> int:
-    """Characters that a rendering of these values may have."""
-    count, level = 0, list(given)
+def _most(*values: object) -> int:
+    """The limit of characters in a rendering of these values."""
+    count, level = 0, list(values)
     while level:
-        below: list[Any] = []
+        below: list[object] = []
         for value in level:
             if isinstance(value, str):
                 count += len(value)
@@ -212,8 +217,8 @@ def _most(*given: Any) -> int:
     return LENGTH + GROWTH * count
 
 
-def _joined(pieces: Iterable[str], most: int) -> str:
-    """A rendering by its pieces, which ends when they are too many. Raises ModelError."""
+def _join(pieces: Iterable[str], most: int) -> str:
+    """A rendering from its pieces. Raises ModelError as soon as they are longer than `most`."""
     parts, length = [], 0
     for piece in pieces:
         parts.append(piece)
@@ -224,40 +229,40 @@ def _joined(pieces: Iterable[str], most: int) -> str:
 
 
 class LongRendering(ModelError):
-    """A rendering of at least `length` characters, which are too many."""
+    """A rendering of at least `length` characters, which is above the limit."""
 
     length = 0
 
 
 def _too_long(length: int, most: int) -> LongRendering:
     error = LongRendering(
-        f"the chat template writes {length:,} characters or more for a conversation that gives it "
+        f"the chat template writes {length:,} characters or more for a conversation of "
         f"{(most - LENGTH) // GROWTH:,}, and {most:,} are the most; take the template of the original model"
     )
     error.length = length
     return error
 
 
-def checked(rendering: Any, *given: Any) -> Any:
-    """What a template wrote, if it is a text (or several) that tokenizers take; what is no text goes through. `given`:
-    what it was written for, the conversation and its tools. Raises ModelError for one that is far longer than these,
-    and for half a character (a lone surrogate)."""
+def check_rendering(rendering: Any, *sources: object) -> Any:
+    """Return a rendering, a text or several, that tokenizers take; other values are not checked. `sources`: the
+    conversation and its tools. Raises ModelError for a text that is far longer than these, and for half a character (a
+    lone surrogate)."""
     for text in rendering if isinstance(rendering, list) else [rendering]:
         if not isinstance(text, str):
             return rendering
-        if len(text) > LENGTH and len(text) > (most := _most(*given)):
+        if len(text) > LENGTH and len(text) > (most := _most(*sources)):
             raise _too_long(len(text), most)
         try:
             text.encode()
         except UnicodeEncodeError as cause:
             raise ModelError(
                 f"the chat template writes half a character (the lone surrogate \\u{ord(text[cause.start]):04x}), "
-                "which no tokenizer takes; mend the template, or the text that it is given"
+                "which no tokenizer takes; correct the template, or the text that it renders"
             ) from cause
     return rendering
 
 
-def _plain(part: Any) -> bool:
+def _plain(part: object) -> bool:
     return type(part) is dict and (
         part == {"type": "image"}
         or (part.keys() == {"type", "text"} and part["type"] == "text" and type(part["text"]) is str)
@@ -265,32 +270,33 @@ def _plain(part: Any) -> bool:
 
 
 class WithDeadline:
-    """Mixed into processors: their `apply_chat_template` under a deadline, and `checked`. `template_args`: variables of
-    the template that every rendering is given."""
+    """A base class for processors: their `apply_chat_template` under a deadline, and with `check_rendering`.
+    `template_args`: variables of the template for every rendering."""
 
     template_args: Mapping[str, Any] = MappingProxyType({})
+    tokenizer: Any
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        more = self.template_args
+        args_of_template = self.template_args
         with deadline():
-            text = None if args else written(self, self.tokenizer, conversation, kwargs, more)  # type: ignore[attr-defined]
+            text = None if args else write_plain(self, self.tokenizer, conversation, kwargs, args_of_template)
             if text is None:
-                text = super().apply_chat_template(conversation, *args, **{**more, **kwargs})  # type: ignore[misc]
-            return checked(text, conversation, kwargs)
+                text = super().apply_chat_template(conversation, *args, **{**args_of_template, **kwargs})  # type: ignore[misc]
+            return check_rendering(text, conversation, kwargs)
 
 
 def variables(template: str) -> set[str]:
-    """What a template that was tried reads, and nobody but its caller gives it."""
+    """The variables that a template reads and that only the caller can set."""
     parsed = _compile_jinja_template(template).environment.parse(template)
     return {name for name in meta.find_undeclared_variables(parsed) if not _GIVEN.match(name)}
 
 
-def give(processor: Any, args: Mapping[str, Any], folder: Path) -> None:
-    """Give a processor's chat template variables, and try it with them (`check_template`). Raises ModelError for one
-    that it does not read: jinja passes over such in silence."""
+def set_template_args(processor: Any, args: Mapping[str, Any], folder: Path) -> None:
+    """Set the variables of a processor's chat template, and try the template with them (`check_template`). Raises
+    ModelError for a variable that the template does not read, which jinja would silently ignore."""
     refused = f"{folder}: the chat template has no place for the variable %s (data.template_args)"
-    if own := [name for name in args if _GIVEN.match(name)]:
-        raise ModelError(f"{refused % own[0]}, which Octavo sets itself. Remove it.")
+    if reserved := [name for name in args if _GIVEN.match(name)]:
+        raise ModelError(f"{refused % reserved[0]}, which Octavo sets itself. Remove it.")
     processor.template_args = dict(args)
     check_template(processor, folder)
     template = processor.chat_template

@@ -1,7 +1,7 @@
-"""The files of a Hugging Face folder: config.json and safetensors, opened and found whole before anything is built.
+"""The files of a Hugging Face folder: config.json and safetensors, checked for completeness before a model is built.
 
-Only data is read, by `octavo.base.safe_read`; pickled weights are refused. What transformers opens by itself
-(tokenizer, processor, template, generation settings) is read here first, so that it meets no pipe and no broken JSON.
+Only data is read, by `octavo.base.safe_read`; pickled weights are refused. The files that transformers opens itself
+(tokenizer, processor, template, generation settings) are read here first, so that it gets no pipes and no broken JSON.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from octavo.models.folder import headers
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # how the names of files end that are pickles, usually
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")  # the usual suffixes of pickles
 QUANTIZED_KEYS = ("quantization_config", "compression_config")  # of a config.json; the second is an older name
-#: what belongs to a model besides config.json and weights: tokenizer, processor, chat template, generation settings,
-#: and of a sealed one the note of its key (octavo.base.seal_note)
+#: files of a model besides config.json and weights: tokenizer, processor, chat template, generation settings, and for
+#: a sealed model the note of its key (octavo.base.seal_note)
 COMPANIONS = (
     "generation_config.json",
     "tokenizer*",
@@ -44,34 +44,35 @@ COMPANIONS = (
     "processor_config.json",
     "sealed.json",
 )
-#: the folders of a model that is stored in three (VILA, NVILA), each with a config.json and weights of its own
+#: the folders of a model that is stored in three (VILA, NVILA), each with its config.json and weights
 PARTS = ("llm", "vision_tower", "mm_projector")
-#: words of the keys of config.json and of an image processor's settings -> the most that is believed; the first counts
+#: words in keys of config.json and of an image processor's settings -> the largest accepted value, by the first match
 _MOST = {
-    "depthwise": 1 << 24, "num_patches": 1 << 16, "vocab_size": 1 << 26,  # in front of words that they contain
+    "depthwise": 1 << 24, "num_patches": 1 << 16, "vocab_size": 1 << 26,  # before words that they contain
     "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 1 << 15, "head": 1 << 16, "labels": 1 << 16,
     "classes": 1 << 16, "patch_size": 1 << 8, "merge_size": 1 << 5, "shortest_edge": 1 << 22, "min_pixels": 1 << 22,
     "_patches": 1 << 10, "height": 1 << 13, "width": 1 << 13, "seq_length": 1 << 16, "size": 1 << 24, "dim": 1 << 24,
 }  # fmt: skip
-_MOST_OF_ANY = 1 << 31  # of whole numbers under other keys
-#: keys of config.json (and ends of keys) that are above zero, and those that are not below it: with any other number a
-#: model loads, and computes something else. A window of -3 hides all tokens; a base of 0 gives angles that are infinite
+_MOST_OF_ANY = 1 << 31  # the largest accepted integer under other keys
+#: keys of config.json (and ends of keys) whose values must be above zero, and those that must not be below it: with
+#: other numbers a model loads and computes wrong results. A window of -3 hides all tokens, a base of 0 makes angles
+#: infinite
 _ABOVE_ZERO = ("theta", "sliding_window", "rope_local_base_freq", "max_position_embeddings", "experts_per_tok",
                "moe_k", "partial_rotary_factor", "query_pre_attn_scalar", "low_freq_factor", "high_freq_factor",
                "long_factor", "short_factor")  # fmt: skip
 _NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise", "mrope_section", "layer_rope_theta")
-_OF_LAYERS = "layer_rope_theta"  # 0: this layer turns nothing (granitemoe_swa)
-#: and those that are 1 at most: what is dropped, or turned, is a part
+_OF_LAYERS = "layer_rope_theta"  # 0 means that the layer has no rotary embedding (granitemoe_swa)
+#: and those that must be 1 at most, because they are shares
 _AT_MOST_ONE = ("dropout", "partial_rotary_factor")
-#: keys of one part of a model: how many experts a token takes, and how many there are
+#: keys of the number of experts for each token, and of the number of experts
 _TAKEN = ("num_experts_per_tok", "moe_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-#: of these only inside a table of rotary embeddings: elsewhere a factor may be any
+#: tables of rotary embeddings: only in them must `factor` be above zero
 _ROPE = ("rope_scaling", "rope_parameters")
-_MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers, as transformers writes it
+_MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers; transformers writes infinity
 _WHOLE = safe_read.Is(lambda value: type(value) is int, "a whole number")
 _POSITIVE = safe_read.Is(lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1")
-#: what transformers' own check of generation_config.json leaves for the first answer to find
+#: fields of generation_config.json that transformers checks only when it generates
 _GENERATION = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "max_new_tokens", "max_length"), _POSITIVE),
     **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), safe_read.FINITE),
@@ -81,15 +82,15 @@ _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "b
 
 
 def is_weights(file: Path) -> bool:
-    """Whether a file is one of weights, by its name."""
+    """Whether a file contains weights, by its name."""
     return file.name.endswith(".safetensors")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and only errors from transformers inside: what it would warn about is checked here."""
+    """A context without progress bars and warnings of transformers: Octavo checks what it would warn about."""
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
-    loud = level < transformers_logging.ERROR  # setting a level goes through all loggers of the process
+    loud = level < transformers_logging.ERROR  # only then: setting a level visits all loggers of the process
     transformers_logging.disable_progress_bar()
     if loud:
         transformers_logging.set_verbosity_error()
@@ -104,9 +105,9 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def stock(subject: str) -> Iterator[None]:
-    """transformers and its libraries at work on a folder's contents, quietly: whatever they raise becomes a ModelError
-    that begins with `subject` ("FOLDER: the tokenizer cannot be loaded"). They fail in any way there is over a field
-    of another type; tokenizers' Rust panics with no Exception even."""
+    """A quiet context for transformers and its libraries: all their errors become a ModelError that begins with
+    `subject` ("FOLDER: the tokenizer cannot be loaded"). A field of a wrong type can raise any exception, and panics of
+    tokenizers' Rust code are not even subclasses of Exception."""
     try:
         with quiet():
             yield
@@ -120,11 +121,11 @@ def stock(subject: str) -> Iterator[None]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[Path]:
-    """A model folder for libraries that open its files by their names (configuration, tokenizer, processor, templates):
-    the folder itself, or where such files are encrypted one of links, for as long as the block runs. Those of encrypted
-    files lead to their plain text in memory. Weights are not in it: Octavo reads them itself, a piece at a time.
+    """A context with a model folder for libraries that open its files by name (configuration, tokenizer, processor,
+    templates): the folder itself or, if such files are encrypted, a temporary folder of links to plain text in memory.
+    It contains no weights, which Octavo reads itself, a piece at a time.
 
-    Raises ModelError where a file is damaged, or its key is not given.
+    Raises ModelError if a file is damaged, or if its key is not set.
     """
     try:
         encryption.check_folder(folder)
@@ -136,46 +137,46 @@ def readable(folder: Path) -> Iterator[Path]:
         yield folder
         return
     with ExitStack() as stack:
-        made = Path(stack.enter_context(TemporaryDirectory(prefix="octavo-")))
+        links = Path(stack.enter_context(TemporaryDirectory(prefix="octavo-")))
         try:
             for file in files:
-                (made / file.name).symlink_to(stack.enter_context(plain_path(file.absolute())))
+                (links / file.name).symlink_to(stack.enter_context(plain_path(file.absolute())))
         except encryption.VaultError as cause:
             raise ModelError(f"{cause}.") from cause
-        yield made
+        yield links
 
 
 def parts_of(folder: Path) -> tuple[str, ...]:
-    """`PARTS` of a model that is stored in three folders; of any other none."""
+    """`PARTS` for a model that is stored in three folders, else ()."""
     return PARTS if all((folder / part / "config.json").is_file() for part in PARTS) else ()
 
 
 def one_folder(folder: Path, what: str) -> None:
-    """Raises ModelError for a model that is stored in three folders, which `what` does not take."""
+    """Raise ModelError for a model that is stored in three folders, which `what` does not support."""
     if parts := parts_of(folder):
         raise ModelError(
-            f"{folder} is stored in three folders ({', '.join(parts)}), and {what} takes models of one folder alone. "
-            f"`octavo export {folder} DIR --format bf16` makes one of it."
+            f"{folder} is stored in three folders ({', '.join(parts)}), and {what} takes only models in one folder. "
+            f"`octavo export {folder} DIR --format bf16` writes it as one."
         )
 
 
 def at(folder: Path, name: str) -> Path:
-    """Where a model has a file of this name: in its folder, else in one of three, if it has such; it may not exist."""
+    """The path of a file of a model: in its folder, else in one of its three folders; the file may not exist."""
     places = (folder / name, *(folder / part / name for part in parts_of(folder)))
     return next((file for file in places if os.path.lexists(file)), places[0])
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file; ModelError when it is missing, broken or no object."""
+    """A JSON object from a file. Raises ModelError when it is missing, broken or no object."""
     if not os.path.lexists(file):
-        raise ModelError(f"{file} is missing: {file.parent} is {_what(file.parent)}")
+        raise ModelError(f"{file} is missing: {file.parent} is {_describe_folder(file.parent)}")
     return safe_read.read_json(file, ModelError)
 
 
 def check_sizes(file: Path) -> None:
-    """No number of modules that a machine would never finish making, though it takes no memory; no size of an image
-    that would not fit into any; none that is not finite, and none below the least that computes what it says. And each
-    part of a model says what it is in a word. Raises ModelError."""
+    """Raise ModelError for numbers in a configuration that no model can have: numbers of modules that would take
+    forever to build, sizes of images that fit into no memory, numbers that are not finite or below the minimum of their
+    field; and for a `model_type` that is no text."""
     level: list[tuple[str, Any]] = [("", read_json(file))]
     while level:
         key, node = level.pop()
@@ -186,41 +187,41 @@ def check_sizes(file: Path) -> None:
             level += [(key, one) for one in node]
         elif isinstance(node, int | float) and not isinstance(node, bool):
             if not math.isfinite(node) and (math.isnan(node) or key != _MAY_BE_INFINITE):
-                raise ModelError(f"{file} gives {key}={node}, which is no finite number. Mend the field.")
+                raise ModelError(f"{file} gives {key}={node}, which is no finite number. Correct the field.")
             _check_sign(file, key, node)
             most = next((most for word, most in _MOST.items() if word in key), None)
             if most is None and isinstance(node, int) and "theta" not in key:
                 most = _MOST_OF_ANY
             if most is not None and not abs(node) <= most:
-                raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Mend the field.")
+                raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Correct the field.")
         if key == "model_type" and not isinstance(node, str):
-            raise ModelError(f"{file} gives model_type={node!r:.80}, which is no word. Mend the field.")
+            raise ModelError(f"{file} gives model_type={node!r:.80}, which is no text. Correct the field.")
 
 
 def _check_sign(file: Path, key: str, value: float) -> None:
-    """Raises ModelError for a number that has to be above zero, or not below it, and is not."""
+    """Raise ModelError for a number outside the range of its field."""
     above = key.endswith((*_ABOVE_ZERO, *(f"{rope}.factor" for rope in _ROPE))) and not key.endswith(_OF_LAYERS)
     if (above and value <= 0) or (key.endswith(_NOT_BELOW_ZERO) and value < 0):
         least = "above 0" if above else "0 or above"
-        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be {least}. Mend the field.")
+        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be {least}. Correct the field.")
     if key.endswith(_AT_MOST_ONE) and value > 1:
-        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be 1 at most. Mend the field.")
+        raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be 1 at most. Correct the field.")
 
 
 def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
-    """Raises ModelError where a token takes more experts than there are: no forward would end."""
-    there = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
+    """Raise ModelError if a token takes more experts than there are, with which no forward completes."""
+    counts = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
     for key in _TAKEN:
-        if type(taken := part.get(key)) is int and taken > max(there, default=0) > 1:  # dense siblings have 0 or 1
+        if type(taken := part.get(key)) is int and taken > max(counts, default=0) > 1:  # dense siblings have 0 or 1
             raise ModelError(
-                f"{file} gives {key}={taken}, and it must be {max(there)} at most, the number of experts. Mend the "
+                f"{file} gives {key}={taken}, and it must be {max(counts)} at most, the number of experts. Correct the "
                 "field."
             )
 
 
 def check_generation_config(folder: Path) -> None:
-    """Raises ModelError for a generation_config.json that transformers refuses, at once or when it answers: a field of
-    another type, tokens that are no numbers or beyond the vocabulary."""
+    """Raise ModelError for a generation_config.json that transformers refuses, when it loads it or when it generates: a
+    field of a wrong type, tokens that are no numbers or beyond the vocabulary."""
     file = at(folder, "generation_config.json")
     if not os.path.lexists(file):
         return
@@ -240,24 +241,24 @@ def check_generation_config(folder: Path) -> None:
         GenerationConfig.from_dict(settings).validate()
 
 
-def _what(folder: Path) -> str:
-    """What a folder that lacks a file of a checkpoint is instead, and what to name in its place."""
+def _describe_folder(folder: Path) -> str:
+    """What a folder is that lacks files of a model, with the fix, as the end of a sentence."""
     if (folder / "adapter_config.json").is_file():
         return (
-            "a PEFT adapter. Name its base here and the adapter beside it (`lora.adapter` trains on), or make one "
-            "model of both: octavo merge."
+            "a PEFT adapter. Pass its base here and the adapter separately (`lora.adapter` continues to train it), or "
+            "merge both into one model: octavo merge."
         )
     if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-        return "a run of octavo train. Make a Hugging Face folder of it: octavo export, or octavo merge for LoRA."
+        return "a run of octavo train. Write a Hugging Face folder from it: octavo export, or octavo merge for LoRA."
     return "not a complete Hugging Face folder."
 
 
 def check_weight_files(folder: Path, indexed: bool | None = None) -> list[headers.Header]:
-    """The headers of a folder's safetensors files, each found whole; no tensor is read.
+    """The headers of a folder's safetensors files, checked for completeness; no tensor is read.
 
-    indexed: whether to go by the index; None: where there is no model.safetensors.
+    indexed: whether to use the index; None: only without model.safetensors.
 
-    Raises ModelError when there are none (saying so when there are only pickles), when a shard of the index is
+    Raises ModelError when there are no such files (mentioning pickles if there are any), when a shard of the index is
     missing or truncated, or when a shard lacks a tensor that the index places in it.
     """
     if parts := parts_of(folder):
@@ -266,7 +267,7 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
     if indexed is None:
         indexed = index.exists() and not (folder / SINGLE).exists()  # transformers, too, prefers the single file
     placed = weight_map(index) if indexed else {}
-    found = []
+    file_headers = []
     for name in sorted(set(placed.values())) or [SINGLE]:
         file = folder / name
         if not os.path.lexists(file):
@@ -277,24 +278,24 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
             if error.kind == "unread":
                 raise ModelError(f"{error}.") from error
             raise ModelError(f"{file} is damaged or truncated ({file.stat().st_size} bytes): {error}.") from error
-        there = {entry.name for entry in header.entries}
-        if absent := sorted(tensor for tensor, shard in placed.items() if shard == name and tensor not in there):
+        present = {entry.name for entry in header.entries}
+        if absent := sorted(tensor for tensor, shard in placed.items() if shard == name and tensor not in present):
             raise ModelError(
                 f"{file} lacks {absent[0]!r} ({len(absent)} such tensors), which {index.name} places in it. Download "
                 "both again."
             )
-        found.append(header)
-    return found
+        file_headers.append(header)
+    return file_headers
 
 
 def _within(part: str, header: headers.Header) -> headers.Header:
-    """The header of a file in one of three folders, whose tensors are named after it."""
+    """The header of a file in one of three folders, with the folder's name as prefix of its tensors."""
     entries = tuple(replace(entry, name=f"{part}.{entry.name}") for entry in header.entries)
     return replace(header, file=f"{part}/{header.file}", entries=entries)
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file of an index. Raises ModelError where it is damaged, or names files outside the folder."""
+    """Tensor name -> file of an index. Raises ModelError if it is damaged or names files outside the folder."""
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
         raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
@@ -304,36 +305,35 @@ def weight_map(index: Path) -> dict[str, str]:
 
 
 def pickles(folder: Path) -> list[str]:
-    """The names of files in a folder that end like pickles."""
+    """The names of files in a folder with a suffix of pickles."""
     return sorted(p.name for p in folder.glob("*") if p.name.endswith(PICKLES) and p.is_file())
 
 
 def no_weights(file: Path, indexed: bool) -> str:
-    """Why a folder without this file of weights cannot be used."""
+    """The error for a folder that lacks this file of weights."""
     folder = file.parent
     if indexed:
         return f"{file} is missing, though {INDEX} names it. Download the shard again."
     if pickled := pickles(folder):
         return (
             f"{folder} holds only pickled weights ({', '.join(pickled[:3])}); a pickle can run code when it is read, "
-            "so Octavo reads safetensors alone. Save the model with save_pretrained (safetensors is its format) first."
+            "so Octavo reads only safetensors. Save the model with save_pretrained (safetensors is its format) first."
         )
     return f"{folder} holds no {file.name} and no {INDEX}: there are no weights to load."
 
 
 def companions(folder: Path) -> list[Path]:
-    """What of COMPANIONS is there, by name; a link that leads nowhere is there too. Of three folders those in each."""
+    """The files of COMPANIONS in a folder, including broken links; for a model in three folders, those in each."""
     homes = (folder, *(folder / part for part in parts_of(folder)))
     return sorted({file for home in homes for pattern in COMPANIONS for file in home.glob(pattern)})
 
 
 def check_companions(folder: Path, copied: bool = False) -> None:
-    """That all that stands beside the weights can be read: JSON objects, UTF-8 text, regular files.
+    """Raise ModelError, naming the file, unless all files of COMPANIONS can be read: JSON objects, UTF-8 text, regular
+    files.
 
-    copied: whether they are about to be copied, so that no link may lead out of the folder: what it leads to was not
-    meant to be given away. The blobs of a hub's cache are inside (`safe_read.outside`).
-
-    Raises ModelError, naming the file.
+    copied: the files will be copied, so links out of the folder are refused too: they might publish other files. The
+    blobs of a hub's cache count as inside (`safe_read.outside`).
     """
     for file in companions(folder):
         if copied:
@@ -343,16 +343,16 @@ def check_companions(folder: Path, copied: bool = False) -> None:
 
 
 def refuse_outside(file: Path, folder: Path) -> None:
-    """Raises ModelError for a file that is a link out of the folder and would be copied."""
+    """Raise ModelError for a file that is a link out of the folder and would be copied."""
     if (target := safe_read.outside(file, folder)) is not None:
         raise ModelError(
             f"{safe_read.printable(file)} is a link out of its folder, to {safe_read.printable(target)}, and no other "
-            "folder's file is copied. Put the file itself there, if it is meant."
+            "folder's file is copied. Replace the link by the file, if it should be copied."
         )
 
 
 def read_companion(file: Path) -> bytes:
-    """The contents of one of COMPANIONS, found to be what its name says. Raises ModelError."""
+    """The contents of one of COMPANIONS, parsed to check its format. Raises ModelError."""
     raw = safe_read.read_bytes(file, ModelError)
     if file.suffix in (".json", ".jinja", ".txt"):
         text = safe_read.decode(raw, file, ModelError)
@@ -361,12 +361,12 @@ def read_companion(file: Path) -> bytes:
     return raw
 
 
-def copy_companions(source: Path, made: Path, encrypted: encryption.Folder | None = None) -> None:
-    """Copy tokenizer, processor, chat template and generation settings from one model folder into another. Raises
-    ModelError for one that cannot be read or that is a link out of the source (`check_companions`)."""
+def copy_companions(source: Path, target: Path, encrypted: encryption.Folder | None = None) -> None:
+    """Copy tokenizer, processor, chat template and generation settings from one model folder to another. Raises
+    ModelError for a file that cannot be read or that is a link out of the source (`check_companions`)."""
     check_companions(source, copied=True)
     for file in companions(source):
-        copied = made / file.relative_to(source)
+        copied = target / file.relative_to(source)
         copied.parent.mkdir(exist_ok=True)
         raw = read_companion(file)
         encryption.put(copied, raw, encrypted)
@@ -374,32 +374,32 @@ def copy_companions(source: Path, made: Path, encrypted: encryption.Folder | Non
 
 def write_config(
     source: Path,
-    made: Path,
+    target: Path,
     dtype: torch.dtype,
-    quantization: Mapping[str, Any] | None = None,
+    quantization: Mapping[str, object] | None = None,
     encrypted: encryption.Folder | None = None,
 ) -> None:
-    """The source's config.json with the dtype of what was written, and what it says of quantization replaced; without
-    the code that it names (`auto_map`), which does not go along. So in each of three folders."""
+    """Write the source's config.json to `target` with the dtype and the quantization of the written weights, and
+    without the names of code (`auto_map`), which is not copied. For a model in three folders, in each of them."""
     for part in parts_of(source):
-        (made / part).mkdir(exist_ok=True)
-        write_config(source / part, made / part, dtype, encrypted=encrypted)
+        (target / part).mkdir(exist_ok=True)
+        write_config(source / part, target / part, dtype, encrypted=encrypted)
     config = read_json(source / "config.json")
     config.pop("auto_map", None)
     name = str(dtype).removeprefix("torch.")
 
-    def rewrite(node: Any) -> Any:
+    def rewrite(node: Any) -> Any:  # parts of a model have their dtypes and quantization in nested objects
         if not isinstance(node, dict):
             return node
-        kept = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
-        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in kept.items()}
+        fields = {key: value for key, value in node.items() if key not in QUANTIZED_KEYS}
+        return {key: name if key in ("dtype", "torch_dtype") else rewrite(value) for key, value in fields.items()}
 
     config = rewrite(config)
     if "torch_dtype" not in config:
         config["dtype"] = name
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
-    encryption.put(made / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
+    encryption.put(target / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
 
 
 def summary(error: BaseException) -> str:

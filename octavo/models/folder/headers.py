@@ -1,10 +1,10 @@
-"""Headers of safetensors files, read and written: what a file holds, and where.
+"""Reading and writing headers of safetensors files: the tensors of a file and their places.
 
     n (8 bytes, little-endian) | n bytes of JSON | the tensors' bytes, end to end
     {"name": {"dtype": "F8_E4M3", "shape": [N, K], "data_offsets": [begin, end]}, ...}
 
-Loading, verification and conversion all read by this one reader. It is as strict as safetensors' own library, tells
-what is wrong, and keeps the JSON word for word, so that a conversion can come back bit for bit.
+Loading, verification and conversion use this reader. It is as strict as safetensors' own library, names the fault, and
+keeps the JSON unchanged, so that a conversion can be reversed bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from octavo.base import encryption, safe_read
 
-#: what safetensors calls a dtype -> torch's
+#: safetensors' name of a dtype -> torch's dtype
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -34,9 +34,9 @@ _LONGEST = 100_000_000  # bytes of a header: safetensors' own limit
 
 
 class HeaderError(ValueError):
-    """Why a file is no whole safetensors file, and what to do.
+    """Why a file is not a complete safetensors file, and the fix.
 
-    kind  "truncated" (bytes are missing), "pickle", "unread" (no file that can be opened), or "header" (all else)
+    kind  "truncated" (bytes are missing), "pickle", "unread" (it cannot be opened), or "header" (all others)
     """
 
     def __init__(self, why: str, kind: str = "header", fix: str = "Download or write it again") -> None:
@@ -46,7 +46,7 @@ class HeaderError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: dtype in safetensors' word, and its first byte behind the header."""
+    """One tensor: safetensors' name of its dtype, its shape, and the offset of its first byte after the header."""
 
     name: str
     dtype: str
@@ -55,13 +55,13 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
 class Header:
-    """A file's name, its header's JSON as it stands there, and its tensors in the order of their bytes."""
+    """A file's name, the unchanged JSON of its header, and its tensors in the order of their bytes."""
 
     file: str
     text: str
@@ -69,13 +69,13 @@ class Header:
 
     @property
     def head(self) -> bytes:
-        """What stands in the file before the first tensor."""
+        """The bytes of the file before the first tensor."""
         text = self.text.encode()
         return len(text).to_bytes(8, "little") + text
 
     @property
     def size(self) -> int:
-        """Of the tensors, in bytes."""
+        """The size of all tensors in bytes."""
         return sum(entry.size for entry in self.entries)
 
 
@@ -95,9 +95,9 @@ def read(file: Path) -> Header:
     with opened, _readable():
         size = safe_read.size_of(opened)
         length, first = int.from_bytes(opened.read(8), "little"), opened.read(1)
-        # The first bytes of a safetensors file are a length, which may be any number, a pickle's first bytes too.
+        # A length may have the same first bytes as a pickle, so they are decisive only if the rest is no header.
         if (first != b"{" or length > size - 8) and is_pickle(file):
-            why = "it is a pickle under another name, which can run code when it is read"
+            why = "it is a pickle with the name of another format, which can run code when it is read"
             raise HeaderError(why, "pickle", "Save the model as safetensors")
         if size < 8 or length > min(_LONGEST, size - 8):
             kind = "header" if size >= 8 and length > _LONGEST else "truncated"
@@ -112,15 +112,15 @@ def read(file: Path) -> Header:
     end = 8 + length + header.size
     if size != end:
         cut = next((e.name for e in header.entries if 8 + length + e.begin + e.size > size), None)
-        more = f", so that {cut} and what follows is cut" if cut is not None else ""
+        consequence = f", so that {cut} and what follows is cut" if cut is not None else ""
         kind = "truncated" if size < end else "header"
-        raise HeaderError(f"it has {size} bytes where its header announces {end}{more}", kind)
+        raise HeaderError(f"it has {size} bytes where its header announces {end}{consequence}", kind)
     return header
 
 
 @contextmanager
 def _readable() -> Iterator[None]:
-    """Inside, an encrypted file that is found damaged is one that cannot be read."""
+    """A context in which errors of a damaged encrypted file become HeaderErrors."""
     try:
         yield
     except encryption.VaultError as error:
@@ -130,19 +130,19 @@ def _readable() -> Iterator[None]:
 def parse(file: str, text: str) -> Header:
     """The header of this JSON. Raises HeaderError."""
     try:
-        found = safe_read.parse_json(text, "its header")
+        table = safe_read.parse_json(text, "its header")
     except safe_read.Unreadable as error:
         raise HeaderError(str(error).rstrip("."), fix="") from error
-    words = found.pop("__metadata__", None) or {}
+    words = table.pop("__metadata__", None) or {}
     if not isinstance(words, dict) or not all(isinstance(word, str) for word in words.values()):
-        raise HeaderError("its __metadata__ is no table of words, which every reader of safetensors wants")
+        raise HeaderError("its __metadata__ is no table of texts, which every reader of safetensors requires")
     # An empty tensor begins where the next one does, and comes before it.
-    entries = sorted((_entry(name, info) for name, info in found.items()), key=lambda e: (e.begin, e.size))
+    entries = sorted((_entry(name, info) for name, info in table.items()), key=lambda e: (e.begin, e.size))
     end = 0
     for entry in entries:
         if entry.begin != end:
             raise HeaderError(
-                f"{entry.name} begins at byte {entry.begin} behind the header, and what is before it ends at {end}"
+                f"{entry.name} begins at byte {entry.begin} after the header, and the tensor before it ends at {end}"
             )
         end += entry.size
     return Header(file, text, tuple(entries))
@@ -155,17 +155,17 @@ def _entry(name: str, info: Any) -> Entry:
         raise HeaderError(f"{name} has the dtype {dtype!r}, which Octavo does not know; it knows {', '.join(DTYPES)}")
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= 0 for n in numbers):
-            raise HeaderError(f"{name} has the shape {shape!r} and lies at {offsets!r}")
+            raise HeaderError(f"{name} has the shape {shape!r} and the offsets {offsets!r}")
     entry = Entry(name, dtype, tuple(shape), offsets[0] if offsets else 0)
     if offsets != [entry.begin, entry.begin + entry.size]:
-        raise HeaderError(f"{name} is {dtype} {shape}, {entry.size} bytes, and lies at {offsets!r}")
+        raise HeaderError(f"{name} is {dtype} {shape}, {entry.size} bytes, and has the offsets {offsets!r}")
     return entry
 
 
 def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Header:
-    """The header of a file with (name, dtype, shape) in this order, as safetensors would write it."""
+    """The header of a file with these tensors (name, dtype, shape) in this order, as safetensors would write it."""
     entries: list[Entry] = []
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, dtype, shape in tensors:
         entries.append(entry := Entry(name, dtype, tuple(shape), begin))
@@ -176,7 +176,7 @@ def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> H
 
 
 def index_of(headers: Iterable[Header]) -> str:
-    """model.safetensors.index.json for these files."""
+    """The text of model.safetensors.index.json for these files."""
     headers = tuple(headers)
     index = {
         "metadata": {"total_size": sum(header.size for header in headers)},

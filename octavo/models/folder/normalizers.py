@@ -1,8 +1,9 @@
-"""Tokenizers that multiply a text: a normalizer is data of the model's folder, and may replace a letter by megabytes.
+"""Refuses tokenizers that multiply texts: a normalizer is data in the model's folder, and may replace a letter by
+megabytes.
 
-The tokenizers library allocates what it is asked to and aborts the process where that fails, which no handler of
-Python's catches. So what a normalizer and a decoder can make of a text is bounded when the tokenizer is loaded, by what
-they say: a chain of replacements multiplies, so its factors do. Forms of Unicode (NFKC) grow by a known small factor.
+The tokenizers library allocates the memory and aborts the process if that fails, which Python cannot catch. So the
+growth of a text by a normalizer and a decoder is bounded when the tokenizer is loaded, from their definitions: the
+factors of a chain of replacements are multiplied. Unicode normalization (NFKC) grows by a known small factor.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ import binascii
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.base.safe_read import printable
 from octavo.models.errors import ModelError
 
-#: how many times as long a text may become; published tokenizers have 1 to 11 ("<|newline|>" for a line break)
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: limit of the growth factor of a text; published tokenizers have 1 to 11 ("<|newline|>" for a line break)
 GROWTH = 64
-#: characters that may be added to a text once
+#: limit of characters that are added to a text once
 ADDED = 1 << 16
 
 
-def check_growth(tokenizer: Any, folder: Path) -> None:
-    """That no normalizer or decoder of a tokenizer multiplies texts. Raises ModelError with the file and the part."""
+def check_growth(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Raise ModelError, naming the file and the part, if a normalizer or decoder of a tokenizer multiplies texts."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for name in ("normalizer", "decoder"):
         part = getattr(backend, name, None)
@@ -43,8 +47,8 @@ def check_growth(tokenizer: Any, folder: Path) -> None:
                 )
 
 
-def _steps(part: Any) -> list[dict[str, Any]]:
-    """The steps of a part, those of sequences in their place."""
+def _steps(part: object) -> list[dict[str, Any]]:
+    """The steps of a part, with sequences replaced by their steps."""
     if not isinstance(part, dict):
         return []
     inner = part.get("normalizers") or part.get("decoders")
@@ -54,7 +58,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
 
 
 def _factor(step: dict[str, Any]) -> float:
-    """How many times as long a text may become by a step."""
+    """The largest growth factor of a text in a step."""
     if step.get("type") == "Precompiled":
         return _longest(step.get("precompiled_charsmap"))
     if step.get("type") != "Replace":
@@ -67,7 +71,7 @@ def _factor(step: dict[str, Any]) -> float:
 
 
 def _matches_nothing(pattern: str) -> bool:
-    """Whether an expression may match between any two characters; so it does if Python does not know its syntax."""
+    """Whether an expression may match between any two characters; True if Python cannot parse it."""
     try:
         return re.compile(pattern).match("") is not None
     except (re.error, RecursionError, OverflowError):
@@ -75,8 +79,9 @@ def _matches_nothing(pattern: str) -> bool:
 
 
 def _longest(charsmap: Any) -> float:
-    """Characters that SentencePiece's table of replacements makes of one at most, beyond the 18 of Unicode's own: the
-    table is a trie behind its size in bytes, then all replacements, each with a zero behind it."""
+    """The largest growth factor of SentencePiece's table of replacements: the table has its size in bytes, a trie, and
+    then all replacements, each ended by a zero. Replacements of up to 64 bytes count as 1: Unicode's own have up to 18
+    characters."""
     try:
         raw = base64.b64decode(charsmap or "")
     except (binascii.Error, TypeError, ValueError):

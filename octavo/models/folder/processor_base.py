@@ -1,10 +1,10 @@
-"""What a processor says of itself to the data side, in front of a stock class:
+"""The properties of a processor that the data package needs, as base classes to mix into a stock class:
 
 inputs         further tensors for the model, and what the first dimension of each counts (octavo.data.encoding.sample)
-tells_places   calls may ask which characters stand for each image: marks and line breaks around it are its own
-images_by_row  images are given row by row: how many a row has decides what becomes of them
-image_tokens   how many tokens an image becomes, by its size and whether it is the only one of its row
-trimmed        the pixels of one row without padding to the larger images of its neighbours
+tells_places   calls can return which characters belong to each image, including the marks and line breaks around it
+images_by_row  images are passed row by row, because the number of images in a row affects their processing
+image_tokens   the number of tokens of an image, from its size and whether it is the only one of its row
+trimmed        the pixels of one row without the padding to larger images of other rows
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transformers import PreTrainedConfig
 from octavo.models.folder.chat import WithDeadline
 
 
-class Telling(WithDeadline):
-    """What a processor says of itself to the data side; here: it tells places, and nothing else is special."""
+class ProcessorTraits(WithDeadline):
+    """The default properties of a processor: it returns places of images, and images are independent of each other."""
 
     tells_places = True
     images_by_row = False
@@ -26,27 +26,27 @@ class Telling(WithDeadline):
 
     @staticmethod
     def options(config: PreTrainedConfig) -> dict[str, Any]:
-        """What processor_config.json says, by the model's configuration."""
+        """The fields of processor_config.json that follow from the model's configuration."""
         return {}
 
     @staticmethod
     def image_options(config: PreTrainedConfig) -> dict[str, Any]:
-        """What preprocessor_config.json says, by the model's configuration."""
+        """The fields of preprocessor_config.json that follow from the model's configuration."""
         return {}
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Tokens that an image of (height, width) becomes, of its own marks too."""
-        found: int = self._get_num_multimodal_tokens(image_sizes=[size])["num_image_tokens"][0]  # type: ignore[attr-defined]
-        return found
+        """Tokens of an image of (height, width), including its marks."""
+        counts: dict[str, list[int]] = self._get_num_multimodal_tokens(image_sizes=[size])  # type: ignore[attr-defined]
+        return counts["num_image_tokens"][0]
 
-    def _counted(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])  # type: ignore[attr-defined]
+    def _count_tokens(self, text: str) -> int:
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-class TellingWithoutVideo(Telling):
-    """Of a stock class that also takes a video processor."""
+class TraitsWithoutVideo(ProcessorTraits):
+    """The same for a stock class that also takes a video processor, which is left out."""
 
     def __init__(
-        self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **own: Any
+        self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **options: Any
     ):
-        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **own)  # type: ignore[call-arg]
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **options)  # type: ignore[call-arg]

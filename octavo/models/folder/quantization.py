@@ -1,16 +1,17 @@
-"""What an FP8 checkpoint says about itself: the block `quantization_config` of its config.json, read and written.
+"""The block `quantization_config` of an FP8 checkpoint's config.json, read and written.
 
-    method              on disk, beside X.weight (float8_e4m3fn, [N, K])         written by
+    method              on disk, with X.weight (float8_e4m3fn, [N, K])           written by
     ------------------  -------------------------------------------------------  -------------------------------------
     fp8                 X.weight_scale_inv [ceil(N / r), ceil(K / c)]            DeepSeek, Qwen's -FP8, transformers
     compressed-tensors  X.weight_scale [N, 1], [1], or as above: `channel`,      llm-compressor (`FP8_DYNAMIC`, `FP8`,
                         `tensor`, `block`; format `float-quantized`              `FP8_BLOCK`), vLLM's family
 
-Every scale is a dequant multiplier, value = code * scale, "inv" or not. Experts lie one by one on disk,
-`mlp.experts.3.up_proj.weight`. The kinds are those of `fp8.weights.FROZEN`: row (= channel), block, tensor.
+Every scale is a dequantization multiplier, value = code * scale, with or without "inv" in its name. Experts are
+separate tensors on disk, `mlp.experts.3.up_proj.weight`. The kinds, as in `fp8.weights.FROZEN`, are row (= channel),
+block and tensor.
 
-Which layers are in FP8 is given by two lists, and every loader reads them in its own way: `exact`, `by_parts`,
-`by_pattern` and `by_target` are those ways. So whoever writes a checkpoint lists full names, which all of them take.
+Two lists determine which layers are in FP8, and loaders interpret them differently: by `exact`, `by_parts`,
+`by_pattern` or `by_target`. Checkpoints should therefore list full names, which all loaders understand.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from octavo.models.errors import ModelError
 from octavo.models.folder.folder import QUANTIZED_KEYS, read_json, stock
 
 METHODS = ("fp8", "compressed-tensors")
-#: shards that servers put into one matrix, by the last part of their names on disk, in the matrix' order
+#: tensors that servers concatenate to one matrix, by the last part of their names on disk, in the matrix' order
 FUSED: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -36,7 +37,7 @@ FUSED: tuple[tuple[str, ...], ...] = (
     ("in_proj_b", "in_proj_a"),
     ("in_proj_qkv", "in_proj_z"),
 )
-#: names of the scales of an FP8 KV cache (`octavo.checkpoint.verify.cache_scales` says who writes which)
+#: names of the scales of an FP8 KV cache (`octavo.checkpoint.verify.cache_scales` lists the programs that write them)
 _CACHE_SCALE = re.compile(r"(^|\.)((q|k|v|kv|prob)_scale|kv_cache_scale|(q|k|v|kv)_proj\.output_scale)$")
 _STRATEGIES = {"channel": "row", "tensor": "tensor", "block": "block"}
 _FORMATS = ("float-quantized", "naive-quantized")  # the second is the name that older versions gave to the first
@@ -51,12 +52,12 @@ class Quantization:
     """How the weights of a folder are quantized.
 
     method        "fp8" (DeepSeek, Qwen, transformers) or "compressed-tensors" (llm-compressor)
-    kind          "row", "block" or "tensor": what shares one scale
+    kind          "row", "block" or "tensor": the unit that shares one scale
     block         (rows, columns) of a block, None for the other kinds
-    skipped       what stays in high precision: names, and for compressed-tensors also classes and `re:` patterns
-    targets       what is quantized (compressed-tensors alone): classes, names, `re:` patterns
-    activations   "dynamic", "static" (the folder has an `input_scale` for each layer) or "none" (weights alone)
-    scale_format  "float" (fp32 or bf16 on disk) or "ue8m0" (powers of two, one byte; method "fp8" alone)
+    skipped       layers in high precision: names, and for compressed-tensors also classes and `re:` patterns
+    targets       quantized layers (only compressed-tensors): classes, names, `re:` patterns
+    activations   "dynamic", "static" (the folder has an `input_scale` for each layer) or "none" (only weights)
+    scale_format  "float" (fp32 or bf16 on disk) or "ue8m0" (powers of two, one byte; only method "fp8")
     """
 
     method: str
@@ -69,7 +70,7 @@ class Quantization:
 
     @property
     def scale_suffix(self) -> str:
-        """What follows `X.weight` in the name of its scales."""
+        """The suffix after `X.weight` in the name of its scales."""
         return "_scale_inv" if self.method == "fp8" and self.kind == "block" else "_scale"
 
     @property
@@ -80,7 +81,7 @@ class Quantization:
         return fp8.CastSpec("e4m3", block, "fp32")
 
     def grid(self, n: int, k: int) -> tuple[int, int]:
-        """The shape of the scales of a weight [n, k], as frozen weights have it: [n, 1], [1, 1] or blocks."""
+        """The shape of the scales of a weight [n, k] in frozen weights: [n, 1], [1, 1] or blocks."""
         if self.kind == "tensor":
             return (1, 1)
         if self.block is None:
@@ -88,8 +89,8 @@ class Quantization:
         return (-(-n // self.block[0]), -(-k // self.block[1]))
 
     def covers(self, name: str, types: Iterable[str] = ("Linear",)) -> bool:
-        """Whether the config says that the linear layer of this name is in FP8, by the rule of the method's own library
-        (fp8: transformers; compressed-tensors: its own). `types`: the names of the module's class and its parents."""
+        """Whether the linear layer of this name is in FP8 by the rule of the method's library (fp8: transformers;
+        compressed-tensors: itself). `types`: the names of the module's class and its base classes."""
         if self.method == "fp8":
             return not by_pattern(name, self.skipped)
         types = tuple(types)
@@ -101,12 +102,12 @@ class Quantization:
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor of this name is a scale of an FP8 KV cache, which servers read: it belongs to no weight."""
+    """Whether a tensor of this name is a scale of an FP8 KV cache, which servers use; it belongs to no weight."""
     return _CACHE_SCALE.search(name) is not None
 
 
 def exact(name: str, names: Iterable[str]) -> bool:
-    """vLLM's rule for `fp8`: the full name is in the list; experts as soon as one of theirs is."""
+    """vLLM's rule for `fp8`: the full name is in the list; for experts, the name of one of them is."""
     names = tuple(names)
     if name.endswith(".experts"):
         return any(name in other for other in names if "experts" in other)
@@ -114,18 +115,19 @@ def exact(name: str, names: Iterable[str]) -> bool:
 
 
 def by_parts(name: str, names: Iterable[str]) -> bool:
-    """SGLang's rule for `fp8` (since 2026-04): an entry is a run of whole parts of the name, `mlp.gate` of
-    `layers.0.mlp.gate` and not of `layers.0.mlp.gate_up_proj`; with or without `model.` in front."""
+    """SGLang's rule for `fp8` (since 2026-04): an entry matches consecutive whole parts of the name: `mlp.gate` matches
+    `layers.0.mlp.gate` and not `layers.0.mlp.gate_up_proj`; with or without the prefix `model.`."""
     return any(
         f".{form}." in f".{name}." for other in names for form in (other.strip("."), other.removeprefix("model."))
     )
 
 
 def by_pattern(name: str, patterns: Iterable[str]) -> bool:
-    """transformers' rule for `fp8`: a regular expression from the start up to a dot or the end, or the name's end.
+    """transformers' rule for `fp8`: a regular expression that matches from the start to a dot or the end, or a suffix
+    of the name.
 
-    Earlier versions (5.17) end at any letter, so that `layers.1` is `layers.11` too: full names, and never a list's
-    shorthand, mean the same everywhere.
+    In earlier versions (5.17) a match may end anywhere, so `layers.1` also matches `layers.11`: only full names mean
+    the same in all versions.
     """
     patterns = tuple(patterns)
     if not patterns:
@@ -135,13 +137,14 @@ def by_pattern(name: str, patterns: Iterable[str]) -> bool:
 
 @lru_cache(maxsize=64)
 def _bounded(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    """One expression for all: a list may have a name for each of thousands of layers."""
+    """One expression for all patterns, for speed: a list may have thousands of names of layers."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
     return re.compile(f"(?:{'|'.join(f'(?:{p})' for p in patterns)}){boundary}")
 
 
 def by_target(name: str, targets: Iterable[str], types: Iterable[str] = ("Linear",)) -> bool:
-    """compressed-tensors' rule: the full name, `re:` and an expression from the start, or a class of the module."""
+    """compressed-tensors' rule: the full name, `re:` with an expression that matches from the start, or a class of the
+    module."""
     exactly, expressions = _targets(tuple(targets))
     return name in exactly or any(t in exactly for t in types) or any(one.match(name) for one in expressions)
 
@@ -153,24 +156,24 @@ def _targets(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern
 
 
 def read_quantization(folder: str | Path) -> Quantization | None:
-    """What the config.json of a folder says about quantized weights; None for a folder in high precision.
+    """The quantization of a folder by its config.json; None for a folder in high precision.
 
-    Raises ModelError for a method, a format or a layout that Octavo does not read, with the fix.
+    Raises ModelError, with the fix, for a method, a format or a layout that Octavo does not read.
     """
     file = Path(folder) / "config.json"
-    found = quantization_block(read_json(file))
-    if found is None:
+    block = quantization_block(read_json(file))
+    if block is None:
         if (other := file.with_name("hf_quant_config.json")).exists():
             raise ModelError(
-                f"{other} tells of weights quantized by NVIDIA's ModelOpt, and {file} of none; Octavo does not read "
-                f"that format. {_FIX}"
+                f"{other} describes weights quantized by NVIDIA's ModelOpt, and {file} has no quantization; Octavo "
+                f"does not read that format. {_FIX}"
             )
         return None
-    return parse(found, str(file))
+    return parse(block, str(file))
 
 
 def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The block of a config.json that speaks of quantization, wherever it stands; None without one."""
+    """The quantization block of a config.json, at the top or in `text_config`; None without one."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in QUANTIZED_KEYS:
@@ -179,8 +182,8 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def parse(block: Any, where: str = "quantization_config") -> Quantization:
-    """A `quantization_config` as a Quantization; `where` it stands is named in errors. Raises ModelError."""
+def parse(block: object, where: str = "quantization_config") -> Quantization:
+    """A `quantization_config` as a Quantization; `where`: the file, for errors. Raises ModelError."""
     if not isinstance(block, Mapping):
         raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
     method = block.get("quant_method", "compressed-tensors" if "config_groups" in block else None)
@@ -190,17 +193,17 @@ def parse(block: Any, where: str = "quantization_config") -> Quantization:
         if method == "compressed-tensors":
             return _parse_compressed(block, where)
     raise ModelError(
-        f"{where} holds quantised weights (quant_method {method!r}); of quantized checkpoints Octavo reads "
+        f"{where} holds quantized weights (quant_method {method!r}); of quantized checkpoints Octavo reads "
         f"{' and '.join(METHODS)} in FP8. {_FIX}"
     )
 
 
-def parse_autofp8(block: Any, where: str = "quantization_config") -> Quantization | None:
-    """What a `quantization_config` of AutoFP8 says; None for any other.
+def parse_autofp8(block: object, where: str = "quantization_config") -> Quantization | None:
+    """A `quantization_config` of AutoFP8 as a Quantization; None for any other.
 
-    It is method fp8 with one scale a tensor: `X.weight_scale`, and with activation_scheme static `X.input_scale`. vLLM
-    and SGLang read it; transformers, which reads `weight_scale_inv` only, does not, and Octavo only verifies it. Raises
-    ModelError for fields of another type.
+    It is method fp8 with one scale for each tensor: `X.weight_scale`, and with activation_scheme static also
+    `X.input_scale`. vLLM and SGLang read it. transformers, which reads only `weight_scale_inv`, does not, and Octavo
+    only verifies it. Raises ModelError for fields of a wrong type.
     """
     if not isinstance(block, Mapping) or block.get("quant_method") != "fp8" or block.get("weight_block_size"):
         return None
@@ -214,18 +217,19 @@ def parse_autofp8(block: Any, where: str = "quantization_config") -> Quantizatio
 
 
 def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
+    # Every field that would change the meaning of codes or scales is refused unless it has the one known value.
     size = block.get("weight_block_size")
     if size is None:
         raise ModelError(
-            f"{where}: quant_method 'fp8' without weight_block_size means one scale a tensor, for which loaders "
-            "disagree about the name (weight_scale or weight_scale_inv). Per-tensor weights are written by "
+            f"{where}: quant_method 'fp8' without weight_block_size means one scale for each tensor, and loaders "
+            "disagree about its name (weight_scale or weight_scale_inv). Per-tensor weights are written by "
             f"compressed-tensors (strategy tensor). {_FIX}"
         )
     scheme = str(block.get("activation_scheme", "dynamic")).lower()
     if scheme != "dynamic":
         raise ModelError(
-            f"{where}: quant_method 'fp8' with activation_scheme {scheme!r} wants fixed scales for activations; Octavo "
-            f"reads it with 'dynamic' alone. {_FIX}"
+            f"{where}: quant_method 'fp8' with activation_scheme {scheme!r} needs fixed scales for activations; Octavo "
+            f"reads it only with 'dynamic'. {_FIX}"
         )
     formats = {"fmt": ("e4m3", "float8_e4m3fn"), "scale_fmt": ("float", "ue8m0"), "expert_dtype": ("fp8",)}
     for key, known in formats.items():
@@ -257,28 +261,28 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
         raise ModelError(f"{where}: sparsity_config has format {sparse['format']!r}; Octavo reads dense ones. {_FIX}")
     groups = block.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
-        raise ModelError(f"{where}: config_groups is missing or empty, so nothing says what is quantized. {_FIX}")
-    found: dict[tuple[str, tuple[int, int] | None], list[str]] = {}
+        raise ModelError(f"{where}: config_groups is missing or empty, so no layer is named as quantized. {_FIX}")
+    layouts: dict[tuple[str, tuple[int, int] | None], list[str]] = {}
     activations = set()
     for name, group in groups.items():
         at = f"{where}: config_groups.{name}"
         if not isinstance(group, Mapping):
             raise ModelError(f"{at} is {group!r}, not an object. Write it again.")
         if group.get("weights") is None:
-            continue  # a group of activations or of the KV cache alone
+            continue  # a group only of activations or of the KV cache
         form = group.get("format") or block.get("format")
         if form not in _FORMATS:
             raise ModelError(f"{at} has format {form!r}; of compressed-tensors Octavo reads 'float-quantized'. {_FIX}")
         layout = _parse_weights(group["weights"], at)
-        found.setdefault(layout, []).extend(_names(group.get("targets"), f"{at}.targets"))
+        layouts.setdefault(layout, []).extend(_names(group.get("targets"), f"{at}.targets"))
         inputs = group.get("input_activations")
         activations.add("none" if inputs is None else "dynamic" if inputs.get("dynamic") else "static")
-    if len(found) != 1:
+    if len(layouts) != 1:
         raise ModelError(
-            f"{where}: config_groups quantize weights in {len(found)} ways "
-            f"({', '.join(k for k, _ in found) or 'none'}); Octavo reads one a checkpoint. {_FIX}"
+            f"{where}: config_groups quantize weights in {len(layouts)} ways "
+            f"({', '.join(k for k, _ in layouts) or 'none'}); Octavo reads checkpoints with one. {_FIX}"
         )
-    ((kind, size), targets), *_ = found.items()
+    ((kind, size), targets), *_ = layouts.items()
     skipped = _names(block.get("ignore"), f"{where}: ignore")
     for pattern in (*targets, *skipped):
         _compiles(pattern, where)
@@ -286,15 +290,15 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
     return Quantization("compressed-tensors", kind, size, skipped, tuple(targets), activation)
 
 
-def _parse_weights(weights: Any, at: str) -> tuple[str, tuple[int, int] | None]:
+def _parse_weights(weights: object, at: str) -> tuple[str, tuple[int, int] | None]:
     """(kind, block) of the scheme of a group's weights."""
     if not isinstance(weights, Mapping):
         raise ModelError(f"{at}.weights is {weights!r}, not an object. Write it again.")
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
     defaults = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
     for key, value in wanted.items():
-        if (given := weights.get(key, defaults[key])) != value:
-            raise ModelError(f"{at}.weights.{key} is {given!r}, and Octavo reads {value!r} alone (FP8). {_FIX}")
+        if (stated := weights.get(key, defaults[key])) != value:
+            raise ModelError(f"{at}.weights.{key} is {stated!r}, and Octavo reads only {value!r} (FP8). {_FIX}")
     strategy = weights.get("strategy")
     if strategy not in _STRATEGIES:
         raise ModelError(f"{at}.weights.strategy is {strategy!r}; Octavo reads {', '.join(_STRATEGIES)}. {_FIX}")
@@ -309,11 +313,11 @@ def _parse_weights(weights: Any, at: str) -> tuple[str, tuple[int, int] | None]:
 def _pair(value: Any, where: str) -> tuple[int, int]:
     whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(side) is int for side in value)
     if not whole or any(side < 1 for side in value):
-        raise ModelError(f"{where} is {value!r}; two whole numbers are needed, as in [128, 128]. Write it again.")
+        raise ModelError(f"{where} is {value!r}; two whole numbers are needed, as in [128, 128]. Correct it.")
     return value[0], value[1]
 
 
-def _names(value: Any, where: str) -> tuple[str, ...]:
+def _names(value: object, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
@@ -332,12 +336,13 @@ def _compiles(pattern: str, where: str) -> None:
 
 
 def to_config(quantization: Quantization) -> dict[str, Any]:
-    """The `quantization_config` that says this: `parse` reads it back to the same Quantization.
+    """The `quantization_config` of a Quantization: `parse` returns the same Quantization for it.
 
-    fp8 has every key that vLLM, SGLang and transformers look for, compressed-tensors what its version 0.20 writes.
-    Raises ModelError for what the method has no words for.
+    fp8 has every key that vLLM, SGLang and transformers read, compressed-tensors the keys that its version 0.20 writes.
+    Raises ModelError for a Quantization that the method cannot express.
     """
     q = quantization
+    # Keys that are None are written too, as compressed-tensors itself does.
     if q.method == "fp8":
         if q.kind != "block" or q.block is None or q.activations != "dynamic" or q.targets != ("Linear",):
             raise ModelError(
@@ -377,7 +382,7 @@ def to_config(quantization: Quantization) -> dict[str, Any]:
     }
 
 
-def _inputs(q: Quantization) -> dict[str, Any] | None:
+def _inputs(q: Quantization) -> dict[str, object] | None:
     if q.activations == "none":
         return None
     if q.activations == "static":
@@ -387,6 +392,6 @@ def _inputs(q: Quantization) -> dict[str, Any] | None:
     return _arguments("token", dynamic=True)
 
 
-def _arguments(strategy: str, dynamic: bool) -> dict[str, Any]:
+def _arguments(strategy: str, dynamic: bool) -> dict[str, object]:
     fp8_words = {"num_bits": 8, "type": "float", "symmetric": True}
     return {**fp8_words, "group_size": None, "strategy": strategy, "dynamic": dynamic}

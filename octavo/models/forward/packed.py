@@ -1,13 +1,13 @@
-"""Several samples behind each other in one row: a forward in which no token sees another sample's.
+"""Packing: several samples concatenated in one row, and a forward in which tokens see only their own sample.
 
     packed = models.Packed(model, family)
-    positions = packed.positions(edges, ids, images, kinds, grid)       # each sample's own, from 0
+    positions = packed.positions(edges, ids, images, kinds, grid)       # from 0 in each sample
     with packed.forward(edges, positions):
         model(input_ids=ids, position_ids=positions, ..., use_cache=False)
 
-What transformers does by itself where a row holds several samples is not relied on: a mask from jumps of position ids,
-which is left out, without a word, where there is a cache, a mask, or positions of three axes. Here samples are told
-apart by :mod:`octavo.models.attention.segments`, and afterwards it is counted that every layer was told.
+transformers' own handling of packed rows is not used: it derives a mask from jumps of position ids, and silently omits
+it if there is a cache, a mask, or positions of three axes. Here samples are separated by
+:mod:`octavo.models.attention.segments`, and after the forward the layers that used them are counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _OF_LENGTH = ("longrope", "dynamic")  # rotary angles that depend on the longest
 
 
 def why_not_packed(model: PreTrainedModel) -> str | None:
-    """Why samples of a model cannot share a row, as the end of a sentence; None where they can."""
+    """Why samples of a model cannot share a row, as the end of a sentence; None if they can."""
     if (why := _why_not(model.config)) is not None:
         return why
     if not getattr(type(model), "_supports_attention_backend", False):
@@ -44,10 +44,10 @@ def why_not_packed(model: PreTrainedModel) -> str | None:
 
 def _why_not(config: PreTrainedConfig) -> str | None:
     if getattr(config, "audio_config", None) is not None:
-        return f"model_type {config.model_type!r} takes sound, which packs do not hold in this version"
+        return f"model_type {config.model_type!r} takes sound, which packs do not contain in this version"
     if attends_both_ways(config.model_type):
         return (
-            f"tokens of an image see those behind them in model_type {config.model_type!r}, and attention within the "
+            f"tokens of an image see later ones in model_type {config.model_type!r}, and attention within the "
             "samples of a pack is causal"
         )
     text = config.get_text_config()
@@ -58,27 +58,27 @@ def _why_not(config: PreTrainedConfig) -> str | None:
             "into the next"
         )
     if other := sorted({kind for kind in kinds if kind not in ("full_attention", "attention")}):
-        return f"model_type {config.model_type!r} has layers of {', '.join(other)}, which see a part of a sample alone"
+        return f"model_type {config.model_type!r} has layers of {', '.join(other)}, which see only a part of a sample"
     if getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True) and not kinds:
-        return f"model_type {config.model_type!r} sees {text.sliding_window} tokens back alone (sliding_window)"
+        return f"model_type {config.model_type!r} sees only {text.sliding_window} tokens back (sliding_window)"
     rope = getattr(text, "rope_parameters", None) or {}
     if (kind := rope.get("rope_type")) in _OF_LENGTH:
-        return f"model_type {config.model_type!r} turns queries by {kind}, whose angles depend on the longest sample"
+        return f"model_type {config.model_type!r} uses {kind} rotary, whose angles depend on the longest sample"
     return None
 
 
 class Packed:
-    """Packed forwards of a model, which computes attention by a function of Octavo's from here on. ``share``: of the
-    tokens of each row, where several ranks have them.
+    """Packed forwards of a model, whose attention is replaced by a function of Octavo. ``share``: this rank's share of
+    the tokens of each row, if several ranks share rows.
 
-    Raises ModelError for one whose samples would not be separate: recurrent or windowed layers, attention that is not
-    in transformers' registry, or that runs by another kernel than torch's.
+    Raises ModelError for a model whose samples would not be separate: recurrent or windowed layers, attention that is
+    not in transformers' registry, or that uses another kernel than torch's.
     """
 
     def __init__(self, model: PreTrainedModel, family: Family, share: Share | None = None) -> None:
         if (why := why_not_packed(model)) is not None:
             raise ModelError(f"samples cannot be packed: {why}. {INSTEAD}")
-        if not attention.is_ours(model.get_submodule(family.language_model)):
+        if not attention.uses_octavo_attention(model.get_submodule(family.language_model)):
             attention.use_attention(model, component="foundation")
         self.model, self.family, self.share = model, family, share
         self.axes = axes(model, family)
@@ -88,36 +88,39 @@ class Packed:
         self, edges: Sequence[int], ids: Tensor, images: Sequence[int] = (), kinds: Tensor | None = None,
         grid: Tensor | None = None, videos: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Where each token stands in its own sample, int64: [1, T], or for rotary of three axes [4, 1, T], whose row 0
-        counts tokens and rows 1 to 3 are the model's own ``get_rope_index`` of that sample alone.
+        """Positions of the tokens in their samples, int64: [1, T], or for rotary of three axes [4, 1, T], in which row
+        0 counts tokens and rows 1 to 3 are the model's ``get_rope_index`` of each sample by itself.
 
-        ids [1, T] · images: of each sample, those of padding left out · kinds [1, T], 1 where a token stands for an
-        image, 2 for a video · grid [images, 3] · videos: how many each sample has (`counts`), and what of
-        :data:`octavo.models.processors.frames.OF_VIDEOS` counts these; all in host memory.
+        ids [1, T] · images: the number in each sample; padding has none · kinds [1, T]: 1 for placeholders of images,
+        2 of videos · grid [images, 3] · videos: the number in each sample (`counts`), and the inputs of
+        :data:`octavo.models.processors.frames.OF_VIDEOS`; all in host memory.
         """
         plain = _plain(edges, ids.device)
         if self.axes == 1:
             return plain
-        rows, seen, shown = [], 0, 0
+        rows, first_image, first_clip = [], 0, 0
         videos = videos or {}
         counts = videos.get("counts", ())
+        # The last sample may be padding, which is missing in `images` and `counts`.
         for number, (a, b) in enumerate(pairwise(edges)):
             count = images[number] if number < len(images) else 0
-            own = None if grid is None or not count else grid[seen : seen + count]
-            of = None if kinds is None else kinds[0, a:b]
+            sizes = None if grid is None or not count else grid[first_image : first_image + count]
+            sample_kinds = None if kinds is None else kinds[0, a:b]
             clips = counts[number] if number < len(counts) else 0
-            more = {name: videos[name][shown : shown + clips] for name in OF_VIDEOS if clips and name in videos}
-            rows.append(positions(self.model, self.family, ids[0, a:b], of, own, more)[0])
-            seen, shown = seen + count, shown + clips
+            of_clips = slice(first_clip, first_clip + clips)
+            inputs = {name: videos[name][of_clips] for name in OF_VIDEOS if clips and name in videos}
+            rows.append(positions(self.model, self.family, ids[0, a:b], sample_kinds, sizes, inputs)[0])
+            first_image, first_clip = first_image + count, first_clip + clips
         return torch.cat([plain[None], torch.cat(rows, 1)[:, None]])
 
     @contextmanager
     def forward(self, edges: Sequence[int], positions: Tensor | None) -> Iterator[None]:
-        """Inside, one forward of the model takes a row of samples that end at ``edges`` (0 and T with them), of a
-        shared row this rank's tokens and their positions; ``positions`` are those of the whole row.
+        """A context for one forward of the model on a row of samples that end at ``edges``, which begin with 0 and end
+        with T; for a shared row the forward takes this rank's tokens and their positions. ``positions``: for the whole
+        row.
 
-        Raises ModelError for positions that are not those of the samples, and afterwards where not every layer of the
-        decoder attended within them.
+        Raises ModelError for positions that do not fit the samples, and after the forward if a layer of the decoder did
+        not use the segments.
         """
         self._check(edges, positions)
         device = next(self.model.parameters()).device
@@ -130,22 +133,22 @@ class Packed:
         if len(now.seen) != self.layers:
             raise ModelError(
                 f"{len(now.seen)} of the {self.layers} layers of {type(self.model).__name__} attended within samples: "
-                f"the others mixed them, or attend by a function of their own. {INSTEAD}"
+                f"the others mixed them, or use another attention function. {INSTEAD}"
             )
 
     def _check(self, edges: Sequence[int], positions: Tensor | None) -> None:
         wanted = [1, edges[-1]] if self.axes == 1 else [4, 1, edges[-1]]
         if positions is None or list(positions.shape) != wanted:
-            found = "none" if positions is None else list(positions.shape)
+            shape = "none" if positions is None else list(positions.shape)
             raise ModelError(
-                f"positions of a pack have the shape {wanted} for {self.family.name}, found {found}: take those of "
+                f"positions of a pack have the shape {wanted} for {self.family.name}, found {shape}: compute them with "
                 "Packed.positions"
             )
         rising = list(edges) == sorted(set(edges)) and edges[0] == 0
         if not rising or not torch.equal((positions if self.axes == 1 else positions[0]).cpu(), _plain(edges)):
             raise ModelError(
-                f"positions of a pack count from 0 in each sample (in row 0, where there are four), and samples end at "
-                f"{list(edges)[:8]}: take those of Packed.positions"
+                f"positions of a pack count from 0 in each sample (in row 0, if there are four), and samples end at "
+                f"{list(edges)[:8]}: compute them with Packed.positions"
             )
 
 

@@ -1,11 +1,11 @@
-"""What generation by an engine needs of a Hugging Face decoder: its attention handed over, its positions, its sizes.
+"""The interface between a Hugging Face decoder and a generation engine: its attention, its positions, its sizes.
 
-transformers calls an attention by the name in the decoder's configuration. Inside :func:`attention_by` that name leads
-to a function of the caller's, which gets the queries, keys and values of the new tokens of a layer and keeps a cache of
-its own; transformers makes no mask and no cache. The vision tower keeps the attention that it has.
+transformers selects an attention function by the name in the decoder's configuration. Inside :func:`attention_by` that
+name refers to a function of the caller, which receives the queries, keys and values of the new tokens of a layer and
+maintains the cache; transformers builds no mask and no cache. The attention of the vision tower is not changed.
 
-The tokens of all sequences stand behind each other in one row, so that no token is padding: position ids say where each
-stands in its own sequence, the attention function which tokens see each other.
+The tokens of all sequences are concatenated to one row without padding: position ids are those in each sequence, and
+the attention function decides which tokens see each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What a token leaves in the cache: `layers` times `heads` keys and values of `dim` numbers. `queries`: heads that
-    look at them; `context`: the most tokens of a sequence; `vocabulary`: logits of a token."""
+    """The cache of a token: `layers` times `heads` keys and values of `dim` numbers. `queries`: heads of queries;
+    `context`: the maximum of tokens in a sequence; `vocabulary`: logits of a token."""
 
     layers: int
     heads: int
@@ -45,44 +45,45 @@ class CacheShape:
 
 
 def cache_shape(config: PreTrainedConfig) -> CacheShape:
-    """The cache of a model's decoder, by its configuration. Raises ModelError for a decoder that the paged cache is
-    not for: layers that are no plain attention over all earlier tokens, and positions of a sequence that depend on the
-    longest one beside it."""
+    """The cache of a model's decoder, by its configuration. Raises ModelError for a decoder that the paged cache does
+    not support: layers other than plain attention over all earlier tokens, and positions that depend on the longest
+    sequence of the batch."""
+    # The engine computes a causal softmax over all cached keys and nothing else; each refusal is another computation.
     if attends_both_ways(config.model_type):
         raise ModelError(
-            f"tokens of an image see those behind them in model_type {config.model_type!r}, and the generation engine "
-            "is causal. Ask it with transformers' own generate."
+            f"tokens of an image see later ones in model_type {config.model_type!r}, and the generation engine "
+            "is causal. Use transformers' own generate."
         )
     text = config.get_text_config()
     if getattr(text, "alibi", False):
         raise ModelError(
             f"model_type {config.model_type!r} adds ALiBi's bias to its scores, which the generation engine does not "
-            "compute. Ask it with transformers' own generate."
+            "compute. Use transformers' own generate."
         )
     kinds = set(getattr(text, "layer_types", None) or ())
     if odd := sorted(kinds - {"full_attention"}):
         raise ModelError(
-            f"model_type {config.model_type!r} has layers of {', '.join(odd)}, and the generation engine keeps keys "
-            "and values of full attention alone. Ask it with transformers' own generate."
+            f"model_type {config.model_type!r} has layers of {', '.join(odd)}, and the generation engine caches only "
+            "keys and values of full attention. Use transformers' own generate."
         )
     rope = getattr(text, "rope_parameters", None) or {}
     short = rope.get("original_max_position_embeddings", 0)
     if rope.get("rope_type") == "longrope" and short < text.max_position_embeddings:
         raise ModelError(
-            f"model_type {config.model_type!r} turns queries and keys by longrope: all sequences of a call by other "
-            f"angles, as soon as one of them is longer than {short} tokens (original_max_position_embeddings), so "
-            "that what is written would depend on the batch. Ask it with transformers' own generate."
+            f"model_type {config.model_type!r} uses longrope, which changes the rotary angles of all sequences of a "
+            f"call as soon as one of them is longer than {short} tokens (original_max_position_embeddings), so the "
+            "output would depend on the batch. Use transformers' own generate."
         )
     heads = text.num_attention_heads
     dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    held = getattr(text, "num_key_value_heads", None) or heads
-    return CacheShape(text.num_hidden_layers, held, dim, heads, text.max_position_embeddings, text.vocab_size)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    return CacheShape(text.num_hidden_layers, kv_heads, dim, heads, text.max_position_embeddings, text.vocab_size)
 
 
 def why_not_paged(model: PreTrainedModel) -> str | None:
-    """Why a model's attention cannot be handed over, as the end of a sentence; None where it can."""
+    """Why a model's attention cannot be replaced by an engine's, as the end of a sentence; None if it can."""
     if getattr(model.config, "audio_config", None) is not None:
-        return f"{type(model).__name__} takes sound, which prompts do not hold in this version"
+        return f"{type(model).__name__} takes sound, which prompts do not contain in this version"
     if not getattr(type(model), "_supports_attention_backend", False):
         return f"{type(model).__name__} computes attention in its own way, not through transformers' registry"
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -96,22 +97,24 @@ def why_not_paged(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def attention_by(model: PreTrainedModel, family: Family, attend: Attend) -> Iterator[None]:
-    """Inside, every layer of the decoder computes attention by ``attend``. Raises ModelError for a layer that asks for
-    more than a scaled softmax over earlier tokens."""
-    config = model.get_submodule(family.language_model).config
+    """A context in which every layer of the decoder computes attention by ``attend``. Raises ModelError for a layer
+    that needs more than a scaled softmax over earlier tokens."""
+    config = cast(PreTrainedConfig, model.get_submodule(family.language_model).config)
 
     def forward(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float | None = None, **kw: Any
-    ) -> tuple[Tensor, None]:
-        if odd := [name for name in ("softcap", "position_bias", "s_aux", "sliding_window") if kw.get(name)]:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object, scaling: float | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        if odd := [name for name in ("softcap", "position_bias", "s_aux", "sliding_window") if options.get(name)]:
             raise ModelError(
                 f"{type(module).__name__} asks its attention for {odd[0]}, which the generation engine does not "
-                "compute. Ask this model with transformers' own generate."
+                "compute. Use transformers' own generate for this model."
             )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        return attend(module.layer_idx, q, k, v, scale)[None], None  # type: ignore[arg-type]
+        return attend(cast(int, module.layer_idx), q, k, v, scale)[None], None
 
+    # Contexts may be nested, for one engine inside another: the inner one restores the outer one's function.
     before, outer = config._attn_implementation, ALL_ATTENTION_FUNCTIONS.get(NAME)
     ALL_ATTENTION_FUNCTIONS[NAME] = forward
     config._attn_implementation = NAME
@@ -119,7 +122,7 @@ def attention_by(model: PreTrainedModel, family: Family, attend: Attend) -> Iter
         yield
     finally:
         config._attn_implementation = before
-        del ALL_ATTENTION_FUNCTIONS[NAME]  # it holds the caller, who holds the model
+        del ALL_ATTENTION_FUNCTIONS[NAME]  # or it would keep the caller alive, and with it the model
         if outer is not None:
             ALL_ATTENTION_FUNCTIONS[NAME] = outer
 
@@ -128,11 +131,11 @@ def positions(
     model: PreTrainedModel, family: Family, ids: Tensor, kinds: Tensor | None = None, grid: Tensor | None = None,
     videos: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, int]:  # fmt: skip
-    """(where each token of a prompt stands, where the next one will): int64 [3, P] for families whose rotary has three
-    axes (by the model's own ``get_rope_index``), else [1, P].
+    """(positions of the tokens of a prompt, position of the next token): int64 [3, P] for families whose rotary has
+    three axes (from the model's ``get_rope_index``), else [1, P].
 
-    ids [P] int64 · kinds [P] int64: 1 where a token stands for an image, 2 for a video (None: by its id) · grid
-    [images, 3] · videos: those of :data:`octavo.models.processors.frames.OF_VIDEOS`
+    ids [P] int64 · kinds [P] int64: 1 for placeholders of images, 2 of videos (None: from the ids) · grid [images, 3]
+    · videos: the inputs of :data:`octavo.models.processors.frames.OF_VIDEOS`
     """
     plain = torch.arange(len(ids), device=ids.device)[None]
     index = _rope_index(model, family)
@@ -140,18 +143,20 @@ def positions(
         return plain, len(ids)
     if grid is None and not videos:
         return plain.expand(3, -1), len(ids)
-    kinds = (ids == family.image_token_id).long() if kinds is None else kinds
-    of_rows, _ = index(input_ids=ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid, **(videos or {}))
+    if kinds is None:
+        assert family.image_token_id is not None  # of a family that takes images
+        kinds = (ids == family.image_token_id).long()
+    of_row, _ = index(input_ids=ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid, **(videos or {}))
     if videos:
-        of_rows = set_times(model, of_rows, kinds[None], videos)
-    return of_rows[:, 0], int(of_rows.max()) + 1
+        of_row = set_times(model, of_row, kinds[None], videos)
+    return of_row[:, 0], int(of_row.max()) + 1
 
 
 def axes(model: PreTrainedModel, family: Family) -> int:
-    """How many numbers say where a token stands: 3 or 1."""
+    """The number of axes of a token's position: 3 or 1."""
     return 1 if _rope_index(model, family) is None else 3
 
 
-def _rope_index(model: PreTrainedModel, family: Family) -> Callable[..., Any] | None:
+def _rope_index(model: PreTrainedModel, family: Family) -> Callable[..., tuple[Tensor, Tensor]] | None:
     owner = model.get_submodule(family.language_model.rpartition(".")[0])
     return getattr(owner, "get_rope_index", None)

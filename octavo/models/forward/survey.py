@@ -1,7 +1,8 @@
-"""Every model of images or sound and text that the installed transformers has: described, planned or refused, and why.
+"""A survey of all models of images or sound and text in the installed transformers: described, planned or refused, and
+why.
 
-A model is built as its configuration class makes it by default, on the meta device; what a released folder holds is
-described from that folder. `octavo doctor --families` prints the table, and docs/families.md holds it.
+A model is built from the default of its configuration class, on the meta device; a released model is described from its
+folder. `octavo doctor --families` prints the table, which is also in docs/families.md.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ COLUMNS = ("model type", "tower", "projector", "decoder", "blocks", "image token
 
 @dataclass(frozen=True)
 class Surveyed:
-    """One family: what it does here (:data:`TRAINS` and the like), why no more, and the names of its parts, which one
-    that is not described lacks. ``image_token`` is that of the default configuration."""
+    """One family: its support (one of :data:`HERE`), the reason if it is limited, and the names of its parts, which are
+    empty if the family is not described. ``image_token``: in the default configuration."""
 
     model_type: str
     here: str
@@ -49,7 +50,7 @@ class Surveyed:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """What stands under :data:`COLUMNS`."""
+        """The values of :data:`COLUMNS`."""
         token = "" if self.image_token is None else str(self.image_token)
         towers = ", ".join(filter(None, (self.tower, *self.audio)))
         names = (towers, ", ".join(self.projector), self.decoder, ", ".join(self.blocks))
@@ -74,17 +75,17 @@ def config_classes() -> dict[str, type[PreTrainedConfig]]:
     return classes | {c.model_type: c for c in MODEL_FOR_MULTIMODAL_LM_MAPPING if "audio_config" in c.sub_configs}
 
 
-def summary(found: Sequence[Surveyed]) -> str:
-    """How many of them are what, as a sentence."""
-    counts = Counter(one.here for one in found)
+def summary(families: Sequence[Surveyed]) -> str:
+    """The number of families with each kind of support, as a sentence."""
+    counts = Counter(one.here for one in families)
     parts = ", ".join(f"{here} {counts[here]}" for here in HERE)
-    own = sum(is_own(one.model_type) for one in found)
-    known = f"transformers {transformers.__version__}, {own} of Octavo's own"
-    return f"{len(found)} families of images, sound and text ({known}): {parts}."
+    by_octavo = sum(is_own(one.model_type) for one in families)
+    known = f"transformers {transformers.__version__}, {by_octavo} of Octavo's own"
+    return f"{len(families)} families of images, sound and text ({known}): {parts}."
 
 
 def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
-    """One family, by its default configuration."""
+    """Survey one family, by its default configuration."""
     name = config_class.model_type
     try:
         config = whole(config_class)
@@ -106,8 +107,8 @@ def look_at(config_class: type[PreTrainedConfig]) -> Surveyed:
 
 
 def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The default configuration with all of its parts, also those that it leaves out by default, as Gemma 4's tower.
-    Raises ModelError where the class has no default."""
+    """The default configuration with all of its parts, including those that are None by default, as Gemma 4's tower.
+    Raises ModelError if the class has no default."""
     with stock(f"no default configuration of {config_class.__name__}"):
         config = config_class()
         left = {
@@ -119,24 +120,24 @@ def whole(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _parts(family: Family) -> tuple[str, tuple[str, ...], tuple[str, ...], str, tuple[str, ...], int | None]:
-    """The fields of :class:`Surveyed` from ``tower`` on; what leads from the audio tower into the decoder stands with
-    it, where it is no part of it."""
-    heard, projector = (
+    """The fields of :class:`Surveyed` from ``tower`` on; the audio projector is listed with the audio tower, except
+    modules inside it."""
+    audio_projector, projector = (
         tuple(glob.removesuffix(".**") for glob in family.components.get(name, ()))
         for name in ("audio_projector", "image_projector")
     )
-    beside = (name for name in heard if not name.startswith(f"{family.audio_tower}."))
-    audio = tuple(filter(None, (family.audio_tower, *beside)))
+    outside = (name for name in audio_projector if not name.startswith(f"{family.audio_tower}."))
+    audio = tuple(filter(None, (family.audio_tower, *outside)))
     blocks = tuple(glob.removesuffix(".*") for glob in family.layer_globs)
     return family.tower, audio, projector, family.language_model, blocks, family.image_token_id
 
 
 def _of(sentence: str, name: str) -> str:
-    """What a sentence says of a family, without its name in front."""
+    """A sentence about a family, without the family's name at its beginning."""
     return sentence.removeprefix(f"model_type {name!r} ")
 
 
 def _short(error: BaseException) -> str:
-    """The first sentence of an error of transformers, or what of it fits a line."""
+    """The first sentence of an error of transformers, shortened to fit a line."""
     text = " ".join(str(error).split()).partition(". ")[0]
     return f"{type(error).__name__}: {textwrap.shorten(text, 90, placeholder=' ...')}"

@@ -1,33 +1,40 @@
-"""A dummy image times zero: the vision tower takes part in every step, also where a batch has no image.
+"""Dummy inputs for towers: the vision tower takes part in every step, even if a batch has no image.
 
-Why: in data-parallel training every rank has to run the same collectives. A rank whose rows hold no image would skip
-the tower, its all-gathers and its reduce-scatters, and the other ranks would wait for ever. And an unfrozen tower that
-a step never reaches has gradients None where others have tensors. So the tower runs on the smallest image, and what
-comes out enters the language model's input as nothing at all: the value is unchanged, the gradient exactly zero. The
-same of sound, of which the tower hears silence.
+In data-parallel training every rank has to run the same collectives. A rank without images would skip the tower, its
+all-gathers and its reduce-scatters, and the other ranks would wait forever. An unfrozen tower that a step never reaches
+also has gradients None where others have tensors. So the tower runs on the smallest image, and its output has no
+effect: the input of the language model is unchanged, the gradient exactly zero. The audio tower runs on silence.
 
-Experts that images alone reach (Ernie 4.5 VL's) stand in the decoder, where a layer calls them if there is an image.
-Where it does not, they run on no token at all, for the same two reasons.
+Experts for images (Ernie 4.5 VL's) are in the decoder, where a layer calls them only if there is an image. If it does
+not, they run on zero tokens, for the same two reasons.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 
 from octavo.models.errors import ModelError
-from octavo.models.structure.audio_shapes import hearing_of
+from octavo.models.structure.audio_shapes import audio_of
 from octavo.models.structure.describe import Family
 from octavo.models.structure.vision_shapes import vision_of
 
 
+class _TakesImages(Protocol):
+    """The module that contains the tower: a model of images and text without its output projection."""
+
+    def get_image_features(self, **inputs: Tensor) -> object:
+        """Features of images, from tower and projector."""
+
+
 class _Join(torch.autograd.Function):
-    """`embeds` unchanged; its gradient passes, every feature receives zeros.
+    """Returns `embeds` unchanged and passes its gradient; every feature receives a gradient of zeros.
 
     Not `embeds + 0 * features.sum()`: zero times Inf or NaN is NaN, and adding 0.0 turns -0.0 into 0.0.
     """
@@ -44,30 +51,32 @@ class _Join(torch.autograd.Function):
 
 
 def dummy_image_inputs(model: nn.Module, family: Family) -> dict[str, Tensor]:
-    """The smallest black image of a family, as its `get_image_features` takes it, on the tower's device."""
+    """The smallest black image of a family, as arguments of `get_image_features`, on the tower's device."""
     if not family.has_vision:
         raise ModelError(f"{family.name} takes no images; only a vision-language model needs a dummy image.")
     parameter = next(model.get_submodule(family.tower).parameters())
-    return vision_of(model.config).smallest(parameter.device, parameter.dtype)
+    return vision_of(cast(PreTrainedConfig, model.config)).smallest(parameter.device, parameter.dtype)
 
 
 def attach_dummy_image(
     model: nn.Module,
     family: Family,
     enabled: Callable[[], bool],
-    guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    guard: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> RemovableHandle:
     """Run tower and projector on a dummy image before the language model, whenever `enabled()` is true.
 
-    enabled  asked once a forward: true for a batch without images (or always: harmless, one small image)
-    guard    context around the extra forward, e.g. `octavo.fp8.observe.uncounted`, so that it enters no amax history,
-             health figure or GEMM count
+    enabled  called once in each forward: true for a batch without images (always true is correct too, and costs one
+             small image)
+    guard    context around the extra forward, e.g. `octavo.fp8.observe.uncounted`, so that it is not part of amax
+             histories, health figures and GEMM counts
 
-    The tower runs frozen or not. Losses and other gradients are bit-identical to a model without the hook; unfrozen
-    parameters of tower and projector get gradients of exactly zero. Returns a handle; `remove()` takes the hook away.
+    The tower runs whether it is frozen or not. Losses and other gradients are bit-identical to a model without the
+    hook; unfrozen parameters of tower and projector get gradients of exactly zero. Returns a handle; `remove()` removes
+    the hook. Raises ModelError for a family without images.
     """
-    owner = model.get_submodule(family.tower.rpartition(".")[0])
-    dummy_image_inputs(model, family)  # a family without images is refused here, not in the first step
+    owner = cast(_TakesImages, model.get_submodule(family.tower.rpartition(".")[0]))
+    dummy_image_inputs(model, family)  # raises for a family without images now, not in the first step
 
     def features() -> Iterator[Tensor]:
         return _features(owner.get_image_features(**dummy_image_inputs(model, family)))
@@ -79,36 +88,36 @@ def attach_dummy_sound(
     model: nn.Module,
     family: Family,
     enabled: Callable[[], bool],
-    guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    guard: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> RemovableHandle:
-    """The same of the tower of sound and its projector, on silence: one sound of full length, since towers take no
-    shorter one. Raises ModelError for a family whose way Octavo does not know."""
+    """The same for the audio tower and its projector, on silence: one sound of full length, because towers take no
+    shorter one. Raises ModelError for a family whose audio inputs Octavo does not know."""
     if not family.has_audio:
-        raise ModelError(f"{family.name} takes no sound; only a model with a tower of sound needs a dummy sound.")
-    hearing = hearing_of(model.config)  # type: ignore[arg-type]
+        raise ModelError(f"{family.name} takes no sound; only a model with an audio tower needs a dummy sound.")
+    hearing = audio_of(cast(PreTrainedConfig, model.config))
     tower = model.get_submodule(family.audio_tower)
     globs = family.components["audio_projector"]
     projectors = [model.get_submodule(glob.removesuffix(".**")) for glob in globs]
 
     def features() -> Iterator[Tensor]:
         parameter = next(tower.parameters())
-        heard = tower(hearing.smallest(parameter.device, parameter.dtype)).last_hidden_state
+        output: Tensor = tower(hearing.smallest(parameter.device, parameter.dtype)).last_hidden_state
         for projector in projectors:
-            heard = projector(heard)
-        yield heard
+            output = projector(output)
+        yield output
 
     return _attach(model, family, "sound", enabled, guard, features)
 
 
 def attach_idle_experts(
-    model: nn.Module, family: Family, guard: Callable[[], AbstractContextManager[Any]] = nullcontext
+    model: nn.Module, family: Family, guard: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> list[RemovableHandle]:
-    """Run the experts that images alone reach on no token, in each forward whose layer does not call them; a family
-    without such experts gets no hook.
+    """Run the experts for images on zero tokens in each forward whose layer does not call them; a family without such
+    experts gets no hook.
 
-    Values are unchanged, their parameters get gradients of exactly zero, and experts that are dealt to ranks take part
-    in every exchange. Which forwards these are is up to the tokens at hand, not to the batch: of ranks that share a row
-    one may have no token of its images.
+    Values are unchanged, the experts' parameters get gradients of exactly zero, and experts that are distributed over
+    ranks take part in every exchange. The layer itself is observed instead of the batch, because a rank that shares a
+    row may have none of its image tokens.
     """
     inside = f"{family.language_model}."
     names = [name for name, _ in model.named_modules() if name.startswith(inside)]
@@ -122,39 +131,39 @@ def attach_idle_experts(
 
 
 class _Idle:
-    """The hooks of one layer: whether it called its experts for images, and what happens if not."""
+    """The hooks of one layer: they record whether it called its experts for images, and call them if not."""
 
-    def __init__(self, experts: nn.Module, guard: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(self, experts: nn.Module, guard: Callable[[], AbstractContextManager[object]]) -> None:
         self.experts, self.guard, self.called = experts, guard, False
 
     def attach(self, layer: nn.Module) -> list[RemovableHandle]:
-        """``layer``: the module that calls the experts, and returns a tuple of which the hidden states are first."""
+        """``layer``: the module that calls the experts; it returns a tuple that begins with the hidden states."""
         return [
             layer.register_forward_pre_hook(self._begin),
             self.experts.register_forward_hook(self._note),
             layer.register_forward_hook(self._end),
         ]
 
-    def _begin(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    def _begin(self, layer: nn.Module, args: tuple[object, ...]) -> None:
         self.called = False
 
-    def _note(self, experts: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def _note(self, experts: nn.Module, args: tuple[object, ...], output: object) -> None:
         self.called = True
 
-    def _end(self, layer: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _end(self, layer: nn.Module, args: tuple[object, ...], output: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if self.called:
             return None
         hidden, *rest = output
-        nothing = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())  # so that a backward exchanges, too
+        no_tokens = hidden.new_empty(0, requires_grad=torch.is_grad_enabled())  # so that the backward exchanges, too
         with self.guard():
-            return _Join.apply(hidden, *_tensors(self.experts(nothing))), *rest
+            return _Join.apply(hidden, *_tensors(self.experts(no_tokens))), *rest
 
 
 def _attach(
     model: nn.Module, family: Family, what: str, enabled: Callable[[], bool],
-    guard: Callable[[], AbstractContextManager[Any]], features: Callable[[], Iterator[Tensor]],
+    guard: Callable[[], AbstractContextManager[object]], features: Callable[[], Iterator[Tensor]],
 ) -> RemovableHandle:  # fmt: skip
-    """Let `features` join the input of the language model whenever `enabled()` is true."""
+    """Join `features` to the input of the language model by :class:`_Join` whenever `enabled()` is true."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
         if not enabled():
@@ -162,8 +171,8 @@ def _attach(
         embeds = kwargs.get("inputs_embeds")
         if embeds is None:
             raise ModelError(
-                f"the language model of {family.name} was called without inputs_embeds, so a dummy {what} cannot join; "
-                "call the whole model, not its language model alone."
+                f"the language model of {family.name} was called without inputs_embeds, so a dummy {what} cannot be "
+                "added; call the whole model, not only its language model."
             )
         with guard():
             embeds = _Join.apply(embeds, *features())
@@ -173,7 +182,7 @@ def _attach(
 
 
 def _features(output: Any) -> Iterator[Tensor]:
-    """The projector's outputs: what enters the language model, DeepStack's included."""
+    """The projector's outputs that enter the language model, including DeepStack's."""
     for entry in (output.pooler_output, getattr(output, "deepstack_features", None)):
         yield from _tensors(entry)
 

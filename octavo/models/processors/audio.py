@@ -1,11 +1,11 @@
-"""Processors of models that hear: text and samples of sound in, the model's tensors out.
+"""Processors of models that take audio: text and audio samples in, the model's tensors out.
 
-The stock feature extractor makes the picture of a sound (:mod:`octavo.models.structure.audio_shapes`); each placeholder
-in the text grows into as many tokens as its sound has. Beside that a class says what the data side must know of a
-family:
+The stock feature extractor computes the spectrogram of a sound (:mod:`octavo.models.structure.audio_shapes`); each
+placeholder in the text is repeated for each token of its sound. A class also has what the data package needs to know
+of a family:
 
     inputs         tensors for the model, and what the first dimension of each counts (octavo.data.encoding.sample)
-    sound_limits   samples a second, and samples of the shortest and longest sound
+    sound_limits   samples per second, and samples of the shortest and longest sound
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioPro
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder.chat import WithDeadline
 from octavo.models.folder.folder import check_sizes, readable, stock
-from octavo.models.structure.audio_shapes import LEAST, hearing_of
+from octavo.models.structure.audio_shapes import LEAST, audio_of
 from octavo.models.structure.skeleton import stock_config
 
 
 class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
-    """Qwen2AudioProcessor with a call that tells offsets in every version of transformers, and pads as the model
-    wants."""
+    """Qwen2AudioProcessor with a call that works in every version of transformers, and pads as the model needs."""
 
     image_processor = None
     inputs: ClassVar[dict[str, str]] = {"input_features": "sound", "feature_attention_mask": "sound"}
@@ -39,31 +38,33 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
         frames = next(n for n in range(1, 100) if self._tokens(n) == LEAST)
         return self.feature_extractor.sampling_rate, (frames - 1) * hop + 1, self.feature_extractor.n_samples
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self, text: Sequence[str], audio: Sequence[np.ndarray] | None = None, images: Any = None, **options: Any
     ) -> BatchFeature:
-        """`input_ids` of texts whose placeholders have grown, and where there are sounds `input_features` [sounds,
-        bins, frames] and `feature_attention_mask` [sounds, frames]; lists, unless `options` of the tokenizer say
-        otherwise. Raises ModelError for images, and where placeholders and sounds are not as many."""
+        """`input_ids` of texts with expanded placeholders and, if there are sounds, `input_features` [sounds, bins,
+        frames] and `feature_attention_mask` [sounds, frames]; lists, unless `options` of the tokenizer set
+        `return_tensors`. Raises ModelError for images, and if the numbers of placeholders and sounds differ."""
         if images is not None and len(images):
-            raise ModelError(f"{len(images)} images were given to a model that hears and sees nothing.")
+            raise ModelError(f"{len(images)} images were given to a model of audio and text, which takes no images.")
         texts, sounds = [text] if isinstance(text, str) else list(text), [] if audio is None else list(audio)
         places = sum(one.count(self.audio_token) for one in texts)
         if places != len(sounds):
             raise ModelError(f"{len(sounds)} sounds were given for {places} placeholders {self.audio_token}.")
-        heard: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if sounds:
-            found = self.feature_extractor(
+            # "max_length": the tower takes sounds of its full length only
+            features = self.feature_extractor(
                 sounds, sampling_rate=self.feature_extractor.sampling_rate, padding="max_length",
                 return_attention_mask=True, return_tensors=options.get("return_tensors"),
             )  # fmt: skip
-            heard = {"input_features": found["input_features"], "feature_attention_mask": found["attention_mask"]}
-            grown = iter([self.audio_token * self._tokens(int(sum(mask))) for mask in found["attention_mask"]])
-            texts = [re.sub(re.escape(self.audio_token), lambda _: next(grown), one) for one in texts]
+            masks = features["attention_mask"]
+            inputs = {"input_features": features["input_features"], "feature_attention_mask": masks}
+            expanded = iter([self.audio_token * self._tokens(int(sum(mask))) for mask in masks])
+            texts = [re.sub(re.escape(self.audio_token), lambda _: next(expanded), one) for one in texts]
         options.pop("return_mm_token_type_ids", None)
         encoded = self.tokenizer(texts, **options)
         encoded.pop("token_type_ids", None)
-        return BatchFeature({**encoded, **heard})
+        return BatchFeature({**encoded, **inputs})
 
     @staticmethod
     def _tokens(frames: int) -> int:
@@ -71,7 +72,7 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
 
 
 def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Qwen2AudioTextProcessor:
-    """The processor of a folder. Raises ModelError where its files are missing or contradict config.json."""
+    """The processor of a folder. Raises ModelError if its files are missing or contradict config.json."""
     file = folder / "preprocessor_config.json"
     if not file.exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
@@ -83,12 +84,12 @@ def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None)
         with readable(folder) as plain:
             extractor = WhisperFeatureExtractor.from_pretrained(plain, local_files_only=True)
         processor = Qwen2AudioTextProcessor(extractor, tokenizer, chat_template=template)
-    hearing = hearing_of(config)
-    made, wanted = (extractor.feature_size, extractor.nb_max_frames), (hearing.bins, hearing.frames)
-    if made != wanted:
+    hearing = audio_of(config)
+    sizes, wanted = (extractor.feature_size, extractor.nb_max_frames), (hearing.bins, hearing.frames)
+    if sizes != wanted:
         raise ModelError(
-            f"{file} makes sounds of {made[0]} bins x {made[1]} frames, and the tower of config.json takes {wanted[0]} "
-            f"x {wanted[1]}. Take both from one model."
+            f"{file} makes sounds of {sizes[0]} bins x {sizes[1]} frames, and the tower of config.json takes "
+            f"{wanted[0]} x {wanted[1]}. Take both from one model."
         )
     if processor.audio_token_id != config.audio_token_id:
         raise ForeignTokenizerError(

@@ -1,16 +1,17 @@
-"""To a vision tower a time step of a video is an image: videos of a batch as images, in front of the model.
+"""Videos of a batch as images: to a vision tower, a time step of a video is an image.
 
-A step (frames that share a patch) attends to itself alone in the towers of Qwen3-VL and Qwen2.5-VL, its angles are an
-image's, and its features replace the embeddings of its tokens, whichever placeholder these are. So a video of t steps
-is t images of one step, and a batch of images and videos runs the tower once, as one of images alone: ranks gather
-its weights as often as each other, each layer's GEMMs are counted once, and what deals images to ranks deals steps.
-Only where tokens stand in time differs; that is worked out in front (:func:`octavo.models.forward.paged.positions`).
+In the towers of Qwen3-VL and Qwen2.5-VL a step (the frames that share a patch) attends only to itself, it has an
+image's rotary angles, and its features replace the embeddings of its tokens, whatever their placeholder. A video of t
+steps is therefore passed as t images, and a batch of images and videos runs the tower once, like a batch of
+images: all ranks gather its weights equally often, each layer's GEMMs are counted once, and images and steps are dealt
+to ranks by the same code. Only the positions of tokens in time differ; they are computed before the forward
+(:func:`octavo.models.forward.paged.positions`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import transformers
@@ -18,16 +19,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 VIDEO = 2
-"""Kind of a token that stands for a video, in `mm_token_type_ids`."""
+"""Kind of a video's placeholder in `mm_token_type_ids`."""
 OF_VIDEOS = ("video_grid_thw", "second_per_grid_ts")
-"""What of videos decides where their tokens stand: their sizes in patches, and seconds a step of time."""
+"""Inputs of videos that determine the positions of their tokens: grids in patches, and seconds of a time step."""
+
+
+class _HasRopeIndex(Protocol):
+    """A model that computes positions for rotary embeddings with three axes."""
+
+    def get_rope_index(self, input_ids: Tensor, **media: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [3, B, T] and the offset of the next position in each row."""
 
 
 def as_images(batch: Mapping[str, Any], merge: int, image: int) -> dict[str, Any]:
-    """A batch, in host memory, whose videos have become images; itself where there is none.
+    """A batch in host memory with its videos as images; the same values if it has none.
 
-    merge: patches of a token, in each direction · image: the token that stands for an image. `pixel_values`,
-    `image_grid_thw`, `input_ids` and `mm_token_type_ids` are those of images and steps, in the order of their tokens.
+    merge: patches of a token, in each direction · image: the placeholder token of an image. `pixel_values`,
+    `image_grid_thw`, `input_ids` and `mm_token_type_ids` cover images and steps, in the order of their tokens.
     """
     if "video_grid_thw" not in batch:
         return dict(batch)
@@ -36,16 +44,17 @@ def as_images(batch: Mapping[str, Any], merge: int, image: int) -> dict[str, Any
     steps[:, 0] = 1
     kinds, ids = batch["mm_token_type_ids"], batch["input_ids"]
     pixels, grid = batch["pixel_values_videos"], steps
+    # The model fills placeholders in the order of the text, so images and steps are sorted by their first tokens.
     if "image_grid_thw" in batch:
         grid = torch.cat([batch["image_grid_thw"], steps])
-        stand = [_first(kinds == 1, batch["image_grid_thw"], merge), _first(kinds == VIDEO, steps, merge)]
-        order = torch.cat(stand).argsort()
+        first_tokens = [_first(kinds == 1, batch["image_grid_thw"], merge), _first(kinds == VIDEO, steps, merge)]
+        order = torch.cat(first_tokens).argsort()
         parts = [*batch["pixel_values"].split(batch["image_grid_thw"].prod(-1).tolist())]
         parts += pixels.split(steps.prod(-1).tolist())
         pixels, grid = torch.cat([parts[n] for n in order.tolist()]), grid[order]
-    gone = ("pixel_values_videos", *OF_VIDEOS)
+    replaced = ("pixel_values_videos", *OF_VIDEOS)
     return {
-        **{name: value for name, value in batch.items() if name not in gone},
+        **{name: value for name, value in batch.items() if name not in replaced},
         "pixel_values": pixels,
         "image_grid_thw": grid,
         "input_ids": torch.where(kinds == VIDEO, image, ids),
@@ -60,48 +69,48 @@ def _first(where: Tensor, grid: Tensor, merge: int) -> Tensor:
 
 
 def positions_of_rows(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
-    """Where the tokens of padded rows [B, T] with videos stand: int64 [3, B, T], by the model's own ``get_rope_index``
-    and, in time, by :func:`set_times`."""
+    """Positions of the tokens of padded rows [B, T] with videos: int64 [3, B, T], from the model's ``get_rope_index``
+    and, in time, from :func:`set_times`."""
     return set_times(model, _stock_positions(model, batch), _kinds(batch), batch)
 
 
 def why_not_stock_times(model: PreTrainedModel, batch: Mapping[str, Any]) -> str | None:
-    """Why transformers' own forward would misplace the videos of a batch [B, T] in time, or None: found by comparing
-    its positions with those of :func:`positions_of_rows`, whatever its version."""
+    """Why transformers' own forward would place the videos of a batch [B, T] wrongly in time, or None. Its positions
+    are compared with :func:`positions_of_rows`, so this holds for every version."""
     if "second_per_grid_ts" not in batch:
         return None
     stock = _stock_positions(model, batch)
     if torch.equal(stock, set_times(model, stock, _kinds(batch), batch)):
         return None
     return (
-        f"transformers {transformers.__version__} cuts the seconds of a video's time steps to an integer, and the "
-        "model is trained with the seconds as they are. Install a version that does not: pip install --upgrade "
+        f"transformers {transformers.__version__} truncates the seconds of a video's time steps to an integer, and the "
+        "model is trained with the exact seconds. Install a version that does not truncate: pip install --upgrade "
         "transformers"
     )
 
 
 def _stock_positions(model: PreTrainedModel, batch: Mapping[str, Any]) -> Tensor:
     names = ("mm_token_type_ids", "image_grid_thw", *OF_VIDEOS, "attention_mask")
-    positions, _ = model.base_model.get_rope_index(
+    positions, _ = cast(_HasRopeIndex, model.base_model).get_rope_index(
         input_ids=batch["input_ids"], **{name: batch[name] for name in names if name in batch}
     )
-    return positions  # type: ignore[no-any-return]
+    return positions
 
 
 def _kinds(batch: Mapping[str, Any]) -> Tensor:
-    """Kinds of tokens [B, T], 0 where there is padding."""
+    """Kinds of tokens [B, T], 0 for padding."""
     kinds: Tensor = batch["mm_token_type_ids"]
     return kinds * batch["attention_mask"].bool() if "attention_mask" in batch else kinds
 
 
 def set_times(model: PreTrainedModel, positions: Tensor, kinds: Tensor, videos: Mapping[str, Any]) -> Tensor:
-    """Positions [3, B, T] with the times of Qwen2.5-VL's videos; those of other families as they are.
+    """Positions [3, B, T] with the times of Qwen2.5-VL's videos; unchanged for other families.
 
     The token of time step ``k`` is at ``start + floor(k * tokens_per_second * second_per_grid_ts)`` (Qwen2.5-VL,
-    arXiv 2502.13923; transformers 5.23 and 5.24). transformers 5.17 cuts the seconds to an integer first, so that every
-    step of a video of more than one step a second is at the same time.
+    arXiv 2502.13923; transformers 5.23 and 5.24). transformers 5.17 truncates the seconds to an integer first, so all
+    steps of a video with more than one step per second get the same time.
 
-    kinds: int64 [B, T], 2 where a token stands for a video · videos: those of :data:`OF_VIDEOS`
+    kinds: int64 [B, T], 2 for placeholders of videos · videos: the inputs of :data:`OF_VIDEOS`
     """
     if "second_per_grid_ts" not in videos:
         return positions

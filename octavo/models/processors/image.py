@@ -1,7 +1,7 @@
-"""The image processor of a model folder: whether its files say what config.json says, and limits of size.
+"""The image processor of a model folder: whether its files agree with config.json, and limits of image sizes.
 
-How images of a family are cut is in its record (:mod:`octavo.base.model_families`); the processors themselves are in
-:mod:`octavo.models.processors.stock`.
+The record of a family (:mod:`octavo.base.model_families`) has the form in which its images are cut; the processors are
+in :mod:`octavo.models.processors.stock`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder.folder import read_json, stock
-from octavo.models.folder.processor_base import Telling
+from octavo.models.folder.processor_base import ProcessorTraits
 from octavo.models.structure.skeleton import stock_config
 
-_MOST = 1 << 16  # tokens of a small image
-#: what the vision encoder of Qwen calls a size -> what its image processor does
+_MOST = 1 << 16  # limit of tokens of a small image, whatever the decoder's number of positions
+#: name of a size in Qwen's vision configuration -> its name in the image processor
 _SAME = {
     "patch_size": "patch_size",
     "spatial_merge_size": "merge_size",
@@ -27,40 +27,40 @@ _SAME = {
 }
 
 
-def check_made(folder: Path, raw: Mapping[str, Any], image_processor: Any, made: Mapping[str, Any]) -> None:
-    """What became of a small image: no more tokens than the model has places. Raises ModelError."""
+def check_small_image(folder: Path, raw: Mapping[str, Any], image_processor: Any, batch: Mapping[str, Any]) -> None:
+    """Raise ModelError if a small image, processed to `batch`, has more tokens than the model has positions."""
     file = folder / "preprocessor_config.json"
-    if "image_grid_thw" in made:
-        tokens = int(torch.as_tensor(made["image_grid_thw"][0]).prod()) // image_processor.merge_size**2
+    if "image_grid_thw" in batch:
+        tokens = int(torch.as_tensor(batch["image_grid_thw"][0]).prod()) // image_processor.merge_size**2
         text = raw.get("text_config")
         places = text.get("max_position_embeddings", _MOST) if isinstance(text, dict) else _MOST
         if tokens > min(places, _MOST):
             raise ModelError(
                 f"{file} makes {tokens} tokens of an image of 64 x 64 pixels, and {min(places, _MOST)} are the most "
-                "here. Mend its sizes (min_pixels, size)."
+                "here. Correct its sizes (min_pixels, size)."
             )
 
 
 def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any, image_cut: str) -> None:
-    """That images are cut as the vision encoder of config.json takes them, and stand where it looks for them; of what
-    both sides state. Raises ModelError, naming both files."""
+    """Raise ModelError, naming both files, unless images are cut for the vision encoder of config.json and have the
+    placeholders that it expects; only values that both sides state are compared."""
     image, file, vision = processor.image_processor, "preprocessor_config.json", raw.get("vision_config") or {}
     check_media_ids(folder, raw, processor)
     stated: list[tuple[str, Any, str, Any]] = []
     if image_cut in _AREAS:
         video = folder / "video_preprocessor_config.json"
-        more = read_json(video) if video.exists() else {}
+        of_video = read_json(video) if video.exists() else {}
         for theirs, ours in _SAME.items():
             stated += [
                 (theirs, vision.get(theirs), file, getattr(image, ours)),
-                (theirs, vision.get(theirs), video.name, more.get(ours)),
+                (theirs, vision.get(theirs), video.name, of_video.get(ours)),
             ]
     elif all(key in vision for key in ("patch_size", "image_size")) and "downsample_ratio" in raw:
         with stock(f"{folder}/config.json: the tokens of a tile cannot be counted"):
             tall, wide = vision["patch_size"] if isinstance(vision["patch_size"], list) else [vision["patch_size"]] * 2
             ratio = raw["downsample_ratio"]
-            made = int(image.size["height"] // tall * ratio) * int(image.size["width"] // wide * ratio)
-        stated.append(("image_seq_length by its sizes", made, "processor_config.json", processor.image_seq_length))
+            tokens = int(image.size["height"] // tall * ratio) * int(image.size["width"] // wide * ratio)
+        stated.append(("image_seq_length by its sizes", tokens, "processor_config.json", processor.image_seq_length))
     for key, theirs, name, ours in stated:
         if None not in (theirs, ours) and theirs != ours:
             raise ModelError(
@@ -69,16 +69,14 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any, image_
             )
 
 
-#: keys of config.json for the tokens that features of images and videos replace; models look for no other
+#: keys of config.json for the tokens that features of images and videos replace; models use no others
 _PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
 def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> None:
-    """That config.json numbers the tokens for media as the tokenizer does: those that it states, and those that it
-    leaves to the defaults of the model's class, which are the numbers of one published vocabulary. By another number a
-    model passes over its images without an error.
-
-    Raises ModelError, naming the key and both numbers.
+    """Raise ModelError, naming the key and both numbers, unless config.json has the tokenizer's numbers for the tokens
+    of media. Keys that it lacks have the defaults of the model's class, which are the numbers of one published
+    vocabulary. With a wrong number a model ignores its images without an error.
     """
     config = stock_config(folder).to_dict()
     for key in _PLACES:
@@ -97,7 +95,7 @@ def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
 
 
 def _number_of(processor: Any, key: str) -> int | None:
-    """The number that the tokenizer has for the token of a key of config.json; None where it is not known."""
+    """The tokenizer's number of the token of a key of config.json; None if it is unknown."""
     if key.startswith("image"):
         return getattr(processor, "feature_id", processor.image_token_id)
     text = getattr(processor, "video_token", None)
@@ -105,12 +103,12 @@ def _number_of(processor: Any, key: str) -> int | None:
 
 
 def stated_options(folder: Path, processor_class: type) -> dict[str, Any]:
-    """What `processor_class` is told beside image processor and tokenizer: as config.json has it, which
-    processor_config.json must not contradict. Raises ModelError."""
-    if not issubclass(processor_class, Telling):
+    """The arguments of `processor_class` besides image processor and tokenizer, computed from config.json. Raises
+    ModelError if processor_config.json contradicts them."""
+    if not issubclass(processor_class, ProcessorTraits):
         return {}
     config = stock_config(folder)
-    with stock(f"{folder}/config.json: the options of its processor cannot be told"):
+    with stock(f"{folder}/config.json: the options of its processor cannot be computed"):
         wanted = processor_class.options(config)
     file = folder / "processor_config.json"
     _require(folder, file.name, wanted, read_json(file) if file.exists() else {})
@@ -118,31 +116,33 @@ def stated_options(folder: Path, processor_class: type) -> dict[str, Any]:
 
 
 def check_image_options(folder: Path, processor_class: type, image_processor: Any) -> None:
-    """That images are cut as config.json says, where the model's own arithmetic repeats it. Raises ModelError."""
-    if issubclass(processor_class, Telling):
+    """Raise ModelError unless images are cut as config.json says, for the sizes that the model itself computes with."""
+    if issubclass(processor_class, ProcessorTraits):
         wanted = processor_class.image_options(stock_config(folder))
-        found = {key: getattr(image_processor, key, None) for key in wanted}
-        found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in found.items()}
-        _require(folder, "preprocessor_config.json", wanted, found)
+        stated = {key: getattr(image_processor, key, None) for key in wanted}
+        stated = {key: dict(value) if isinstance(value, Mapping) else value for key, value in stated.items()}
+        _require(folder, "preprocessor_config.json", wanted, stated)
 
 
-def _require(folder: Path, name: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+def _require(folder: Path, name: str, wanted: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
     for key, value in wanted.items():
-        if found.get(key, value) != value:
+        if stated.get(key, value) != value:
             raise ModelError(
-                f"{folder}/{name} gives {key} {found[key]!r:.80}, and by config.json it is {value!r:.80}: the model "
+                f"{folder}/{name} gives {key} {stated[key]!r:.80}, and by config.json it is {value!r:.80}: the model "
                 "could not take its images. Copy both files from one model."
             )
 
 
-def limit(image_processor: Any, image_cut: str, given: dict[str, int]) -> None:
-    """Bound the size of one image, as `load_processor` says. Raises ModelError for limits that cannot be."""
-    if not given:
+def limit(image_processor: Any, image_cut: str, limits: Mapping[str, int]) -> None:
+    """Limit the size of one image to `min_pixels` and `max_pixels` of `limits`, as described in `load_processor`.
+    Raises ModelError for invalid limits."""
+    if not limits:
         return
-    low, high = given.get("min_pixels"), given.get("max_pixels")
+    low, high = limits.get("min_pixels"), limits.get("max_pixels")
     if low is not None and high is not None and low > high:
         raise ModelError(f"min_pixels {low} is above max_pixels {high}. Swap them or remove one.")
     by_edge = image_cut in _EDGES
+    # A limit below `unit`, the pixels of one token or tile, could not be met by any image.
     if image_cut in _AREAS:
         unit, what, apply = (image_processor.patch_size * image_processor.merge_size) ** 2, "token", _AREAS[image_cut]
     elif image_cut in _COUNTED:
@@ -150,11 +150,12 @@ def limit(image_processor: Any, image_cut: str, given: dict[str, int]) -> None:
     elif by_edge and low is None:
         unit, what, apply = _EDGES[image_cut](image_processor) ** 2, "token or tile", _limit_edge
     else:
+        why = "enlarges images only by its own rule" if by_edge else "resizes images to one of fixed sizes"
         raise ModelError(
-            f"{' and '.join(given)} cannot be kept by {type(image_processor).__name__}: this family makes its images "
-            f"{'larger by itself alone' if by_edge else 'one of fixed sizes'}. Remove it."
+            f"{' and '.join(limits)} cannot be applied to {type(image_processor).__name__}: this family {why}. "
+            "Remove it."
         )
-    for key, value in given.items():
+    for key, value in limits.items():
         if value < unit:
             raise ModelError(f"{key} {value} is less than one {what} of this model. Give at least {unit}.")
     apply(image_processor, low, high, unit)
@@ -197,8 +198,8 @@ def _patch_edge(image_processor: Any) -> int:
 
 
 _AREAS = {"patches": _limit_area, "paired_patches": _limit_area_of_frames}
-"""Cuts of which the area is bounded, kept to whole tokens -> how."""
+"""Cuts with a limited area, rounded to whole tokens -> the function that sets the limit."""
 _COUNTED = ("shuffled_tiles", "scaled_tiles")
-"""Cuts of which the number of tiles is bounded."""
+"""Cuts with a limited number of tiles."""
 _EDGES = {"whole": _patch_edge, "stacked_tiles": lambda image_processor: image_processor.max_image_size["longest_edge"]}
-"""Cuts of which the longest edge is bounded -> pixels of a patch or tile, in each direction."""
+"""Cuts with a limited longest edge -> pixels of a patch or tile, in each direction."""

@@ -1,7 +1,7 @@
 """The processor of a model folder: text and PIL images in, the model's tensors out.
 
-Models that see images get one of :mod:`octavo.models.processors.stock`. A text-only model gets `TextProcessor`, which
-takes the same calls and refuses images.
+Models that take images get a processor of :mod:`octavo.models.processors.stock`. A text-only model gets
+`TextProcessor`, which has the same methods and refuses images.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -18,7 +18,14 @@ from octavo.base import safe_read
 from octavo.base.model_families import RECORDS, trained_families, trains_on, video_families
 from octavo.models.custom.nvila.three_folders import add_media, template_of
 from octavo.models.errors import ModelError
-from octavo.models.folder.chat import FILES, check_template, checked, deadline, give, written
+from octavo.models.folder.chat import (
+    FILES,
+    check_rendering,
+    check_template,
+    deadline,
+    set_template_args,
+    write_plain,
+)
 from octavo.models.folder.folder import at, check_companions, check_sizes, parts_of, read_json, readable, stock
 from octavo.models.folder.normalizers import check_growth
 from octavo.models.processors.video import videos_of
@@ -27,9 +34,9 @@ from octavo.models.structure.skeleton import stock_config
 
 
 class TextProcessor:
-    """A tokenizer behind a processor's call, for text-only models.
+    """A tokenizer with the interface of a processor, for text-only models.
 
-    `processor(text=..., images=None)` and `processor.apply_chat_template(messages)`; an image is a ModelError.
+    `processor(text=..., images=None)` and `processor.apply_chat_template(messages)`; an image raises ModelError.
     """
 
     image_processor = None
@@ -54,16 +61,17 @@ class TextProcessor:
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """The tokenizer's chat template with the variables `template_args`, under a deadline; raises ModelError for
-        what no tokenizer takes (`chat.checked`)."""
+        a rendering that no tokenizer takes (`chat.check_rendering`)."""
         with deadline():
-            text = written(self.tokenizer, self.tokenizer, conversation, kwargs, self.template_args)
-            if text is None:
-                text = self.tokenizer.apply_chat_template(conversation, **{**self.template_args, **kwargs})
-            return checked(text, conversation, kwargs)
+            text = write_plain(self.tokenizer, self.tokenizer, conversation, kwargs, self.template_args)
+            if text is not None:
+                return check_rendering(text, conversation, kwargs)
+            rendering = self.tokenizer.apply_chat_template(conversation, **{**self.template_args, **kwargs})
+            return check_rendering(rendering, conversation, kwargs)
 
     def decode(self, *args: Any, **kwargs: Any) -> str:
-        """The tokenizer's decode."""
-        return self.tokenizer.decode(*args, **kwargs)
+        """The tokenizer's decode, of one sequence."""
+        return cast(str, self.tokenizer.decode(*args, **kwargs))
 
     def batch_decode(self, *args: Any, **kwargs: Any) -> list[str]:
         """The tokenizer's batch_decode."""
@@ -76,18 +84,18 @@ class TextProcessor:
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder. Raises ModelError when there is none, it needs code from the folder, or one of
-    its files cannot be read, and for one that multiplies texts (`check_growth`)."""
+    its files cannot be read, and for a tokenizer that multiplies texts (`check_growth`)."""
     whole = Path(path)
     check_companions(whole)
-    folder = at(whole, "tokenizer_config.json").parent
+    folder = at(whole, "tokenizer_config.json").parent  # of a model in three folders, the decoder's
     if not (folder / "tokenizer.json").exists() and not (folder / "tokenizer_config.json").exists():
         raise ModelError(f"{folder} has no tokenizer.json and no tokenizer_config.json. Copy them from the model.")
     instead: dict[str, Any] = {}
-    if (folder / "config.json").exists():  # transformers asks it for the tokenizer's class
+    if (folder / "config.json").exists():  # transformers reads the tokenizer's class from it
         check_sizes(folder / "config.json")
         if read_json(folder / "config.json").get("model_type") == MptConfig.model_type:
-            # Its class of that kind refuses numbers that LLM-Foundry writes (clip_qkv: 6); a tokenizer asks for the
-            # kind alone.
+            # transformers' MptConfig refuses numbers that LLM-Foundry writes (clip_qkv: 6), and AutoTokenizer needs
+            # only the class of the configuration.
             instead["config"] = MptConfig()
     with stock(f"{folder}: the tokenizer (tokenizer.json) cannot be loaded"):
         with readable(folder) as plain:
@@ -109,8 +117,8 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def load_for_chat(path: str | Path) -> Any:
-    """What writes conversations for a model folder: its processor where the family has one here and its files are
-    there, else its tokenizer, whose chat template is tried as a processor's is. Raises ModelError as
+    """The object that renders conversations for a model folder: its processor if Octavo has one for the family and its
+    files exist, else its tokenizer, whose chat template is checked as a processor's is. Raises ModelError as
     :func:`load_processor`."""
     folder = Path(path)
     raw = stock_config(folder).to_dict() if parts_of(folder) else read_json(folder / "config.json")
@@ -124,7 +132,7 @@ def load_for_chat(path: str | Path) -> Any:
 
 
 def pixels_by(processor: ProcessorMixin | TextProcessor) -> str | None:
-    """What a processor makes pixels with: `torchvision`, `pil`, or None for text-only."""
+    """The library that a processor resizes images with: `torchvision`, `pil`, or None for text-only models."""
     image_processor = processor.image_processor
     return None if image_processor is None else image_processor.backend
 
@@ -133,37 +141,38 @@ def load_processor(
     path: str | Path,
     max_pixels: int | None = None,
     min_pixels: int | None = None,
-    template_args: Mapping[str, Any] | None = None,
-    video: Mapping[str, Any] | None = None,
+    template_args: Mapping[str, object] | None = None,
+    video: Mapping[str, object] | None = None,
 ) -> ProcessorMixin | TextProcessor:
-    """The processor of a local model folder, chosen by `config.json`'s model_type: what AutoProcessor gives; where
-    torchvision is missing, with Pillow in its place (`pixels_by` says which), and always so for videos.
+    """The processor of a local model folder, chosen by `config.json`'s model_type: AutoProcessor's class, but with
+    Pillow if torchvision is missing (`pixels_by` returns which), and always with Pillow for videos.
 
-    max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, kept to whole tokens.
+    max_pixels, min_pixels   limits of one image after resizing. Qwen: the area in pixels, rounded to whole tokens.
                              InternVL: the number of tiles, rounded down (max) and up (min) to at least one.
-                             Mistral 3, SmolVLM: max alone, of which the root bounds the longest edge.
+                             Mistral 3, SmolVLM: only max; its square root limits the longest edge.
 
     template_args            variables of the chat template, for each of its renderings
 
-    video                    what is asked of videos (:data:`octavo.models.processors.video.VIDEO_SETTINGS`); None:
-    nothing
+    video                    settings of videos (:data:`octavo.models.processors.video.VIDEO_SETTINGS`); None: no videos
+                             are configured
 
     Raises ModelError for a folder without processor files, or whose files contradict config.json, limits below one
     token or tile, min above max, limits for a text-only model and for families of fixed sizes (LLaVA-OneVision, Gemma
     3), a chat template that does not end or refuses every conversation (`check_template`), variables that it does not
-    read (`chat.give`), and a tokenizer whose tokens are beyond the model's embedding (`check_vocabulary`).
+    read (`chat.set_template_args`), and a tokenizer whose tokens are beyond the model's embedding (`check_vocabulary`).
     """
     folder = Path(path)
     processor = _load_processor(folder, max_pixels, min_pixels, video)
-    give(processor, template_args or {}, folder)
-    processor.embedding_rows = rows = stock_config(folder).get_text_config().vocab_size
+    set_template_args(processor, template_args or {}, folder)
+    rows: int = stock_config(folder).get_text_config().vocab_size
+    cast(TextProcessor, processor).embedding_rows = rows  # processors of all families get the attribute
     check_vocabulary(processor, rows, folder)
     return processor
 
 
 @contextmanager
-def _imported(what: str, package: str) -> Iterator[None]:
-    """What a build of a package for another torch raises becomes a ModelError."""
+def _import_errors(what: str, package: str) -> Iterator[None]:
+    """Raise import errors of a package that was built for another torch as ModelError."""
     try:
         yield
     except (ImportError, RuntimeError, OSError) as cause:
@@ -180,18 +189,19 @@ def _load_processor(
     model_type = raw.get("model_type")
     if video is not None and model_type not in video_families():
         raise ModelError(
-            f"data.video is given, and videos of model_type {model_type!r} are not taken here; those of "
-            f"{', '.join(video_families())} are. Remove it, or take a model of these."
+            f"data.video is given, and Octavo takes no videos for model_type {model_type!r}, only for "
+            f"{', '.join(video_families())}. Remove it, or use a model of these families."
         )
     tokenizer = load_tokenizer(folder)
-    limits = {"max_pixels": max_pixels, "min_pixels": min_pixels}
-    given = {key: value for key, value in limits.items() if value is not None}
+    both = {"max_pixels": max_pixels, "min_pixels": min_pixels}
+    limits = {key: value for key, value in both.items() if value is not None}
+    # Modules of processors are imported here: their imports of torchaudio, torchvision and Pillow may fail or be slow.
     if trains_on(model_type, "sound"):
-        with _imported("feature extractors of sound", "torchaudio"):
+        with _import_errors("feature extractors of sound", "torchaudio"):
             from octavo.models.processors import audio
 
-        if given:
-            raise ModelError(f"{', '.join(given)} given, but {folder} is a model that sees nothing. Remove the limit.")
+        if limits:
+            raise ModelError(f"{', '.join(limits)} given, but {folder} is a model without images. Remove the limit.")
         return audio.load(folder, tokenizer, _chat_template(folder, tokenizer))
     if not trains_on(model_type, "images"):
         if "vision_config" in raw:
@@ -199,12 +209,12 @@ def _load_processor(
                 f"{folder}: no processor for model_type {model_type!r}; families with images: "
                 f"{', '.join(trained_families('images'))}."
             )
-        if given:
-            raise ModelError(f"{', '.join(given)} given, but {folder} is a text-only model. Remove the limit.")
+        if limits:
+            raise ModelError(f"{', '.join(limits)} given, but {folder} is a text-only model. Remove the limit.")
         return TextProcessor(tokenizer)
     from PIL import Image
 
-    with _imported("image processors", "torchvision"):
+    with _import_errors("image processors", "torchvision"):
         from octavo.models.processors import image
         from octavo.models.processors import stock as stock_processors
 
@@ -225,10 +235,10 @@ def _load_processor(
                 f"{folder}/preprocessor_config.json gives image_std={deviations}: pixels are divided by it."
             )
     image.check_image_options(folder, processor_class, image_processor)
-    image.limit(image_processor, record.image_cut, given)
+    image.limit(image_processor, record.image_cut, limits)
     with stock(f"{folder}: the image processor cannot take an image"):
-        made = image_processor(images=[Image.new("RGB", (64, 64))])
-    image.check_made(folder, raw, image_processor, made)
+        batch = image_processor(images=[Image.new("RGB", (64, 64))])
+    image.check_small_image(folder, raw, image_processor, batch)
     template = _chat_template(folder, tokenizer)
     with stock(f"{folder}: the processor cannot be loaded"):
         shuffled = record.image_cut == "shuffled_tiles"
@@ -242,7 +252,7 @@ def _load_processor(
     return processor
 
 
-def _image_seq_length(folder: Path, raw: dict) -> int:
+def _image_seq_length(folder: Path, raw: Mapping[str, Any]) -> int:
     file = folder / "processor_config.json"
     entry = read_json(file) if file.exists() else {}
     stated = entry.get("image_seq_length", raw.get("image_seq_length", 256))
@@ -257,5 +267,5 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | No
         if file.exists():
             jinja = name.endswith("jinja")
             return safe_read.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")
-    own = template_of(folder, tokenizer) if parts_of(folder) else None
-    return tokenizer.chat_template if own is None else own
+    template = template_of(folder, tokenizer) if parts_of(folder) else None
+    return tokenizer.chat_template if template is None else template

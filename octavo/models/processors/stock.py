@@ -1,21 +1,21 @@
-"""Processors of models that see images: text and PIL images in, the model's tensors out.
+"""Processors of models that take images: text and PIL images in, the model's tensors out.
 
-What a stock AutoProcessor is, but for its video processor, which wants torchvision; without that AutoProcessor fails or
-quietly returns only the tokenizer. Here the same classes are used through thin subclasses whose `__init__` has no
-`video_processor`; where videos of a family train, :mod:`octavo.models.processors.video` stands in its place. What else
-they say of a family is in :mod:`octavo.models.folder.processor_base`. Two stock classes cannot be made without packages
-that only videos need; what is missing of them stands here.
+They are the stock classes of AutoProcessor without the video processor, which needs torchvision: without torchvision,
+AutoProcessor fails or silently returns only the tokenizer. The classes here are thin subclasses whose `__init__` has no
+`video_processor`; for families that train on videos, :mod:`octavo.models.processors.video` replaces it. The further
+properties of a family are defined in :mod:`octavo.models.folder.processor_base`. Two stock classes cannot be created
+without packages that only videos need; the missing parts of them are here.
 
-`image_class` of each is the image processor that AutoProcessor takes, which computes with torchvision; where that is
-not installed its PIL form, which resizes a little differently (`processors.pixels_by` says which). Imported when such a
-processor is loaded: a machine that only measures models needs no Pillow.
+`image_class` of each is the image processor that AutoProcessor uses, which computes with torchvision, or its PIL form
+if torchvision is not installed, which resizes slightly differently (`processors.pixels_by` returns which). This module
+is imported when a processor is loaded, so benchmarks of models need no Pillow.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 import numpy as np
 from transformers import BatchFeature, PreTrainedConfig, ProcessorMixin
@@ -33,11 +33,12 @@ from transformers.utils import is_torchvision_available
 
 from octavo.models.custom.nvila.processor import NvilaProcessor
 from octavo.models.folder.chat import WithDeadline
-from octavo.models.folder.processor_base import Telling, TellingWithoutVideo
+from octavo.models.folder.processor_base import ProcessorTraits, TraitsWithoutVideo
 from octavo.models.processors.frames import as_images
 from octavo.models.processors.video import Videos, metadata
 
-if is_torchvision_available():
+# The type checker sees only the first branch: the classes of both have the same interface, but no common type.
+if TYPE_CHECKING or is_torchvision_available():
     from transformers.models.ernie4_5_vl_moe.image_processing_ernie4_5_vl_moe import (
         Ernie4_5_VLMoeImageProcessor as ErnieImages,
     )
@@ -66,14 +67,26 @@ else:
 
 
 class _WithoutVideo(WithDeadline):
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: Any):
+    def __init__(
+        self, image_processor: Any = None, tokenizer: Any = None, chat_template: str | None = None, **_: object
+    ):
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template)  # type: ignore[call-arg]
 
 
-class _Filming:
-    """What a processor says of videos to the data side: `videos` (None: it takes none here), the tensors of theirs in
-    `inputs`, whether `frames_are_images`, and `why_not_images`: why prompts of the generation engine cannot hold them
-    as images (None: they can)."""
+class _Shot(Protocol):
+    """A chosen part of a video: its total number of frames, frames per second, the chosen frames and their size."""
+
+    total: int
+    fps: float
+    indices: Sequence[int]
+    size: tuple[int, int]
+    frames: np.ndarray
+
+
+class _VideoTraits:
+    """The properties of a processor for videos that the data package needs: `videos` (None: it takes none), their
+    tensors in `inputs`, whether `frames_are_images`, and `why_not_images`: why prompts of the generation engine cannot
+    contain them as images (None: they can)."""
 
     videos: Videos | None = None
     video_processor: Videos | None = None  # the same, where stock code looks for it
@@ -81,32 +94,32 @@ class _Filming:
     why_not_images: ClassVar[str | None] = None
 
     def to_dict(self) -> dict[str, Any]:
-        own = {"videos", "video_processor"}
-        return {key: value for key, value in super().to_dict().items() if key not in own}  # type: ignore[misc]
+        """The fields of processor_config.json, without the two that cannot be written as JSON."""
+        left_out = {"videos", "video_processor"}
+        return {key: value for key, value in super().to_dict().items() if key not in left_out}  # type: ignore[misc]
 
-    def video_text(self, film: Any) -> str:
-        """What stands in the text for a video: `film` has `total`, `fps`, `indices` and the `size` of its frames."""
+    def video_text(self, shot: _Shot) -> str:
+        """The text of a video, with its placeholders."""
         assert self.videos is not None
-        about: dict[str, Any] = {"video_metadata": [metadata(film.total, film.fps, film.indices)]}
+        about: dict[str, Any] = {"video_metadata": [metadata(shot.total, shot.fps, shot.indices)]}
         if self.videos.tile is None:
-            about["video_grid_thw"] = np.array([self.videos.grid(len(film.indices), *film.size)])
+            about["video_grid_thw"] = np.array([self.videos.grid(len(shot.indices), *shot.size)])
         else:
-            about["pixel_values_videos"] = [np.empty((len(film.indices), 0))]
-        return self.replace_video_token(about, 0)  # type: ignore[attr-defined,no-any-return]
+            about["pixel_values_videos"] = [np.empty((len(shot.indices), 0))]
+        return self.replace_video_token(about, 0)  # type: ignore[attr-defined]
 
     def as_images(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A batch as tensors in host memory, whose videos have become images
-        (:mod:`octavo.models.processors.frames`)."""
+        """A batch of tensors in host memory, with its videos as images (:mod:`octavo.models.processors.frames`)."""
         assert self.videos is not None
         return as_images(batch, self.videos.merge, self.image_token_id)  # type: ignore[attr-defined]
 
-    def video_inputs(self, films: Sequence[Any]) -> dict[str, Any]:
-        """How a call is given videos, decoded; `film.frames` are those of its `indices`."""
-        told = [metadata(film.total, film.fps, film.indices) for film in films]
-        return {"videos": [film.frames for film in films], "video_metadata": told} if films else {}
+    def video_inputs(self, shots: Sequence[_Shot]) -> dict[str, Any]:
+        """The arguments of a call for decoded videos; `frames` of each belong to its `indices`."""
+        described = [metadata(shot.total, shot.fps, shot.indices) for shot in shots]
+        return {"videos": [shot.frames for shot in shots], "video_metadata": described} if shots else {}
 
 
-class Qwen3VLImageTextProcessor(_Filming, _WithoutVideo, Qwen3VLProcessor):
+class Qwen3VLImageTextProcessor(_VideoTraits, _WithoutVideo, Qwen3VLProcessor):
     """Qwen3VLProcessor for images and text (dense and MoE), and videos where `videos` are given."""
 
     image_class = Qwen2VLImages
@@ -119,41 +132,40 @@ class Qwen2VLImageTextProcessor(_WithoutVideo, Qwen2VLProcessor):
     image_class = Qwen2VLImages
 
 
-class Qwen25VLImageTextProcessor(_Filming, _WithoutVideo, Qwen2_5_VLProcessor):
+class Qwen25VLImageTextProcessor(_VideoTraits, _WithoutVideo, Qwen2_5_VLProcessor):
     """Qwen2_5_VLProcessor for images and text, and videos where `videos` are given."""
 
     image_class = Qwen2VLImages
-    why_not_images = "videos of qwen2_5_vl stand in seconds, and prompts of the engine in images"
+    why_not_images = "videos of qwen2_5_vl have positions in seconds, and prompts of the engine contain only images"
     inputs: ClassVar[dict[str, str]] = {**Qwen3VLImageTextProcessor.inputs, "second_per_grid_ts": "video"}
 
 
-class InternVLImageTextProcessor(_Filming, WithDeadline, InternVLProcessor):
+class InternVLImageTextProcessor(_VideoTraits, WithDeadline, InternVLProcessor):
     """InternVLProcessor for images and text, and videos, whose frames are images of one tile."""
 
     image_class = GotOcr2Images
     frames_are_images = True
 
-    def __call__(  # type: ignore[override]
-        self, images: Any = None, text: Any = None, videos: Any = None, **options: Any
-    ) -> BatchFeature:
-        """The stock class where there are no videos; it takes videos of one length alone."""
+    def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **options: Any) -> BatchFeature:
+        """The stock call if there are no videos; with videos, the tiles of images and frames in the order of the text.
+        The stock class takes only videos of one length."""
         if videos is None:
             return super().__call__(images=images, text=text, **options)
         texts = [text] if isinstance(text, str) else text
         order = re.findall(f"{re.escape(self.image_token)}|{re.escape(self.video_token)}", "".join(texts))
-        # videos of several lengths are no tensor before they are one row of tiles
-        made = ProcessorMixin.__call__(self, images, texts, videos, **{**options, "return_tensors": None})
-        clips = iter(made.pop("pixel_values_videos"))
-        counts = iter([] if images is None else np.asarray(made.pop("num_patches")).tolist())
-        tiles = np.empty(0) if images is None else np.asarray(made["pixel_values"])
-        found, at = [], 0
+        # videos of different lengths cannot be stacked to a tensor until they are one row of tiles
+        batch = ProcessorMixin.__call__(self, images, texts, videos, **{**options, "return_tensors": None})
+        clips = iter(batch.pop("pixel_values_videos"))
+        counts = iter([] if images is None else np.asarray(batch.pop("num_patches")).tolist())
+        tiles = np.empty(0) if images is None else np.asarray(batch["pixel_values"])
+        in_order, at = [], 0
         for token in order:
             if token == self.image_token:
-                found.append(tiles[at : (at := at + next(counts))])
+                in_order.append(tiles[at : (at := at + next(counts))])
             else:
-                found.append(next(clips))
-        made["pixel_values"] = np.concatenate(found)
-        return BatchFeature(dict(made), tensor_type=options.get("return_tensors"))
+                in_order.append(next(clips))
+        batch["pixel_values"] = np.concatenate(in_order)
+        return BatchFeature(dict(batch), tensor_type=options.get("return_tensors"))
 
     def __init__(
         self,
@@ -161,27 +173,27 @@ class InternVLImageTextProcessor(_Filming, WithDeadline, InternVLProcessor):
         tokenizer: Any = None,
         image_seq_length: int = 256,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
         super().__init__(image_processor, tokenizer, None, image_seq_length, chat_template=chat_template)
 
 
 class FrameImages(Qwen2VLImages):
-    """Qwen2VLImageProcessor for towers that take frames one by one: patches of one frame where a folder leaves
-    `temporal_patch_size` out, not of two."""
+    """Qwen2VLImageProcessor for towers that take frames one by one: without `temporal_patch_size` in the folder, a
+    patch has one frame instead of two."""
 
     temporal_patch_size = 1
 
 
 class OneVision15ImageTextProcessor(Qwen25VLImageTextProcessor):
-    """Of LLaVA-OneVision-1.5, whose folders name Qwen2_5_VLProcessor."""
+    """The processor of LLaVA-OneVision-1.5, whose folders name Qwen2_5_VLProcessor."""
 
     image_class = FrameImages
 
 
-class PixtralImageTextProcessor(Telling, ProcessorMixin):
-    """What PixtralProcessor is, which cannot be imported without torchvision: rows of image tokens, a break token
-    behind each row and the end token behind the last."""
+class PixtralImageTextProcessor(ProcessorTraits, ProcessorMixin):
+    """The equivalent of PixtralProcessor, which cannot be imported without torchvision: rows of image tokens, a break
+    token after each row and the end token after the last."""
 
     image_class = PixtralImages
     inputs = {"image_sizes": "image"}
@@ -193,56 +205,52 @@ class PixtralImageTextProcessor(Telling, ProcessorMixin):
         patch_size: int = 16,
         spatial_merge_size: int = 1,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[call-arg]
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
         self.patch_size, self.spatial_merge_size = patch_size, spatial_merge_size
         self.image_token, self.image_break_token, self.image_end_token = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
         ids = tokenizer.convert_tokens_to_ids([self.image_token, self.image_break_token, self.image_end_token])
         self.image_token_id, self.image_break_token_id, self.image_end_token_id = ids
+        self.image_token_ids = list(ids)  # all tokens that a placeholder is replaced with
 
     @staticmethod
     def options(config: PreTrainedConfig) -> dict[str, Any]:
         return {"patch_size": config.vision_config.patch_size, "spatial_merge_size": config.spatial_merge_size}
 
     @property
-    def image_token_ids(self) -> list[int]:
-        """All that a placeholder grows into."""
-        return [self.image_token_id, self.image_break_token_id, self.image_end_token_id]
-
-    @property
     def cell(self) -> int:
-        """Pixels a token, in each direction."""
+        """Pixels of a token, in each direction."""
         return self.patch_size * self.spatial_merge_size
 
     def _process_images(self, images: Any, **options: Any) -> Any:
         return super()._process_images(images, **{**options, "patch_size": self.cell})
 
-    def replace_image_token(self, image_inputs: dict, image_idx: int, **_: Any) -> str:
+    def replace_image_token(self, image_inputs: dict, image_idx: int, **_: object) -> str:
         """The text of one image."""
         height, width = (int(side) // self.cell for side in image_inputs["image_sizes"][image_idx])
         row = self.image_token * width + self.image_break_token
         return (row * height).removesuffix(self.image_break_token) + self.image_end_token
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Shrunk to the longest edge, then whole cells, and a mark behind each row."""
+        """Tokens of an image: shrunk to the longest edge, then cut into whole cells, with a mark after each row."""
         ratio = max(1.0, max(size) / self.image_processor.size["longest_edge"])
         tall, wide = (-(-int(side / ratio) // self.cell) for side in size)
         return tall * (wide + 1)
 
-    def trimmed(self, made: Mapping[str, Any]) -> dict[str, Any]:
-        """Pixels as large as the largest image of the row."""
-        height, width = np.asarray(made["image_sizes"]).max(axis=0)
-        return {"pixel_values": made["pixel_values"][..., :height, :width]}
+    def trimmed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Pixels, cut to the largest image of the row."""
+        height, width = np.asarray(row["image_sizes"]).max(axis=0)
+        return {"pixel_values": row["pixel_values"][..., :height, :width]}
 
     @property
     def model_input_names(self) -> list[str]:
-        """What the model takes."""
+        """The names of the model's inputs."""
         return [*self.tokenizer.model_input_names, *self.image_processor.model_input_names]
 
 
-class LlavaOnevisionImageTextProcessor(TellingWithoutVideo, LlavaOnevisionProcessor):
-    """LlavaOnevisionProcessor for images and text: the only image of a row is cut into tiles, of several none is."""
+class LlavaOnevisionImageTextProcessor(TraitsWithoutVideo, LlavaOnevisionProcessor):
+    """LlavaOnevisionProcessor for images and text: the only image of a row is cut into tiles, several are not."""
 
     image_class = LlavaOnevisionImages
     images_by_row = True
@@ -262,36 +270,37 @@ class LlavaOnevisionImageTextProcessor(TellingWithoutVideo, LlavaOnevisionProces
         return {"image_grid_pinpoints": config.image_grid_pinpoints, "size": _square(config.vision_config.image_size)}
 
     def tiles(self, size: Sequence[int], alone: bool) -> int:
-        """Tiles of an image of (height, width), the whole of it among them; `alone`: the only one of its row."""
+        """Tiles of an image of (height, width), including the tile of the whole image; the last argument is whether it
+        is the only image of its row."""
         if not alone:
             return 1
-        tall, wide = select_best_resolution(list(map(int, size)), self.image_processor.image_grid_pinpoints)
+        tall, wide = select_best_resolution(tuple(map(int, size)), self.image_processor.image_grid_pinpoints)
         side = self.image_processor.size["height"]
         return 1 + (tall // side) * (wide // side)
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Of one among several: those of the tower, and a line break."""
+        """Tokens of an image; one of several has the tokens of its tile and a line break."""
         return super().image_tokens(size, alone) if alone else self.num_image_tokens + 1
 
-    def trimmed(self, made: Mapping[str, Any]) -> dict[str, Any]:
-        """As many tiles as the image of most tiles has."""
-        sizes = np.asarray(made["image_sizes"])
+    def trimmed(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Pixels, cut to the largest number of tiles of an image in the row."""
+        sizes = np.asarray(row["image_sizes"])
         most = max(self.tiles(size, len(sizes) == 1) for size in sizes)
-        return {"pixel_values": made["pixel_values"][:, :most]}
+        return {"pixel_values": row["pixel_values"][:, :most]}
 
 
 class _PlainTemplates(ProcessorMixin):
-    """In front of a stock class that asks its video processor for frames before it writes a conversation."""
+    """A base class that bypasses a stock class which needs its video processor to render a conversation."""
 
     def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
         return ProcessorMixin.apply_chat_template(self, *args, **kwargs)
 
 
-class SmolVLMImageTextProcessor(Telling, _PlainTemplates, SmolVLMProcessor):
-    """SmolVLMProcessor for images and text, without num2words, which writes the lengths of videos.
+class SmolVLMImageTextProcessor(ProcessorTraits, _PlainTemplates, SmolVLMProcessor):
+    """SmolVLMProcessor for images and text, without num2words, which is needed for the lengths of videos.
 
-    Tiles come one behind the other, [tiles, 1, channels, height, width], as if each were a row of the batch; the stock
-    class fills each row up with empty tiles, which the model throws away.
+    Tiles are concatenated, [tiles, 1, channels, height, width], as if each were a row of the batch; the stock class
+    pads each row with empty tiles, which the model discards.
     """
 
     image_class = SmolVLMImages
@@ -304,7 +313,7 @@ class SmolVLMImageTextProcessor(Telling, _PlainTemplates, SmolVLMProcessor):
         tokenizer: Any = None,
         image_seq_len: int = 169,
         chat_template: str | None = None,
-        **_: Any,
+        **_: object,
     ):
         def token(name: str, default: str) -> str:
             return getattr(tokenizer, name, None) or default
@@ -327,25 +336,25 @@ class SmolVLMImageTextProcessor(Telling, _PlainTemplates, SmolVLMProcessor):
         return {"max_image_size": {"longest_edge": config.vision_config.image_size}}
 
     def _process_images(self, images: Any, **options: Any) -> Any:
-        made, texts = super()._process_images(images, **{**options, "return_tensors": None})
+        batch, texts = super()._process_images(images, **{**options, "return_tensors": None})
         counts = [
             sum(r * c + 1 for r, c in zip(rows, columns, strict=True))
-            for rows, columns in zip(made["rows"], made["cols"], strict=True)
+            for rows, columns in zip(batch["rows"], batch["cols"], strict=True)
         ]
         for name in ("pixel_values", "pixel_attention_mask"):
-            tiles = [np.asarray(row)[:count] for row, count in zip(made[name], counts, strict=True)]
-            made[name] = np.concatenate(tiles)[:, None]
-        return made, texts
+            tiles = [np.asarray(row)[:count] for row, count in zip(batch[name], counts, strict=True)]
+            batch[name] = np.concatenate(tiles)[:, None]
+        return batch, texts
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Those of the text that stands for its tiles."""
+        """Tokens of the text that replaces the image's placeholder."""
         _, rows, columns = self.image_processor.get_number_of_image_patches(*size)
-        return self._counted(self.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
+        return self._count_tokens(self.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0))
 
 
-class Gemma3ImageTextProcessor(Telling, Gemma3Processor):
-    """Gemma3Processor for images and text. `token_type_ids` say which tokens see each other both ways: those of one
-    image."""
+class Gemma3ImageTextProcessor(ProcessorTraits, Gemma3Processor):
+    """Gemma3Processor for images and text. `token_type_ids` mark the tokens of an image, whose attention is
+    bidirectional."""
 
     image_class = Gemma3Images
     images_by_row = True
@@ -353,38 +362,37 @@ class Gemma3ImageTextProcessor(Telling, Gemma3Processor):
 
     @property
     def feature_id(self) -> int:
-        """The token that features of an image replace; `image_token_id` opens an image."""
-        found: int = self.tokenizer.image_token_id
-        return found
+        """The token that features of an image replace; `image_token_id` begins an image."""
+        return cast(int, self.tokenizer.image_token_id)
 
     @staticmethod
     def options(config: PreTrainedConfig) -> dict[str, Any]:
         return {"image_seq_length": config.mm_tokens_per_image}
 
     def image_tokens(self, size: tuple[int, int], alone: bool) -> int:
-        """Those of the text that stands for it; of one in pieces (pan and scan), which are counted with it, more."""
-        return self._counted(self.full_image_sequence)
+        """Tokens of the text that replaces the image's placeholder; an image with crops (pan and scan) has more."""
+        return self._count_tokens(self.full_image_sequence)
 
     @staticmethod
     def image_options(config: PreTrainedConfig) -> dict[str, Any]:
         return {"size": _square(config.vision_config.image_size)}
 
 
-class Glm4vImageTextProcessor(TellingWithoutVideo, Glm4vProcessor):
+class Glm4vImageTextProcessor(TraitsWithoutVideo, Glm4vProcessor):
     """Glm4vProcessor for images and text."""
 
     image_class = Glm4vImages
 
 
-class Ernie45VLImageTextProcessor(TellingWithoutVideo, Ernie4_5_VLMoeProcessor):
-    """Ernie4_5_VLMoeProcessor for images and text. `moe_mm_token_type_ids` choose experts of text or of images, and
-    count the marks around an image with it."""
+class Ernie45VLImageTextProcessor(TraitsWithoutVideo, Ernie4_5_VLMoeProcessor):
+    """Ernie4_5_VLMoeProcessor for images and text. `moe_mm_token_type_ids` select experts of text or of images; the
+    marks around an image count as part of it."""
 
     image_class = ErnieImages
     inputs = {"moe_mm_token_type_ids": "token"}
 
     def create_moe_mm_token_type_ids(self, input_ids: Any) -> Any:
-        """Row by row: the stock class takes rows of one length alone."""
+        """The stock result, row by row, because the stock class takes only rows of one length."""
         if isinstance(input_ids, list) and input_ids and isinstance(input_ids[0], list):
             return [super(Ernie45VLImageTextProcessor, self).create_moe_mm_token_type_ids(row) for row in input_ids]
         return super().create_moe_mm_token_type_ids(input_ids)
@@ -411,4 +419,4 @@ PROCESSORS: Mapping[str, type[ProcessorMixin]] = {
         NvilaProcessor,
     )
 }
-"""By the names that records of families have (:mod:`octavo.base.model_families`)."""
+"""Processors by name; records of families (:mod:`octavo.base.model_families`) have these names."""

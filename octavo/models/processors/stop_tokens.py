@@ -1,9 +1,9 @@
-"""The tokens that end answers: those that generation stops at, and the one that training teaches.
+"""The tokens that end answers: those at which generation stops, and the one that a model learns in training.
 
-A chat template ends each answer with a token of its own (`<|im_end|>`), and training learns it as part of the answer.
-Generation stops at the tokens of generation_config.json. In the folder of a base model the two differ: generation stops
-at `<|endoftext|>` only, so a model that has learned the template runs on until `max_new_tokens`. Octavo therefore stops
-at both, and names both in the folders that it writes.
+A chat template ends each answer with a token (`<|im_end|>`), which the model learns as part of the answer. Generation
+stops at the tokens of generation_config.json. In the folder of a base model the two differ: generation stops only at
+`<|endoftext|>`, so a model that has learned the template continues until `max_new_tokens`. Octavo therefore stops at
+both, and writes both to the folders that it exports.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from octavo.models.folder.folder import at, parts_of, read_json
 from octavo.models.processors.processors import load_for_chat, load_tokenizer
 
 SETTINGS = "generation_config.json"
-_ANSWER = "Octavo"  # one plain word, which templates write unchanged
+_ANSWER = "Octavo"  # a word that templates write unchanged
 _QUESTION = ("user", "What is this?")
-#: the second is for templates that ask for a system message
+#: the second one is for templates that require a system message
 _CONVERSATIONS = ((_QUESTION, ("assistant", _ANSWER)), (("system", "Be brief."), _QUESTION, ("assistant", _ANSWER)))
-#: keys of config.json that transformers makes generation settings of where a folder has no generation_config.json
+#: keys of config.json that become generation settings in transformers if a folder has no generation_config.json
 _FROM_CONFIG = ("bos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True)
 class EndToken:
-    """A token that ends answers: its number in the vocabulary, and its text."""
+    """A token that ends answers: its number in the vocabulary and its text."""
 
     id: int
     text: str
@@ -42,10 +42,10 @@ class EndToken:
 
 
 def answer_end(processor: Any, stops: Sequence[int] = ()) -> EndToken | None:
-    """The token by which the chat template of a processor or a tokenizer ends an answer, and which training learns.
+    """The token with which the chat template of a processor or a tokenizer ends an answer, and which a model learns.
 
-    None without a chat template, where the template ends answers with no token of the vocabulary (GLM's: the token of
-    the next turn ends them), and where what it writes after an answer holds one of `stops` already: Phi-3's closes the
+    None without a chat template, if the template ends answers with no token of the vocabulary (GLM's: the token of the
+    next turn ends them), and if the text after an answer already contains one of `stops`: Phi-3's template closes the
     last answer with `<|end|>` and `<|endoftext|>`.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
@@ -61,16 +61,16 @@ def answer_end(processor: Any, stops: Sequence[int] = ()) -> EndToken | None:
 
 
 def _tail(processor: Any) -> str:
-    """What the template writes after the words of an answer; "" where it takes none of the conversations."""
+    """The text that the template writes after an answer; "" if it takes none of the conversations."""
     in_parts = any(getattr(processor, name, None) is not None for name in ("image_processor", "sound_limits"))
     for turns in _CONVERSATIONS:
-        for parts in (in_parts, not in_parts):  # where only the tokenizer is known, its template may still want parts
+        for parts in (in_parts, not in_parts):  # the template of a tokenizer without its processor may require parts
             messages = [
                 {"role": role, "content": [{"type": "text", "text": text}] if parts else text} for role, text in turns
             ]
             try:
                 written = chat.render(processor, messages)
-            except ModelError:  # this template takes another of the conversations, or none
+            except ModelError:  # this template takes another one of the conversations, or none
                 continue
             before, answer, tail = written.rpartition(_ANSWER)
             if answer:
@@ -79,8 +79,8 @@ def _tail(processor: Any) -> str:
 
 
 def stop_ids(settings: Any, processor: Any) -> list[int]:
-    """The tokens that end an answer: of a model's generation `settings` (else the tokenizer's end), and the one by
-    which the chat template ends answers."""
+    """The tokens that end an answer: the tokens in a model's generation `settings` (else the tokenizer's end token),
+    and the token with which the chat template ends answers."""
     tokenizer = getattr(processor, "tokenizer", processor)
     ids = _as_list(getattr(settings, "eos_token_id", None)) or _as_list(tokenizer.eos_token_id)
     learned = answer_end(processor, ids)
@@ -88,19 +88,19 @@ def stop_ids(settings: Any, processor: Any) -> list[int]:
 
 
 def stated_ends(folder: Path) -> list[int]:
-    """The tokens that end an answer by a model folder's generation_config.json, else by its config.json, of which
-    transformers then makes the settings. Raises ModelError for a file that is no JSON object."""
+    """The tokens that end an answer by a model folder's generation_config.json, else by its config.json, from which
+    transformers then takes the settings. Raises ModelError for a file that is no JSON object."""
     file = at(folder, SETTINGS)
     if os.path.lexists(file):
         return _as_list(read_json(file).get("eos_token_id"))
     raw = read_json(_home(folder) / "config.json")
-    text, own = raw.get("text_config"), raw.get("eos_token_id")
-    return _as_list(text.get("eos_token_id") if own is None and isinstance(text, dict) else own)
+    text, ends = raw.get("text_config"), raw.get("eos_token_id")
+    return _as_list(text.get("eos_token_id") if ends is None and isinstance(text, dict) else ends)
 
 
 def ends_with(folder: Path, learned: EndToken, tokenizer: Any | None = None) -> list[int]:
-    """The tokens that a folder's settings have to name, so that whoever reads them stops where Octavo does
-    (:func:`stop_ids`): those that they name, where there is none the end token of the `tokenizer` (None: it is loaded),
+    """The tokens that a folder's settings must contain so that other programs stop where Octavo does
+    (:func:`stop_ids`): the present ones, or if there are none the end token of the `tokenizer` (None: it is loaded),
     and the `learned` one. Raises ModelError."""
     stated = stated_ends(folder)
     if not stated:
@@ -109,33 +109,34 @@ def ends_with(folder: Path, learned: EndToken, tokenizer: Any | None = None) -> 
 
 
 def unstated_end(folder: Path, processor: Any | None = None) -> EndToken | None:
-    """The token by which the chat template ends answers where the folder's settings do not stop at it, else None.
+    """The token with which the chat template ends answers, if the folder's settings do not stop at it, else None.
 
     processor  of the folder; None: it is loaded
 
     None also for a folder whose tokenizer cannot be loaded, which `octavo verify` reports. Raises
-    ForeignTokenizerError for one of another model, and ModelError as :func:`stated_ends`.
+    ForeignTokenizerError for a tokenizer of another model, and ModelError as :func:`stated_ends`.
     """
     if processor is None:
         try:
             processor = load_for_chat(folder)
-        except ForeignTokenizerError:  # whoever loads the folder that is written would be refused
+        except ForeignTokenizerError:  # the folder that is written could not be loaded either
             raise
         except ModelError:  # weights can be written without a tokenizer
             return None
     tokenizer = getattr(processor, "tokenizer", processor)
-    # Where there are settings, transformers asks nobody else; without them it takes those of its configuration's class.
+    # With a settings file, transformers uses nothing else; without it, the defaults of the configuration's class.
     silent = [] if os.path.lexists(at(folder, SETTINGS)) else _as_list(tokenizer.eos_token_id)
     return answer_end(processor, stated_ends(folder) or silent)
 
 
 def state_end(source: Path, written: Path, encrypted: encryption.Folder | None = None) -> EndToken | None:
     """Add the token of :func:`unstated_end` to those that end answers in the generation_config.json of `written`, a
-    folder that is being made of `source`, and return it. The file is made where there is none. Raises ModelError."""
+    folder that is being written from `source`, and return it. The file is created if it is missing. Raises
+    ModelError."""
     learned = unstated_end(source)
     if learned is None:
         return None
-    # settings are read where they were copied from: an encrypted folder is read only once it has its list
+    # read from the source: an encrypted folder cannot be read until its list of files is written
     file = at(written, SETTINGS)
     if os.path.lexists(file):
         settings = read_json(at(source, SETTINGS))
@@ -149,7 +150,7 @@ def state_end(source: Path, written: Path, encrypted: encryption.Folder | None =
 
 
 def _home(folder: Path) -> Path:
-    """The folder of the language model, in which transformers looks for generation settings."""
+    """The folder of the language model, which has the generation settings."""
     parts = parts_of(folder)
     return folder / parts[0] if parts else folder
 

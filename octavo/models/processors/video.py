@@ -1,12 +1,12 @@
-"""Videos to the tensors of a family, without torchvision: which frames, how large, in which order their patches lie.
+"""Videos to the tensors of a family, without torchvision: the choice of frames, their size, the order of patches.
 
-What the stock video processors of transformers do (`Qwen3VLVideoProcessor`, `Qwen2VLVideoProcessor`,
-`InternVLVideoProcessor`), by the same formulas on numpy arrays, which a test holds against them. Frames come resized
-already, each as it was decoded, so that no video lies in memory in its own size. A :class:`Videos` stands where a
-stock processor looks for its video processor; what stands in the text for a video is the stock processor's own.
+The formulas are the same as in transformers' video processors (`Qwen3VLVideoProcessor`, `Qwen2VLVideoProcessor`,
+`InternVLVideoProcessor`), on numpy arrays; a test compares both. Frames are resized one by one as they are decoded, so
+that no video is in memory at its original size. A :class:`Videos` takes the place of a stock processor's video
+processor; the text for a video is written by the stock processor.
 
-Values that neither the configuration nor the folder's video_preprocessor_config.json gives are those of the family's
-record (`VideoRecord`), not of the installed transformers: another version changes no run.
+Values that are neither in the configuration nor in the folder's video_preprocessor_config.json come from the family's
+record (`VideoRecord`), not from the installed transformers, so that another version changes no run.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from octavo.models.errors import ModelError
 from octavo.models.folder.folder import at, read_json
 
 VIDEO_SETTINGS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "cap_pixels_per_frame")
-"""What the section `data.video` may say of them."""
-_LONGEST = 200  # times the shorter side
+"""The keys of the section `data.video`."""
+_LONGEST = 200  # the largest aspect ratio, as in transformers
 
 
 @dataclass(frozen=True)
 class Videos:
     """How a family takes videos.
 
-    kind      its `model_type`, whose record says what limits of pixels bound (`VideoRecord.budget`)
+    kind      its `model_type`; the record's `VideoRecord.budget` is what the limits of pixels apply to
     patch, merge, depth   pixels of a patch and patches of a token, in each direction, and frames of a patch
     tile      (height, width) of a frame that is an image of one tile (InternVL)
-    fps       frames of a second that are taken, as many as `min_frames` to `max_frames`
-    pixels    `min_pixels` to `max_pixels`: of all frames together (Qwen3-VL), of each (Qwen2.5-VL)
+    fps       frames sampled per second; `min_frames` and `max_frames` limit their number
+    pixels    `min_pixels` to `max_pixels`: of all frames together (Qwen3-VL) or of each frame (Qwen2.5-VL)
     """
 
     kind: str
@@ -59,12 +59,14 @@ class Videos:
     tile: tuple[int, int] | None = None
     tile_tokens: int = 0
 
-    model_input_names = ("pixel_values_videos", "video_grid_thw")  # as a stock video processor says
+    model_input_names = ("pixel_values_videos", "video_grid_thw")  # as of a stock video processor
 
     @property
     def together(self) -> bool:
-        """Whether limits of pixels bound all frames of a video together."""
-        return RECORDS[self.kind].video.budget == "video"  # type: ignore[union-attr]
+        """Whether limits of pixels apply to all frames of a video together."""
+        record = RECORDS[self.kind].video
+        assert record is not None
+        return record.budget == "video"
 
     @property
     def merge_size(self) -> int:
@@ -76,27 +78,29 @@ class Videos:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The values of :data:`VIDEO_SETTINGS` that hold."""
+        """The values of :data:`VIDEO_SETTINGS` that are set."""
         return {name: getattr(self, name) for name in VIDEO_SETTINGS if getattr(self, name) is not None}
 
     def indices(self, total: int, fps: float) -> list[int]:
-        """Which frames are taken of a video of `total` frames at `fps` a second. Raises ValueError for one of too few
-        frames."""
+        """The frames to take of a video of `total` frames at `fps` frames per second. Raises ValueError for a video of
+        too few frames."""
         if total < self.depth:
             raise ValueError(f"has {total} frame(s), and the model takes {self.depth} at least")
-        asked = total / fps * self.fps
+        sampled = total / fps * self.fps
+        # Each branch rounds as the video processor of its family does: Qwen3-VL, Qwen2.5-VL, InternVL.
         if self.together:
-            count = min(max(int(asked), self.min_frames), self.max_frames, total)
-            return np.linspace(0, total - 1, count).round().astype(int).tolist()  # type: ignore[no-any-return]
+            count = min(max(int(sampled), self.min_frames), self.max_frames, total)
+            return np.linspace(0, total - 1, count).round().astype(int).tolist()
         if self.tile is None:
             most = min(self.max_frames, total) // self.depth * self.depth
-            count = math.floor(min(max(asked, self.min_frames), most, total) / self.depth) * self.depth
-            return torch.arange(0, total, total / max(count, self.depth)).int().tolist()  # type: ignore[no-any-return]
-        count = min(max(int(asked), self.min_frames), self.max_frames, total)
-        return torch.arange(total / count / 2, total, total / count).int().tolist()  # type: ignore[no-any-return]
+            count = math.floor(min(max(sampled, self.min_frames), most, total) / self.depth) * self.depth
+            return torch.arange(0, total, total / max(count, self.depth)).int().tolist()
+        count = min(max(int(sampled), self.min_frames), self.max_frames, total)
+        return torch.arange(total / count / 2, total, total / count).int().tolist()
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that frames are resized to. Raises ValueError for a strip, and for too few frames."""
+        """(height, width) that frames are resized to. Raises ValueError for an extreme aspect ratio, and for too few
+        frames."""
         if self.tile is not None:
             return self.tile
         assert self.min_pixels is not None and self.max_pixels is not None
@@ -105,7 +109,7 @@ class Videos:
             if self.cap_pixels_per_frame:
                 share = int(self.max_video_tokens * unit * unit * 0.9) * self.depth // frames
                 most = max(min(most, share), int(least * 1.05))
-            return _fitted(1, 1, height, width, unit, least, most)
+            return _fit_size(1, 1, height, width, unit, least, most)
         if frames < self.depth:
             raise ValueError(f"has {frames} frame(s) to take, and the model takes {self.depth} at least")
         if self.cap_pixels_per_frame:
@@ -114,40 +118,40 @@ class Videos:
         if min(height, width) < unit:
             scale = max(unit / height, unit / width)
             height, width = int(height * scale), int(width * scale)
-        return _fitted(round(frames / self.depth) * self.depth, frames, height, width, unit, least, most)
+        return _fit_size(round(frames / self.depth) * self.depth, frames, height, width, unit, least, most)
 
     def tokens(self, frames: int, height: int, width: int) -> int:
-        """Tokens of so many frames of a video of this size, without the words between them."""
+        """Tokens of this many frames of a video of this size, without the text between them."""
         if self.tile is not None:
             return frames * self.tile_tokens
         tall, wide = self.size(frames, height, width)
         return -(-frames // self.depth) * (tall // (self.patch * self.merge)) * (wide // (self.patch * self.merge))
 
     def grid(self, frames: int, height: int, width: int) -> list[int]:
-        """(t, h, w) in patches of so many frames that have their size already."""
+        """(t, h, w) in patches, of this many frames that are already resized."""
         return [-(-frames // self.depth), height // self.patch, width // self.patch]
 
     def __call__(
-        self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata] | None = None, **_: Any
+        self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata] | None = None, **_: object
     ) -> BatchFeature:
-        """What a stock video processor gives of videos, uint8 [frames, height, width, 3], whose frames are chosen and
-        resized: `pixel_values_videos` and `video_grid_thw`; of tiles a list of [frames, 3, height, width]."""
-        scaled = [self._normalized(np.asarray(video)) for video in videos]
-        found: dict[str, Any] = {"video_metadata": list(video_metadata or ())}
+        """The output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and resized
+        frames: `pixel_values_videos` and `video_grid_thw`; for tiles a list of [frames, 3, height, width]."""
+        scaled = [self._normalize(np.asarray(video)) for video in videos]
+        batch: dict[str, Any] = {"video_metadata": list(video_metadata or ())}
         if self.tile is not None:
-            return BatchFeature({**found, "pixel_values_videos": scaled})
+            return BatchFeature({**batch, "pixel_values_videos": scaled})
         grids = [self.grid(len(video), *video.shape[2:]) for video in scaled]
-        found["pixel_values_videos"] = torch.from_numpy(np.concatenate([self._patches(video) for video in scaled]))
-        return BatchFeature({**found, "video_grid_thw": torch.tensor(grids)})
+        batch["pixel_values_videos"] = torch.from_numpy(np.concatenate([self._patches(video) for video in scaled]))
+        return BatchFeature({**batch, "video_grid_thw": torch.tensor(grids)})
 
-    def _normalized(self, video: np.ndarray) -> np.ndarray:
+    def _normalize(self, video: np.ndarray) -> np.ndarray:
         """[T, H, W, 3] uint8 -> [T, 3, H, W] fp32: (x - 255 mean) / (255 std), as transformers fuses it."""
         mean, std = (np.float32(255) * np.array(values, np.float32) for values in (self.mean, self.std))
         return np.ascontiguousarray(((video.astype(np.float32) - mean) / std).transpose(0, 3, 1, 2))
 
     def _patches(self, video: np.ndarray) -> np.ndarray:
-        """[T, 3, H, W] -> [t h w, 3 depth patch patch], ordered (t, h-block, w-block, h, w in it); the last frame is
-        repeated to whole pairs."""
+        """[T, 3, H, W] -> [t h w, 3 depth patch patch], in the order (t, h-block, w-block, h and w in the block); the
+        last frame is repeated to a multiple of `depth`."""
         video = np.concatenate([video, *[video[-1:]] * (-len(video) % self.depth)])
         (time, tall, wide), merge, patch = self.grid(len(video), *video.shape[2:]), self.merge, self.patch
         cut = video.reshape(time, self.depth, 3, tall // merge, merge, patch, wide // merge, merge, patch)
@@ -155,13 +159,14 @@ class Videos:
 
 
 def metadata(total: int, fps: float, indices: Sequence[int]) -> VideoMetadata:
-    """What stock processors are told of a video whose frames `indices` were taken of `total` at `fps`."""
+    """The metadata that stock processors take, of a video of `total` frames at `fps` with the chosen frames
+    `indices`."""
     return VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices))
 
 
-def _fitted(counted: int, frames: int, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """A size in whole units whose area times `counted` frames lies within the limits; beyond them that of `frames` is
-    scaled to the limit. Raises ValueError for a strip."""
+def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
+    """A size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area times
+    `frames` is scaled to it. Raises ValueError for an extreme aspect ratio."""
     if max(height, width) / min(height, width) > _LONGEST:
         raise ValueError(f"is a strip of {width} x {height} pixels; the longer side may be {_LONGEST} times the other")
     tall, wide = round(height / unit) * unit, round(width / unit) * unit
@@ -175,48 +180,52 @@ def _fitted(counted: int, frames: int, height: int, width: int, unit: int, least
 
 
 def videos_of(
-    folder: Path, record: FamilyRecord, image_processor: Any, asked: Mapping[str, Any], tile_tokens: int = 0
+    folder: Path, record: FamilyRecord, image_processor: Any, settings: Mapping[str, Any], tile_tokens: int = 0
 ) -> Videos:
-    """How the model of a folder takes videos: as `asked` (of :data:`VIDEO_SETTINGS`, None: not asked), else as its
-    video_preprocessor_config.json says, else as the family's record does, which has `video`.
+    """How the model of a folder takes videos: by `settings` (of :data:`VIDEO_SETTINGS`, None: not set), else by its
+    video_preprocessor_config.json, else by the family's record, which must have `video`.
 
-    Raises ModelError for values that cannot be, and for limits of pixels where frames have one size.
+    Raises ModelError for invalid values, and for limits of pixels if frames have a fixed size.
     """
     file = at(folder, "video_preprocessor_config.json")
-    own = read_json(file) if file.exists() else {}
+    entries = read_json(file) if file.exists() else {}
     assert record.video is not None
-    stated = {name: own[name] for name in (*VIDEO_SETTINGS, "max_video_tokens") if own.get(name) is not None}
-    stated |= {ours: own[theirs] for ours, theirs in (("mean", "image_mean"), ("std", "image_std")) if own.get(theirs)}
-    size = own.get("size") if isinstance(own.get("size"), Mapping) else {}
-    tile, more = None, {}
+    # Later sources take precedence: the record, then `stated` from the file, then `settings`.
+    stated = {name: entries[name] for name in (*VIDEO_SETTINGS, "max_video_tokens") if entries.get(name) is not None}
+    names = (("mean", "image_mean"), ("std", "image_std"))
+    stated |= {ours: entries[theirs] for ours, theirs in names if entries.get(theirs)}
+    stored_size = entries.get("size")
+    size: Mapping[str, Any] = stored_size if isinstance(stored_size, Mapping) else {}
+    layout: dict[str, Any]
     if record.video.budget == "tile":
-        wrong = [name for name in ("min_pixels", "max_pixels", "cap_pixels_per_frame") if asked.get(name) is not None]
-        if wrong:
-            raise ModelError(f"data.video.{wrong[0]}: {folder} makes every frame one tile of a fixed size. Remove it.")
+        limits = [n for n in ("min_pixels", "max_pixels", "cap_pixels_per_frame") if settings.get(n) is not None]
+        if limits:
+            raise ModelError(f"data.video.{limits[0]}: {folder} makes every frame one tile of a fixed size. Remove it.")
         side = image_processor.size
         tile = (int(side["height"]), int(side["width"]))
         if "height" in size and (size["height"], size["width"]) != tile:
-            raise ModelError(f"{file} makes frames of {dict(size)}, and the tower takes tiles of {tile}. Mend it.")
+            raise ModelError(f"{file} makes frames of {dict(size)}, and the tower takes tiles of {tile}. Correct it.")
         stated = {name: value for name, value in stated.items() if value is not None and "pixels" not in name}
-        more = {"tile": tile, "tile_tokens": tile_tokens}
+        layout = {"tile": tile, "tile_tokens": tile_tokens}
     else:
-        limits = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-        stated |= {name: value for name, value in limits.items() if value is not None}
-        ours = image_processor
-        more = {"patch": ours.patch_size, "merge": ours.merge_size, "depth": ours.temporal_patch_size}
-    values = {**record.video.settings, **stated, **{name: value for name, value in asked.items() if value is not None}}
+        edges = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+        stated |= {name: value for name, value in edges.items() if value is not None}
+        images = image_processor
+        layout = {"patch": images.patch_size, "merge": images.merge_size, "depth": images.temporal_patch_size}
+    set_here = {name: value for name, value in settings.items() if value is not None}
+    values: dict[str, Any] = {**record.video.settings, **stated, **set_here}
     for name in ("mean", "std"):
-        given = values[name]
-        if not isinstance(given, list | tuple) or not all(type(n) in (int, float) and math.isfinite(n) for n in given):
-            shown = safe_read.printable(repr(given))[:80]
-            raise ModelError(f"{file if own else folder} gives image_{name} {shown}: it is three numbers.")
-        values[name] = tuple(given)
-    found = Videos(record.model_type, **values, **more)
-    _check(found, file if own else folder, asked)
-    return found
+        value = values[name]
+        if not isinstance(value, list | tuple) or not all(type(n) in (int, float) and math.isfinite(n) for n in value):
+            shown = safe_read.printable(repr(value))[:80]
+            raise ModelError(f"{file if entries else folder} gives image_{name} {shown}: it is three numbers.")
+        values[name] = tuple(value)
+    videos = Videos(record.model_type, **values, **layout)
+    _check(videos, file if entries else folder)
+    return videos
 
 
-def _check(videos: Videos, file: Path, asked: Mapping[str, Any]) -> None:
+def _check(videos: Videos, file: Path) -> None:
     for name in ("fps", "min_frames", "max_frames", "max_video_tokens", "min_pixels", "max_pixels"):
         value = getattr(videos, name)
         whole = type(value) is int or (name == "fps" and type(value) is float and math.isfinite(value))
@@ -236,5 +245,5 @@ def _check(videos: Videos, file: Path, asked: Mapping[str, Any]) -> None:
 
 
 def videos_described(videos: Videos) -> dict[str, Any]:
-    """All that decides what becomes of a video, for a run's record and for what is cached."""
+    """All values that affect the encoding of a video, for a run's record and for the keys of caches."""
     return asdict(replace(videos))

@@ -1,8 +1,8 @@
-"""Whether a tokenizer belongs to its model: each token that it makes has a row of embeddings, and text has tokens.
+"""Checks that a tokenizer belongs to its model: its tokens have rows of embeddings, and text has tokens.
 
-A token beyond the embedding ends a forward on a CPU with `IndexError`, and on a GPU the process. So the tokens that
-every conversation holds are looked up before weights are read. Other tokens of the vocabulary may be beyond it: Gemma 3
-of 1 B has `<image_soft_token>` there, which no text holds. Rows that hold one are refused one by one (`octavo.data`).
+A token beyond the embedding ends a forward with `IndexError` on a CPU, and ends the process on a GPU. The tokens of
+every conversation are therefore checked before weights are read. Other tokens of the vocabulary may be beyond it: Gemma
+3 1B has `<image_soft_token>` there, which is in no text. Rows with such a token are refused one by one (`octavo.data`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
-    """That the tokens of any conversation have rows of embeddings: those of the chat template, and of padding.
+    """Check that the tokens of every conversation, of the chat template and of padding, have rows of embeddings.
 
     processor  or a tokenizer
     rows       of the table of embeddings
@@ -43,7 +43,7 @@ def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
 
 
 def _template_ids(processor: Any) -> list[int]:
-    """The tokens of a short conversation by the chat template; none where there is no template, or it refuses."""
+    """The tokens of a short conversation by the chat template; none without a template, or if it refuses."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if not getattr(processor, "chat_template", None):
         return []
@@ -54,27 +54,27 @@ def _template_ids(processor: Any) -> list[int]:
         ]
         try:
             written = chat.render(processor, turns)
-        except ModelError:  # it wants contents in the other form, or another order of roles
+        except ModelError:  # it takes contents in the other form, or another order of roles
             continue
         return list(tokenizer(written, add_special_tokens=False)["input_ids"])
     return []
 
 
 def largest_id(processor: Any) -> int:
-    """The largest number of a token that a text can hold, -1 of none: tokens for media, of which some families look up
-    none, are left out."""
+    """The largest number of a token that a text can contain, -1 if there is none: tokens of media, which some families
+    do not look up, are left out."""
     tokenizer = getattr(processor, "tokenizer", processor)
     media = frozenset(getattr(processor, "image_token_ids", None) or ())
     return max((number for number in tokenizer.get_vocab().values() if number not in media), default=-1)
 
 
 def missing_letters(processor: Any, folder: Path) -> str:
-    """The ASCII letters and digits that the tokenizer has no token for: they vanish from texts, or become the unknown
-    token. None of a sealed model, whose words are its own."""
+    """The ASCII letters and digits without a token: they are dropped from texts, or become the unknown token. Empty for
+    a sealed model, whose vocabulary has other words."""
     tokenizer = getattr(processor, "tokenizer", processor)
     if os.path.lexists(at(folder, NOTE)):
         return ""
     ids = tokenizer(list(_LETTERS), add_special_tokens=False)["input_ids"]
-    # Tokenizers of words put a space before a text, which is a token also where nothing follows.
-    known = [[number for number in own if number != tokenizer.unk_token_id] for own in ids]
-    return "".join(a for a, own in zip(_LETTERS, known, strict=True) if not tokenizer.decode(own).strip())
+    # Tokenizers of words put a space before a text, which is a token even if nothing follows.
+    known = [[number for number in numbers if number != tokenizer.unk_token_id] for numbers in ids]
+    return "".join(a for a, numbers in zip(_LETTERS, known, strict=True) if not tokenizer.decode(numbers).strip())

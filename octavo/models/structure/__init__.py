@@ -1,1 +1,1 @@
-"""What a model is made of: components, layers, shapes, what is frozen."""
+"""The structure of a model: components, layers, shapes, frozen parameters."""

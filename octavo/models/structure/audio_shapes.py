@@ -1,8 +1,7 @@
-"""How sound of a family comes to its tower, by the configuration alone.
+"""How audio enters the tower of a family, computed from the configuration.
 
-Sound is a picture of `bins` x `frames`: how loud each band of pitch is, a hundred times a second. Qwen2-Audio pads
-every sound to the same half minute and masks what is none; two convolutions and a pooling make one token of four
-frames.
+A sound is a log-mel spectrogram of `bins` x `frames`, a hundred frames a second. Qwen2-Audio pads every sound to 30
+seconds and masks the padding; two convolutions and a pooling turn four frames into one token.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from transformers import PreTrainedConfig
 from octavo.models.errors import ModelError
 
 LEAST = 2
-"""Tokens of the shortest sound: of Qwen2-Audio, transformers takes a batch without two placeholders side by side for
-one that is written in the old way, each placeholder for a whole sound."""
+"""Tokens of the shortest sound. For Qwen2-Audio, transformers takes a batch without two adjacent placeholders for the
+legacy form, in which each placeholder is a whole sound."""
 
 
 @dataclass(frozen=True)
-class Hearing:
-    """One family's way.
+class Audio:
+    """How the sounds of one family enter its tower.
 
-    bins       bands of pitch
-    frames     of a sound, padding included
-    positions  tokens through the tower of each sound, padding included; `features`: out of it, likewise
-    least      tokens in the decoder of the shortest sound
+    bins       mel bins
+    frames     frames of a sound, including padding
+    positions  tokens of each sound in the tower, including padding; `features`: the same for the tower's output
+    least      tokens of the shortest sound in the decoder
     """
 
     bins: int
@@ -37,24 +36,25 @@ class Hearing:
     least: int = LEAST
 
     def tokens(self, frames: int) -> int:
-        """Tokens in the decoder of a sound of so many frames: what stands in the text."""
+        """Tokens in the decoder of a sound of this many frames: its placeholders in the text."""
         return ((frames - 1) // 2 - 1) // 2 + 1
 
     def shortest(self, tokens: int) -> int:
-        """Frames of the shortest sound of so many tokens: the opposite of `tokens`."""
+        """Frames of the shortest sound of this many tokens: the inverse of `tokens`."""
         return 4 * tokens - 1
 
     def smallest(self, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Silence [1, bins, frames], as the tower takes it."""
+        """Silence [1, bins, frames], as input of the tower."""
         return torch.zeros(1, self.bins, self.frames, device=device, dtype=dtype)
 
 
-def hearing_of(config: PreTrainedConfig) -> Hearing:
-    """The way of a configuration's family. Raises ModelError for one that Octavo does not know."""
+def audio_of(config: PreTrainedConfig) -> Audio:
+    """How audio enters the tower of a configuration's family. Raises ModelError for a family that Octavo does not
+    know."""
     sound = getattr(config, "audio_config", None)
     if sound is None:
         raise ModelError(f"model_type {config.model_type!r} takes no sound")
     if config.model_type == "qwen2_audio":
         places = sound.max_source_positions
-        return Hearing(sound.num_mel_bins, 2 * places, places, places // 2)
-    raise ModelError(f"how sound comes to the tower of model_type {config.model_type!r} is not known to Octavo")
+        return Audio(sound.num_mel_bins, 2 * places, places, places // 2)
+    raise ModelError(f"Octavo does not know how sound enters the tower of model_type {config.model_type!r}")

@@ -1,17 +1,17 @@
-"""What a Hugging Face model is made of: families, their components and their repeating blocks.
+"""The parts of a Hugging Face model: families, their components and their repeating blocks.
 
-A family maps `named_modules` names to the components that the configuration speaks of:
+A family maps `named_modules` names to the components that a run's configuration refers to:
 
-    image_encoder    the vision tower without what maps into the language model's width
-    image_projector  that map: merger, DeepStack mergers, multi_modal_projector
-    audio_encoder    the tower of sound, likewise
-    audio_projector  its map
+    image_encoder    the vision tower without the projection into the language model's width
+    image_projector  that projection: merger, DeepStack mergers, multi_modal_projector
+    audio_encoder    the audio tower without its projection
+    audio_projector  its projection
     foundation       the language model: embeddings, decoder blocks, final norm
     lm_head          the output projection (tied or not)
 
-Nothing is patched: a `Family` is a description next to the model, found in its structure
-(:mod:`octavo.models.structure.structure`), so that a family nobody listed is described too. Whether one trains is
-another question (:mod:`octavo.models.structure.support`).
+Nothing is patched: a `Family` is a description derived from the model's structure
+(:mod:`octavo.models.structure.structure`), so unlisted families are described too. Whether a family trains is decided
+in :mod:`octavo.models.structure.support`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Family:
 
     name             the family, e.g. "qwen3_vl"; for a text-only decoder its `model_type`
     components       component -> globs over `named_modules` names; a component the model lacks is absent
-    layer_globs      the repeating blocks: what FSDP2 shards and activation checkpointing recomputes, one by one
-    has_vision       whether images go in
+    layer_globs      the repeating blocks: the units of FSDP2 sharding and of activation checkpointing
+    has_vision       whether the model takes images
     language_model   module name of the decoder whose forward takes `inputs_embeds`
     tower            module name of the vision tower ("" without vision)
     image_token_id   the placeholder id whose embedding an image feature replaces (None without vision)
-    audio_tower, audio_token_id   the same of sound; `has_audio`: whether sound goes in
+    audio_tower, audio_token_id   the same for audio; `has_audio`: whether the model takes audio
     """
 
     name: str
@@ -67,7 +67,7 @@ class Family:
         return bool(self.audio_tower)
 
     def component_of(self, module_name: str) -> str | None:
-        """The component that holds the module of this name, or None for a container above components."""
+        """The component of the module of this name, or None for a container of several components."""
         for component, globs in self.components.items():
             if any(matches(glob, module_name) for glob in globs):
                 return component
@@ -94,29 +94,32 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
             f"{type(model_or_config).__name__} has no `config`: Octavo describes Hugging Face models; load the folder "
             "with octavo.models.load."
         )
-    taken = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
-    seeing, hearing = is_vision_config(config), is_audio_config(config)
-    if taken and not seeing and not hearing:
-        raise Undescribed(model_or_config, f"it takes {' and '.join(taken)}, and is no model that writes text to it")
-    several = seeing or hearing
-    parts = parts_of_towers(model_or_config, seeing, hearing) if several else parts_of_text(model_or_config)
+    media = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    takes_images, takes_audio = is_vision_config(config), is_audio_config(config)
+    # A model with a tower that transformers does not list as writing text, such as CLIP, is not a text-only decoder.
+    if media and not takes_images and not takes_audio:
+        raise Undescribed(model_or_config, f"it takes {' and '.join(media)}, and is no model that writes text to it")
+    if takes_images or takes_audio:
+        parts = parts_of_towers(model_or_config, takes_images, takes_audio)
+    else:
+        parts = parts_of_text(model_or_config)
     family = Family(
         name=config.model_type,
         components=parts.components,
         layer_globs=tuple(f"{blocks}.*" for blocks in parts.blocks),
-        has_vision=seeing,
+        has_vision=takes_images,
         language_model=parts.decoder,
         tower=parts.tower,
-        image_token_id=image_token(config) if seeing else None,
+        image_token_id=image_token(config) if takes_images else None,
         audio_tower=parts.audio_tower,
-        audio_token_id=audio_token(config) if hearing else None,
+        audio_token_id=audio_token(config) if takes_audio else None,
     )
     _check(model_or_config, family)
     return family
 
 
 def _check(model: PreTrainedModel, family: Family) -> None:
-    """That every parameter has a component."""
+    """Raise Undescribed unless every parameter has a component."""
     homes = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
     stray = [name for name, home in homes if home != VALUE_HEAD and family.component_of(home) is None]
     if stray:
@@ -131,22 +134,23 @@ _STAYS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ..
 
 
 def stays(model: nn.Module) -> dict[str, str]:
-    """What holds or makes values in high precision besides linear layers: kind -> reason, only kinds the model has.
+    """The kinds of modules besides linear layers that stay in high precision: kind -> reason, for the kinds that the
+    model has.
 
-    Printed beside the plan, which itself lists linear layers. Source: NUMERICS, "Stays in high precision".
+    Printed with the plan, which itself lists linear layers. Source: NUMERICS, "Stays in high precision".
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for module in model.modules():
         for types, kind, reason in _STAYS:
             if isinstance(module, types):
-                found[kind] = reason
+                reasons[kind] = reason
         name = type(module).__name__
         if "RMSNorm" in name:
-            found["norms"] = _STAYS[2][2]
+            reasons["norms"] = _STAYS[2][2]
         elif "RotaryEmbedding" in name:
-            found["rotary"] = "angles up to the sequence length need fp32: cos and sin are computed there"
+            reasons["rotary"] = "angles up to the sequence length need fp32: cos and sin are computed there"
         elif name.endswith("Attention"):
-            found["attention scores"] = "softmax of q k: FP8 attention on stock architectures diverges"
+            reasons["attention scores"] = "softmax of q k: FP8 attention on stock architectures diverges"
         elif "Router" in name:
-            found["router"] = "a small product that decides which expert runs"
-    return found
+            reasons["router"] = "a small product that decides which expert runs"
+    return reasons

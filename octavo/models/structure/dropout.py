@@ -1,8 +1,8 @@
-"""Dropout in every form that a model may hold, switched off in place.
+"""Switching off dropout of every form that a model may have, in place.
 
-Log-probabilities of two models, or of one model at two times, can be compared only where neither draws random numbers.
-`model.eval()` would do that too, and would switch off what training needs with it (amax histories, recomputation), so
-the probabilities themselves become 0. They are kept in three places:
+Log-probabilities of two models, or of one model at two times, can be compared only if neither draws random numbers.
+`model.eval()` would also switch off what training needs (amax histories, recomputation), so the probabilities
+themselves are set to 0. They are stored in three places:
 
     nn.Dropout and its kind   `p` of each module: embeddings, residuals, PEFT's `lora_dropout`
     modules' own numbers      `attention_dropout`, which stock attention hands to a function; `drop_prob` of stochastic
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -22,25 +22,26 @@ from transformers import PreTrainedConfig
 
 from octavo.models.errors import ModelError
 
-_NAMES = re.compile("drop|jitter|stochastic_depth")  # of a number above 0 and up to 1
+_NAMES = re.compile("drop|jitter|stochastic_depth")  # names of attributes that hold a probability
 
-# The routers of Phi-3.5-MoE draw an expert for each token whenever they train, and take `router_jitter_noise` as a
-# threshold that evaluation uses too: 0 would be another model.
-_DRAWS = ("PhimoeTopKRouter",)
+# The routers of Phi-3.5-MoE sample the expert of each token in training. Their `router_jitter_noise` is also a
+# threshold in evaluation, so setting it to 0 would change the model.
+_RANDOM_ROUTERS = ("PhimoeTopKRouter",)
 
 
 def switch_off_dropout(model: nn.Module) -> tuple[str, ...]:
-    """Set every dropout probability of a model to 0, those of adapters included.
+    """Set every dropout probability of a model and its adapters to 0.
 
-    Returns what was not 0 now and in earlier calls for the same model, e.g. ``attention_dropout 0.5 (28 modules)``. The
-    model's own configuration objects are changed; what is saved from a model's folder keeps its values.
+    Returns the probabilities that were not 0 in this and in earlier calls for the same model, for example
+    ``attention_dropout 0.5 (28 modules)``. The configuration objects of the model are changed; the config.json that is
+    copied from its folder keeps its values.
 
     Raises ModelError for routers that draw experts at random in training, which no setting stops.
     """
     counts: Counter[tuple[str, float]] = Counter(getattr(model, _RECORD, {}))
     configs: dict[int, PreTrainedConfig] = {}
     for path, module in model.named_modules():
-        if type(module).__name__ in _DRAWS:
+        if type(module).__name__ in _RANDOM_ROUTERS:
             raise ModelError(
                 f"{path} ({type(module).__name__}) draws the expert of each token at random in training, and no "
                 "setting stops it: log-probabilities of two such models cannot be compared. Use train.phase: sft"
@@ -64,13 +65,13 @@ _RECORD = "_octavo_dropout_off"
 
 
 def switched_off(model: nn.Module) -> tuple[str, ...]:
-    """What :func:`switch_off_dropout` found in this model, in words; nothing where it had none."""
+    """The probabilities that :func:`switch_off_dropout` set to 0 in this model, as text; empty if there were none."""
     counts: dict[tuple[str, float], int] = getattr(model, _RECORD, {})
     return tuple(f"{name} {p:g} ({n} module{'s' * (n > 1)})" for (name, p), n in counts.items())
 
 
-def _probabilities(attributes: dict[str, Any]) -> list[tuple[str, float]]:
-    """Probabilities among attributes that are called as dropout is, and are not 0."""
+def _probabilities(attributes: Mapping[str, object]) -> list[tuple[str, float]]:
+    """The attributes with a name of dropout whose value is a probability above 0."""
     return [
         (name, value)
         for name, value in attributes.items()
@@ -79,7 +80,7 @@ def _probabilities(attributes: dict[str, Any]) -> list[tuple[str, float]]:
 
 
 def _name_of(path: str) -> str:
-    """The part of a module's path that says which dropout it is: of `q_proj.lora_dropout.default` the middle one."""
+    """The part of a module's path that names the dropout: `lora_dropout` of `q_proj.lora_dropout.default`."""
     parts = path.split(".")
     return next((part for part in reversed(parts) if _NAMES.search(part)), parts[-1] or "dropout")
 

@@ -1,9 +1,8 @@
-"""Freezing: by component or by glob, with an error for a name that means nothing; and all of a model that is codes."""
+"""Freezing: by component or by glob, with an error for unknown names; and a whole model with frozen FP8 weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,23 +39,24 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str]) -> list[st
 
 
 def freeze_all(model: nn.Module) -> None:
-    """Freeze a model that holds frozen FP8 weights, so that what trains in it is what somebody asks for: adapters, a
-    component. In training its forward raises ModelError while that is nothing; before, whatever is no code (norms,
-    embeddings, the vision tower) would have been trained beside a language model that stays as it is."""
+    """Freeze a model that holds frozen FP8 weights, so that only what the caller then unfreezes or attaches is trained:
+    adapters, a component. As long as nothing is trainable, its forward in training mode raises ModelError. Without
+    this, all parameters that are not FP8 codes (norms, embeddings, the vision tower) would be trained while the
+    language model stays fixed."""
     model.requires_grad_(False)
     model.register_forward_hook(_refuse_untrained)
 
 
-def _refuse_untrained(model: nn.Module, args: Any, output: Any) -> None:
+def _refuse_untrained(model: nn.Module, args: object, output: object) -> None:
     if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else (output,)
     if not any(isinstance(value, Tensor) and value.requires_grad for value in values):
         raise ModelError(
             f"this {type(model).__name__} is trained and nothing in it asks for a gradient: its layers are FP8 codes "
-            "(load_in_fp8, or a folder in FP8), which are never trained, and all else was frozen with them. Attach "
-            "adapters (octavo.adapters, PEFT), unfreeze what is meant (model.model.visual.requires_grad_(True)), load "
-            "in high precision (no load_in_fp8, keep_fp8=False) to train all weights, or call model.eval() first"
+            "(load_in_fp8, or a folder in FP8), which are never trained, and all other parameters were frozen with "
+            "them. Attach adapters (octavo.adapters, PEFT), unfreeze a part (model.model.visual.requires_grad_(True)), "
+            "load in high precision (no load_in_fp8, keep_fp8=False) to train all weights, or call model.eval() first"
         )
 
 
@@ -68,10 +68,10 @@ def _matching(pattern: str, names: list[str], family: Family, model: nn.Module) 
             )
         return [name for name in names if family.component_of(name.rpartition(".")[0]) == pattern]
     try:
-        found = [name for name in names if covers(pattern, name)]
+        covered = [name for name in names if covers(pattern, name)]
     except ValueError as error:
         raise ModelError(f"freeze: {error}") from error
-    if not found:
+    if not covered:
         known = [*family.components, *(name for name, _ in model.named_modules() if name), *names]
         close = nearest(pattern, known)
         hint = f" The nearest names: {', '.join(close)}." if close else ""
@@ -79,4 +79,4 @@ def _matching(pattern: str, names: list[str], family: Family, model: nn.Module) 
             f"freeze: {pattern!r} names neither a component ({', '.join(family.components)}) nor any module or "
             f"parameter of this {family.name}.{hint}"
         )
-    return found
+    return covered

@@ -1,11 +1,12 @@
-"""A model before its weights: the configuration of a folder, the class that transformers builds from it, and that
-model on the meta device."""
+"""A model without weights: the configuration of a folder, the class that transformers builds from it, and that model on
+the meta device."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from transformers import (
@@ -31,18 +32,29 @@ from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, parts_of, read_json, readable, stock
 from octavo.models.folder.quantization import QUANTIZED_KEYS, read_quantization
 
-#: how architectures that give a conversation numbers end
+#: the end of the names of architectures that score conversations
 SCORING = "ForSequenceClassification"
+
+
+class ModelClass(Protocol):
+    """A class that builds models: one of transformers' Auto classes, or :func:`_scoring_class`."""
+
+    def from_config(self, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+        """A model with random weights."""
+
+    def from_pretrained(self, pretrained_model_name_or_path: Path, **options: Any) -> Any:
+        """A model with the weights of a folder; with `output_loading_info` also a dict of missing keys and others."""
 
 
 def read_config(path: str | Path) -> PreTrainedConfig:
     """The configuration of a local model folder.
 
+    For a folder in FP8 this is the configuration of the stock model; `read_quantization` returns how it is stored.
+
     Raises ModelError when the folder or `config.json` is missing, when the JSON is broken, when the model needs code
-    from the folder (`auto_map`; of families that Octavo implements itself it needs none, and none is run), when its
+    from the folder (`auto_map`; Octavo runs none, and the families that it implements itself need none), when its
     `model_type` is unknown to the installed transformers, or when its weights are quantized in a way that Octavo does
-    not read. Of a folder in FP8 the configuration is that of the stock model (`read_quantization` says how it is
-    stored).
+    not read.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -55,7 +67,7 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 
 
 def stock_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of the stock model of a folder, however its weights are stored."""
+    """The configuration of the stock model of a folder, whatever the format of its weights. Raises ModelError."""
     if parts_of(folder):
         with stock(f"{folder}/config.json cannot be used"):
             return read_three(folder)
@@ -76,51 +88,56 @@ def stock_config(folder: Path) -> PreTrainedConfig:
             with readable(folder) as plain:
                 config = AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
         config.name_or_path = str(folder)
-    if hasattr(config, "auto_map"):  # nor is anybody else to look for it
+    if hasattr(config, "auto_map"):  # or transformers would look for the code too
         del config.auto_map
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
-        for key in QUANTIZED_KEYS:  # what the weights on disk are, not the model
+        for key in QUANTIZED_KEYS:  # these describe the weights on disk, not the model
             if hasattr(part, key):
                 delattr(part, key)
     return config
 
 
 def _check_dtypes(file: Path) -> None:
-    """That a configuration's dtypes are of floating point: transformers takes any other for the weights, too."""
+    """Refuse dtypes of a configuration that are not floating point: transformers would load weights in any dtype."""
     raw = read_json(file)
     for part in (raw, *(one for key, one in raw.items() if isinstance(one, dict) and key not in QUANTIZED_KEYS)):
         for key in ("dtype", "torch_dtype"):
             named = part.get(key)
-            found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else None
-            if named in (None, "auto") or isinstance(named, dict):  # one for each part
+            dtype = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else None
+            if named in (None, "auto") or isinstance(named, dict):  # a dict has one dtype for each part
                 continue
-            if not isinstance(found, torch.dtype) or not found.is_floating_point:
+            if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
                 raise ModelError(f"{file} gives {key}={named!r:.80}, and weights are bfloat16, float16 or float32.")
 
 
 def is_vision_config(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model of this configuration, of several parts, that takes images and gives text."""
+    """Whether transformers has a model of this configuration, of several parts, that takes images and writes text."""
     return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and bool(config.sub_configs)
 
 
 def is_audio_config(config: PreTrainedConfig) -> bool:
-    """Whether transformers has a model of this configuration, of several parts, that takes sound and gives text."""
+    """Whether transformers has a model of this configuration, of several parts, that takes audio and writes text."""
     known = type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return known and getattr(config, "audio_config", None) is not None
 
 
 def why_too_long(config: PreTrainedConfig, length: int) -> str | None:
-    """Why rows of so many tokens are more than a model takes, as the end of a sentence with its fix; None where they
-    are not, and for all models but MPT, whose positions are computed or checked elsewhere."""
+    """Why a model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it does, and
+    for all models except MPT, whose positions are computed or checked elsewhere."""
     return mpt.why_too_long(config, length) if isinstance(config, mpt.MPTConfig) else None
 
 
-def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
-    """The class of a configuration that generates, or with `scores` the one that gives a conversation numbers. Raises
-    ModelError."""
+def image_text_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """The model class that transformers has for a configuration of images and text; KeyError if there is none."""
+    return cast(type[PreTrainedModel], MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class])
+
+
+def auto_class(config: PreTrainedConfig, scores: bool = False) -> ModelClass:
+    """The class that builds the generating model of a configuration, or with `scores` the one that scores
+    conversations. Raises ModelError."""
     if scores:
         if is_vision_config(config):
-            return _scoring(type(config))
+            return _scoring_class(cast(Hashable, type(config)))  # mypy takes no class for hashable
         if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
             return AutoModelForSequenceClassification
         raise ModelError(
@@ -140,11 +157,11 @@ def auto_class(config: PreTrainedConfig, scores: bool = False) -> type:
 
 
 @cache
-def _scoring(config_class: type) -> type:
-    """Sequence classification by a vision-language family, for which transformers has none: its own, as text models
-    have it (`score` over the last hidden state of the last token that is no padding, without a bias), over all that
-    the family is but its output projection. Weights have the names that vLLM and SGLang give such a model."""
-    writes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[config_class]
+def _scoring_class(config_class: type[PreTrainedConfig]) -> ModelClass:
+    """Sequence classification by a vision-language family, for which transformers has no class: transformers' head for
+    text models (`score` without a bias over the last hidden state of the last token that is not padding) on the whole
+    family except its output projection. Weights have the names that vLLM and SGLang give such a model."""
+    writes = image_text_class(config_class)
     family = next(base for base in writes.__mro__ if base.__name__.endswith("PreTrainedModel"))
 
     class Scoring(GenericForSequenceClassification, family):  # type: ignore[misc, valid-type]
@@ -153,7 +170,7 @@ def _scoring(config_class: type) -> type:
             return cls._from_config(config, **options)
 
     Scoring.__name__ = Scoring.__qualname__ = writes.__name__.replace("ForConditionalGeneration", SCORING)
-    if (names := get_checkpoint_conversion_mapping(writes.__name__)) is not None:  # on disk they may be others
+    if (names := get_checkpoint_conversion_mapping(writes.__name__)) is not None:  # names on disk may differ
         register_checkpoint_conversion_mapping(Scoring.__name__, names, overwrite=True)
     return Scoring
 
@@ -161,7 +178,7 @@ def _scoring(config_class: type) -> type:
 def skeleton(
     config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None = None, scores: bool = False
 ) -> PreTrainedModel:
-    """The model on the meta device, as from_pretrained has it before weights are read."""
+    """The model on the meta device, as from_pretrained builds it before it reads weights. Raises ModelError."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     where = f" of {config.name_or_path}" if config.name_or_path else ""
     with stock(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
@@ -169,7 +186,7 @@ def skeleton(
 
 
 def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The model of a folder or configuration on the meta device: shapes without memory; reads no weights."""
+    """The model of a folder or configuration on the meta device: shapes without memory. Reads no weights."""
     config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
     model = skeleton(config, dtype)
     with stock(f"the weights of {config.model_type!r} cannot be tied"):

@@ -1,17 +1,17 @@
 """Where the parts of a Hugging Face model are, found in the model itself.
 
-    decoder    ``get_decoder()``: what takes embeddings of tokens, images' among them
-    head       ``get_output_embeddings()`` of the model, else of its decoder; of a model that gives scores its ``score``
-    towers     ``get_encoder(modality="image")`` and, of a model that takes sound, ``get_encoder(modality="audio")``
-    projector  what of the model lies in none of these, single parameters (``image_newline``) included; and of the tower
-               those children that map into the decoder's width: by the names in :data:`PROJECTORS`, or, where tower and
-               decoder differ in width, because their last linear layer puts out the decoder's; experts for images.
-               Sound has a projector of its own: it runs over fewer tokens than its tower, and is what one trains beside
-               a frozen tower
+    decoder    ``get_decoder()``: takes embeddings of tokens, including image tokens
+    head       ``get_output_embeddings()`` of the model, else of its decoder; ``score`` of a model that returns scores
+    towers     ``get_encoder(modality="image")`` and, for a model that takes audio, ``get_encoder(modality="audio")``
+    projector  every module outside these, including single parameters (``image_newline``); the children of the tower
+               that map into the decoder's width: either by the names in :data:`PROJECTORS` or, where tower and decoder
+               differ in width, because the output of their last linear layer has the decoder's width; experts for
+               images. Audio has a separate projector: it runs over fewer tokens than its tower, and is usually trained
+               with a frozen tower
     blocks     the outermost lists of modules in tower and decoder
 
-What transformers does not tell in these ways is refused with the rule that it broke (:class:`Undescribed`). A text-only
-decoder is one list of blocks between token embeddings and an output projection.
+A model that breaks one of these rules is refused with that rule (:class:`Undescribed`). A text-only decoder is one list
+of blocks between token embeddings and an output projection.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.models.errors import ModelError
 
 VALUE_HEAD = "value_head"
-"""A module that training may put beside a model's own (:mod:`octavo.train.forward.critic`): of no component."""
+"""A module that training may add to a model (:mod:`octavo.train.forward.critic`); it belongs to no component."""
 
 PROJECTORS: Mapping[str, str] = {
     "merger": "Qwen, GLM and others map patches into the decoder's width inside the tower",
-    "merger_list": "Qwen3-Omni's name of the next",
+    "merger_list": "Qwen3-Omni's name for deepstack_merger_list",
     "deepstack_merger_list": "features for the first layers of the decoder",
     "connector": "Granite-Docling's",
-    "downsample": "GLM's convolution in front of the merger, which its width alone does not tell from the tower",
-    "downsampler1": "Step's two convolutions behind the blocks",
+    "downsample": "GLM's convolution before the merger, which the rule by width does not recognise",
+    "downsampler1": "the first of Step's two convolutions after the blocks",
     "downsampler2": "the second of them",
-    "vision_adapter": "Llama 4's shuffle of pixels, in front of the projection",
-    "head_linear": "Ovis maps to words of its own, which a table turns into embeddings",
-    "head_norm": "the norm of that",
+    "vision_adapter": "Llama 4's pixel shuffle before the projection",
+    "head_linear": "Ovis maps to visual words, which a table turns into embeddings",
+    "head_norm": "the norm of head_linear",
 }
-"""What vision towers call those of their children that lead into the language model, and why by name: released models
-of a family differ in widths, and a component must not. SigLIP's ``head`` and MiniCPM's ``vit_merger`` are not of them.
+"""Names of the children of vision towers that lead into the language model, each with the reason for a rule by name:
+released models of one family differ in widths, and their components must not. SigLIP's ``head`` and MiniCPM's
+``vit_merger`` are no projectors.
 """
 
 AUDIO_PROJECTORS: Mapping[str, str] = {
-    "proj": "Qwen2.5-Omni maps sound into the decoder's width inside the tower",
-    "proj1": "Qwen3-Omni does so in two layers",
+    "proj": "Qwen2.5-Omni maps audio into the decoder's width inside the tower",
+    "proj1": "the first of Qwen3-Omni's two layers for that",
     "proj2": "the second of them",
-    "post_proj_norm": "the norm behind Muse's",
+    "post_proj_norm": "the norm after Muse's projection",
 }
-"""The same of towers for sound."""
+"""The same for audio towers."""
 
 _OTHERS = {
     "tower": "a second tower",
@@ -63,7 +64,7 @@ _AUDIO = ("audio", "speech")
 
 
 class Undescribed(ModelError):
-    """A model whose parts the rules do not find; ``why`` is the rule that it broke, as the end of a sentence."""
+    """A model whose parts the rules do not find; ``why`` is the broken rule, as the end of a sentence."""
 
     def __init__(self, model: nn.Module, why: str) -> None:
         kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -85,7 +86,7 @@ class Parts:
 
 def parts_of_text(model: PreTrainedModel) -> Parts:
     """The parts of a text-only decoder. Raises Undescribed."""
-    _refuse_two(model)
+    _refuse_encoder_decoder(model)
     head, base = _head(model, model), model.base_model_prefix
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     lists = block_lists(model, "")
@@ -98,37 +99,37 @@ def parts_of_text(model: PreTrainedModel) -> Parts:
     return Parts({"foundation": (f"{base}.**",), "lm_head": (_names(model)[id(head)],)}, tuple(lists), base)
 
 
-def parts_of_towers(model: PreTrainedModel, sees: bool, hears: bool) -> Parts:
-    """The parts of a model of text and images, or sound, or both. Raises Undescribed."""
-    _refuse_two(model)
+def parts_of_towers(model: PreTrainedModel, takes_images: bool, takes_audio: bool) -> Parts:
+    """The parts of a model of text and images, or audio, or both. Raises Undescribed."""
+    _refuse_encoder_decoder(model)
     names = _names(model)
     decoder, base = names.get(id(model.get_decoder()), ""), names[id(model.base_model)]
-    if sees:  # whatever its configuration says
-        hears = names.get(id(model.get_encoder(modality="audio")), "") not in ("", base)
-    asked = {"image": (sees, "vision"), "audio": (hears, "audio")}
-    towers = {of: _tower(model, names, of, word, base) for of, (there, word) in asked.items() if there}
+    if takes_images:  # a model of images may have an audio tower that its configuration does not mention
+        takes_audio = names.get(id(model.get_encoder(modality="audio")), "") not in ("", base)
+    modalities = {"image": (takes_images, "vision"), "audio": (takes_audio, "audio")}
+    towers = {kind: _tower(model, names, kind, word, base) for kind, (takes, word) in modalities.items() if takes}
     if decoder in ("", base) or any(_inside(t, decoder) or _inside(decoder, t) for t in towers.values()):
-        beside = " and ".join(towers.values())
+        tower_names = " and ".join(towers.values())
         raise Undescribed(
-            model, f"its decoder is no module of its own beside the tower {beside}: found {decoder or base}"
+            model, f"its decoder is no separate module next to the tower {tower_names}: found {decoder or base}"
         )
-    found = _head(model, model.get_submodule(decoder))
-    if found is None:
+    head_module = _head(model, model.get_submodule(decoder))
+    if head_module is None:
         raise Undescribed(model, "no output projection: neither the model nor its decoder names one")
-    head = names[id(found)]
+    head = names[id(head_module)]
     rest = covering(model, base, {decoder, *towers.values(), head, VALUE_HEAD})
     components: dict[str, tuple[str, ...]] = {}
     lists: dict[str, list[str]] = {}
-    for of, tower in towers.items():
-        mapping = _mapping(model, tower, decoder, PROJECTORS if of == "image" else AUDIO_PROJECTORS)
-        own = [glob for glob in rest if not sees or _of_sound(glob) == (of == "audio")]
-        _refuse(model, own)
-        components[f"{of}_encoder"] = covering(model, tower, mapping)
-        experts = _experts_of_images(model, decoder) if of == "image" else ()
-        components[f"{of}_projector"] = (*(f"{name}.**" for name in mapping), *own, *experts)
+    for kind, tower in towers.items():
+        mapping = _mapping(model, tower, decoder, PROJECTORS if kind == "image" else AUDIO_PROJECTORS)
+        projector = [glob for glob in rest if not takes_images or _is_audio(glob) == (kind == "audio")]
+        _refuse_other_modules(model, projector)
+        components[f"{kind}_encoder"] = covering(model, tower, mapping)
+        experts = _image_experts(model, decoder) if kind == "image" else ()
+        components[f"{kind}_projector"] = (*(f"{name}.**" for name in mapping), *projector, *experts)
         lists[tower] = block_lists(model, tower, mapping)
-    if not hears and (sound := tuple(glob for glob in rest if _of_sound(glob))):
-        components["audio_encoder"] = sound
+    if not takes_audio and (audio := tuple(glob for glob in rest if _is_audio(glob))):
+        components["audio_encoder"] = audio
     components |= {"foundation": covering(model, decoder, {head}), "lm_head": (head,)}
     lists[decoder] = block_lists(model, decoder)
     if lacking := [name for name, blocks in lists.items() if not blocks and name != towers.get("audio")]:
@@ -147,74 +148,78 @@ def _tower(model: PreTrainedModel, names: Mapping[int, str], modality: str, word
     return tower
 
 
-def _experts_of_images(model: nn.Module, decoder: str) -> tuple[str, ...]:
-    """Globs of those in the decoder's blocks (Ernie's): like the projector they have tokens where there are images, and
-    only there, so they are planned, proven and frozen with it."""
-    found = (name for name, _ in model.named_modules() if _inside(name, decoder) and name.endswith(".vision_moe"))
-    return tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) + ".**" for name in found))
+def _image_experts(model: nn.Module, decoder: str) -> tuple[str, ...]:
+    """Globs of the experts for images in the decoder's blocks (Ernie's). Like the projector they receive tokens only
+    where there are images, so they are planned, checked and frozen with it."""
+    names = (name for name, _ in model.named_modules() if _inside(name, decoder) and name.endswith(".vision_moe"))
+    return tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) + ".**" for name in names))
 
 
 def covering(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:
-    """Globs of all modules in ``root`` but those ``apart`` and what is in them; one where none is in it."""
+    """Globs of all modules in ``root`` except those in ``apart`` and their children; a single glob if ``root`` contains
+    none of ``apart``."""
     if root in apart:
         return ()
     if root and not any(_inside(name, root) for name in apart):
         return (f"{root}.**",)
     module = model.get_submodule(root)
-    own = (root,) if root and next(module.parameters(recurse=False), None) is not None else ()
+    # A module with direct parameters, outside its children, needs a glob that matches only the module itself.
+    itself = (root,) if root and next(module.parameters(recurse=False), None) is not None else ()
     children = (f"{root}.{name}" if root else name for name, _ in module.named_children())
-    return (*own, *(glob for child in children for glob in covering(model, child, apart)))
+    return (*itself, *(glob for child in children for glob in covering(model, child, apart)))
 
 
 def block_lists(model: nn.Module, root: str, apart: Iterable[str] = ()) -> list[str]:
-    """Names of the outermost lists in ``root``, outside ``apart``, whose entries are made of modules themselves."""
-    found: list[str] = []
+    """Names of the outermost lists in ``root``, outside ``apart``, whose entries all have child modules."""
+    names: list[str] = []
     for name, module in model.named_modules():
-        if not _inside(name, root) or any(_inside(name, other) for other in (*found, *apart)):
+        if not _inside(name, root) or any(_inside(name, other) for other in (*names, *apart)):
             continue
         if isinstance(module, nn.ModuleList) and len(module) and all(any(entry.children()) for entry in module):
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
-def image_token(config: Any) -> int | None:
-    """The token whose embedding an image feature replaces, where the configuration says it."""
-    found = getattr(config, "image_token_id", None)
-    return getattr(config, "image_token_index", None) if found is None else found
+def image_token(config: PreTrainedConfig) -> int | None:
+    """The token whose embedding an image feature replaces; None if the configuration has no such field."""
+    token = getattr(config, "image_token_id", None)
+    return getattr(config, "image_token_index", None) if token is None else token
 
 
-def audio_token(config: Any) -> int | None:
-    """The token whose embedding a feature of sound replaces, where the configuration says it."""
-    found = getattr(config, "audio_token_id", None)
-    return getattr(config, "audio_token_index", None) if found is None else found
+def audio_token(config: PreTrainedConfig) -> int | None:
+    """The token whose embedding an audio feature replaces; None if the configuration has no such field."""
+    token = getattr(config, "audio_token_id", None)
+    return getattr(config, "audio_token_index", None) if token is None else token
 
 
 def _mapping(model: nn.Module, tower: str, decoder: str, known: Collection[str]) -> list[str]:
-    """The children of a tower that lead into the decoder, in the tower's order: those of a name that is `known`, and
-    those whose width says it."""
-    module, text = model.get_submodule(tower), model.get_submodule(decoder)
-    widths = [_puts_out(model.get_submodule(name)) for name in block_lists(model, tower)]
-    into = text.get_input_embeddings().weight.shape[-1]  # type: ignore[operator, union-attr]
+    """The children of a tower that lead into the decoder, in the tower's order: those with a name in `known`, and
+    those with the decoder's width."""
+    module, text = model.get_submodule(tower), cast(PreTrainedModel, model.get_submodule(decoder))
+    widths = [_output_width(model.get_submodule(name)) for name in block_lists(model, tower)]
+    decoder_width = cast(Tensor, text.get_input_embeddings().weight).shape[-1]
     lists = {id(model.get_submodule(name)) for name in block_lists(model, tower)}
     return [
         f"{tower}.{name}"
         for name, child in module.named_children()
-        if name in known or (id(child) not in lists and into not in widths and _puts_out(child) == into)
+        # Where blocks of the tower have the decoder's width, the width does not identify a projector.
+        if name in known
+        or (id(child) not in lists and decoder_width not in widths and _output_width(child) == decoder_width)
     ]
 
 
-def _puts_out(module: nn.Module) -> int | None:
-    """The width of the last linear layer in it."""
+def _output_width(module: nn.Module) -> int | None:
+    """The output width of the last linear layer in a module; None without one."""
     linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
     return linears[-1].out_features if linears else None
 
 
-def _of_sound(glob: str) -> bool:
+def _is_audio(glob: str) -> bool:
     return any(word in glob for word in _AUDIO)
 
 
-def _refuse(model: nn.Module, rest: Iterable[str]) -> None:
-    """Of what lies outside towers and decoder, refuse what is no projector."""
+def _refuse_other_modules(model: nn.Module, rest: Iterable[str]) -> None:
+    """Refuse modules outside towers and decoder that are no projector."""
     for glob in rest:
         name = glob.removesuffix(".**")
         last = name.rpartition(".")[2]
@@ -222,14 +227,15 @@ def _refuse(model: nn.Module, rest: Iterable[str]) -> None:
             raise Undescribed(model, f"{what}, {name}, which is neither encoder nor projector")
 
 
-def _refuse_two(model: PreTrainedModel) -> None:
+def _refuse_encoder_decoder(model: PreTrainedModel) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise Undescribed(model, "it is an encoder and a decoder, and Octavo trains decoders")
 
 
 def _head(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     for owner in (model, decoder):
-        head = owner.get_output_embeddings() if hasattr(owner, "get_output_embeddings") else None
+        get_head = getattr(owner, "get_output_embeddings", None)
+        head: nn.Module | None = None if get_head is None else get_head()
         if head is not None:
             return head
     return getattr(model, "score", None)  # of a classifier, such as a reward model
@@ -240,5 +246,5 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _inside(name: str, root: str) -> bool:
-    """Whether a module lies in another, or is it."""
+    """Whether a module is `root` or is inside it."""
     return not root or name == root or name.startswith(f"{root}.")

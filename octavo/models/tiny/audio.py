@@ -1,4 +1,4 @@
-"""Small checkpoints of families that take sound: dimensions, special tokens, processor files."""
+"""Small checkpoints of families that take audio: dimensions, special tokens, processor files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from octavo.models.tiny.special_tokens import CHATML_TOKENS, Special, chatml
 
 CHECKPOINTS = Checkpoints()
 
-SECONDS = 1  # of the longest sound: 100 frames, 50 places in the tower, 25 tokens
+SECONDS = 1  # length of the longest sound: 100 frames, 50 positions in the tower, 25 tokens
 BINS = 32
 
 _EXTRACTOR: dict[str, Any] = {
@@ -30,7 +30,7 @@ _FILES = {
     "preprocessor_config.json": _EXTRACTOR,
     "processor_config.json": {"processor_class": "Qwen2AudioProcessor"},
 }
-_TOKENS = Special(  # its template asks for sounds where others ask for images
+_TOKENS = Special(  # its template takes sounds as others take images
     (*CHATML_TOKENS, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
     chatml("<|audio_bos|><|AUDIO|><|audio_eos|>\n").replace("image", "audio"),
     eos="<|im_end|>",

@@ -1,5 +1,5 @@
-"""Small checkpoints of real architectures, one function a family: those of text, and those of the first families that
-see; :mod:`octavo.models.tiny.vision` has the others, :mod:`octavo.models.tiny.parts` what all share.
+"""Small checkpoints of real architectures, one function for each family: text-only families and the first ones that
+take images. The others are in :mod:`octavo.models.tiny.vision`, shared parts in :mod:`octavo.models.tiny.parts`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _CHECKPOINTS = Checkpoints()
 
 
 def _qwen3_parts(size: str, decoder: dict[str, Any], tied: bool, ids: Ids) -> dict[str, Any]:
-    """What a Qwen3-VL configuration is made of, dense or MoE."""
+    """The fields of a Qwen3-VL configuration, dense or MoE."""
     depth, mlp, deepstack = (4, 256, [1, 2]) if size == "small" else (2, 128, [0])
-    more = {"num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
+    tower = {"num_position_embeddings": 64, "deepstack_visual_indexes": deepstack}
     return {
         "text_config": {**decoder, "rope_parameters": {**rope(32), "mrope_interleaved": True}},
-        "vision_config": qwen_vision(decoder["hidden_size"], depth=depth, intermediate_size=mlp, **more),
+        "vision_config": qwen_vision(decoder["hidden_size"], depth=depth, intermediate_size=mlp, **tower),
         "tie_word_embeddings": tied,
         **vision_ids(ids),
     }
@@ -73,12 +73,12 @@ def qwen2_5_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
     decoder = text(size, vocab)
     decoder["rope_parameters"] = rope(decoder["hidden_size"] // decoder["num_attention_heads"])
     decoder["bos_token_id"], decoder["eos_token_id"] = ids["<|endoftext|>"], ids["<|im_end|>"]
-    more = {"depth": 3 if size == "small" else 2, "window_size": 16, "fullatt_block_indexes": [1]}
-    vision = qwen_vision(decoder["hidden_size"], intermediate_size=172, **more)  # ragged, as the published 3420 is
+    tower = {"depth": 3 if size == "small" else 2, "window_size": 16, "fullatt_block_indexes": [1]}
+    vision = qwen_vision(decoder["hidden_size"], intermediate_size=172, **tower)  # ragged, as the published 3420
     return Qwen2_5_VLConfig(text_config=decoder, vision_config=vision, tie_word_embeddings=True, **vision_ids(ids))
 
 
-INTERNVL_IMAGE = 16  # pixels a tile: 4x4 patches, pixel shuffle to 4 tokens
+INTERNVL_IMAGE = 16  # pixels of a tile: 4x4 patches, pixel shuffle to 4 tokens
 _INTERNVL = Special(
     (*CHATML_TOKENS, "<img>", "</img>", "<IMG_CONTEXT>", "<video>"),
     chatml("<IMG_CONTEXT>", "<video>\\n"),
@@ -177,7 +177,7 @@ def llama(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 @_CHECKPOINTS.add(special_tokens.QWEN)
 def mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """As LLM-Foundry's mpt-1b: learned positions, biases, its own scheme of random weights."""
+    """As LLM-Foundry's mpt-1b: learned positions, biases, and its initialisation."""
     return MPTConfig(
         d_model=128 if size == "small" else 64,
         n_heads=4,
@@ -188,10 +188,10 @@ def mpt(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 
 CHECKPOINTS = Checkpoints(_CHECKPOINTS | audio_families.CHECKPOINTS | vision_families.CHECKPOINTS)
-"""All of them."""
+"""The small checkpoints of all families."""
 
 
 def tiny_config(family: str, size: str = "mini", vocab: int = 512) -> PreTrainedConfig:
-    """The configuration alone, for measuring: special tokens take the last ids of the vocabulary."""
+    """The configuration without a tokenizer, for benchmarks: special tokens get the last ids of the vocabulary."""
     ids: dict[str, int] = defaultdict(lambda: vocab - 1 - len(ids))
     return CHECKPOINTS[family].config(size, vocab, ids)

@@ -1,4 +1,5 @@
-"""What small checkpoints share: their table, decoders and towers of a few hundred thousand parameters, processor files.
+"""Shared parts of small checkpoints: their table, decoders and towers of a few hundred thousand parameters, and files
+of processors.
 
 Widths are multiples of 16, 32 and 64 where the published models' are, and ragged where theirs are. "small" trains well
 from scratch within minutes on a CPU; "mini" is for tests.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from transformers import PreTrainedConfig
 
@@ -22,11 +23,13 @@ Dimensions = Callable[[str, int, Ids], PreTrainedConfig]
 """(size, rows of the embedding, special token -> its number) -> the configuration."""
 
 _HALF = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "do_convert_rgb": True}
-_CELL = (2 * PATCH) ** 2  # pixels a token
-PATCHES = {"patch_size": PATCH, "merge_size": 2, "size": {"shortest_edge": _CELL, "longest_edge": 256 * _CELL}}
+_CELL = (2 * PATCH) ** 2  # pixels of a token
+AREAS = {"shortest_edge": _CELL, "longest_edge": 256 * _CELL}
+"""Limits of an image's area in pixels."""
+PATCHES: Mapping[str, object] = {"patch_size": PATCH, "merge_size": 2, "size": AREAS}
 """Entries of an image processor that cuts whole images into patches of one frame."""
-PAIRS = {**PATCHES, "temporal_patch_size": 2}
-"""The same with patches of two frames; an image is one of two equal ones."""
+PAIRS: Mapping[str, object] = {**PATCHES, "temporal_patch_size": 2}
+"""The same with patches of two frames; an image is a pair of two equal ones."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,16 @@ class Tiny:
 
     config: Dimensions
     special: Special
-    files: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, Mapping[str, object]]
 
 
 class Checkpoints(dict[str, Tiny]):
     """`model_type` -> its small checkpoint."""
 
     def add(
-        self, special: Special, files: Mapping[str, Mapping[str, Any]] | None = None
+        self, special: Special, files: Mapping[str, Mapping[str, object]] | None = None
     ) -> Callable[[Dimensions], Dimensions]:
-        """Decorates the function that makes the configuration, which has the `model_type` for its name."""
+        """Decorate the function that builds the configuration; its name is the `model_type`."""
 
         def enter(config: Dimensions) -> Dimensions:
             self[config.__name__] = Tiny(config, special, files or {})
@@ -57,17 +60,18 @@ class Checkpoints(dict[str, Tiny]):
 def processor_files(
     processor: str,
     image_processor: str,
-    image: Mapping[str, Any],
+    image: Mapping[str, object],
     video_processor: str | None = None,
-    video: Mapping[str, Any] | None = None,
-    **entries: Any,
-) -> dict[str, dict[str, Any]]:
-    """The files that a stock AutoProcessor reads, which name stock classes (it needs torchvision and the video file;
-    Octavo reads the rest).
+    video: Mapping[str, object] | None = None,
+    **entries: object,
+) -> dict[str, dict[str, object]]:
+    """The files that a stock AutoProcessor reads, with the names of stock classes (it needs torchvision and the video
+    file; Octavo reads the rest).
 
-    image, entries   what preprocessor_config.json and processor_config.json say besides the classes
-    video            what frames have otherwise than images
+    image, entries   the fields of preprocessor_config.json and of processor_config.json besides the classes
+    video            the fields in which frames of videos differ from images
     """
+    # Each file has the processor's class, because AutoProcessor may read it from any of them.
     common = {**_HALF, "processor_class": processor}
     files = {
         "preprocessor_config.json": {**image, **common, "image_processor_type": image_processor},
@@ -80,17 +84,26 @@ def processor_files(
     return files
 
 
-def image_file(**entries: Any) -> dict[str, dict[str, Any]]:
-    """The file of a family that has one of images alone."""
+def image_file(**entries: object) -> dict[str, dict[str, object]]:
+    """The only file of a family that has one for images and none for the processor."""
     return {"preprocessor_config.json": {**_HALF, **entries}}
 
 
 QWEN3_FILES = processor_files("Qwen3VLProcessor", "Qwen2VLImageProcessor", PAIRS, "Qwen3VLVideoProcessor")
-"""Of Qwen3-VL, and of those after it."""
+"""The files of Qwen3-VL and of its successors."""
 
 
-def text(size: str, vocab: int, **more: Any) -> dict[str, Any]:
-    """A decoder."""
+class VisionIds(TypedDict):
+    """Qwen's placeholders of images and videos, and the tokens around them."""
+
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+
+
+def text(size: str, vocab: int, **fields: object) -> dict[str, Any]:
+    """The fields of a decoder; `fields` are added and take precedence."""
     dims = {
         "small": {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 4},
         "mini": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
@@ -102,18 +115,18 @@ def text(size: str, vocab: int, **more: Any) -> dict[str, Any]:
         "num_key_value_heads": 2,
         "max_position_embeddings": MAX_POSITIONS,
         "initializer_range": 0.06,
-        **more,
+        **fields,
     }
 
 
-def moe(size: str, vocab: int, **more: Any) -> dict[str, Any]:
-    """A decoder of two layers whose MLPs are eight experts, two of them for each token."""
+def moe(size: str, vocab: int, **fields: object) -> dict[str, Any]:
+    """The fields of a decoder of two layers with MLPs of eight experts, two of them for each token."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return {**text(size, vocab, head_dim=32, **experts, **more), "num_hidden_layers": 2}
+    return {**text(size, vocab, head_dim=32, **experts, **fields), "num_hidden_layers": 2}
 
 
-def qwen_vision(out: int, **more: Any) -> dict[str, Any]:
-    """A tower over images of any size, whose 2 x 2 patches become one token."""
+def qwen_vision(out: int, **fields: object) -> dict[str, Any]:
+    """The fields of a tower for images of any size, whose 2 x 2 patches become one token."""
     return {
         "hidden_size": 64,
         "num_heads": 4,
@@ -122,12 +135,12 @@ def qwen_vision(out: int, **more: Any) -> dict[str, Any]:
         "temporal_patch_size": 2,
         "out_hidden_size": out,
         "initializer_range": 0.06,
-        **more,
+        **fields,
     }
 
 
-def vision_ids(ids: Ids) -> dict[str, int]:
-    """Qwen's tokens around and in the place of an image or video."""
+def vision_ids(ids: Ids) -> VisionIds:
+    """The numbers of Qwen's tokens for images and videos."""
     return {
         "image_token_id": ids["<|image_pad|>"],
         "video_token_id": ids["<|video_pad|>"],
@@ -136,8 +149,8 @@ def vision_ids(ids: Ids) -> dict[str, int]:
     }
 
 
-def rope(rotated: int, **more: Any) -> dict[str, Any]:
-    """Rotary of three axes over `rotated` numbers of a head: most of its angles count time."""
+def rope(rotated: int, **fields: object) -> dict[str, Any]:
+    """Rotary of three axes over `rotated` numbers of a head; most of its angles are for time."""
     half = rotated // 2
     section = [half - 2 * (half // 3), half // 3, half // 3]  # time, height, width
-    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section, **more}
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section, **fields}

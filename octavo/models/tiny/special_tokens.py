@@ -1,8 +1,8 @@
-"""Special tokens and chat templates of small checkpoints, in the shape of their families': what
-several share. Those of one family are with its dimensions.
+"""Special tokens and chat templates of small checkpoints that several families share, similar to the published ones.
+Those of a single family are defined with its dimensions.
 
-Templates are our own: roles, marks and line breaks as the published ones write them, without tools or thinking. An
-answer ends with the end token everywhere, which GLM's leaves out.
+The templates are Octavo's: they write roles, marks and line breaks as the published ones, without tools or thinking.
+Every answer ends with the end token, which the template of GLM omits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GENERATE = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% end
 
 
 def chatml(image: str, video: str = "") -> str:
-    """A template of ChatML's turns, with these texts for an image and a video."""
+    """A template of ChatML turns; `image`, `video`: the texts for an image and for a video."""
     parts = _TEXT_PARTS.replace("IMAGE", image)
     if video:
         of_video = "{% elif part['type'] == 'video' or 'video' in part %}"
@@ -46,7 +46,7 @@ def chatml(image: str, video: str = "") -> str:
 
 
 def by_role(image: str, **turns: str) -> str:
-    """A template that writes each turn by its role: `TEXT` stands for its words and images."""
+    """A template with a pattern for the turns of each role, in which `TEXT` is replaced by words and images."""
     parts = _TEXT_PARTS.replace("IMAGE", image)
     written = []
     for role, turn in turns.items():

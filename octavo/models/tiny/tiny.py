@@ -2,10 +2,10 @@
 
     config.json, generation_config.json, model.safetensors
     tokenizer.json, tokenizer_config.json, chat_template.jinja
-    preprocessor_config.json, video_preprocessor_config.json, processor_config.json    (families that see or hear)
+    preprocessor_config.json, video_preprocessor_config.json, processor_config.json    (families of images or audio)
 
-All entries name stock transformers classes, or those of Octavo's own families. The same family, size, seed and texts
-give the same bytes (with the same versions of torch and transformers).
+All entries name stock transformers classes, or Octavo's classes of families that it implements. The same family, size,
+seed and texts give the same bytes (with the same versions of torch and transformers).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -37,10 +36,10 @@ def write(
 
     seed   of the weights
     size   "small" (the default: trains well from scratch; Qwen3-VL has 1.2 M parameters) or "mini" (for tests)
-    texts  added to what the tokenizer is trained on: words in them become single tokens
+    texts  additional texts to train the tokenizer on: their words become single tokens
 
-    Raises ModelError for an unknown family or size, and for a directory that holds anything else than exactly what
-    would be written; writing the same again is a no-op.
+    Raises ModelError for an unknown family or size, and for a directory with other contents than those that would be
+    written; writing the same again is a no-op.
     """
     if family not in tiny_families():
         raise ModelError(f"there is no tiny family {family!r}; known: {', '.join(tiny_families())}.")
@@ -51,8 +50,8 @@ def write(
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; name a directory that is new, empty, or written by this command.")
     if target_folder.is_free(target):
-        with atomic_write.folder(target, ModelError, replace=False) as made:
-            _write_all(family, made, seed, size, texts)  # not forced to the disk: the seed makes it again
+        with atomic_write.folder(target, ModelError, replace=False) as folder:
+            _write_all(family, folder, seed, size, texts)  # no fsync: the checkpoint can be written again from its seed
     else:
         with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:
             _write_all(family, Path(scratch), seed, size, texts)
@@ -68,7 +67,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     vocab = -(-len(ids) // 64) * 64
     config = small.config(size, vocab, ids)
     first = None if tokens.bos is None else ids[tokens.bos]
-    with quiet():  # SmolVLM's says that its pad_token_id is its decoder's business
+    with quiet():  # SmolVLM's configuration warns that its pad_token_id belongs to its decoder
         for part in (config, config.get_text_config()):
             part.eos_token_id, part.pad_token_id, part.bos_token_id = ids[tokens.eos], ids[tokens.pad], first
     auto = auto_class(config)
@@ -85,8 +84,8 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     _write_files(small.files, directory)
 
 
-def _write_files(files: Mapping[str, Mapping[str, Any]], directory: Path) -> None:
-    """The files of a processor beside a tokenizer, which gets the processor's name."""
+def _write_files(files: Mapping[str, Mapping[str, object]], directory: Path) -> None:
+    """Write the files of a processor and add its class to the tokenizer's."""
     for name, content in files.items():
         _dump(directory / name, content)
     if processor := files.get("processor_config.json"):
@@ -94,14 +93,14 @@ def _write_files(files: Mapping[str, Mapping[str, Any]], directory: Path) -> Non
         _dump(file, {**json.loads(file.read_text()), "processor_class": processor["processor_class"]})
 
 
-def _dump(file: Path, content: Mapping[str, Any]) -> None:
+def _dump(file: Path, content: Mapping[str, object]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _fill_zeros(model: torch.nn.Module) -> None:
-    """What transformers begins at zero and no test could tell from what was lost. Nothing of an image would come
-    through Gemma 3's projection, and no gradient would reach the tower; the corrections of routers, which training
-    without them leaves as they are, choose experts with the scores."""
+    """Draw weights that transformers initialises to zero, which tests could not distinguish from lost weights. With
+    zeros, Gemma 3's projection would pass no features of an image and no gradient to the tower. The corrections of
+    routers, which training leaves as they are, are part of the choice of experts."""
     for name, values in model.state_dict().items():
         if name.endswith("mm_input_projection_weight"):
             torch.nn.init.normal_(values, std=values.shape[0] ** -0.5)
@@ -109,10 +108,10 @@ def _fill_zeros(model: torch.nn.Module) -> None:
             torch.nn.init.normal_(values, std=0.01)
 
 
-def _require_same(made: Path, target: Path, family: str) -> None:
-    here, there = {p.name for p in made.iterdir()}, set(target_folder.contents(target))
-    _, different, unreadable = filecmp.cmpfiles(made, target, sorted(here & there), shallow=False)
-    if wrong := sorted((here ^ there) | set(different) | set(unreadable)):
+def _require_same(expected: Path, target: Path, family: str) -> None:
+    wanted, present = {p.name for p in expected.iterdir()}, set(target_folder.contents(target))
+    _, different, unreadable = filecmp.cmpfiles(expected, target, sorted(wanted & present), shallow=False)
+    if wrong := sorted((wanted ^ present) | set(different) | set(unreadable)):
         raise ModelError(
             f"{target} is not empty and is not the tiny {family} that would be written: {', '.join(wrong[:4])} differ"
             f"{'' if len(wrong) > 1 else 's'}. Name another directory, or delete this one."

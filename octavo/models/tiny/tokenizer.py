@@ -1,6 +1,6 @@
-"""Small tokenizers trained on the spot, with a family's special tokens and a chat template of its shape.
+"""Small tokenizers, trained when a checkpoint is written, with a family's special tokens and a chat template like its.
 
-Byte-level BPE: every string has a code, and words of the given texts become single tokens. A line break directly
+Byte-level BPE: every string can be encoded, and frequent words of the texts become single tokens. A line break directly
 after a word belongs to that word, so that "user\\n" is one token and a conversation stays short.
 """
 
@@ -28,7 +28,8 @@ DEFAULT_TEXTS = (
 
 
 def train_tokenizer(special: Special, texts: Iterable[str] | None = None) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts` and built-in ones, which make role names and digits single tokens.
+    """A byte-level BPE tokenizer trained on `texts` and on built-in ones, from which role names and digits become
+    single tokens.
 
     Equal texts give an equal tokenizer. Ids: 256 bytes, the merges, then the special tokens.
     """

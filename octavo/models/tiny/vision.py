@@ -1,12 +1,12 @@
-"""Small checkpoints of families that see, one function a family: dimensions, special tokens, processor files.
+"""Small checkpoints of families that take images, one function for each: dimensions, special tokens, processor files.
 
-:mod:`octavo.models.tiny.configs` has the first of them, :mod:`octavo.models.tiny.parts` what all share.
+The first of them are in :mod:`octavo.models.tiny.configs`, shared parts in :mod:`octavo.models.tiny.parts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypedDict
 
 from transformers import (
     Ernie4_5_VLMoeConfig,
@@ -28,6 +28,7 @@ from octavo.models.custom.nvila import NvilaConfig, NvilaLiteConfig
 from octavo.models.custom.nvila.templates import TEMPLATES
 from octavo.models.tiny import special_tokens
 from octavo.models.tiny.parts import (
+    AREAS,
     PAIRS,
     PATCH,
     PATCHES,
@@ -47,10 +48,10 @@ from octavo.models.tiny.special_tokens import CHATML_TOKENS, Special, by_role, c
 CHECKPOINTS = Checkpoints()
 
 TILE = 16
-"""Pixels a tile, in each direction, of families that cut images into tiles: 4 x 4 patches."""
+"""Pixels of a tile, in each direction, in families that cut images into tiles: 4 x 4 patches."""
 TILES = [[TILE, TILE], [TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
 TOKENS = (TILE // PATCH // 2) ** 2
-"""Tokens a tile of families that merge 2 x 2 patches."""
+"""Tokens of a tile in families that merge 2 x 2 patches."""
 _SQUARE = {"height": TILE, "width": TILE}
 
 
@@ -58,8 +59,8 @@ def _depth(size: str) -> int:
     return 3 if size == "small" else 2
 
 
-def _tower(size: str, **more: Any) -> dict[str, Any]:
-    """A vision transformer over tiles of one size, or over whole images."""
+def _tower(size: str, **fields: object) -> dict[str, Any]:
+    """The fields of a vision transformer for tiles of one size, or for whole images."""
     return {
         "hidden_size": 64,
         "intermediate_size": 256 if size == "small" else 128,
@@ -67,7 +68,7 @@ def _tower(size: str, **more: Any) -> dict[str, Any]:
         "num_attention_heads": 4,
         "image_size": TILE,
         "patch_size": PATCH,
-        **more,
+        **fields,
     }
 
 
@@ -191,7 +192,7 @@ _GEMMA3_FILES = processor_files(
 
 @CHECKPOINTS.add(_GEMMA3, _GEMMA3_FILES)
 def gemma3(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """Two layers of three see 32 tokens back."""
+    """Two layers of three have a sliding window of 32 tokens."""
     decoder = text(size, vocab, head_dim=32, query_pre_attn_scalar=32, sliding_window=32)
     depth = decoder["num_hidden_layers"]
     decoder["layer_types"] = ["full_attention" if n % 3 == 1 else "sliding_attention" for n in range(depth)]
@@ -215,24 +216,24 @@ _GLM4V = Special(
     eos="<|endoftext|>", pad="<|endoftext|>",
     names={"image_token": "<|image|>", "video_token": "<|video|>"},
 )  # fmt: skip
-_GLM_IMAGES = {  # an area is that of both frames
+_GLM_IMAGES = {  # GLM counts the area of both frames of a pair
     **PAIRS,
-    "size": {name: 2 * area for name, area in PATCHES["size"].items()},
+    "size": {name: 2 * area for name, area in AREAS.items()},
 }
 _GLM4V_FILES = processor_files("Glm4vProcessor", "Glm4vImageProcessor", _GLM_IMAGES, "Glm4vVideoProcessor")
 _GLM46V_FILES = processor_files("Glm46VProcessor", "Glm46VImageProcessor", _GLM_IMAGES, "Glm46VVideoProcessor")
 
 
 def _glm_parts(size: str, decoder: dict[str, Any], ids: Ids, part: float = 0.5) -> dict[str, Any]:
-    """Rotary turns a part of each head."""
+    """The fields of a GLM; part: the share of each head that rotary turns."""
     head = decoder["hidden_size"] // decoder["num_attention_heads"]
     decoder["rope_parameters"] = rope(int(part * head), partial_rotary_factor=part)
-    more = {"depth": _depth(size), "intermediate_size": 128, "image_size": TILE}
+    tower = {"depth": _depth(size), "intermediate_size": 128, "image_size": TILE}
     return {
         "text_config": decoder,
-        "vision_config": qwen_vision(decoder["hidden_size"], **more),
-        **_ids(ids, image="<|image|>", video="<|video|>"),
-        **_around(ids, "<|begin_of_{}|>", "<|end_of_{}|>"),
+        "vision_config": qwen_vision(decoder["hidden_size"], **tower),
+        **_media_ids(ids, image="<|image|>", video="<|video|>"),
+        **_mark_ids(ids, "<|begin_of_{}|>", "<|end_of_{}|>"),
     }
 
 
@@ -253,7 +254,7 @@ def glm_ocr(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 @CHECKPOINTS.add(_GLM4V, _GLM4V_FILES)
 def glm4v_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """A dense layer, then one of eight experts and one that takes every token."""
+    """A dense layer, then a layer of eight routed experts and a shared one."""
     experts = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 64}
     decoder = {**text(size, vocab, **experts, first_k_dense_replace=1), "num_hidden_layers": 2}
     return Glm4vMoeConfig(**_glm_parts(size, decoder, ids))
@@ -264,7 +265,7 @@ _QWEN2_FILES = processor_files("Qwen2VLProcessor", "Qwen2VLImageProcessor", PAIR
 
 @CHECKPOINTS.add(special_tokens.QWEN_VL, _QWEN2_FILES)
 def qwen2_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """A tower that names its own width `embed_dim`, and the decoder's `hidden_size`."""
+    """In its tower's configuration `embed_dim` is the tower's width, and `hidden_size` is the decoder's."""
     decoder = text(size, vocab)
     decoder["rope_parameters"] = rope(decoder["hidden_size"] // decoder["num_attention_heads"])
     tower = qwen_vision(decoder["hidden_size"], depth=_depth(size), embed_dim=64, mlp_ratio=2)
@@ -273,16 +274,16 @@ def qwen2_vl(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 
 def _qwen3_5_parts(size: str, decoder: dict[str, Any], ids: Ids) -> dict[str, Any]:
-    """Every layer but the last, of four the fourth, is a recurrence (Gated DeltaNet)."""
+    """Every layer except the last, of four the fourth, is recurrent (Gated DeltaNet)."""
     depth = decoder["num_hidden_layers"]
     linear = {"key_head_dim": 32, "value_head_dim": 32, "num_key_heads": 2, "num_value_heads": 4}
     decoder |= {f"linear_{name}": value for name, value in linear.items()}
     decoder["layer_types"] = ["linear_attention"] * (depth - 1) + ["full_attention"]
     decoder["rope_parameters"] = {**rope(16, partial_rotary_factor=0.5), "mrope_interleaved": True}
-    more = {"depth": _depth(size), "intermediate_size": 128, "num_position_embeddings": 64}
+    tower = {"depth": _depth(size), "intermediate_size": 128, "num_position_embeddings": 64}
     return {
         "text_config": decoder,
-        "vision_config": qwen_vision(decoder["hidden_size"], **more),
+        "vision_config": qwen_vision(decoder["hidden_size"], **tower),
         "tie_word_embeddings": False,
         **vision_ids(ids),
     }
@@ -317,13 +318,13 @@ _ERNIE4_5_VL_FILES = processor_files(
     "Ernie4_5_VLMoeImageProcessor",
     {**PATCHES, "temporal_patch_size": 1},
     "Ernie4_5_VLMoeVideoProcessor",
-    {"temporal_patch_size": 2, "draw_on_frames": False},  # pairs of frames; times drawn on them want a font
+    {"temporal_patch_size": 2, "draw_on_frames": False},  # pairs of frames; drawing times on them needs a font
 )
 
 
 @CHECKPOINTS.add(_ERNIE4_5_VL, _ERNIE4_5_VL_FILES)
 def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """A dense layer, then one whose tokens of text and of images have experts of their own."""
+    """A dense layer, then a layer with separate experts for tokens of text and of images."""
     decoder = text(size, vocab, num_hidden_layers=2)
     half = decoder["hidden_size"] // decoder["num_attention_heads"] // 2
     decoder |= {
@@ -332,7 +333,7 @@ def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
         "moe_num_shared_experts": 1,
         "moe_intermediate_size": [64, 32],
         "mlp_layer_types": ["dense", "sparse"],
-        # height, width, time, in the published proportions but for rounding
+        # height, width, time, in the published proportions up to rounding
         "rope_parameters": rope(2 * half, mrope_section=[half * 3 // 8, half * 3 // 8, half // 4]),
     }
     tower = qwen_vision(decoder["hidden_size"], depth=_depth(size), intermediate_size=128)
@@ -342,21 +343,35 @@ def ernie4_5_vl_moe(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
         text_config=decoder,
         vision_config=tower,
         tie_word_embeddings=True,
-        **_ids(ids, image="<|IMAGE_PLACEHOLDER|>", video="<|VIDEO_PLACEHOLDER|>"),
-        **_around(ids, "<|{}_START|>", "<|{}_END|>", str.upper),
+        **_media_ids(ids, image="<|IMAGE_PLACEHOLDER|>", video="<|VIDEO_PLACEHOLDER|>"),
+        **_mark_ids(ids, "<|{}_START|>", "<|{}_END|>", str.upper),
     )
 
 
-def _ids(ids: Ids, **tokens: str) -> Mapping[str, int]:
-    return {f"{kind}_token_id": ids[token] for kind, token in tokens.items()}
+class _MediaIds(TypedDict):
+    image_token_id: int
+    video_token_id: int
 
 
-def _around(ids: Ids, start: str, end: str, case: Any = str) -> Mapping[str, int]:
-    """The marks around images and videos, as configurations name them."""
+class _MarkIds(TypedDict):
+    image_start_token_id: int
+    image_end_token_id: int
+    video_start_token_id: int
+    video_end_token_id: int
+
+
+def _media_ids(ids: Ids, image: str, video: str) -> _MediaIds:
+    return {"image_token_id": ids[image], "video_token_id": ids[video]}
+
+
+def _mark_ids(ids: Ids, start: str, end: str, case: Callable[[str], str] = str) -> _MarkIds:
+    """The marks around images and videos, by the configurations' names."""
+    image, video = case("image"), case("video")
     return {
-        f"{kind}_{side}_token_id": ids[mark.format(case(kind))]
-        for kind in ("image", "video")
-        for side, mark in (("start", start), ("end", end))
+        "image_start_token_id": ids[start.format(image)],
+        "image_end_token_id": ids[end.format(image)],
+        "video_start_token_id": ids[start.format(video)],
+        "video_end_token_id": ids[end.format(video)],
     }
 
 
@@ -366,13 +381,13 @@ _NVILA = Special(
     eos="<|im_end|>",
     pad="[PAD]",
 )
-# as published: the tower's own processor, and no other
+# as published: only the tower's processor
 _NVILA_FILES = image_file(image_processor_type="SiglipImageProcessor", size=_SQUARE, rescale_factor=1 / 255, resample=3)
 
 
-def _nvila(size: str, ids: Ids, **more: Any) -> dict[str, Any]:
-    """The table ends before the tokens of media, as the published one does; the MLP of the tower is as ragged. A layer
-    of the tower is never run."""
+def _nvila(size: str, ids: Ids, **fields: object) -> dict[str, Any]:
+    """The table of embeddings ends before the tokens of media, and the width of the tower's MLP is ragged, as in the
+    published model. The last layer of the tower never runs."""
     ragged = 272 if size == "small" else 144  # 16 * 17, 16 * 9
     return {
         "text_config": text(size, ids["<vila/sentinel>"], model_type="qwen2", tie_word_embeddings=False),
@@ -380,7 +395,7 @@ def _nvila(size: str, ids: Ids, **more: Any) -> dict[str, Any]:
         "image_token_id": ids["<image>"],
         "video_token_id": ids["<vila/video>"],
         "newline_token_id": ids["Ċ"],
-        **more,
+        **fields,
     }
 
 
@@ -392,5 +407,5 @@ def nvila(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
 
 @CHECKPOINTS.add(_NVILA, _NVILA_FILES)
 def nvila_lite(size: str, vocab: int, ids: Ids) -> PreTrainedConfig:
-    """3 x 3 of 4 x 4 patches, filled up, become one of 4 tokens."""
+    """A tile of 4 x 4 patches, padded to 6 x 6, becomes 4 tokens of 3 x 3 patches."""
     return NvilaLiteConfig(**_nvila(size, ids, max_tiles=4))

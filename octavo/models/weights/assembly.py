@@ -1,8 +1,8 @@
-"""A model put together from a folder where FP8 is involved: on disk, in the model, or both.
+"""Loading a model from a folder when FP8 is involved: on disk, in the model, or both.
 
-The list: which layers are asked for, which tensors make which parameter, whether codes have their scales and are where
-the configuration says, then parameter by parameter, and last what from_pretrained does too (ties, buffers, generation
-settings). Everything is checked before the first weight is read, but for what only values show.
+In order: the requested layers, the mapping of tensors to parameters, whether codes have scales and agree with the
+configuration, then the parameters one by one, and finally the remaining work of from_pretrained (ties, buffers,
+generation settings). Everything except the values is checked before the first weight is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,39 +36,40 @@ _QUANTIZED = ("linear", "experts")
 _HOLDS_CODES = (*_QUANTIZED, "lm_head")
 
 
-def asked_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
-    """component -> kind (of `fp8.weights.FROZEN`, by its own name or that of its recipe: row or rowwise); one word is
-    for the language model, and True means its rows. Raises ModelError for unknown ones."""
+def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -> dict[str, str]:
+    """component -> kind (of `fp8.weights.FROZEN`, by its name or its recipe's name: row or rowwise). A single word
+    applies to the language model, and True means `row`. Raises ModelError for unknown names."""
     names = ", ".join(NAME_OF_KIND.values())
     if isinstance(load_in_fp8, bool):
         load_in_fp8 = "row" if load_in_fp8 else None
     if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
         raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {names}, or one of them for each component.")
-    given = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
-    asked = {component: kind_of_word(str(kind)) for component, kind in given.items() if kind is not None}
-    for component, kind in asked.items():
+    stated = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
+    kinds = {component: kind_of_word(str(kind)) for component, kind in stated.items() if kind is not None}
+    for component, kind in kinds.items():
         if component not in WITHOUT_HEAD:
             raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")
         if kind not in FROZEN:
-            raise ModelError(f"load_in_fp8 asks for {given[component]!r} in {component}; there are {names}.")
-    return asked
+            raise ModelError(f"load_in_fp8 asks for {stated[component]!r} in {component}; there are {names}.")
+    return kinds
 
 
 @dataclass
 class Prepared:
-    """A model on the meta device, the tensors of a folder that make it, and what reads them; nothing was read."""
+    """A model on the meta device, the tensors of its parameters, and the stream that reads them; nothing is read
+    yet."""
 
     model: PreTrainedModel
-    found: Sources
+    sources: Sources
     stream: Stream
 
     def casts(self) -> dict[str, fp8.CastSpec]:
-        """Parameter -> the cast of its codes, of all that become frozen FP8 weights. Reads scales."""
-        found = {name: FROZEN[kind] for name, kind in self.stream.kinds.items()}
+        """Parameter -> the cast of its codes, for all parameters that become frozen FP8 weights. Reads scales."""
+        specs = {name: FROZEN[kind] for name, kind in self.stream.kinds.items()}
         if self.stream.keep_fp8:
-            codes = [o for o in self.found.origins if any(e.is_codes for e in o.stored) and o.converter is None]
-            found |= {origin.name: self.stream.scales_of(origin)[0] for origin in codes}
-        return found
+            codes = [o for o in self.sources.origins if any(e.is_codes for e in o.stored) and o.converter is None]
+            specs |= {origin.name: self.stream.scales_of(origin)[0] for origin in codes}
+        return specs
 
 
 def prepare(
@@ -77,26 +77,27 @@ def prepare(
     build: Callable[[], PreTrainedModel],
     shards: Shards,
     quantization: Quantization | None,
-    asked: Mapping[str, str],
+    wanted: Mapping[str, str],
     dtype: torch.dtype,
     device: torch.device,
     keep_fp8: bool,
     say: Callable[[str], None],
 ) -> Prepared:
-    """The model of a folder, before its weights; `octavo.models.load` says what the arguments are. Raises ModelError
-    for all that headers tell."""
+    """The model of a folder, before its weights; arguments as for `octavo.models.load`. Raises ModelError for all
+    errors that headers show."""
+    # `build` comes first and everything that can be refused before the stream, so that errors cost no reading.
     model = build()
-    paired, found, weights = checked(folder, model, shards, quantization, keep_fp8)
-    kinds = _kinds(folder, weights, found, asked, quantization, keep_fp8)
+    paired, mapping, weights = map_tensors(folder, model, shards, quantization, keep_fp8)
+    kinds = _kinds(folder, weights, mapping, wanted, quantization, keep_fp8)
     for note in paired.notes:
         say(note)
-    for kept, other in found.twice:
-        say(f"{folder} offers one parameter twice: took {kept}, {kept.dtype}, not {other}, {other.dtype}")
-    if asked and not keep_fp8 and quantization is not None:
-        say("keep_fp8=False: codes on disk are dequantized, and what load_in_fp8 asks for is quantized anew")
+    for taken, other in mapping.twice:
+        say(f"{folder} offers one parameter twice: took {taken}, {taken.dtype}, not {other}, {other.dtype}")
+    if wanted and not keep_fp8 and quantization is not None:
+        say("keep_fp8=False: codes on disk are dequantized, and the layers of load_in_fp8 are quantized again")
     dtypes = dtypes_of(model, dtype)
     return Prepared(
-        model, found, Stream(shards, model, paired.scales, quantization, kinds, dtypes, device, keep_fp8=keep_fp8)
+        model, mapping, Stream(shards, model, paired.scales, quantization, kinds, dtypes, device, keep_fp8=keep_fp8)
     )
 
 
@@ -104,29 +105,29 @@ def assemble(
     folder: Path, prepared: Prepared, device: torch.device, say: Callable[[str], None],
     progress: Callable[[int, int], None] | None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model, its weights streamed in. Raises ModelError for what only values show."""
-    _fill(prepared.stream, prepared.found.origins, progress)
+    """The model with its weights, read as a stream. Raises ModelError for errors that only values show."""
+    _fill(prepared.stream, prepared.sources.origins, progress)
     for note in prepared.stream.notes:
         say(note)
-    model = finish(prepared.model, folder, prepared.found)
+    model = finish(prepared.model, folder, prepared.sources)
     if left := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
-        raise ModelError(_unmade(folder, left))
+        raise ModelError(_no_values(folder, left))
     return accelerator.move(model, device)
 
 
-def checked(
+def map_tensors(
     folder: Path, model: PreTrainedModel, shards: Shards, quantization: Quantization | None, keep_fp8: bool
 ) -> tuple[Paired, Sources, dict[str, Row]]:
-    """(codes with their scales, what makes each parameter, the linear layers by parameter) of a folder's tensors, found
-    to be those of the model. Raises ModelError."""
+    """(codes with their scales, the sources of each parameter, the linear layers by parameter) of a folder's tensors.
+    Raises ModelError if they do not fit the model."""
     paired = pair(shards.stored.values(), quantization, folder)
     rows = fp8.describe_layers(model, describe(model).components)
     weights = {row.parameter: row for row in rows}
     experts = {name for name, row in weights.items() if row.kind == "experts"}
-    found = sources(model, paired.weights, experts)
-    _complete(folder, model, found)
-    _as_configured(folder, model, found, weights, quantization, keep_fp8)
-    return paired, found, weights
+    mapping = sources(model, paired.weights, experts)
+    _complete(folder, model, mapping)
+    _as_configured(folder, model, mapping, weights, quantization, keep_fp8)
+    return paired, mapping, weights
 
 
 def frozen_names(
@@ -135,40 +136,40 @@ def frozen_names(
     load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
     keep_fp8: bool = True,
 ) -> dict[str, fp8.CastSpec]:
-    """Parameter -> the cast of its codes, for all that `load` would make frozen FP8 weights of; reads headers and
-    scales alone. `model` is the folder's, on the meta device. Raises ModelError as `load` does before it reads a
-    weight."""
-    folder, asked = Path(path), asked_kinds(load_in_fp8)
+    """Parameter -> the cast of its codes, for all parameters that `load` would turn into frozen FP8 weights. Reads only
+    headers and scales. `model` is the folder's model on the meta device. Raises the ModelErrors that `load` raises
+    before it reads a weight."""
+    folder, wanted = Path(path), requested_kinds(load_in_fp8)
     quantization = read_quantization(folder)
     with open_weights(folder, quantization is not None)[0] as shards:
         cpu, silent = torch.device("cpu"), lambda text: None
         return prepare(
-            folder, lambda: model, shards, quantization, asked, torch.bfloat16, cpu, keep_fp8, silent
+            folder, lambda: model, shards, quantization, wanted, torch.bfloat16, cpu, keep_fp8, silent
         ).casts()
 
 
-def _complete(folder: Path, model: PreTrainedModel, found: Sources) -> None:
-    """Refuse missing, unknown and mis-shaped tensors, as from_pretrained would report them."""
-    made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
-    missing = set(model.state_dict()) - made
+def _complete(folder: Path, model: PreTrainedModel, mapping: Sources) -> None:
+    """Refuse missing, unknown and mis-shaped tensors, with the report of from_pretrained."""
+    loaded = {name for origin in mapping.origins for name in (origin.makes or (origin.name,))}
+    missing = set(model.state_dict()) - loaded
     ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for one, other in [*ties.items(), *((b, a) for a, b in ties.items())]:
         if one in missing and other not in missing:
             missing.discard(one)
-    missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    missing = _filter_names(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     ignored = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
-    buffers = [name for name, _ in model.named_buffers()]  # older checkpoints have them, and models make them anew
+    buffers = [name for name, _ in model.named_buffers()]  # older checkpoints contain some that models now compute
     ignored |= {pattern for end, pattern in _OLD_BUFFERS.items() if any(name.endswith(end) for name in buffers)}
-    unknown = _without({str(entry) for entry in found.unknown}, ignored, lambda text: text.split(" ", 1)[0])
-    lacks = {name for origin in found.origins for name in origin.lacks}
-    shapes = [] if missing or lacks else [misfit for o in found.origins for misfit in _misfits(model, o)]
+    unknown = _filter_names({str(entry) for entry in mapping.unknown}, ignored, lambda text: text.split(" ", 1)[0])
+    lacks = {name for origin in mapping.origins for name in origin.lacks}
+    shapes = [] if missing or lacks else [misfit for o in mapping.origins for misfit in _misfits(model, o)]
     info = {"missing_keys": missing | lacks, "unexpected_keys": unknown, "mismatched_keys": shapes}
     refuse_incomplete(folder, info)
-    refuse_other_kinds(folder, model, found.origins)
+    refuse_other_kinds(folder, model, mapping.origins)
 
 
 def refuse_other_kinds(folder: Path, model: PreTrainedModel, origins: Iterable[Origin]) -> None:
-    """Raises ModelError for whole numbers on disk where the model has values, and the other way round: transformers
+    """Raise ModelError for integers on disk where the model has floating-point values, and the reverse: transformers
     would cast them."""
     for origin in origins:
         wanted = model.get_parameter_or_buffer(origin.name).dtype
@@ -183,14 +184,17 @@ def refuse_other_kinds(folder: Path, model: PreTrainedModel, origins: Iterable[O
 _OLD_BUFFERS = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
 
 
-def _without(names: set[str], patterns: Any, name_of: Callable[[str], str] = lambda text: text) -> set[str]:
+def _filter_names(
+    names: set[str], patterns: Iterable[str] | None, name_of: Callable[[str], str] = lambda text: text
+) -> set[str]:
     if not patterns:
         return names
     return {name for name in names if not any(re.search(pattern, name_of(name)) for pattern in patterns)}
 
 
-def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, Any, Any]]:
-    """(tensors on disk, their shape, the shape wanted) of an origin that does not fit; rules say so themselves."""
+def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """(tensors on disk, their shape, the expected shape) of an origin that does not fit; conversion rules raise their
+    own errors."""
     if origin.converter is not None:
         return []
     wanted = tuple(model.get_parameter_or_buffer(origin.name).shape)
@@ -198,8 +202,8 @@ def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, Any, Any
         entry = origin.slots[0][0].stored
         return [] if entry.shape == wanted else [(str(entry), entry.shape, wanted)]
     if len(origin.slots) != wanted[0]:
-        more = origin.slots[-1][0].stored
-        return [(str(more), (len(origin.slots), *more.shape[-2:]), wanted)]
+        extra = origin.slots[-1][0].stored
+        return [(str(extra), (len(origin.slots), *extra.shape[-2:]), wanted)]
     turned = is_transposed(model.get_submodule(origin.name.rpartition(".")[0]))
     height, width = wanted[:0:-1] if turned else wanted[1:]
     for pieces in origin.slots:
@@ -208,8 +212,8 @@ def _misfits(model: PreTrainedModel, origin: Origin) -> list[tuple[str, Any, Any
     return []
 
 
-def refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise ModelError for what a loading report names: keys that are missing, unexpected or mis-shaped, and errors."""
+def refuse_incomplete(folder: Path, info: Mapping[str, Iterable[object]]) -> None:
+    """Raise ModelError if a loading report has keys that are missing, unexpected or mis-shaped, or errors."""
     wrong = []
     for key, what in (
         ("missing_keys", "missing in the folder (transformers would fill it with random numbers)"),
@@ -217,8 +221,8 @@ def refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
         ("mismatched_keys", "of another shape than the model's"),
         ("error_msgs", "reported while loading"),
     ):
-        if found := sorted(_named(item) for item in info.get(key, ())):
-            wrong.append(f"{len(found)} {what}: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}")
+        if names := sorted(_named(item) for item in info.get(key, ())):
+            wrong.append(f"{len(names)} {what}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
     if wrong:
         raise ModelError(
             f"{folder}: tensors do not match the model that config.json describes. {'; '.join(wrong)}. Check that "
@@ -237,16 +241,17 @@ def _named(item: object) -> str:
 def _as_configured(
     folder: Path,
     model: PreTrainedModel,
-    found: Sources,
+    mapping: Sources,
     rows: Mapping[str, Row],
     quantization: Quantization | None,
     keep_fp8: bool,
 ) -> None:
-    """Refuse codes where the configuration says values, values where it says codes, and codes where no layer takes
-    them: loaders that go by the configuration would read them as something else."""
+    """Refuse codes where the configuration has values, values where it has codes, and codes of layers that cannot hold
+    them: loaders that follow the configuration would misread them."""
     if quantization is None:
         return
-    for origin in found.origins:
+    # Both names are looked up: the list may have the name on disk or the name in the model.
+    for origin in mapping.origins:
         row = rows.get(origin.name)
         for entry in origin.stored:
             names = {entry.name.removesuffix(".weight"), origin.name.removesuffix(".weight")}
@@ -254,7 +259,7 @@ def _as_configured(
             if entry.is_codes and not covered:
                 raise ModelError(
                     f"{folder}: {entry} holds FP8 codes, and by config.json that layer is not quantized: loaders that "
-                    "go by the list would take codes for values. Correct the list, or write the checkpoint again."
+                    "follow the list would take codes for values. Correct the list, or write the checkpoint again."
                 )
             if covered and not entry.is_codes and row is not None and row.kind in _QUANTIZED:
                 raise ModelError(
@@ -265,7 +270,7 @@ def _as_configured(
                 )
             if entry.is_codes and keep_fp8 and (row is None or row.kind not in _HOLDS_CODES):
                 raise ModelError(
-                    f"{folder}: {entry} holds FP8 codes, and {origin.name} is no linear layer or experts, which alone "
+                    f"{folder}: {entry} holds FP8 codes, and {origin.name} is no linear layer or experts; only these "
                     "take codes. Load with keep_fp8=False: its values are dequantized."
                 )
 
@@ -273,15 +278,17 @@ def _as_configured(
 def _kinds(
     folder: Path,
     rows: Mapping[str, Row],
-    found: Sources,
-    asked: Mapping[str, str],
+    mapping: Sources,
+    wanted: Mapping[str, str],
     quantization: Quantization | None,
     keep_fp8: bool,
 ) -> dict[str, str]:
-    """parameter -> kind, for those that are quantized on the way. Codes that exist must be of the kind asked for."""
-    there = {origin.name for origin in found.origins if keep_fp8 and any(e.is_codes for e in origin.stored)}
+    """parameter -> kind, for parameters that are quantized during loading. Codes on disk must have the requested
+    kind."""
+    in_fp8 = {origin.name for origin in mapping.origins if keep_fp8 and any(e.is_codes for e in origin.stored)}
+    # Codes on disk are kept as they are: requantizing them to another kind would add a second rounding error.
     kinds: dict[str, str] = {}
-    for component, kind in asked.items():
+    for component, kind in wanted.items():
         mine = [n for n, row in rows.items() if row.component == component and row.kind in _QUANTIZED]
         if not mine:
             known = sorted({row.component for row in rows.values() if row.kind in _QUANTIZED})
@@ -289,32 +296,31 @@ def _kinds(
                 f"load_in_fp8 asks for {component}, in which {folder} has no linear layer; those are in "
                 f"{', '.join(known) or 'no component'}."
             )
-        held = [name for name in mine if name in there]
+        held = [name for name in mine if name in in_fp8]
         if held and quantization is not None and quantization.spec.block != FROZEN[kind].block:
             raise ModelError(
                 f"load_in_fp8 asks for {NAME_OF_KIND[kind]} in {component}, and {folder} holds FP8 codes of "
                 f"{quantization} ({held[0]} and {len(held) - 1} more). Leave load_in_fp8 out, which takes the codes "
                 "as they are, or use the BF16 checkpoint."
             )
-        kinds.update({name: kind for name in mine if name not in there})
+        kinds.update({name: kind for name in mine if name not in in_fp8})
     return kinds
 
 
 def dtypes_of(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], torch.dtype]:
-    """The dtype of each parameter of a model on the meta device: its own, and fp32 where its family
-    insists on it."""
+    """The dtype of each parameter of a model on the meta device: its own, or fp32 if its family requires that."""
     plan: Mapping[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
     patterns = [(re.compile(glob.replace("*", ".*")), wanted) for glob, wanted in plan.items()]
 
     def dtype_of(name: str) -> torch.dtype:
-        insisted = next((wanted for pattern, wanted in patterns if pattern.search(name)), None)
-        return insisted or model.get_parameter_or_buffer(name).dtype
+        required = next((wanted for pattern, wanted in patterns if pattern.search(name)), None)
+        return required or model.get_parameter_or_buffer(name).dtype
 
     return dtype_of
 
 
 def in_order(origins: Iterable[Origin]) -> list[Origin]:
-    """As they lie in their files."""
+    """Origins in the order of their bytes in the files, so that files are read from beginning to end."""
     return sorted(origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin))
 
 
@@ -329,11 +335,11 @@ def _fill(stream: Stream, origins: list[Origin], progress: Callable[[int, int], 
     stream.finish()
 
 
-_TRIM = 32 << 20  # bytes read between two looks at the heap
+_TRIM = 32 << 20  # bytes to read between two trims of the heap
 
 
 def trim_after(done: int, trimmed: int, last: bool = False) -> int:
-    """Look at the heap where enough was read since the last time, or at the end; how much had been read then."""
+    """Trim the heap if enough was read since the last time, or at the end. Returns the bytes read at the last trim."""
     if done - trimmed < _TRIM and not last:
         return trimmed
     _trim()
@@ -341,29 +347,29 @@ def trim_after(done: int, trimmed: int, last: bool = False) -> int:
 
 
 def _trim() -> None:
-    """Give free memory of the C heap back. Weights lie between pieces of work that were freed again, and glibc keeps
-    such holes: of a model of 1.1 GB they were 0.5 GB. Other allocators than glibc's have no such call, nor the need."""
+    """Return free memory of the C heap to the system. Weights are allocated between temporary buffers, and glibc keeps
+    the holes that these leave: 0.5 GB for a model of 1.1 GB. Other allocators have no such call and do not need it."""
     try:
         ctypes.CDLL(None).malloc_trim(0)
     except (AttributeError, OSError, TypeError):
         return
 
 
-def finish(model: PreTrainedModel, folder: Path, found: Sources) -> PreTrainedModel:
-    """What from_pretrained does beside the weights: ties, buffers, generation settings, eval mode. They may be read
-    before or after it."""
-    made = {name for origin in found.origins for name in (origin.makes or (origin.name,))}
-    model.tie_weights(missing_keys=set(model.state_dict()) - made, recompute_mapping=False)
-    model._weight_conversions = found.rules  # type: ignore[assignment]
-    return settle(model, folder)
+def finish(model: PreTrainedModel, folder: Path, mapping: Sources) -> PreTrainedModel:
+    """The work of from_pretrained other than weights: ties, buffers, generation settings, eval mode. Weights may be
+    read before or after it."""
+    loaded = {name for origin in mapping.origins for name in (origin.makes or (origin.name,))}
+    model.tie_weights(missing_keys=set(model.state_dict()) - loaded, recompute_mapping=False)
+    model._weight_conversions = mapping.rules  # type: ignore[assignment]
+    return finish_setup(model, folder)
 
 
-def settle(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Buffers, generation settings, eval mode."""
+def finish_setup(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Set buffers, generation settings and eval mode. Raises ModelError for buffers without values."""
     keep_single_features(model)
     _make_buffers(model)
     if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
-        raise ModelError(_unmade(folder, left))
+        raise ModelError(_no_values(folder, left))
     model.config.name_or_path = model.name_or_path = str(folder)
     if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
         with readable(settings.parent) as plain:
@@ -371,16 +377,16 @@ def settle(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return model.eval()
 
 
-def _unmade(folder: Path, left: list[str]) -> str:
+def _no_values(folder: Path, left: list[str]) -> str:
     return (
-        f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers makes them "
-        "in a way that Octavo does not know. Load without FP8, in one process, or use transformers 5.23."
+        f"{folder}: {len(left)} tensors have no values, first {left[0]}: this version of transformers initialises "
+        "them in a way that Octavo does not know. Load without FP8, in one process, or use transformers 5.23."
     )
 
 
 def _make_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint holds (rotary tables, position ids): `_init_weights` of each model does,
-    module by module, and leaves no trace elsewhere since only those modules are given to it."""
+    """Compute the buffers that no checkpoint contains (rotary tables, position ids) by `_init_weights` of each model,
+    module by module. Nothing else changes, because only modules with such buffers are passed to it."""
 
     def visit(module: nn.Module, name: str, pretrained: PreTrainedModel) -> None:
         pretrained = module if isinstance(module, PreTrainedModel) else pretrained
@@ -391,8 +397,9 @@ def _make_buffers(model: PreTrainedModel) -> None:
             return
         for buffer_name, buffer in mine.items():
             module._buffers[buffer_name] = torch.empty_like(buffer, device="cpu")
-        held = [(part, dict(part._parameters)) for part in module.modules()]  # SigLIP's draws its table, a child's
-        for part, parameters in held:  # it would start them anew
+        # Hide parameters from `_init_weights`, which would initialise them again; SigLIP's also draws a child's.
+        held = [(part, dict(part._parameters)) for part in module.modules()]
+        for part, parameters in held:
             for parameter, value in parameters.items():
                 if value is not None:
                     meta = torch.empty_like(value, device="meta")

@@ -1,9 +1,9 @@
-"""A model whose weights come last: built, frozen, converted and sharded on the meta device, then filled.
+"""Deferred loading: a model is built, frozen, converted and sharded on the meta device, and then filled with weights.
 
-Where several ranks share a model none of them needs it whole. So the model of a folder is made without memory (its
-buffers apart, which are small), all that is done to a model before it trains is done to that, and when every rank knows
-which rows of which parameter are its own, those are read, cast and quantized (:mod:`octavo.models.weights.streaming`):
-what a rank holds on the way is its shard and a piece of one tensor.
+If several ranks share a model, none of them needs all of it. So the model of a folder is built without memory (except
+for its buffers, which are small) and prepared for training. When each rank knows its rows of each parameter, these are
+read, cast and quantized (:mod:`octavo.models.weights.streaming`): a rank never holds more than its shard and a piece of
+one tensor.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from transformers import PreTrainedModel
 
 from octavo import fp8
 from octavo.models.structure.skeleton import read_config, skeleton
-from octavo.models.weights.assembly import Prepared, asked_kinds, finish, in_order, prepare, trim_after
-from octavo.models.weights.loading import WIDE, opened
+from octavo.models.weights.assembly import Prepared, finish, in_order, prepare, requested_kinds, trim_after
+from octavo.models.weights.loading import WIDE, open_folder
 from octavo.models.weights.name_mapping import Origin, is_transposed
 from octavo.models.weights.streaming import chunks
 
-#: parameter (its name in the folder's model, the module that holds it, its name there), values, lower halves or None
+#: parameter (its name in the folder's model, its module, its name in the module), values, lower halves or None
 Place = Callable[[str, nn.Module, str, Tensor, Tensor | None], None]
-#: module, name of its parameter -> rows of it that are wanted
+#: module, name of its parameter -> the needed rows
 Window = Callable[[nn.Module, str], tuple[int, int]]
 
 
 @dataclass
 class Deferred:
-    """A model of which every parameter is on the meta device, frozen FP8 weights included, and the folder that fills
-    it. Buffers have their values. The model may be changed (classes, adapters around modules, sharding) as long as each
-    parameter stays in its module under its name."""
+    """A model with all parameters on the meta device, including frozen FP8 weights, and the folder with their values.
+    Buffers have values. The model may be changed (classes, adapters around modules, sharding) as long as each parameter
+    stays in its module under its name."""
 
     model: PreTrainedModel
     prepared: Prepared
@@ -42,11 +42,11 @@ class Deferred:
     say: Callable[[str], None] = lambda text: None
 
     def fill(self, window: Window, place: Place, largest: Callable[[Tensor], Tensor]) -> int:
-        """Read what `window` asks for of each parameter, hand it to `place`, and return the bytes that were read.
+        """Read the rows of `window` of each parameter, pass them to `place`, and return the bytes that were read.
 
-        Parameters come in the order of the files, the same on all ranks. `largest` gives the largest of 0-d amaxes over
-        all ranks. With `split`, fp32 weights come as BF16 and their lower halves (int16). Raises ModelError for what
-        only values show.
+        Parameters are in the order of the files, the same on all ranks. `largest` returns the maximum of 0-d amaxes
+        over all ranks. With `split`, fp32 weights are BF16 with their lower halves (int16). Raises ModelError for
+        errors that only values show.
         """
         stream = self.prepared.stream
 
@@ -60,7 +60,7 @@ class Deferred:
             if self.split and value.dtype is torch.float32:
                 value, low = fp8.arithmetic.split_master(value)
             elif value.dtype is torch.float32 and parameter.dtype is torch.bfloat16:
-                value = value.to(torch.bfloat16)  # whoever trains it asked for that since
+                value = value.to(torch.bfloat16)  # the parameter's dtype was changed after the model was built
             place(name, module, leaf, value, low)
 
         stream.window, stream.place, stream.largest = rows, put, largest
@@ -76,7 +76,7 @@ class Deferred:
         return stream.shards.taken - before
 
     def _of_parameters(self) -> list[Origin]:
-        return [o for o in self.prepared.found.origins if (o.makes or (o.name,))[0] in self.homes]
+        return [o for o in self.prepared.sources.origins if (o.makes or (o.name,))[0] in self.homes]
 
 
 def defer(
@@ -88,11 +88,11 @@ def defer(
     split: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Deferred:
-    """The model that `models.load` gives with these arguments, or with `split` the one of `models.load_split`, before
-    its parameters are read. Raises ModelError for all that can be known by then."""
-    folder, kinds = Path(path), asked_kinds(load_in_fp8)
+    """The model of `models.load` with these arguments, or with `split` of `models.load_split`, before its parameters
+    are read. Raises ModelError for all errors that do not depend on values."""
+    folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
-    quantization, shards = opened(folder, say)
+    quantization, shards = open_folder(folder, say)
     if split:
         dtype, keep_fp8, kinds = torch.bfloat16, False, {}
         split = quantization is not None or any(entry.dtype in WIDE for entry in shards.stored.values())
@@ -103,41 +103,41 @@ def defer(
 
     prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
     model, stream = prepared.model, prepared.stream
-    if any(origin.converter is not None for origin in prepared.found.origins):
-        stream.rules = build()
+    if any(origin.converter is not None for origin in prepared.sources.origins):
+        stream.rules = build()  # an unchanged model for transformers' rules: `model` is changed before it is filled
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     with shards:
-        for origin in prepared.found.origins:
+        for origin in prepared.sources.origins:
             if not names & set(origin.makes or (origin.name,)):
-                stream.fill(origin)  # a buffer that the folder holds
+                stream.fill(origin)  # a buffer in the folder
         casts = prepared.casts()
-        _drop_equal(prepared)
-    stream.dtype_of = _settled(model, stream.dtype_of, split)
+        _drop_equal_ties(prepared)
+    stream.dtype_of = _fixed_dtypes(model, stream.dtype_of, split)
     for name in names:
         place_empty(model, name, stream.dtype_of(name), casts.get(name))
     if split:
         stream.dtype_of = lambda name: torch.float32
-    finish(model, folder, prepared.found)
+    finish(model, folder, prepared.sources)
     move_buffers(model, on)
     return Deferred(model, prepared, homes_of(model, names), split, say)
 
 
 def homes_of(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:
-    """Parameter -> the module that holds it, and its name there."""
-    found = ((name, name.rpartition(".")) for name in names)
-    return {name: (model.get_submodule(path), leaf) for name, (path, _, leaf) in found}
+    """Parameter -> its module, and its name in the module."""
+    parts = ((name, name.rpartition(".")) for name in names)
+    return {name: (model.get_submodule(path), leaf) for name, (path, _, leaf) in parts}
 
 
-def _settled(
+def _fixed_dtypes(
     model: PreTrainedModel, dtype_of: Callable[[str], torch.dtype], split: bool
 ) -> Callable[[str], torch.dtype]:
-    """The dtypes of all parameters, asked for while they have the names of the folder's model."""
+    """The dtypes of all parameters, recorded while they have the names of the folder's model."""
     dtypes = {name: dtype_of(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: torch.bfloat16 if split else dtype for name, dtype in dtypes.items()}.__getitem__
 
 
 def place_empty(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8.CastSpec | None) -> None:
-    """A parameter on the meta device in the dtype, or with the codes, that it will have."""
+    """Replace a parameter on the meta device by one with the dtype, or the codes, that it will have."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     old = module._parameters[leaf]
@@ -149,10 +149,10 @@ def place_empty(model: PreTrainedModel, name: str, dtype: torch.dtype, cast: fp8
         module._parameters[leaf] = nn.Parameter(old.detach().to(dtype), requires_grad=old.requires_grad)
 
 
-def _drop_equal(prepared: Prepared) -> None:
-    """Of tied weights that the folder holds twice, with the same values, leave the second one out, as transformers
-    does; with other values they are not tied. Both are read."""
-    stream, origins = prepared.stream, {o.name: o for o in prepared.found.origins if o.converter is None}
+def _drop_equal_ties(prepared: Prepared) -> None:
+    """If the folder has tied weights twice with equal values, leave out the second, as transformers does; with
+    different values, untie them. Reads both."""
+    stream, origins = prepared.stream, {o.name: o for o in prepared.sources.origins if o.converter is None}
     ties: dict[str, str] = getattr(prepared.model, "all_tied_weights_keys", None) or {}
     for target, source in list(ties.items()):
         if target not in origins or source not in origins:
@@ -164,7 +164,7 @@ def _drop_equal(prepared: Prepared) -> None:
             for rows in chunks(one.shape)
         )
         if same:
-            prepared.found.origins.remove(origins[target])
+            prepared.sources.origins.remove(origins[target])
         else:
             ties.pop(target)
             path, _, leaf = target.rpartition(".")

@@ -1,7 +1,7 @@
-"""FP8 codes on disk and the scales that belong to them: paired by name, and each scale read and checked.
+"""FP8 codes on disk and their scales: paired by name; each scale is read and checked.
 
-Codes without scales, scales without codes, scales of another shape, NaN and zero: each is what some library has
-written, and each gives a model that runs and is wrong. So they are errors that name file and tensor.
+Codes without scales, scales without codes, scales of another shape, NaN and zero have all been written by some library,
+and each gives a model that runs with wrong results. So they are errors with the names of file and tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from octavo.models.folder.quantization import Quantization, is_cache_scale
 from octavo.models.weights.name_mapping import Piece
 from octavo.models.weights.shards import Shards, Stored
 
-# Fixed scales of activations: Octavo casts activations by the tokens at hand.
+# Fixed scales of activations: Octavo computes the scales of activations from the current tokens.
 _UNUSED = (".input_scale", ".output_scale")
 _SUFFIXES = ("_scale_inv", "_scale")
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
@@ -27,7 +27,7 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 @dataclass(frozen=True)
 class Paired:
-    """The tensors of a folder apart: `weights` (all that is no scale), and the scales by the name of their weight."""
+    """The tensors of a folder: `weights` (all tensors except scales), and the scales by the names of their weights."""
 
     weights: tuple[Stored, ...]
     scales: Mapping[str, Stored]
@@ -35,30 +35,31 @@ class Paired:
 
 
 def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Path) -> Paired:
-    """Codes with their scales. Raises ModelError for codes without scales, scales without codes, and codes in a folder
-    that does not say how to read them."""
+    """Pair codes with their scales. Raises ModelError for codes without scales, scales without codes, and codes in a
+    folder without a quantization_config."""
+    # Every tensor is a code with its scale, an unused scale or a weight; what remains ambiguous is refused.
     by_name = {entry.name: entry for entry in stored}
     codes = [entry for entry in by_name.values() if entry.is_codes]
     if quantization is None:
         if codes:
             raise ModelError(
-                f"{folder}: {_some(codes)} holds FP8 codes, and config.json has no quantization_config that says how "
-                "they are scaled (transformers' save_pretrained leaves it out after loading such a folder on a CPU). "
-                "Take config.json from the checkpoint that these weights come from."
+                f"{folder}: {_first(codes)} holds FP8 codes, and config.json has no quantization_config that describes "
+                "their scales (transformers' save_pretrained omits it after loading such a folder on a CPU). Take "
+                "config.json from the checkpoint that these weights come from."
             )
         cached = [entry for entry in by_name.values() if is_cache_scale(entry.name)]
-        kept = tuple(entry for entry in by_name.values() if not is_cache_scale(entry.name))
-        return Paired(kept, {}, _not_used(cached))
+        weights = tuple(entry for entry in by_name.values() if not is_cache_scale(entry.name))
+        return Paired(weights, {}, _unused_note(cached))
     if wrong := [entry for entry in codes if entry.dtype is not torch.float8_e4m3fn]:
-        raise ModelError(f"{folder}: {_some(wrong)} holds codes in {wrong[0].dtype}; Octavo reads e4m3 alone.")
+        raise ModelError(f"{folder}: {_first(wrong)} holds codes in {wrong[0].dtype}; Octavo reads only e4m3.")
     suffix = quantization.scale_suffix
     scales = {c.name: by_name[c.name + suffix] for c in codes if c.name + suffix in by_name}
     if bare := [entry for entry in codes if entry.name not in scales]:
         other = next((s for s in _SUFFIXES if s != suffix and bare[0].name + s in by_name), None)
-        found = f" (there is {bare[0].name}{other}, the name that another method gives them)" if other else ""
+        hint = f" (there is {bare[0].name}{other}, the name in another method)" if other else ""
         raise ModelError(
-            f"{folder}: {_some(bare)} holds FP8 codes without scales: {bare[0].name}{suffix} is missing{found}. Codes "
-            "alone are not the weight; write the checkpoint again, with scales."
+            f"{folder}: {_first(bare)} holds FP8 codes without scales: {bare[0].name}{suffix} is missing{hint}. Codes "
+            "without scales are not the weight; write the checkpoint again, with scales."
         )
     used = {entry.name for entry in scales.values()}
     fixed = _UNUSED if quantization.activations == "static" and quantization.method == "compressed-tensors" else ()
@@ -68,41 +69,41 @@ def pair(stored: Iterable[Stored], quantization: Quantization | None, folder: Pa
     if lone := [entry for entry in rest if _base(entry.name) in by_name]:
         base = by_name[_base(lone[0].name)]
         raise ModelError(
-            f"{folder}: {_some(lone)} is a scale, and {base} holds {base.dtype} and no FP8 codes. Either the codes "
-            "were overwritten by values or the scale was left behind; write the checkpoint again."
+            f"{folder}: {_first(lone)} is a scale, and {base} holds {base.dtype} and no FP8 codes. Either the codes "
+            "were overwritten by values, or the scale should have been removed; write the checkpoint again."
         )
     if orphans := [entry for entry in rest if entry.name.endswith((".weight_scale_inv", ".weight_scale"))]:
         raise ModelError(
-            f"{folder}: {_some(orphans)} is a scale without codes: {_base(orphans[0].name)} is missing. Write the "
+            f"{folder}: {_first(orphans)} is a scale without codes: {_base(orphans[0].name)} is missing. Write the "
             "checkpoint again, or download it again."
         )
-    return Paired(rest, scales, _not_used(unused))
+    return Paired(rest, scales, _unused_note(unused))
 
 
-def _not_used(unused: list[Stored]) -> tuple[str, ...]:
+def _unused_note(unused: list[Stored]) -> tuple[str, ...]:
     if not unused:
         return ()
     return (
         f"{len(unused)} fixed scales of activations or of the KV cache are not used (first {unused[0].name}): "
-        "Octavo takes the scales of activations from the tokens at hand",
+        "Octavo computes the scales of activations from the current tokens",
     )
 
 
 def _base(name: str) -> str:
-    """The weight that a scale of this name belongs to; "" if it is no name of a scale."""
+    """The name of the weight of a scale; "" if `name` is no scale's."""
     return next((name.removesuffix(s) for s in _SUFFIXES if name.endswith(s)), "")
 
 
-def _some(entries: list[Stored]) -> str:
-    more = f" ({len(entries)} such tensors)" if len(entries) > 1 else ""
-    return f"{entries[0]}{more}"
+def _first(entries: list[Stored]) -> str:
+    count = f" ({len(entries)} such tensors)" if len(entries) > 1 else ""
+    return f"{entries[0]}{count}"
 
 
 def read_scale(shards: Shards, scale: Stored, piece: Piece, quantization: Quantization) -> Tensor:
-    """The scales of a piece, fp32 [row blocks, column blocks] as the GEMM has them.
+    """The scales of a piece, fp32 [row blocks, column blocks] in GEMM orientation.
 
-    Raises ModelError for another dtype or shape, for a scale that is NaN, infinite, zero or negative, and
-    for scales that are all 1 over codes that are not all zero.
+    Raises ModelError for another dtype or shape, for a scale that is NaN, infinite, zero or negative, and for scales
+    that are all 1 if codes are not all zero.
     """
     grid = grid_of(scale, piece.stored, quantization, piece.turned)
     mine = None if piece.at is None else (piece.at, piece.at + 1)
@@ -114,16 +115,16 @@ def read_scale(shards: Shards, scale: Stored, piece: Piece, quantization: Quanti
 
 
 def grid_of(scale: Stored, codes: Stored, quantization: Quantization, turned: bool = False) -> tuple[int, int]:
-    """The shape of the scales of a matrix [row blocks, column blocks]. Raises ModelError where it is another on disk.
+    """The shape of the scales of a matrix, [row blocks, column blocks]. Raises ModelError if it differs on disk.
 
-    turned: the codes lie as [K, N]
+    turned: the codes are stored as [K, N]
     """
     if len(codes.shape) not in (2, 3):
         raise ModelError(f"{codes} holds FP8 codes of shape {list(codes.shape)}; only matrices and stacks of them do.")
     rows, columns = codes.shape[-2:]
     grid = quantization.grid(rows, columns)
     if turned and quantization.kind == "row":
-        grid = (1, columns)  # a scale an output channel, and those are columns on disk
+        grid = (1, columns)  # one scale for each output channel, which is a column on disk
     front = codes.shape[:-2]
     allowed = {(*front, *grid)}
     if 1 in grid and quantization.kind != "block":
@@ -138,7 +139,7 @@ def grid_of(scale: Stored, codes: Stored, quantization: Quantization, turned: bo
 
 
 def scale_values(read: Tensor, scale: Stored, quantization: Quantization) -> Tensor:
-    """Scales as they were read, in fp32. Raises ModelError for another dtype, and what is not finite and above 0."""
+    """Scales in fp32. Raises ModelError for an unsupported dtype, and for values that are not finite and above 0."""
     if scale.dtype is torch.uint8 and quantization.scale_format == "ue8m0":
         read = read.view(torch.float8_e8m0fnu)
     elif scale.dtype not in _SCALES:
@@ -155,43 +156,47 @@ def scale_values(read: Tensor, scale: Stored, quantization: Quantization) -> Ten
 
 
 def check_ones(codes: Tensor, scale: Stored, stored: Stored) -> None:
-    """Raises ModelError where codes, whose scales are all 1, are not all zero."""
+    """Raise ModelError if codes, whose scales are all 1, are not all zero."""
     if any(bool((part & 0x7F).any()) for part in codes.reshape(-1).view(torch.uint8).split(1 << 22)):
         raise ModelError(
-            f"{scale} holds nothing but 1, and {stored} is not zero: the weight was cast without scales, or they were "
-            "lost. Write the checkpoint again, with scales."
+            f"{scale} holds only 1, and {stored} is not zero: the weight was cast without scales, or they were lost. "
+            "Write the checkpoint again, with scales."
         )
 
 
 def check_codes(codes: Tensor, entry: Stored) -> None:
-    """Raises ModelError where codes hold NaN (0x7F, 0xFF)."""
+    """Raise ModelError if codes contain NaN (0x7F, 0xFF)."""
     for part in codes.view(torch.uint8).flatten().split(1 << 22):
         if bool(((part & 0x7F) == 0x7F).any()):
-            raise ModelError(f"{entry} holds the code of NaN; the weight it was made of was damaged. Write it again.")
+            raise ModelError(f"{entry} holds the code of NaN: the original weight was damaged. Write it again.")
 
 
 def rows_of_a_block(
     quantization: Quantization, heights: list[int], turned: bool, scales: Iterable[list[Tensor]]
 ) -> int:
-    """How many rows share a scale where pieces lie one below the other: those of the format's own blocks if every piece
-    begins with a new block, else the largest number that all of them begin with; -1 for one block.
+    """The number of rows that share a scale when pieces are concatenated by rows: the height of the format's blocks if
+    every piece begins with a new block, else the largest number that divides the beginnings of all; -1 for a single
+    block.
 
-    heights: of the pieces; scales: those of each slot's pieces, by which a shared scale of whole tensors is seen.
+    heights: rows of the pieces; scales: the scales of each slot's pieces, to recognise one scale for whole tensors.
     """
-    own = 1 if quantization.kind == "row" else -1 if quantization.kind == "tensor" else quantization.spec.block[turned]
+    height = (
+        1 if quantization.kind == "row" else -1 if quantization.kind == "tensor" else quantization.spec.block[turned]
+    )
     starts = [sum(heights[:i]) for i in range(1, len(heights))]
-    if own == 1 or not starts:
-        return own
-    if own == -1:
+    if height == 1 or not starts:
+        return height
+    if height == -1:
         if all(torch.equal(piece, slot[0]) for slot in scales for piece in slot):
             return -1
-        own = sum(heights)
-    return math.gcd(own, *starts)
+        height = sum(heights)
+    return math.gcd(height, *starts)
 
 
-def finer(scale: Tensor, rows: int, own: int, wanted: int) -> Tensor:
-    """The scales of a piece of `rows` rows in blocks of `own` rows (-1: all), repeated for blocks of `wanted` rows."""
-    if wanted in (own, -1):
+def repeat_scales(scale: Tensor, rows: int, height: int, wanted: int) -> Tensor:
+    """The scales of a piece of `rows` rows in blocks of `height` rows (-1: all), repeated for blocks of `wanted`
+    rows."""
+    if wanted in (height, -1):
         return scale
-    own = rows if own == -1 else own
-    return scale[torch.arange(-(-rows // wanted)) * wanted // own]
+    height = rows if height == -1 else height
+    return scale[torch.arange(-(-rows // wanted)) * wanted // height]

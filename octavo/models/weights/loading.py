@@ -1,13 +1,12 @@
-"""Models from local Hugging Face folders: built on the meta device, weights streamed in from safetensors.
+"""Models from local Hugging Face folders: built on the meta device, with weights streamed from safetensors.
 
-Only data is read: `config.json` and `*.safetensors`. Pickled weights and remote code are refused, and of quantised
-checkpoints all but FP8 ones (`octavo.models.folder.quantization`). Every tensor is accounted for: one that the model
-wants and the folder lacks (transformers would initialise it at random and only warn), or the other way round, is an
-error that names it.
+Only data is read: `config.json` and `*.safetensors`. Pickled weights and remote code are refused, and all quantized
+checkpoints except FP8 (`octavo.models.folder.quantization`). Every tensor is accounted for: a tensor that the model
+needs and the folder lacks (transformers would initialise it at random and only warn), or the reverse, is an error with
+its name.
 
-A folder in high precision that stays so is loaded by transformers itself. FP8 and encrypted weights are Octavo's own
-work (`octavo.models.weights.assembly`): transformers' quantizers never run, and nothing is decrypted but what is being
-read.
+A folder in high precision that is loaded as such is read by transformers. FP8 and encrypted weights are read by Octavo
+(`octavo.models.weights.assembly`): transformers' quantizers never run, and only the part being read is decrypted.
 """
 
 from __future__ import annotations
@@ -32,18 +31,18 @@ from octavo.models.folder.headers import DTYPES, HeaderError, read
 from octavo.models.folder.quantization import Quantization, is_cache_scale, read_quantization
 from octavo.models.structure.skeleton import auto_class, empty, read_config, skeleton
 from octavo.models.weights.assembly import (
-    asked_kinds,
     assemble,
-    checked,
+    map_tensors,
     prepare,
     refuse_incomplete,
     refuse_other_kinds,
+    requested_kinds,
 )
 from octavo.models.weights.mistral3_single import keep_single_features
 from octavo.models.weights.name_mapping import sources
 from octavo.models.weights.shards import Shards, open_weights
 
-#: dtypes on disk of which BF16 does not hold every value
+#: dtypes on disk with values that BF16 cannot represent
 WIDE = {torch.float64, torch.float32, torch.float16}
 
 
@@ -60,29 +59,30 @@ def load(
 ) -> PreTrainedModel:
     """Load a model from a local folder.
 
-    dtype                of all parameters; buffers such as rotary tables keep their fp32
-    device               where it ends up
-    attn_implementation  "sdpa", "eager", ...; None lets transformers choose (sdpa where the family has it)
-    load_in_fp8          "rowwise", "blockwise" or "tensorwise" ("row", "block", "tensor" mean the same, True rows):
+    dtype                of all parameters; buffers such as rotary tables stay in fp32
+    device               of the returned model
+    attn_implementation  "sdpa", "eager", ...; None lets transformers choose (sdpa if the family supports it)
+    load_in_fp8          "rowwise", "blockwise" or "tensorwise" ("row", "block", "tensor" mean the same, True "row"):
                          linear layers and experts of the language model become frozen FP8 weights while they are read,
-                         and nothing is held in two precisions. A mapping says it for each of foundation,
+                         and no weight is in memory in two precisions. A mapping has a value for each of foundation,
                          image_encoder, image_projector. Embeddings, the output projection, routers, norms and the patch
-                         embedding stay
-    keep_fp8             of a folder that holds FP8: True keeps the codes as they are (frozen weights), False gives
-                         their values in `dtype`
-    say                  gets what a person should know: which of two sets of weights was taken, what was not used
-    progress             called with (bytes read, bytes in all) after every parameter, where FP8 is involved
-    scores               a model that gives texts numbers (sequence classification, a reward model), not one that writes
+                         embedding are not quantized
+    keep_fp8             for a folder in FP8: True keeps the codes (frozen weights), False dequantizes them to `dtype`
+    say                  called with notes for the user: which of two sets of weights was used, what was not used
+    progress             called with (bytes read, total bytes) after every parameter, if FP8 is involved
+    scores               build the model that scores texts (sequence classification, a reward model), not the one that
+                         generates
 
-    The model is in eval mode, as from_pretrained gives it; what its own code keeps from training (the positions of a
-    tower of sound), which from_pretrained forgets, stays so. Raises ModelError for anything missing, truncated,
-    unexpected, mis-shaped, unscaled, pickled or quantised in another way, naming the file or the tensor.
+    The model is in eval mode, as from_pretrained returns it. Parameters that its code excludes from training (positions
+    of an audio tower) stay excluded, which from_pretrained does not ensure. Raises ModelError for anything missing,
+    truncated, unexpected, mis-shaped, unscaled, pickled or quantized in another way, naming the file or the tensor.
     """
-    folder, kinds = Path(path), asked_kinds(load_in_fp8)
+    folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
-    quantization, shards = opened(folder, say)
+    quantization, shards = open_folder(folder, say)
     codes = quantization is not None or any(entry.is_codes for entry in shards.stored.values())
     cached = any(map(is_cache_scale, shards.stored))
+    # Everything that from_pretrained would load wrongly or not at all is assembled by Octavo.
     if kinds or codes or cached or shards.passed_by or parts_of(folder) or shards.encrypted:
         on = torch.device(device)
         with shards:
@@ -90,19 +90,19 @@ def load(
             prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
             return assemble(folder, prepared, on, say, progress)
     if any(not entry.dtype.is_floating_point for entry in shards.stored.values()):
-        # transformers reads integers as values, whatever they were: `checked` refuses them for parameters.
-        checked(folder, skeleton(config, dtype, None, scores), shards, quantization, keep_fp8)
+        # transformers casts integers to floating point: `map_tensors` refuses them for parameters.
+        map_tensors(folder, skeleton(config, dtype, None, scores), shards, quantization, keep_fp8)
     return accelerator.move(_load_stock(folder, config, dtype, attn_implementation, scores), torch.device(device))
 
 
-def opened(folder: Path, say: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
-    """How the weights of a model folder are quantized, and its tensors; `say` gets which of two sets was taken. Raises
-    ModelError for a folder that is no model's alone, or that misses files."""
+def open_folder(folder: Path, say: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
+    """The quantization of a model folder and its tensors; `say` is called with a note if it has two sets of weights.
+    Raises ModelError for a folder that also contains an adapter, or that lacks files."""
     check_companions(folder)
     if os.path.lexists(folder / "adapter_config.json"):
         raise ModelError(
-            f"{folder} holds a model and an adapter_config.json, by which transformers would load another model in its "
-            "place. Move the adapter into a folder of its own (`lora.adapter`, or octavo merge)."
+            f"{folder} holds a model and an adapter_config.json, because of which transformers would load another "
+            "model in its place. Move the adapter to a separate folder (`lora.adapter`, or octavo merge)."
         )
     quantization = read_quantization(folder)
     shards, notes = open_weights(folder, quantization is not None)
@@ -111,15 +111,15 @@ def opened(folder: Path, say: Callable[[str], None]) -> tuple[Quantization | Non
     return quantization, shards
 
 
-def check_kinds(path: str | Path, model: PreTrainedModel) -> None:
-    """That no weights of a folder are whole numbers, from the headers of the files that are there: a folder may have
-    none yet. `model` is the folder's, on the meta device. Raises ModelError, naming the tensor."""
-    folder, found = Path(path), []
+def refuse_integers(path: str | Path, model: PreTrainedModel) -> None:
+    """Raise ModelError, naming the tensor, if weights of a folder are integers. Reads only the headers of its files, of
+    which it may have none yet. `model` is the folder's model on the meta device."""
+    folder, headers = Path(path), []
     for home in (folder, *(folder / part for part in parts_of(folder))):
         for file in sorted(home.glob("*.safetensors")):
-            with suppress(HeaderError):  # a damaged file is the matter of whoever reads weights
-                found.append(read(file))
-    integers = [entry for entry in Shards(folder, found).stored.values() if not entry.dtype.is_floating_point]
+            with suppress(HeaderError):  # damaged files are reported when weights are read
+                headers.append(read(file))
+    integers = [entry for entry in Shards(folder, headers).stored.values() if not entry.dtype.is_floating_point]
     refuse_other_kinds(folder, model, sources(model, integers).origins if integers else ())
 
 
@@ -142,26 +142,26 @@ def _load_stock(
     refuse_incomplete(folder, info)
     if bad := fp8.find_nonfinite(model.named_parameters()):
         raise ModelError(_not_finite(folder, bad))
-    for name in _still(config, scores):  # tables of sinusoids; from_pretrained lets all parameters be trained
+    for name in _untrained_names(config, scores):  # tables of sinusoids; from_pretrained lets all parameters be trained
         model.get_parameter(name).requires_grad_(False)
     keep_single_features(model)
     return model
 
 
-_STILL: dict[tuple[type, bool, str], list[str]] = {}
+_UNTRAINED: dict[tuple[type, bool, str], list[str]] = {}
 
 
-def _still(config: PreTrainedConfig, scores: bool) -> list[str]:
-    """The parameters that a model's own code keeps from training. A process that loads one again knows them."""
+def _untrained_names(config: PreTrainedConfig, scores: bool) -> list[str]:
+    """The parameters that a model's own code excludes from training; cached for the next load in this process."""
     key = type(config), scores, config.to_json_string(use_diff=False)
-    if key not in _STILL:
+    if key not in _UNTRAINED:
         model = skeleton(config, torch.float32, None, scores)
-        _STILL[key] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return _STILL[key]
+        _UNTRAINED[key] = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return _UNTRAINED[key]
 
 
 def _not_finite(folder: Path, bad: list[str]) -> str:
-    """What to say of parameters that hold NaN or infinity: the tensor on disk, if it is there already."""
+    """The error for parameters with NaN or infinity: it names the tensor on disk if the values are in the file."""
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
@@ -176,17 +176,18 @@ def _not_finite(folder: Path, bad: list[str]) -> str:
 def load_split(
     path: str | Path, device: str | torch.device = "cpu", attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """A model in BF16 and, by parameter name, the lower halves (int16, of its shape) that make it the fp32 one exactly.
+    """A model in BF16 and, by parameter name, the lower halves (int16, of the same shape) of its fp32 weights: both
+    together are the fp32 values exactly.
 
-    For an optimizer that keeps weights as 16 + 16 bits (`fp8.AdamW`, master bf16+16; `set_low` takes them).
-    A parameter whose lower halves are all zero has none: the dict of a BF16 checkpoint is empty, and such a checkpoint
-    is never held in fp32. Of any other, the host holds the fp32 model, given up parameter by parameter. The BF16
-    values are nearest with ties away from zero (`octavo.fp8.arithmetic.master`); `load(path, torch.bfloat16)` takes
-    ties to even. Of a folder in FP8 the fp32 weights are code * scale. Buffers are as that leaves them. Raises
+    For an optimizer with weights of 16 + 16 bits (`fp8.AdamW`, master bf16+16; `set_low` takes them). A parameter
+    whose lower halves are all zero has none: the dict is empty for a BF16 checkpoint, which is never in memory in fp32.
+    For any other checkpoint the host holds the fp32 model, which is released parameter by parameter. BF16 values are
+    rounded to nearest with ties away from zero (`octavo.fp8.arithmetic.master`); `load(path, torch.bfloat16)` rounds
+    ties to even. For a folder in FP8 the fp32 weights are code * scale. Buffers have the dtypes of a BF16 model. Raises
     ModelError as `load` does.
     """
     folder = Path(path)
-    read_config(folder)  # refuses what is no model's
+    read_config(folder)  # raises for a folder that is no model
     dtypes = {DTYPES[entry.dtype] for header in check_weight_files(folder) for entry in header.entries}
     if read_quantization(folder) is None and not dtypes & WIDE:
         return load(folder, torch.bfloat16, device, attn_implementation), {}
@@ -194,7 +195,7 @@ def load_split(
 
 
 def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """An fp32 model on the host as `load_split` gives it; it is given up parameter by parameter."""
+    """The result of `load_split` for an fp32 model on the host, which is released parameter by parameter."""
     config = copy.deepcopy(model.config)
     lows: dict[str, torch.Tensor] = {}
     device = torch.device(device)
@@ -216,5 +217,5 @@ def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTraine
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Parameters, tied ones once."""
+    """The number of parameters; tied ones count once."""
     return sum(p.numel() for p in model.parameters())

@@ -1,15 +1,15 @@
-"""Which tensors on disk make which parameter, by transformers' own conversion rules.
+"""The mapping from tensors on disk to parameters, by transformers' own conversion rules.
 
-Names on disk are often not those of the modules (Qwen2.5-VL, InternVL), and experts that a module holds in one tensor
-lie one by one on disk, or transposed. transformers has rules for that (`WeightRenaming`, `WeightConverter`). They are
-applied here to names alone, so that whoever reads may go expert by expert; what a rule does to the tensors is put in
-terms of pieces:
+Names on disk often differ from names of modules (Qwen2.5-VL, InternVL), and experts that are one tensor in a module
+are separate tensors on disk, or transposed. transformers has rules for that (`WeightRenaming`, `WeightConverter`). Here
+they are applied only to names, so that weights can be read expert by expert; the effect of a rule on the tensors is
+described by pieces:
 
-    piece        a tensor on disk, or one expert's slice of it, perhaps turned ([K, N] on disk for a GEMM's [N, K])
-    a slot       one expert: its pieces one below the other (gate above up)
-    origin       a parameter: its slots, or its one piece
+    piece        a tensor on disk, or one expert's slice of it, possibly transposed ([K, N] on disk for a GEMM's [N, K])
+    slot         one expert: its pieces, concatenated by rows (gate before up)
+    origin       a parameter: its slots, or its only piece
 
-A rule that is more than that (a fused q, k, v cut apart, say) stays transformers' to run, on whole tensors.
+Any other rule (for example splitting a fused q, k, v) is run by transformers, on whole tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
     Transpose,
     WeightConverter,
     WeightRenaming,
+    WeightTransform,
     dot_natural_key,
     rename_source_key,
 )
@@ -46,17 +47,18 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As the GEMM has it."""
+        """The shape in GEMM orientation."""
         shape = self.stored.shape if self.at is None else self.stored.shape[1:]
         return (shape[1], shape[0]) if self.turned else shape
 
 
 @dataclass
 class Origin:
-    """What makes the parameter (or buffer) `name`: for each slot its pieces, in order; one slot if it has no experts.
+    """The tensors of the parameter (or buffer) `name`: for each slot its pieces, in order; one slot if it has no
+    experts.
 
-    `converter` is transformers' rule where it must run itself, on `collected` (its source pattern -> tensors on disk);
-    it may make several parameters, `makes`. `lacks`: names on disk that should be there, of experts that are not whole.
+    `converter`: transformers' rule if it must run, on `collected` (its source patterns and the tensors on disk); it may
+    produce several parameters, `makes`. `lacks`: missing names on disk, of incomplete experts.
     """
 
     name: str
@@ -69,27 +71,28 @@ class Origin:
 
     @property
     def stored(self) -> tuple[Stored, ...]:
-        """The tensors on disk that it takes, each once."""
+        """The tensors on disk that are read for it, each once."""
         every = [s for _, s in self.collected] or [piece.stored for slot in self.slots for piece in slot]
         return tuple(dict.fromkeys(every))
 
 
 @dataclass
 class Sources:
-    """All origins, and the names on disk that nothing wants; `rules`: transformers' rules that matched something."""
+    """All origins, and the tensors on disk that no parameter needs; `rules`: transformers' rules that matched a
+    name."""
 
     origins: list[Origin]
     unknown: list[Stored]
     twice: list[tuple[Stored, Stored]]
-    rules: list[Any]
+    rules: list[WeightTransform]
 
 
 def sources(model: PreTrainedModel, stored: Iterable[Stored], experts: Container[str] = ()) -> Sources:
     """The origins of a model's parameters and persistent buffers. The model may be on the meta device.
 
-    experts: the parameters that hold experts, for those that lie on disk as the module has them.
+    experts: the parameters of experts, to recognise those that are stored on disk as in the module.
 
-    Where tensors offer the same parameter twice, those that hold codes are used, and both are listed as `twice`.
+    If a parameter can come from two sets of tensors, the one with codes is used, and both are listed as `twice`.
     """
     wanted: dict[str, Tensor] = model.state_dict()
     rules = get_model_conversion_mapping(model)
@@ -104,13 +107,13 @@ def sources(model: PreTrainedModel, stored: Iterable[Stored], experts: Container
         key = entry.name if rule is None else id(rule)
         offers.setdefault(name, {}).setdefault(key, _Offer(rule, [])).collected.append((pattern, entry))
     for name, offered in offers.items():
-        kept = max(offered.values(), key=lambda o: o.collected[0][1].is_codes)  # the first of equal ones
-        twice += [(kept.collected[0][1], o.collected[0][1]) for o in offered.values() if o is not kept]
+        chosen = max(offered.values(), key=lambda o: o.collected[0][1].is_codes)  # of equal ones the first
+        twice += [(chosen.collected[0][1], o.collected[0][1]) for o in offered.values() if o is not chosen]
         shape = tuple(wanted[name].shape)
-        if kept.rule is not None:
-            origins.append(_origin(model, name, kept.rule, kept.collected, shape))
+        if chosen.rule is not None:
+            origins.append(_origin(model, name, chosen.rule, chosen.collected, shape))
             continue
-        entry = kept.collected[0][1]
+        entry = chosen.collected[0][1]
         if name in experts and len(entry.shape) == 3:
             turned = is_transposed(model.get_submodule(name.rpartition(".")[0]))
             origins.append(Origin(name, _stack(entry, turned), experts=True))
@@ -120,35 +123,37 @@ def sources(model: PreTrainedModel, stored: Iterable[Stored], experts: Container
 
 
 class _Offer(NamedTuple):
-    """One way to make a parameter: a rule and what it takes, or a tensor as it is."""
+    """One source of a parameter: a rule and its tensors, or a tensor by itself."""
 
     rule: WeightConverter | None
     collected: list[tuple[str, Stored]]
 
 
 class _Names:
-    """Name on disk -> (parameter, the rule's pattern, the rule that converts or None)."""
+    """A function from a name on disk to (parameter, the rule's pattern, the converting rule or None)."""
 
-    def __init__(self, model: PreTrainedModel, rules: list[Any], wanted: dict[str, Tensor]) -> None:
+    def __init__(self, model: PreTrainedModel, rules: list[WeightTransform], wanted: dict[str, Tensor]) -> None:
         self._wanted = wanted
         self._prefix = model.base_model_prefix
         self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         self._rules = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        # llm-compressor and Octavo write experts one by one for every family, as most of transformers' families have
-        # them on disk; families with fused experts on disk have no rule for that
-        more = get_checkpoint_conversion_mapping("qwen2_moe") or []
-        self._single_experts = [rule for rule in more if isinstance(rule, WeightConverter)]
+        # llm-compressor and Octavo write separate experts for every family, as most families of transformers do;
+        # families with fused experts on disk have no rule for that
+        conversions = get_checkpoint_conversion_mapping("qwen2_moe") or []
+        self._single_experts = [rule for rule in conversions if isinstance(rule, WeightConverter)]
 
     def __call__(self, name: str) -> tuple[str, str, WeightConverter | None]:
-        found = self._by(name, self._renamings, self._rules)
-        if found[0] not in self._wanted:
+        renamed = self._by(name, self._renamings, self._rules)
+        if renamed[0] not in self._wanted:
             for renamings, rules in (([], []), (self._renamings, self._single_experts)):
                 other = self._by(name, renamings, rules)
                 if other[0] in self._wanted:
                     return other
-        return found
+        return renamed
 
-    def _by(self, name: str, renamings: list[Any], rules: list[Any]) -> tuple[str, str, WeightConverter | None]:
+    def _by(
+        self, name: str, renamings: list[WeightRenaming], rules: list[WeightConverter]
+    ) -> tuple[str, str, WeightConverter | None]:
         renamed, pattern = rename_source_key(name, renamings, rules, self._prefix, self._wanted)
         return renamed, pattern or "", next((r for r in rules if pattern in r.source_patterns), None)
 
@@ -161,9 +166,9 @@ def _origin(
     shape: tuple[int, ...],
 ) -> Origin:
     module = model.get_submodule(name.rpartition(".")[0])
-    found = _slots(rule, collected, shape, is_transposed(module))
-    if found is not None:
-        return Origin(name, found[0], experts=True, lacks=found[1])
+    stacked = _slots(rule, collected, shape, is_transposed(module))
+    if stacked is not None:
+        return Origin(name, stacked[0], experts=True, lacks=stacked[1])
     first = rule.target_patterns[0]
     makes = tuple(name.replace(first, target) for target in rule.target_patterns)
     return Origin(name, converter=rule, collected=tuple(collected), makes=makes)
@@ -177,8 +182,9 @@ def is_transposed(module: nn.Module) -> bool:
 def _slots(
     rule: WeightConverter, collected: list[tuple[str, Stored]], shape: tuple[int, ...], transposed: bool
 ) -> tuple[tuple[tuple[Piece, ...], ...], tuple[str, ...]] | None:
-    """The pieces of each expert and the names of absent ones, where a rule does no more than stack experts, put
-    projections one below the other and transpose; None for any other."""
+    """The pieces of each expert and the names of missing ones, for a rule that only stacks experts, concatenates
+    projections by rows and transposes; None for any other rule."""
+    # Each operation is translated to how pieces are read (`merged`, `along`, `turned`); an unknown one ends it.
     if len(shape) != 3 or len(rule.target_patterns) != 1:
         return None
     merged, along, turned = False, None, transposed
@@ -191,7 +197,7 @@ def _slots(
             along = op.dim
         elif type(op) is Transpose and {op.dim0, op.dim1} == {1, 2}:
             disk = collected[0][1].shape
-            if not getattr(op, "check_dims", False) or disk != shape:  # its own rule: only where shapes differ
+            if not getattr(op, "check_dims", False) or disk != shape:  # with check_dims it runs only if shapes differ
                 turned = not turned
                 along = None if along is None else 3 - along
         else:
@@ -200,55 +206,55 @@ def _slots(
     if along not in (None, rows) or (along is None and len(rule.source_patterns) > 1):
         return None
     if merged:
-        return _merged(rule, collected, shape[0], turned)
+        return _separate_experts(rule, collected, shape[0], turned)
     entry = collected[0][1]
     return (_stack(entry, turned), ()) if len(collected) == 1 and len(entry.shape) == 3 else None
 
 
 def _stack(entry: Stored, turned: bool) -> tuple[tuple[Piece, ...], ...]:
-    """A slot for each expert of a tensor that holds all of them."""
+    """A slot for each expert of a tensor with all experts."""
     return tuple((Piece(entry, index, turned),) for index in range(entry.shape[0]))
 
 
-def _merged(
+def _separate_experts(
     rule: WeightConverter, collected: list[tuple[str, Stored]], experts: int, turned: bool
 ) -> tuple[tuple[tuple[Piece, ...], ...], tuple[str, ...]] | None:
-    """Experts one by one on disk: each slot has a piece of each source pattern, in the rule's order."""
-    found: dict[tuple[str, int], Piece] = {}
+    """The slots of experts that are separate on disk: each has a piece of each source pattern, in the rule's order."""
+    pieces: dict[tuple[str, int], Piece] = {}
     for pattern, entry in collected:
-        match = re.search(_numbered(pattern), entry.name)
-        if match is None or len(entry.shape) != 2 or (pattern, int(match.group(1))) in found:
+        match = re.search(_with_number(pattern), entry.name)
+        if match is None or len(entry.shape) != 2 or (pattern, int(match.group(1))) in pieces:
             return None
-        found[pattern, int(match.group(1))] = Piece(entry, None, turned)
-    count = max(experts, 1 + max(index for _, index in found))
+        pieces[pattern, int(match.group(1))] = Piece(entry, None, turned)
+    count = max(experts, 1 + max(index for _, index in pieces))
     slots, lacks = [], []
     for index in range(count):
-        slots.append(tuple(found[p, index] for p in rule.source_patterns if (p, index) in found))
-        lacks += [_name(rule, collected[0][1].name, p, index) for p in rule.source_patterns if (p, index) not in found]
+        slots.append(tuple(pieces[p, index] for p in rule.source_patterns if (p, index) in pieces))
+        lacks += [_name(rule, collected[0][1].name, p, index) for p in rule.source_patterns if (p, index) not in pieces]
     return tuple(slots), tuple(lacks)
 
 
-def _numbered(pattern: str) -> str:
+def _with_number(pattern: str) -> str:
     return pattern.replace("*.", r"(\d+)\.")
 
 
 def _name(rule: WeightConverter, like: str, pattern: str, index: int) -> str:
-    """The name that expert `index` has on disk under a pattern, told from another of the same rule."""
+    """The name on disk of expert `index` under a pattern, derived from another name of the same rule."""
     mine = pattern.replace("*", str(index))
     for other in rule.source_patterns:
-        like, changed = re.subn(_numbered(other), mine, like)
+        like, changed = re.subn(_with_number(other), mine, like)
         if changed:
             break
     return like
 
 
 def run_rule(origin: Origin, model: PreTrainedModel, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What transformers' own rule makes of whole tensors (by their names on disk): parameter -> values."""
+    """The result of transformers' own rule on whole tensors (by their names on disk): parameter -> values."""
     assert origin.converter is not None
     rule = deepcopy(origin.converter)
     for pattern, entry in origin.collected:
         value = values[entry.name]
         rule.add_tensor(origin.name, entry.name, pattern, lambda value=value: value)  # type: ignore[arg-type]
     with torch.no_grad():
-        made = rule.convert(origin.name, model=model, config=model.config)
-    return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+        converted = rule.convert(origin.name, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}

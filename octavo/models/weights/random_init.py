@@ -1,9 +1,9 @@
-"""Models that begin with nothing: built from config.json alone, their weights drawn by their family's own rules, a part
-of the model at a time, so that no process holds all of them.
+"""Models with random weights, built from config.json: initialised by the rules of their family, one part of the model
+at a time, so that no process holds all weights.
 
-transformers initialises modules one by one, the innermost first, by the `_init_weights` of the model that they are in;
-a module may set parameters of its children. So a part is a block, or what has no block in it, and is drawn whole. Parts
-come in transformers' order: the numbers are those of `initialize_weights` of a model that is whole.
+transformers initialises modules one by one, the innermost first, by the `_init_weights` of the model that contains
+them; a module may set parameters of its children. So a part is a block, or a module without blocks, and is initialised
+at once. Parts are in transformers' order, so `initialize_weights` on the whole model draws the same numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from octavo.models.folder.folder import check_companions, stock
 from octavo.models.folder.quantization import read_quantization
 from octavo.models.structure.describe import describe
 from octavo.models.structure.skeleton import empty, read_config
-from octavo.models.weights.assembly import dtypes_of, settle
+from octavo.models.weights.assembly import dtypes_of, finish_setup
 from octavo.models.weights.deferred import Place, Window, homes_of, move_buffers, place_empty
 
-#: what configurations call the standard deviation of normal weights; the first that is there is the one that counts
+#: names of the standard deviation of normal weights in configurations; the first one that exists is used
 SPREADS = ("initializer_range", "init_std")
 
 
@@ -37,34 +37,35 @@ def fresh(
     seed: int = 0,
     std: float | None = None,
 ) -> PreTrainedModel:
-    """The model of a folder's config.json with weights drawn anew, as transformers initialises its family; weights in
-    the folder are not read.
+    """The model of a folder's config.json with random weights, as transformers initialises its family; weights in the
+    folder are not read.
 
-    seed  of the numbers, which are drawn in fp32 on the CPU: the same for any device and number of ranks
-    std   standard deviation of normal weights, in place of the configuration's own (`initializer_range`)
+    seed  of the numbers, which are drawn in fp32 on the CPU: the same for every device and number of ranks
+    std   standard deviation of normal weights, instead of the configuration's (`initializer_range`)
 
-    In eval mode, as `load` gives a model; the generator of the process is left as it was. Raises ModelError where the
-    configuration is of FP8 weights, has no standard deviation to be changed, or the family leaves weights undrawn.
+    The model is in eval mode, as from `load`; the generator of the process is not changed. Raises ModelError if the
+    configuration describes FP8 weights, if it has no standard deviation for `std` to change, or if the family does not
+    initialise some weights.
     """
     drawn = draw(path, dtype, device, seed, std)
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
 
     def place(name: str, module: nn.Module, leaf: str, values: Tensor, low: Tensor | None) -> None:
         former = module._parameters[leaf]
         assert former is not None
-        made[id(former)] = nn.Parameter(values, requires_grad=former.requires_grad)
+        parameters[id(former)] = nn.Parameter(values, requires_grad=former.requires_grad)
 
     drawn.fill(lambda module, leaf: (0, module.get_parameter(leaf).shape[0]), place, lambda amax: amax)
     for module in drawn.model.modules():  # tied ones too
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
-                module._parameters[leaf] = made[id(parameter)]
+                module._parameters[leaf] = parameters[id(parameter)]
     return drawn.model
 
 
 @dataclass
 class Drawn:
-    """A model of which every parameter is on the meta device, and what draws it. The model may be changed (classes,
+    """A model with all parameters on the meta device, and the means to draw them. The model may be changed (classes,
     sharding) as long as each parameter stays in its module under its name."""
 
     model: PreTrainedModel
@@ -74,9 +75,9 @@ class Drawn:
     split: bool
 
     def fill(self, window: Window, place: Place, largest: Callable[[Tensor], Tensor]) -> int:
-        """Draw all numbers, a block at a time, and hand the rows that `window` asks for to `place`; 0, the bytes that
-        were read. With `split`, as BF16 and their lower halves (int16). Raises ModelError for what the family leaves
-        undrawn."""
+        """Draw all numbers, a block at a time, and pass the rows of `window` to `place`. Returns 0, the bytes that were
+        read. With `split`, values are BF16 with their lower halves (int16). Raises ModelError for weights that the
+        family does not initialise."""
         source = empty(copy.deepcopy(self.model.config), torch.float32)
         blocks = [name for name, _ in describe(source).layers(source)]
         for name, value in _parts(source, blocks, self.seed):
@@ -84,14 +85,14 @@ class Drawn:
                 continue
             module, leaf = self.homes[name]
             first, last = window(module, leaf)
-            own = value[first:last]
+            rows = value[first:last]
             low = None
             if self.split:
-                own, low = fp8.arithmetic.split_master(own)
+                rows, low = fp8.arithmetic.split_master(rows)
                 low = low.to(self.device)
             parameter = module._parameters[leaf]
             assert parameter is not None
-            place(name, module, leaf, own.to(self.device, parameter.dtype, copy=True), low)
+            place(name, module, leaf, rows.to(self.device, parameter.dtype, copy=True), low)
         return 0
 
 
@@ -103,18 +104,19 @@ def draw(
     std: float | None = None,
     split: bool = False,
 ) -> Drawn:
-    """The model that `fresh` gives, before its weights are drawn; with `split` in BF16, beside lower halves. Raises
-    ModelError for all that can be known by then."""
+    """The model of `fresh` before its weights are drawn; with `split` in BF16 with lower halves. Raises ModelError for
+    all errors that do not depend on weights."""
     folder = Path(path)
     config = read_config(folder)
     check_companions(folder)
     if read_quantization(folder) is not None:
         raise ModelError(
-            f"{folder}/config.json is of weights in FP8 (quantization_config), and weights that are drawn are in high "
-            "precision. Remove that entry; what trains in FP8 is for the run to say."
+            f"{folder}/config.json describes weights in FP8 (quantization_config), and random weights are in high "
+            "precision. Remove that entry; the run's configuration decides what trains in FP8."
         )
     if std is not None:
         _spread(folder, config, std)
+    # Parameters get their dtypes on the meta device, where a change of dtype costs no memory.
     dtype = torch.bfloat16 if split else dtype
     with stock(f"{folder}: no {config.model_type!r} can be initialised"):
         model = empty(config, dtype)
@@ -126,7 +128,7 @@ def draw(
     for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
         part.dtype = dtype
     on = torch.device(device)
-    move_buffers(settle(model, folder), on)
+    move_buffers(finish_setup(model, folder), on)
     return Drawn(model, homes, on, seed, split)
 
 
@@ -143,10 +145,10 @@ def _spread(folder: Path, config: PreTrainedConfig, std: float) -> None:
 
 
 def _parts(model: PreTrainedModel, blocks: Collection[str], seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, fp32 values on the CPU) of every parameter of a model on the meta device, tied ones apart.
+    """(name, fp32 values on the CPU) of every parameter of a model on the meta device; tied ones separately.
 
-    Numbers are of a generator of this seed; the process' own is left alone. Raises ModelError for a parameter that the
-    family leaves undrawn, and for a module that sets parameters of another part.
+    Numbers come from a generator with this seed; the process' generator is not changed. Raises ModelError for a
+    parameter that the family does not initialise, and for a module that sets parameters of another part.
     """
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():
         torch.manual_seed(seed)
@@ -167,7 +169,8 @@ def _below(
 
 
 def _part(name: str, module: nn.Module, owner: PreTrainedModel, recurse: bool) -> Iterator[tuple[str, Tensor]]:
-    """Draw a module with all in it, or it alone."""
+    """Initialise a module with all modules in it (`recurse`), or only its direct parameters."""
+    # Parameters begin as NaN, by which those that the family does not set are recognised.
     homes = [(path, m) for path, m in module.named_modules() if recurse or m is module]
     values: dict[str, Tensor] = {}
     for path, home in homes:
@@ -180,13 +183,13 @@ def _part(name: str, module: nn.Module, owner: PreTrainedModel, recurse: bool) -
     touched = next((n for n, p in module.named_parameters() if p.is_meta and p._version != others.get(n)), None)
     if touched is not None:
         raise ModelError(
-            f"{type(module).__name__} initialises {touched}, which is of another part of the model. Begin with a "
+            f"{type(module).__name__} initialises {touched}, which is in another part of the model. Start from a "
             "checkpoint"
         )
     for full, value in values.items():
         if value.isnan().any():
             raise ModelError(
-                f"transformers draws no values for {full} of {owner.config.model_type!r}. Begin with a checkpoint"
+                f"transformers draws no values for {full} of {owner.config.model_type!r}. Start from a checkpoint"
             )
     yield from ((full, value.data) for full, value in values.items())
     for _, home in homes:

@@ -1,7 +1,7 @@
-"""Tensors of safetensors files by plain reads: nothing is mapped, so that memory holds what was asked for and no more.
+"""Tensors of safetensors files by plain reads instead of memory maps, so that memory holds only the requested rows.
 
-A mapped file counts as resident memory, page by page, as it is read; loading that way costs the size of the checkpoint
-beside the size of the model. Here rows are read at their offset into memory of one's own.
+The pages of a mapped file count as resident memory once they are read; loading that way needs memory for the checkpoint
+in addition to the model. Here rows are read at their offsets into allocated memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor on disk: its name, file, dtype and shape, and where its bytes begin in the file."""
+    """A tensor on disk: its name, file, dtype and shape, and the offset of its bytes in the file."""
 
     name: str
     file: Path
@@ -40,7 +40,7 @@ class Stored:
 
     @property
     def is_codes(self) -> bool:
-        """Whether it holds 8-bit floats: codes, which are nothing without scales."""
+        """Whether it holds 8-bit floats: codes, which need scales."""
         return self.dtype in CODES
 
     def __str__(self) -> str:
@@ -48,9 +48,9 @@ class Stored:
 
 
 class Shards:
-    """The tensors of some safetensors files, by name: `stored`; `read` gives rows of one. A context manager.
+    """The tensors of some safetensors files, by name: `stored`; `read` returns rows of one. A context manager.
 
-    twice      tensors that lie in two files; `stored` has the later one until somebody decides
+    twice      tensors that are in two files; `stored` has the later one until `open_weights` decides
     passed_by  whether transformers would have read other files of the folder
     taken      bytes of tensors that were read
     """
@@ -72,7 +72,7 @@ class Shards:
 
     @property
     def encrypted(self) -> bool:
-        """Whether one of the files is: transformers cannot open it."""
+        """Whether one of the files is encrypted: transformers cannot open it."""
         return any(map(encryption.is_encrypted, {entry.file for entry in self.stored.values()}))
 
     def __enter__(self) -> Shards:
@@ -84,9 +84,10 @@ class Shards:
         self._open.clear()
 
     def read(self, stored: Stored, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
-        """Rows [begin, end) of a tensor's first dimension (None: all of it), on the CPU, in the dtype on disk.
+        """Rows [begin, end) of a tensor's first dimension (None: all), on the CPU, in the dtype on disk.
 
-        into: contiguous CPU memory of that dtype and size that takes them instead of new memory.
+        into: contiguous CPU memory of that dtype and size to read into, instead of new memory. Raises ModelError for a
+        file that is too short or, if encrypted, damaged.
         """
         begin, end = rows or (0, stored.shape[0] if stored.shape else 1)
         shape = (end - begin, *stored.shape[1:]) if stored.shape else ()
@@ -112,11 +113,11 @@ class Shards:
 
 
 def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]]:
-    """The tensors of a folder, and notes about choices that were made for it.
+    """The tensors of a folder, and notes about ambiguities that were resolved.
 
-    A folder with `model.safetensors` and an index offers two sets of weights. Taken is the one that fits config.json
-    (`quantized`: FP8 codes or not), and where that does not decide, model.safetensors, as transformers does. A tensor
-    that lies in two shards, in FP8 and in high precision, is taken from the one that the index names; in the same
+    A folder with `model.safetensors` and an index has two sets of weights. The one that agrees with config.json
+    (`quantized`: FP8 codes or not) is used, and if both or neither do, model.safetensors, as in transformers. A tensor
+    that is in two shards, in FP8 and in high precision, is read from the shard that the index names; in the same
     precision it is refused.
 
     Raises ModelError for files that are missing, damaged or do not agree with the index.
@@ -132,7 +133,7 @@ def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]
         return single, (f"{folder} holds {SINGLE} and an index; took {SINGLE}, since of the other: {error}",)
     fits = [s for s in (single, indexed) if any(t.is_codes for t in s.stored.values()) == quantized]
     what = "FP8 codes" if quantized else "no FP8 codes"
-    why = f"it alone holds {what}, as config.json has it" if len(fits) == 1 else "transformers prefers it too"
+    why = f"only it holds {what}, as config.json requires" if len(fits) == 1 else "transformers prefers it too"
     if fits[:1] == [indexed]:
         indexed.passed_by = True
         note = f"{folder} offers two sets of weights: took the shards of {INDEX}, not {SINGLE} ({why})"
@@ -141,15 +142,15 @@ def open_weights(folder: Path, quantized: bool) -> tuple[Shards, tuple[str, ...]
 
 
 def _indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
-    """The shards of an index, every tensor from the file that the index names. `strict`: refuse what it does not name,
-    which transformers reads and others do not."""
+    """The shards of an index, with every tensor from the file that the index names. `strict`: refuse tensors that it
+    does not name, which transformers reads and other loaders do not."""
     shards = Shards(folder, check_weight_files(folder, indexed=True))
     placed = weight_map(folder / INDEX)
     unlisted = [entry for name, entry in shards.stored.items() if name not in placed]
     if strict and unlisted:
         raise ModelError(
             f"{unlisted[0].file} holds {unlisted[0].name} ({len(unlisted)} such tensors), which {INDEX} does not list: "
-            "loaders that go by the index would miss it. Write the index again, or download both again."
+            "loaders that follow the index would miss it. Write the index again, or download both again."
         )
     notes = []
     for one, other in shards.twice:
@@ -159,10 +160,10 @@ def _indexed(folder: Path, strict: bool) -> tuple[Shards, tuple[str, ...]]:
                 "their order. Remove one of them from its file, or download the folder again."
             )
         listed = placed.get(one.name)
-        kept, left = (one, other) if one.file.name == listed else (other, one)
-        shards.stored[one.name] = kept
+        chosen, left = (one, other) if one.file.name == listed else (other, one)
+        shards.stored[one.name] = chosen
         notes.append(
-            f"{folder} offers {one.name} twice: took {kept.dtype} in {kept.file.name}, which the index names, not "
+            f"{folder} offers {one.name} twice: took {chosen.dtype} in {chosen.file.name}, which the index names, not "
             f"{left.dtype} in {left.file.name}"
         )
     return shards, tuple(notes)

@@ -1,22 +1,22 @@
-"""Weights streamed into a model that is on the meta device: read, cast and laid in place piece by piece.
+"""Streaming weights into a model on the meta device: they are read, cast and stored piece by piece.
 
-What is held beside the model itself is one piece of work: 128 rows or a few megabytes of a matrix, or one expert, and
-what its cast needs. So the peak of a load is the model that comes out of it, FP8 codes and all.
+In addition to the model, memory holds one piece: 128 rows or a few megabytes of a matrix, or one expert, and the
+buffers of its cast. So the peak memory of a load is the size of the resulting model, including FP8 codes.
 
-    on disk                asked for         in the model
+    on disk                requested         in the model
     ---------------------  ----------------  --------------------------------------------------------------------------
-    values                 -                 values in the dtype asked for
+    values                 -                 values in the requested dtype
     values                 row, block, ...   codes of `fp8.weights.FROZEN[kind]`, of the values as they are on disk
     codes and scales       -                 the same codes, bit for bit; scales exactly, in fp32
     codes and scales       keep_fp8=False    values, code * scale, rounded once
 
-Experts one by one on disk become one [E, N, K]. Where gate and up lie one below the other and the upper one ends inside
-a block of the format, the blocks of the whole are made smaller and their scales repeated: the codes stay.
+Experts that are separate on disk become one [E, N, K]. If gate and up are concatenated by rows and gate ends inside a
+block of the format, the blocks of the whole become smaller and their scales are repeated; the codes do not change.
 
-A rank of several wants some rows of each parameter alone (`window`), and then little else is read: of a matrix that is
-cast in blocks the rows of all blocks that the window touches, of a stack the experts in it. One scale for a whole
-matrix takes the largest value on all ranks (`largest`). What comes of it are the rows that one process has, bit for
-bit. A parameter that goes through a rule of transformers is made whole, and cut then.
+On several ranks each needs only some rows of a parameter (`window`), and little else is read: of a matrix that is cast
+in blocks, the rows of all blocks that overlap the window; of a stack, the experts in it. A scale of a whole matrix uses
+the maximum over all ranks (`largest`). The result is bit for bit the same as in one process. A parameter that goes
+through a rule of transformers is computed whole and then cut.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from octavo.fp8.arithmetic import quantize_with_scale, scale_from_amax
 from octavo.fp8.weights import FROZEN, frozen_from_codes, frozen_rows
 from octavo.models.errors import ModelError
 from octavo.models.folder.quantization import Quantization
-from octavo.models.weights.fp8_codes import check_codes, finer, read_scale, rows_of_a_block
+from octavo.models.weights.fp8_codes import check_codes, read_scale, repeat_scales, rows_of_a_block
 from octavo.models.weights.name_mapping import Origin, Piece, is_transposed, run_rule
 from octavo.models.weights.shards import Shards, Stored
 
-Rows = tuple[int, int]  # the first one, and the one behind the last
+Rows = tuple[int, int]  # [first, last)
 Parts = Callable[[int, Rows], Iterator[tuple[int, Tensor]]]  # slot, its rows -> (first row, rows as the GEMM has them)
 _CHUNK = 1 << 21  # elements of a matrix that are read and cast at once
 
 
 @dataclass
 class Stream:
-    """Fills parameters. `kinds` names those that are quantized on the way; `dtype_of` gives that of values.
+    """Fills parameters. `kinds`: those that are quantized during loading; `dtype_of`: the dtype of values.
 
-    window   parameter, its shape -> the rows of its first dimension that are wanted; None: all of it
-    largest  the largest of amaxes over all ranks, a collective where windows are of ranks
-    place    called with a name and what was made for it; None: it goes into the model
+    window   parameter, its shape -> the needed rows of its first dimension; None: all
+    largest  the maximum of amaxes over all ranks, a collective if each rank has a window
+    place    called with a name and its value; None: the value is stored in the model
     """
 
     shards: Shards
@@ -63,14 +63,14 @@ class Stream:
     window: Callable[[str, torch.Size], Rows] | None = None
     largest: Callable[[Tensor], Tensor] = lambda amax: amax
     place: Callable[[str, Tensor], None] | None = None
-    rules: PreTrainedModel = field(init=False)  # the model that transformers' own rules look at
+    rules: PreTrainedModel = field(init=False)  # the model that is passed to transformers' own rules
     notes: list[str] = field(default_factory=list)
     _cut: set[str] = field(default_factory=set)
     _shapes: dict[str, torch.Size] = field(default_factory=dict)
     _turned: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        """Remember what is asked of the model: it may be changed before it is filled."""
+        """Record the shapes of the model, which may be changed before it is filled."""
         self.rules = self.model
         for path, module in self.model.named_modules(remove_duplicate=False):
             tensors = {**module._parameters, **module._buffers}
@@ -79,7 +79,7 @@ class Stream:
                 self._turned |= {f"{path}.{leaf}".lstrip(".") for leaf in tensors}
 
     def fill(self, origin: Origin) -> None:
-        """Read, cast and place what an origin makes. Raises ModelError for tensors that do not make it."""
+        """Read, cast and place the parameter of an origin. Raises ModelError for tensors that do not fit."""
         if origin.converter is not None:
             self._fill_by_rule(origin)
             return
@@ -91,27 +91,28 @@ class Stream:
                 f"{origin.name}. Write the checkpoint again, with all of them in one precision."
             )
         if any(codes) and self.keep_fp8:
-            self._place(origin.name, self._frozen(origin))
+            self._place(origin.name, self._read_frozen(origin))
         elif origin.name in self.kinds:
-            decoded = self._decoded(origin, torch.float32) if any(codes) else None
-            self._place(origin.name, self._quantized(origin, decoded))
+            decoded = self._decode_parts(origin, torch.float32) if any(codes) else None
+            self._place(origin.name, self._quantize(origin, decoded))
         else:
-            decoded = self._decoded(origin, self.dtype_of(origin.name)) if any(codes) else None
-            self._place(origin.name, self._values(origin, decoded))
+            decoded = self._decode_parts(origin, self.dtype_of(origin.name)) if any(codes) else None
+            self._place(origin.name, self._read_values(origin, decoded))
 
     def finish(self) -> None:
-        """Notes about what was met on the way."""
+        """Add notes about all parameters that were filled."""
         if self._cut:
             self.notes.append(
                 f"{len(self._cut)} stacks of experts have smaller blocks than the format's: gate and up, which are one "
-                "matrix in the model, have scales of their own: their codes are those on disk, and GEMMs of a recipe "
-                "with larger blocks take their dequantized values"
+                "matrix in the model, have separate scales. Their codes are those on disk, and GEMMs of a recipe with "
+                "larger blocks use their dequantized values"
             )
 
     # values
 
-    def _values(self, origin: Origin, parts: Parts | None) -> Tensor:
-        """The parameter in high precision. `parts` gives the rows of a slot, as the GEMM has them."""
+    def _read_values(self, origin: Origin, parts: Parts | None) -> Tensor:
+        """The parameter in high precision. `parts` returns the rows of a slot, in GEMM orientation."""
+        # Rows of the same dtype on the CPU are read into the parameter's memory; all else goes through pieces.
         shape, (begin, end) = self._shape(origin.name), self._rows_of(origin.name)
         here = (end - begin, *shape[1:]) if shape else ()
         out = torch.empty(here, dtype=self.dtype_of(origin.name), device=self.device)
@@ -119,7 +120,7 @@ class Stream:
         direct = out.device.type == "cpu" and first.stored.dtype is out.dtype and not origin.experts
         if parts is None and direct:
             self.shards.read(first.stored, (begin, end) if shape else None, into=out)
-            return _finite(out, first.stored)
+            return _check_finite(out, first.stored)
         for slot in range(begin, end) if origin.experts else (0,):
             matrix, rows = out, (begin, end)
             if origin.experts:
@@ -130,10 +131,10 @@ class Stream:
                     matrix.copy_(values)
                 else:
                     matrix[row - rows[0] : row - rows[0] + values.shape[0]].copy_(values)
-        return _finite(out, first.stored)
+        return _check_finite(out, first.stored)
 
     def _from_disk(self, origin: Origin, slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of a slot in the dtype on disk, a few at a time. Of experts all rows are given."""
+        """(first row, rows) of a slot in the dtype on disk, a few at a time; for experts always all rows."""
         pieces = origin.slots[slot]
         if origin.experts or not pieces[0].stored.shape:
             yield from self._pieces(pieces)
@@ -142,7 +143,7 @@ class Stream:
             yield begin, self.shards.read(pieces[0].stored, (begin, end))
 
     def _pieces(self, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of all pieces of a slot, one below the other."""
+        """(first row, rows) of all pieces of a slot, concatenated."""
         row = 0
         for piece in pieces:
             if piece.at is not None or piece.turned or not piece.stored.shape:
@@ -157,15 +158,15 @@ class Stream:
 
     # values on disk, codes in the model
 
-    def _quantized(self, origin: Origin, parts: Parts | None) -> Tensor:
+    def _quantize(self, origin: Origin, parts: Parts | None) -> Tensor:
         spec, parts_of = FROZEN[self.kinds[origin.name]], parts or partial(self._from_disk, origin)
         if not origin.experts:
-            touched = self._touched(origin, spec)
+            touched = self._block_rows(origin, spec)
             codes, scale = self._storage(origin, spec, touched)
             largest = self.largest if self.window is not None else None
             cast_into(codes, scale, spec, partial(parts_of, 0, touched), touched[0], largest)
             self._check_scales(scale, origin.slots[0])
-            return self._made(origin, codes, scale, spec, touched)
+            return self._freeze_codes(origin, codes, scale, spec, touched)
         begin, end = self._rows_of(origin.name)
         codes, scale = self._storage(origin, spec, (begin, end))
         for slot in range(begin, end):
@@ -173,26 +174,26 @@ class Stream:
             whole = partial(parts, slot, (0, _height(pieces))) if parts else partial(iter, [(0, self._slot(pieces))])
             cast_into(codes[slot - begin], scale[slot - begin], spec, whole)
             self._check_scales(scale[slot - begin], pieces)
-        return self._made(origin, codes, scale, spec, (begin, end))
+        return self._freeze_codes(origin, codes, scale, spec, (begin, end))
 
     def _check_scales(self, scale: Tensor, pieces: tuple[Piece, ...]) -> None:
         if not bool(torch.isfinite(scale).all()):
-            raise ModelError(f"{pieces[0].stored} holds NaN or infinity, which no FP8 code stands for.")
+            raise ModelError(f"{pieces[0].stored} holds NaN or infinity, which FP8 codes cannot represent.")
 
     def _slot(self, pieces: tuple[Piece, ...]) -> Tensor:
         """A whole expert, in the dtype on disk."""
         parts = [rows for _, rows in self._pieces(pieces)]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
-    def _touched(self, origin: Origin, spec: fp8.CastSpec) -> Rows:
-        """The rows of all blocks that the window of a matrix touches."""
+    def _block_rows(self, origin: Origin, spec: fp8.CastSpec) -> Rows:
+        """The rows of all blocks that overlap the window of a matrix."""
         (begin, end), rows, height = self._rows_of(origin.name), self._shape(origin.name)[0], spec.block[0]
         if height == -1 or begin == end:
             return begin, end
         return begin // height * height, min(rows, -(-end // height) * height)
 
     def _storage(self, origin: Origin, spec: fp8.CastSpec, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Memory for codes and scales of some rows [N, K], or of some experts [E, N, K], of a parameter."""
+        """Empty codes and scales for some rows [N, K], or for some experts [E, N, K], of a parameter."""
         shape = list(self._shape(origin.name))
         if origin.experts and origin.name in self._turned:
             shape[-2:] = shape[:-3:-1]
@@ -202,8 +203,8 @@ class Stream:
         codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
         return codes, torch.empty((*shape[:-2], *grid), dtype=torch.float32, device=self.device)
 
-    def _made(self, origin: Origin, codes: Tensor, scale: Tensor, spec: fp8.CastSpec, rows: Rows) -> Tensor:
-        """The frozen weight of codes and scales of these rows or experts; of a window, what lies in it."""
+    def _freeze_codes(self, origin: Origin, codes: Tensor, scale: Tensor, spec: fp8.CastSpec, rows: Rows) -> Tensor:
+        """The frozen weight with the codes and scales of these rows or experts, cut to the window."""
         dtype, turned = self.dtype_of(origin.name), origin.experts and origin.name in self._turned
         if self.window is None:
             return frozen_from_codes(codes, scale, spec, dtype, turned)
@@ -214,22 +215,22 @@ class Stream:
 
     # codes on disk
 
-    def _frozen(self, origin: Origin) -> Tensor:
+    def _read_frozen(self, origin: Origin) -> Tensor:
         spec, scales = self.scales_of(origin)
         begin, end = self._rows_of(origin.name)
         codes, scale = self._storage(origin, spec, (begin, end))
         if origin.experts:
             for slot in range(begin, end):
                 pieces = origin.slots[slot]
-                self._codes(pieces, codes[slot - begin], (0, _height(pieces)))
+                self._read_codes(pieces, codes[slot - begin], (0, _height(pieces)))
                 scale[slot - begin].copy_(scales[slot])
         else:
-            self._codes(origin.slots[0], codes, (begin, end))
+            self._read_codes(origin.slots[0], codes, (begin, end))
             scale = scale_rows(scales[0], spec, begin, end).to(self.device, copy=True)
-        return self._made(origin, codes, scale, spec, (begin, end))
+        return self._freeze_codes(origin, codes, scale, spec, (begin, end))
 
-    def _codes(self, pieces: tuple[Piece, ...], into: Tensor, rows: Rows) -> None:
-        """Codes of these rows of one piece, or of all rows of several."""
+    def _read_codes(self, pieces: tuple[Piece, ...], into: Tensor, rows: Rows) -> None:
+        """Read the codes of these rows of one piece, or of all rows of several, into `into`."""
         if len(pieces) == 1 and pieces[0][1:] == (None, False):
             here = into if into.device.type == "cpu" else torch.empty_like(into, device="cpu")
             self.shards.read(pieces[0].stored, rows, into=here)
@@ -241,16 +242,17 @@ class Stream:
             check_codes(codes.contiguous(), pieces[0].stored)
             into[row : row + codes.shape[0]].view(torch.uint8).copy_(codes.view(torch.uint8))
 
-    def _decoded(self, origin: Origin, dtype: torch.dtype) -> Parts:
-        """Slot, rows -> those rows of its values."""
+    def _decode_parts(self, origin: Origin, dtype: torch.dtype) -> Parts:
+        """A function from slot and rows to the dequantized values of these rows."""
         spec, scales = self.scales_of(origin)
 
         def parts(slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
             pieces, height = origin.slots[slot], max(1, spec.block[0])
-            border = height if height % 128 == 0 or 128 % height == 0 else height * 128  # where chunks may begin
+            # chunks begin at multiples of `border`
+            border = height if height % 128 == 0 or 128 % height == 0 else height * 128
             low = rows[0] // border * border
             codes = torch.empty((rows[1] - low, pieces[0].shape[1]), dtype=torch.float8_e4m3fn)
-            self._codes(pieces, codes, (low, rows[1]))
+            self._read_codes(pieces, codes, (low, rows[1]))
             for begin, end in chunks(tuple(codes.shape), height):
                 scale = scale_rows(scales[slot], spec, low + begin, low + end)
                 values = fp8.dequantize(fp8.Quantized(codes[begin:end], scale, spec), dtype)
@@ -259,7 +261,7 @@ class Stream:
         return parts
 
     def scales_of(self, origin: Origin) -> tuple[fp8.CastSpec, list[Tensor]]:
-        """The cast that the codes of an origin are under, and the scales of each slot."""
+        """The cast of the codes of an origin, and the scales of each slot."""
         q = self.quantization
         assert q is not None
         read = [[read_scale(self.shards, self.scales[p.stored.name], p, q) for p in slot] for slot in origin.slots]
@@ -270,7 +272,8 @@ class Stream:
             self._cut.add(origin.name)
         if rows == -1:
             return fp8.CastSpec("e4m3", (rows, block[1]), "fp32"), [slot[0] for slot in read]
-        out = [torch.cat([finer(s, h, block[0], rows) for s, h in zip(slot, heights, strict=True)]) for slot in read]
+        slots = [zip(slot, heights, strict=True) for slot in read]
+        out = [torch.cat([repeat_scales(s, h, block[0], rows) for s, h in slot]) for slot in slots]
         pow2 = all(bool((s.frexp().mantissa == 0.5).all()) for s in out)
         return fp8.CastSpec("e4m3", (rows, block[1]), "pow2" if pow2 else "fp32"), out
 
@@ -281,28 +284,29 @@ class Stream:
         if codes and self.keep_fp8:
             rule = ", ".join(type(op).__name__ for op in origin.converter.operations) if origin.converter else ""
             raise ModelError(
-                f"{codes[0]} holds FP8 codes, and on the way to {origin.name} its tensor goes through {rule}, for "
-                "which Octavo has no way with codes. Load with keep_fp8=False: the values are dequantized first."
+                f"{codes[0]} holds FP8 codes, and its tensor becomes {origin.name} by {rule}, which Octavo cannot "
+                "apply to codes. Load with keep_fp8=False: the values are dequantized first."
             )
+        # transformers' rule needs whole tensors; the other paths read pieces.
         values = {}
         for entry in origin.stored:
             if entry.is_codes:
                 single = Origin(origin.name, ((Piece(entry),),))
-                decoded = self._decoded(single, self.dtype_of(origin.name))
+                decoded = self._decode_parts(single, self.dtype_of(origin.name))
                 values[entry.name] = torch.cat([rows for _, rows in decoded(0, (0, entry.shape[0]))])
             else:
-                values[entry.name] = _finite(self.shards.read(entry), entry)
+                values[entry.name] = _check_finite(self.shards.read(entry), entry)
         for name, value in run_rule(origin, self.rules, values).items():
             if value.shape != self._shape(name):
                 raise ModelError(
-                    f"{origin.stored[0]} and its like make {name} of shape {list(value.shape)}; the model's is "
+                    f"{origin.stored[0]} and similar tensors give {name} the shape {list(value.shape)}; the model's is "
                     f"{list(self._shape(name))}. Check that config.json and the weights belong together."
                 )
             begin, end = self._rows_of(name)
             cut = self.window is not None and bool(value.dim())
             if name in self.kinds:
-                made: Tensor = fp8.freeze_weight(value.to(self.device), self.kinds[name], self.dtype_of(name))
-                self._place(name, made.detach()[begin:end].clone() if cut else made)
+                frozen: Tensor = fp8.freeze_weight(value.to(self.device), self.kinds[name], self.dtype_of(name))
+                self._place(name, frozen.detach()[begin:end].clone() if cut else frozen)
             else:
                 value = value[begin:end].clone() if cut else value
                 self._place(name, value.to(self.device, self.dtype_of(name)))
@@ -313,7 +317,7 @@ class Stream:
         return self._shapes[name]
 
     def _rows_of(self, name: str) -> Rows:
-        """The rows (or experts) of a parameter that are wanted."""
+        """The needed rows (or experts) of a parameter."""
         shape = self._shape(name)
         if self.window is not None and shape:
             return self.window(name, shape)
@@ -341,8 +345,8 @@ def _height(pieces: tuple[Piece, ...]) -> int:
 
 
 def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) -> Iterator[Rows]:
-    """Row ranges of a few megabytes, each a multiple of `step` and of 128 rows long but for the last; of all rows, or
-    of `rows`."""
+    """Ranges of rows of a few megabytes, each except the last a multiple of `step` and of 128 rows; over all rows, or
+    over `rows`."""
     (first, last), width = rows or (0, shape[0]), max(1, torch.Size(shape[1:]).numel())
     unit = step if step % 128 == 0 else step * 128
     high = max(unit, _CHUNK // width // unit * unit)
@@ -351,7 +355,7 @@ def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) ->
 
 
 def scale_rows(scale: Tensor, spec: fp8.CastSpec, begin: int, end: int) -> Tensor:
-    """The scales of rows [begin, end), which begin with a block."""
+    """The scales of rows [begin, end); `begin` is the first row of a block."""
     if spec.block[0] == -1:
         return scale
     return scale[begin // spec.block[0] : -(-end // spec.block[0])]
@@ -361,10 +365,12 @@ def cast_into(
     codes: Tensor, scale: Tensor, spec: fp8.CastSpec, parts: Callable[[], Iterator[tuple[int, Tensor]]],
     first: int = 0, over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Quantize a matrix that comes in rows into codes [N, K] and their scales: what `fp8.quantize` gives of the whole.
+    """Quantize a matrix, passed in pieces of rows, into codes [N, K] and their scales: the result of `fp8.quantize` on
+    the whole.
 
-    One scale for all of it needs its amax first, so that the rows are read twice. `first`: the row of the whole matrix
-    that codes begin with, at the border of a block; `over_ranks`: the largest amax of all ranks that have rows of it.
+    A single scale for the whole needs its amax first, so the rows are read twice. `first`: the row of the whole matrix
+    with which `codes` begin, the first row of a block; `over_ranks`: the maximum of amaxes over all ranks with rows of
+    the matrix.
     """
     whole = None
     if spec.block == (-1, -1):
@@ -385,8 +391,8 @@ def cast_into(
         codes[row : row + values.shape[0]].copy_(q.data)
 
 
-def _finite(values: Tensor, stored: Stored) -> Tensor:
-    """The values, if they are some."""
+def _check_finite(values: Tensor, stored: Stored) -> Tensor:
+    """Return the values; raise ModelError for NaN and infinity."""
     if fp8.find_nonfinite([(stored.name, values)]):
         raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")
     return values

@@ -84,7 +84,7 @@ def seed_noise(losses: np.ndarray, reference: np.ndarray, steps: int | None = No
     segments whose differences D count as independent samples: the gap of the means then has the standard deviation
     sqrt(sum D^2) / sum loss, and stays within t of them 19 times out of 20. Two seeds drift apart for many steps at a
     time, so segments must be long, but few segments give a rough estimate. The larger result of two splits is used, and
-    the pair's own gap if that is larger still. In short runs the bound is still too narrow (docs/lab.md).
+    the pair's own gap if that is larger still. In short runs the bound is still too narrow (docs/lab/demo.md).
 
     ``steps``: the length of the whole run if the curves are its beginning. NaN without finite losses.
     """

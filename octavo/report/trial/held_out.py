@@ -53,10 +53,10 @@ def judged_earlier(run: Run, directory: Path, high: bool = False) -> Judged | No
 
 def rows(cfg: Config) -> int:
     """The number of held-out rows of a configuration, without checking them. Raises DataError."""
-    from octavo.data.tasks.sources import opened
+    from octavo.data.tasks.sources import open_dataset
 
     cache = None if cfg.data.cache is None else Path(cfg.data.cache)
-    counts = [(len(opened(dataset, cache)), dataset.max_samples) for dataset in cfg.data.eval]
+    counts = [(len(open_dataset(dataset, cache)), dataset.max_samples) for dataset in cfg.data.eval]
     return sum(count if most is None else min(count, most) for count, most in counts)
 
 

@@ -72,4 +72,4 @@ def evaluate_target(
             "answers are judged by their words, and sealed rows hold none: evaluate without --answers, or unseal the "
             "model (octavo unseal) and evaluate it on plain rows"
         )
-    return evaluate_losses(target, cfg, say=say, more=judge_answers, **options)
+    return evaluate_losses(target, cfg, say=say, extra=judge_answers, **options)

@@ -62,7 +62,7 @@ class RlPhase(Phase):
 
     def prints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
-        digests = {f"reward {one['name']}": one["sha256"] for one in self.rewards.digest()}
+        digests = {f"reward {one['name']}": str(one["sha256"]) for one in self.rewards.digest()}
         if ends := _end_tokens(at(Path(cfg.model.path), "generation_config.json")):
             digests["generation_config.json (which tokens end a completion)"] = ends
         return digests

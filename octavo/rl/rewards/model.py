@@ -14,7 +14,7 @@ import torch
 from octavo import data, fp8
 from octavo.base import accelerator
 from octavo.base.model_families import trained_families
-from octavo.data.encoding.sample import IGNORE, Sample, of_processor
+from octavo.data.encoding.sample import IGNORE, Sample, inputs_of_processor
 from octavo.data.errors import ImageProblem
 from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import load as opened
@@ -113,7 +113,8 @@ class RewardModel:
             return f"has {len(ids)} tokens, and the reward model takes {self.most}"
         return Sample(
             ids, np.full_like(ids, IGNORE), None if kinds is None else kinds[0], arrays.get("pixel_values"),
-            arrays.get("image_grid_thw"), len(files), more=of_processor(self.processor, arrays) if files else {},
+            arrays.get("image_grid_thw"), len(files),
+            extra=inputs_of_processor(self.processor, arrays) if files else {},
         )  # fmt: skip
 
     @torch.no_grad()

@@ -6,11 +6,11 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,11 @@ from octavo.base.safe_read import printable
 from octavo.rl.rewards.entry import Entry, RewardError, read_entries
 from octavo.rl.rewards.worker_client import Worker, WorkerError
 
+if TYPE_CHECKING:
+    import torch
+
+# (completions, columns of the rows) -> a value for each completion
+Ask = Callable[[list[str], dict[str, list[object]]], Sequence[Any]]
 LARGEST = 1e12  # the largest reward: its weighted square is finite in fp32 too
 LISTED = 3  # reasons that an error lists; the others are counted
 ON_BAD = ("error", "zero")
@@ -51,11 +56,11 @@ class Rewards:
 
     def __init__(
         self,
-        entries: Sequence[Any],
+        entries: Sequence[str | Mapping[str, object]],
         directory: str | Path,
         on_bad: str = "error",
         timeout: float = 60.0,
-        device: Any = "cpu",
+        device: str | torch.device = "cpu",
     ) -> None:
         if on_bad not in ON_BAD:
             raise RewardError(f"on_bad_reward is {on_bad!r}; it must be error or zero")
@@ -66,7 +71,7 @@ class Rewards:
         # Workers start here, not at the first score: a file that does not load is an error before the first rollout.
         self._columns: tuple[str, ...] = ()
         self._workers: dict[Path, Worker] = {}
-        self._ask: dict[str, Callable[[list[str], dict[str, list[Any]]], Sequence[Any]]] = {}
+        self._ask: dict[str, Ask] = {}
         self._known: set[tuple[str, str]] = set()
         self._news: list[str] = []
         self._counts: Counter[str] = Counter()
@@ -102,9 +107,9 @@ class Rewards:
     def score(
         self,
         completions: Sequence[str],
-        columns: dict[str, list[Any]],
+        columns: dict[str, list[object]],
         where: Sequence[str] | None = None,
-        pictures: Sequence[Sequence[Any]] | None = None,
+        pictures: Sequence[Sequence[object]] | None = None,
     ) -> RewardTable:
         """The rewards of completions.
 
@@ -118,8 +123,9 @@ class Rewards:
         for name, column in columns.items():
             if len(column) != count:
                 raise ValueError(f"column {name!r} has {len(column)} values for {count} completions")
-        columns = {name: [None] * count for name in self._columns} | columns
-        shown = columns if pictures is None else {**columns, "images": [*pictures]}
+        absent: dict[str, list[object]] = {name: [None] * count for name in self._columns}
+        columns = absent | columns
+        shown: dict[str, list[object]] = columns if pictures is None else {**columns, "images": [*pictures]}
         each: dict[str, np.ndarray] = {}
         bad: list[tuple[int, str, str]] = []
         for entry in self.entries if count else ():
@@ -146,7 +152,7 @@ class Rewards:
         self._news, self._counts = [], Counter()
         return news, counts
 
-    def digest(self) -> list[dict[str, Any]]:
+    def digest(self) -> list[dict[str, object]]:
         """The rewards as JSON: name, text, weight, arguments, and the SHA-256 of the folder, or of the file and of what
         it imported from its folder."""
         return self._digest
@@ -162,7 +168,7 @@ class Rewards:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _function(self, entry: Entry) -> Callable[[list[str], dict[str, list[Any]]], list[Any]]:
+    def _function(self, entry: Entry) -> Callable[[list[str], dict[str, list[object]]], list[Any]]:
         if entry.kind == "function" and os.environ.get(encryption.VALUE):
             raise RewardError(
                 f"reward {entry.name} ({printable(entry.reward)}) is a user's code, and {encryption.VALUE} is set: it "
@@ -172,14 +178,14 @@ class Rewards:
         of_file = [one.function for one in self.entries if one.path == entry.path]
         worker = self._workers.setdefault(entry.path, Worker(entry.path, entry.source, of_file))
 
-        def ask(texts: list[str], columns: dict[str, list[Any]]) -> list[Any]:
+        def ask(texts: list[str], columns: dict[str, list[object]]) -> list[Any]:
             if entry.kind == "builtin":  # its other parameters are arguments, even if a row has a column of that name
                 columns = {name: column for name, column in columns.items() if name == "answer"}
             return worker.call(entry.function, texts, columns, entry.arguments, self.timeout)
 
         return ask
 
-    def _model(self, entry: Entry, device: Any) -> Callable[[list[str], dict[str, list[Any]]], Sequence[Any]]:
+    def _model(self, entry: Entry, device: str | torch.device) -> Ask:
         from octavo.rl.rewards.model import RewardModel
 
         return RewardModel(entry.path, device=device, **entry.arguments)
@@ -228,7 +234,7 @@ class Rewards:
         )
 
 
-def changed(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str | None:
+def changed(before: Sequence[Mapping[str, object]], now: Sequence[Mapping[str, object]]) -> str | None:
     """A sentence that names a reward which differs from an earlier digest; None if all are the same."""
     then, today = ({one["name"]: one for one in digest} for digest in (before, now))
     if gone := [name for name in then if name not in today]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from octavo import data
-from octavo.data.encoding.sample import IGNORE, Sample, answered
+from octavo.data.encoding.sample import IGNORE, Sample, with_answer_tokens
 from octavo.data.tasks.prompts import PromptSample
 from octavo.generation import Completion, Prompt
 
@@ -111,7 +111,7 @@ def prompt_of(sample: PromptSample) -> Prompt:
     """The prompt of a sample, as the generation engine takes it."""
     return Prompt(
         sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
-        sample.images, f"{sample.file}, row {sample.row}", sample.more,
+        sample.images, f"{sample.file}, row {sample.row}", sample.extra,
     )  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def whole(prompt: PromptSample, completion: Completion) -> Sample:
         images=prompt.images,
         answers=((count, count + new),),
         length=count + new,
-        more=answered(prompt.more, count, new),
+        extra=with_answer_tokens(prompt.extra, count, new),
         file=prompt.file,
         row=prompt.row,
         id=prompt.id,

@@ -1,4 +1,4 @@
-"""Using what was trained: a run, a folder or an adapter back as a model, and its evaluation."""
+"""Loading and evaluating a trained model: a run, a model folder or an adapter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.config import Config
 from octavo.config.sections.names import FROZEN
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import eval_set
-from octavo.data.loaders.rows_from_config import check_one_world
+from octavo.data.loaders.rows_from_config import check_seals
 from octavo.train.artifacts.load_target import HIGH, Target, checkpoint_of, configuration, look
 from octavo.train.errors import TrainError
 from octavo.train.forward.evaluation import evaluate
@@ -39,18 +39,18 @@ def _nothing_more(model: PreTrainedModel, processor: Any, forward: Forward, cfg:
 def load_run(
     run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
 ) -> tuple[PreTrainedModel, Any, Config]:
-    """(model, processor, configuration) of a run, ready to evaluate or to generate: FP8 applied as it was trained.
+    """(model, processor, configuration) of a run, for evaluation or generation, with FP8 applied as in training.
 
-    step    the checkpoint to load; None: the newest whole one
-    recipe  another FP8 recipe than the run's for the whole model, "off" for high precision
-    say     gets which newer checkpoints are damaged and were passed over
+    step    the checkpoint to load; None: the newest complete one
+    recipe  another FP8 recipe for the whole model, "off" for high precision
+    say     gets a line for each newer checkpoint that is damaged and was skipped
 
-    One process. Raises TrainError where the directory is no run or has no such checkpoint.
+    One process. Raises TrainError if the directory is not a run or has no such checkpoint.
     """
     configuration(Path(run_dir))
-    found = look(run_dir)
-    model, processor, _ = found.open(step=step, recipe=recipe, say=say)
-    return model, processor, found.run_config(recipe, "auto")
+    target = look(run_dir)
+    model, processor, _ = target.open(step=step, recipe=recipe, say=say)
+    return model, processor, target.run_config(recipe, "auto")
 
 
 def evaluate_run(
@@ -65,7 +65,7 @@ def evaluate_run(
 
 
 def evaluate_target(
-    found: Target,
+    target: Target,
     cfg: Config | None = None,
     *,
     load_in_fp8: str | Mapping[str, str] | None = None,
@@ -75,7 +75,7 @@ def evaluate_target(
     say: Say = lambda text: None,
     progress: Progress = lambda done, total: None,
     pieces: list[dict[str, Any]] | None = None,
-    more: More = _nothing_more,
+    extra: More = _nothing_more,
 ) -> dict[str, Any]:
     """Evaluate whatever `look` found: what `evaluate` gives, `fp8_gemms`, and the `step` of a run.
 
@@ -87,16 +87,16 @@ def evaluate_target(
 
     Raises TrainError where there is no held-out data, and what opening raises.
     """
-    cfg = _asked(found, cfg)
-    step = _step(found, step, say)
-    opened = found.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, say=say)
-    say(f"{found.path}: {', '.join(opened.notes)}")
-    result = _judge(found, cfg, opened.model, progress, pieces, more)
+    cfg = _asked(target, cfg)
+    step = _step(target, step, say)
+    opened = target.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, say=say)
+    say(f"{target.path}: {', '.join(opened.notes)}")
+    result = _judge(target, cfg, opened.model, progress, pieces, extra)
     return result if step is None else {"step": step, **result}
 
 
 def compare_bases(
-    found: Target,
+    target: Target,
     cfg: Config | None = None,
     *,
     load_in_fp8: str | None = None,
@@ -108,42 +108,43 @@ def compare_bases(
 ) -> dict[str, Any]:
     """What the FP8 base of adapters costs them: evaluated over it, and over the same folder in high precision.
 
-    {"bases": one row each, "gap": FP8 minus high precision, "weights": how far the codes are from the folder's weights}
-    The rows: the FP8 base as its recipe computes it, the same codes dequantized (so that the error of weights and that
-    of activations can be told apart), the folder's own weights. Sizes of weights: `sqnr_db` the geometric mean over
-    all weights, `relative` |W - W'| / |W|. Arguments as for `evaluate_target`.
+    {"bases": a row each, "gap": FP8 minus high precision, "weights": the distance of codes from the folder's weights}
+    The rows: the FP8 base with its recipe, the same codes dequantized (to separate the errors of weights and of
+    activations), the folder's own weights. In "weights", `sqnr_db` is the geometric mean over all weights, `relative`
+    is |W - W'| / |W|. Arguments as for `evaluate_target`.
 
     Raises TrainError for what has no adapters, no FP8 base, or a folder without high-precision weights.
     """
-    if not found.lora:
-        raise TrainError(f"{found.path} has no adapters, so it has one base: the model itself. Leave --base out")
-    if found.quantization is not None:
+    if not target.lora:
+        raise TrainError(f"{target.path} has no adapters, so it has one base: the model itself. Leave --base out")
+    if target.quantization is not None:
         raise TrainError(
-            f"the base {found.base} holds FP8 codes ({found.quantization}) and no high-precision weights to compare "
+            f"the base {target.base} holds FP8 codes ({target.quantization}) and no high-precision weights to compare "
             "with. Evaluate once as it is, and once with --base FOLDER, the folder that it was made from"
         )
-    kinds: str | Mapping[str, str] = load_in_fp8 or found.kinds or found.trained_kinds
+    kinds: str | Mapping[str, str] = load_in_fp8 or target.kinds or target.trained_kinds
     if not kinds or kinds == HIGH:
         raise TrainError(
-            f"{found.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
+            f"{target.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
             f"--load-in-fp8 {listed(FROZEN, 'or')}"
         )
     from octavo import adapters
 
-    cfg = _asked(found, cfg)
-    as_trained = load_in_fp8 is None and bool(found.kinds)
+    cfg = _asked(target, cfg)
+    as_trained = load_in_fp8 is None and bool(target.kinds)
     ways: list[tuple[str, Any, str | None]] = [("fp8", None if as_trained else kinds, recipe)]
     ways += [("fp8, dequantized", kinds, "off")] if recipe != "off" else []
     ways += [("high precision", HIGH, "off")]
-    step = _step(found, step, say)
+    step = _step(target, step, say)
     rows, weights = [], None
+    # One model at a time: two would not fit where one does.
     for name, load, how in ways:
-        opened = found.open(load_in_fp8=load, recipe=how, backend=backend, step=step, say=say)
+        opened = target.open(load_in_fp8=load, recipe=how, backend=backend, step=step, say=say)
         say(f"{name}: {', '.join(opened.notes)}")
-        rows.append({"base": name, **_judge(found, cfg, opened.model, progress)})
+        rows.append({"base": name, **_judge(target, cfg, opened.model, progress)})
         if weights is None:
             dtype = next(p.dtype for p in opened.model.parameters() if p.is_floating_point())
-            weights = adapters.base_errors(opened.model, models.load(found.base, dtype=dtype))
+            weights = adapters.base_errors(opened.model, models.load(target.base, dtype=dtype))
         del opened
     assert weights is not None
     finite = [row.sqnr for row in weights.rows if row.sqnr != float("inf")]
@@ -161,53 +162,53 @@ def compare_bases(
     }
 
 
-def _step(found: Target, step: int | None, say: Say) -> int | None:
-    """Of a run the step whose checkpoint is opened, which is part of the answer."""
-    if found.kind != "run":
+def _step(target: Target, step: int | None, say: Say) -> int | None:
+    """For a run, the step of the checkpoint that is opened, which is part of the result."""
+    if target.kind != "run":
         return step
     here = parallel.World(device=accelerator.here())
-    return int(checkpoint_of(found.path, step, here, say).name.removeprefix("step_"))
+    return int(checkpoint_of(target.path, step, here, say).name.removeprefix("step_"))
 
 
-def _asked(found: Target, cfg: Config | None) -> Config:
+def _asked(target: Target, cfg: Config | None) -> Config:
     """The configuration whose data.eval is asked. Raises TrainError where there is none, DataError where of it and of
     the model one is sealed, or both with different keys."""
-    chosen = cfg or found.cfg
+    chosen = cfg or target.cfg
     if chosen is None:
         raise TrainError(
-            f"{found.path} is no run, so it names no held-out data: give the configuration that does, "
+            f"{target.path} is no run, so it names no held-out data: give the configuration that does, "
             "--config FILE.yaml (its data.eval)"
         )
     if not chosen.data.eval:
-        where = f"the run {found.path}" if cfg is None else "the configuration that was given"
+        where = f"the run {target.path}" if cfg is None else "the configuration that was given"
         raise TrainError(
             f"{where} names no held-out data; give a configuration whose data.eval does: --config FILE.yaml"
         )
-    model = chosen.model.model_copy(update={"path": str(found.base)})
+    model = chosen.model.model_copy(update={"path": str(target.base)})
     held_out = chosen.data.model_copy(update={"train": []})
-    check_one_world(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
+    check_seals(chosen.model_copy(update={"model": model, "lora": None, "data": held_out}))
     return chosen
 
 
 def _judge(
-    found: Target,
+    target: Target,
     cfg: Config,
     model: PreTrainedModel,
     progress: Progress,
     pieces: list[dict[str, Any]] | None = None,
-    more: More = _nothing_more,
+    extra: More = _nothing_more,
 ) -> dict[str, Any]:
-    processor = processor_of(cfg, found.base)
+    processor = processor_of(cfg, target.base)
     evalset = eval_set(data_settings(cfg), processor)
     assert evalset is not None
     world = parallel.World(device=next(model.parameters()).device)
     wide = next(model.parameters()).dtype == torch.float32
-    forward = Forward(model, world, autocast_dtype(found.cfg or cfg, world.device) if wide else None)
+    forward = Forward(model, world, autocast_dtype(target.cfg or cfg, world.device) if wide else None)
     with fp8.count_gemms() as counts:
         result = evaluate(model, _with_progress(evalset, progress), forward, world, pieces)
     for piece in pieces or ():
         piece["source"] = evalset.origin(piece["file"], piece["row"], piece["answer"])
-    return {**result, **more(model, processor, forward, cfg), "fp8_gemms": counts.total(fp8=True)}
+    return {**result, **extra(model, processor, forward, cfg), "fp8_gemms": counts.total(fp8=True)}
 
 
 def _with_progress(evalset: EvalSet, progress: Progress) -> Iterator[dict[str, Any]]:

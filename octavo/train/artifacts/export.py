@@ -31,37 +31,37 @@ def export_model(
     say: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
 ) -> Exported:
-    """Export what `path` holds, a run directory or a model folder (also one in FP8), into `directory`.
+    """Export a run directory or a model folder (also one in FP8) to `directory`.
 
     format   bf16, fp8-block, fp8-dynamic or fp8-tensor
-    include  components to be in FP8 beside the foundation
-    largest  bytes of a file at most
-    step     of a run: this checkpoint; None: the newest whole one
-    device   where a run is opened and casts run; None: a GPU if there is one
+    include  components in FP8 in addition to the foundation
+    largest  most bytes of a file
+    step     the checkpoint of a run; None: the newest complete one
+    device   where a run is opened and weights are cast; None: a GPU if there is one
 
-    Raises TrainError for adapters, which octavo merge folds into a model, and for a step of what is no run; what
-    `checkpoint.export.export` and opening raise.
+    Raises TrainError for adapters, which octavo merge folds into a model, and for a step without a run; also the errors
+    of `checkpoint.export.export` and of opening.
     """
-    found = look(path)
-    if found.lora:
-        kind = "a LoRA run" if found.kind == "run" else "an adapter"
+    target = look(path)
+    if target.lora:
+        kind = "a LoRA run" if target.kind == "run" else "an adapter"
         raise TrainError(
-            f"{path} is {kind} over {found.base}: servers load the adapter as it is beside its base, or octavo merge "
-            f"writes both as one model (octavo merge {path} DIR --format {format})"
+            f"{path} is {kind} on {target.base}: servers can load the adapter with its base, or octavo merge writes "
+            f"both as one model (octavo merge {path} DIR --format {format})"
         )
-    if step is not None and found.kind != "run":
-        raise TrainError(f"step {step} chooses a checkpoint of a run, and {path} is no run directory")
-    check_target(Path(directory), (found.path, found.base))  # before anything is loaded
+    if step is not None and target.kind != "run":
+        raise TrainError(f"step {step} chooses a checkpoint of a run, but {path} is not a run directory")
+    check_target(Path(directory), (target.path, target.base))  # before anything is loaded
     device = torch.device(device or accelerator.here())
     values: Iterator[tuple[str, Value]]
-    if found.kind == "run":
-        opened = found.open(step=step, device=device, say=say)
+    if target.kind == "run":
+        opened = target.open(step=step, device=device, say=say)
         say(f"{path}: {', '.join(opened.notes)}" if opened.notes else str(path))
         values = values_of(opened.model)
     else:
-        say(f"{path}: {found.quantization or 'high precision'}")
-        values = models.stream(found.base)
+        say(f"{path}: {target.quantization or 'high precision'}")
+        values = models.stream(target.base)
     return export(
-        values, found.base, directory, format, include=include, largest=largest, device=device, protect=(found.path,),
+        values, target.base, directory, format, include=include, largest=largest, device=device, protect=(target.path,),
         say=say, progress=progress,
     )  # fmt: skip

@@ -1,16 +1,16 @@
-"""What a path holds, and its model: a run, a Hugging Face folder or a PEFT adapter, looked at once and opened alike.
+"""Identify and open a path: a run, a Hugging Face folder or a PEFT adapter.
 
-    found = look("runs/lora")              # reads configurations alone; errors say what was found instead
-    model, processor, notes = found.open()        # ready to evaluate or to generate
+    target = look("runs/lora")              # reads only configurations; errors say what the path holds instead
+    model, processor, notes = target.open()        # for evaluation or generation
 
 =======  ===================  ======================================================================================
-kind     known by             opened as
+kind     identified by        opened as
 =======  ===================  ======================================================================================
-run      config.yaml          its model.path, FP8 as it was trained, the newest whole checkpoint in the plan of its
-                              step; of a LoRA run the base with its codes, and the trained adapters
-folder   config.json          a model in high precision, or FP8 codes as they are in the recipe that fits them; `hf/` in
-                              a run, and what octavo merge or export wrote, are such folders
-adapter  adapter_config.json  its base (named in that file, or given), and the adapters; `adapter/` in a run is one
+run      config.yaml          its model.path in FP8 as in training, with the newest complete checkpoint and the plan of
+                              its step; a LoRA run as the base with its codes, and the trained adapters
+folder   config.json          a model in high precision, or its FP8 codes with the recipe that fits them; `hf/` in a
+                              run, and the outputs of octavo merge and export, are such folders
+adapter  adapter_config.json  its base (named in that file, or given) with the adapters; `adapter/` in a run is one
 =======  ===================  ======================================================================================
 """
 
@@ -50,12 +50,12 @@ Kind = Literal["run", "folder", "adapter"]
 
 MODEL, ADAPTER, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
 _STANDS = {run_dir.CONFIG: "a file", run_dir.CHECKPOINTS: "a folder", MODEL: "a file", ADAPTER: "a file"}
-#: what `load_in_fp8` takes besides the kinds: values in high precision, also of a folder that holds codes
+#: a value of `load_in_fp8`: high precision, dequantizing a folder's codes
 HIGH = "off"
 
 
 class Opened(NamedTuple):
-    """A model in eval mode, its processor, and lines for people: what computes how, and what a reader should know."""
+    """A model in eval mode, its processor, and lines about its precision and other things that a user should know."""
 
     model: PreTrainedModel
     processor: Any
@@ -64,18 +64,18 @@ class Opened(NamedTuple):
 
 @dataclass(frozen=True)
 class Target:
-    """What `look` found.
+    """The result of `look`.
 
-    path          as it was named
+    path          as given
     kind          run, folder or adapter
-    base          the Hugging Face folder with configuration, tokenizer and weights (of a full run: where it began)
+    base          the Hugging Face folder with configuration, tokenizer and weights (for a full run: its model.path)
     adapter       the PEFT folder, for an adapter
     cfg           the configuration, for a run
-    quantization  how the base is quantized on disk; None in high precision
-    moved         True where another base was given than the one that was trained on
-    trained_kinds component -> kind of the codes that an adapter in a run directory was trained over
-    random        (seed, standard deviation or None) of weights that are drawn, where the base has none to be read
-    notes         what a reader should know about how this was found
+    quantization  of the base on disk; None in high precision
+    moved         whether another base was given than the one of training
+    trained_kinds component -> kind of the codes with which an adapter in a run directory was trained
+    random        (seed, standard deviation or None) of random initial weights, if the base has none
+    notes         lines about the choice of base
     """
 
     path: Path
@@ -91,12 +91,12 @@ class Target:
 
     @property
     def lora(self) -> bool:
-        """Whether a base and adapters belong to it."""
+        """Whether it consists of a base and adapters."""
         return self.kind == "adapter" or (self.cfg is not None and self.cfg.lora is not None)
 
     @property
     def kinds(self) -> dict[str, str]:
-        """component -> kind of the codes that the base is quantized to at load: what the run's configuration says."""
+        """Component -> kind of the codes to which the run's configuration quantizes the base at load."""
         return {} if self.cfg is None else self.cfg.model.load_in_fp8.kinds
 
     def open(
@@ -112,26 +112,26 @@ class Target:
     ) -> Opened:
         """(model, processor, notes).
 
-        load_in_fp8  row, block or tensor (or component -> kind): quantize the base while it is read; "off": values in
-                     high precision, codes dequantized; None: as the run did, and folders as they are
+        load_in_fp8  row, block or tensor (or component -> kind): quantize the base while it is read; "off": high
+                     precision, codes dequantized; None: as in the run, folders unchanged
         recipe       an FP8 recipe for the whole model; "off": none, frozen codes are dequantized where they are used;
-                     None: of a run its own, else the recipe that fits the codes, where there are any
+                     None: the run's own, else the recipe that fits the codes, if there are any
         backend      the kernels of the recipe's GEMMs: auto, or a name such as reference
-        step         of a run: this checkpoint; None: the newest whole one
+        step         the checkpoint of a run; None: the newest complete one
         device       None: the GPU if there is one
-        dtype        of what is not FP8. None: of a run its own; else BF16 on a GPU and fp32 on a CPU
-        say          gets what happens on the way, such as damaged checkpoints that were passed over
+        dtype        of what is not FP8. None: the run's own; else BF16 on a GPU and fp32 on a CPU
+        say          gets lines about events such as skipped damaged checkpoints
 
-        Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError: each says what was found and the fix.
+        Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError, each with its fix.
         """
         device = torch.device(device or accelerator.here())
         if self.cfg is not None:
             return self._open_run(load_in_fp8, recipe, backend, step, device, dtype, say)
         if step is not None:
-            raise TrainError(f"step {step} chooses a checkpoint of a run, and {self.path} is no run directory")
+            raise TrainError(f"step {step} chooses a checkpoint of a run, but {self.path} is not a run directory")
         dtype = dtype or accelerator.low_precision(device) or torch.float32
         model = self._load(dtype, device, load_in_fp8 or None, say)
-        known = () if self.adapter is not None and load_in_fp8 else self.notes  # they advise what was given
+        known = () if self.adapter is not None and load_in_fp8 else self.notes  # the notes recommend load_in_fp8
         notes = [*known, *_convert(model, recipe, backend)]
         if self.adapter is not None:
             from octavo import adapters
@@ -159,16 +159,16 @@ class Target:
         dtype: torch.dtype | None,
         say: Say,
     ) -> Opened:
-        """As it was trained; over another base, or one in another precision, as any base with codes computes."""
+        """Open a run as in training; with another base or precision, convert it like any base with codes."""
         if load_in_fp8 is not None and not self.lora:
             raise TrainError(
-                f"load_in_fp8 quantizes a frozen base, and {self.path} trained all weights; choose its precision by "
+                f"load_in_fp8 quantizes a frozen base, but {self.path} trained all weights; choose its precision by "
                 "the recipe, or octavo export the run in an FP8 format and use that folder"
             )
         cfg, world = resolve_from_checkpoint(self.run_config(recipe, backend)), parallel.World(device=device)
         path = checkpoint_of(self.path, step, world, say)
         before = read_state(path)["counters"]
-        if not self.moved:  # another tokenizer or processor would ask the model other questions
+        if not self.moved:  # another tokenizer or processor would change the model's inputs
             input_fingerprints.same_folder(
                 before.get("model"), input_fingerprints.of_folder(self.base), path, str(self.base)
             )
@@ -192,7 +192,7 @@ class Target:
             from octavo import adapters
 
             adapters.attach(model, family, cfg.lora, seed=cfg.run.seed)
-            # The base must be the one that the adapters were trained beside.
+            # Adapters only fit the base on which they were trained.
             if as_trained and dtype is None and before.get("base"):
                 now = frozen_base.Base.of(model, frozen_base.digests(model, world), world).whole
                 frozen_base.same(before["base"], now, path, str(self.base))
@@ -205,14 +205,14 @@ class Target:
         return Opened(model, processor, (f"step {restored.step}", *notes, *self.notes, *_ignored(model)))
 
     def run_config(self, recipe: str | None, backend: str) -> Config:
-        """The run's configuration with another recipe or backend, if asked."""
+        """The run's configuration, with another recipe or backend if given."""
         assert self.cfg is not None
         cfg = self.cfg
-        if recipe == "off":  # whatever formats, components and rules the run had
+        if recipe == "off":  # also drops formats, components and rules
             return cfg.model_copy(update={"fp8": type(cfg.fp8)(recipe="off")})
         if backend != "auto" and recipe is None and planning.leaves_open(cfg):
             raise TrainError(
-                f"the plan of {self.path} was measured or comes from a file, backends included; name a recipe beside "
+                f"the plan of {self.path} was measured or comes from a file, including backends; name a recipe with "
                 f"the backend {backend}"
             )
         changes = [] if recipe is None else [f"fp8.recipe={recipe}", "fp8.plan=null"]
@@ -221,14 +221,15 @@ class Target:
 
 
 def look(path: str | Path, base: str | Path | None = None) -> Target:
-    """What `path` holds; no weights are read.
+    """Identify what `path` holds, without reading weights.
 
-    base  another base for a LoRA run or an adapter than the one it names
+    base  replaces the base that a LoRA run or an adapter names
 
-    Raises TrainError for a path that holds none of the three, saying what was found and what to do with it, for
-    weights in pickles, for an adapter whose base is not there or of another key than it (`octavo seal`), and for a base
-    given to what has none. ModelError for a configuration that cannot be read.
+    Raises TrainError for a path that holds none of the three, with what it holds and how to use it; for weights in
+    pickles; for an adapter whose base is missing or sealed with another key (`octavo seal`); and for a base given
+    without adapters. Raises ModelError for an unreadable configuration.
     """
+    # An adapter file next to other weights is ambiguous (a merge in progress, a copied folder): that is refused.
     folder = Path(path)
     if not folder.is_dir():
         raise TrainError(_no_folder(folder))
@@ -237,27 +238,27 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
             raise TrainError(f"{folder / name} is {what}, where {wanted} belongs. Put the right one in its place")
     has_adapter = (folder / ADAPTER).is_file()
     if (folder / run_dir.CONFIG).is_file():
-        found = _run(folder, base)
+        target = _run(folder, base)
     elif has_adapter and not any(p.name != ADAPTER_WEIGHTS for p in folder.glob("*.safetensors")):
-        found = _adapter(folder, base)
+        target = _adapter(folder, base)
     elif has_adapter and (folder / MODEL).is_file():
         raise TrainError(
-            f"{folder} holds a model ({MODEL}, weights) and an adapter ({ADAPTER}); which of them is meant cannot be "
-            "told. Move one of them into a folder of its own"
+            f"{folder} holds a model ({MODEL}, weights) and an adapter ({ADAPTER}), so it is ambiguous. Move one of "
+            "them to a separate folder"
         )
     elif (folder / MODEL).is_file():
         if base is not None:
-            raise TrainError(f"a base was given ({base}), and {folder} is a whole model: only adapters have a base")
-        found = Target(folder, "folder", folder)
+            raise TrainError(f"a base was given ({base}), but {folder} is a whole model: only adapters have a base")
+        target = Target(folder, "folder", folder)
     else:
         raise TrainError(_unknown(folder))
-    if (of := found.adapter or (folder / "adapter" if found.moved else None)) is not None and of.is_dir():
-        check_adapter(of, found.base, TrainError)
-    return replace(found, quantization=read_quantization(found.base))
+    if (of := target.adapter or (folder / "adapter" if target.moved else None)) is not None and of.is_dir():
+        check_adapter(of, target.base, TrainError)
+    return replace(target, quantization=read_quantization(target.base))
 
 
 def _instead(path: Path) -> str | None:
-    """What stands at a path; None for nothing."""
+    """Describe what is at a path; None if there is nothing."""
     try:
         return safe_read.kind_of(path) or "a file"
     except OSError:
@@ -275,28 +276,28 @@ def configuration(directory: Path) -> Config:
 
 
 def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say: Say) -> Path:
-    """The checkpoint of a run: of `step`, or the newest whole one. Raises TrainError where there is none such."""
+    """The checkpoint of a run at `step`, or the newest complete one. Raises TrainError if there is none."""
     folder = directory / run_dir.CHECKPOINTS
     steps = checkpoint.steps(folder)
-    asked = folder / f"step_{step}"
-    if step is not None and (asked / "state.json").is_file():  # a link as well, since it was named
-        if bad := checkpoint.copied(asked, checkpoint.read_state(asked)):
+    named = folder / f"step_{step}"
+    if step is not None and (named / "state.json").is_file():  # a link is accepted too, because it was named
+        if bad := checkpoint.why_misplaced(named, checkpoint.read_state(named)):
             raise TrainError(f"{bad}. Name a step whose checkpoint the run wrote: {', '.join(map(str, steps))}")
-        return asked
+        return named
     if not steps:
         raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
     if step is None:
-        found = checkpoint.latest(folder, world, say)
-        assert found is not None
-        return found
+        newest = checkpoint.latest(folder, world, say)
+        assert newest is not None
+        return newest
     raise TrainError(f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
 
 
 def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> fp8.Policy | None:
-    """The policy under which every frozen layer multiplies by its very codes, and all others stay as they are.
+    """The policy under which every frozen layer multiplies by its codes, and all others stay in high precision.
 
-    None for a model without frozen weights. A component takes the recipe of most of its codes; layers of other kinds,
-    and those in high precision, are named one by one.
+    None for a model without frozen weights. A component has the recipe of most of its codes; rules name the layers with
+    other codes and those in high precision.
     """
     kinds = {spec.block: kind for kind, spec in FROZEN.items()}
     wanted: dict[str, str] = {}
@@ -321,7 +322,7 @@ def fitting(model: nn.Module, family: models.Family, backend: str = "auto") -> f
 
 
 def _convert(model: PreTrainedModel, recipe: str | None, backend: str) -> list[str]:
-    """Plan and apply the recipe of a model from a folder, or the one that fits its codes; what was done, in words."""
+    """Plan and apply a recipe, or the one that fits the model's codes; return lines about it."""
     family = models.describe(model.config)
     policy = fitting(model, family, backend) if recipe is None else fp8.Policy(recipe=recipe, backend=backend)
     if policy is None or recipe == "off":
@@ -332,13 +333,13 @@ def _convert(model: PreTrainedModel, recipe: str | None, backend: str) -> list[s
 
 
 def _ignored(model: PreTrainedModel) -> tuple[str, ...]:
-    """What of a model's generation settings is not followed: answers and evaluations are greedy."""
+    """A note about generation settings that have no effect, because answers and evaluations are greedy."""
     note = models.ignored_settings(model)
     return () if note is None else (note,)
 
 
 def _about(model: nn.Module, plan: fp8.Plan | None) -> str:
-    """What computes how."""
+    """A line about the precision of a model."""
     codes = sum(1 for _ in frozen_weights(model))
     rows = [] if plan is None else [row for row in plan.rows if row.recipe is not None and row.backend is not None]
     if not rows:
@@ -352,7 +353,9 @@ def _run(folder: Path, base: str | Path | None) -> Target:
     if base is None:
         return Target(folder, "run", Path(cfg.model.path), cfg=cfg, random=random_weights(cfg))
     if cfg.lora is None:
-        raise TrainError(f"a base was given ({base}), and the run {folder} trained all weights: only adapters have one")
+        raise TrainError(
+            f"a base was given ({base}), but the run {folder} trained all weights: only adapters have a base"
+        )
     cfg = cfg.model_copy(update={"model": cfg.model.model_copy(update={"path": str(_base_folder(base, folder))})})
     return Target(folder, "run", Path(cfg.model.path), cfg=cfg, moved=True)
 
@@ -361,14 +364,16 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickled = pickles(folder)
         raise TrainError(
-            f"{folder} has {ADAPTER} and no {ADAPTER_WEIGHTS}"
+            f"{folder} has {ADAPTER} but no {ADAPTER_WEIGHTS}"
             + (
-                f", only {pickled[0]}: a pickle can run code when it is read, so Octavo reads safetensors alone. Save "
+                f", only {pickled[0]}: a pickle can run code when it is read, so Octavo only reads safetensors. Save "
                 "the adapter with save_pretrained (safetensors is its format)"
                 if pickled
-                else ": it is no whole PEFT adapter. Save or download it again"
+                else ": it is not a complete PEFT adapter. Save or download it again"
             )
         )
+    # The base is, in this order: the given one, the one that the file names (also relative to the folder, as after a
+    # copy), and the model of the run in which the adapter is.
     named = read_json(folder / ADAPTER).get("base_model_name_or_path")
     run = folder.resolve().parent
     inside = configuration(run) if (run / run_dir.CONFIG).is_file() else None
@@ -376,7 +381,7 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
     if trained_kinds:
         kinds = sorted({NAME_OF_KIND[kind] for kind in trained_kinds.values()})
         fix = f"--load-in-fp8 {kinds[0]}" if list(trained_kinds) == ["foundation"] else f"naming the run {run}"
-        notes.append(f"this adapter was trained over {' and '.join(kinds)} codes of its base: {fix} computes so again")
+        notes.append(f"this adapter was trained on {' and '.join(kinds)} codes of its base: {fix} uses them again")
     if base is not None:
         return Target(folder, "adapter", _base_folder(base, folder), folder, moved=True, notes=tuple(notes))
     places = [] if not isinstance(named, str) or not named else [Path(named), folder / named]
@@ -385,7 +390,7 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
         if (place / MODEL).is_file():
             return Target(folder, "adapter", place, folder, trained_kinds=trained_kinds, notes=tuple(notes))
     raise TrainError(
-        f"the base of the adapter {folder} is not there: its {ADAPTER} names {named!r}, which is no Hugging Face "
+        f"the base of the adapter {folder} is missing: its {ADAPTER} names {named!r}, which is not a Hugging Face "
         "folder on this machine. Download it, and name it with --base FOLDER"
     )
 
@@ -393,30 +398,30 @@ def _adapter(folder: Path, base: str | Path | None) -> Target:
 def _base_folder(base: str | Path, of: Path) -> Path:
     folder = Path(base)
     if not (folder / MODEL).is_file():
-        there = "has no config.json" if folder.is_dir() else "is not a folder"
-        raise TrainError(f"{folder} was given as the base of {of} and {there}; name a local Hugging Face folder")
+        state = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise TrainError(f"{folder} was given as the base of {of} but {state}; name a local Hugging Face folder")
     return folder
 
 
 def _no_folder(path: Path) -> str:
     if path.suffix in (".yaml", ".yml") and path.is_file():
-        return f"{path} is a configuration; name what came of it, its run.dir"
+        return f"{path} is a configuration; name its run directory (run.dir)"
     if path.is_file():
         return f"{path} is a file; name the folder of a run, of a Hugging Face checkpoint or of a PEFT adapter"
     named = str(path).count("/") == 1 and not path.parent.exists()  # such as Qwen/Qwen3-VL-8B-Instruct
-    download = ". Octavo reads local folders alone: download the model first" if named else ""
+    download = ". Octavo only reads local folders: download the model first" if named else ""
     return f"there is no folder {path}; name a run directory, a Hugging Face folder or a PEFT adapter{download}"
 
 
 def _unknown(folder: Path) -> str:
-    """What a folder that is none of the three seems to be, and what to do with it."""
+    """What a folder of none of the three kinds seems to be, and how to use it."""
     names = sorted(p.name for p in folder.iterdir())
     about = f"{folder} is not a run directory, a Hugging Face folder or a PEFT adapter"
     lacks = f"it has no {run_dir.CONFIG}, {MODEL} is missing, and so is {ADAPTER}"
     if "state.json" in names and ".metadata" in names:
         run = folder.resolve().parent.parent
         step = folder.name.removeprefix("step_")
-        return f"{about} but one checkpoint of the run {run}; name the run, and --step {step}"
+        return f"{about} but a checkpoint of the run {run}; name the run, and --step {step}"
     if ".metadata" in names:
         return f"{about} but a DCP checkpoint (.metadata); make a Hugging Face folder of it: octavo convert dcp_to_hf"
     if checkpoint.steps(folder):

@@ -1,17 +1,17 @@
-"""Merging: from a LoRA run or an adapter folder to a model folder without adapters (`octavo merge`).
+"""`octavo merge`: fold the adapters of a LoRA run or a PEFT folder into a model folder.
 
-Into what is the adapter folded? A run that loads its base in FP8 trains beside codes, whose values differ from the
-folder's high-precision weights by what FP8 rounds. Both can be had:
+The adapter can be folded into different weights. A run that loads its base in FP8 trains on codes, whose values differ
+from the folder's high-precision weights by FP8 rounding:
 
-    fp8    the values of the codes that training saw: the merged model is the trained one. What is merged where a run or
-           the folder has codes, unless said otherwise
-    high   the folder's high-precision weights: what PEFT gives over the stock model. Written in FP8 it keeps small
-           changes better, since weights that lie between codes let some elements move for any change
-    DIR    another folder of the same model, in the precision that it has
+    fp8    the values of the codes in training: the merged model is the trained one. The default for a run or folder
+           with codes
+    high   the folder's high-precision weights: the result of PEFT on the stock model. Written in FP8 it preserves small
+           changes better, because weights between codes let some elements change for any change
+    DIR    another folder of the same model, in its own precision
 
-Which one was used is printed, with the error between the two beside the adapter's own change. A merge into FP8 is
-measured on the very codes that are written (:mod:`octavo.adapters.merge_error`) and refused, with nothing written, if
-they round the adapter away.
+The choice is printed, with the difference between the two compared with the adapter's own change. A merge into FP8 is
+measured on the written codes (:mod:`octavo.adapters.merge_error`), and refused without output if they round the adapter
+away.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ BASES = ("fp8", "high")
 
 @dataclass(frozen=True)
 class Merged:
-    """What was merged.
+    """The result of a merge.
 
-    base         "fp8" or "high": the precision of the weights that were folded into
-    folder       the model folder they came from
-    merge_error  what of the adapter's change survived the rounding, by weight
-    base_error   of the codes that training saw to the folder's high-precision weights; None where there is one base
+    base         "fp8" or "high": the precision of the weights into which the adapter was folded
+    folder       the model folder of the base
+    merge_error  the part of the adapter's change that survived rounding, by weight
+    base_error   difference of the codes in training from the folder's high-precision weights; None for one base
     """
 
     exported: Exported
@@ -55,13 +55,13 @@ class Merged:
     notes: tuple[str, ...]
 
     def sentences(self) -> list[str]:
-        """For people."""
+        """The result as sentences."""
         lines = [*self.exported.sentences(), *_sentences(self.merge_error)]
         if self.base_error is not None:
             times = self.base_error.relative / self.merge_error.relative if self.merge_error.relative else math.inf
             lines.append(
-                f"{self.base_error.summary()}: {times:.3g} times the adapter's own change. Training saw the FP8 ones, "
-                "which were merged; --base high folds into the others"
+                f"{self.base_error.summary()}: {times:.3g} times the adapter's own change. Training used the FP8 "
+                "codes, which were merged; --base high folds into the high-precision weights"
             )
         return lines
 
@@ -90,64 +90,64 @@ def merge_model(
     say: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
 ) -> Merged:
-    """Write the model of a LoRA run or a PEFT adapter with its adapters folded in.
+    """Write a model with the adapters of a LoRA run or PEFT folder folded in.
 
     Args:
         path: a run directory, or a folder with adapter_config.json.
         directory: new, empty, or an earlier export, which is replaced.
         format: bf16, fp8-block, fp8-dynamic or fp8-tensor.
-        base: what to fold into: "fp8", "high" or another folder; None: codes where training saw codes, see above.
-        anyway: write FP8 though it rounds the adapter away.
-        include: components to be in FP8 beside the foundation.
-        step: of a run: this checkpoint; None: the newest.
+        base: "fp8", "high" or another folder; None: the codes, if training used codes (see above).
+        anyway: write FP8 even if it rounds the adapter away.
+        include: components in FP8 in addition to the foundation.
+        step: the checkpoint of a run; None: the newest.
         device: where weights are folded and cast; None: the GPU if there is one.
 
-    Raises TrainError for a path without adapters and a base that cannot be had, AdapterError for a merge that would
-    round the adapter away, and CheckpointError and ModelError as an export does. `directory` is then as it was.
+    Raises TrainError for a path without adapters or a missing base, AdapterError for a merge that would round the
+    adapter away, and CheckpointError and ModelError as an export does. `directory` is then unchanged.
     """
     source, include = Path(path), tuple(include)
     if format not in FORMATS:
         raise TrainError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
     if strange := [name for name in include if name not in INCLUDABLE]:
         raise TrainError(
-            f"{strange[0]!r} cannot be included; beside the foundation, FP8 is for {', '.join(INCLUDABLE)}"
+            f"{strange[0]!r} cannot be included; besides the foundation, FP8 is for {', '.join(INCLUDABLE)}"
         )
     if include and FORMATS[format] is None:
         raise TrainError(
-            "components are included in FP8, and bf16 has none; leave --include out, or choose an FP8 format"
+            "--include selects components for FP8, but bf16 has none; leave it out, or choose an FP8 format"
         )
-    found = look(source, None if base in (None, *BASES) else base)
-    if not found.lora:
-        what = "is a whole model" if found.kind == "folder" else "trained all weights"
+    origin = look(source, None if base in (None, *BASES) else base)
+    if not origin.lora:
+        what = "is a whole model" if origin.kind == "folder" else "trained all weights"
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
-    check_target(Path(directory), [source, found.base])
-    kind, trained = _base(found, base)
-    say(_chosen(found, kind, trained))
-    model, _, notes = _open(found, kind, trained, step=step, device=device, say=say)
-    # What was quantized at load differs from its folder.
+    check_target(Path(directory), [source, origin.base])
+    kind, trained = _base(origin, base)
+    say(_chosen(origin, kind, trained))
+    model, _, notes = _open(origin, kind, trained, step=step, device=device, say=say)
+    # Weights that were quantized at load differ from those in the folder.
     base_error = None
     if trained and kind == "fp8":
-        base_error = adapters.base_errors(model, models.load(found.base, dtype=_dtype(found.base)))
+        base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
     merge_error = MergeErrors(folds(model))
     done = export(
         _judged(model, merge_error, format, kind, anyway, say),
-        found.base, directory, format, include=include, protect=[source], device=device, progress=progress,
-        written=merge_error.written,
+        origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
+        written=merge_error.add,
     )  # fmt: skip
-    return Merged(done, kind, found.base, merge_error, base_error, notes)
+    return Merged(done, kind, origin.base, merge_error, base_error, notes)
 
 
 def _judged(
     model: nn.Module, merge_error: MergeErrors, format: str, kind: str, anyway: bool, say: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
-    """The merged values; when all are written, and the folder is not yet in its place, what survived is judged."""
+    """Yield the merged values; after the last, before the folder is renamed to its final name, check what survived."""
     yield from adapters.merged(model, torch.bfloat16 if FORMATS[format] is None else torch.float32)
     if merge_error.lost:
         sentence = _refusal(merge_error, format, kind)
         if not anyway:
             other = "" if kind == "high" else " --base high (or --base DIR) folds into high-precision weights;"
             raise adapters.AdapterError(
-                f"{sentence}. Nothing was written. Serve the adapter beside its base, or write --format bf16;{other} "
+                f"{sentence}. Nothing was written. Serve the adapter with its base, or write --format bf16;{other} "
                 f"--anyway writes {format} nevertheless"
             )
         say(f"warning: {sentence}; written anyway")
@@ -161,23 +161,23 @@ def _refusal(merge_error: MergeErrors, format: str, kind: str) -> str:
             f"{KEPT:.0%} is no longer the model that was trained"
         )
         if kind == "fp8":
-            why += " (the base lies on the codes' own grid, which a change below half a step does not leave)"
+            why += " (the base is on the grid of the codes, where a change below half a step has no effect)"
         named = ", ".join(f"{w.name} ({w.kept:.1%})" for w in worst)
     else:
         why = (
-            f"{format} would drown the adapter: the noise of rounding is {merge_error.error:.3g} times its change, and "
-            f"{merge_error.drowned:.3g} times as loud as it even on the inputs that it answers to most"
+            f"{format} would drown the adapter: rounding noise is {merge_error.error:.3g} times its change, and "
+            f"{merge_error.drowned:.3g} times as large even on the inputs on which it has most effect"
         )
         named = ", ".join(f"{w.name} ({w.error:.3g} times)" for w in worst)
     return f"{why}; the worst: {named}"
 
 
 def _sentences(merge_error: MergeErrors) -> list[str]:
-    """For people, after the folder is there."""
+    """Sentences about a finished merge."""
     lines = []
     if not any(w.delta for w in merge_error.weights.values()):
-        return ["the adapter changes nothing: its B is zero, as before training; what was written is the base"]
-    if counted := merge_error.counted():
+        return ["the adapter changes nothing: its B is zero, as before training; the base was written"]
+    if counted := merge_error.in_fp8():
         worst = merge_error.worst(1)[0]
         lines.append(
             f"{merge_error.kept:.1%} of the adapter's change survives in {len(counted)} FP8 weights, with an error of "
@@ -195,40 +195,40 @@ def _sentences(merge_error: MergeErrors) -> list[str]:
 # Bases ----------------------------------------------------------------------------------------------------------------
 
 
-def _base(found: Target, asked: str | None) -> tuple[str, dict[str, str]]:
-    """("fp8" or "high", the kinds that the base was quantized to at load). Raises TrainError for what there is not."""
-    coded = found.quantization is not None
-    trained = {} if found.moved else dict(found.trained_kinds) if found.cfg is None else found.kinds
-    if asked == "high" and coded:
+def _base(target: Target, base: str | None) -> tuple[str, dict[str, str]]:
+    """("fp8" or "high", the kinds to which the base was quantized at load). Raises TrainError for a missing base."""
+    coded = target.quantization is not None
+    trained = {} if target.moved else dict(target.trained_kinds) if target.cfg is None else target.kinds
+    if base == "high" and coded:
         raise TrainError(
-            f"the base {found.base} holds FP8 codes and no high-precision weights. Name the folder of the model that "
-            "they were made of: --base DIR"
+            f"the base {target.base} holds FP8 codes and no high-precision weights. Name the folder of the original "
+            "model: --base DIR"
         )
-    if asked == "fp8" and not coded and not trained:
+    if base == "fp8" and not coded and not trained:
         raise TrainError(
-            f"{found.path} was not trained over FP8 codes, as far as it says, and {found.base} holds none. Leave "
+            f"{target.path} has no record of training on FP8 codes, and {target.base} holds none. Leave "
             "--base fp8 out, or name a folder in FP8: --base DIR"
         )
-    return ("fp8", trained) if asked != "high" and (coded or trained) else ("high", {})
+    return ("fp8", trained) if base != "high" and (coded or trained) else ("high", {})
 
 
-def _open(found: Target, kind: str, trained: Mapping[str, str], **how: Any) -> Opened:
-    """The model with its adapters, its base in the precision that was chosen."""
-    if found.cfg is not None and kind == "fp8" and not found.moved:  # as it was trained, and held against that
-        return found.open(recipe="off", **how)
+def _open(target: Target, kind: str, trained: Mapping[str, str], **how: Any) -> Opened:
+    """The model with its adapters, with the base in the chosen precision."""
+    if target.cfg is not None and kind == "fp8" and not target.moved:  # as in training, with a check that it is
+        return target.open(recipe="off", **how)
     load_in_fp8 = HIGH if kind == "high" else trained or None
-    return found.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(found.base), **how)
+    return target.open(recipe="off", load_in_fp8=load_in_fp8, dtype=_dtype(target.base), **how)
 
 
-def _chosen(found: Target, kind: str, trained: Mapping[str, str]) -> str:
+def _chosen(target: Target, kind: str, trained: Mapping[str, str]) -> str:
     if kind == "high":
-        return f"the adapter is folded into the high-precision weights of {found.base}"
+        return f"the adapter is folded into the high-precision weights of {target.base}"
     if trained:
-        made = ", ".join(f"{name}: {NAME_OF_KIND[kind]}" for name, kind in trained.items())
-        return f"the adapter is folded into the FP8 codes that training saw ({found.base}, loaded with {made})"
-    return f"the adapter is folded into the FP8 codes of {found.base}"
+        recipes = ", ".join(f"{name}: {NAME_OF_KIND[kind]}" for name, kind in trained.items())
+        return f"the adapter is folded into the FP8 codes of training ({target.base}, loaded with {recipes})"
+    return f"the adapter is folded into the FP8 codes of {target.base}"
 
 
 def _dtype(folder: Path) -> torch.dtype:
-    """In which the folder's weights lose nothing."""
+    """The dtype that represents the folder's weights exactly."""
     return torch.bfloat16 if models.read_config(folder).dtype == torch.bfloat16 else torch.float32

@@ -1,1 +1,1 @@
-"""What watches a run from outside: metrics, checkpoints, evaluation, health, trackers."""
+"""Callbacks of the training loop: metrics, checkpoints, evaluation, health, trackers."""

@@ -1,4 +1,4 @@
-"""What changes the plan of a run between its steps: the spans of rules, and the figures of GEMMs (`fp8.adapt`)."""
+"""Changes a run's plan between its steps: rules with spans of steps, and measurements of GEMMs (`fp8.adapt`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from octavo.train.step.step import Batches
 
 
 class Spans(Callback):
-    """Each step computes by the plan of that step. Rows say what share of the linear FLOPs that has in FP8."""
+    """Switches to each step's plan. Rows of metrics have its share of linear FLOPs in FP8."""
 
     def begin(self, run: Run) -> None:
         if run.world.is_main:
@@ -22,16 +22,16 @@ class Spans(Callback):
         plan = run.job.course.at(number)
         if plan is not run.job.plan:
             changed = turn(run, plan)
-            run.say(f"step {number}: rules turn {changed} layers; {100 * plan.share:.1f} % of linear FLOPs in FP8")
+            run.say(f"step {number}: rules switch {changed} layers; {100 * plan.share:.1f} % of linear FLOPs in FP8")
 
     def after_step(self, run: Run, step: Step) -> None:
         step.row["fp8_share"] = run.job.plan.share
 
 
 class Adapting(Callback):
-    """Lets a judge look at every `adapt.every`-th step, and moves what its figures ask for. adapt.jsonl has a line for
-    each decision. A step that was skipped, whose figures are those of what overflowed, decides nothing, nor does one
-    without a token with a loss, whose gradients are zeros."""
+    """Measures the GEMMs of every `adapt.every`-th step, and changes their precision accordingly. adapt.jsonl has a
+    line for each decision. No decision follows from a skipped step, which measured overflown values, or from a step
+    without loss tokens, whose gradients are zeros."""
 
     def before_step(self, run: Run, number: int, batches: Batches) -> None:
         run.job.stepper.judge = run.job.course.judge(number)
@@ -42,12 +42,12 @@ class Adapting(Callback):
             return
         run.world.at(f"step {step.number}, deciding on the precision of its GEMMs")
         course = run.job.course
-        found = course.decide(step.number, judge, run.world)
-        for decision in found:
+        decisions = course.decide(step.number, judge, run.world)
+        for decision in decisions:
             run.say(f"step {step.number}: {decision}")
-        if found and run.world.is_main:
+        if decisions and run.world.is_main:
             with (run.directory / run_dir.ADAPT).open("a") as file:
-                file.write("".join(json.dumps(decision.to_json()) + "\n" for decision in found))
+                file.write("".join(json.dumps(decision.to_json()) + "\n" for decision in decisions))
                 file.flush()
                 os.fsync(file.fileno())
         plan = course.at(step.number)

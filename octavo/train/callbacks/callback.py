@@ -1,8 +1,8 @@
-"""What listens to a run. Proof, figures, refusals, evaluation, saving and the gain window are callbacks; so are yours.
+"""Callbacks of a run. The proof, health figures, evaluation, saving and the gain window are callbacks; so are yours.
 
     class BestLoss(train.Callback):
         def begin(self, run):
-            self.best = run.row.get("best_loss", float("inf"))  # of an earlier session too
+            self.best = run.row.get("best_loss", float("inf"))  # also from an earlier session
 
         def after_step(self, run, step):
             self.best = min(self.best, step.row["loss"])
@@ -13,11 +13,11 @@
 
     train.run(cfg, callbacks=[BestLoss()])
 
-Every rank calls every callback, in the order of the list and at the same moments. A collective inside one must
-therefore be reached on all ranks; print with `run.say` and write files where `run.world.is_main`.
+Every rank calls every callback, in the order of the list and at the same moments. A collective in a callback must
+therefore be reached on all ranks; print with `run.say`, and write files only if `run.world.is_main`.
 
-Watchers are callbacks on the main rank alone, behind all others, that only look: a page, a tracker. One that fails once
-the run has begun is left out from there on, which is said; it ends no run.
+Watchers are callbacks that only observe, such as a page or a tracker. Only the main rank calls them, after all others.
+A watcher that fails after the run has begun is removed with a warning; the run continues.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ from octavo.train.step.step import Batches, Observe, StepResult
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: what some rows have
+#: entries that only some rows have
 _RARE = "eval", "health", "memory", "gain", "experts", "base", "skipped", "overflow", "empty", "aux_loss", "zeroed_v"
 
 
 @dataclass
 class Step:
-    """One step that is done.
+    """A finished step.
 
     number   1 for the first of the run
     batches  this rank's micro-batches
-    result   what the step gave
+    result   of the step
     row      its line of metrics.jsonl; `after_step` may add entries, which must be JSON
-    wanted   True: the line is written though `run.log_every` would pass it over; in `end_step`: it was written
+    wanted   True: write the line even if `run.log_every` would skip it; in `end_step`: it was written
     """
 
     number: int
@@ -70,48 +70,49 @@ class Step:
 
 
 class Callback:
-    """Listens to a run. Override what you need; every method does nothing here.
+    """The base class of callbacks. Override the methods that you need; all do nothing here.
 
-    What a method is given may be read. In `after_step` it may add entries to `step.row` and set `step.wanted`; it is an
-    error to change others, and with other weights, gradients or batches it is not the run that was asked for.
-    An error stops the run: as a TrainError that names callback and step, with your error as its cause. The last
-    checkpoint stands, and run.resume=auto goes on from there. What a callback remembers is in no checkpoint.
+    Arguments are for reading. `after_step` may add entries to `step.row` and set `step.wanted`; any other change is an
+    error. Do not change weights, gradients or batches: the run would no longer be the configured one. An exception
+    stops the run as a TrainError that names callback and step, with the exception as its cause. The last checkpoint
+    remains, and run.resume=auto continues from it. The state of a callback is not in checkpoints.
     """
 
     def begin(self, run: Run) -> None:
-        """Everything is assembled and resumed; the first step of this session comes next."""
+        """Called after assembling and resuming, before the first step of this session."""
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe | None:
-        """This rank's micro-batches of step `number`, and what should be observed while it runs (it costs time)."""
+        """Called with this rank's micro-batches before step `number`. Returns what to observe in it (which costs
+        time), or None."""
 
     def after_step(self, run: Run, step: Step) -> None:
-        """The weights are updated, or the step was skipped. Gradients are gone; the row is not written yet."""
+        """Called after the update, or after a skipped step. Gradients are freed; the row is not written yet."""
 
-    def evaluated(self, run: Run, figures: Mapping[str, Any]) -> None:
-        """`figures` of the held-out data after step `run.step`; they go into the row of that step."""
+    def evaluated(self, run: Run, figures: Mapping[str, object]) -> None:
+        """Called with the `figures` of an evaluation after step `run.step`, which become part of the step's row."""
 
     def end_step(self, run: Run, step: Step) -> None:
-        """The row was handed to metrics.jsonl; the checkpoint of this step, where one is due, comes next."""
+        """Called after the row was passed to metrics.jsonl, before a checkpoint of this step."""
 
     def saved(self, run: Run, checkpoint: Path) -> None:
-        """A checkpoint is whole and in its place; under `run.save: async` some steps after the one that it is of."""
+        """Called when a checkpoint is complete; with `run.save: async` some steps after its own."""
 
     def end(self, run: Run, result: RunResult) -> None:
-        """The run finished or was stopped; all of its files are written. Not called after an error."""
+        """Called when the run has finished or was stopped, and all its files are written. Not called after an error."""
 
     def failed(self, run: Run, error: Exception) -> None:
-        """Of watchers: the run ends by an error."""
+        """Called only on watchers, when the run ends with an error."""
 
 
 @dataclass
 class Run:
     """A run in progress.
 
-    job       what was assembled: cfg, world, model, loader, plan, stepper, progress (:mod:`octavo.train.setup.build`)
+    job       the assembled run: cfg, world, model, loader, plan, stepper, progress (:mod:`octavo.train.setup.build`)
     first     the first step of this session
-    row       the last step's row
+    row       of the last step
     stopping  a signal came or `stop` was called; this step is the session's last
-    watchers  those that look on, on the main rank
+    watchers  on the main rank
     eval, memory, gain    the last figures of each
     """
 
@@ -128,7 +129,7 @@ class Run:
     callbacks: Sequence[Callback] = ()
     watchers: Sequence[Callback] = ()
     stopping: bool = False
-    _saved: dict[str, int] = field(default_factory=dict)  # folder -> the step that was last saved into it
+    _saved: dict[str, int] = field(default_factory=dict)  # folder -> the last step saved there
     _waited: float = 0.0
 
     @property
@@ -162,16 +163,16 @@ class Run:
         return total_steps(self.cfg)
 
     def say(self, text: str) -> None:
-        """A line for people, on the main rank."""
+        """Print a line, on the main rank."""
         self.display.say(text)
 
     def logs(self, number: int) -> bool:
-        """Whether a step's row is written in any case."""
+        """Whether a step's row is written by `run.log_every`."""
         return number % self.cfg.run.log_every == 0 or number in (self.first, self.total_steps)
 
     def stop(self) -> None:
-        """End the run after this step, saved as by a signal: status "stopped", exit code 0; run.resume=auto goes on.
-        One rank suffices. In `begin` and `saved` it means the step to come."""
+        """Save and end the run after this step, as a signal does: status "stopped", exit code 0; run.resume=auto
+        continues it. A call on one rank is enough. In `begin` and `saved` it applies to the next step."""
         self.request.asked = True
 
     def asked_to_stop(self) -> bool:
@@ -179,9 +180,9 @@ class Run:
         return self.world.any(self.request.asked or self.request.signal is not None)
 
     def save(self, folder: str = run_dir.CHECKPOINTS) -> None:
-        """Write a checkpoint, unless this step has one; under `run.save: async` it is in its place once `settle` has
-        returned. A collective. Not before the row of the step is written, with which the run would go on: an error in
-        `after_step` and `evaluated`."""
+        """Write a checkpoint, unless this step has one; with `run.save: async` it is complete after `settle`. A
+        collective. The step's row must be written first, because a resumed run needs it: an error in `after_step` and
+        `evaluated`."""
         if self._saved.get(folder) == self.step:
             return
         if self.step >= self.first and self.row.get("step") != self.step:
@@ -193,11 +194,11 @@ class Run:
         self.world.at(f"step {self.step}, saving")
         with self._waiting():
             path = save(self.job, folder)
-        self._tell_saved(path)
+        self._notify_saved(path)
 
     def settle(self, wait: bool = True) -> None:
-        """Let callbacks hear of the checkpoint that is being written beside the steps, once it is in its place; `wait`
-        until it is. Raises what its writing raised, on all ranks alike. A collective; without such a one nothing."""
+        """Notify callbacks of an asynchronous checkpoint if it is complete; with `wait`, wait for it. Raises the error
+        of the write on all ranks. A collective; does nothing if none is being written."""
         background = self.job.background
         if background is None or not background.under_way:
             return
@@ -205,15 +206,15 @@ class Run:
             self.world.at(f"step {self.step}, waiting for the checkpoint that is being written")
         with self._waiting():
             path = background.poll(wait)
-        self._tell_saved(path)
+        self._notify_saved(path)
 
     @property
     def saving(self) -> bool:
-        """Whether a checkpoint is being written beside the steps."""
+        """Whether an asynchronous checkpoint is being written."""
         return self.job.background is not None and self.job.background.under_way
 
-    def waited(self) -> float:
-        """Seconds that training stood still for checkpoints, since this was last asked."""
+    def take_waited(self) -> float:
+        """Seconds that training waited for checkpoints since the last call."""
         waited, self._waited = self._waited, 0.0
         return waited
 
@@ -225,41 +226,41 @@ class Run:
         finally:
             self._waited += time.perf_counter() - began
 
-    def _tell_saved(self, path: Path | None) -> None:
+    def _notify_saved(self, path: Path | None) -> None:
         if path is not None and path.parent.name == run_dir.CHECKPOINTS:
             self.notify("saved", path)
 
     def reopen_log(self) -> None:
-        """Drop the row of the last step, which is written anew."""
+        """Drop the row of the last step, which will be written again."""
         if self.log is not None:
             self.log.close()
             run_dir.truncate_metrics(self.directory / run_dir.METRICS, self.step - 1)
             self.log = MetricsLog(self.directory, self.cfg.run.tensorboard, self.first, self.job.phase.tensorboard)
 
-    def notify(self, event: str, *given: Any) -> list[Any]:
-        """Call a method of all callbacks, in their order, and of the watchers; what callbacks return."""
-        answers = [self._call(callback, event, given) for callback in self.callbacks]
-        self.tell_watchers(event, *given)
+    def notify(self, event: str, *args: Any) -> list[Any]:
+        """Call a method of all callbacks in order, then of the watchers; return the callbacks' results."""
+        answers = [self._call(callback, event, args) for callback in self.callbacks]
+        self.tell_watchers(event, *args)
         return answers
 
-    def tell_watchers(self, event: str, *given: Any) -> None:
-        """Call a method of the watchers; one that fails is one no more."""
+    def tell_watchers(self, event: str, *args: Any) -> None:
+        """Call a method of the watchers, and remove those that fail."""
         for watcher in self.watchers:
             try:
-                getattr(watcher, event)(self, *given)
-            except Exception as error:  # of whatever library: the run is worth more than who looks on
+                getattr(watcher, event)(self, *args)
+            except Exception as error:  # of any library: an observer must not end the run
                 if event == "begin":
                     raise
                 self.watchers = tuple(one for one in self.watchers if one is not watcher)
-                self.say(f"warning: {watcher} failed and is left out; the run goes on ({first_line(error)})")
+                self.say(f"warning: {watcher} failed and is left out; the run continues ({first_line(error)})")
 
-    def _call(self, callback: Callback, event: str, given: Sequence[Any]) -> Any:
+    def _call(self, callback: Callback, event: str, args: Sequence[Any]) -> Any:
         if not any(callback is user for user in self.users):
-            return getattr(callback, event)(self, *given)
-        before = self._fixed(given)
+            return getattr(callback, event)(self, *args)
+        before = self._fixed(args)
         try:
-            answer = getattr(callback, event)(self, *given)
-            after = self._fixed(given)
+            answer = getattr(callback, event)(self, *args)
+            after = self._fixed(args)
             for name, value in before.items():
                 if value is not after.get(name) and value != after.get(name):
                     raise ValueError(f"it changed {name}; after_step may add other entries to step.row, nothing else")
@@ -269,18 +270,18 @@ class Run:
         except TrainError:
             raise
         except Exception as error:
-            ended = event == "end" and given[0].status == "finished"
+            ended = event == "end" and args[0].status == "finished"
             raise TrainError(
                 f"the callback {type(callback).__name__} failed in {event} at step "
-                f"{given[0] if event == 'before_step' else self.step}: {type(error).__name__}: {error}. "
-                + ("The run itself has finished" if ended else "Mend or remove it, and continue with run.resume=auto")
+                f"{args[0] if event == 'before_step' else self.step}: {type(error).__name__}: {error}. "
+                + ("The run itself has finished" if ended else "Fix or remove it, and continue with run.resume=auto")
             ) from error
 
-    def _fixed(self, given: Sequence[Any]) -> dict[str, Any]:
-        """What a callback may not change, by name; figures as JSON. Raises for entries of the row that are no JSON."""
+    def _fixed(self, args: Sequence[Any]) -> dict[str, Any]:
+        """Name -> value of what a callback may not change; figures as JSON. Raises if a row entry is not JSON."""
         fixed = {f"run.{name}": value for name, value in vars(self).items() if not name.startswith("_")}
         fixed |= {f"run.{name}": json.dumps(getattr(self, name)) for name in ("row", "eval", "memory", "gain")}
-        for step in (it for it in given if isinstance(it, Step)):
+        for step in (it for it in args if isinstance(it, Step)):
             fixed |= {f"step.{name}": getattr(step, name) for name in ("number", "batches", "result")}
             fixed |= {f"the type of step.{name}": type(getattr(step, name)) for name in ("row", "wanted")}
             row = dict.fromkeys(_RARE) | dict(step.row or {})

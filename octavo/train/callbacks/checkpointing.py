@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoints on the way, and at its end the trained weights for others to load."""
+"""The outputs of a run: checkpoints, and at its end the trained weights for other programs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from octavo.train.setup import frozen_base
 from octavo.train.setup.job import Job
 from octavo.train.setup.resolve_config import total_steps
 
-LEAST = 50  # steps between checkpoints where nobody says how many
+LEAST = 50  # fewest steps between checkpoints by default
 
 
 class Saving(Callback):
-    """A checkpoint every `run.save_every` steps, after the last one, and before a signal's end; and those of
-    `run.milestones`, which stay.
+    """Saves a checkpoint every `run.save_every` steps, after the last step, and on a signal; and those of
+    `run.milestones`, which are never deleted.
 
-    Weights are good when a step from them was applied: until then none of the checkpoints before goes (`run.keep`), and
-    one that is due after a step that was skipped waits for the next that is not. While one is written beside the steps
-    (`run.save: async`), none goes either.
+    Weights count as good once a step from them was applied. Until then no earlier checkpoint is deleted (`run.keep`),
+    and a checkpoint that is due after a skipped step waits for the next applied one. While an asynchronous checkpoint
+    is being written (`run.save: async`), none is deleted either.
     """
 
     def begin(self, run: Run) -> None:
         self.reported: set[str] = set()
-        self.due, self.newest = False, run.step  # of the checkpoints: a stopped session may have left one too many
+        self.due, self.newest = False, run.step  # so that the extra checkpoint of a stopped session is pruned
 
     def end_step(self, run: Run, step: Step) -> None:
         run.settle(wait=False)
@@ -53,7 +53,7 @@ class Saving(Callback):
             self._prune(run)
 
     def _prune(self, run: Run) -> None:
-        """Delete what `run.keep` says, once for each checkpoint."""
+        """Delete checkpoints beyond `run.keep`, once after each new one."""
         if self.newest:
             folder, newest, keep = run.directory / run_dir.CHECKPOINTS, self.newest, run.cfg.run.keep
             self.newest = 0
@@ -64,38 +64,39 @@ class Saving(Callback):
 
 
 def interval(cfg: Config) -> int:
-    """Steps between checkpoints (0: none on the way): as asked, else a tenth of the run and at least :data:`LEAST`."""
-    asked = cfg.run.save_every
-    return max(LEAST, -(-total_steps(cfg) // 10)) if asked is None else asked
+    """Steps between checkpoints: `run.save_every` (0: only at the end), by default a tenth of the run and at least
+    :data:`LEAST`."""
+    every = cfg.run.save_every
+    return max(LEAST, -(-total_steps(cfg) // 10)) if every is None else every
 
 
 def deliver(job: Job) -> Mapping[str, Any] | None:
-    """Hold the frozen base against what it was, then write hf/ or adapter/ (`run.hf`); what the result says of the
-    base. A collective."""
-    job.world.at("the end, writing what the run leaves behind")
-    held = None if job.base is None else _hold_the_base(job, job.base)
+    """Check that the frozen base has not changed, then write hf/ or adapter/ (`run.hf`); return the result's record of
+    the base. A collective."""
+    job.world.at("the end, writing the trained weights")
+    checked = None if job.base is None else _check_base(job, job.base)
     if job.cfg.run.hf:
         _write_adapter(job) if job.cfg.lora is not None else _write_hf(job)
-    return held
+    return checked
 
 
-def _hold_the_base(job: Job, frozen: frozen_base.Base) -> Mapping[str, Any]:
-    """The frozen weights after training against those before: base.json, and what of it the result says."""
+def _check_base(job: Job, frozen: frozen_base.Base) -> Mapping[str, Any]:
+    """Compare the frozen weights after training with those before, and write base.json; return the result's record."""
     changed = frozen.changed(job.model, job.world)
     about = {"weights": len(frozen.whole), "unchanged": changed is None, "fp8": dict(frozen.taken)}
     if job.world.is_main:
         run_dir.write_json(job.directory / frozen_base.FILE, {**about, "changed": changed, "sha256": frozen.whole})
     if changed is not None:
         raise TrainError(
-            f"the base is not what it was when training began: {changed} was written to, and frozen weights never "
-            f"are. {job.directory / frozen_base.FILE} has its fingerprints; no adapter is written, because it would "
-            "belong to no frozen_base. Look for code that writes to the model's parameters (a hook, a callback)"
+            f"the frozen base has changed during training: {changed} was written to. Its fingerprints are in "
+            f"{job.directory / frozen_base.FILE}; no adapter is written, because it would not fit the original base. "
+            "Look for code that writes to the model's parameters (a hook, a callback)"
         )
     return about
 
 
 def _write_adapter(job: Job) -> None:
-    """adapter/: the trained adapters as PEFT's folder. Gathered from all ranks, written by the main one."""
+    """Write adapter/, the trained adapters as a PEFT folder: gathered from all ranks, written by the main one."""
     from octavo import adapters
 
     state = adapters.adapter_state(job.model)
@@ -105,7 +106,7 @@ def _write_adapter(job: Job) -> None:
 
 
 def _write_hf(job: Job) -> None:
-    """hf/: the trained weights as a Hugging Face folder, written by all ranks."""
+    """Write hf/, the trained weights as a Hugging Face folder, on all ranks."""
     checkpoints.save_hf(
         job.model, job.cfg.model.path, job.directory / "hf", job.world, skip=critic.owns, encrypt=job.cfg.run.encrypt
     )

@@ -1,12 +1,12 @@
-"""``run.check_every``: GEMMs of some steps computed again, so that a device that errs in silence is found and named.
+"""``run.check_every``: recomputes GEMMs in some steps, to find a device that silently computes wrong results.
 
-The same steps hold the FP8 codes of weights against a sample of their weights, and so does the first step after an
-evaluation or a checkpoint, before which weights may have been exchanged for their moving average and brought back: a
-write through ``.data`` leaves the codes of the former weight in use (:func:`octavo.fp8.weights.stale_codes`).
+The same steps compare the FP8 codes of weights with a sample of the weights. So does the first step after an evaluation
+or a checkpoint, because weights may then have been replaced by their moving average and restored. A write through
+``.data`` leaves the codes of the previous weight in use (:func:`octavo.fp8.weights.stale_codes`).
 
-Each rank checks its own device, the same GEMMs in the same steps. checks.jsonl gets a line for each check: what was
-compared and, where something differed, rank, host, device, layer, GEMM and both values. It only grows: a step that runs
-again, after a fault was found, has another line.
+Each rank checks its own device, with the same GEMMs in the same steps. Each check adds a line to checks.jsonl with what
+was compared and, for each difference, the rank, host, device, layer, GEMM and both values. Lines are never removed: a
+step that is repeated after a fault has a second line.
 """
 
 from __future__ import annotations
@@ -21,34 +21,37 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import environment
-from octavo.fp8.proof import Check, drawn, sites, size_of
+from octavo.fp8.proof import Check, sites, sites_of_check, size_of
 from octavo.fp8.weights import stale_sentence
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.step.step import Batches
 
-NAMED = 3  # faults that a message tells
+NAMED = 3  # the maximum number of faults described in a message
 
 
 class Checking(Callback):
-    """Checks every `run.check_every`-th step. A fault stops the run on all ranks before the step is written or saved;
-    rows of checked steps say how many GEMMs were computed again (`checked`, of all ranks)."""
+    """Checks every `run.check_every`-th step.
+
+    A fault stops the run on all ranks before the step is logged or saved. The rows of checked steps contain the number
+    of recomputed GEMMs of all ranks (`checked`).
+    """
 
     def begin(self, run: Run) -> None:
         self.clean = 0
-        self.exchanged = True  # weights may have been, since the last step
+        self.exchanged = True  # whether weights may have been swapped since the last step
         every, count = run.cfg.run.check_every, len(sites(run.job.plan))
         size = size_of(count)
         run.say(
-            f"every {every} steps {size} of {count} FP8 GEMMs are computed again; all have come round after "
+            f"every {every} steps {size} of {count} FP8 GEMMs are recomputed, all of them within "
             f"{every * -(-count // max(size, 1))} steps (run.check_every)"
         )
 
     def before_step(self, run: Run, number: int, batches: Batches) -> None:
         every, seed = run.cfg.run.check_every, run.cfg.run.seed
         if number % every == 0:
-            chosen = drawn(sites(run.job.plan), seed, number // every - 1)
+            chosen = sites_of_check(sites(run.job.plan), seed, number // every - 1)
             run.job.stepper.check = Check(chosen, draw=number)
         elif self.exchanged:
             run.job.stepper.check = Check((), draw=number)
@@ -87,7 +90,7 @@ class Checking(Callback):
 
 
 def _located_faults(run: Run, check: Check) -> list[dict[str, Any]]:
-    """The faults of this rank, with its host and device."""
+    """Return the faults of this rank, with its host and device."""
     if not check.faults:
         return []
     where = {"rank": run.world.rank, "host": platform.node(), "device": environment.describe_device(run.world.device)}
@@ -103,11 +106,11 @@ def _append(run: Run, line: Mapping[str, object]) -> None:
 
 def _sentence(number: int, faults: Sequence[dict[str, Any]], clean: int) -> str:
     who = list(dict.fromkeys(f"rank {f['rank']} on {f['host']}, {f['device']}" for f in faults))
-    told = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
-    more = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
-    since = f"the last check that found nothing was at step {clean}" if clean else "no check before it in this session"
+    messages = "; ".join(f"rank {fault['rank']}: {fault['said']}" for fault in faults[:NAMED])
+    rest = f"; {len(faults) - NAMED} more are in {run_dir.CHECKS}" if len(faults) > NAMED else ""
+    since = f"the last check without a fault was at step {clean}" if clean else "no check before it in this session"
     return (
-        f"step {number} computed wrongly on {' and '.join(who)}. {told}{more}. The step is not saved ({since}). "
-        "Take that device out, or run octavo doctor there first, and continue with run.resume=auto, or from an older "
-        "checkpoint with run.resume=PATH if a later one is in doubt"
+        f"step {number} computed wrongly on {' and '.join(who)}. {messages}{rest}. The step is not saved ({since}). "
+        "Remove that device, or run octavo doctor on it first, and continue with run.resume=auto, or from an older "
+        "checkpoint with run.resume=PATH if you doubt the newest"
     )

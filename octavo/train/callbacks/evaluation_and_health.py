@@ -1,5 +1,4 @@
-"""What a run proves and measures of itself: GEMMs against the plan, FP8 health, memory by kind, load of experts,
-held-out data."""
+"""Checks and measurements of a run: GEMMs against the plan, FP8 health, memory by kind, expert load, evaluation."""
 
 from __future__ import annotations
 
@@ -25,9 +24,8 @@ LENGTH = 600
 
 
 class Proof(Callback):
-    """Counts the GEMMs of the first step that reaches a component and holds them against the plan; again wherever
-    another plan begins. A mismatch stops the run; proof.json says which. What a phase proves stands there as of the
-    newest checkpoint."""
+    """Counts the GEMMs of the first step that reaches a component and compares them with the plan, and again for each
+    new plan. A mismatch stops the run; proof.json names it. A phase's own proof in it is as of the last checkpoint."""
 
     def begin(self, run: Run) -> None:
         course, self.more = run.job.course, run.job.phase.proof(run.job.stepper)
@@ -37,7 +35,7 @@ class Proof(Callback):
         safe_read.check_form(
             before, {"spans": [{"steps!": [safe_read.COUNT]}]}, run.directory / run_dir.PROOF, TrainError
         )
-        # The span that the checkpoint lies in ends with it: what holds from here on is proven anew.
+        # The span of the checkpoint ends with it, because the GEMMs from here on are counted again.
         self.before = [
             {**span, "steps": [first, min(last or run.step, run.step)]}
             for span in before.get("spans", ())
@@ -70,15 +68,15 @@ class Proof(Callback):
 
     def _write(self, run: Run) -> None:
         if run.world.is_main:
-            found = self.proof.report()
-            if self.before or "spans" in found:
-                found["spans"] = [*self.before, *self.proof.spans]
-            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.finite({**found, **self.more}))
+            report = self.proof.report()
+            if self.before or "spans" in report:
+                report["spans"] = [*self.before, *self.proof.spans]
+            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.finite({**report, **self.more}))
 
 
 class Figures(Callback):
-    """Asks for health every `run.health_every` steps, for memory at the first step and beside health, for the load of
-    experts wherever a row is written; and puts what came of it into the row."""
+    """Requests health figures every `run.health_every` steps, memory at the first step and after each health step, and
+    expert load for each logged row; adds them to the row."""
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         every = run.cfg.run.health_every
@@ -100,11 +98,11 @@ class Figures(Callback):
 
 
 class Answers:
-    """Appends to answers.jsonl the first answers of each evaluation, for people to read; lines of steps after `step`,
-    where the run goes on, are dropped. With `encrypt` it is answers.jsonl.aes, of encrypted lines.
+    """Appends the first answers of each evaluation to answers.jsonl; lines after `step`, from which the run continues,
+    are dropped. With `encrypt` the file is answers.jsonl.aes, with encrypted lines.
 
-    {"step", "file", "row", "prompt", "wanted", "said", "right" or null, "reward" or null}; texts of at most
-    :data:`LENGTH` characters, of a prompt its end.
+    {"step", "file", "row", "prompt", "wanted", "said", "right" or null, "reward" or null}; texts have at most
+    :data:`LENGTH` characters, prompts their last ones.
     """
 
     def __init__(self, directory: Path, tokenizer: Any, step: int, encrypt: bool = False) -> None:
@@ -123,7 +121,7 @@ class Answers:
         run_dir.append_lines(self.file, (json.dumps(row) + "\n" for row in rows))
 
     def _text(self, said: Sequence[int] | str) -> str:
-        """Text, or what tokens say, with a stroke where control tokens stand."""
+        """The text of tokens, with " | " in place of control tokens; a text unchanged."""
         if isinstance(said, str):
             return said
         control = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special}
@@ -133,7 +131,8 @@ class Answers:
 
 
 class Evaluation(Callback):
-    """Evaluates every `run.eval_every` steps and after the last one. What a stop leaves due is made on resume."""
+    """Evaluates every `run.eval_every` steps and after the last one. An evaluation that is due when the run stops is
+    done on resume."""
 
     def begin(self, run: Run) -> None:
         done = run.row.get("step") == run.step
@@ -153,8 +152,8 @@ class Evaluation(Callback):
         if due(run, step.number) and not run.stopping:
             try:
                 step.row["eval"] = self._evaluate(run)
-            except ValueError:  # of held-out rows, of answers to them or their rewards: it must not cost the step
-                if run.world.size == 1 and step.result.applied:  # saving is for all ranks, and one may have failed
+            except ValueError:  # an error of held-out rows, answers or rewards must not lose the step
+                if run.world.size == 1 and step.result.applied:  # a collective, which the others would miss
                     self._rescue(run, step)
                 raise
 
@@ -165,8 +164,8 @@ class Evaluation(Callback):
         run.save()
         run.settle()
         run.say(
-            f"step {step.number} is saved: octavo eval, generate and export read it, and run.resume=auto makes the "
-            "evaluation again"
+            f"step {step.number} is saved: octavo eval, generate and export can read it, and run.resume=auto repeats "
+            "the evaluation"
         )
 
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
@@ -182,6 +181,6 @@ class Evaluation(Callback):
 
 
 def due(run: Run, number: int) -> bool:
-    """Whether an evaluation belongs to a step."""
+    """Whether an evaluation follows a step."""
     every = run.cfg.run.eval_every
     return run.job.evalset is not None and (number == run.total_steps or (every > 0 and number % every == 0))

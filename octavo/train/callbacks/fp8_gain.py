@@ -1,12 +1,12 @@
-"""The gain window: what FP8 brings in this run, measured beside high precision.
+"""The gain window: the speed of FP8 in this run, compared with high precision.
 
-Once, when the run is warm, the micro-batches of a step that is already done are run again, forward and backward, in
-FP8 and with the same layers in high precision, by turns and in both orders. Gradients are thrown away and no update is
-made: weights, optimizer state, data position, amax histories and random generators are as before, so that the losses
-of the run are the same bits with the window and without. Codes of weights are cast anew in each pass, as in each step.
+Once, after warm-up, the micro-batches of a finished step run again, forward and backward, in FP8 and with the same
+layers in high precision, alternately and in both orders. Gradients are discarded and nothing is updated: weights,
+optimizer state, data position, amax histories and random generators are restored, so the losses of the run are
+bit-identical with and without the window. Each pass casts the weights again, as each step does.
 
-Not in it: the optimizer's step, clipping and data, which are the same in both. It needs the memory of a step in high
-precision; a run of one process that has not got it goes on without the figure.
+The optimizer step, clipping and data loading are not timed; they are the same in both. The window needs the memory of a
+step in high precision; a run of one process without that memory continues without the measurement.
 """
 
 from __future__ import annotations
@@ -35,9 +35,14 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Gain:
-    """`fp8_s` and `high_s`: median seconds of a step's forwards and backwards in FP8 and in high precision, the
-    slowest rank's. `gain`: by how much FP8 is faster, 0.25 for 1.25 times as fast, negative where it lost. `steps` of
-    each were timed, after step `step`, each of `tokens` tokens on this rank."""
+    """The measurement.
+
+    fp8_s, high_s  median seconds of a step's forwards and backwards in FP8 and in high precision, on the slowest rank
+    gain           high_s / fp8_s - 1: 0.25 means 1.25 times as fast; negative if FP8 is slower
+    steps          timed in each precision
+    step           after which it was measured
+    tokens         of a timed step on this rank
+    """
 
     fp8_s: float
     high_s: float
@@ -47,41 +52,41 @@ class Gain:
     tokens: int
 
     def sentence(self, emulated: bool = False) -> str:
-        """The outcome for people; a warning where FP8 lost, and without a GPU that it is emulated there."""
-        found = (
+        """The result as a sentence; a warning if FP8 is slower, with a hint that it is emulated without a GPU."""
+        figures = (
             f"forward and backward took {1e3 * self.fp8_s:.4g} ms in FP8 and {1e3 * self.high_s:.4g} ms in high "
             f"precision (gain {100 * self.gain:+.1f} %, {self.steps} steps of each)"
         )
         if self.gain > 0:
-            return found
+            return figures
         if emulated:
             return (
-                f"warning: FP8 is slower here: {found}. Without a GPU it is emulated, to check a run and not for "
+                f"warning: FP8 is slower here: {figures}. Without a GPU it is emulated, to check a run and not for "
                 "speed: this says nothing about a GPU"
             )
         return (
-            f"warning: FP8 is slower here: {found}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
+            f"warning: FP8 is slower here: {figures}. Let recipe: auto plan by measurement (octavo plan FILE --measure "
             "shows why), raise train.micro_batch, or use recipe: off"
         )
 
 
 class GainWindow(Callback):
-    """Takes the window once in a run (`run.gain_steps`), when a session is warm; gain.json keeps it, or why there is
-    nothing to keep, and the step's row gets it too. A run that is asked to stop takes one when it goes on."""
+    """Measures once in a run (`run.gain_steps`), after a session's warm-up. gain.json and the step's row get the
+    result; gain.json gets the reason if it failed. A run that stops in the window measures after it is resumed."""
 
     def begin(self, run: Run) -> None:
         if run.cfg.run.gain_steps and not run.job.course.schedule.parts:
             run.say("run.gain_steps: nothing of this run is in FP8, so there is no gain to measure")
 
     def after_step(self, run: Run, step: Step) -> None:
-        last = min(run.first + WARM, run.total_steps)  # or where the session ends; later, if FP8 begins later
+        last = min(run.first + WARM, run.total_steps)  # a later step, if FP8 begins later
         self.due = bool(run.cfg.run.gain_steps) and run.gain is None and run.fp8 and step.number >= last
         step.wanted |= self.due
 
     def end_step(self, run: Run, step: Step) -> None:
         if not self.due or run.stopping:
             return
-        self._measure(run, step)  # last, so that whatever becomes of it costs nothing of the step
+        self._measure(run, step)  # last, so that its failure does not affect the step
         if run.asked_to_stop():
             run.stopping = True
             run.save()
@@ -89,19 +94,19 @@ class GainWindow(Callback):
     def _measure(self, run: Run, step: Step) -> None:
         steps = run.cfg.run.gain_steps
         run.say(
-            f"gain window: the micro-batches of step {step.number} again, {steps} times in FP8 and {steps} times in "
-            "high precision, after a turn to warm up; nothing of the run changes (run.gain_steps)"
+            f"gain window: running the micro-batches of step {step.number} again, {steps} times in FP8 and {steps} "
+            "times in high precision, after one warm-up; the run is not affected (run.gain_steps)"
         )
         try:
-            found = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
-            row: dict[str, Any] = asdict(found)
-            message = found.sentence(emulated=not accelerator.is_gpu(run.world.device))
+            measured = measure(run.job.stepper, step.batches, steps, step.number, run.asked_to_stop)
+            row: dict[str, Any] = asdict(measured)
+            message = measured.sentence(emulated=not accelerator.is_gpu(run.world.device))
         except Left:
-            run.say("left the gain window, as the run was asked to stop; it is taken when the run goes on")
+            run.say("left the gain window because the run is stopping; it is repeated when the run continues")
             return
         except NoRoom as error:
             row = {"failed": str(error), "step": step.number}
-            message = f"warning: {error}; the run goes on without the figure"
+            message = f"warning: {error}; the run continues without the measurement"
         run.say(message)
         run.gain = row
         if run.world.is_main:
@@ -113,11 +118,11 @@ class GainWindow(Callback):
 
 
 class NoRoom(Exception):
-    """The window ran out of memory; says where."""
+    """The window ran out of memory; the message says in which precision."""
 
 
 class Left(Exception):
-    """The run was asked to stop inside the window."""
+    """The run was asked to stop during the window."""
 
 
 def measure(
@@ -128,12 +133,12 @@ def measure(
     stop: Callable[[], bool] = lambda: False,
     clock: Clock = time.perf_counter,
 ) -> Gain:
-    """Time `steps` steps each on `batches` of this rank. A collective; nothing of the run is changed.
+    """Time `steps` steps in each precision on `batches` of this rank. A collective; the run's state is restored.
 
-    `stop` is asked before each pass, on all ranks alike, and ends the window. `clock` is a stand-in for tests.
+    `stop` is called before each pass, on all ranks, and ends the window if it returns True. `clock` is for tests.
 
-    Raises Left where `stop` said so, NoRoom where memory runs out in a run of one process. TrainError among several,
-    since a rank cannot leave the collectives of a backward alone.
+    Raises Left on `stop`, and NoRoom if memory runs out in a run of one process. With several ranks it is a TrainError,
+    because the other ranks still wait in the collectives of the backward.
     """
     world = stepper.world
     generators = checkpoint.rng.collect(world.rank)
@@ -141,7 +146,7 @@ def measure(
     times: dict[str, list[float]] = {"fp8": [], "high": []}
     full = ""
     try:
-        for turn in range(-1, steps):  # the first turn warms both up
+        for turn in range(-1, steps):  # turn -1 is the warm-up of both
             for kind in ("fp8", "high") if turn % 2 else ("high", "fp8"):
                 if stop():
                     raise Left
@@ -159,7 +164,7 @@ def measure(
             fp8.load_scaling_state(stepper.model, histories)
         fp8.invalidate(stepper.model)
         checkpoint.rng.restore(generators, world.rank)
-    if full:  # raised here, where the error and with it the frames that hold a half-done graph are gone
+    if full:  # raised outside the except block, where the frames that hold a half-done graph are freed
         accelerator.empty_cache(world.device)
         raise NoRoom(full)
     mine = torch.tensor([statistics.median(times["fp8"]), statistics.median(times["high"])], dtype=torch.float64)

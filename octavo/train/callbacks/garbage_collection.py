@@ -1,17 +1,17 @@
-"""``train.gc``: when Python's garbage collector looks through all objects of a training process.
+"""``train.gc``: when Python's garbage collector runs in a training process.
 
-What is no longer used is freed at once, by counting; the collector finds what refers to itself in a circle. Its oldest
-generation holds every module, hook and string of a run, and looking through it takes as long as there are objects. It
-runs when a rank has made enough of them, so each rank stops at a step of its own and the others wait for it.
+Reference counting frees unused objects at once; the collector finds reference cycles. Its oldest generation holds every
+module, hook and string of a run, and a collection takes time proportional to their number. It runs after a number of
+allocations, so each rank pauses at a different step and the others wait for it.
 
-    absent          Python's own thresholds, untouched
-    700,10,1000     other thresholds: the oldest generation a hundredth as often as by 700,10,10
-    freeze          after :data:`SETTLED` steps of a session, what is there is collected and never looked at again
-    N               nothing is collected but after every N-th step, on all ranks alike, and what is there after the
-                    first steps is frozen too, without which each time would look through everything; circles with
-                    tensors live until then, so N is no number of thousands
+    absent          Python's own thresholds, unchanged
+    700,10,1000     other thresholds: the oldest generation a hundredth as often as with 700,10,10
+    freeze          after :data:`SETTLED` steps of a session, collect once and exempt all existing objects
+    N               collect only after every N-th step, on all ranks at once; objects that exist after the first steps
+                    are exempt too, since each collection would visit them all. Cycles with tensors live until the
+                    next collection, so N should not be in the thousands
 
-Whatever a run sets is as it was when it ends: `train.run` may have been called by another program.
+The settings are restored when the run ends, because another program may have called `train.run`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from contextlib import contextmanager
 
 from octavo.train.callbacks.callback import Callback, Run, Step
 
-SETTLED = 5  # steps of a session after which its objects are there to stay
+SETTLED = 5  # steps of a session after which its long-lived objects exist
 Gc = str | int | tuple[int, int, int] | None
 
 
 @contextmanager
 def collecting(how: Gc) -> Iterator[None]:
-    """The collector as `train.gc` says inside, and as it was outside."""
+    """Context with the collector settings of `train.gc`; restores the previous ones."""
     enabled, thresholds = gc.isenabled(), gc.get_threshold()
     freezes = how is not None and not isinstance(how, tuple)
-    frozen = gc.get_freeze_count() if freezes else 0  # it goes through all that are: 50 ms for half a million
+    frozen = gc.get_freeze_count() if freezes else 0  # visits all frozen objects: 50 ms for half a million
     if isinstance(how, tuple):
         gc.set_threshold(*how)
     elif isinstance(how, int):
@@ -42,12 +42,12 @@ def collecting(how: Gc) -> Iterator[None]:
         gc.set_threshold(*thresholds)
         if enabled:
             gc.enable()
-        if freezes and not frozen:  # what others froze before cannot be told from what was frozen here
+        if freezes and not frozen:  # objects that others froze before cannot be distinguished
             gc.unfreeze()
 
 
 class Collecting(Callback):
-    """Freezes, or collects every so many steps, behind the row of a step and before its checkpoint."""
+    """Freezes, or collects every N steps, between a step's row and its checkpoint."""
 
     def end_step(self, run: Run, step: Step) -> None:
         how = run.cfg.train.gc

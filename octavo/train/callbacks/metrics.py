@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: metrics.jsonl and TensorBoard events."""
+"""The log of a run: metrics.jsonl and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from octavo.train.run_dir.run_dir import METRICS, truncate_metrics
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl and their numbers to TensorBoard. Only the main rank makes one.
+    """Appends rows to metrics.jsonl and their numbers to TensorBoard. Only the main rank has one.
 
-    A row is JSON without NaN or infinity: what is not finite is written as null. `names`: figures of a step or an
-    evaluation that TensorBoard has under another name.
+    A row is JSON without NaN or infinity: numbers that are not finite are written as null. `names`: figures that have
+    another name in TensorBoard.
     """
 
     def __init__(self, directory: Path, tensorboard: bool, first_step: int, names: Mapping[str, str] = {}) -> None:
@@ -27,11 +27,11 @@ class MetricsLog:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            # purge_step hides what a killed run wrote after the checkpoint.
+            # purge_step hides events that a killed run wrote after its checkpoint.
             self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
 
     def write(self, row: Mapping[str, Any], summary: Mapping[str, float] | None = None) -> None:
-        """One line. `summary`: flat FP8 health figures, for TensorBoard alone (the row has the whole table)."""
+        """Write one line. `summary`: FP8 health figures for TensorBoard only (the row has the whole table)."""
         self._file.write(json.dumps(finite(row)) + "\n")
         self._file.flush()
         if self._events is None:
@@ -39,7 +39,7 @@ class MetricsLog:
         self._scalars(flat(row, summary, self._names), row["step"])
 
     def amend(self, row: Mapping[str, Any], part: str) -> None:
-        """Write the last line again, now that `row` has the group `part` as well."""
+        """Rewrite the last line, now that `row` also has the group `part`."""
         self._file.close()
         truncate_metrics(self._path, row["step"] - 1)
         self._file = self._path.open("a", encoding="utf-8")
@@ -47,14 +47,14 @@ class MetricsLog:
         self._file.flush()
         self._scalars(flat({part: row[part]}, None, self._names), row["step"])
 
-    def _scalars(self, found: Mapping[str, Any], step: int) -> None:
-        """To TensorBoard, which has no word for a figure of nothing (None)."""
-        for name, value in found.items():
+    def _scalars(self, figures: Mapping[str, Any], step: int) -> None:
+        """Write figures to TensorBoard, which cannot show None."""
+        for name, value in figures.items():
             if self._events is not None and value is not None:
                 self._events.add_scalar(name, value, step)
 
     def sync(self) -> None:
-        """Everything written so far is on the disk: called before a checkpoint that counts on it."""
+        """Force everything to the disk; called before a checkpoint, from which a resume expects these rows."""
         self._file.flush()
         os.fsync(self._file.fileno())
         if self._events is not None:
@@ -67,8 +67,8 @@ class MetricsLog:
 
 
 def flat(row: Mapping[str, Any], summary: Mapping[str, float] | None, names: Mapping[str, str]) -> dict[str, Any]:
-    """The numbers of a row as trackers and TensorBoard have them: `train/`, `memory/`, `eval/`, `gain/` and of the
-    health summary `fp8/`. What is not a number, or of nothing (None), is left out."""
+    """The numbers of a row for trackers and TensorBoard: `train/`, `memory/`, `eval/`, `gain/`, and `fp8/` for the
+    health summary. Other values and None are left out."""
     groups = {name: row.get(name) for name in ("memory", "eval", "gain")} | {"fp8": summary}
     groups["train"] = {key: value for key, value in row.items() if key != "step"}
     return {

@@ -1,4 +1,4 @@
-"""How a run shows itself: a progress bar on a terminal, plain lines elsewhere, nothing without a console."""
+"""The display of a run: a progress bar on a terminal, plain lines elsewhere, nothing without a console."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Display:
         self._figures = self._doing = ""
 
     def begin(self, done: int, steps: int) -> None:
-        """Start at `done` steps of `steps`."""
+        """Start after `done` of `steps` steps."""
         self.steps = steps
         if self.console is None or not self.console.is_terminal:
             return
@@ -34,7 +34,7 @@ class Display:
         self._bar.start()
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Show a finished step."""
         if self.console is None:
             return
         if self._bar is not None:
@@ -47,13 +47,13 @@ class Display:
             self.say(f"step {row['step']}/{self.steps}  {_figures(row)}")
 
     def doing(self, what: str) -> None:
-        """What of a step is done now; the bar shows it, lines do not."""
+        """Show the current part of a step; only the bar does, not plain lines."""
         if self._bar is not None and what != self._doing:
             self._doing = what
             self._bar.update(self._task, figures=f"{what}  {self._figures}")
 
     def say(self, text: str) -> None:
-        """A line beside the bar."""
+        """Print a line above the bar."""
         if self.console is not None:
             prefix = f"{self.label}: " if self.label and "\n" not in text else ""
             self.console.print(prefix + text, highlight=False, markup=False, soft_wrap=True)
@@ -65,7 +65,7 @@ class Display:
 
 
 def _figures(row: Mapping[str, Any]) -> str:
-    if "reward" in row:  # of reinforcement learning, whose loss says nothing
+    if "reward" in row:  # reinforcement learning, where the loss means little
         rates = f"{row['rollout_tokens_per_s']:.0f} rollout, {row['training_tokens_per_s']:.0f} training"
         parts = [f"reward {_of(row['reward'])}", f"length {_of(row['length'], '.1f')}", f"tokens/s {rates}"]
     else:
@@ -80,18 +80,22 @@ def _figures(row: Mapping[str, Any]) -> str:
     if row.get("overflow"):
         parts.append("skipped: FP16 overflow")
     if "eval" in row:
-        found = row["eval"]
-        exact = f", exact match {found['exact_match']:.1%} of {found['questions']}" if "exact_match" in found else ""
-        parts.append(f"eval loss {found['loss']:.4f}{exact}")
-        if "reward" in found:
-            parts.append(f"held-out reward {_of(found['reward'])}")
-        if "rewards/accuracies" in found:
-            parts.append(f"held-out accuracy {_of(found['rewards/accuracies'], '.1%')}")
-        if "rewards/margins" in found:
-            parts.append(f"margin {_of(found['rewards/margins'])}")
+        evaluation = row["eval"]
+        exact = (
+            f", exact match {evaluation['exact_match']:.1%} of {evaluation['questions']}"
+            if "exact_match" in evaluation
+            else ""
+        )
+        parts.append(f"eval loss {evaluation['loss']:.4f}{exact}")
+        if "reward" in evaluation:
+            parts.append(f"held-out reward {_of(evaluation['reward'])}")
+        if "rewards/accuracies" in evaluation:
+            parts.append(f"held-out accuracy {_of(evaluation['rewards/accuracies'], '.1%')}")
+        if "rewards/margins" in evaluation:
+            parts.append(f"margin {_of(evaluation['rewards/margins'])}")
     return "  ".join(parts)
 
 
 def _of(value: float | None, form: str = ".3f") -> str:
-    """A figure; a dash for one of nothing."""
+    """A formatted figure; a dash for None."""
     return "-" if value is None else format(value, form)

@@ -21,12 +21,12 @@ class RunResult:
     eval     the last evaluation, None where there was none
     health   the last FP8 health summary (worst and median figures)
     memory   bytes by kind, as last measured
-    gain     what FP8 gained, where run.gain_steps asked for it; {"failed": why, "step"} without the memory for it
-    base     of a frozen base: how many weights, that they are what they were, what its FP8 codes take (see base.json)
+    gain     the measured speed of FP8 (run.gain_steps); {"failed": why, "step"} if memory ran out
+    base     of a frozen base: number of weights, whether they are unchanged, size of FP8 codes (see base.json)
     skipped  steps that were not applied because loss or gradient were not finite
-    overflowed    steps that were not applied because gradients overflowed FP16, and the loss scale fell
-    seconds  of training, all sessions of the run together
-    signal   the signal that stopped it, None: a callback did
+    overflowed    steps that were not applied because gradients overflowed FP16, which lowered the loss scale
+    seconds  of training in all sessions of the run
+    signal   that stopped it; None if a callback did
     """
 
     dir: Path
@@ -49,7 +49,7 @@ class RunResult:
         return 128 + self.signal if self.signal else 0
 
     def losses(self) -> dict[int, float]:
-        """Step -> loss, as metrics.jsonl has them."""
+        """Step -> loss, from metrics.jsonl."""
         rows = run_dir.read_rows(self.dir / run_dir.METRICS)
         return {row["step"]: row["loss"] for row in rows if "loss" in row}
 

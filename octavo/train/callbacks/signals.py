@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP as a request that the loop looks at between steps, and a limit to how long that takes."""
+"""SIGTERM, SIGINT and SIGHUP as a request that the loop checks between steps, with a time limit."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import traceback
 from types import FrameType
 from typing import Any
 
-AGAIN = 0.05  # seconds until an interrupt that was dropped is raised again
+AGAIN = 0.05  # seconds after which an ignored interrupt is raised again
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class StopRequest:
-    """A context in which the first of `SIGNALS` is remembered (`signal`) and a second SIGINT interrupts at once, also
-    where Python drops exceptions (a `__del__`, a callback of the collector): there it is raised once that returns. A
-    process that has not left the context `timeout` seconds after the first one hangs: it says where and ends. A SIGHUP
-    that is ignored (nohup) stays so. Outside the main thread signals cannot be caught; then it remembers nothing."""
+    """A context that records the first of `SIGNALS` (`signal`). A second SIGINT interrupts at once; where Python
+    ignores exceptions (a `__del__`, a callback of the collector), it is raised again after that returns. A process that
+    has not left the context `timeout` seconds after the first signal hangs: it prints where, and ends. A SIGHUP that is
+    ignored (nohup) stays ignored. Outside the main thread signals cannot be caught, and nothing is recorded."""
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
         self.signal: int | None = None
-        self.asked = False  # to stop, by a callback
+        self.asked = False  # set by a callback that wants to stop
         self._before: dict[int, Any] = {}
         self._left = threading.Event()
         self._terminals: list[int] = []
@@ -35,8 +35,8 @@ class StopRequest:
             caught = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
             self._before = {number: signal.signal(number, self._remember) for number in caught}
             self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
-            # A handler in Python waits for the main thread to come back to Python; what hangs in a library does not.
-            # The interpreter itself writes the signal's number to this bell.
+            # A Python handler only runs when the main thread executes Python code, which it does not while it hangs in
+            # a library. The interpreter's C handler writes the signal's number to this socket at once.
             self._bell, self._rope = socket.socketpair()
             self._rope.setblocking(False)
             self._bell_before = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
@@ -57,28 +57,28 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = number
-        for fd in [fd for fd in self._terminals if not os.isatty(fd)]:  # closed: what is said from here on goes nowhere
+        for fd in [fd for fd in self._terminals if not os.isatty(fd)]:  # closed terminal: discard further output
             os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
     def _dropped(self, dropped: Any) -> None:
-        """An exception that no caller gets: of an interrupt nothing is printed, and it is raised again."""
+        """Hook for exceptions that Python ignores: raise an interrupt again, and print others as usual."""
         if isinstance(dropped.exc_value, KeyboardInterrupt):
             main = threading.main_thread().ident
-            again = threading.Timer(AGAIN, signal.pthread_kill, (main, signal.SIGINT))  # here it would be dropped too
+            again = threading.Timer(AGAIN, signal.pthread_kill, (main, signal.SIGINT))  # not here: ignored too
             again.daemon = True
             again.start()
         else:
             self._hook(dropped)
 
     def _limit(self, main: int) -> None:
-        """In a thread: wait for a signal, then for the end of the context."""
+        """Thread: wait for a signal, then for the end of the context."""
         number = 0
-        with self._bell:  # open to the end: the interpreter complains of a signal that it cannot write
+        with self._bell:  # open until the end: the interpreter warns if it cannot write
             while number not in self._before:
-                heard = self._bell.recv(1)
-                if not heard:
+                received = self._bell.recv(1)
+                if not received:
                     return
-                number = heard[0]
+                number = received[0]
             if self._left.wait(self.timeout):
                 return
         frame = sys._current_frames().get(main)
@@ -87,7 +87,7 @@ class StopRequest:
         try:
             print(
                 f"rank {rank} hangs: {name} came {self.timeout:g} s ago (run.timeout), and this process has not ended. "
-                f"It ends now, and the last checkpoint stands. It was in\n{where}", file=sys.stderr, flush=True,
+                f"It ends now; the last checkpoint remains. It was in\n{where}", file=sys.stderr, flush=True,
             )  # fmt: skip
         finally:
             os._exit(128 + number)

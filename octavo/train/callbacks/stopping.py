@@ -1,4 +1,4 @@
-"""What ends a run early: a signal, a callback, steps that are not finite or without a token to learn from."""
+"""Ends a run early: on a signal, for a callback, after steps that are not finite or have no loss tokens."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from octavo.train.run_dir import run_dir
 from octavo.train.step import compile
 from octavo.train.step.nonfinite import first_source, refuse_weights
 
-PATIENCE = 10  # such steps in a row before the run gives up
+PATIENCE = 10  # such steps in a row before the run ends
 
 
 class Stopping(Callback):
-    """Asks between steps whether a signal reached any rank, or a callback asks: such a run saves and leaves."""
+    """Saves and ends the run if between two steps a signal has reached any rank, or a callback wants to stop."""
 
     def after_step(self, run: Run, step: Step) -> None:
         run.stopping = run.asked_to_stop()
-        step.wanted |= run.stopping  # a row to continue from: its evaluation may be added later
+        step.wanted |= run.stopping  # the resumed run may add its evaluation to this row
 
     def end_step(self, run: Run, step: Step) -> None:
-        run.stopping |= bool(run.users) and run.world.any(run.request.asked)  # in `evaluated` or `end_step`
+        run.stopping |= bool(run.users) and run.world.any(run.request.asked)  # requested in `evaluated` or `end_step`
 
 
 class NotFinite(Callback):
-    """Says that a step was not applied, and stops the run where a weight is not finite: no later step could be applied.
-    After `PATIENCE` in a row (or all there are) it finds the layer and stops. A run whose last step was not applied has
-    not finished either: whether its weights still compute, no step has shown."""
+    """Reports steps that were not applied, and stops the run if a weight is not finite, because no later step could be
+    applied. After `PATIENCE` such steps in a row (or all steps of the run) it finds the layer and stops. A run whose
+    last step was not applied has not finished either, because no step has shown that its weights still work."""
 
     def after_step(self, run: Run, step: Step) -> None:
         result = step.result
@@ -38,12 +38,12 @@ class NotFinite(Callback):
             assert scale is not None
             run.say(
                 f"step {step.number} skipped: gradients overflowed FP16 at a loss scale of {result.loss_scale:g}; the "
-                f"next step takes {scale.value:g}"
+                f"next step uses {scale.value:g}"
             )
         elif not result.applied:
             run.say(
-                f"step {step.number} skipped: loss {result.loss}, gradient norm {result.grad_norm}; the "
-                "weights stay as they are"
+                f"step {step.number} skipped: loss {result.loss}, gradient norm {result.grad_norm}; the weights "
+                "are unchanged"
             )
 
     def end_step(self, run: Run, step: Step) -> None:
@@ -57,7 +57,7 @@ class NotFinite(Callback):
             for batch in step.batches:
                 stepper.backward(batch, 1.0)
 
-        with compile.step(eager=True) if run.cfg.train.compile else nullcontext():  # its hooks look inside blocks
+        with compile.step(eager=True) if run.cfg.train.compile else nullcontext():  # hooks need modules
             where = first_source(run.model, repeat, run.world)
         raise TrainError(
             f"{in_a_row} steps in a row, up to step {step.number}, had a loss or a gradient that is not finite: "
@@ -67,18 +67,18 @@ class NotFinite(Callback):
 
 
 def _about_scale(run: Run) -> str:
-    """What FP16 has to do with it."""
+    """Advice if the run computes in FP16."""
     if (scale := run.job.stepper.update.scale) is None:
         return ""
     if not scale.moves and scale.value > 1:
         return f"Losses are multiplied by {scale.value:g} (train.loss_scale); lower it, or use dynamic. "
-    why = "the loss is not scaled up any more" if scale.value == 1 else "no loss scale changes what a forward computes"
-    return f"FP16 holds nothing beyond 65504, and {why}: use train.precision: bf16. "
+    why = "the loss scale is 1 already" if scale.value == 1 else "a loss scale does not change the forward"
+    return f"FP16 has no values beyond 65504, and {why}: use train.precision: bf16. "
 
 
 class NothingToLearn(Callback):
-    """A run whose steps hold no token with a loss trains nothing, and must not end as finished. One that has learnt by
-    rewards until all answers earn the same goes on: its weights are what was asked for."""
+    """Ends a run whose steps have no loss tokens, because it trains nothing and must not count as finished. A run with
+    rewards that has trained until all answers earn the same continues: it has reached its goal."""
 
     def begin(self, run: Run) -> None:
         self.told: set[str] = set()
@@ -88,17 +88,17 @@ class NothingToLearn(Callback):
         for action in NOTED:
             if action not in self.told and (row := report.first.get(action)):
                 self.told.add(action)
-                why = action if run.cfg.run.encrypt else row["reason"]  # which may quote the row
-                run.say(f"{row['file']}, row {row['row']}: {why}; it is trained on as it is. All such rows are in "
+                why = action if run.cfg.run.encrypt else row["reason"]  # the reason may quote the row
+                run.say(f"{row['file']}, row {row['row']}: {why}; it is used unchanged. All such rows are in "
                         f"{run_dir.skipped(run.cfg)}")  # fmt: skip
         if progress.empty == 1:
-            run.say(f"step {step.number} held no token with a loss")
+            run.say(f"step {step.number} had no loss tokens")
         enough = progress.learnt > 0 and run.job.phase.exhausts
         if enough or progress.empty < min(PATIENCE, run.total_steps):
             return
         gone = [f"{count} {what}" for what, count in report.counts.items() if what not in NOTED]
         raise TrainError(
-            f"{progress.empty} steps in a row, up to step {step.number}, held no token with a loss (rows left out so "
+            f"{progress.empty} steps in a row, up to step {step.number}, had no loss tokens (rows left out so "
             f"far: {', '.join(gone) or 'none'}; {run_dir.skipped(run.cfg)} lists them with the reason). "
             f"{run.job.phase.starved}"
         )

@@ -1,11 +1,10 @@
 """`run.trackers`: the rows of a run, its configuration and at the end its page, in wandb, trackio, MLflow or SwanLab.
 
-Each library is opened by one function here, in its own words, which gives what all have in common (:class:`Opened`). A
-tracker is a watcher of the run (:mod:`octavo.train.callbacks.callback`): the main rank alone has it, and one that fails
-later than at the beginning ends no run. Where a library keeps its data, and whether it goes online, is for its own
-environment variables to say (WANDB_MODE, TRACKIO_DIR, MLFLOW_TRACKING_URI, SWANLAB_MODE); the project is called octavo
-unless they name another. `trackers.json` of the run's directory has what each calls the run, so that a resumed one goes
-on there.
+One function per library opens a run there and returns a common interface (:class:`Opened`). A tracker is a watcher of
+the run (:mod:`octavo.train.callbacks.callback`): only the main rank has it, and an error after the start does not end
+the run. The libraries' own environment variables decide where data is stored and whether it is uploaded (WANDB_MODE,
+TRACKIO_DIR, MLFLOW_TRACKING_URI, SWANLAB_MODE); the project is octavo unless they name another. `trackers.json` in the
+run directory has the run's name in each tracker, so that a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Numbers = Mapping[str, float]
 
 
 class Opened(NamedTuple):
-    """A run in a tracker. ``name`` is what finds it again; ``log`` takes the numbers of a step; ``page`` a file of HTML
-    as of a step; ``close`` whether the run finished."""
+    """A run in a tracker. ``name`` identifies it for a resume; ``log`` takes the numbers of a step; ``page`` an HTML
+    file and its step; ``close`` whether the run finished."""
 
     name: str
     log: Callable[[Numbers, int], Any]
@@ -44,7 +43,7 @@ def _wandb(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
 
     project = os.environ.get("WANDB_PROJECT", "octavo")
     run = wandb.init(project=project, name=home.name, dir=str(home), id=known, resume="allow", config=settings)
-    # A step of its own: wandb's only rises, and a resumed run writes the steps after its checkpoint again.
+    # A separate metric, because wandb's own step can only increase, and a resumed run repeats steps.
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     return Opened(
@@ -58,7 +57,7 @@ def _wandb(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
 def _trackio(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
     import trackio
 
-    # trackio finds runs by their name, which another run directory may have as well
+    # trackio identifies runs by name, so the name must not collide with another run directory's.
     name = known or f"{home.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
     project = os.environ.get("TRACKIO_PROJECT", "octavo")
     run = trackio.init(project=project, name=name, resume="allow" if known else "never", config=settings)
@@ -75,15 +74,15 @@ def _mlflow(settings: dict[str, Any], home: Path, known: str | None) -> Opened:
 
     if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & os.environ.keys():
         mlflow.set_experiment("octavo")
-    found = mlflow.start_run(run_id=known, run_name=None if known else home.name).info.run_id
-    if known is None:  # what was said of a run cannot be said again
+    run_id = mlflow.start_run(run_id=known, run_name=None if known else home.name).info.run_id
+    if known is None:  # MLflow parameters cannot be changed
         every = list(_flat(settings).items())
-        for first in range(0, len(every), 100):  # at a time, as a server takes them
-            mlflow.log_params(dict(every[first : first + 100]), run_id=found)
+        for first in range(0, len(every), 100):  # the largest batch that a server accepts
+            mlflow.log_params(dict(every[first : first + 100]), run_id=run_id)
     return Opened(
-        found,
-        lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step, run_id=found),
-        lambda file, step: mlflow.log_artifact(str(file), run_id=found),
+        run_id,
+        lambda numbers, step: mlflow.log_metrics(dict(numbers), step=step, run_id=run_id),
+        lambda file, step: mlflow.log_artifact(str(file), run_id=run_id),
         lambda finished: mlflow.end_run("FINISHED" if finished else "KILLED"),
     )
 
@@ -112,12 +111,12 @@ def refuse_missing(cfg: Config) -> None:
 
 
 def trackers_of(cfg: Config) -> tuple[Tracker, ...]:
-    """The watchers that `run.trackers` names."""
+    """A watcher for each of `run.trackers`."""
     return tuple(Tracker(name) for name in cfg.run.trackers)
 
 
 class Tracker(Callback):
-    """One tracker of a run. It gets the rows that metrics.jsonl gets, by the names that TensorBoard has."""
+    """One tracker of a run. It gets the rows of metrics.jsonl, with TensorBoard's names."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -133,7 +132,7 @@ class Tracker(Callback):
             self.opened = _OPEN[self.name](settings, run.directory.resolve(), names.get(self.name))
         except Exception as error:
             raise TrainError(
-                f"run.trackers: {self.name} could not begin ({first_line(error)}). Log in, or let it work offline "
+                f"run.trackers: {self.name} could not start ({first_line(error)}). Log in, or use it offline "
                 f"(see its own documentation), or leave {self.name} out"
             ) from error
         if names.get(self.name) != self.opened.name:
@@ -162,7 +161,7 @@ class Tracker(Callback):
 
 
 def _flat(settings: Any, key: str = "") -> dict[str, Any]:
-    """Nested settings by dotted keys; numbers in the keys are places in a list."""
+    """Nested settings by dotted key; list items by index."""
     if isinstance(settings, list):
         settings = dict(enumerate(settings))
     if not isinstance(settings, dict):

@@ -1,1 +1,1 @@
-"""What the loss of a batch is made of."""
+"""The forward of a batch and its loss."""

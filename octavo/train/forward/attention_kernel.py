@@ -1,11 +1,11 @@
-"""Which kernel computes attention (`model.attention`): one that is asked for by name, or the fastest that works here.
+"""Selects the attention kernel (`model.attention`): the named one, or the fastest that works on this device.
 
-`auto` tries every kernel forward and backward on the shapes of the model's parts (heads, groups, head size, causal or
-not, rows of `train.seq_length`), and on a GPU takes the one whose times add up to least. Elsewhere nothing is timed,
-and the first that works is taken. A call that the kernel cannot do, such as rows of unequal length with their mask,
-goes to the next one that can, as torch's own choice does. A run that goes on keeps the kernel that it began with.
+`auto` runs every kernel forward and backward on the shapes of the model's parts (heads, groups, head size, causal or
+not, rows of `train.seq_length`), and on a GPU takes the one with the smallest total time. On other devices nothing is
+timed, and the first that works is taken. A call that the kernel does not support, such as rows of unequal length with a
+mask, falls back to the next one that does, as in torch's own choice. A resumed run keeps its kernel.
 
-Vision tower and language model may have a kernel each (`{image_encoder: varlen, foundation: cudnn}`), chosen apart.
+Vision tower and language model may have different kernels (`{image_encoder: varlen, foundation: cudnn}`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STOCK = "sdpa"
-KEEPS_ALL = ("math", "eager")  # keep the weights of all pairs of tokens for backward
+KEEPS_ALL = ("math", "eager")  # keep the attention weights of all pairs of tokens for backward
 COMPONENTS = {"language model": "foundation", "vision tower": "image_encoder"}
-_PATCHES = 1024  # of an image that a vision tower is tried on: 512 x 512 pixels in patches of 16
+_PATCHES = 1024  # of the image on which a vision tower is timed: 512 x 512 pixels in patches of 16
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention of one part of a model: ``heads`` of q over ``kv`` of k and v, ``size`` features each."""
+    """The attention of one part of a model: ``heads`` query heads and ``kv`` key-value heads of ``size`` features."""
 
-    part: str  # in words; :data:`COMPONENTS` has its component
+    part: str  # a key of :data:`COMPONENTS`
     heads: int
     kv: int
     size: int
@@ -50,7 +50,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Choice:
-    """``kernel``, ``why`` it is the one, and why others are not, by name; of one ``component``, or None: of all."""
+    """The ``kernel``, ``why`` it was chosen, and why others were ``rejected``, for a ``component`` (None: for all)."""
 
     kernel: str
     why: str
@@ -59,68 +59,68 @@ class Choice:
 
     def __str__(self) -> str:
         left = "".join(f"; not {name}: {why}" for name, why in self.rejected.items())
-        kept = ". It keeps T x T weights for backward, which predicted memory leaves out"
+        memory = ". It keeps T x T weights for backward, which predicted memory does not include"
         of = "" if self.component is None else f" of {self.component}"
-        return f"attention{of} by {self.kernel}, {self.why}{left}{kept if self.kernel in KEEPS_ALL else ''}"
+        return f"attention{of} by {self.kernel}, {self.why}{left}{memory if self.kernel in KEEPS_ALL else ''}"
 
 
 def heads_of(config: Any, tokens: int) -> tuple[Heads, ...]:
-    """The parts of a model that have attention, by its configuration; text in rows of ``tokens``."""
+    """The parts of a model with attention, from its configuration; text in rows of ``tokens``."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     count = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // count
-    found = [Heads("language model", count, getattr(text, "num_key_value_heads", None) or count, size, tokens, True)]
+    parts = [Heads("language model", count, getattr(text, "num_key_value_heads", None) or count, size, tokens, True)]
     if vision is not None:
         width = getattr(vision, "embed_dim", None) or vision.hidden_size
         count = getattr(vision, "num_heads", None) or vision.num_attention_heads
-        found.append(Heads("vision tower", count, count, width // count, _PATCHES, False))
-    return tuple(found)
+        parts.append(Heads("vision tower", count, count, width // count, _PATCHES, False))
+    return tuple(parts)
 
 
 Timer = Callable[..., Mapping[str, Any]]
 
 
 def choose(
-    asked: str, parts: tuple[Heads, ...], device: torch.device, timer: Timer = measuring.time_calls
+    word: str, parts: tuple[Heads, ...], device: torch.device, timer: Timer = measuring.time_calls
 ) -> Choice | None:
-    """The kernel for all parts of a model; None where torch may choose at each call (`sdpa`).
+    """The kernel for all parts of a model; None if torch chooses at each call (`sdpa`).
 
-    Raises TrainError where the one that is asked for cannot do it, with the reason.
+    Raises TrainError with the reason if the requested kernel does not work.
     """
-    if asked == STOCK:
+    if word == STOCK:
         return None
-    if asked == "eager":
-        return Choice(asked, "asked for")
+    if word == "eager":
+        return Choice(word, "as requested")
     rejected: dict[str, str] = {}
     calls: dict[str, list[Callable[[], Any]]] = {}
-    for name in models.kernels_here() if asked == "auto" else (asked,):
+    for name in models.kernels_here() if word == "auto" else (word,):
         try:
             calls[name] = [_tried(name, part, device) for part in parts]
-        except Exception as error:  # whatever a kernel raises is its answer, and is shown
+        except Exception as error:  # any error means that the kernel does not work here, and is shown
             rejected[name] = str(error)
     if not calls:
         why = "; ".join(f"{name}: {why}" for name, why in rejected.items())
-        raise TrainError(f"model.attention: {asked} was asked for, and cannot run on {device}: {why}. Use auto or sdpa")
-    if asked != "auto":
-        return Choice(asked, "asked for")
+        raise TrainError(f"model.attention: {word} cannot run on {device}: {why}. Use auto or sdpa")
+    if word != "auto":
+        return Choice(word, "as requested")
     if not accelerator.is_gpu(device):
         first = next(iter(calls))
         rejected |= {name: "a later choice" for name in calls if name != first}
         return Choice(first, f"the first that works on this {device.type}, where nothing is timed", rejected)
     times = dict.fromkeys(calls, 0.0)
     for index in range(len(parts)):
-        found = timer({name: each[index] for name, each in calls.items()}, device)
-        times = {name: seconds + found[name].device for name, seconds in times.items()}
+        measured = timer({name: each[index] for name, each in calls.items()}, device)
+        times = {name: seconds + measured[name].device for name, seconds in times.items()}
     best = min(times, key=lambda name: times[name])
     rejected |= {name: f"{1e3 * seconds:.3f} ms" for name, seconds in times.items() if name != best}
     return Choice(best, f"the fastest here ({1e3 * times[best]:.3f} ms forward and backward)", rejected)
 
 
 def _tried(name: str, part: Heads, device: torch.device) -> Callable[[], Any]:
-    """A forward and backward of this part by this kernel alone, done once. Raises RuntimeError with the reason why it
-    cannot be."""
+    """A call of forward and backward of this part with this kernel, after running it once. Raises RuntimeError with
+    the reason if it does not work."""
     gpu = accelerator.is_gpu(device)
-    tokens = part.tokens if gpu else min(part.tokens, 64)  # nothing is timed elsewhere
+    tokens = part.tokens if gpu else min(part.tokens, 64)  # other devices are not timed
 
     def random(heads: int) -> torch.Tensor:
         dtype = torch.bfloat16 if gpu else torch.float32
@@ -145,59 +145,61 @@ def _tried(name: str, part: Heads, device: torch.device) -> Callable[[], Any]:
 
 
 def asked_of(cfg: Config, parts: tuple[Heads, ...]) -> dict[str | None, tuple[str, tuple[Heads, ...]]]:
-    """Component (None: all) -> the word that is asked for it, and its parts. Raises TrainError for a component that the
-    model lacks."""
+    """Component (None: all) -> its value of `model.attention`, and its parts. Raises TrainError for a component that
+    the model lacks."""
     words = cfg.model.attention.kernels
-    own = {COMPONENTS[part.part]: part for part in parts}
+    by_component = {COMPONENTS[part.part]: part for part in parts}
     if len(set(words.values())) == 1:
         return {None: (words["foundation"], parts)}
-    if "image_encoder" not in own:
-        if words["image_encoder"] == STOCK:  # nobody asked for anything
+    if "image_encoder" not in by_component:
+        if words["image_encoder"] == STOCK:  # the default
             return {None: (words["foundation"], parts)}
         raise TrainError(
-            f"model.attention.image_encoder: {words['image_encoder']}, and this model has no image_encoder. Use "
+            f"model.attention.image_encoder: {words['image_encoder']}, but this model has no image_encoder. Use "
             f"model.attention: {words['foundation']}"
         )
-    return {component: (words[component], (part,)) for component, part in own.items()}
+    return {component: (words[component], (part,)) for component, part in by_component.items()}
 
 
 def choices(cfg: Config, parts: tuple[Heads, ...], device: torch.device) -> list[Choice]:
-    """The kernels that are chosen, by component; none where torch may choose at each call. Raises TrainError."""
-    made = {component: choose(word, own, device) for component, (word, own) in asked_of(cfg, parts).items()}
-    return [replace(found, component=component) for component, found in made.items() if found is not None]
+    """The chosen kernels, by component; empty if torch chooses at each call. Raises TrainError."""
+    chosen = {component: choose(word, heads, device) for component, (word, heads) in asked_of(cfg, parts).items()}
+    return [replace(choice, component=component) for component, choice in chosen.items() if choice is not None]
 
 
-def decide(cfg: Config, world: World, kept: Any) -> tuple[Choice, ...]:
-    """The choices of a run. ``kept``: the kernel of the run that is continued, or those of its components by name
-    (None: a new run). Rank 0 chooses. A collective."""
+def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
+    """Return the choices of a run; rank 0 chooses. A collective.
+
+    ``saved`` is the kernel of a resumed run, or its kernels by component; None for a new run.
+    """
     words = set(cfg.model.attention.kernels.values())
     if words == {STOCK}:
         return ()
-    if "auto" in words and kept is not None:
-        before = kept.items() if isinstance(kept, dict) else [(None, kept)]
+    if "auto" in words and saved is not None:
+        before = saved.items() if isinstance(saved, dict) else [(None, saved)]
         return tuple(Choice(kernel, "as this run began", component=component) for component, kernel in before)
 
     def work() -> list[dict[str, Any]]:
         parts = heads_of(models.read_config(cfg.model.path), cfg.train.seq_length)
-        return [{**asdict(found), "rejected": dict(found.rejected)} for found in choices(cfg, parts, world.device)]
+        return [{**asdict(choice), "rejected": dict(choice.rejected)} for choice in choices(cfg, parts, world.device)]
 
-    return tuple(Choice(**found) for found in world.from_main(work))
+    return tuple(Choice(**choice) for choice in world.from_main(work))
 
 
 def kept_of(chosen: Sequence[Choice]) -> Any:
-    """What a checkpoint keeps of them, for :func:`decide`; None for none."""
+    """The value that a checkpoint keeps, for :func:`decide`; None without choices."""
     if not chosen:
         return None
     one = len(chosen) == 1 and chosen[0].component is None
-    return chosen[0].kernel if one else {str(found.component): found.kernel for found in chosen}
+    return chosen[0].kernel if one else {str(choice.component): choice.kernel for choice in chosen}
 
 
 def use(model: PreTrainedModel, chosen: Sequence[Choice]) -> None:
-    """Let a model compute attention so. Raises TrainError where it computes attention in a way of its own."""
+    """Set the attention kernels of a model. Raises TrainError for a model whose attention cannot be replaced."""
     for choice in chosen:
         try:
             models.use_kernel(model, choice.kernel, choice.component)
         except (models.ModelError, ImportError, ValueError) as error:
             raise TrainError(
-                f"model.attention: {choice.kernel} cannot be: {error}. Use model.attention: {STOCK}"
+                f"model.attention: {choice.kernel} cannot be used: {error}. Use model.attention: {STOCK}"
             ) from error

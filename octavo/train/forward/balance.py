@@ -1,15 +1,15 @@
-"""The load-balancing loss of routers over a row whose tokens several ranks share.
+"""The routers' load-balancing loss over a row whose tokens several ranks share.
 
-transformers' loss (Switch Transformer, equations 4 to 6) over the N rows of all layers, padding left out, is
+transformers' loss (Switch Transformer, equations 4 to 6) over the N rows of all layers, without padding, is
 
     E * sum over experts e of F_e P_e       F_e = choices of e / N, P_e = sum of its probabilities / N
 
-a product of two sums over tokens. So it is not the mean of what ranks would find of their own tokens. Choices have no
-gradient: with F_e and N summed over the ranks, the loss is a sum over tokens again, of which each rank has its part::
+a product of two sums over tokens. So it is not the mean of the losses of each rank's tokens. Choices have no gradient:
+with F_e and N summed over the ranks, the loss is a sum over tokens, of which each rank computes its part::
 
     E * sum over e of F_e (sum of its probabilities over this rank's tokens) / N
 
-The parts, and their gradients, add up to those of one process.
+The parts and their gradients add up to those of one process.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from octavo.train.errors import TrainError
 
 
 def shared(output: Any, model: nn.Module, real: Tensor | None, context: Context) -> Tensor:
-    """This rank's part of the loss, a scalar. `real` [t]: 1 where one of its tokens is none of padding (None: all are).
-    A collective of the context.
+    """This rank's part of the loss, a scalar. `real` [t]: 1 for its tokens, 0 for padding (None: no padding). A
+    collective of the context.
 
-    Raises TrainError where the model does not give what its routers said.
+    Raises TrainError if the model does not return router logits.
     """
     logits = getattr(output, "router_logits", None)
     config: Any = model.config
     choices = getattr(config.get_text_config(), "num_experts_per_tok", None)
     if not isinstance(logits, tuple) or not logits or choices is None:
         raise TrainError(
-            f"{type(model).__name__} was asked for what its routers said, which their load-balancing loss is made of "
-            "where ranks share a row, and returned none. Set train.router_aux_loss_coef: 0, or parallel.context: 1"
+            f"{type(model).__name__} returned no router logits, from which the load-balancing loss is computed where "
+            "ranks share a row. Set train.router_aux_loss_coef: 0, or parallel.context: 1"
         )
     experts, device = logits[0].shape[-1], logits[0].device
     weight = torch.ones(logits[0].shape[0], device=device) if real is None else real.to(device, torch.float32)
-    chosen = torch.zeros(experts + 1, dtype=torch.float64, device=device)  # and how many rows there are
+    chosen = torch.zeros(experts + 1, dtype=torch.float64, device=device)  # the last entry counts rows
     probabilities = torch.zeros(experts, device=device)
     for layer in logits:
-        found = layer.to(device).softmax(-1)
-        picked = found.topk(choices, -1).indices.flatten()
+        routing = layer.to(device).softmax(-1)
+        picked = routing.topk(choices, -1).indices.flatten()
         chosen[:-1].scatter_add_(0, picked, weight.double().repeat_interleave(choices))
-        probabilities = probabilities + (found.float() * weight[:, None]).sum(0)
+        probabilities = probabilities + (routing.float() * weight[:, None]).sum(0)
     chosen[-1] = weight.sum() * len(logits)
     counts, rows = context.sum(chosen).float().split([experts, 1])
     return experts * (counts / rows * probabilities / rows).sum()

@@ -1,11 +1,11 @@
-"""A critic beside the policy: what each state is worth, by a value head on last hidden states (PPO).
+"""A critic for PPO: the value of each state, by a value head on the last hidden states.
 
-lora                the same base with a second adapter, and the head: a forward of its own over the very codes of the
-                    policy, and not a byte of a base
-full-parameter      the head on the policy's own hidden states: no forward more, and its loss reaches the shared trunk
+lora                the head and a second adapter on the policy's base: a separate forward over the same weights,
+                    without a second base in memory
+full-parameter      the head on the policy's hidden states: no extra forward, and its loss reaches the shared trunk
 
-All of it are parameters of the model, so that sharding, optimizer, checkpoints and memory know it like any other; what
-leaves the run (`hf/`, `adapter/`) is the policy alone.
+The critic's parameters belong to the model, so that sharding, optimizer, checkpoints and memory treat them like any
+others. The outputs of a run (`hf/`, `adapter/`) contain only the policy.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from octavo.train.forward.forward import model_dtype
 class ValueHead(nn.Module):
     """The critic's last layer: hidden states [..., H] in any precision -> values [...] in fp32.
 
-    It starts at 0, so that the first advantages are rewards and the first gradient reaches the head alone. It is no
-    ``nn.Linear``, which a plan might make an FP8 layer.
+    It starts at 0, so that the first advantages are rewards and the first gradient reaches only the head. It is not an
+    ``nn.Linear``, which a plan could make an FP8 layer.
     """
 
     def __init__(self, hidden_size: int, dtype: torch.dtype = torch.float32, device: Any = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(hidden_size, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))  # FSDP2 shards no scalar
+        self.bias = nn.Parameter(torch.zeros(1, dtype=dtype, device=device))  # [1], because FSDP2 cannot shard a scalar
 
     def forward(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -47,12 +47,14 @@ def wanted(cfg: Config) -> bool:
 
 
 def attach(model: nn.Module, cfg: Config, device: torch.device | None = None) -> None:
-    """Give a model, which has its adapters if it gets any, the critic of this run, on ``device`` (None: the model's).
+    """Add this run's critic to a model, after its adapters if it has any, on ``device`` (None: the model's).
 
-    Raises TrainError where its head, and so its last hidden states, are not known."""
+    Raises TrainError if the model's head, and so its last hidden states, are not known."""
     weight = _head(model).weight
     dtype = model_dtype(cfg)
-    if cfg.lora is not None and adapters.attached(model):  # a part of a model may have none
+    if cfg.lora is not None and adapters.attached(
+        model
+    ):  # the part of a model that a memory estimate runs may have none
         adapters.attach_second(model, cfg.lora, cfg.run.seed + 1, device)
         dtype = adapters.DTYPES[cfg.lora.dtype]
     assert isinstance(weight, Tensor)
@@ -65,27 +67,28 @@ def owns(name: str) -> bool:
 
 
 def parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those of the critic that ask for a gradient."""
+    """The critic's trainable parameters."""
     return [p for name, p in model.named_parameters() if p.requires_grad and owns(name)]
 
 
 @contextmanager
 def values(model: nn.Module, alone: bool) -> Iterator[list[Tensor]]:
-    """Inside, a forward of the model adds to the list the values [B, P] of the positions that reach its head, fp32.
-    ``alone``: the head gives these values in place of logits, and computes nothing of its own.
+    """Context in which a forward of the model appends to the list the values [B, P], fp32, of the positions that reach
+    its head. ``alone``: the head returns these values in place of logits, which are not computed.
 
-    They are made where the head is called, inside the model's forward: FSDP2 has gathered what they need there.
+    Values are computed where the head is called, inside the model's forward, because FSDP2 has gathered the parameters
+    there.
     """
-    head, found = _head(model), []
+    head, collected = _head(model), []
     stock = head.forward
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        found.append(model.get_submodule(models.VALUE_HEAD)(hidden))
-        return found[-1] if alone else stock(hidden, *args, **kwargs)
+        collected.append(model.get_submodule(models.VALUE_HEAD)(hidden))
+        return collected[-1] if alone else stock(hidden, *args, **kwargs)
 
     head.forward = forward
     try:
-        yield found
+        yield collected
     finally:
         del head.forward
 
@@ -94,7 +97,7 @@ def _head(model: nn.Module) -> nn.Module:
     get = getattr(model, "get_output_embeddings", None)
     try:
         head = None if get is None else get()
-    except (NotImplementedError, AttributeError):  # models without a head say so in either way
+    except (NotImplementedError, AttributeError):  # raised by models without a head
         head = None
     if not isinstance(head, nn.Module) or not isinstance(getattr(head, "weight", None), Tensor):
         raise TrainError(

@@ -17,13 +17,13 @@ from octavo.train.errors import TrainError
 from octavo.train.forward import losses
 from octavo.train.forward.forward import Forward
 
-SHOWN = 4  # answers of an evaluation that are kept to be read
+SHOWN = 4  # answers of an evaluation that are logged
 
 
 class Answer(NamedTuple):
-    """An answer to held-out data, as tokens or text: what stood before it, what was to be said, and what the model
-    says. Where loss is all that is asked for, that is the greedy answer as far as it goes right, and the token with
-    which it goes wrong; an answer that was generated is whole, with its reward in place of `right`."""
+    """An answer to held-out data, as tokens or text: its prompt (`before`), the reference (`wanted`) and the model's
+    answer (`said`). If only the loss is evaluated, the model's answer is the greedy one up to and including its first
+    wrong token; a generated answer is complete, with its reward in place of `right`."""
 
     file: str
     row: int
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where an answer stands: a row of a batch, which of the answers of its conversation it is (from 0), and tokens."""
+    """The position of an answer: row of the batch, number in its conversation (from 0), and token range."""
 
     row: int
     number: int
@@ -51,22 +51,22 @@ def evaluate(
     pieces: list[dict[str, Any]] | None = None,
     shown: list[Answer] | None = None,
 ) -> dict[str, Any]:
-    """{"loss", "exact_match", "questions", "tokens"} over a held-out set. A collective. Without questions (plain text)
-    nothing is said of exact matches.
-
-    Raises TrainError where the loss is not finite.
+    """Evaluate on a held-out set: {"loss", "exact_match", "questions", "tokens"}. Without questions (plain text) there
+    is no "exact_match". A collective.
 
     loss         mean cross-entropy over all loss tokens, fp32 (nats)
-    exact_match  share of the questions answered exactly, 0 to 1. Every assistant turn is a question; it counts when
-                 each of its tokens, the end of turn included, is the most likely one given the true tokens before it.
-                 That is the greedy answer, whatever generation_config.json asks for: it goes wrong at the first token
-                 that differs, here as in generation.
+    exact_match  share of the questions answered exactly, 0 to 1. Every assistant turn is a question; it counts if each
+                 of its tokens, including the end of turn, is the most likely one given the true tokens before it.
+                 This is the greedy answer, regardless of generation_config.json: both go wrong at the first token that
+                 differs.
 
-    pieces: gets what this rank judged, answer by answer: file, row and number of the answer in its conversation; its
-    summed loss (nats) and loss tokens; whether it was right; and a digest of what was to be said. Loss tokens of a row
-    outside its answers are a piece more, with the number None.
+    pieces: gets a record for each answer that this rank evaluated: file, row and number of the answer in its
+    conversation; its summed loss (nats) and loss tokens; whether it was right; and a digest of the reference. Loss
+    tokens of a row outside its answers are a further record, with the number None.
 
-    shown: gets the first answers of this rank's first :data:`SHOWN` rows as tokens, for people to read.
+    shown: gets the first answers of this rank's first :data:`SHOWN` rows, as tokens.
+
+    Raises TrainError if the loss is not finite.
     """
     world = world or World(device=next(model.parameters()).device)
     wide = next(model.parameters()).dtype == torch.float32
@@ -78,8 +78,8 @@ def evaluate(
     loss, tokens, right, questions = world.sum(sums).tolist()
     if not math.isfinite(loss):
         raise TrainError(
-            f"the loss over {int(tokens)} held-out tokens is {loss}: the model computes no numbers. Evaluate "
-            " an earlier checkpoint (--step), or in high precision (--recipe off)"
+            f"the loss over {int(tokens)} held-out tokens is {loss}, which is not finite. Evaluate an earlier "
+            "checkpoint (--step), or in high precision (--recipe off)"
         )
     matches = {"exact_match": right / questions} if questions else {}
     return {"loss": loss / max(tokens, 1), **matches, "questions": int(questions), "tokens": int(tokens)}
@@ -110,7 +110,7 @@ def _judge(
 def _pieces(
     loss: Tensor, known: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool]
 ) -> Iterator[dict[str, Any]]:
-    """What `evaluate` tells of each answer; loss and known [B, T-1], of the token after each place."""
+    """The records of `evaluate`; loss and known [B, T-1] are of the token after each position."""
     meta, rest = batch["meta"], known.clone()
     for (row, number, start, end), hit in zip(answers, right, strict=True):
         inside = slice(start - 1, end - 1)
@@ -123,21 +123,20 @@ def _pieces(
         rest[row, inside] = False
     for row in range(meta.samples):
         if tokens := int(rest[row].sum()):
-            own = {"file": meta.files[row], "row": meta.rows[row], "answer": None}
-            yield {**own, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
+            where = {"file": meta.files[row], "row": meta.rows[row], "answer": None}
+            yield {**where, "loss": float(loss[row][rest[row]].sum()), "tokens": tokens, "right": None, "said": None}
 
 
 def _shown(
     likeliest: Tensor, batch: dict[str, Any], answers: list[Place], right: list[bool], most: int
 ) -> Iterator[Answer]:
-    """The first answer of each of a batch's first rows; likeliest [B, T-1]: what the model would say after each
-    place."""
+    """The first answer of each of a batch's first rows; likeliest [B, T-1]: the most likely next tokens."""
     meta = batch["meta"]
     first = [n for n, place in enumerate(answers) if n == 0 or place.row != answers[n - 1].row]
     for (row, _, start, end), hit in ((answers[n], right[n]) for n in first[: max(most, 0)]):
         ids, said = batch["input_ids"][row].tolist(), likeliest[row, start - 1 : end - 1].tolist()
         wanted = ids[start:end]
-        agree = next((n for n, (ours, own) in enumerate(zip(said, wanted, strict=True)) if ours != own), len(said))
+        agree = next((n for n, (ours, true) in enumerate(zip(said, wanted, strict=True)) if ours != true), len(said))
         yield Answer(meta.files[row], meta.rows[row], ids[:start], wanted, said[: agree + 1], hit)
 
 

@@ -1,4 +1,4 @@
-"""One forward of the model on a batch, as training and evaluation both run it."""
+"""The forward of the model on a batch, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -23,54 +23,54 @@ from octavo.train.forward import balance
 
 
 def model_dtype(cfg: Config) -> torch.dtype:
-    """What the parameters of the model are: fp32, or BF16 where the optimizer keeps the rest of them or rounds. The
-    base of LoRA, which nothing updates, is BF16 unless `train.precision` asks for fp32; adapters are what `lora.dtype`
-    says."""
+    """The dtype of the model's parameters: fp32, or BF16 if the optimizer keeps their lower bits or rounds. The frozen
+    base of LoRA is BF16 unless `train.precision` is fp32; adapters have `lora.dtype`."""
     if cfg.lora is not None:
         return torch.float32 if cfg.train.precision == "fp32" else torch.bfloat16
     return torch.float32 if cfg.optimizer.master == "fp32" else torch.bfloat16
 
 
 def autocast_dtype(cfg: Config, device: torch.device) -> torch.dtype | None:
-    """What a model of fp32 parameters computes in under autocast: what is asked for, and for `auto` what the device is
-    made for (`accelerator.low_precision`). None: without autocast, as a model of BF16 parameters does, which computes
-    in BF16."""
+    """The dtype of autocast for a model with fp32 parameters: `train.precision`, for `auto` the device's own
+    (`accelerator.low_precision`). None: without autocast, also for a model with BF16 parameters, which computes in
+    BF16 anyway."""
     if model_dtype(cfg) != torch.float32:
         return None
     return accelerator.low_precision(device) if cfg.train.precision == "auto" else LOW.get(cfg.train.precision)
 
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Words of `train.precision` -> what autocast lowers to."""
+"""`train.precision` -> dtype of autocast."""
 
 
 def gathers_bf16(cfg: Config, ranks: int) -> bool:
-    """Whether a forward sees fp32 parameters as BF16, because that is how ranks gather them: it computes as that of a
-    BF16 model does, without autocast."""
+    """Whether ranks gather fp32 parameters in BF16: then the forward is that of a BF16 model, without autocast."""
     return cfg.train.gather == "bf16" and ranks > 1
 
 
 def chunked_head(model: nn.Module) -> ChunkedHead | str:
-    """`fp8.memory.chunk_head`, which is given the positions that have a target: or why it cannot be."""
+    """`fp8.memory.chunk_head` of a model whose head can compute only positions with a target; else why it cannot."""
     return why_not_chunked(model) or chunk_head(model)
 
 
 def why_not_chunked(model: nn.Module) -> str | None:
-    """Why the head of a class of models cannot be given some positions alone; None where it can."""
+    """Why the head of a model cannot compute only some positions; None if it can."""
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         return None
-    return f"{type(model).__name__} gives its head all positions (it takes no logits_to_keep)"
+    return f"{type(model).__name__} passes all positions to its head (it has no argument logits_to_keep)"
 
 
 class Forward:
-    """Calls the model: moves the batch, enters autocast (None: does not), asks for the logits that are needed and no
-    others.
+    """Calls the model: moves the batch to the device, enters autocast, and computes only the logits that are needed.
 
-    `images` says whether the batch at hand has an image or a video, `sounds` whether a sound; the dummy hooks read it.
-    Videos go through the tower as images (:mod:`octavo.models.processors.frames`). Without autocast, pixels come in
-    ``dtype`` (None: that of the model's own parameters). ``packed`` takes batches that are packs (None: none is).
-    ``context``: the ranks that share the tokens of packs (None: none do); then logits, and `keep`, are those of this
-    rank's tokens, and ``dealt`` deals the images of a pack.
+    autocast  dtype of autocast (None: without)
+    dtype     of pixels without autocast (None: the parameters' dtype)
+    packed    attention of packs (None: batches are not packed)
+    context   ranks that share the tokens of packs (None: none do). Logits and `keep` are then of this rank's tokens
+    dealt     distributes the images of a pack over those ranks
+
+    The attributes `images` and `sounds` say whether the current batch has images or videos, and sounds; the hooks for
+    dummy inputs read them. Videos go through the tower as images (:mod:`octavo.models.processors.frames`).
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Forward:
         self.model, self.device, self.autocast, self.packed = model, world.device, autocast, packed
         self.context, self.dealt = context, dealt
         self.images = self.sounds = False
-        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.dtype = dtype or own
+        parameter_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.dtype = dtype or parameter_dtype
         known = inspect.signature(model.forward).parameters
         self._trims = "logits_to_keep" in known
         self._any = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -92,47 +92,45 @@ class Forward:
         return self._run(batch, keep)[0]
 
     def needs_dummy(self, needed: bool) -> None:
-        """Whether a forward that others make (an engine's) needs the dummy image of :func:`keep_towers_running`."""
+        """Set whether a forward outside this class (an engine's) needs the dummy image of
+        :func:`keep_towers_running`."""
         self.images = not needed
 
     def part(self, batch: dict[str, Any]) -> slice:
-        """The tokens of a batch that go through the model on this rank."""
+        """The slice of a batch's tokens that this rank computes."""
         if self.context is None or "boundaries" not in batch:
             return slice(0, batch["input_ids"].shape[1])
         return self.context.part(batch["boundaries"].length)
 
     def sees(self, batch: dict[str, Any]) -> bool:
-        """Whether an image or a video of a batch goes through the tower on this rank."""
+        """Whether this rank encodes an image or a video of the batch."""
         shared = self.dealt is not None and "boundaries" in batch
         return self.dealt.sees(self._seen(batch)) if shared else batch["meta"].sees  # type: ignore[union-attr]
 
     def balanced(self, batch: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The same logits, and the load-balancing loss of the routers over this batch (a scalar):
-        `train.forward.routing`.
-
-        Raises TrainError if the model gives none.
-        """
-        more: dict[str, Any] = {"output_router_logits": True}
-        tokens = real(batch) if "boundaries" in batch else None  # of a pack the loss is that of no padding
+        """Logits as in :meth:`__call__`, and the routers' load-balancing loss over this batch, a scalar
+        (:mod:`octavo.train.forward.routing`). Raises TrainError if the model returns none."""
+        options: dict[str, Any] = {"output_router_logits": True}
+        tokens = real(batch) if "boundaries" in batch else None  # padding of a pack does not count
         if tokens is not None and self.context is None:
-            more["attention_mask"] = tokens.to(self.device)
-        logits, out = self._run(batch, keep, **more)
+            options["attention_mask"] = tokens.to(self.device)
+        logits, out = self._run(batch, keep, **options)
         if self.context is not None and "boundaries" in batch:
             mine = None if tokens is None else tokens[0, self.part(batch)].to(self.device)
             return logits, balance.shared(out, self.model, mine, self.context)
         loss = getattr(out, "aux_loss", None)
         if not isinstance(loss, Tensor):
             raise TrainError(
-                f"{type(self.model).__name__} was asked for its routers' load-balancing loss and returned none. Set "
+                f"{type(self.model).__name__} returned no load-balancing loss of its routers. Set "
                 "train.router_aux_loss_coef: 0"
             )
         return logits, loss
 
-    def _run(self, batch: dict[str, Any], keep: Tensor | None, **more: Any) -> tuple[Tensor, Any]:
-        """(logits at `keep`, all that the model returned)."""
-        given, batch = batch, self._seen(batch)
-        if given is not batch and "boundaries" not in batch:
-            batch["position_ids"] = models.positions_of_rows(self.model, given)  # type: ignore[arg-type]
+    def _run(self, batch: dict[str, Any], keep: Tensor | None, **options: Any) -> tuple[Tensor, Any]:
+        """(logits at `keep`, the model's output)."""
+        original, batch = batch, self._seen(batch)
+        if original is not batch and "boundaries" not in batch:
+            batch["position_ids"] = models.positions_of_rows(self.model, original)  # type: ignore[arg-type]
         self.images, self.sounds = batch["meta"].sees, batch["meta"].has_sound
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
@@ -142,13 +140,13 @@ class Forward:
         if keep is not None and self._trims:
             inputs["logits_to_keep"] = keep.to(self.device)
         computing = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        with self._apart(given, inputs), computing:
-            out = self.model(**inputs, **more, use_cache=False)
+        with self._apart(original, inputs), computing:
+            out = self.model(**inputs, **options, use_cache=False)
         logits = out.logits
         return (logits if keep is None or self._trims else logits[:, keep.to(self.device)]), out
 
     def _seen(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch as the tower sees it: its videos are images."""
+        """The batch with its videos as images, which is what the tower takes."""
         if "video_grid_thw" not in batch:
             return batch
         config, meta = self.model.config, batch["meta"]
@@ -156,26 +154,26 @@ class Forward:
         steps = iter(batch["video_grid_thw"][:, 0].tolist())
         images = [count + sum(next(steps) for _ in range(n)) for count, n in zip(meta.images, meta.videos, strict=True)]
         merge = models.vision_of(config).merge  # type: ignore[arg-type]
-        found = models.as_images(batch, merge, config.image_token_id)  # type: ignore[arg-type,union-attr]
-        return {**found, "meta": replace(meta, images=tuple(images), inputs=inputs)}
+        converted = models.as_images(batch, merge, config.image_token_id)  # type: ignore[arg-type,union-attr]
+        return {**converted, "meta": replace(meta, images=tuple(images), inputs=inputs)}
 
     def _mine(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """What of a batch goes through the model on this rank: of a shared pack its own tokens and images."""
+        """The part of a batch that this rank computes: of a shared pack its own tokens and images."""
         if self.context is None or "boundaries" not in batch:
             return batch
         of_images = {name for name, per in batch["meta"].inputs.items() if per != "token"}
         part, images = self.part(batch), {"pixel_values", "image_grid_thw"} | of_images
-        own = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
-        return own if self.dealt is None else {**own, **self.dealt.begin(batch)}
+        local = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
+        return local if self.dealt is None else {**local, **self.dealt.begin(batch)}
 
     @contextmanager
     def _apart(self, batch: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
-        """What keeps the samples of a pack apart, whose positions it puts into the inputs."""
+        """Context in which attention separates the samples of a pack. Adds their positions to the inputs."""
         if "boundaries" not in batch:
             yield
             return
         if self.packed is None:
-            raise TrainError("a batch is a pack of samples, and this model was not made ready for packs (data.packing)")
+            raise TrainError("a batch is a pack of samples, but this model was not set up for packs (data.packing)")
         edges, images = batch["boundaries"].edges, batch["meta"].images
         kinds, grid = batch.get("mm_token_type_ids"), batch.get("image_grid_thw")
         of = {"counts": batch["meta"].videos, **{name: batch[name] for name in models.OF_VIDEOS if name in batch}}
@@ -190,12 +188,11 @@ class Forward:
 
 
 def real(batch: dict[str, Any]) -> Tensor | None:
-    """1 where a token is none of padding, else 0: [B, T]; None where all are taken for real, as in a batch that stands
-    for no samples."""
+    """[B, T]: 1 for tokens, 0 for padding; None if all count as tokens, as in a placeholder batch without samples."""
     boundaries = batch.get("boundaries")
     if boundaries is None:
-        found: Tensor | None = batch.get("attention_mask")
-        return found
+        mask: Tensor | None = batch.get("attention_mask")
+        return mask
     if not boundaries.samples:
         return None
     return (torch.arange(boundaries.length) < boundaries.tokens).to(torch.int64)[None]
@@ -205,13 +202,16 @@ def log_probs(
     forward: Forward, head: ChunkedHead | None, batch: dict[str, Any], keep: Tensor, target: Tensor,
     temperature: float = 1.0, entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """log softmax(x / temperature) of `target` [B, P] (in host memory; -100: none, 0 there) at the positions `keep`
-    [P], and if asked for the entropy of that distribution in nats: fp32 [B, P] on the device. `head` gives them
-    without full logits (None: from these)."""
+    """Log-probabilities and entropies: fp32 [B, P], on the device.
+
+    Returns log softmax(x / temperature) at `target` [B, P] (in host memory; 0 where it is -100) for the positions
+    `keep` [P] and, with ``entropy``, the entropy of that distribution in nats, else None. ``head`` computes them
+    without full logits (None: from full logits).
+    """
     if head is not None:
-        with head.log_probs(target, temperature, entropy) as given:
-            found = given.take(forward(batch, keep))
-        return found, given.entropy
+        with head.log_probs(target, temperature, entropy) as by_head:
+            logps = by_head.take(forward(batch, keep))
+        return logps, by_head.entropy
     logits = forward(batch, keep)
     if entropy:
         return fp8.log_probs(logits, target, temperature=temperature, entropy=True)
@@ -219,11 +219,11 @@ def log_probs(
 
 
 def keep_towers_running(model: nn.Module, family: models.Family, forward: Forward, world: World) -> None:
-    """Let the towers run on a dummy image or sound where a micro-batch has none, if they are trained or shared over
-    ranks; likewise, on no token, experts that images alone reach.
+    """Make the towers run on a dummy image or sound in micro-batches without one, if they are trained or sharded over
+    ranks; and experts that only images reach, on no tokens.
 
-    Otherwise a rank without images would miss collectives that the others wait in, and an unfrozen tower would have no
-    gradients. The dummy enters no amax history, health figure, GEMM count, and no gradient other than zero.
+    Otherwise a rank without images would miss collectives in which the others wait, and a trained tower would have no
+    gradients. The dummy does not count in amax histories, health figures or GEMM counts, and its gradients are zero.
     """
     trained = {family.component_of(n.rpartition(".")[0]) for n, p in model.named_parameters() if p.requires_grad}
     shared = world.size > 1

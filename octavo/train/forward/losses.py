@@ -1,4 +1,4 @@
-"""Loss reductions, explicit: every token's cross-entropy times a weight that comes from the whole global batch.
+"""Loss reductions: every token's cross-entropy times a weight that is computed from the whole global batch.
 
 With c_t the cross-entropy of token t in fp32 (nats), a step's loss is L = sum over all tokens t of w_t c_t, summed over
 micro-batches and ranks, where
@@ -7,11 +7,11 @@ micro-batches and ranks, where
     sample       w_t = 1 / (S n_s)        S: its samples with a loss token, n_s: the loss tokens of t's sample
     microbatch   w_t = 1 / (M n_m)        M: its micro-batches (of all ranks) with a loss token, n_m: those of t's
 
-A sample is a row of the batch, or in a packed row one of its segments: `edges` says where they end. Only `microbatch`
-depends on how the global batch is cut; it is what averaging per-micro-batch means gives, and it weighs a token in a
-short micro-batch more; of packs each is one. The denominators are counted over all micro-batches and ranks before the
-first backward (`count`, then a sum over ranks), so gradients add up to the gradient of L with no factor left over.
-A masked token (label -100) has weight 0; where nothing is left, the loss is 0 and its gradient zero, never NaN.
+A sample is a row of the batch, or a segment of a packed row, as given by `edges`. Only `microbatch` depends on how the
+global batch is split: it is the average of per-micro-batch means, and gives tokens in short micro-batches a larger
+weight; each pack is a micro-batch. The denominators are counted over all micro-batches and ranks before the first
+backward (`count`, then a sum over ranks), so gradients add up to the gradient of L without a further factor. A masked
+token (label -100) has weight 0; without loss tokens the loss and its gradient are 0, never NaN.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def targets(labels: Tensor) -> Tensor:
 
 def count(all_labels: Sequence[Tensor], reduction: str, packs: Sequence[Sequence[int] | None] = ()) -> float:
     """This rank's part of the denominator N, S or M, from the labels [B, T] of all its micro-batches of a step.
-    `packs`: the edges of each, None for one that is no pack; without it none is."""
+    `packs`: the edges of each micro-batch, None for one that is not a pack; () if none is."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"loss {reduction!r} does not exist; there are {', '.join(REDUCTIONS)}")
     total = 0
@@ -50,28 +50,28 @@ def count(all_labels: Sequence[Tensor], reduction: str, packs: Sequence[Sequence
 
 def weights(labels: Tensor, reduction: str, denominator: float, edges: Sequence[int] | None = None) -> Tensor:
     """w_t for one micro-batch: labels [B, T] -> fp32 [B, T-1]. `denominator`: `count` summed over ranks; `edges`: of
-    the samples in a packed row [1, T], 0 and T with them."""
+    the samples in a packed row [1, T], including 0 and T."""
     known = (targets(labels) != IGNORE).to(torch.float32)
     if reduction == "token":
         share = known
     elif reduction == "sample":
-        found = _by_sample(known, edges).clamp(min=1)
-        share = known / (found[:, None] if edges is None else found[_sample_of(edges)])
+        counts = _by_sample(known, edges).clamp(min=1)
+        share = known / (counts[:, None] if edges is None else counts[_sample_of(edges)])
     else:
         share = known / known.sum().clamp(min=1)
     return share / max(denominator, 1.0)
 
 
 def _by_sample(known: Tensor, edges: Sequence[int] | None) -> Tensor:
-    """Loss tokens of each sample, from where they are [B, T-1]."""
+    """The number of loss tokens of each sample, from their mask [B, T-1]."""
     if edges is None:
         return known.sum(dim=1)
-    found = torch.zeros(len(edges) - 1, dtype=torch.float32)
-    return found.index_add_(0, _sample_of(edges), known[0].float())
+    counts = torch.zeros(len(edges) - 1, dtype=torch.float32)
+    return counts.index_add_(0, _sample_of(edges), known[0].float())
 
 
 def _sample_of(edges: Sequence[int]) -> Tensor:
-    """The sample of the token that each place of a pack predicts: [T-1]."""
+    """[T-1]: the sample of the token that each position of a pack predicts."""
     lengths = torch.tensor(edges).diff()
     return torch.repeat_interleave(lengths)[1:]
 
@@ -83,8 +83,8 @@ def cross_entropy(logits: Tensor, target: Tensor, label_smoothing: float = 0.0, 
 
         (1 - label_smoothing) (lse - x_t) + label_smoothing (lse - mean_j x_j) + z_loss lse^2
 
-    the sources of which :func:`octavo.fp8.memory.chunked_loss.linear_cross_entropy` names: it gives the same without
-    the logits.
+    See :func:`octavo.fp8.memory.chunked_loss.linear_cross_entropy` for the sources; it computes the same without
+    logits.
     """
     wide = logits.float().flatten(0, 1)
     flat = F.cross_entropy(

@@ -1,15 +1,16 @@
-"""Mixtures of experts in training: the load-balancing loss of the router, and how evenly the experts are used.
+"""Mixtures of experts in training: the routers' load-balancing loss, and how evenly the experts are used.
 
 The loss is transformers' own for the family (Switch Transformer, equations 4 to 6), over all layers of one micro-batch
-and its tokens without padding: E * sum over experts of (choices a token) * (mean routing probability). It is k where
-the k choices of all tokens and their probabilities are spread evenly. A step minimises
+and its tokens without padding: E * sum over experts of (choices per token) * (mean routing probability). It equals k if
+the k choices of all tokens and their probabilities are spread evenly. A step minimizes
 
     cross-entropy + router_aux_loss_coef * sum over micro-batches and ranks of (its tokens / the step's tokens) * loss
 
-so the factors add up to 1 however the global batch is cut, and every token weighs the same. ("The" loss of a whole
-global batch would need all its routing before the first backward.) Where ranks share a row, `train.forward.balance`.
+so the factors add up to 1 for every split of the global batch, and all tokens have the same weight. (The loss of a
+whole global batch would need all routing before the first backward.) Where ranks share a row, see
+`train.forward.balance`.
 
-Loads are counted from the indices that a module of experts is called with, on the device, and read once a step.
+Loads are counted on the device, from the indices with which an expert module is called, and read once per step.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ from octavo.train.forward.forward import real
 
 
 def coefficient(cfg: Config, model: nn.Module) -> float:
-    """What the load-balancing loss is multiplied by: `train.router_aux_loss_coef`, or absent the checkpoint's own.
+    """The factor of the load-balancing loss: `train.router_aux_loss_coef`, by default the checkpoint's own.
 
-    0: it is not computed. Raises TrainError where one is asked of a model that has no such loss.
+    0: the loss is not computed. Raises TrainError for a factor without a model that has such a loss.
     """
-    asked = cfg.train.router_aux_loss_coef
+    setting = cfg.train.router_aux_loss_coef
     whole = getattr(model, "config", None)
     config = whole.get_text_config() if whole is not None and hasattr(whole, "get_text_config") else whole
-    own = getattr(config, "router_aux_loss_coef", None)
+    default = getattr(config, "router_aux_loss_coef", None)
     experts = any(is_experts(module) for module in model.modules())
-    if experts and own is not None and _balances(model):
-        return float(own if asked is None else asked)
-    if asked:
+    if experts and default is not None and _balances(model):
+        return float(default if setting is None else setting)
+    if setting:
         why = (
             "computes no load-balancing loss in this version of transformers"
             if experts
-            else "is no mixture of experts and has no router"
+            else "is not a mixture of experts and has no router"
         )
-        raise TrainError(f"train.router_aux_loss_coef is {asked:g}, but {type(model).__name__} {why}. Remove the key")
+        raise TrainError(f"train.router_aux_loss_coef is {setting:g}, but {type(model).__name__} {why}. Remove the key")
     return 0.0
 
 
 def _balances(model: nn.Module) -> bool:
     """Whether the model returns an `aux_loss` for output_router_logits=True.
 
-    Not every version names that argument in the signature, but the loss itself stands beside the model's class.
+    Not every version names that argument in the signature, but the module of the model's class has the loss function.
     """
     known = inspect.signature(model.forward).parameters
     file = inspect.getmodule(type(model))
@@ -64,12 +65,12 @@ def _balances(model: nn.Module) -> bool:
 
 
 class ExpertLoad:
-    """How many (token, choice) pairs each expert of each layer got in one step, padding left out."""
+    """Counts the (token, choice) pairs of each expert of each layer in one step, without padding."""
 
     def __init__(self, model: nn.Module) -> None:
         self._counts: list[Tensor] | None = None
         self._real: Tensor | None = None
-        self._images: Tensor | None = None  # which tokens are an image's, where those have experts of their own
+        self._images: Tensor | None = None  # mask of image tokens, in models with separate experts for them
         layers = {name: module for name, module in model.named_modules() if is_experts(module)}
         self._names = tuple(layers)
         self._experts = [module._parameters["gate_up_proj"].shape[0] for module in layers.values()]
@@ -81,29 +82,29 @@ class ExpertLoad:
         return len(self._names)
 
     def begin(self, device: torch.device) -> None:
-        """Count from here on, from zero."""
-        # One more than there are experts, for places that belong to none.
+        """Start counting from zero."""
+        # The last entry is for indices that mean no expert.
         self._counts = [torch.zeros(experts + 1, device=device) for experts in self._experts]
 
     def batch(self, batch: dict[str, Any], device: torch.device, part: slice = slice(None)) -> None:
-        """The next forwards are of this micro-batch, of whose tokens some are padding, and ``part`` is here."""
+        """Announce the micro-batch of the next forwards; ``part``: the slice of its tokens on this rank."""
         if self._counts is not None:
             mask = real(batch)
-            if not batch["meta"].tokens:  # a row that keeps a rank company is attended, and no sample
+            if not batch["meta"].tokens:  # a placeholder row, which keeps a rank in step, does not count
                 mask = torch.zeros_like(batch["input_ids"])
             self._real = None if mask is None else mask[:, part].to(device, torch.float32).reshape(-1)
             kinds = batch.get("moe_mm_token_type_ids")
             here = None if kinds is None else kinds[:, part].to(device).reshape(-1).bool()
             self._images = here if here is not None and bool(here.any()) else None
 
-    @torch._disable_dynamo  # what is counted when is no part of a compiled block
+    @torch._disable_dynamo  # Dynamo would trace a condition of the host into the block
     def _count(self, layer: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._counts is None or not module.training:
             return
         if observe.phase() != observe.Phase(counted=True, recompute=False):
             return
-        given = [*args, *kwargs.values()]
-        index = given[1] if len(given) > 1 else None
+        inputs = [*args, *kwargs.values()]
+        index = inputs[1] if len(inputs) > 1 else None
         if not isinstance(index, Tensor) or index.is_floating_point():
             return
         count, real = self._counts[layer], self._real
@@ -119,11 +120,11 @@ class ExpertLoad:
         count.scatter_add_(0, bucket, weight)  # integers below 2^24 in fp32: exact in any order
 
     def end(self, world: World) -> dict[str, Any]:
-        """Stop counting; the step's figures over all ranks. A collective.
+        """Stop counting; return the step's figures over all ranks. A collective.
 
-        expert_load_max, expert_load_min   the largest and smallest share of a layer's pairs that one expert got, over
-                                           all layers; 1 / E each where the load is even
-        experts_idle                       experts without a token, all layers together
+        expert_load_max, expert_load_min   the largest and smallest share of a layer's pairs for one expert, over all
+                                           layers; both are 1 / E if the load is even
+        experts_idle                       experts without a token, over all layers
         experts                            the same by layer: {"max", "min", "idle"}
         """
         assert self._counts is not None

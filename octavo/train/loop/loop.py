@@ -1,7 +1,7 @@
-"""The job: `run(cfg)` enters the run directory, assembles, trains step by step, and says how it ended.
+"""`run(cfg)`: enter the run directory, assemble the run, train step by step, and return the result.
 
-What happens around a step is done by callbacks (:mod:`octavo.train.callbacks.callback`), built in or a user's, in one
-order. What a run is made of is assembled in :mod:`octavo.train.setup.build`.
+Everything around a step is done by callbacks (:mod:`octavo.train.callbacks.callback`), built in or a user's, in a fixed
+order. :mod:`octavo.train.setup.build` assembles the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo import checkpoint, parallel
 from octavo.base import hub
@@ -45,6 +45,9 @@ from octavo.train.step.lr_schedule import lr_at
 from octavo.train.step.precision_schedule import Course
 from octavo.train.step.step import Batches, Observe
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 Tell = Callable[[planning.Planned], Iterable[str]]
 
 _NOT_FINAL = (
@@ -57,25 +60,35 @@ _NOT_FINAL = (
     "gain",
     "experts",
     "base",
-)  # of a row, what the result's `final` leaves out
-#: rows with one of these are written whatever run.log_every says
+)  # entries of a row that the result's `final` leaves out
+#: rows with one of these are always written, regardless of run.log_every
 _WRITTEN = {"eval", "health", "memory", "skipped", "overflow"}
 
 
 def run(
-    cfg: Config, *, console: Any = None, label: str = "", callbacks: Iterable[Callback] = (), phase: Phase = SFT,
-    tell: Tell = summary, watchers: Sequence[Callback] = (),
-) -> RunResult:  # fmt: skip
-    """Run one training job to its end, or to a signal or callback that stops it.
+    cfg: Config,
+    *,
+    console: Console | None = None,
+    label: str = "",
+    callbacks: Iterable[Callback] = (),
+    phase: Phase = SFT,
+    tell: Tell = summary,
+    watchers: Sequence[Callback] = (),
+) -> RunResult:
+    """Run one training job to its end, or until a signal or callback stops it.
 
-    console: a rich console (None: silent). label: what its lines are called. callbacks: see `octavo.train.Callback`.
-    phase: what the run learns from; those beyond pretraining and SFT are the package rl's. tell: makes the lines about
-    the plan, of what is known before a weight is read (`octavo.train.loop.summary`); called where somebody reads them.
-    watchers: callbacks that only look, on the main rank; one that fails later than in `begin` ends nothing.
-    Under torchrun every rank calls this; only the main one prints and writes.
+    console    a rich console (None: silent)
+    label      prefix of its lines
+    callbacks  see `octavo.train.Callback`
+    phase      pretraining and SFT, or a phase of the package rl
+    tell       returns the lines about the plan, from what is known before weights are read
+               (`octavo.train.loop.summary`); called only with a console
+    watchers   callbacks that only observe, on the main rank; one that fails after `begin` does not end the run
 
-    Raises TrainError and the errors of the packages below, each with its fix. What is raised on one rank alone ends
-    that process; torchrun then ends the others.
+    Under torchrun every rank calls this; only the main one prints and writes files.
+
+    Raises TrainError and the errors of lower packages, each with its fix. An error on only one rank ends its process;
+    torchrun then ends the others.
     """
     users = tuple(callbacks) if isinstance(callbacks, Iterable) else (None,)
     if any(not isinstance(user, Callback) for user in users):
@@ -117,7 +130,7 @@ def _run(
             with StopRequest(cfg.run.timeout) as request, collector:
                 try:
                     result = _train(_begin(cfg, world, start, display, request, users, phase, tell, watchers))
-                except (RuntimeError, MemoryError) as error:  # in the midst of a forward or backward
+                except (RuntimeError, MemoryError) as error:  # out of memory or a lost rank
                     if (named := memory_full(error, world) or _lost(error, world)) is None:
                         raise
                     raise named from error
@@ -130,7 +143,7 @@ def _lost(error: Exception, world: parallel.World) -> parallel.WorldError | None
 
 
 def _refuse_early(cfg: Config) -> None:
-    """Refuse what the model cannot do before there is a run directory, which another value could not enter."""
+    """Refuse settings that the model does not support before they are saved in a run directory, which keeps them."""
     if cfg.train.router_aux_loss_coef or cfg.lora is not None or cfg.model.load_in_fp8.kinds:
         begins = cfg.run.resume in ("never", "auto") and not checkpoint.steps(Path(cfg.run.dir) / run_dir.CHECKPOINTS)
         frozen_base.adapter_sizes(cfg if begins else resolve_from_checkpoint(cfg), *planning.model_of(cfg))
@@ -141,7 +154,7 @@ def _begin(
     display: Display, request: StopRequest, users: Sequence[Callback], phase: Phase, tell: Tell,
     watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
-    """Everything assembled and resumed, with what the run directory knows of earlier sessions."""
+    """Assemble and resume the run, with the figures of earlier sessions from its directory."""
     world.at("the start, assembling the run")
     job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
     run_dir.settle(start, world, display.say)
@@ -162,8 +175,10 @@ def _begin(
 
 
 def _in_order(users: Sequence[Callback], course: Course, cfg: Config) -> tuple[Callback, ...]:
-    """A step gets its plan; it is checked, proven and measured, judged, heard of, refused, evaluated, saved, and
-    compared with high precision."""
+    """The callbacks in order: plan, checks, proof and figures, precision changes, the user's, refusals, evaluation,
+    saving, and the comparison with high precision."""
+    # Refusals precede evaluation and saving, so that bad weights are not saved. The user's callbacks precede both, so
+    # that the row they add to is complete. The gain window is last, so that its failure costs nothing.
     checked = (Checking(),) if cfg.run.check_every else ()
     collected = (Collecting(),) if cfg.train.gc is not None else ()
     planned = (Spans(),) if course.varies else ()
@@ -173,11 +188,11 @@ def _in_order(users: Sequence[Callback], course: Course, cfg: Config) -> tuple[C
 
 
 def _train(run: Run) -> RunResult:
-    """Watchers hear how it ended, in whatever way, and a checkpoint that is on its way to the disk may arrive there;
-    where a rank is lost, or memory, what waits for it may wait in vain."""
+    """Train, notify watchers of an error, and wait for a checkpoint that is still being written. After a lost rank or
+    out of memory the write may never complete, so the wait is short."""
     patience = 0.0
     try:
-        with encryption_rules.withholding(run.cfg):  # watchers write what they hear
+        with encryption_rules.withholding(run.cfg):  # watchers write error messages
             return _trained(run)
     except Exception as error:
         alone = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
@@ -207,14 +222,14 @@ def _trained(run: Run) -> RunResult:
         run.job.loader.close()
         if run.log is not None:
             run.log.close()
-    # Stopped at the last step: finished, unless its evaluation is still due (made when the run goes on).
+    # A run stopped at the last step has finished, unless its evaluation is still due, which a resume would do.
     stopped = run.stopping and (run.step < steps or (due(run, steps) and "eval" not in run.row))
     if not stopped and (in_a_row := run.job.progress.in_a_row):
         raise TrainError(
-            f"the last {in_a_row} of {steps} steps were skipped, because loss or gradient were not finite: what they "
-            f"left may be dead, so the run has not finished. Its weights are in {run_dir.CHECKPOINTS}/step_{run.step}, "
-            "as the last step that was applied left them (octavo eval, octavo export). Look at the data of these "
-            "steps, lower train.lr, or keep the layer that overflows out of FP8"
+            f"the last {in_a_row} of {steps} steps were skipped, because loss or gradient were not finite. The weights "
+            f"may be unusable, so the run has not finished. They are in {run_dir.CHECKPOINTS}/step_{run.step}, as of "
+            "the last applied step (octavo eval, octavo export). Look at the data of these steps, lower train.lr, or "
+            "keep the layer that overflows out of FP8"
         )
     result = _result(run, stopped)
     run.notify("end", result)
@@ -222,7 +237,7 @@ def _trained(run: Run) -> RunResult:
 
 
 def _step(run: Run, number: int) -> Step:
-    """Train one step; its row holds what every step has."""
+    """Train one step; its row has the entries of every step."""
     job, progress, settings = run.job, run.job.progress, run.cfg.train
     began = time.perf_counter()
     run.world.at(f"step {number}, reading its rows")
@@ -254,32 +269,32 @@ def _step(run: Run, number: int) -> Step:
     if result.loss_scale is not None:
         row["loss_scale"] = result.loss_scale
     if not result.loss_tokens:
-        row["empty"] = True  # its loss of 0 is that of no token
+        row["empty"] = True  # its loss of 0 is over no tokens
     if result.aux_loss is not None:
         row["aux_loss"] = result.aux_loss
     return Step(number, batches, result, {**row, **result.figures, **(result.experts or {})})
 
 
 def _observe(run: Run, number: int, batches: Batches) -> Observe:
-    """What any callback asks for."""
-    asked = [found for found in run.notify("before_step", number, batches) if found is not None]
-    wishes = [any(getattr(found, field.name) for found in asked) for field in fields(Observe)]
-    if run.users:  # who may answer otherwise on another rank, and observing has collectives
+    """The observations that any callback requests."""
+    requests = [request for request in run.notify("before_step", number, batches) if request is not None]
+    wishes = [any(getattr(request, field.name) for request in requests) for field in fields(Observe)]
+    if run.users:  # users' may differ between ranks, and observing is a collective
         wishes = [run.world.any(wish) for wish in wishes]
     observe = Observe(*wishes)
     if observe.health and observe.memory:
         # Health keeps every x in high precision, which would count as activations. A run without a memory figure
-        # takes that one first (with health_every: 1, at step 1), any other has time for it at a later step.
+        # measures memory first (with health_every: 1 at step 1); otherwise a later step does.
         observe = replace(observe, health=bool(run.memory), memory=not run.memory)
     check = run.job.stepper.check
-    if run.memory and (run.job.stepper.judge is not None or (check is not None and check.sites)):  # who keep x too
+    if run.memory and (run.job.stepper.judge is not None or (check is not None and check.sites)):  # both keep x too
         observe = replace(observe, memory=False)
     return observe
 
 
 def _write(run: Run, step: Step) -> None:
     step.wanted = bool(step.wanted or run.logs(step.number) or _WRITTEN & step.row.keys())
-    if step.wanted and (waited := run.waited()):
+    if step.wanted and (waited := run.take_waited()):
         step.row["save_seconds"] = waited
     if run.log is not None and step.wanted:
         run.log.write(step.row, run.job.progress.health if "health" in step.row else None)
@@ -299,7 +314,7 @@ def _result(run: Run, stopped: bool) -> RunResult:
     if stopped:
         how = "Continue with run.resume=auto"
         if not run.cfg.run.save_states:
-            how = f"Begin anew with these weights: run.start_from={run.directory}, and another run.dir"
+            how = f"Start a new run with these weights: run.start_from={run.directory}, and another run.dir"
         run.say(f"stopped after step {run.step}; saved. {how}")
     elif run.world.is_main:
         run_dir.write_json(run.directory / run_dir.RESULT, finite(result.to_json()))

@@ -1,4 +1,4 @@
-"""Memory that ran out, told with the rank, the step and what it was doing, and what helps."""
+"""The error for a run that is out of memory: rank, step, what it was doing, and the fix."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SMALLER = "lower train.micro_batch, train.seq_length or data.max_pixels, or set 
 
 
 def what_is_full(error: BaseException) -> str | None:
-    """In a clause, which memory ran out; None: the error is another. A CPU's allocator has a text and no class."""
+    """A clause about the memory that ran out; None for another error. A CPU's allocator raises no class of its own."""
     if isinstance(error, torch.OutOfMemoryError):
         return str(error).split(". ")[0]
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
@@ -20,7 +20,7 @@ def what_is_full(error: BaseException) -> str | None:
 
 
 def memory_full(error: BaseException, world: World) -> TrainError | None:
-    """The error of a run that ran out of memory; None for any other error."""
+    """The error for a run that is out of memory; None for any other error."""
     if (full := what_is_full(error)) is None:
         return None
     who = f"rank {world.rank} of {world.size}" if world.size > 1 else "the run"

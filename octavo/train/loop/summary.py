@@ -1,6 +1,6 @@
-"""What a run says of itself before its first step: the model, the plan in a line a component, memory, what is saved.
+"""The summary of a run before its first step: the model, the plan in a line per component, memory, checkpoints.
 
-The whole plan, layer by layer, is `octavo plan FILE`, or the same run with --verbose.
+`octavo plan FILE`, or the run with --verbose, prints the whole plan, layer by layer.
 """
 
 from __future__ import annotations
@@ -26,22 +26,25 @@ if TYPE_CHECKING:
 
 Heard = Callable[[Footprint], None]
 
-_REASONS = 2  # of what stays in high precision, a component
+_REASONS = 2  # most reasons per component
 _STAYS = " stays in high precision"
 
 
-def summary(of: Planned, heard: Heard = lambda found: None) -> list[str]:
-    """At most 15 lines, most important first; of the notes, those that belong to this run alone. Memory is predicted on
-    a model without weights, in well under a second; `heard` gets it, and where it cannot be, its line says why."""
+def summary(of: Planned, heard: Heard = lambda footprint: None) -> list[str]:
+    """At most 15 lines, the most important first, with the notes that are specific to this run. Memory is predicted on
+    a model without weights, in well under a second; `heard` gets the prediction. If there is none, its line says why.
+    """
     model, _ = planning.model_of(of.cfg)
     usual = {*of.plan.notes, *planning.stays(model)}
-    own = [*of.plan.changes, *(note for note in of.notes if note not in usual)]
-    plan = [*verdict(of.plan), *(f"note: {note}" for note in own)]
+    notes = [*of.plan.changes, *(note for note in of.notes if note not in usual)]
+    plan = [*verdict(of.plan), *(f"note: {note}" for note in notes)]
     return [*_beginning(of, model, plan, heard), "all layers and notes: octavo plan FILE, or --verbose"]
 
 
-def in_full(of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda found: None) -> list[str]:
-    """The same with the plan layer by layer, as `layers` writes them, and all its notes."""
+def in_full(
+    of: Planned, layers: Callable[[fp8.Plan], Sequence[str]], heard: Heard = lambda footprint: None
+) -> list[str]:
+    """The same with the plan layer by layer, formatted by `layers`, and all notes."""
     off = not any(row.fp8 or row.decided for row in of.plan.rows)
     table = [] if off else ["", *layers(of.plan), ""]
     notes = [f"note: {note}" for note in dict.fromkeys([*(() if off else of.plan.notes), *of.notes])]
@@ -54,8 +57,8 @@ def _beginning(of: Planned, model: PreTrainedModel, plan: Sequence[str], heard: 
 
 
 def verdict(plan: fp8.Plan) -> list[str]:
-    """What of a plan is FP8: a line for the whole, and one for each component with its share of linear FLOPs and what
-    stays in high precision, and why."""
+    """The extent of FP8 in a plan: a line for the whole, and one per component with its share of linear FLOPs and the
+    reasons for layers in high precision."""
     rows = plan.rows
     ours = [row for row in rows if row.fp8]
     if not ours:
@@ -64,18 +67,18 @@ def verdict(plan: fp8.Plan) -> list[str]:
     lines = [f"{whole} (lm_head, patches aside)"]
     parts = {c: [row for row in rows if row.component == c] for c in dict.fromkeys(row.component for row in rows)}
     width = max(map(len, parts))
-    for name, own in parts.items():
-        recipes = ", ".join(dict.fromkeys(row.recipe.short() for row in own if row.recipe is not None))
-        inside = sum(row.fp8 for row in own)
-        part = f"  {name:<{width}}  {inside} of {len(own)}"
+    for name, layers in parts.items():
+        recipes = ", ".join(dict.fromkeys(row.recipe.short() for row in layers if row.recipe is not None))
+        inside = sum(row.fp8 for row in layers)
+        part = f"  {name:<{width}}  {inside} of {len(layers)}"
         if recipes:
             part += f" {recipes}"
-            part += f", {100 * plan.share_of(name):.1f} %" if any(row.share for row in own) else ""
-        why = [reason for reason, _ in Counter(row.reason for row in own if not row.fp8).most_common()]
+            part += f", {100 * plan.share_of(name):.1f} %" if any(row.share for row in layers) else ""
+        why = [reason for reason, _ in Counter(row.reason for row in layers if not row.fp8).most_common()]
         if why:
-            more = f" (+{len(why) - _REASONS} reasons)" if len(why) > _REASONS else ""
-            told = "; ".join(why[:_REASONS]) + more
-            part += f"; not: {told.replace(_STAYS, '')}" if inside else f": {told}"
+            others = f" (+{len(why) - _REASONS} reasons)" if len(why) > _REASONS else ""
+            reasons = "; ".join(why[:_REASONS]) + others
+            part += f"; not: {reasons.replace(_STAYS, '')}" if inside else f": {reasons}"
         lines.append(part)
     return lines
 
@@ -85,7 +88,7 @@ def _model(of: Planned, model: PreTrainedModel) -> list[str]:
     parameters = list(model.parameters())
     total, trained = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     if cfg.lora is not None:
-        how = f"LoRA of rank {cfg.lora.rank} beside a frozen base"
+        how = f"LoRA of rank {cfg.lora.rank} on a frozen base"
     else:
         how = "all trained" if trained == total else f"{_count(trained)} trained"
     taken = hub.origin(cfg.model.path)
@@ -111,20 +114,20 @@ def _memory(of: Planned, model: PreTrainedModel, heard: Heard) -> str:
     try:
         tokens, _ = assumed(of.cfg, of.family.components, model.config)
         sizes = Footprints(of.cfg, model, of.family, of.plan, tokens, copy=of.reference == "copy")
-        found = sizes.of(of.cfg, of.ranks)
+        footprint = sizes.of(of.cfg, of.ranks)
     except TrainError as error:
         return f"memory is not predicted: {error}"
-    heard(found)
-    largest = sorted(found.kinds.items(), key=lambda kind: -kind[1])[:3]
+    heard(footprint)
+    largest = sorted(footprint.kinds.items(), key=lambda kind: -kind[1])[:3]
     listed = ", ".join(f"{name} {gb(size)}" for name, size in largest if size)
-    return f"memory, predicted{' for each rank' if of.ranks > 1 else ''}: {gb(found.total)} ({listed}, ...)"
+    return f"memory, predicted{' for each rank' if of.ranks > 1 else ''}: {gb(footprint.total)} ({listed}, ...)"
 
 
 def _saved(cfg: Config) -> str:
     run = cfg.run
     steps = interval(cfg)
     every = f"a checkpoint every {steps} steps" if 0 < steps < total_steps(cfg) else "a checkpoint at the end"
-    every += "" if run.save_states else ", of weights alone"
-    every += ", written beside the steps" if run.save == "async" else ""
+    every += "" if run.save_states else ", weights only"
+    every += ", written during training" if run.save == "async" else ""
     end = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"
     return f"{run.dir}: {every} (the newest {run.keep} stay){end}"

@@ -1,1 +1,1 @@
-"""The files of a run, its lock, and what its directory may be entered with; knows no model."""
+"""The run directory: its files, its lock, and the checks before a run enters it. Knows nothing of models."""

@@ -1,7 +1,7 @@
-"""What a run keeps to itself: with `run.encrypt` nothing that it writes or prints holds weights or a word of its data.
+"""Rules of `run.encrypt`: nothing that such a run writes or prints holds weights or words of its data in plain text.
 
-The key is looked for before anything else is; a run that reads something encrypted must encrypt what it writes; and an
-error that quotes a row is told without the words.
+The key is looked up before anything else. A run that reads something encrypted must encrypt what it writes. An error
+that quotes a row is raised without the quotation.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from octavo.train.errors import TrainError
 
 
 def check(cfg: Config) -> None:
-    """Raises TrainError where `run.encrypt` has no key or that which sealed an input, without it for inputs that are
-    encrypted, and for a key in the environment of a run whose rewards are functions of a user's file."""
+    """Raises TrainError in these cases: `run.encrypt` without a key, or with the key that sealed an input; encrypted
+    inputs without `run.encrypt`; a key in the environment of a run whose rewards are functions of a user's file."""
     _refuse_shown_key(cfg)
     if cfg.run.encrypt:
         try:
@@ -33,69 +33,68 @@ def check(cfg: Config) -> None:
         for folder in _folders(cfg):
             note = read_note(folder, TrainError)
             if note is not None and note.key == fingerprint(encryption.process_secret()):
-                raise TrainError(
-                    f"run.encrypt: {folder} was sealed with the key that is given for files. {ONE_PURPOSE}"
-                )
+                raise TrainError(f"run.encrypt: {folder} was sealed with the key for encrypted files. {ONE_PURPOSE}")
         return
     for key, file in _inputs(cfg):
         if encryption.is_encrypted(file):
             raise TrainError(
-                f"{key}: {file} is encrypted, and run.encrypt is false: checkpoints, answers and lists of this run "
-                "would hold in plain what it learnt and read. Set run.encrypt: true"
+                f"{key}: {file} is encrypted, but run.encrypt is false: checkpoints, answers and lists of this run "
+                "would hold in plain text what it learned and read. Set run.encrypt: true"
             )
 
 
 def _refuse_shown_key(cfg: Config) -> None:
-    """The process of the rewards gets no key, and may read the environment of its parent (/proc/PID/environ)."""
+    """The reward processes get no key, but can read the environment of their parent (/proc/PID/environ)."""
     rewards = () if cfg.rl is None else cfg.rl.rewards
     files = [entry.reward for entry in rewards if ".py:" in str(entry.reward)]
     if files and os.environ.get(encryption.VALUE):
         raise TrainError(
-            f"{encryption.VALUE} is set, and rl.rewards names {files[0]}: code of that file could read the key in this "
-            f"process's environment. Unset it, and give the key by --key-file FILE or {encryption.FILE}"
+            f"{encryption.VALUE} is set, and rl.rewards names {files[0]}: code in that file could read the key in this "
+            f"process's environment. Unset it, and pass the key by --key-file FILE or {encryption.FILE}"
         )
 
 
 def refuse_plain(path: Path, cfg: Config) -> None:
-    """Raises TrainError for a plain checkpoint that a run would continue from which trusts encrypted ones alone."""
+    """Raises TrainError for a plain checkpoint that a run with `run.encrypt` would continue from."""
     if cfg.run.encrypt and not encryption.is_encrypted(path / STATE):
         raise TrainError(
-            f"{path} is not encrypted, and run.encrypt is true: nobody vouches for what it holds. Where you do, "
-            f"encrypt it (octavo encrypt {path} COPY) and continue from the copy, or begin anew: run.start_from={path}"
+            f"{path} is not encrypted, but run.encrypt is true, so its contents are not authenticated. If you trust "
+            f"it, encrypt it (octavo encrypt {path} COPY) and continue from the copy, or start a new run with its "
+            f"weights: run.start_from={path}"
         )
 
 
 @contextmanager
 def withholding(cfg: Config) -> Iterator[None]:
-    """Inside, an error whose message may hold words of the data says so in their place, with `run.encrypt`."""
+    """Context in which, with `run.encrypt`, an error whose message may quote the data is replaced by one without."""
     try:
         yield
         return
     except Exception as error:
         if not cfg.run.encrypt or not getattr(error, "quotes", False):
             raise
-        found: str = getattr(error, "told", type(error).__name__)  # of a reward its name
-        fix = "Where it may be read, decrypt the data and start without run.encrypt to see it"
+        what: str = getattr(error, "told", type(error).__name__)  # for a reward, its name
+        fix = "To see it, decrypt the data and start without run.encrypt where the data may be read"
         if isinstance(error, BadSample):
-            found = f"{error.file}, row {error.row} cannot be used ({type(error).__name__})"
+            what = f"{error.file}, row {error.row} cannot be used ({type(error).__name__})"
             fix = (
                 f"With data.on_bad_sample: skip it is listed in {cfg.run.dir}/skipped.jsonl.aes, which octavo decrypt "
                 "reads"
             )
-        hidden = TrainError(f"{found}: the reason may quote the data, and run.encrypt keeps it out of messages. {fix}")
-    raise hidden from None  # whose message would stand in a traceback
+        hidden = TrainError(f"{what}: the reason may quote the data, and run.encrypt keeps it out of messages. {fix}")
+    raise hidden from None  # outside the except block, and from None: a traceback would print the original message
 
 
 def _folders(cfg: Config) -> Iterator[str]:
-    """What may be sealed: folders that are read."""
-    found = [cfg.model.path, *(entry.path for entry in (*cfg.data.train, *cfg.data.eval))]
+    """The folders that the run reads, which may be sealed."""
+    paths = [cfg.model.path, *(entry.path for entry in (*cfg.data.train, *cfg.data.eval))]
     if cfg.lora is not None and cfg.lora.adapter is not None:
-        found.append(cfg.lora.adapter)
-    return (path for path in found if Path(path).is_dir())
+        paths.append(cfg.lora.adapter)
+    return (path for path in paths if Path(path).is_dir())
 
 
 def _inputs(cfg: Config) -> Iterator[tuple[str, Path]]:
-    """(key, file) of what is read: one of each kind is asked for, and no folder of images is walked."""
+    """(key, file) of the run's inputs. Folders of images are not walked."""
     folders = [("model.path", Path(cfg.model.path))]
     if cfg.lora is not None and cfg.lora.adapter is not None:
         folders.append(("lora.adapter", Path(cfg.lora.adapter)))

@@ -1,5 +1,5 @@
-"""What the files held that decide a run's numbers beside its weights: its data, and the configuration, tokenizer, chat
-template and processor of its model folder. A resume notices when they hold something else."""
+"""Fingerprints of the files that, besides weights, determine a run's numbers: its data, and the configuration,
+tokenizer, chat template and processor of its model folder. A resumed run checks that they have not changed."""
 
 from __future__ import annotations
 
@@ -14,68 +14,68 @@ from octavo.config import Config
 from octavo.config.sections.text_types import is_url
 from octavo.data.file_digests import Content, content_of, digests
 from octavo.data.storage.cache import Say, default_folder, files_of, quiet
-from octavo.data.storage.remote import local_files, print_of
+from octavo.data.storage.remote import fingerprint, local_files
 from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
 
-#: What of a model folder decides a run's numbers, weights aside: those of a checkpoint, and the fingerprint of a frozen
-#: base, stand for themselves. generation_config.json decides none: it may change, as answers are greedy without it;
-#: what it says of where answers end is a print of phase rl.
+#: Files of a model folder that determine a run's numbers, except weights, which a checkpoint contains and the
+#: fingerprint of a frozen base covers. generation_config.json may change, because evaluation is greedy without it;
+#: phase rl has a fingerprint of the end tokens that it names.
 _MODEL = ("config.json", *COMPANIONS, "*.model", "additional_chat_templates/*")
 _NO_MATTER = "generation_config.json"
 
 Prints = Mapping[str, Mapping[str, Any]]
-"""``data``, ``model``: path or name -> {"size", "sha256", "whole"}; ``phase``: name -> digest of what else decides
-numbers."""
+"""``data``, ``model``: path or name -> {"size", "sha256", "whole"}; ``phase``: name -> digest of further inputs that
+determine the run's numbers."""
 
 
 def fingerprints(cfg: Config, say: Say = quiet) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
-    as {"size": bytes, "sha256": of its first 64 MiB, "whole": of all}; a data folder likewise, of its
-    files that hold rows. Digests of data files are taken once and noted in the cache (:mod:`octavo.data.file_digests`).
+    as {"size": bytes, "sha256": of its first 64 MiB, "whole": of all}; a data folder likewise, over its files with
+    rows. Digests of data files are computed once and cached (:mod:`octavo.data.file_digests`).
 
-    What is not there is left out: who reads it refuses it with better words. Images are not looked at. Files at a URL
-    are known by their sizes and by what their server says of them.
+    Missing files are left out: the code that reads them has better error messages. Images are not included. Files at a
+    URL are identified by their sizes and their server's metadata.
     """
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
     folder = default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
     here = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
-    found = {path: _of_data(Path(path), folder, say) for path in here}
+    of_data = {path: _of_data(Path(path), folder, say) for path in here}
     for url in filter(is_url, paths):
-        found[url] = print_of(url)
+        of_data[url] = fingerprint(url)
         if files := local_files(url):
-            found[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, say)])
-    return {"data": found, "model": of_folder(Path(cfg.model.path))}
+            of_data[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, say)])
+    return {"data": of_data, "model": of_folder(Path(cfg.model.path))}
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
-    """Name -> fingerprint of the files of a model folder that decide a run's numbers, weights aside."""
+    """Name -> fingerprint of the files of a model folder that determine a run's numbers, except weights."""
     return {name: _printed(content_of(folder / name)) for name in files_of_model(folder)}
 
 
 def files_of_model(folder: Path) -> list[str]:
-    """The files of a model folder that decide a run's numbers, weights aside, by their names in it."""
+    """The names of the files of a model folder that determine a run's numbers, except weights."""
     homes = (folder, *(folder / part for part in parts_of(folder)))
     every = (file for home in homes for pattern in _MODEL for file in home.glob(pattern))
     return sorted({str(file.relative_to(folder)) for file in every if file.is_file() and file.name != _NO_MATTER})
 
 
 def same(saved: Prints, now: Prints, where: Path, folder: str) -> None:
-    """Refuse to continue `where` on changed data, or beside a changed model `folder`. Raises TrainError naming the
-    files. A data file that is not in both is no matter."""
+    """Refuse to continue `where` on changed data or with a changed model `folder`. Raises TrainError naming the files.
+    A data file that is not in both is ignored."""
     _same_data(saved.get("data", {}), now["data"], where)
     same_folder(saved.get("model"), now["model"], where, folder)
-    before, own = saved.get("phase", {}), now.get("phase", {})
-    if changed := [name for name in {**before, **own} if before.get(name) != own.get(name)]:
+    before, current = saved.get("phase", {}), now.get("phase", {})
+    if changed := [name for name in {**before, **current} if before.get(name) != current.get(name)]:
         raise TrainError(
-            f"{where} was made with another {', '.join(changed)}: its contents are not what they were. A resumed run "
-            "learns from the same; put the former back, or start a new run in another run.dir"
+            f"{where} was made with another {', '.join(changed)}: its contents have changed. A resumed run must learn "
+            "from the same; restore the former contents, or start a new run in another run.dir"
         )
 
 
 def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: Path, folder: str) -> None:
-    """Refuse to go on from `where` beside a model folder of which a file came, went or changed. None: a checkpoint that
-    says nothing of it. Raises TrainError naming the files."""
+    """Refuse to continue from `where` with a model folder in which a file was added, removed or changed. None: a
+    checkpoint without fingerprints of it. Raises TrainError naming the files."""
     if saved is None:
         return
     changed = [name for name in {**saved, **now} if compat.prints_differ(saved.get(name), now.get(name))]
@@ -87,8 +87,8 @@ def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: 
     ]
     raise TrainError(
         f"{folder} is not the folder that {where} was made with: {', '.join(how)}. "
-        "With another configuration, tokenizer, chat template or processor the same rows are other numbers to the "
-        "model; put the former files back, or start a new run in another run.dir"
+        "With another configuration, tokenizer, chat template or processor the same rows become different inputs of "
+        "the model; restore the former files, or start a new run in another run.dir"
     )
 
 
@@ -98,7 +98,7 @@ def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
         sizes = "; ".join(f"{path} had {saved[path]['size']} bytes, has {now[path]['size']} now" for path in changed)
         raise TrainError(
             f"{where} was made with other data: {sizes}, and other contents. A resumed run sees the same rows in the "
-            "same order, which changed files cannot give; put the former files back, or start a new run in another "
+            "same order, which changed files cannot give; restore the former files, or start a new run in another "
             "run.dir"
         )
 

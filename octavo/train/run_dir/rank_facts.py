@@ -1,10 +1,10 @@
-"""What the ranks of a run must start with alike, as key -> value, compared before the first step.
+"""Settings that must be equal on all ranks, as key -> value, compared before the first step.
 
-Ranks that differ in one of these would train a mixture of both without a word (each updates its own shard by its own
-learning rate), or wait for each other until `run.timeout`. The values are everything that decides a run's numbers or
-its collectives: the resolved configuration, the files of data and model, rewards, versions, and variables that change
-arithmetic. Files are known by name, size, and a digest of their first and last MiB (of safetensors the whole header),
-so that a model of a hundred shards takes a fraction of a second; two files that differ only in between pass.
+Ranks that differ would silently train a mixture of both (each updates its shard with its own learning rate), or wait
+for each other until `run.timeout`. The values are everything that determines a run's numbers or its collectives: the
+resolved configuration, the files of data and model, rewards, versions, and environment variables that change
+arithmetic. Files are identified by name, size, and a digest of their first and last MiB (for safetensors the whole
+header), so a model of a hundred shards takes a fraction of a second; a difference only in between is not detected.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from octavo.data.storage.cache import files_of
 from octavo.models.folder.folder import parts_of
 from octavo.train.run_dir import input_fingerprints
 
-#: Keys in which ranks may differ: places on a host, what only rank 0 writes, and what moves no number. Of a place its
-#: content is compared instead where that decides numbers (:data:`PLACES`).
+#: Keys in which ranks may differ: paths on a host, what only rank 0 writes, and settings that change no numbers. Where
+#: the content of a path determines numbers, that is compared instead (:data:`PLACES`).
 LOCAL = (
     *("run.dir", "run.threads", "run.timeout", "run.tensorboard", "run.trackers*", "run.keep"),
     *("data.cache", "data.workers", "data.*.images", "data.*.fetch_gb", "rl.reward_timeout", "rl.show"),
@@ -37,22 +37,22 @@ LOCAL = (
     *("package.rich", "package.scipy", "package.tensorboard", "package.torchao", "package.trl", "package.vllm"),
 )
 
-#: Keys whose value is a place on a host; the files there are compared.
+#: Keys whose value is a path on a host; the files there are compared.
 PLACES = (
     *("model.path", "data.train.*.path", "data.eval.*.path", "rl.rewards.*.reward"),
     *("fp8.plan", "lora.adapter", "run.resume", "run.fork", "run.start_from"),
 )
 
-_END = 1 << 20  # bytes that are read at either end of a file
-_ALL = 1 << 27  # bytes that are read of all files: of more than 64 files less each
-_HEADER = 1 << 26  # bytes that a header of safetensors may have
+_END = 1 << 20  # bytes read at either end of a file
+_ALL = 1 << 27  # bytes read of all files together: with more than 64 files, fewer of each
+_HEADER = 1 << 26  # largest accepted header of a safetensors file, in bytes
 _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
-_INSIDE = 4096  # files of a data folder without rows directly in it (one of `datasets`)
+_INSIDE = 4096  # most files compared of a data folder without rows directly in it (one of `datasets`)
 
 
 def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = None) -> dict[str, str]:
-    """Key -> value of all that the ranks of a run must have alike. ``prints``: digests of what else the phase learns
-    from (:meth:`octavo.train.setup.phase.Phase.prints`). ``epochs``: what `train.steps` was counted from, if it was."""
+    """Key -> value of everything that must be equal on all ranks. ``prints``: digests of further inputs of the phase
+    (:meth:`octavo.train.setup.phase.Phase.prints`). ``epochs``: those from which `train.steps` was computed, if any."""
     settings = dict(_flat(cfg.model_dump(mode="json")))
     if epochs is not None:
         counted = f"train.steps (counted from train.epochs: {epochs:g}, with the token counts in data.cache)"
@@ -60,12 +60,12 @@ def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = No
     places = {key: value for key, value in settings.items() if _any(key, PLACES) and isinstance(value, str)}
     facts = {key: json.dumps(value) for key, value in settings.items() if key not in places}
     facts |= _of_files(dict(_files(places)))
-    # A name that is no file here, of a built-in reward, the hub or a URL, or a word, is compared as it is.
+    # A value that is no path here (a built-in reward, a name of the hub, a URL, a keyword) is compared itself.
     facts |= {key: json.dumps(_name(key, value)) for key, value in places.items() if not os.path.exists(value)}
     facts |= {f"file of {name}": digest[:16] for name, digest in prints.items()}
     facts |= _versions()
     facts["device"] = accelerator.here().type
-    if cfg.run.encrypt:  # else it would be told at the first save, and the steps before it were lost
+    if cfg.run.encrypt:  # otherwise the first save would fail, after the steps before it
         facts["id of the key"] = encryption.find().id.hex()
     facts |= {f"variable {name}": os.environ[name] for name in env_vars.VARIABLES["numbers"] if name in os.environ}
     return {key: value if len(value) <= 80 else f"{value[:60]}... ({_digest(value.encode())})" for key, value in
@@ -73,7 +73,7 @@ def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = No
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a configuration by their dotted keys, items of lists by their numbers."""
+    """The leaves of a configuration by dotted key; items of lists by index."""
     items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
     if items is None or not value:
         yield key, value
@@ -87,12 +87,13 @@ def _any(key: str, globs: tuple[str, ...]) -> bool:
 
 
 def _name(key: str, value: str) -> str:
-    """A reward of a file by the function's name: its file is among the digests of the phase."""
+    """The value of a path that is compared: of a reward FILE:FUNCTION only the function, since the phase has a digest
+    of the file."""
     return Path(value).name if key.startswith("rl.rewards.") else value
 
 
 def _files(places: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
-    """Key and name -> file, of all that the places of a configuration hold and that decides numbers."""
+    """(key and name, file) for every file at the paths of a configuration that determines numbers."""
     for key, value in places.items():
         path = Path(value)
         if path.is_file():
@@ -111,7 +112,7 @@ def _inside(key: str, folder: Path) -> list[Path]:
     if key.startswith("run."):
         return [file for file in [folder / "state.json"] if file.is_file()]
     rows = files_of(folder)
-    # A folder of `datasets` has its rows in files that only that library's own lists name.
+    # In a folder of `datasets` only that library's own lists name the files with rows.
     return rows or sorted(file for file in folder.rglob("*") if file.is_file())[:_INSIDE]
 
 
@@ -123,7 +124,7 @@ def _of_files(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _print(file: Path, end: int) -> str:
-    """Size and digest of a file's two ends, in words; of one that cannot be read the reason."""
+    """Size and digest of a file's two ends as text; for one that cannot be read, the reason."""
     try:
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
@@ -142,7 +143,7 @@ def _digest(raw: bytes) -> str:
 
 
 def _versions() -> dict[str, str]:
-    """Of Python, of Octavo with a digest of its source, and of every package that it can use."""
+    """Versions of Python, of Octavo with a digest of its source, and of every package that it can use."""
     package = Path(octavo.__file__).parent
     source = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):

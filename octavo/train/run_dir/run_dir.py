@@ -1,20 +1,26 @@
 """The run directory: entered once, continued or refused, never overwritten.
 
-config.yaml        resolved, runs again unchanged      metrics.jsonl   each step once
-environment.json   machine, versions, what made pixels proof.json      the GEMMs that were counted, and in
-plan.json          before any weight is read                           phase rl that steps learnt by their writers
-gain.json          what FP8 gained, if it was asked    result.json     only when the run has finished
-checkpoints/       step_N, the newest `run.keep`       skipped.jsonl   rows that were left out, if any
-milestones/        step_N of `run.milestones`          reference.safetensors  of preferences, if it is asked once
-answers.jsonl      the first ones of each evaluation   page.html       and page.png, memory.json: of octavo train
-tensorboard/       event files                         hf/             safetensors for from_pretrained
-adapter/           in place of hf/ under lora: PEFT's  base.json       fingerprints of the frozen weights beside
-adapt.jsonl        moves of GEMMs, under fp8.adapt                     which was trained, and that they did not change
-checks.jsonl       steps computed again, if asked; it only grows, whatever steps run again
+config.yaml        resolved; runs again unchanged
+environment.json   machine, versions, the library that decoded images
+plan.json          written before any weight is read
+metrics.jsonl      a line per step
+proof.json         the counted GEMMs; in phase rl also that steps train on the policy that generated
+adapt.jsonl        precision changes of GEMMs, with fp8.adapt
+checks.jsonl       recomputed steps, with run.check_every; it only grows, also when steps run again
+gain.json          the measured speed of FP8, with run.gain_steps
+answers.jsonl      the first answers of each evaluation
+skipped.jsonl      rows that were left out, if any
+checkpoints/       step_N, the newest `run.keep`
+milestones/        step_N of `run.milestones`
+reference.safetensors  log-probabilities of the reference, with preference.reference: disk
+hf/                safetensors for from_pretrained; with lora instead adapter/, a PEFT folder
+base.json          fingerprints of the frozen base, and that it did not change
+page.html          with page.png and memory.json, by octavo train; tensorboard/ has event files
+result.json        only when the run has finished
 .lock              held while a process trains here
 
-With `run.encrypt` checkpoints, milestones, hf/, adapter/ and the reference are encrypted, answers, completions and
-skipped rows are lists of encrypted lines (NAME.jsonl.aes), and nothing else holds weights or a word of the data.
+With `run.encrypt`, folders of weights and the reference are encrypted, answers, completions and skipped rows are lists
+of encrypted lines (NAME.jsonl.aes), and no other file holds weights or words of the data.
 """
 
 from __future__ import annotations
@@ -39,13 +45,11 @@ from octavo.train.errors import TrainError
 from octavo.train.run_dir import encryption_rules, input_fingerprints, start_from
 from octavo.train.run_dir.run_lock import LOCK, RunLock
 
-CONFIG, METRICS, RESULT, CHECKPOINTS = "config.yaml", "metrics.jsonl", "result.json", "checkpoints"
-MILESTONES = "milestones"
-PLAN, GAIN, PROOF, ADAPT = "plan.json", "gain.json", "proof.json", "adapt.jsonl"
-CHECKS = "checks.jsonl"
+CONFIG, PLAN, PROOF, GAIN, RESULT = "config.yaml", "plan.json", "proof.json", "gain.json", "result.json"
+METRICS, ADAPT, CHECKS = "metrics.jsonl", "adapt.jsonl", "checks.jsonl"
+CHECKPOINTS, MILESTONES = "checkpoints", "milestones"
 
-
-# What a run notes in its checkpoints and takes from there without asking.
+# The form of the counters in a checkpoint, checked on reading, because the code below uses them unchecked.
 _COUNTERS = {
     **dict.fromkeys(("step!", "rows!", "window", "pack", "packs"), safe_read.COUNT),
     **dict.fromkeys(("tokens", "skipped", "in_a_row", "overflowed", "learnt"), safe_read.COUNT),
@@ -61,10 +65,18 @@ _COUNTERS = {
 
 @dataclass
 class Progress:
-    """How far a run is. `step` optimizer steps done, `rows` of the data consumed, of packs the next one's `window`,
-    number in it (`pack`) and the checksum of that window's packs (`packs`), `tokens` seen, `skipped` steps that were
-    not finite (`in_a_row` of them just now), `overflowed` those whose gradients overflowed FP16, `learnt` the last step
-    that held a token with a loss, `seconds` of training, `health` the last FP8 health summary."""
+    """The progress of a run:
+
+    step        optimizer steps done
+    rows        of the data consumed
+    window, pack, packs  of the next pack: its window, number in the window, and the checksum of the window's packs
+    tokens      trained on
+    skipped     steps that were not finite, `in_a_row` of them just now
+    overflowed  steps whose gradients overflowed FP16
+    learnt      the last step that held a token with a loss
+    seconds     of training
+    health      the last FP8 health summary
+    """
 
     step: int = 0
     rows: int = 0
@@ -95,8 +107,8 @@ class Progress:
         learnt: bool,
         overflow: bool = False,
     ) -> None:
-        """A step is done; `place`: (window, pack, checksum) of the next pack; `learnt`: it held a token with a loss;
-        `overflow`: it was not applied for the sake of the loss scale, which leaves nothing dead behind."""
+        """Record a step. `place`: (window, pack, checksum) of the next pack; `learnt`: it held a token with a loss;
+        `overflow`: it was skipped to lower the loss scale, which says nothing about the weights."""
         self.step, self.rows = step, rows
         self.window, self.pack, self.packs = place
         self.learnt = step if learnt else self.learnt
@@ -113,17 +125,23 @@ class Progress:
         return cls(**{f.name: known[f.name] for f in fields(cls) if f.name in known})
 
     def counters(self, cfg: Config, files: input_fingerprints.Prints) -> dict[str, Any]:
-        """What a checkpoint stores: these numbers, and the settings and files that a resume must find again."""
+        """The counters of a checkpoint: these numbers, and the settings and files that a resume must match."""
         return {**asdict(self), "settings": settings(cfg), **files}
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: its directory, the checkpoint to load (None: from its first weights), its rows and step so
-    far, the fingerprints of its files, and the result of a run that has finished already. ``forked``: the checkpoint is
-    another run's, whose plan and FP8 this one need not share. ``first``: the checkpoint whose weights were its first
-    ones (`start_from.note`; None: those of model.path). ``place``: of its next pack (window, number in it,
-    checksum)."""
+    """Where a run begins.
+
+    directory   of the run
+    checkpoint  to load (None: start from the first weights)
+    rows, step  done so far
+    files       fingerprints of its inputs
+    result      of a run that has finished already
+    forked      the checkpoint belongs to another run, whose plan and FP8 settings may differ
+    first       record of the checkpoint with its first weights (`start_from.note`; None: those of model.path)
+    place       (window, number in it, checksum) of the next pack
+    """
 
     directory: Path
     checkpoint: Path | None = None
@@ -137,55 +155,55 @@ class Start:
 
 
 def skipped(cfg: Config) -> Path:
-    """The list of rows that were left out, or are worth a word."""
+    """The file that lists rows that were left out or noted."""
     return Path(cfg.run.dir) / ("skipped.jsonl" + encryption.SUFFIX * cfg.run.encrypt)
 
 
 def settings(cfg: Config) -> dict[str, Any]:
-    """What decides a run's numbers: everything except where it runs and how ranks share the model, what it writes, how
-    many workers read, how much is fetched at a time, when Python collects, and what backward computes again or moves.
-    So a run that outgrew its card goes on with less kept, to the same bits; compiled blocks are other graphs then,
-    whose sums differ. Likewise how many completions are written at a time, which moves their log-probabilities by
-    rounding alone, and which are kept to be seen."""
-    found = cfg.model_dump(mode="json")
-    found["run"] = {"seed": cfg.run.seed}
-    found["data"].pop("workers")
-    found.pop("parallel")
-    for entry in (*found["data"]["train"], *found["data"]["eval"]):
+    """The settings that determine a run's numbers: all except where it runs, how ranks share the model, what it writes,
+    data workers, fetch sizes, garbage collection, and what backward recomputes or offloads. So a run that ran out of
+    memory continues with more recomputation, to the same bits; not with compiled blocks, whose graphs would then sum
+    in another order. Also excluded: how many completions are generated at a time, which changes log-probabilities only
+    by rounding, and which of them are logged."""
+    values = cfg.model_dump(mode="json")
+    values["run"] = {"seed": cfg.run.seed}
+    values["data"].pop("workers")
+    values.pop("parallel")
+    for entry in (*values["data"]["train"], *values["data"]["eval"]):
         entry.pop("fetch_gb")
-    found["train"].pop("gc")
+    values["train"].pop("gc")
     for key in () if cfg.train.compile else ("recompute", "offload_activations", "synchronize_per_layer"):
-        found["train"].pop(key)
-    for key in ("slots", "pages", "show", "reward_timeout") if found["rl"] else ():
-        found["rl"].pop(key)
-    return found
+        values["train"].pop(key)
+    for key in ("slots", "pages", "show", "reward_timeout") if values["rl"] else ():
+        values["rl"].pop(key)
+    return values
 
 
 def enter(
     cfg: Config, world: World, say: Callable[[str], None], lock: RunLock, prints: Mapping[str, str] | None = None
 ) -> Start:
-    """Make or reopen `run.dir` as `run.resume` says, and `lock` it on the main rank. A collective.
+    """Create or reopen `run.dir` as `run.resume` says, and `lock` it on the main rank. A collective.
 
-    Nothing that the directory holds is changed before `settle`.
+    Existing files are not changed before `settle`.
 
     never   the directory must be new or empty
-    auto    continue from its newest good checkpoint; without one, or without a run, begin
-    PATH    continue from that checkpoint: its own run, or another directory that is new or empty
+    auto    continue from its newest good checkpoint; without a checkpoint or a run, start a new run
+    PATH    continue from that checkpoint, in its own run or in a directory that is new or empty
 
-    Where it begins, and `run.fork` names a checkpoint, it begins from that one; `run.start_from`, with its weights.
+    A new run starts from the checkpoint that `run.fork` names, or with the weights of `run.start_from`.
 
-    ``prints``: fingerprints of further files that decide the run's numbers
+    ``prints``: fingerprints of further inputs that determine the run's numbers
     (:meth:`octavo.train.setup.phase.Phase.prints`).
 
-    A run that failed before its first step left nothing to lose: its directory counts as empty.
+    The directory of a run that failed before its first step counts as empty.
 
-    Raises TrainError for a directory that must not be touched or is in use, settings that changed since the
-    checkpoint, with the keys that differ, or files of the data or of the model folder that changed.
+    Raises TrainError for a directory that holds something else or is in use, and for settings, data files or files of
+    the model folder that have changed since the checkpoint, naming them.
     """
     directory = Path(cfg.run.dir)
     known = world.from_main(lambda: _locked(cfg, directory, lock, say))
     if dead := known.get("dead"):
-        say(f"{directory} says that it has finished, and {dead}: it has not, and goes on from what is good in it")
+        say(f"{directory} has a result, but {dead}: the run has not finished, and continues from its good checkpoints")
     if known["result"] is not None:
         return Start(directory, result=known["result"])
     if cfg.run.resume not in ("never", "auto"):
@@ -199,37 +217,37 @@ def enter(
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
     first = None if begins_with is None else start_from.find(begins_with, cfg, world, say)
-    found = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
+    prepared = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
     if known["run"] and chosen is None:
-        say(f"{directory} holds a run that has no checkpoint yet; it begins anew")
-    found["place"] = tuple(found["place"])  # JSON knows lists
-    return Start(directory, chosen, forked=forked, **found)
+        say(f"{directory} holds a run that has no checkpoint yet; it starts from the beginning")
+    prepared["place"] = tuple(prepared["place"])  # JSON has no tuples
+    return Start(directory, chosen, forked=forked, **prepared)
 
 
 def settle(start: Start, world: World, say: Callable[[str], None] = lambda text: None) -> None:
-    """Remove what the run left behind by beginning where it does: its result, later checkpoints, later metrics. What it
-    did not write among its checkpoints stays, and `say` gets the names.
+    """Remove what lies after the point from which the run continues: its result, later checkpoints, later metrics.
+    Among its checkpoints, files that it did not write stay, and `say` gets their names. A collective.
 
-    Called once the checkpoint is loaded, so that one which cannot be read costs nothing. Checkpoints go before their
-    rows: a kill in between must not let `auto` continue from one that has lost its rows. A collective.
+    Called after the checkpoint is loaded, so that an unreadable one costs nothing. Checkpoints are removed before
+    their metrics: after a kill in between, `auto` must not continue from a checkpoint without its metrics.
     """
 
     def remove() -> None:
         (start.directory / RESULT).unlink(missing_ok=True)
-        found = read_json(start.directory / GAIN)
-        safe_read.check_form(found or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
-        if found is not None and found.get("step", 0) > start.step:  # taken in steps that are run again
+        gain = read_json(start.directory / GAIN)
+        safe_read.check_form(gain or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
+        if gain is not None and gain.get("step", 0) > start.step:  # measured in steps that will run again
             (start.directory / GAIN).unlink()
         folder = start.directory / CHECKPOINTS
-        # A damaged checkpoint that `auto` passed over is later too.
+        # Among the later ones is any damaged checkpoint that `auto` skipped.
         if start.checkpoint is not None and start.checkpoint.resolve().parent == folder.resolve():
             problems = checkpoint.prune(folder, start.step, keep=len(checkpoint.steps(folder)))
             if problems and any(step > start.step for step in checkpoint.steps(folder)):
-                raise TrainError(f"{problems[0]}: run.resume=auto would go on from it. Delete it, and start again")
+                raise TrainError(f"{problems[0]}: run.resume=auto would continue from it. Delete it, and start again")
         for place in (folder, start.directory / MILESTONES):
-            if others := checkpoint.others(place):
+            if others := checkpoint.foreign_entries(place):
                 say(
-                    f"note: the run did not write these of {place}, and neither reads nor deletes them: "
+                    f"note: the run did not write these in {place}, and neither reads nor deletes them: "
                     f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.OTHER}"
                 )
         truncate_metrics(start.directory / METRICS, start.step)
@@ -239,17 +257,17 @@ def settle(start: Start, world: World, say: Callable[[str], None] = lambda text:
 
 
 def _locked(cfg: Config, directory: Path, lock: RunLock, say: Callable[[str], None]) -> dict[str, Any]:
-    """What the directory holds, looked at while nobody else can change it."""
+    """What the directory holds, read under its lock."""
     if not (directory / LOCK).exists():
-        _look(cfg, directory)  # one that is refused gets no lock file
+        _look(cfg, directory)  # so that a refused directory gets no lock file
     lock.take(directory, say)
-    found = _look(cfg, directory)
-    dead = None if found["result"] is None else _dead(directory, found["result"])
-    return found if dead is None else {"run": True, "result": None, "dead": dead}
+    state = _look(cfg, directory)
+    dead = None if state["result"] is None else _dead(directory, state["result"])
+    return state if dead is None else {"run": True, "result": None, "dead": dead}
 
 
 def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
-    """Why a run that says it has finished has not; None: it has."""
+    """Why a run with a result has not finished after all; None if it has."""
 
     def last() -> str | None:
         steps = checkpoint.steps(directory / CHECKPOINTS)
@@ -263,28 +281,28 @@ def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
 
 
 def _look(cfg: Config, directory: Path) -> dict[str, Any]:
-    """What the directory holds; refuses what must not be touched, and a name under which no model can be written:
-    else a run would train to its end before `hf/` is refused."""
+    """What the directory holds. Refuses a directory that must not be changed, and a name under which no model can be
+    written, because `hf/` would fail only at the end of training."""
     target_folder.check_target(directory, TrainError)
     if directory.exists() and not directory.is_dir():
         raise TrainError(f"run.dir {directory} is a file; name a directory that is new or empty")
-    # What starts with a dot is a file that was being written when a run was killed before it had a configuration.
-    there = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
+    # A name with a dot is a temporary file of a run that was killed before it had a configuration.
+    names = sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) if directory.is_dir() else []
     resume = cfg.run.resume
     if resume not in ("never", "auto"):
         _check_checkpoint(Path(resume))
         inside = Path(resume).resolve().parent == (directory / CHECKPOINTS).resolve()
-        if there and not inside:
+        if names and not inside:
             raise TrainError(
                 f"run.resume={resume} continues another run, but run.dir {directory} is not empty. Name a new run.dir, "
                 f"or one of the checkpoints in {directory / CHECKPOINTS}"
             )
         return {"run": inside, "result": None}
-    if not there:
+    if not names:
         return {"run": False, "result": None}
-    if CONFIG not in there:
+    if CONFIG not in names:
         raise TrainError(
-            f"run.dir {directory} is not empty ({', '.join(there[:3])}) and holds no run of Octavo. Name a directory "
+            f"run.dir {directory} is not empty ({', '.join(names[:3])}) and holds no run of Octavo. Name a directory "
             "that is new or empty; nothing is overwritten"
         )
     if not _has_begun(directory):
@@ -297,8 +315,7 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
             "or name another run.dir"
         )
     _same_settings(_saved_settings(directory), cfg, directory)
-    result = read_json(directory / RESULT)
-    if result is None or result.get("status") != "finished":
+    if (result := read_json(directory / RESULT)) is None or result.get("status") != "finished":
         return {"run": True, "result": None}
     if not isinstance(result.get("steps"), int):
         raise TrainError(f"{directory / RESULT} is damaged (no number of steps); delete it and start again")
@@ -306,10 +323,10 @@ def _look(cfg: Config, directory: Path) -> dict[str, Any]:
 
 
 def _has_begun(directory: Path) -> bool:
-    """Whether a run in it has anything to show: a step, a checkpoint, an end."""
+    """Whether a run in it has a step, a checkpoint or a result."""
     metrics = directory / METRICS
     if metrics.exists():
-        safe_read.open_file(metrics, TrainError).close()  # a pipe would wait for a reader once it is written to
+        safe_read.open_file(metrics, TrainError).close()  # refuses a pipe, which would block when it is written to
     steps = metrics.exists() and metrics.stat().st_size > 0
     return steps or (directory / RESULT).exists() or any((directory / CHECKPOINTS).glob("*"))
 
@@ -323,7 +340,7 @@ def _prepare(
     prints: Mapping[str, str] | None,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Check that the run may begin there, and write its configuration; gives what `Start` says of it."""
+    """Check that the run may begin there, and write its configuration; returns fields of `Start`."""
     step, rows, place, files = (
         0,
         0,
@@ -346,23 +363,23 @@ def _prepare(
         begun = start_from.noted(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / CHECKPOINTS).is_dir():
-        checkpoint.sweep(directory / CHECKPOINTS)  # what a kill left of a save
+        checkpoint.sweep(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
     return {"rows": rows, "place": place, "step": step, "files": files, "first": begun}
 
 
-def _fork_may(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in which a fork may differ from the run that it begins from, as the fork has them: all else is the
-    same training. How the optimizer stores its states may not: they are the checkpoint's."""
+def _fork_may(saved: Mapping[str, Any], forks: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in which a fork may differ from its origin, with the fork's values. The optimizer's state formats
+    may not differ, because the states come from the checkpoint."""
     free = ("recompute", "offload_activations", "compile", "logits", "gather", "exchange")
-    train = {key: own["train"].get(key) for key in free}
+    train = {key: forks["train"].get(key) for key in free}
     return {
-        "fp8": own["fp8"],
-        "run": own["run"],
-        "model": {**saved["model"], **{key: own["model"][key] for key in ("load_in_fp8", "keep_fp8")}},
-        "data": {**saved["data"], "eval": own["data"]["eval"]},
-        "train": {**saved["train"], **{key: value for key, value in train.items() if key in own["train"]}},
+        "fp8": forks["fp8"],
+        "run": forks["run"],
+        "model": {**saved["model"], **{key: forks["model"][key] for key in ("load_in_fp8", "keep_fp8")}},
+        "data": {**saved["data"], "eval": forks["data"]["eval"]},
+        "train": {**saved["train"], **{key: value for key, value in train.items() if key in forks["train"]}},
     }
 
 
@@ -385,10 +402,10 @@ def _saved_settings(directory: Path) -> dict[str, Any]:
 
 
 def _complete(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of a checkpoint with the defaults of keys that came later: without them it ran as they say."""
+    """The settings of a checkpoint, with defaults for keys that were added later: they describe what it did."""
     try:
         return settings(Config.model_validate(saved, context={"rules": "later"}))
-    except ValueError:  # a key that is gone, or a value that is no longer taken: shown as a difference
+    except ValueError:  # a removed key or value, which is reported as a difference
         return saved
 
 
@@ -397,11 +414,11 @@ def _same_settings(saved: Mapping[str, Any], cfg: Config, where: Path) -> None:
     if changed:
         shown = "; ".join(f"{key} was {old!r}, is now {new!r}" for key, old, new in changed)
         if any(key == "train.steps" for key, _, _ in changed):
-            shown += " (where train.epochs was given, they are made of the rows of data.train: did those change?)"
+            shown += " (if train.epochs was given, they are computed from the rows of data.train: did those change?)"
         raise TrainError(
             f"{where} was made with other settings: {shown}. A resumed run continues with the same model, data, "
             "schedule and FP8 settings (run.* may change, the seed may not; train.gc may; train.recompute may, where "
-            "blocks are not compiled; rl.slots, pages, show and reward_timeout may); set them back, or start a new run "
+            "blocks are not compiled; rl.slots, pages, show and reward_timeout may); restore them, or start a new run "
             "in another run.dir"
         )
 
@@ -415,7 +432,7 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 
 
 def append_lines(file: Path, lines: Iterable[str]) -> None:
-    """Append lines, each with its end, to a list of the run; encrypted ones where its name ends in `.aes`."""
+    """Append lines, each with its newline, to a file of the run; encrypted if its name ends in `.aes`."""
     if file.suffix == encryption.SUFFIX:
         encryption.append(file, lines)
         return
@@ -424,20 +441,20 @@ def append_lines(file: Path, lines: Iterable[str]) -> None:
 
 
 def truncate_metrics(file: Path, step: int) -> None:
-    """Drop the lines after `step` (and a half-written last one), atomically: the steps to come write them again. It
-    serves adapt.jsonl too."""
+    """Drop the lines after `step`, and a half-written last one, atomically: they will be written again."""
     if not file.exists():
         return
     if file.suffix == encryption.SUFFIX:
-        write_bytes(file, b"".join(line + b"\n" for line in safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
-                                   if json.loads(encryption.decrypted_line(line, file))["step"] <= step))  # fmt: skip
+        lines = safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
+        earlier = [line for line in lines if json.loads(encryption.decrypted_line(line, file))["step"] <= step]
+        write_bytes(file, b"".join(line + b"\n" for line in earlier))
         return
-    kept = [row for row in read_rows(file) if row["step"] <= step]
-    write_text(file, "".join(json.dumps(row) + "\n" for row in kept))
+    rows = [row for row in read_rows(file) if row["step"] <= step]
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; one that a kill left unfinished at the end is not among them."""
+    """The rows of metrics.jsonl, without an unfinished last line of a killed process."""
     if not file.exists():
         return []
     rows = []
@@ -451,7 +468,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is no such file."""
+    """The JSON object in a file, or None if the file does not exist."""
     if not file.exists():
         return None
     try:
@@ -461,24 +478,23 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def write_plan(
-    directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...],
-    prediction: Prediction | None,
-) -> None:  # fmt: skip
-    """plan.json: what `octavo plan --json` prints of the newest `plan`, and a plan file that `fp8.plan` takes
+    directory: Path, family: str, plans: Schedule, plan: fp8.Plan, notes: tuple[str, ...], prediction: Prediction | None
+) -> None:
+    """Write plan.json: the output of `octavo plan --json` for the newest `plan`, and a plan file for `fp8.plan`
     (`octavo.fp8.planning.file`)."""
-    found = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}
+    document = {"family": family, **planning.document(plans.main, plan, plans.spans), "notes": list(notes)}
     if prediction is not None:
-        found["prediction"] = prediction.to_json()
-    write_json(directory / PLAN, found)
+        document["prediction"] = prediction.to_json()
+    write_json(directory / PLAN, document)
 
 
 def update_plan(directory: Path, plan: fp8.Plan) -> None:
-    """plan.json once another plan holds: what is told of it, beside the file's lines, which are those of the run."""
-    found = read_json(directory / PLAN) or {}
-    told = {key: value for key, value in plan.to_json().items() if key != "notes"}
-    write_json(directory / PLAN, {**found, **told})
+    """Update plan.json to a new current plan; the rest of the file describes the plans of the whole run."""
+    document = read_json(directory / PLAN) or {}
+    current = {key: value for key, value in plan.to_json().items() if key != "notes"}
+    write_json(directory / PLAN, {**document, **current})
 
 
 def write_json(file: Path, value: Any) -> None:
-    """Indented JSON, written aside and renamed."""
+    """Write indented JSON to a temporary file and rename it."""
     write_text(file, json.dumps(value, indent=2, default=str) + "\n")

@@ -1,9 +1,9 @@
-"""One training process a run directory: two would interleave their metrics and sweep each other's checkpoints.
+"""One training process per run directory: two would interleave their metrics and delete each other's checkpoints.
 
-Two things say that somebody is there. The kernel's lock (flock) ends with its process, but between hosts it is only as
-good as the file system: some forget it, some keep it after its host has died. So the file also says who holds it, and a
-number in it goes up every few seconds for as long as the process lives. On one host the lock decides, at once. Where
-the file names another host, the number does: one that stands still is of a holder that is dead.
+Two signs show that a process holds a directory. The kernel's lock (flock) ends with its process, but between hosts it
+is only as reliable as the file system: some forget it, some keep it after its host has died. So the file also names its
+holder and has a number that increases every few seconds while the process lives. On one host the lock decides
+immediately. If the file names another host, the number decides: if it does not change, the holder is dead.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from octavo.train.errors import TrainError
 
 try:
     import fcntl
-except ImportError:  # Windows has none; there the directory is not guarded
+except ImportError:  # Windows has no fcntl; directories are not locked there
     fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
-BEAT = 5.0  # seconds between two numbers
-DEAD = 6  # beats after which a number that stands still is a dead holder's
-_WITHOUT = (errno.EACCES, errno.EPERM, errno.EROFS)  # a directory that nobody can write to needs no guard
-_UNABLE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # file systems without locks, some over networks
+BEAT = 5.0  # seconds between two heartbeats
+DEAD = 6  # heartbeats after which an unchanged number means that the holder is dead
+_WITHOUT = (errno.EACCES, errno.EPERM, errno.EROFS)  # a directory without write access needs no lock
+_UNABLE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # file systems without locks, e.g. some network ones
 
 
 class Holder(NamedTuple):
-    """Who holds a lock: what its file says but for the number. ``boot``: of which start of which machine (containers
-    of one machine share it, and its locks)."""
+    """The holder of a lock, as its file names it. ``boot`` identifies a machine and its boot (containers of one machine
+    share it, and its locks)."""
 
     pid: str
     host: str = ""
@@ -48,12 +48,12 @@ class Holder(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is, or was, of another machine, or of this one before it was started again."""
+        """Whether it runs or ran on another machine, or on this one before a reboot."""
         return bool(self.boot) and self.boot != _boot()
 
 
 class RunLock:
-    """A context that gives back what `take` took. The kernel does so too when the process dies, however it dies."""
+    """A context that releases the lock of `take`. If the process dies, the kernel releases it."""
 
     def __init__(self) -> None:
         self._file: IO[str] | None = None
@@ -65,14 +65,14 @@ class RunLock:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._file is not None and _read(Path(self._file.name))[0] == _me():
-            self._file.truncate(0)  # nobody has to wait whether this one is alive
+            self._file.truncate(0)  # so that no other host waits to see whether this process is alive
         self._close()
 
     def take(self, directory: Path, say: Callable[[str], None] = lambda text: None) -> None:
-        """Lock `directory`, which is made if need be. The file in it stays: it names the last process that held it.
-        `say` gets a line where it takes time to see whether a holder on another host is alive.
+        """Lock `directory`, which is created if necessary. The lock file stays and names its last holder. `say` gets a
+        line if it takes time to see whether a holder on another host is alive.
 
-        Raises TrainError where another process, or another run of this one, holds it.
+        Raises TrainError if another process, or another run of this process, holds it.
         """
         if fcntl is None or self._file is not None:
             return
@@ -91,7 +91,7 @@ class RunLock:
         if (holder.elsewhere and _beats(path, say)) or not (free or holder.elsewhere):
             file.close()
             raise _in_use(directory, holder)
-        if not free:  # of a host that is gone; its lock goes with its file
+        if not free:  # held by a dead host: a new file has no lock
             file.close()
             path.unlink(missing_ok=True)
             file = _open(directory)
@@ -105,7 +105,7 @@ class RunLock:
     def _write(self, number: int) -> None:
         assert self._file is not None
         text = f"{' '.join(_me())} {number:012d}\n".encode()
-        os.pwrite(self._file.fileno(), text, 0)  # at once, so that a reader never meets half of it
+        os.pwrite(self._file.fileno(), text, 0)  # one write, so that readers never see half of it
         os.ftruncate(self._file.fileno(), len(text))
 
     def _beat(self, path: Path) -> None:
@@ -113,11 +113,11 @@ class RunLock:
         while not self._ended.wait(BEAT):
             number += 1
             try:
-                holder = _read(path)[0]  # that of nobody: the file cannot be read now, or somebody removed it
+                holder = _read(path)[0]  # no pid: the file cannot be read now, or was removed
                 if holder.pid and holder != _me():
                     break
                 self._write(number)
-            except (OSError, TrainError, ValueError):  # no file system for a moment; ValueError: closed just now
+            except (OSError, TrainError, ValueError):  # file system temporarily gone; ValueError: just closed
                 continue
         else:
             return
@@ -125,7 +125,7 @@ class RunLock:
             print(
                 f"{path.parent} was taken over by {_read(path)[0].words}, which saw no sign of this process for "
                 f"{BEAT * DEAD:g} s (it was stopped, or its file system did not answer). This process ends now, since "
-                "two would write over each other", file=sys.stderr, flush=True,
+                "two would overwrite each other's files", file=sys.stderr, flush=True,
             )  # fmt: skip
             os._exit(1)
 
@@ -136,16 +136,16 @@ class RunLock:
 
 
 def _open(directory: Path) -> IO[str] | None:
-    """The file, made if need be; None in a directory that nobody can write to."""
+    """The lock file, created if necessary; None in a directory without write access."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / LOCK).exists():
             safe_read.open_file(directory / LOCK, TrainError).close()
-        made = lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666)  # noqa: E731  (r+, and no O_APPEND)
-        return open(directory / LOCK, "r+", encoding="utf-8", opener=made)
+        opener = lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666)  # noqa: E731  (r+, and no O_APPEND)
+        return open(directory / LOCK, "r+", encoding="utf-8", opener=opener)
     except FileNotFoundError as error:
         raise TrainError(
-            f"run directory {directory} cannot be made ({error.strerror}: {error.filename}). Name another run.dir"
+            f"run directory {directory} cannot be created ({error.strerror}: {error.filename}). Name another run.dir"
         ) from error
     except OSError as error:
         if error.errno in _WITHOUT:
@@ -169,7 +169,7 @@ def _in_use(directory: Path, holder: Holder) -> TrainError:
 
 
 def _read(path: Path) -> tuple[Holder, str]:
-    """Who holds a lock, and the number. Opened anew each time: over a network that is when a change is seen."""
+    """The holder of a lock, and its number. Reopens the file each time: network file systems show changes on open."""
     try:
         words = safe_read.read_bytes(path, TrainError).decode("utf-8", "replace").split()
     except TrainError:
@@ -178,7 +178,7 @@ def _read(path: Path) -> tuple[Holder, str]:
 
 
 def _beats(path: Path, say: Callable[[str], None]) -> bool:
-    """Whether the number of a holder elsewhere goes up."""
+    """Whether the number of a holder on another host increases."""
     holder, number = first = _read(path)
     say(f"{path.parent} was last held by {holder.words}: waiting up to {BEAT * DEAD:g} s to see whether it is alive")
     until = time.monotonic() + BEAT * DEAD
@@ -190,7 +190,7 @@ def _beats(path: Path, say: Callable[[str], None]) -> bool:
 
 
 def _boot() -> str:
-    """Which start of which machine this is."""
+    """Identifies this machine and its boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -201,7 +201,7 @@ def _me() -> Holder:
     return Holder(str(os.getpid()), socket.gethostname(), _boot())
 
 
-# A forked data worker shares the lock and would hold it on after its trainer was killed.
+# A forked data worker shares the lock, and would keep holding it after its trainer was killed.
 _HELD: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
 

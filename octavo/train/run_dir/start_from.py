@@ -1,8 +1,8 @@
-"""What a run begins with that takes only another run's weights (`run.start_from`): a checkpoint, found and checked.
+"""`run.start_from`: find and check the checkpoint whose weights a new run starts with.
 
-Model and adapters come from there; optimizer, schedule, random numbers and place in the data are new, so the settings
-of the two runs may differ in all that does not change what the weights are. Which checkpoint it was stays in the run's
-own ones: preferences are learnt against the first weights, whenever the run is resumed.
+Model and adapters come from it; optimizer, schedule, random state and data position are new, so the two runs may differ
+in every setting that does not change the meaning of the weights. The run's own checkpoints record it, because
+preference training compares with the first weights, also after a resume.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from octavo.parallel import World
 from octavo.train.errors import TrainError
 
 FOLDER = "checkpoints"  # of a run directory
-ADAPTER = ("rank", "alpha", "rslora", "dora")  # what of `lora` decides what an adapter's weights mean
+ADAPTER = ("rank", "alpha", "rslora", "dora")  # keys of `lora` that determine the meaning of an adapter's weights
 
 
 def find(named: Path, cfg: Config, world: World, say: Callable[[str], None]) -> Path:
     """The checkpoint that `run.start_from` names: itself, or the newest good one of a run directory. A collective.
 
-    Raises TrainError where there is none, and where its adapters are others than `lora` says.
+    Raises TrainError if there is none, or if its adapters differ from the section `lora`.
     """
     path = named
     if not (named / "state.json").is_file():
         folder = named / FOLDER if (named / FOLDER).is_dir() else named
         newest = checkpoint.latest(folder, world, say) if folder.is_dir() else None
         if newest is None:
-            what = "there is no such folder" if not named.is_dir() else "it is no checkpoint and holds none"
+            what = "there is no such folder" if not named.is_dir() else "it is not a checkpoint and contains none"
             raise TrainError(
                 f"run.start_from {named}: {what}. Name a checkpoint such as runs/first/checkpoints/step_200, or the "
                 "directory of a run, which means its newest"
@@ -43,56 +43,58 @@ def find(named: Path, cfg: Config, world: World, say: Callable[[str], None]) -> 
 
 
 def _same_adapter(document: Mapping[str, Any], cfg: Config, path: Path) -> None:
-    """That a checkpoint of adapters is read by a run that has such ones."""
+    """Refuse a checkpoint whose adapters differ from the run's."""
     was = (document["counters"].get("settings") or {}).get("lora")
-    if not was or cfg.lora is None:  # the names of its weights tell the rest
+    if not was or cfg.lora is None:  # other differences show in the names of its weights
         return
-    own = cfg.lora.model_dump(mode="json")
-    if differ := [f"lora.{key} was {was.get(key)!r}, is {own[key]!r}" for key in ADAPTER if was.get(key) != own[key]]:
+    current = cfg.lora.model_dump(mode="json")
+    if differ := [
+        f"lora.{key} was {was.get(key)!r}, is {current[key]!r}" for key in ADAPTER if was.get(key) != current[key]
+    ]:
         raise TrainError(f"the adapters of {path} mean other weights here: {'; '.join(differ)}. Set them as they were")
 
 
 def note(path: Path) -> dict[str, Any]:
-    """What a run's checkpoints keep of the one that it began with."""
+    """The record of a run's first checkpoint, which its own checkpoints keep."""
     return {"path": str(path), "crc32": fingerprint(path / "state.json")["crc32"]}
 
 
 def noted(counters: Mapping[str, Any], cfg: Config, where: Path) -> dict[str, Any] | None:
-    """What the checkpoint `where` keeps of the one that its run began with; None: the model of its folder.
+    """The record in the checkpoint `where` of its run's first checkpoint; None: it started from the model folder.
 
-    Raises TrainError where `run.start_from` names another one now, or the one there holds something else.
+    Raises TrainError if `run.start_from` now names another one, or if that checkpoint has changed.
     """
-    kept = counters.get("start_from")
-    path = None if kept is None else Path(kept["path"])
-    asked = None if cfg.run.start_from is None else Path(cfg.run.start_from).resolve()
-    if asked is not None and (path is None or asked not in (path, *path.parents)):
+    saved = counters.get("start_from")
+    path = None if saved is None else Path(saved["path"])
+    named = None if cfg.run.start_from is None else Path(cfg.run.start_from).resolve()
+    if named is not None and (path is None or named not in (path, *path.parents)):
         began = "the weights of model.path" if path is None else path
         raise TrainError(
-            f"{where} is of a run that began with {began}, and run.start_from is {cfg.run.start_from}. Leave it out to "
-            "continue, or begin a new run in another run.dir"
+            f"{where} is of a run that began with {began}, but run.start_from is {cfg.run.start_from}. Leave it out to "
+            "continue, or start a new run in another run.dir"
         )
-    if path is not None and (path / "state.json").is_file() and note(path) != kept:
-        raise TrainError(f"{where} is of a run that began with {path}, which holds something else now; put it back")
-    return kept
+    if path is not None and (path / "state.json").is_file() and note(path) != saved:
+        raise TrainError(f"{where} is of a run that began with {path}, whose contents have changed since; restore it")
+    return saved
 
 
 def refuse_without_states(path: Path) -> None:
-    """Raise TrainError where a checkpoint that is to be continued holds weights alone."""
+    """Raise TrainError if a checkpoint to continue from holds only weights."""
     if read_state(path).get("states", True):
         return
     earlier = [path.parent / f"step_{step}" for step in reversed(checkpoint.steps(path.parent))]
     whole = next((other for other in earlier if _has_states(other)), None)
     raise TrainError(
-        f"{path} {checkpoint.WITHOUT_STATES}: without optimizer and random states no run continues from it. Begin a "
+        f"{path} {checkpoint.WITHOUT_STATES}: a run cannot continue without optimizer and random states. Start a "
         f"new one with its weights, in another run.dir: run.start_from={path}"
         + ("" if whole is None else f"; or continue from {whole}, which has them: run.resume={whole}")
     )
 
 
 def _has_states(path: Path) -> bool:
-    """Whether a checkpoint can be continued, as far as its state.json says; of a damaged one not."""
+    """Whether a checkpoint can be continued, according to its state.json; False for a damaged one."""
     try:
         document = read_state(path)
     except checkpoint.CheckpointError:
         return False
-    return bool(document.get("states", True)) and not checkpoint.copied(path, document)
+    return bool(document.get("states", True)) and not checkpoint.why_misplaced(path, document)

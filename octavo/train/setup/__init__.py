@@ -1,1 +1,1 @@
-"""From a configuration to a job that can be trained: filled in, checked, planned, built or resumed."""
+"""From a configuration to a job: resolve, check, plan, build and resume."""

@@ -1,11 +1,17 @@
-"""Assembly: from a configuration to everything a run needs, as one ordered list.
+"""Assembly: from a configuration to everything that a run needs, as one ordered list.
 
-The order matters. Files of data are converted first, which says early what is wrong with them. The plan is made and
-shown before rows are counted or a weight is read; freezing comes before the plan is applied (a
-frozen layer has no wgrad), FP8 before adapters (which stand around FP8 layers), both before sharding (FSDP2 swaps
-parameters inside the converted layers), sharding before weights are read where there are several ranks (each reads its
-shards) and before the optimizer (it must hold the shards), and resuming last, when everything that is filled exists.
-What is assembled runs in :mod:`octavo.train.step.step`.
+The order matters:
+
+- Data files are converted first, so that their errors are reported early.
+- The plan is made and shown before rows are counted or weights are read.
+- Freezing precedes the plan, because a frozen layer has no wgrad.
+- FP8 precedes adapters, which wrap FP8 layers. Both precede sharding, because FSDP2 replaces parameters inside the
+  converted layers.
+- With several ranks sharding precedes reading weights, because each rank reads its shards. It precedes the optimizer,
+  which must hold the shards.
+- Resuming is last, when everything that it fills exists.
+
+:mod:`octavo.train.step.step` runs the result.
 """
 
 from __future__ import annotations
@@ -57,10 +63,14 @@ def build(
     say: Say = lambda text: None,
     tell: Tell = lambda planned: (),
 ) -> Job:
-    """The ordered list. `start` says where the run begins (`run_dir.enter`), `phase` what it learns from; `say` gets
-    lines for people, `tell` makes those about the plan.
+    """Assemble a run.
 
-    Raises what its steps raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its fix.
+    start  where the run begins (`run_dir.enter`)
+    phase  its data and its training step
+    say    gets lines to print
+    tell   returns the lines about the plan
+
+    Raises what its parts raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its fix.
     """
     first_weights = None if start.first is None else start.first["path"]
     cfg = cfg.model_copy(update={"run": cfg.run.model_copy(update={"start_from": first_weights})})
@@ -79,7 +89,7 @@ def build(
         stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at, say)
     progress = resume(stepper, start, say, trained.base)
     phase.begin(stepper, processor, start.directory, progress.step, say)
-    if start.checkpoint is not None:  # a resume that is refused leaves what the run was recorded on
+    if start.checkpoint is not None:  # after the resume, so that a refused one does not change the record
         _record_machine(start.directory, cfg, world, processor)
     background = checkpoint.Background(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
@@ -104,10 +114,10 @@ def build(
 
 
 def _processor(cfg: Config, world: parallel.World, start: run_dir.Start) -> Any:
-    """The processor of the model folder, whose other files are checked where the run will copy them into hf/."""
+    """The processor of the model folder. Also checks the folder's other files if the run will copy them into hf/."""
     processor = processor_of(cfg)
     if start.checkpoint is None:
-        _record_machine(start.directory, cfg, world, processor)  # at once: it helps where the rest fails
+        _record_machine(start.directory, cfg, world, processor)  # first, because it helps if the rest fails
     if cfg.run.hf and cfg.lora is None:
         check_companions(Path(cfg.model.path), copied=True)  # what hf/ would refuse at the end
     return processor
@@ -115,28 +125,32 @@ def _processor(cfg: Config, world: parallel.World, start: run_dir.Start) -> Any:
 
 @dataclass(frozen=True)
 class _Data:
-    """The rows that a run reads."""
+    """The data of a run."""
 
-    loader: Any  # what `Phase.loader` gives
+    loader: Any  # the result of `Phase.loader`
     evalset: EvalSet | None
 
 
 def _data(cfg: Config, processor: Any, world: parallel.World, start: run_dir.Start, phase: Phase) -> _Data:
-    """The loader from the row where the run goes on, and held-out data. `cfg`: as octavo.data reads it."""
+    """The loader, starting at the run's next row, and held-out data. `cfg`: as octavo.data reads it."""
     report = {"report_path": run_dir.skipped(cfg)}
     share: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **report}
     if cfg.data.packing:
         share["place"] = start.place
     loader = phase.loader(cfg, processor, start_row=start.rows, **share)
-    # Ranks that share the rows of training have held-out rows of their own, each whole.
+    # Ranks that share training rows do not share held-out rows: each evaluates whole ones.
     evalset = phase.evalset(cfg, processor, rank=world.rank, world=world.size, **report)
     return _Data(loader, evalset)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """What a run computes by. ``cfg``: without an adapter to begin with, where there is a checkpoint. ``schedule``: all
-    of its plans; ``plan``: the one of the step that it starts from."""
+    """The plan of a run.
+
+    cfg       the configuration, without `lora.adapter` if the run has a checkpoint
+    schedule  all plans of the run
+    plan      the one of the step from which it starts
+    """
 
     cfg: Config
     family: models.Family
@@ -156,8 +170,8 @@ def _plan(
     say: Say,
     tell: Tell,
 ) -> _Plan:
-    """The plan of the run, new or the one that it is continued by, written to plan.json and told to people.
-    `settings`: the configuration as octavo.data reads it, by which tokens are counted."""
+    """Make the plan of a new run or load that of a resumed one, write plan.json, and print it. `settings`: the
+    configuration as octavo.data reads it, for counting tokens."""
 
     def count(family: models.Family, model: Any) -> Tokens:
         return token_counts.count(settings, processor, family, model.config)
@@ -167,24 +181,24 @@ def _plan(
     planned_cfg = cfg if start.checkpoint is None else resolve_from_checkpoint(cfg)
     schedule, family, notes, prediction = planning.plan_run(planned_cfg, world, count, saved, say)
     course = Course.of(cfg, schedule, {} if start.forked else counters)
-    plan = course.at(max(1, start.step))  # what its newest weights were learnt by
+    plan = course.at(max(1, start.step))  # the plan under which its newest weights were trained
     _note_pixels(counters, processor, say)
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
-    # No rank goes on before the file is written: a reference model is quantized by it on every rank.
+    # A collective, so that no rank continues before the file is written: each quantizes a reference model by it.
     world.from_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
     for line in tell(planning.Planned(planned_cfg, schedule.main, family, notes, prediction, world.size)):
         say(line)
     if saved is not None and planning.leaves_open(cfg):
         say(
-            f"note: a run that continues takes the plan that it began with, {saved}; fp8.plan is not read again, and "
-            "recipe: auto measures nothing"
+            f"note: a resumed run keeps its plan, {saved}; fp8.plan is not read again, and recipe: auto measures "
+            "nothing"
         )
     return _Plan(planned_cfg, family, schedule, course, plan, kernels, notes)
 
 
 def _note_pixels(counters: Any, processor: Any, say: Say) -> None:
-    """A note where the run that is continued had its pixels made by another library."""
+    """Print a note if the resumed run resized images with another library."""
     pixels = models.pixels_by(processor)
     if not counters or pixels is None:
         return
@@ -192,14 +206,14 @@ def _note_pixels(counters: Any, processor: Any, say: Say) -> None:
     if before != pixels:
         how = "install" if before == "torchvision" else "remove"
         say(
-            f"note: its pixels were made by {before} and are made by {pixels} now, which resizes a little differently; "
-            f"{how} torchvision to have the former"
+            f"note: the run's images were resized by {before}, now they are by {pixels}, with slightly different "
+            f"results; {how} torchvision to use the former again"
         )
 
 
 @dataclass(frozen=True)
 class _Model:
-    """The model in a stepper of SFT, and its frozen weights as they were read."""
+    """The model in a stepper for SFT, and the fingerprint of its frozen weights."""
 
     stepper: Stepper
     base: frozen_base.Base
@@ -213,7 +227,8 @@ def _model(
     planned: _Plan,
     say: Say,
 ) -> _Model:
-    """The model, loaded, converted, sharded and filled, with its forward and its optimizer."""
+    """Load, convert, shard and fill the model; create its forward and its optimizer."""
+    # The order is that of this file's head.
     plan, family = planned.plan, planned.family
     if cfg.train.cuda_graphs:
         refuse_cuda_graphs(cuda_graphs.why_never(plan, world))
@@ -236,7 +251,7 @@ def _model(
     parallel.shard(model, family, world, gather=gather)
     if cfg.train.exchange == "fp8":
         outputs, experts = parallel.send_codes(model, world, models.cache_shape(model.config).dim)
-        say(f"train.exchange: outputs of attention in {outputs} layers, rows of experts in {experts} go as FP8 codes")
+        say(f"train.exchange: ranks send FP8 codes for attention outputs in {outputs} layers, expert rows in {experts}")
     if unread is not None:
         world.at("loading the weights")
         lows, _ = parallel.fill(model, unread, world)
@@ -278,8 +293,8 @@ def _record_machine(directory: Path, cfg: Config, world: parallel.World, process
 
 
 def context_for(cfg: Config, world: parallel.World) -> parallel.Context | None:
-    """The ranks that share rows with this one. Raises WorldError where heads are not to be dealt as asked. A
-    collective."""
+    """The ranks that share rows with this one, None without any. A collective. Raises WorldError if `parallel.ulysses`
+    does not divide the heads."""
     if world.layout.context == 1:
         return None
     heads = models.read_config(cfg.model.path).get_text_config().num_attention_heads
@@ -287,7 +302,7 @@ def context_for(cfg: Config, world: parallel.World) -> parallel.Context | None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch, each rank its own way. Data order has its own generator, from run.seed alone."""
+    """Seed Python, NumPy and torch, differently on each rank. The order of data does not depend on it."""
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What is refused before a model's weights are read: what processes, device and the model's configuration cannot do."""
+"""Checks before a model's weights are read: of the processes, the device and the model's configuration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from octavo.train.errors import TrainError
 
 
 def check_possible(cfg: Config, world: parallel.World) -> None:
-    """Refuse what the configuration alone cannot: it depends on the processes and their device. Raises TrainError."""
+    """Refuse settings that do not work with these processes and their device. Raises TrainError."""
     check_update(cfg, world)
     needs_gpu = {
         "train.offload_activations": cfg.train.offload_activations,
@@ -21,18 +21,18 @@ def check_possible(cfg: Config, world: parallel.World) -> None:
     copies = [key for key in without_effect if key != "train.synchronize_per_layer"]
     if copies and accelerator.has_own_memory(world.device) and (lack := accelerator.why_no_streams(world.device)):
         off = " ".join(f"{key}=false" for key in copies)
-        raise TrainError(f"{' and '.join(copies)}: the device cannot copy beside its work: {lack}. Set {off}")
+        raise TrainError(f"{' and '.join(copies)}: the device cannot copy while it computes: {lack}. Set {off}")
     if without_effect and not accelerator.has_own_memory(world.device):
         raise TrainError(
             f"{' and '.join(without_effect)} {'needs' if len(without_effect) == 1 else 'need'} a GPU: on "
             f"{world.device} everything is in host memory already, and "
-            f"nothing runs ahead. Set {' '.join(f'{key}=false' for key in without_effect)}"
+            f"nothing runs asynchronously. Set {' '.join(f'{key}=false' for key in without_effect)}"
         )
 
 
 def check_update(cfg: Config, world: parallel.World) -> None:
-    """Raise TrainError where weights would be updated in backward and a step has more than one: gradients would have to
-    be held from one to the next."""
+    """Raise TrainError if weights are updated in backward and a step has several micro-batches, because gradients would
+    have to accumulate."""
     each = cfg.train.micro_batch * world.data_size
     if cfg.optimizer.update == "backward" and cfg.train.global_batch > each:
         raise TrainError(
@@ -44,25 +44,26 @@ def check_update(cfg: Config, world: parallel.World) -> None:
 
 
 def check_family(cfg: Config) -> None:
-    """Refuse a model that is planned here and not trained before anything of it is read but its configuration."""
+    """Refuse a model that Octavo can plan but not train, by its configuration only."""
     config = models.read_config(cfg.model.path)
     if (why := models.why_not_trained(config)) is not None:
         raise TrainError(
-            f"model_type {config.model_type!r} is planned here and not trained: {why}. `octavo doctor --families` "
-            "lists what trains"
+            f"model_type {config.model_type!r} can be planned but not trained: {why}. `octavo doctor --families` "
+            "lists the families that train"
         )
     if left := getattr(getattr(config, "audio_config", None), "encoder_layerdrop", 0):
         raise TrainError(
-            f"{cfg.model.path}/config.json: encoder_layerdrop of audio_config is {left:g}, by which layers are left "
-            "out at random in training, and what ran could not be held against the plan. Set it to 0"
+            f"{cfg.model.path}/config.json: encoder_layerdrop of audio_config is {left:g}, which skips random layers "
+            "in training, so GEMMs could not be checked against the plan. Set it to 0"
         )
     if cfg.train.phase in BEYOND_SFT and getattr(config, "audio_config", None) is not None:
         raise TrainError(
-            f"train.phase: {cfg.train.phase} is not for models of sound in this version ({config.model_type}). Use sft"
+            f"train.phase: {cfg.train.phase} does not support audio models in this version ({config.model_type}). "
+            "Use sft"
         )
 
 
 def refuse_cuda_graphs(why: str | None) -> None:
-    """Raises TrainError where CUDA graphs cannot be, for a reason that holds in every step; None: they can."""
+    """Raises TrainError for a reason why no step can use CUDA graphs; None: they can be used."""
     if why is not None:
-        raise TrainError(f"train.cuda_graphs: true cannot be: {why}. Or set train.cuda_graphs: false")
+        raise TrainError(f"train.cuda_graphs: true is not possible: {why}. Or set train.cuda_graphs: false")

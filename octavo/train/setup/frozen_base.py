@@ -1,9 +1,9 @@
-"""The frozen base of a run, which adapters are trained on: what is frozen, what of it is in FP8, and its fingerprint.
+"""The frozen base under a run's adapters: what is frozen, which weights are in FP8, and its fingerprint.
 
-The base is loaded from its folder at every start and is in no checkpoint. What stands for it there is its fingerprint:
-SHA-256 of the bytes of every frozen weight as it was loaded, codes and scales where it is in FP8. A run that continues
-holds its base against that; and at its end a run holds it against what it began with, since nothing may have written
-to it. base.json in the run directory says so.
+The base is loaded from its folder at every start and is not in checkpoints. Checkpoints have its fingerprint: SHA-256
+of the bytes of every frozen weight as it was loaded, of codes and scales for weights in FP8. A resumed run compares its
+base with the fingerprint, and every run does at its end, because nothing may have written to the base. base.json in the
+run directory has the result.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ FILE = "base.json"
 
 
 def freeze(model: nn.Module, family: models.Family, cfg: Config) -> None:
-    """Freeze what the run does not train: all of the model under LoRA, else what `model.freeze` names."""
+    """Freeze what the run does not train: with LoRA the whole model, else what `model.freeze` names."""
     if cfg.model.freeze:
-        models.freeze(model, family, cfg.model.freeze)  # under LoRA too: names that mean nothing are errors
+        models.freeze(model, family, cfg.model.freeze)  # with LoRA too, so that unknown names are errors
     if cfg.lora is not None:
         model.requires_grad_(False)
 
 
 def switch_off_dropout(model: nn.Module, cfg: Config) -> None:
-    """Switch dropout off where a phase compares log-probabilities (policy with reference, trainer with rollout, a
-    critic's values with returns): with it, a policy that equals its reference would differ from it by chance.
+    """Switch dropout off in phases that compare log-probabilities (policy with reference, trainer with rollout, a
+    critic's values with returns): with dropout, a policy equal to its reference would differ from it randomly.
 
-    Called before FP8 is applied, since a fused block has no dropout, and again once adapters are attached. Raises
-    ModelError for a model that draws random numbers which nothing switches off.
+    Called before FP8 is applied, because a fused block has no dropout, and again after adapters are attached. Raises
+    ModelError for a model with randomness that cannot be switched off.
     """
     if cfg.train.phase in BEYOND_SFT:
         models.switch_off_dropout(model)
 
 
 def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
-    """What :func:`switch_off_dropout` switched off, in a sentence; ``model`` may be without its adapters."""
+    """A sentence about what :func:`switch_off_dropout` switched off; ``model`` may be without its adapters."""
     off = [*models.switched_off(model)]
     if cfg.lora is not None and cfg.lora.dropout and cfg.train.phase in BEYOND_SFT:
         off.append(f"lora.dropout {cfg.lora.dropout:g}")
@@ -62,9 +62,8 @@ def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
 
 
 def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | None = None) -> None:
-    """Make a model on the meta device what the run will load: frozen as it freezes, with frozen FP8 weights (without
-    values as everything else) where it loads codes, and without dropout where the run has none. ``folder``: the
-    checkpoint's; None: a published shape, in BF16."""
+    """Prepare a model on the meta device like the run's: frozen, with frozen FP8 weights where the run loads codes, and
+    without dropout where the run has none. ``folder``: of the weights; None: a published shape, in BF16."""
     freeze(model, family, cfg)
     switch_off_dropout(model, cfg)
     for name, spec in frozen_names(model, family, cfg, folder).items():
@@ -77,16 +76,16 @@ def prepare(model: nn.Module, family: models.Family, cfg: Config, folder: str | 
 
 
 def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | None) -> dict[str, fp8.CastSpec]:
-    """Parameter -> the cast of its codes, for all that the run loads as codes."""
+    """Parameter -> the cast of its codes, for all parameters that the run loads as FP8 codes."""
     kinds = cfg.model.load_in_fp8.kinds
     if folder is not None:
         quantized = models.read_quantization(folder) is not None
         if not quantized and not kinds:
             return {}
-        asked = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
+        requested = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
         if quantized and kinds and not keeps_codes(cfg):
-            _not_cast_twice(asked, models.frozen_names(folder, model), folder)
-        return asked
+            _not_cast_twice(requested, models.frozen_names(folder, model), folder)
+        return requested
     lacking = [name for name in kinds if name not in family.components]
     if lacking:
         raise TrainError(f"model.load_in_fp8.{lacking[0]}: this {family.name} has no {lacking[0]}. Remove it")
@@ -98,20 +97,21 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
     }
 
 
-def _not_cast_twice(asked: Mapping[str, fp8.CastSpec], there: Mapping[str, fp8.CastSpec], folder: str) -> None:
-    """Without `lora` the codes of a folder are dequantized; made into codes of another kind they would lose twice."""
-    for name, spec in asked.items():
-        if name in there and there[name] != spec:
+def _not_cast_twice(requested: Mapping[str, fp8.CastSpec], stored: Mapping[str, fp8.CastSpec], folder: str) -> None:
+    """Refuse to requantize: without `lora` a folder's codes are dequantized, and codes of another kind would round a
+    second time."""
+    for name, spec in requested.items():
+        if name in stored and stored[name] != spec:
             raise TrainError(
                 f"load_in_fp8 would cast {name} to FP8 ({spec}) a second time: {folder} holds it as codes already "
-                f"({there[name]}), and full fine-tuning dequantizes those. Ask for the kind that is there, use the "
-                "BF16 checkpoint, leave load_in_fp8 out, or train adapters (lora), which take the codes as they are"
+                f"({stored[name]}), and full fine-tuning dequantizes those. Use the folder's kind, use the BF16 "
+                "checkpoint, leave load_in_fp8 out, or train adapters (lora), which keep the codes"
             )
 
 
 def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
-    """Make codes of the weights of all layers that a plan has in FP8 by a recipe that multiplies by frozen ones; the
-    head stays, whose weight may be the embedding's."""
+    """Quantize the weights of all layers that a plan has in FP8 with a recipe for frozen codes; except the head, whose
+    weight may be tied to the embedding."""
     kinds = {recipe: kind for kind, fitting in FITTING.items() for recipe in fitting}
     for row in plan.rows:
         if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
@@ -125,26 +125,25 @@ def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
 
 
 def keeps_codes(cfg: Config) -> bool:
-    """Whether the codes of a checkpoint in FP8 stay codes: only where nothing trains its weights."""
+    """Whether the codes of an FP8 checkpoint stay codes: only if its weights are not trained."""
     return cfg.lora is not None and cfg.model.keep_fp8
 
 
 def adapter_sizes(cfg: Config, model: nn.Module, family: models.Family) -> dict[str, int]:
-    """Layer -> trained parameters of its adapter, nothing without `lora`. Raises AdapterError for all that attaching
-    would refuse, an adapter to go on from included: a plan shows what runs, and nothing is read for what will not."""
+    """Layer -> trained parameters of its adapter; {} without `lora`. Raises AdapterError for everything that attaching
+    would refuse, including `lora.adapter`, so that this fails before weights are read."""
     if cfg.lora is None:
         return {}
     from octavo import adapters
 
     names = set(adapters.check(model, family, cfg.lora))
     rows = [row for row in fp8.describe_layers(model, family.components) if row.name in names]
-    rank, more = cfg.lora.rank, int(cfg.lora.dora)
-    return {row.name: (row.experts or 1) * (rank * sum(row.shape) + more * row.shape[0]) for row in rows}
+    rank, magnitudes = cfg.lora.rank, int(cfg.lora.dora)
+    return {row.name: (row.experts or 1) * (rank * sum(row.shape) + magnitudes * row.shape[0]) for row in rows}
 
 
 def with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Module:
-    """A model on the meta device as it is trained: a copy with adapters, under `lora`, and with a critic where there is
-    one; else the model itself."""
+    """A copy of a model on the meta device with the run's adapters and critic; without any, the model itself."""
     if cfg.lora is None and not critic.wanted(cfg):
         return model
     dressed = copy.deepcopy(model)
@@ -159,36 +158,36 @@ def with_adapters(model: nn.Module, family: models.Family, cfg: Config) -> nn.Mo
 
 
 def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Config) -> None:
-    """Give a part of a model the adapters that the whole has in ``dressed``, and its critic."""
+    """Add to a part of a model the adapters that the whole model has in ``dressed``, and its critic."""
     if cfg.lora is not None:
         from octavo import adapters
 
         here = {row.name for row in fp8.describe_layers(small, family.components)}
         names = tuple(name for name in adapters.attached(dressed) if name in here)
         if names:
-            own = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
-            adapters.attach(small, family, own)
+            section = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
+            adapters.attach(small, family, section)
     if critic.wanted(cfg):
         critic.attach(small, cfg)
     switch_off_dropout(small, cfg)
 
 
 def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
-    """What a reader of the plan should know of a base like this; ``model`` is on the meta device, prepared."""
+    """Notes of a plan about the base; ``model`` is on the meta device, prepared."""
     if cfg.lora is None:
         return []
     sizes, of = adapter_sizes(cfg, model, family), sum(p.numel() for p in model.parameters())
     trained = sum(sizes.values())
     listed = ", ".join(f"{n} {kind}" for kind, n in Counter(name.rpartition(".")[2] for name in sizes).items())
     out = [
-        f"lora: adapters of rank {cfg.lora.rank} beside {len(sizes)} layers ({listed}): {trained / 1e6:.4g} M "
+        f"lora: adapters of rank {cfg.lora.rank} on {len(sizes)} layers ({listed}): {trained / 1e6:.4g} M "
         f"parameters are trained, {100 * trained / of:.2g} % of the base's {of / 1e6:.4g} M; their own GEMMs are in "
         "high precision"
     ]
     if critic.wanted(cfg):
-        out.append("the critic's adapters are as large again, beside the same layers, with a value head")
+        out.append("the critic has equally large adapters on the same layers, and a value head")
     if cfg.model.freeze:
-        out.append("model.freeze changes nothing beside lora: the whole base is frozen, and adapters alone are trained")
+        out.append("model.freeze has no effect with lora: the whole base is frozen, and only adapters are trained")
     return out
 
 
@@ -197,8 +196,13 @@ def notes(cfg: Config, model: nn.Module, family: models.Family) -> list[str]:
 
 @dataclass(frozen=True)
 class Base:
-    """The frozen weights of a run as its training begins, name -> SHA-256: ``codes`` of those in FP8 and ``rest`` of
-    all others, the same on any number of ranks; ``local``: of the rest what lies on this rank. ``taken``: bytes."""
+    """The frozen weights of a run at its start, as name -> SHA-256.
+
+    codes  of weights in FP8, the same on any number of ranks
+    rest   of all others, the same on any number of ranks
+    local  of this rank's shards of the rest
+    taken  their bytes
+    """
 
     codes: Mapping[str, str]
     rest: Mapping[str, str]
@@ -216,7 +220,7 @@ class Base:
         return {**self.codes, **self.rest}
 
     def changed(self, model: nn.Module, world: World) -> str | None:
-        """The first frozen weight that is not what it was, None where all are. A collective."""
+        """The first frozen weight that has changed, None if none has. A collective."""
         now = {**fp8.fingerprint(model), **digests(model)}
         before = {**self.codes, **self.local}
         mine = next((name for name in before if now.get(name) != before[name]), None)
@@ -224,14 +228,14 @@ class Base:
 
 
 def digests(model: nn.Module, world: World | None = None) -> dict[str, str]:
-    """SHA-256 of each frozen parameter in high precision, by its stock name: of what lies on this rank or, with a
-    `world`, of whole weights, gathered one by one for as long as it takes. A collective then; each rank digests some.
+    """SHA-256 of each frozen parameter in high precision, by its stock name: of this rank's part or, with a `world`, of
+    the whole weights. Then it is a collective, which gathers one weight at a time; each rank digests some of them.
     """
-    found = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not is_frozen(p)]
+    frozen = [(n, p) for n, p in model.named_parameters() if not p.requires_grad and not is_frozen(p)]
     if world is None:
-        return {stock_name(name): _digest(plain(p)) for name, p in found}
+        return {stock_name(name): _digest(plain(p)) for name, p in frozen}
     mine = {}
-    for number, (name, parameter) in enumerate(found):
+    for number, (name, parameter) in enumerate(frozen):
         whole = full(master_of(parameter).detach())
         if number % world.size == world.rank:
             mine[stock_name(name)] = _digest(plain(whole))
@@ -244,7 +248,7 @@ def _digest(values: Tensor) -> str:
 
 
 def codes_of(model: nn.Module) -> dict[str, Any]:
-    """What the frozen FP8 weights take on this rank: how many, their parameters and bytes of codes and scales."""
+    """The frozen FP8 weights on this rank: their number, parameters, and bytes of codes and scales."""
     held = [codes_of_frozen(weight) for _, weight in frozen_weights(model)]
     parameters, size = sum(q.data.numel() for q in held), frozen_bytes(model)
     each = {"bytes_per_parameter": size / parameters} if parameters else {}
@@ -252,11 +256,11 @@ def codes_of(model: nn.Module) -> dict[str, Any]:
 
 
 def same(before: Mapping[str, str], now: Mapping[str, str], where: Path | str, folder: str) -> None:
-    """Raise TrainError where the base that was loaded is not the one that a checkpoint was trained beside."""
+    """Raise TrainError if the loaded base is not the one with which a checkpoint was trained."""
     if not before:
         raise TrainError(
-            f"{where} says nothing of the base that it was trained beside, so it cannot be continued: its state.json "
-            "has no fingerprint. Start a new run; lora.adapter goes on from an adapter/ folder"
+            f"{where} cannot be continued: its state.json has no fingerprint of the base with which it was trained. "
+            "Start a new run; lora.adapter continues from an adapter/ folder"
         )
     odd = next((name for name in (*now, *before) if before.get(name) != now.get(name)), None)
     if odd is None:
@@ -264,7 +268,7 @@ def same(before: Mapping[str, str], now: Mapping[str, str], where: Path | str, f
     what = "is not in it" if odd not in now else "was not in it then" if odd not in before else "has other values"
     count = sum(before.get(name) != now.get(name) for name in {*before, *now})
     raise TrainError(
-        f"the base in {folder} is not the one that {where} was trained beside: {odd} {what} ({count} of {len(now)} "
-        "weights differ). Adapters belong to the very weights that they were trained on; restore that folder, or start "
-        "a new run"
+        f"the base in {folder} is not the one with which {where} was trained: {odd} {what} ({count} of {len(now)} "
+        "weights differ). Adapters only fit the weights on which they were trained; restore that folder, or start a "
+        "new run"
     )

@@ -1,4 +1,4 @@
-"""A run that is assembled: what the loop and its callbacks work on."""
+"""An assembled run, on which the loop and its callbacks work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Job:
-    """A run, assembled."""
+    """An assembled run."""
 
     cfg: Config
     world: parallel.World
@@ -40,9 +40,9 @@ class Job:
     phase: Phase
     course: Course
     base: frozen_base.Base | None = None
-    attention: Any = None  # the kernel or those of components (`attention_kernel.kept_of`), unless torch chooses
-    first: Mapping[str, Any] | None = None  # the checkpoint that its first weights are of (`start_from.note`)
-    background: checkpoint.Background | None = None  # what writes checkpoints beside the steps (`run.save: async`)
+    attention: Any = None  # see `attention_kernel.kept_of`; None if torch chooses
+    first: Mapping[str, Any] | None = None  # record of the checkpoint with its first weights (`start_from.note`)
+    background: checkpoint.Background | None = None  # writes checkpoints during the steps (`run.save: async`)
 
     @property
     def model(self) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""What a model folder tells a run before weights are read: the tokens that end answers, and the vocabulary."""
+"""Notes about a model folder before weights are read: the tokens that end answers, and the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from octavo import models
 from octavo.config import Config
 from octavo.models.processors import stop_tokens
 
-_NAMED = 12  # letters that a sentence lists
+_NAMED = 12  # most letters that a sentence lists
 
 
 def notes(cfg: Config, processor: Any) -> tuple[str, ...]:
-    """Sentences about what the folder's tokenizer and generation settings mean for a run: an end token that the
-    settings lack, tokens beyond the model's embedding, letters without tokens. Raises ModelError.
+    """Sentences about the folder's tokenizer and generation settings: an end token that the settings lack, tokens
+    beyond the model's embedding, letters without tokens. Raises ModelError.
 
     processor  the model's, or only its tokenizer
     """
     folder = Path(cfg.model.path)
-    found = []
+    sentences = []
     if (end := stop_tokens.unstated_end(folder, processor)) is not None:
-        found.append(_of_end(cfg, end))
+        sentences.append(_of_end(cfg, end))
     rows, largest = models.read_config(folder).get_text_config().vocab_size, models.largest_id(processor)
     if largest >= rows:
-        found.append(
-            f"the tokenizer has tokens up to number {largest}, and the model's embedding {rows} rows: a row of data "
-            "that holds one above is refused. Take the tokenizer that belongs to the model"
+        sentences.append(
+            f"the tokenizer has tokens up to number {largest}, but the model's embedding has {rows} rows: data rows "
+            "with larger tokens are refused. Use the tokenizer that belongs to the model"
         )
     if letters := models.missing_letters(processor, folder):
         named = ", ".join(letters[:_NAMED]) + (", ..." if len(letters) > _NAMED else "")
-        found.append(
+        sentences.append(
             f"the tokenizer has no token for {len(letters)} of the 62 letters and digits of ASCII ({named}): they "
-            "vanish from all texts. Take the tokenizer that belongs to the model"
+            "vanish from all texts. Use the tokenizer that belongs to the model"
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def _of_end(cfg: Config, end: stop_tokens.EndToken) -> str:

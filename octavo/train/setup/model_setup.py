@@ -1,9 +1,9 @@
-"""The model of a run: loaded, frozen, its layers in FP8, with adapters and a critic where there are any.
+"""The model of a run: loaded, frozen, converted to FP8, with its adapters and critic.
 
-One process reads weights first. Several ranks do all of it to a model without values, which is sharded and then filled,
-each rank reading the rows of its shards (`models.defer`, `parallel.fill`), or drawing all numbers, which come from one
-generator, and keeping those (`models.draw`). DoRA measures rows before: there every rank has the whole model until it
-is sharded.
+One process reads weights first. Several ranks prepare a model without values, shard it and then fill it: each rank
+reads the rows of its shards (`models.defer`, `parallel.fill`), or draws all random numbers, which come from one
+generator, and keeps its rows (`models.draw`). DoRA needs the norms of rows first, so there every rank has the whole
+model until it is sharded.
 """
 
 from __future__ import annotations
@@ -41,12 +41,16 @@ def assemble_model(
     ranks: int = 1,
     others: Iterable[fp8.Plan] = (),
 ) -> tuple[PreTrainedModel, Lows, models.Deferred | models.Drawn | None]:
-    """The model that a configuration trains: loaded, frozen, its layers in FP8 as planned (`others`: plans that it will
-    turn to), with adapters under `lora` and the critic of PPO. Beside it the lower halves of fp32 weights where the
-    optimizer keeps them; and what fills the model once it is sharded, if it has no values yet.
+    """(model, lower halves, source of weights) of a configuration.
+
+    The model is loaded, frozen and converted to FP8 as planned (`others`: plans to which the run will switch), with the
+    adapters of `lora` and PPO's critic. The lower halves of fp32 weights are those that the optimizer keeps. The source
+    fills the model after sharding, if it has no values yet, else None.
 
     Raises ModelError, PlanError and AdapterError, each with its fix.
     """
+    # Freezing precedes FP8 (a frozen layer has no wgrad), which precedes adapters (they wrap FP8 layers). Dropout is
+    # switched off twice: before FP8, because a fused block has none, and in the adapters.
     lows: Lows = {}
     unread = None if ranks == 1 else _deferred(cfg, device, say)
     if unread is None:
@@ -70,17 +74,20 @@ def assemble_model(
 
 
 def _all_bf16(model: nn.Module, say: Callable[[str], None]) -> None:
-    """Weights that train are BF16 where the optimizer has what fp32 holds besides (`optimizer.master`), also those that
-    a family asks for in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 all the same)."""
-    kept = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
-    for _, parameter in kept:
+    """Convert trained weights to BF16 where the optimizer keeps their lower bits (`optimizer.master`), also those that
+    a family wants in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 anyway)."""
+    in_fp32 = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
+    for _, parameter in in_fp32:
         parameter.data = parameter.data.to(torch.bfloat16)
-    if kept:
-        say(f"note: {len(kept)} weights that this family keeps in fp32 are BF16 (optimizer.master): {kept[0][0]}, ...")
+    if in_fp32:
+        say(
+            f"note: {len(in_fp32)} weights that this family keeps in fp32 are BF16 (optimizer.master): "
+            f"{in_fp32[0][0]}, ..."
+        )
 
 
 def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> models.Deferred | models.Drawn | None:
-    """The model before its weights are read, or None where they are needed at once."""
+    """The model before its weights are read, or None if they are needed immediately."""
     if cfg.lora is not None and cfg.lora.dora:
         return None
     if (drawn := random_weights(cfg)) is not None:
@@ -94,8 +101,8 @@ def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> 
 
 
 def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) -> tuple[PreTrainedModel, Lows]:
-    """The model in the dtype that the optimizer wants, quantized while it is read where that is asked, and the lower
-    halves of fp32 weights where the optimizer keeps them."""
+    """The model in the optimizer's dtype, quantized while it is read if requested, and the lower halves of fp32 weights
+    if the optimizer keeps them."""
     path = cfg.model.path
     if (drawn := random_weights(cfg)) is not None:
         _say_drawn(cfg, say)
@@ -110,44 +117,47 @@ def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) 
 
 def _say_drawn(cfg: Config, say: Callable[[str], None]) -> None:
     std = "" if cfg.model.init_std is None else f", standard deviation {cfg.model.init_std:g}"
-    say(f"note: weights are random (run.seed {cfg.run.seed}{std}); of {cfg.model.path} none are read")
+    say(f"note: weights are random (run.seed {cfg.run.seed}{std}); none are read from {cfg.model.path}")
 
 
 def _codes(cfg: Config, say: Callable[[str], None]) -> dict[str, Any]:
-    """What loading is told of FP8, where there is any on disk or asked for."""
-    found, kinds = _say_dequantized(cfg, say), cfg.model.load_in_fp8.kinds
-    if not kinds and found is None:
+    """Loading options for FP8, if the folder has codes or they are requested."""
+    quantization, kinds = _say_dequantized(cfg, say), cfg.model.load_in_fp8.kinds
+    if not kinds and quantization is None:
         return {}
     return {"load_in_fp8": kinds or None, "keep_fp8": frozen_base.keeps_codes(cfg)}
 
 
 def _say_dequantized(cfg: Config, say: Callable[[str], None]) -> models.Quantization | None:
-    """How the folder is quantized; `say` gets it where codes do not stay codes."""
-    found = read_quantization(cfg.model.path)
-    if found is not None and not frozen_base.keeps_codes(cfg):
-        why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are kept beside adapters alone (lora)"
-        say(f"note: {cfg.model.path} is in FP8 ({found}); its weights are dequantized while they are read: {why}")
-    return found
+    """The folder's quantization, None for a plain folder; `say` gets a line if its codes are dequantized."""
+    quantization = read_quantization(cfg.model.path)
+    if quantization is not None and not frozen_base.keeps_codes(cfg):
+        why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are only kept with adapters (lora)"
+        say(
+            f"note: {cfg.model.path} is in FP8 ({quantization}); its weights are dequantized while they are read: {why}"
+        )
+    return quantization
 
 
 def keep_less(
     model: PreTrainedModel, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]
 ) -> None:
-    """What blocks keep for backward beside their FP8 layers: attention without repeated heads, recomputation."""
+    """Reduce what blocks keep for backward besides the inputs of FP8 layers: attention without repeated key-value
+    heads, recomputation, offloading."""
     if any(plan.policy.activations_of(component) == "fp8" for component in family.components):
         try:
             models.use_attention(model, grouped_attention)
-        except models.ModelError as error:  # it keeps more, and is as right
-            say(f"note: attention keeps what it does in high precision: {error}")
+        except models.ModelError as error:  # attention then keeps more, which is not an error
+            say(f"note: attention keeps as much as in high precision: {error}")
     blocks = family.layers(model)
     recompute = dict(cfg.train.recompute)
     for component, how in recompute.items():
         of_component = [(name, block) for name, block in blocks if family.component_of(name) == component]
-        if not of_component and how == recompute["foundation"]:  # one word for all components, those that the model has
+        if not of_component and how == recompute["foundation"]:  # one value was given for all components
             continue
         if not of_component and how != "none":
             raise TrainError(
-                f"train.recompute.{component}: {how}, and this {family.name} has no {component}. Remove it"
+                f"train.recompute.{component}: {how}, but this {family.name} has no {component}. Remove it"
             )
         try:
             fp8.activation_checkpointing(of_component, how)
@@ -160,11 +170,11 @@ def keep_less(
 
 
 def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> ChunkedHead | None:
-    """The head that gives losses without full logits, where the model allows it; else None, and `say` gets why."""
+    """The head that computes losses without full logits, if the model allows it; else None, and `say` gets why."""
     if cfg.train.logits == "full":
         return None
     head = chunked_head(model)
     if isinstance(head, str):
-        say(f"note: full logits are computed (train.logits: chunked cannot be): {head}")
+        say(f"note: full logits are computed, not chunks (train.logits): {head}")
         return None
     return head

@@ -1,5 +1,5 @@
-"""What a model and its plan must be for ranks to share rows and experts: refused before a weight is read, by
-`octavo plan` as by a run."""
+"""Checks that ranks can share the rows and experts of a model under its plan, before weights are read; both a run and
+`octavo plan` use them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> None:
     """Raises WorldError for a mesh of another number of ranks, and for heads, experts or an exchange that this model
-    and plan do not have. ``model`` may be on the meta device; it is as the folder has it."""
+    and plan do not support. ``model`` may be on the meta device; it is not converted yet."""
     if ranks == 1:
         return
     layout = Layout.of(ranks, cfg.parallel)
@@ -36,13 +36,13 @@ def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> No
 
 
 def coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]:
-    """(layers, bytes of a value) of what goes as codes (:mod:`octavo.parallel.wire`): outputs of attention, rows to
-    experts, gradients of their results."""
+    """(layers, bytes per value) of what ranks send as codes (:mod:`octavo.parallel.wire`): outputs of attention, rows
+    dispatched to experts, gradients of their results."""
 
     def of(name: str, coding: Callable[[fp8.Recipe | None, int], Coding | None], piece: int) -> tuple[int, float]:
         mine = (row.recipe for row in plan.rows if row.component == "foundation" and row.name.endswith(name))
-        found = [made for recipe in mine if (made := coding(recipe, piece)) is not None]
-        return len(found), found[0].width if found else 0.0
+        codings = [coding_of_layer for recipe in mine if (coding_of_layer := coding(recipe, piece)) is not None]
+        return len(codings), codings[0].width if codings else 0.0
 
     return [
         of(".o_proj", Coding.of_x, head_dim),

@@ -1,8 +1,9 @@
-"""What a run learns from: where its batches come from, and what makes a step of them.
+"""A phase: what a run learns from, that is the source of its batches and how a step is made of them.
 
-`Phase` itself is pretraining and supervised fine-tuning. The package rl has those of preferences and of reinforcement
-learning: each is a subclass with a loader and a :class:`octavo.train.step.step.Stepper` of its own. All else of a run,
-from the plan to its checkpoints, is the same in every phase.
+`Phase` itself implements pretraining and supervised fine-tuning. The phases of preferences and of reinforcement
+learning are subclasses in the package rl, with their own loader and their own
+:class:`octavo.train.step.step.Stepper`. Everything else about a run, from the plan to its checkpoints, is the same in
+every phase.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from octavo.train.step.step import Stepper
 
 
 class Phase:
-    """Pretraining and supervised fine-tuning: rows that hold what is to be said.
+    """Pretraining and supervised fine-tuning: rows that contain the text to learn.
 
-    names        values of `train.phase` that it is for
-    tensorboard  figures of its rows that TensorBoard has under another name
-    starved      what mends a run of steps that hold nothing to learn from
-    exhausts     whether a run that has learnt may come to a point where nothing is left to learn, and still finish
+    names        values of `train.phase` that it implements
+    tensorboard  metrics that TensorBoard shows under another name
+    starved      advice for a run whose steps contain nothing to learn from
+    exhausts     whether a run may reach a point where nothing is left to learn, and then still finish
     """
 
     names: tuple[str, ...] = ("pretrain", "sft")
@@ -34,7 +35,7 @@ class Phase:
     exhausts: bool = False
 
     def check(self, cfg: Config) -> None:
-        """Raises TrainError where the configuration asks for another phase."""
+        """Raise TrainError if the configuration asks for another phase."""
         if cfg.train.phase not in self.names:
             raise TrainError(
                 f"train.phase is {cfg.train.phase}, and this runs {' and '.join(self.names)}; `octavo train FILE` "
@@ -42,39 +43,44 @@ class Phase:
             )
 
     def prints(self, cfg: Config) -> Mapping[str, str]:
-        """Digests of what else decides the run's numbers, by name: a resumed run must have the same."""
+        """Digests of further inputs that determine the results, by name; a resumed run must have the same."""
         return {}
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> Any:
-        """The batches of each step: :class:`octavo.data.Loader`, or what is used as one."""
+        """Return the loader of each step's batches: :class:`octavo.data.Loader` or an object with its interface."""
         return train_loader(cfg, processor, **share)
 
     def evalset(self, cfg: Config, processor: Any, **share: Any) -> EvalSet | None:
-        """The held-out data; None where the configuration names none."""
+        """Return the held-out data, or None if the configuration names none."""
         return eval_set(cfg, processor, **share)
 
     def stepper(
         self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
     ) -> Stepper:
-        """What makes a step of a loader's batches, with all that `plain` has. The run is going to be resumed after
-        `step`; nothing of its directory may change yet. Arguments as those of `begin`."""
+        """Return the stepper of this phase, built from `plain`.
+
+        The run will be resumed after `step`, and its directory may not be changed yet. The other arguments are as in
+        `begin`.
+        """
         return plain
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
-        """Everything is assembled, and resumed after `step`. `directory` is the run's; `say` takes lines for people."""
+        """Called when everything is assembled and resumed after `step`; `say` prints a line for the user."""
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
-        """What the weights as they stand make of the held-out data: numbers by name, `loss`, `questions`, `tokens` and
-        where there are questions `exact_match` (:func:`octavo.train.evaluate`) among them. `shown` gets a few answers
-        of this rank. A collective."""
+        """Evaluate the current weights on the held-out data; a collective.
+
+        The results include `loss`, `questions`, `tokens` and, where there are questions, `exact_match`; see
+        :func:`octavo.train.evaluate`. A few answers of this rank are appended to `shown`.
+        """
         return evaluate(stepper.model, evalset, stepper.forward, stepper.world, shown=shown)
 
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
-        """What the run has proven so far beside its GEMMs, as JSON; it goes into proof.json. A collective."""
+        """Return further evidence for proof.json, besides that of the GEMMs, as JSON; a collective."""
         return {}
 
     def close(self) -> None:
-        """The run ends, in whatever way: end processes and free memory."""
+        """Called when the run ends for any reason; stops processes and frees memory."""
 
 
 SFT = Phase()

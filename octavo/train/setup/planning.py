@@ -1,7 +1,7 @@
 """From a configuration to a plan: what will run in FP8 and why, on a model without weights.
 
-`recipe: auto` is measured here where there is a GPU, with the tokens of the run's own data. A run that continues takes
-the plan that it began with, whatever a new measurement would say: its losses must not depend on the clock.
+With `recipe: auto` and a GPU, recipes are measured here, with the token numbers of the run's own data. A resumed run
+keeps its original plan whatever a new measurement would say, so that its losses do not depend on timing.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planned:
-    """What is known of a run before its weights are read: ``notes`` and ``prediction`` as `plan_run` has them,
-    ``reference`` base, copy, disk or None, ``steps`` what a step of a phase beyond SFT is, in words."""
+    """What is known about a run before its weights are read.
+
+    ``notes`` and ``prediction`` are as in `plan_run`. ``reference`` is base, copy, disk or None. ``steps`` describes a
+    step in words, for phases other than SFT.
+    """
 
     cfg: Config
     plan: fp8.Plan
@@ -49,7 +52,7 @@ class Planned:
 
 
 def policy_from(cfg: Config) -> fp8.Policy:
-    """The `fp8` section as a policy."""
+    """Return the `fp8` section as a policy."""
     section = cfg.fp8
     return fp8.Policy(
         recipe=section.recipe,
@@ -76,13 +79,13 @@ def policy_from(cfg: Config) -> fp8.Policy:
 
 
 def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
-    """The first and the last step in which a rule holds, in a run of so many; None: in all of them."""
+    """Return the first and the last step in which a rule applies, or None if it applies in all steps."""
     if rule.first is None and rule.last is None:
         return None
     if steps is None:
         raise TrainError(
-            f"the rule {rule.match!r} holds in some of the steps, and those of train.epochs are not counted yet (they "
-            "are made of the rows of data.train). Give train.steps"
+            f"the rule {rule.match!r} applies to a part of the steps, and the number of steps in train.epochs is not "
+            "known yet (it depends on the rows of data.train). Set train.steps"
         )
     if rule.last is None:
         return 1, rule.first or 0
@@ -92,7 +95,7 @@ def steps_of(rule: Rule, steps: int | None) -> tuple[int, int] | None:
 def scheduled(
     cfg: Config, plan: fp8.Plan, model: PreTrainedModel | None = None, measurements: fp8.Measurements | None = None
 ) -> Schedule:
-    """The plans of the run, of which ``plan`` is the one outside of the spans that rules have."""
+    """Return the plans of the run; ``plan`` applies outside the spans of its rules."""
     if all(rule.steps is None for rule in plan.policy.rules):
         return Schedule(plan)
     assert cfg.train.steps is not None
@@ -100,11 +103,11 @@ def scheduled(
 
 
 def spans_told(schedule: Schedule) -> tuple[str, ...]:
-    """A sentence for each stretch of steps in which other rules hold; none where all hold in all steps."""
+    """Return a sentence for each span of steps with other rules; none where all rules apply in all steps."""
     return tuple(
         f"steps {span.first} to {span.last}: {sum(row.fp8 for row in span.plan.rows)} of {len(span.plan.rows)} linear "
         f"layers in FP8, {100 * span.plan.share:.1f} % of linear FLOPs"
-        + (f" ({told})" if (told := _recipes(span.plan)) else "")
+        + (f" ({recipes})" if (recipes := _recipes(span.plan)) else "")
         for span in schedule.spans
     )
 
@@ -114,32 +117,33 @@ def _recipes(plan: fp8.Plan) -> str:
 
 
 def leaves_open(cfg: Config) -> bool:
-    """True where the configuration leaves recipes to a measurement or to a file, so that the plan is not in it."""
+    """Whether the configuration leaves recipes to a measurement or a plan file."""
     return cfg.fp8.plan is not None or policy_from(cfg).asks_auto
 
 
 def model_of(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
-    """(model without weights, family), frozen as the run would freeze it, since a frozen layer has no wgrad, and with
-    frozen FP8 weights where the run loads codes.
+    """Return (model without weights, family), frozen as in the run.
 
-    Raises ModelError, also for rows that are longer than the model has positions, and TrainError for a load-balancing
-    loss that this model does not have."""
+    A frozen layer has no wgrad. Where the run loads FP8 codes, the model has frozen FP8 weights. Raises ModelError,
+    also for rows that are longer than the model's positions, and TrainError for a load-balancing loss that this model
+    does not have.
+    """
     model = models.empty(cfg.model.path, dtype=model_dtype(cfg))
     if (why := models.why_too_long(model.config, cfg.train.seq_length)) is not None:
         raise models.ModelError(f"train.seq_length is {cfg.train.seq_length}, and {cfg.model.path} {why}")
     if cfg.train.router_aux_loss_coef:
-        routing.coefficient(cfg, model)  # which a model without that loss is refused by
+        routing.coefficient(cfg, model)  # raises TrainError for a model without that loss
     family = models.describe(model)
     frozen_base.prepare(model, family, cfg, cfg.model.path)
     return model, family
 
 
 def plan_for(cfg: Config, ranks: int = 1, saved: Path | None = None) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
-    """(plan, family, notes) of a configuration, on the meta device: no weights are read, nothing is measured.
+    """Return (plan, family, notes) of a configuration, on the meta device: no weights are read, nothing is measured.
 
-    `saved` is the plan of a run to take instead: what a configuration means may change from one version to the next,
-    and what a run trains does not. `notes` say what stays in high precision besides linear layers, and what else a
-    reader should know. Raises PlanError, ModelError, and WorldError for ranks that cannot share it so.
+    `saved` is the plan of a resumed run, which is used instead, because the meaning of a configuration may change
+    between versions but a run must not. `notes` say what stays in high precision besides linear layers, and what else
+    a reader should know. Raises PlanError, ModelError, and WorldError for an impossible number of ranks.
     """
     model, family = model_of(cfg)
     if saved is not None:
@@ -158,7 +162,7 @@ def plan_model(
     tokens: Tokens | None = None,
     measurements: fp8.Measurements | None = None,
 ) -> tuple[fp8.Plan, models.Family, tuple[str, ...]]:
-    """`plan_for` on a model that is already there, by measurements where there are any."""
+    """As `plan_for`, on an existing model and with measurements if there are any."""
     if cfg.data.packing and (why := models.why_not_packed(model)) is not None:
         raise fp8.PlanError(f"data.packing: true cannot be: {why}. Set data.packing: false")
     if cfg.fp8.plan is not None and measurements is None:
@@ -173,41 +177,41 @@ def plan_model(
 
 
 def _check_compile(cfg: Config, plan: fp8.Plan) -> None:
-    """Raises PlanError where a compiled block would not run as planned. A norm's layers are its neighbours' children,
-    an MLP's its own."""
+    """Raise PlanError if a compiled block would not run as planned."""
     if not cfg.train.compile:
         return
     codes = [r.name for r in plan.rows if r.fp8 and (r.row.codes is not None or plan.policy.param_of(r.component))]
     for block in plan.blocks:
-        beside = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
-        found = next((name for name in codes if name.startswith(f"{beside}.")), None)
-        if block.fused and found is not None:
+        # The layers of an MLP are its children; those of a norm are its siblings' children.
+        parent = block.name if block.kind == "gated MLP" else block.name.rpartition(".")[0]
+        layer = next((name for name in codes if name.startswith(f"{parent}.")), None)
+        if block.fused and layer is not None:
             raise fp8.PlanError(
-                f"{block.name} is planned to be fused and train.compile is true, but the weight of {found} is FP8 "
+                f"{block.name} is planned to be fused and train.compile is true, but the weight of {layer} is FP8 "
                 "(param, or a frozen base) and finds its codes outside compiled graphs. Use fuse: off, or "
                 "train.compile: false."
             )
 
 
 def micro_steps_of(cfg: Config, ranks: int = 1) -> int:
-    """Forwards of one rank in an optimizer step."""
+    """The number of forwards of one rank in an optimizer step."""
     return max(1, -(-samples_of(cfg) // (data_ranks(cfg, ranks) * cfg.train.micro_batch)))
 
 
 def data_ranks(cfg: Config, ranks: int) -> int:
-    """How many parts of a global batch so many ranks train on at once; those that share rows are one."""
+    """The number of ranks with different rows; ranks that share rows count once."""
     return max(1, ranks // cfg.parallel.context)
 
 
 def samples_of(cfg: Config) -> int:
-    """Samples that an optimizer step learns from: rows, pairs, or completions."""
+    """The number of samples in an optimizer step: rows, pairs or completions."""
     if cfg.train.phase == "rl" and cfg.rl is not None:
         return cfg.rl.prompts // cfg.rl.mini_batches * cfg.rl.group
     return cfg.train.global_batch
 
 
 def predict(plan: fp8.Plan, model: PreTrainedModel, tokens: Tokens) -> Prediction | None:
-    """What a measured plan predicts for a step, attention estimated; None where nothing was measured."""
+    """Return a measured plan's prediction for a step, with attention estimated; None if nothing was measured."""
     attention = attention_flops(model.config, tokens)
     return predict_step(plan, {} if attention is None else {"attention": attention})
 
@@ -219,10 +223,10 @@ def plan_run(
     saved: Path | None,
     say: Callable[[str], None],
 ) -> tuple[Schedule, models.Family, tuple[str, ...], Prediction | None]:
-    """(plans, family, notes, prediction) at the start of a run. A collective where the plan is measured.
+    """Return (plans, family, notes, prediction) at the start of a run; a collective where the plan is measured.
 
-    `count` counts tokens, if they are needed; `saved` is the plan of the run that is continued (None: a new run).
-    With recipe auto and a GPU, rank 0 measures and all ranks plan by the same figures.
+    `count` counts tokens, if they are needed. `saved` is the plan file of a resumed run, or None. With recipe auto and
+    a GPU, rank 0 measures and all ranks plan with the same measurements.
     """
     planned = saved is not None or cfg.fp8.plan is not None
     if planned or not policy_from(cfg).asks_auto or not accelerator.is_gpu(world.device):
@@ -233,14 +237,14 @@ def plan_run(
 
     def work() -> dict:
         tokens = count(family, model).shared(cfg.parallel.context)
-        found = measured(cfg, model, family, world.device, tokens, _progress_of(say))
-        return {"tokens": list(astuple(tokens)), "found": found.to_json()}
+        measurements = measured(cfg, model, family, world.device, tokens, _progress_of(say))
+        return {"tokens": list(astuple(tokens)), "found": measurements.to_json()}
 
     answer = world.from_main(work)
     tokens = Tokens(*answer["tokens"])
-    found = fp8.Measurements.from_json(answer["found"])
-    plan, family, notes = plan_model(cfg, model, family, world.size, tokens, found)
-    plans = scheduled(cfg, plan, model, found)
+    measurements = fp8.Measurements.from_json(answer["found"])
+    plan, family, notes = plan_model(cfg, model, family, world.size, tokens, measurements)
+    plans = scheduled(cfg, plan, model, measurements)
     return plans, family, (*notes, *spans_told(plans)), predict(plan, model, tokens)
 
 
@@ -253,9 +257,11 @@ def measured(
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
     cache: Path | None = None,
 ) -> fp8.Measurements:
-    """Measure what the configuration allows, with the user's cache or the one named. Raises MeasureError."""
-    policy, kept = policy_from(cfg), fp8.MeasurementCache(cache)
-    return fp8.measure(model, policy, family.components, tokens.counts, device=device, cache=kept, progress=progress)
+    """Measure the recipes that the configuration allows, with the given or the user's cache; raises MeasureError."""
+    policy, measurements = policy_from(cfg), fp8.MeasurementCache(cache)
+    return fp8.measure(
+        model, policy, family.components, tokens.counts, device=device, cache=measurements, progress=progress
+    )
 
 
 def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
@@ -267,13 +273,15 @@ def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
 
 
 def stays(model: nn.Module) -> list[str]:
-    """Notes on what stays in high precision in every model, besides linear layers."""
+    """Return notes on what stays in high precision in every model, besides linear layers."""
     return [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
 
 
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
+    """Return the notes of a plan: those of FP8, then one for each setting with an effect that a reader may miss."""
     notes = list(plan.notes)
     notes += stays(model)
+    # settings whose effect depends on the number of ranks or on the model
     if ranks > 1 and any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows):
         notes.append(f"delayed on {ranks} ranks: amax histories are reduced over all ranks after each step")
     if (adapt := cfg.fp8.adapt) is not None:
@@ -282,11 +290,11 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
             "linear FLOPs in high precision by moves"
         )
         if adapt.time is not None and all(row.times is None for row in plan.rows):
-            notes.append("fp8.adapt.time: nothing was measured, so that moves are bounded by budget alone")
+            notes.append("fp8.adapt.time: nothing was measured, so moves are limited only by fp8.adapt.budget")
     if cfg.train.cuda_graphs:
         notes.append(
-            "train.cuda_graphs: graphs hold their gradients, activations and workspace beside those of the steps that "
-            "run without, which predicted memory leaves out"
+            "train.cuda_graphs: graphs keep their own gradients, activations and workspace in addition to those of "
+            "steps without graphs, which the predicted memory leaves out"
         )
     if cfg.data.packing:
         kernel = cfg.model.attention.foundation
@@ -305,7 +313,7 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
         )
     if cfg.train.gather == "bf16":
         many = "weights are gathered and gradients summed in BF16; shards stay fp32"
-        one = "one process gathers nothing and computes as with gather: stored"
+        one = "one process gathers nothing and computes as with train.gather: stored"
         notes.append(f"train.gather: bf16 on {ranks} rank(s): {many if ranks > 1 else one}")
     if cfg.train.exchange == "fp8" and not (cfg.parallel.context > 1 or cfg.parallel.expert > 1):
         notes.append("train.exchange: fp8 changes nothing: no ranks share rows or experts (parallel)")

@@ -1,7 +1,7 @@
-"""What a configuration leaves open, filled in before a run directory exists: the recipe that a checkpoint in FP8 asks
-for, the steps that `train.epochs` means, and the video settings of the model's family.
+"""Resolves settings that a configuration leaves open, before the run directory exists.
 
-The run saves the configuration with these values, so that it runs again unchanged.
+These are the recipe that fits an FP8 checkpoint, the number of steps for `train.epochs`, and the video settings of the
+model's family. The run saves the configuration with these values, so that it can be run again unchanged.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import Any
 from octavo import models
 from octavo.base.recipe_specs import FITTING
 from octavo.config import Config, override
-from octavo.data.loaders.from_config import packs_of
-from octavo.data.loaders.rows_from_config import rows_of_an_epoch
+from octavo.data.loaders.from_config import count_packs
+from octavo.data.loaders.rows_from_config import count_epoch_rows
 from octavo.fp8.weights import FROZEN
 from octavo.models.folder.quantization import read_quantization
 
 
 def resolve_recipe(cfg: Config) -> Config:
-    """The configuration with the recipe that a checkpoint in FP8 asks for, unless it names one. Codes in blocks of
-    another size than a recipe's are dequantized where they are used: the recipe is then off."""
+    """Return the configuration with the recipe that fits an FP8 checkpoint, unless it names a recipe.
+
+    If the checkpoint's blocks do not fit any recipe, the recipe is off, and codes are dequantized where they are used.
+    """
     named = "recipe" in cfg.fp8.model_fields_set or cfg.fp8.plan is not None or bool(cfg.model.load_in_fp8.kinds)
     if cfg.lora is None or not cfg.model.keep_fp8 or named:
         return cfg
@@ -36,34 +38,37 @@ def resolve_recipe(cfg: Config) -> Config:
 
 
 def resolve_steps(cfg: Config, say: Callable[[str], None] = lambda text: None) -> Config:
-    """The configuration with the steps that `train.epochs` means; the last one may go beyond the epochs. `say` gets a
-    sentence about what was counted. Reads the data, all of it where rows are packed.
+    """Return the configuration with `train.epochs` converted to steps; the last step may go beyond the epochs.
 
-    Raises DataError, and ConfigError for settings (a warm-up) that need more steps.
+    Reads the data, all of it where rows are packed. `say` prints what was counted. Raises DataError, and ConfigError
+    for settings such as a warm-up that need more steps.
     """
     epochs, batch = cfg.train.epochs, cfg.train.global_batch
     if epochs is None:
         return cfg
     if cfg.data.packing:
         say("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
-        unit, total = "packs", float(packs_of(data_settings(cfg), processor_of(cfg), epochs))
+        unit, total = "packs", float(count_packs(data_settings(cfg), processor_of(cfg), epochs))
     else:
-        unit, total = "rows", epochs * rows_of_an_epoch(cfg, partial(processor_of, cfg))
-    steps = max(1, math.ceil(round(total / batch, 9)))  # rounded: 0.1 of 30 rows is 3.0000000000000004
+        unit, total = "rows", epochs * count_epoch_rows(cfg, partial(processor_of, cfg))
+    steps = max(1, math.ceil(round(total / batch, 9)))  # rounded because 0.1 of 30 rows is 3.0000000000000004
     each = round(total / epochs, 1)
     say(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
     return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
 
 
 def total_steps(cfg: Config) -> int:
-    """`train.steps` of a configuration whose epochs were counted."""
+    """Return `train.steps` of a configuration whose epochs were converted."""
     assert cfg.train.steps is not None, "resolve_steps counts train.epochs before a run directory exists"
     return cfg.train.steps
 
 
 def resolve_video(cfg: Config) -> Config:
-    """The configuration with the values of `data.video` that it leaves to the model's family, which another version may
-    change. One without the section stays without. Raises ModelError."""
+    """Return the configuration with the values of `data.video` that it leaves to the model's family.
+
+    Another version of Octavo may change these defaults. A configuration without the section is returned unchanged.
+    Raises ModelError.
+    """
     if cfg.data.video is None:
         return cfg
     values = processor_of(cfg).videos.settings
@@ -72,26 +77,26 @@ def resolve_video(cfg: Config) -> Config:
 
 
 def resolve_from_checkpoint(cfg: Config) -> Config:
-    """The configuration of a run that has a checkpoint, which no longer needs the adapter that it began with."""
+    """Return the configuration for a run with a checkpoint, which no longer needs the adapter that it began with."""
     if cfg.lora is None or cfg.lora.adapter is None:
         return cfg
     return cfg.model_copy(update={"lora": cfg.lora.model_copy(update={"adapter": None})})
 
 
 def data_settings(cfg: Config) -> Config:
-    """The configuration as octavo.data reads it: pretraining learns every token of the text, prompts included."""
+    """Return the configuration for octavo.data; pretraining learns every token, including prompts."""
     if cfg.train.phase != "pretrain":
         return cfg
     return cfg.model_copy(update={"data": cfg.data.model_copy(update={"train_on_prompt": True})})
 
 
 def processor_of(cfg: Config, folder: str | Path | None = None) -> Any:
-    """The processor of a model folder (None: the configuration's) as the section data says. Raises ModelError."""
+    """Load the processor of a model folder (default: the configuration's) with the data settings; raises ModelError."""
     of = cfg.data
     video = None if of.video is None else of.video.model_dump(include=set(models.VIDEO_SETTINGS))
     return models.load_processor(folder or cfg.model.path, of.max_pixels, of.min_pixels, of.template_args, video)
 
 
 def random_weights(cfg: Config) -> tuple[int, float | None] | None:
-    """(seed, standard deviation or None) of the weights that a run begins with; None where they are not random."""
+    """Return (seed, standard deviation or None) of random initial weights, or None where they are not random."""
     return (cfg.run.seed, cfg.model.init_std) if cfg.model.init == "random" else None

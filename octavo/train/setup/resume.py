@@ -1,4 +1,4 @@
-"""How a run continues, and what it keeps for that: its plan, and its state in a checkpoint."""
+"""Resuming a run, and saving what that needs: its plan, and its state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
-from octavo.fp8.optim import former_coat
+from octavo.fp8.optim import note_on_old_coat
 from octavo.fp8.planning import Schedule, document
 from octavo.fp8.proof import Prediction
 from octavo.train.errors import TrainError
@@ -24,8 +24,11 @@ _SCALING = "scaling."
 
 
 def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
-    """The plan of the run that is continued (None: a new run): its plan.json or, where a checkpoint was copied without
-    it, the plan that the checkpoint holds, which then becomes the plan.json of this run. A collective."""
+    """Return the plan file of the run that is continued, or None for a new run; a collective.
+
+    It is the run's plan.json. Where a checkpoint was copied without one, the plan in the checkpoint is written as the
+    plan.json of this run.
+    """
     if start.checkpoint is None or start.forked:
         return None
     checkpointed = start.checkpoint.resolve()
@@ -37,8 +40,8 @@ def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
         plan = read_state(checkpointed)["counters"].get("plan")
         if plan is None:
             raise TrainError(
-                f"the plan that {start.checkpoint} was trained by is in neither that checkpoint nor {plan_file}. Copy "
-                "the run's plan.json there, beside the folder of its checkpoints"
+                f"the plan of the run that saved {start.checkpoint} is neither in that checkpoint nor in {plan_file}. "
+                "Copy the run's plan.json there, next to its checkpoints folder"
             )
         run_dir.write_json(start.directory / run_dir.PLAN, plan)
         return str(start.directory.resolve() / run_dir.PLAN)
@@ -55,9 +58,11 @@ def keep_plan(
     notes: tuple[str, ...],
     prediction: Prediction | None,
 ) -> None:
-    """Write the run's plan.json, unless the run continues by the one in its directory and that is complete: a
-    checkpoint keeps less of a plan than `write_plan` writes. One of version 0.4.0 with layers that ran as one GEMM is
-    written again: they do so no more, as the notes say."""
+    """Write the run's plan.json, unless its directory already has a complete one that the run continues with.
+
+    A plan from a checkpoint is incomplete, because a checkpoint keeps less than `write_plan` writes. A plan of version
+    0.4.0 in which several layers ran as one GEMM is rewritten, because they no longer do, as the notes say.
+    """
     file = directory / run_dir.PLAN
     written = (run_dir.read_json(file) or {}) if saved == file.resolve() else {}
     if "rows" not in written or compat.ran_siblings_as_one(written):
@@ -67,20 +72,23 @@ def keep_plan(
 def resume(
     stepper: Stepper, start: run_dir.Start, say: Callable[[str], None], frozen: frozen_base.Base | None = None
 ) -> run_dir.Progress:
-    """Fill model, optimizer, amax histories and generators from the checkpoint that the run starts from, if any, whose
-    frozen base must be the one that was loaded; or the model alone, from the one that it begins with."""
+    """Load the checkpoint that the run starts from, if any.
+
+    A resumed run loads model, optimizer, amax histories and random generators, and its frozen base must be the one
+    that was loaded. A run with `start_from` loads only the weights.
+    """
     if start.checkpoint is None:
         if start.first is not None:
             _fill_weights(stepper, Path(start.first["path"]), frozen, say)
         return run_dir.Progress()
     world = stepper.world
-    if frozen is not None and frozen.whole and not start.forked:  # a fork may have its base in FP8
+    if frozen is not None and frozen.whole and not start.forked:  # a fork may store its base in FP8
         before = read_state(start.checkpoint)["counters"].get("base", {})
         frozen_base.same(before, frozen.whole, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
-    if note := former_coat(stepper.optimizer):
+    if note := note_on_old_coat(stepper.optimizer):
         say(f"note: {start.checkpoint}: {note}")
-    if not start.forked:  # which begins histories of its own
+    if not start.forked:  # a fork starts new amax histories
         fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
     if stepper.update.scale is not None and (scale := restored.counters.get("loss_scale")):
         stepper.update.scale.load(scale, start.checkpoint)
@@ -91,43 +99,43 @@ def resume(
     if before != now:
         say(
             f"saved by {before[0]} rank(s) of {before[1]} thread(s), continued on {now[0]} of {now[1]}: sums are "
-            "taken in another order, so losses agree closely but not bit for bit"
+            "computed in another order, so losses agree closely but not bit for bit"
         )
     return run_dir.Progress.of(restored.counters)
 
 
 def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None, say: Callable[[str], None]) -> None:
-    """The weights of a checkpoint into what was assembled, critic's included where both have one. A collective."""
+    """Load the weights of a checkpoint, including the critic's where both runs have one; a collective."""
     cfg, before = stepper.cfg, read_state(path)["counters"]
     if frozen is not None and frozen.whole and before.get("base"):
         saved = (before.get("settings") or {}).get("model") or {}
         now = cfg.model_dump(mode="json")["model"]
         if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
-            say(
-                f"note: the base of {path} was stored in another precision, so whether it is the same was not looked at"
-            )
+            say(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
         else:
             frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
     read = checkpoint.load_weights(
         path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
     )
-    say(f"begins with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data begin anew")
+    say(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
 
 
 def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The amax histories among a checkpoint's extra tensors."""
+    """Return the amax histories among a checkpoint's extra tensors."""
     return {name.removeprefix(_SCALING): t for name, t in extra.items() if name.startswith(_SCALING)}
 
 
 def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
-    """Write the run's state after `job.progress.step` steps into a folder of the run; its weights alone, with the amax
-    histories that they compute by, without `run.save_states`. None: it is copied, and `job.background` writes it, which
-    must have nothing under way. A collective."""
+    """Write the run's state after `job.progress.step` steps into a folder of the run; a collective.
+
+    Without `run.save_states`, only the weights and their amax histories are written. Returns None where the state was
+    only copied and `job.background`, which must be idle, writes it later.
+    """
     whole = job.cfg.run.save_states
     extra = checkpoint.rng.collect(job.world.rank) | job.stepper.state() if whole else {}
     if job.world.is_main:  # equal on all ranks after each step's reduction
         extra |= {_SCALING + name: tensor for name, tensor in fp8.scaling_state(job.model).items()}
-    moment = checkpoint.take(
+    moment = checkpoint.take_snapshot(
         job.progress.step,
         model=job.model,
         optimizer=job.stepper.optimizer,

@@ -1,4 +1,4 @@
-"""How many tokens one forward sends through each part of a model: the M of its GEMMs, read from the data itself."""
+"""The number of tokens of each component in one forward, which is the M of its GEMMs, counted from the data."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ from octavo.config.sections.rl import BEYOND_SFT
 from octavo.data.loaders.from_config import train_loader
 from octavo.train.errors import TrainError
 
-MICRO_BATCHES = 8  # that are looked at
-_PIXELS = 1024 * 1024  # of an image where data.max_pixels does not say
+MICRO_BATCHES = 8  # the number that is read
+_PIXELS = 1024 * 1024  # pixels of an image where data.max_pixels is not set
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """``counts``: component -> tokens of one forward. ``row``, ``image`` and ``sound``: tokens that attend to each
-    other, those of a row of the batch, the patches of an image and the places of a sound. ``sample``: in a row that is
-    a pack, those of a sample, weighted by what they cost: sum(l^2) / sum(l) (0: the row)."""
+    """Token numbers of one forward.
+
+    ``counts`` gives the tokens of each component. ``row``, ``image`` and ``sound`` are the numbers of tokens that
+    attend to each other: the tokens of a row of the batch, the patches of an image and the positions of a sound.
+    ``sample`` is, for packs, the mean length of a sample weighted by its cost, sum(l^2) / sum(l); 0 means the row.
+    """
 
     counts: Mapping[str, int]
     row: int
@@ -32,26 +35,29 @@ class Tokens:
 
     @property
     def rows(self) -> int:
-        """Of the batch."""
+        """The rows of the batch."""
         return max(1, self.counts.get("foundation", 0) // self.row)
 
     def shared(self, ranks: int) -> Tokens:
-        """Those of one of the ranks that share a row: its part of the tokens, which attend to the row as ever, and of
-        the images, which stay whole."""
+        """Return the tokens of one of the ranks that share a row.
+
+        They are its part of the tokens, which still attend to the whole row, and its part of the images, which stay
+        whole.
+        """
         if ranks == 1:
             return self
         part = {name: -(-n // ranks) for name, n in self.counts.items() if not name.startswith("image_")}
         patches, out = (self.counts.get(name, 0) for name in ("image_encoder", "image_projector"))
-        own = min(patches, max(self.image, -(-patches // ranks)))
-        features = -(-out * own // patches) if patches else 0
-        seen = {"image_encoder": own, "image_projector": features}
+        share = min(patches, max(self.image, -(-patches // ranks)))
+        features = -(-out * share // patches) if patches else 0
+        seen = {"image_encoder": share, "image_projector": features}
         row = max(-(-self.row // ranks), features + 2 if features else 0)
         part |= {name: n for name, n in seen.items() if name in self.counts}
         return Tokens(part, row, self.image, self.sample or self.row)
 
 
 def rows_of(cfg: Config) -> int:
-    """Rows of a micro-batch: pairs are two each."""
+    """The rows of a micro-batch; each pair makes two rows."""
     return cfg.train.micro_batch * (2 if _paired(cfg) else 1)
 
 
@@ -60,14 +66,15 @@ def _paired(cfg: Config) -> bool:
 
 
 def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> Tokens:
-    """The mean over the first micro-batches of the training data, padding included, since GEMMs run over it too;
-    towers over those with an image. Rows that are left out do not count: micro-batches are taken as full of such rows
-    as are left. Where rows of words alone make the mean too short for an image, rows are as long as those with one.
-    Rounded up to a multiple of 16, or from 1024 on of 128: near sizes cost the same, and a measurement made for one
-    serves the other.
+    """Return the mean over the first micro-batches of the training data.
 
-    Of phases whose rows have no answers of their own, or two, what :func:`assumed` says. Raises DataError as training
-    on these rows would.
+    Padding is included, because GEMMs run over it too. The mean for towers is over micro-batches with an image. Skipped
+    rows do not count: micro-batches are treated as full of the remaining rows. If text-only rows make the mean too
+    short for an image, the row length is that of rows with one. Numbers are rounded up to a multiple of 16, or of 128
+    from 1024 on, since similar sizes cost the same and can share a measurement.
+
+    For phases whose rows have no answers or two, returns what :func:`assumed` returns. Raises DataError as training on
+    these rows would.
     """
     if cfg.train.phase in BEYOND_SFT:
         return assumed(cfg, family.components, config)[0]
@@ -89,15 +96,17 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
         counts["image_encoder"] = _of_full(with_image, patches, rows)
         counts["image_projector"] = _of_full(with_image, features, rows)
         image = max(1, sum(patches) // sum(images))
-        more = _rounded(counts["image_encoder"]) / counts["image_encoder"]
-        room = math.ceil(counts["image_projector"] * more) + _of_full(with_image, images, rows)  # a word behind each
+        rounding = _rounded(counts["image_encoder"]) / counts["image_encoder"]
+        room = math.ceil(counts["image_projector"] * rounding) + _of_full(
+            with_image, images, rows
+        )  # one text token after each image
         if room > decoder:
             decoder = max(room, _of_full(with_image, [batch["input_ids"].numel() for batch in with_image], rows))
             counts |= {"foundation": decoder, "lm_head": decoder}
     row = max(1, -(-decoder // rows))
     sound = 0
     if family.has_audio:
-        hearing = models.hearing_of(config)
+        hearing = models.audio_of(config)
         heard = [batch for batch in batches if batch["meta"].has_sound]
         sound = hearing.positions if heard else 0
         sounds = _of_full(heard, [sum(batch["meta"].sounds) for batch in heard], rows) if heard else 0
@@ -108,39 +117,39 @@ def count(cfg: Config, processor: Any, family: models.Family, config: Any) -> To
     return Tokens(known, row, image, sample, sound)
 
 
-def given(cfg: Config, family: models.Family, asked: Mapping[str, int]) -> Tokens:
-    """The tokens that a user names, for every component of the family.
+def given(cfg: Config, family: models.Family, tokens: Mapping[str, int]) -> Tokens:
+    """Return the tokens that a user gave, completed for every component of the family.
 
-    Raises TrainError for a component that the model lacks, or one that has no tokens given.
+    Raises TrainError for a component that the model lacks, or one without tokens.
     """
-    unknown = [name for name in asked if name not in family.components]
+    unknown = [name for name in tokens if name not in family.components]
     if unknown:
         raise TrainError(
             f"tokens were given for {', '.join(unknown)}, which {family.name} lacks; it has "
             f"{', '.join(family.components)}"
         )
     follow = ("lm_head", "image_projector", "audio_projector")
-    lacking = [name for name in family.components if name not in asked and name not in follow]
+    lacking = [name for name in family.components if name not in tokens and name not in follow]
     if lacking:
         raise TrainError(f"tokens are missing for {', '.join(lacking)}; give each its tokens a forward, 0 for none")
-    counts = dict(asked)
-    counts.setdefault("lm_head", asked.get("foundation", 0))
+    counts = dict(tokens)
+    counts.setdefault("lm_head", tokens.get("foundation", 0))
     if "image_projector" in family.components:
-        counts.setdefault("image_projector", asked.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
+        counts.setdefault("image_projector", tokens.get("image_encoder", 0) // 4)  # merging 2 x 2, as all families do
     if "audio_projector" in family.components:
-        counts.setdefault("audio_projector", asked.get("audio_encoder", 0) // 2)  # pooled by two
+        counts.setdefault("audio_projector", tokens.get("audio_encoder", 0) // 2)  # pooled by two
     rows = rows_of(cfg)
     image, sound = counts.get("image_encoder", 0) // rows, 0
     if counts.get("audio_encoder", 0):
-        sound = models.hearing_of(models.read_config(cfg.model.path)).positions  # of each, however many
+        sound = models.audio_of(models.read_config(cfg.model.path)).positions  # the same for every sound
     return Tokens(counts, max(1, counts.get("foundation", 0) // rows), image, sound=sound)
 
 
 def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
-    """The longest micro-batch that a configuration allows, and the sentence that says what was assumed.
+    """Return the longest micro-batch that a configuration allows, and a sentence with the assumptions.
 
-    Rows of `train.seq_length` tokens; where the model sees, an image of `data.max_pixels` in each (1 megapixel where it
-    says nothing), as far as the row has room.
+    Rows have `train.seq_length` tokens. For a vision model each row has an image of `data.max_pixels` (by default 1
+    megapixel), as far as the row has room.
     """
     rows, row, answer, each = rows_of(cfg), cfg.train.seq_length, 0, 1
     message = f"assumed: train.micro_batch {cfg.train.micro_batch} x train.seq_length {row} tokens, rows of one length"
@@ -155,26 +164,26 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
     image = 0
     vision = _vision(config) if "image_encoder" in components else None
     if "image_encoder" in components and vision is None:
-        message += ", without images, of which it is not known how they come to the tower of this family"
+        message += ", without images, because their number of tokens is not known for this family"
     elif vision is not None:
         room, breaks = row - answer - 2, 0
         pixels = (cfg.data.max_pixels or _PIXELS) // (vision.patch[0] * vision.patch[1])
         if vision.kind == "tiles":
             tiles = max(1, min(pixels // vision.cells, vision.most, room // (vision.length + vision.ends + 1)))
             image, out = vision.seen(tiles)
-            breaks = tiles * (vision.ends + 1)  # and a token of text behind each
+            breaks = tiles * (vision.ends + 1)  # and one text token after each
         else:
             out = min(pixels // vision.merge**2, room)
             image = out * vision.merge**2
         if cfg.data.packing and out > 0:
-            each = max(1, row // (out + breaks + 2))  # as many as there is room for
+            each = max(1, row // (out + breaks + 2))  # as many as fit
         counts |= {"image_encoder": rows * each * max(0, image), "image_projector": rows * each * max(0, out)}
         many = "an image" if each == 1 else f"{each} images"
         message += f", in each {many} of {max(0, image)} patches ({max(0, out)} of its tokens)"
     sound = 0
     if "audio_encoder" in components:
-        hearing = models.hearing_of(config)
-        heard = min(hearing.features, row - answer - 2)  # the tower takes a sound of any length for the longest
+        hearing = models.audio_of(config)
+        heard = min(hearing.features, row - answer - 2)  # the tower pads every sound to the longest
         fits = heard >= hearing.least
         sound = hearing.positions if fits else 0
         counts |= {"audio_encoder": rows * sound, "audio_projector": rows * hearing.features if fits else 0}
@@ -185,7 +194,7 @@ def assumed(cfg: Config, components: Any, config: Any) -> tuple[Tokens, str]:
 
 
 def _vision(config: Any) -> models.Vision | None:
-    """How images come to the tower; None of a family that is described alone."""
+    """Return how images are passed to the tower, or None for a family without a known vision tower."""
     try:
         return models.vision_of(config)
     except models.ModelError:
@@ -193,10 +202,10 @@ def _vision(config: Any) -> models.Vision | None:
 
 
 def attention_flops(config: Any, tokens: Tokens) -> float | None:
-    """FLOPs of attention's two products in one forward and backward, None where the configuration does not say enough.
+    """Return the FLOPs of attention in one forward and backward, or None if the configuration lacks the sizes.
 
-    Forward 2 products of 2 T S d, half of them under the causal mask; a backward that recomputes the scores (flash
-    attention) has 5 products for the forward's 2: 3.5 times the forward in all.
+    The forward has 2 products of 2 T S d FLOPs, or half of that under the causal mask. The backward of flash attention,
+    which recomputes the scores, has 5 products: 3.5 times the forward in total.
     """
     text = config.get_text_config()
     try:
@@ -222,8 +231,10 @@ def _head_dim(text: Any) -> int:
 
 
 def _patches(batch: Mapping[str, Any], config: Any) -> tuple[int, int, int]:
-    """(patches through the tower, tokens out of the projector, images) of a batch with images or videos, of which each
-    time step is an image to the tower."""
+    """Return (patches into the tower, tokens from the projector, images) of a batch with images or videos.
+
+    Each time step of a video counts as an image.
+    """
     vision = models.vision_of(config)
     patches = vision.patches(batch) if batch["meta"].has_image else []
     for time, tall, wide in batch["video_grid_thw"].tolist() if "video_grid_thw" in batch else ():
@@ -232,7 +243,7 @@ def _patches(batch: Mapping[str, Any], config: Any) -> tuple[int, int, int]:
 
 
 def _of_full(batches: Sequence[Mapping[str, Any]], values: Sequence[int], rows: int) -> int:
-    """What so many rows have of something, of which batches have these values."""
+    """Scale the values of these batches to the mean of a micro-batch with ``rows`` rows."""
     return -(-sum(values) * rows // sum(len(batch["input_ids"]) for batch in batches))
 
 

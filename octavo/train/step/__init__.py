@@ -1,1 +1,1 @@
-"""What makes new weights of a loss: one optimizer step, and how it is executed."""
+"""One optimizer step, from the loss to new weights, and how it is executed."""

@@ -1,20 +1,20 @@
-"""``train.cuda_graphs``: forward and backward of a micro-batch as one CUDA graph, replayed where its shapes repeat.
+"""``train.cuda_graphs``: forward and backward of a micro-batch as one CUDA graph, replayed for equal shapes.
 
-A step of small kernels is paid for on the host, which queues them one by one; a graph is queued at once. What is
-captured reads and writes fixed memory::
+A step of small kernels is bound by the host, which launches them one by one; a graph is launched at once. A graph reads
+and writes fixed memory::
 
-    read       ids, positions that are judged, their targets and weights: copied there before each replay
-    written    the loss's parts, and gradients, which are added to in place, so that micro-batches with a graph and
-               without add up in one step; they are zeroed at the first use in a step
-    in it      casts of weights, which no graph may take from a cache: one a micro-batch in place of one a step
+    read       ids, positions with a loss, their targets and weights: copied there before each replay
+    written    the parts of the loss, and gradients, which accumulate in place, so that micro-batches with and without
+               a graph add up in one step; they are zeroed at the first use in a step
+    inside     casts of weights, which a graph cannot take from a cache: once per micro-batch instead of once per step
 
-Clipping and the update stay outside, as do steps that somebody looks into (the proof, health, memory, load of experts),
-which run eagerly. A shape is captured when it comes the second time; up to :data:`MOST` are kept, in one pool of
-memory. What the host decides by values cannot be in a graph: batches with images or padding, and rows that are judged
-at different positions, run eagerly, and the run says so once. So does whatever the capture itself refuses: a warm-up
-under CUDA's check for waits finds an operation that would wait, before anything is captured. No autograd graph of an
-eager micro-batch may be alive at a capture: its gradients belong to another stream, on which the capture would have to
-wait. Refused at the start is what never could be (:func:`why_never`, :func:`why_not_this`).
+Clipping and the update stay outside. Steps that are observed (proof, health, memory, expert load) run eagerly. A shape
+is captured at its second occurrence; up to :data:`MOST` are kept, in one memory pool. Computation that depends on
+values on the host cannot be in a graph: batches with images or padding, and rows with losses at different positions,
+run eagerly, and the run reports it once. The same holds for anything that the capture refuses: a warm-up under CUDA's
+check for synchronization finds such operations before the capture. No autograd graph of an eager micro-batch may be
+alive at a capture, because its gradients belong to another stream, on which the capture would have to wait. Settings
+with which no step could be captured are refused at the start (:func:`why_never`, :func:`why_not_this`).
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ from octavo.train.step.update import Loss
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST = 4  # shapes that are captured
-_HANDLED = ("input_ids", "attention_mask", "labels", "meta")  # of a batch; a mask of ones says nothing
-_BESIDE = ("keep", "target", "weight", "scale")  # what is held of it and the model does not get
+MOST = 4  # most captured shapes
+_HANDLED = ("input_ids", "attention_mask", "labels", "meta")  # entries of a batch; a mask of ones is not needed
+_NOT_THE_MODELS = ("keep", "target", "weight", "scale")  # inputs of a graph that the model does not get
 
 LossAt = Callable[[dict[str, Any], Tensor, Tensor, Tensor], Loss]
 
 
 @dataclass
 class _Captured:
-    """A graph, what it reads, where it leaves the loss's parts, the parameters it adds gradients to, and its GEMMs."""
+    """A graph, its inputs, its output (the parts of the loss), the parameters with gradients, and its GEMMs."""
 
     graph: Graph
-    given: dict[str, Tensor]
+    inputs: dict[str, Tensor]
     parts: Tensor
     reached: list[nn.Parameter]
     tape: fp8.GemmCounts
 
 
 class Graphs:
-    """The graphs of a run. ``loss_at(batch, keep, target, weight)``: a micro-batch's forward (`Stepper.loss_at`)."""
+    """The graphs of a run. ``loss_at(batch, keep, target, weight)``: the forward of a micro-batch (`Stepper.loss_at`);
+    ``graph`` creates the object that captures (None: a CUDA graph)."""
 
     def __init__(
         self,
@@ -82,17 +83,17 @@ class Graphs:
     def run(
         self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, scale: float | None = None
     ) -> Tensor | None:
-        """Forward and backward of a micro-batch by a graph; the parts of its loss. None: this one is to run eagerly.
-        ``scale``: what the loss is multiplied by before backward (None: nothing); it may move from step to step."""
+        """Run forward and backward of a micro-batch by a graph; return the parts of its loss. None: run it eagerly.
+        ``scale``: the loss scale (None: without), which may change from step to step."""
         if self._off:
             return None
         if (why := _why_not(batch, target)) is not None:
             self._eagerly(why)
             return None
-        given = {"input_ids": batch["input_ids"], "keep": keep, "target": target, "weight": weight}
-        given |= {} if scale is None else {"scale": torch.tensor(scale)}
-        given |= {name: value for name, value in batch.items() if name not in _HANDLED}
-        key = tuple((name, *value.shape) for name, value in given.items())
+        inputs = {"input_ids": batch["input_ids"], "keep": keep, "target": target, "weight": weight}
+        inputs |= {} if scale is None else {"scale": torch.tensor(scale)}
+        inputs |= {name: value for name, value in batch.items() if name not in _HANDLED}
+        key = tuple((name, *value.shape) for name, value in inputs.items())
         self._seen[key] += 1
         if key not in self._captured:
             if self._seen[key] < 2:
@@ -101,32 +102,32 @@ class Graphs:
                 self._eagerly(f"{MOST} shapes of micro-batches are captured, and this is another one")
                 return None
             try:
-                self._captured[key] = self._capture(given, batch["meta"])
-            except Exception as error:  # whatever cannot be captured is the answer, and is said
+                self._captured[key] = self._capture(inputs, batch["meta"])
+            except Exception as error:  # any error means that it cannot be captured, and is reported
                 self._off = True
                 self._eagerly(f"a step cannot be captured ({first_line(error)})")
                 return None
-        found = self._captured[key]
-        for name, value in given.items():
-            found.given[name].copy_(value, non_blocking=True)
-        self._hold(found.reached)
-        found.graph.replay()
-        observe.replayed(found.tape)
+        captured = self._captured[key]
+        for name, value in inputs.items():
+            captured.inputs[name].copy_(value, non_blocking=True)
+        self._hold(captured.reached)
+        captured.graph.replay()
+        observe.report_replay(captured.tape)
         self.replays += 1
-        return found.parts.clone()
+        return captured.parts.clone()
 
     def _eagerly(self, why: str) -> None:
         if why not in self._said:
             self._said.add(why)
             self.say(f"train.cuda_graphs: runs without a graph: {why}")
 
-    def _capture(self, given: dict[str, Tensor], meta: Any) -> _Captured:
-        held = {name: value.to(self.device, copy=True) for name, value in given.items()}
+    def _capture(self, inputs: dict[str, Tensor], meta: Any) -> _Captured:
+        held = {name: value.to(self.device, copy=True) for name, value in inputs.items()}
 
         def work() -> Tensor:
-            inputs = {name: value for name, value in held.items() if name not in _BESIDE}
+            batch = {name: value for name, value in held.items() if name not in _NOT_THE_MODELS}
             with models.without_masks(self.model):
-                loss = self.loss_at({**inputs, "meta": meta}, held["keep"], held["target"], held["weight"])
+                loss = self.loss_at({**batch, "meta": meta}, held["keep"], held["target"], held["weight"])
             (loss.total * held["scale"] if "scale" in held else loss.total).backward()
             return loss.parts
 
@@ -134,13 +135,13 @@ class Graphs:
             reached = self._warm(work)
             self._hold(reached)
             graph = self.graph()
-            with observe.taped() as tape:
+            with observe.record_gemms() as tape:
                 parts = graph.capture(work)
         return _Captured(graph, held, parts, reached, tape)
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Gradients of earlier micro-batches of the step are out of the way, and come back."""
+        """Context without the gradients of the step's earlier micro-batches, which are restored afterwards."""
         before = [(p, p.grad, p.grad.clone() if p.grad is self._gradients.get(p) else None)
                   for p in self.model.parameters() if p.grad is not None]  # fmt: skip
         _without_gradients(self.model)
@@ -152,8 +153,8 @@ class Graphs:
                 p.grad = gradient if values is None else gradient.copy_(values)
 
     def _warm(self, work: Callable[[], Tensor]) -> list[nn.Parameter]:
-        """Run twice beside the graph to come, so that kernels are compiled and libraries ready, the second time under
-        the check for operations that wait; the parameters that get gradients."""
+        """Run twice on a side stream before the capture, so that kernels are compiled and libraries initialized, the
+        second time under the check for synchronization; return the parameters that get gradients."""
         gpu = self.device.type == "cuda"
         stream = torch.cuda.Stream(self.device) if gpu else None
         if stream is not None:
@@ -170,7 +171,7 @@ class Graphs:
         return reached
 
     def _hold(self, reached: list[nn.Parameter]) -> None:
-        """Let these gradients lie where graphs add to them: zeros where the step has none yet."""
+        """Put these gradients into the memory to which graphs add; zeros if the step has none yet."""
         fresh = []
         for p in reached:
             if p not in self._gradients:
@@ -191,33 +192,33 @@ def _without_gradients(model: nn.Module) -> None:
 
 
 def _why_not(batch: dict[str, Any], target: Tensor) -> str | None:
-    """Why this batch is none for a graph."""
+    """Why this batch cannot run by a graph; None if it can."""
     meta = batch["meta"]
     if meta.sees:
         return "a batch has images or videos, whose sizes the vision tower reads on the host"
     if not meta.lengths or min(meta.lengths) < batch["input_ids"].shape[1]:
-        return "rows of a batch differ in length, and what masks them looks at values"
+        return "rows of a batch differ in length, and their mask depends on values"
     if bool((target == IGNORE).any()):
-        return "rows of a batch are judged at different positions, which are picked on the host"
+        return "rows of a batch have losses at different positions, which are selected on the host"
     return None
 
 
 def why_never(plan: fp8.Plan, world: World) -> str | None:
-    """Why no step of this run could be captured, with what would have to be set otherwise; None where some could. What
-    settings alone rule out, the configuration has refused."""
+    """Why no step of this run could be captured, with the setting to change; None if some could. Conflicts between
+    settings are refused by the configuration's rules."""
     late = any(row.recipe is not None and row.recipe.delayed is not None for row in plan.rows)
     held = any(plan.policy.param_of(row.component) for row in plan.rows if row.fp8)
     obstacles = {
         f"it needs a GPU, and this runs on {world.device}": not accelerator.has_graphs(world.device),
         f"FSDP2 moves weights between {world.size} ranks within a step; use one process": world.size > 1,
         "delayed scaling follows forwards on the host; use another recipe": late,
-        "codes of weights that are FP8 between steps are made outside; use fp8.param: false": held,
+        "codes of weights that are FP8 between steps are computed outside; use fp8.param: false": held,
     }
-    return next((why for why, found in obstacles.items() if found), None)
+    return next((why for why, applies in obstacles.items() if applies), None)
 
 
 def why_not_this(model: nn.Module, family: models.Family, balance: float) -> str | None:
-    """The same of the model, once it is assembled."""
+    """The same for the assembled model."""
     dropout = next((name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p), None)
     tower = any(
         family.tower and n.startswith(f"{family.tower}.") and p.requires_grad for n, p in model.named_parameters()
@@ -225,7 +226,7 @@ def why_not_this(model: nn.Module, family: models.Family, balance: float) -> str
     obstacles = {
         "the routers' loss depends on a number of the host; use train.router_aux_loss_coef: 0": bool(balance),
         f"dropout ({dropout}) draws other random numbers in a graph": dropout is not None,
-        f"{family.name} takes sound, which no graph holds in this version": family.has_audio,
+        f"{family.name} takes audio, which graphs do not support in this version": family.has_audio,
         "a vision tower that is trained runs in every batch, and reads image sizes; freeze image_encoder": tower,
     }
-    return next((why for why, found in obstacles.items() if found), None)
+    return next((why for why, applies in obstacles.items() if applies), None)

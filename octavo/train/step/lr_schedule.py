@@ -1,8 +1,8 @@
-"""Learning-rate schedules: step -> factor of the peak rate. Pure functions, so a resumed run needs nothing of them.
+"""Learning-rate schedules: step -> factor of the peak rate. Pure functions, so a resume needs no state.
 
 Steps count from 1 to `steps`. The first `warmup` steps rise linearly, step s at s / warmup. After them p runs from 0
-(first step) towards 1 (p = (s - 1 - warmup) / (steps - warmup)), so that the last step still learns something; `floor`
-= min_lr / lr is where the curve would arrive one step later.
+(first step) towards 1: p = (s - 1 - warmup) / (steps - warmup), so that the last step still has a positive rate. The
+curve would reach `floor` = min_lr / lr one step later.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "linear": linear, "constant"
 def lr_at(step: int, *, schedule: str, lr: float, steps: int, warmup: int = 0, min_lr: float = 0.0) -> float:
     """The learning rate of a step, 1 <= step <= steps."""
     if not 1 <= step <= steps:
-        raise ValueError(f"step {step} lies outside 1..{steps}")
+        raise ValueError(f"step {step} is outside 1..{steps}")
     return lr * SCHEDULES[schedule](step, steps, warmup, min_lr / lr)

@@ -1,7 +1,7 @@
-"""Memory by kind, in bytes, counted on this rank: what tensors hold, not what an allocator reserves.
+"""Memory by kind on this rank: bytes that tensors hold, not what an allocator reserves.
 
-The kinds are those that `octavo plan` predicts (:mod:`octavo.train.estimate.memory`). Counting costs a slow step,
-so it is done in few: the first, and those after a health step.
+The kinds are those that `octavo plan` predicts (:mod:`octavo.train.estimate.memory`). Counting slows a step down, so
+only few steps do it: the first, and those after a health step.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MASTERS = ("master", "master_low")
 
 
 class Memory:
-    """What a step holds. `forward()` surrounds the forward of a micro-batch, `report()` follows the backward.
+    """Counts the memory of a step. `forward()` is the context of a micro-batch's forward, `report()` follows backward.
 
-    What is saved for backward is counted by its storages (:mod:`octavo.fp8.memory.accounting`), the largest micro-batch
-    of the step: `activations`, and `logits` for what the head and the loss keep. Positions, masks and the batch itself
-    are neither. While health figures are taken, FP8 layers also keep x in high precision, so the loop never asks for
+    Tensors saved for backward are counted by their storages (:mod:`octavo.fp8.memory.accounting`), for the largest
+    micro-batch of the step: `activations`, and `logits` for what the head and the loss keep. Positions, masks and the
+    batch itself are excluded. With health figures FP8 layers also keep x in high precision, so the loop never requests
     both.
     """
 
@@ -39,18 +39,18 @@ class Memory:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with count_saved(self.model, self.family.layers(self.model)) as found:
+        with count_saved(self.model, self.family.layers(self.model)) as saved:
             yield
-        rows = [row for row in made_by_model(found.report()) if row.kind == "activation"]
+        rows = [row for row in made_by_model(saved.report()) if row.kind == "activation"]
         logits = sum(row.bytes for row in rows if not row.module or self.family.component_of(row.module) == "lm_head")
         self.activations = max(self.activations, sum(row.bytes for row in rows) - logits)
         self.logits = max(self.logits, logits)
 
     def report(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-        """weights, master (what makes weights exact beside them), gradients, optimizer (moments), codes (FP8 codes of
-        weights), activations, logits, peak_rss (of the process); on CUDA peak_cuda too, on another device that counts
-        it peak_device. Phases that hold more add it: reference (weights of a frozen copy), kv_cache (what the rollout's
-        sequences took, until it was released)."""
+        """Bytes by kind: weights, master (the fp32 values or lower bits of weights), gradients, optimizer (moments),
+        codes (FP8 codes of weights), activations, logits, peak_rss (of the process); on CUDA also peak_cuda, on another
+        device that counts it peak_device. Phases add reference (weights of a frozen copy) and kv_cache (of the
+        rollout, until it is released)."""
         weights = list(self.model.parameters())
         states = [(key, v) for s in optimizer.state.values() for key, v in s.items() if isinstance(v, Tensor)]
         kinds = {
@@ -70,10 +70,9 @@ class Memory:
 
 
 def peak_rss() -> int:
-    """Bytes that this process ever held at once.
+    """The peak resident memory of this process, in bytes.
 
-    Linux counts them for the program itself (VmHWM). What getrusage tells there begins with the peak of the process
-    that started this one, which may be far larger.
+    On Linux it is VmHWM, because getrusage there starts with the peak of the parent process, which may be far larger.
     """
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
@@ -83,28 +82,28 @@ def peak_rss() -> int:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Parameters of a model that nobody trains, and FP8 codes beside them."""
+    """Bytes of a frozen model's parameters and their cached FP8 codes."""
     return _bytes(model.parameters()) + fp8.weight_cache_bytes(model)
 
 
-def made_by_model(found: SavedBytes) -> Iterator[Row]:
-    """Rows from the first module's on, as they were made: what comes before is the batch, on the model's device and in
-    its dtype."""
-    return itertools.dropwhile(lambda row: not row.module, found.rows)
+def made_by_model(saved: SavedBytes) -> Iterator[Row]:
+    """The rows from the first module's on, in the order of creation: rows before it are the batch, moved to the model's
+    device and dtype."""
+    return itertools.dropwhile(lambda row: not row.module, saved.rows)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages on this rank, each once."""
-    found = {}
+    """Bytes of distinct storages on this rank."""
+    storages = {}
     for tensor in tensors:
         for part in _parts(tensor):
             storage = part.untyped_storage()
-            found[str(storage.device), storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+            storages[str(storage.device), storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """What holds a tensor's values on this rank: itself, or codes and scales of a frozen FP8 weight."""
+    """The tensors that hold values on this rank: the tensor itself, or the codes and scales of a frozen FP8 weight."""
     if not is_frozen(tensor):
         return (plain(tensor),)
     q = codes_of_frozen(tensor)

@@ -1,8 +1,9 @@
-"""AdamW over a model's trainable parameters: one group with weight decay, one without; a critic with a learning rate
-of its own has two more.
+"""AdamW over a model's trainable parameters: a group with weight decay and one without; a critic with a different
+learning rate has two more.
 
-With everything in fp32 it is PyTorch's own; every other way to store states or weights is :class:`octavo.fp8.AdamW`,
-or the same with states in host memory. Adapters in BF16 have their fp32 values there as well (`master: fp32`).
+With everything in fp32 it is PyTorch's AdamW; for all other formats of states or weights it is
+:class:`octavo.fp8.AdamW`, or its variant with states in host memory. For adapters in BF16 it also holds their fp32
+values (`master: fp32`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,10 @@ from octavo.train.step.update import FACTOR
 
 
 def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
-    """AdamW as `optimizer` and `train.lr` say (decoupled weight decay, Loshchilov & Hutter 2019).
+    """AdamW as configured by `optimizer` and `train.lr` (decoupled weight decay, Loshchilov & Hutter 2019).
 
-    Weight decay spares biases, norms and every other parameter of one dimension. Tied parameters appear once. The
-    learning rate is set before every step from `schedule` as a Python float. Raises TrainError where nothing is
-    trainable.
+    Biases, norms and all other parameters of one dimension have no weight decay. Tied parameters appear once. The
+    learning rate is set before every step as a Python float. Raises TrainError if nothing is trainable.
     """
     settings = cfg.optimizer
     apart = cfg.rl.critic_lr if cfg.rl is not None else None
@@ -54,36 +54,36 @@ def adamw(model: nn.Module, cfg: Config) -> torch.optim.Optimizer:
 
 @contextmanager
 def counting_zeroed(optimizer: torch.optim.Optimizer) -> Iterator[list[Tensor]]:
-    """Inside, each update of a parameter counts the elements whose second moment is zero after a gradient that was not:
-    the next update of such a weight would be m / eps, what a format must never do. One count a parameter on this rank;
-    none for formats without codes, which round nothing to zero.
+    """Context in which each update of a parameter counts the elements whose second moment is zero although the gradient
+    was not: the next update of such a weight would be m / eps. One count per parameter on this rank; none for formats
+    without codes, which do not round to zero.
 
-    Squares of gradients that fp32 itself cannot hold do not count.
+    Squares of gradients that underflow fp32 do not count.
     """
-    found: list[Tensor] = []
+    counts: list[Tensor] = []
     if not isinstance(optimizer, fp8.AdamW):
-        yield found
+        yield counts
         return
 
     def count(p: Tensor, group: dict[str, Any], factor: float | Tensor | None) -> None:
         state = optimizer.state[p]
         if "exp_avg_sq_codes" not in state:
             return
-        optimizer.settle()  # states may be in host memory, and on their way
+        optimizer.settle()  # states in host memory may still be in transfer
         assert p.grad is not None, "it is updated"
         gradient = plain(p.grad).float().flatten()
         moved = (gradient if factor is None else gradient * factor).square() * (1.0 - group["betas"][1])
         _, v = decode(p, group, state)
-        found.append(((moved > torch.finfo(torch.float32).tiny).to(v.device) & (v == 0)).sum())
+        counts.append(((moved > torch.finfo(torch.float32).tiny).to(v.device) & (v == 0)).sum())
 
     optimizer.watch = count
     try:
-        yield found
+        yield counts
     finally:
         optimizer.watch = None
 
 
 def spares(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay leaves a parameter alone. Biases of experts have two dimensions, so the name counts too."""
+    """Whether a parameter has no weight decay. Biases of experts have two dimensions, so the name decides too."""
     last = name.rpartition(".")[2]
     return parameter.ndim < 2 or last == "bias" or last.endswith("_bias")

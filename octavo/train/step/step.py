@@ -1,6 +1,6 @@
 """One optimizer step: micro-batches forward and backward, clip, check, update.
 
-What a linear layer does in it: :mod:`octavo.fp8.dense.linear`.
+For what a linear layer does in a step, see :mod:`octavo.fp8.dense.linear`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SOUND = ("audio_encoder", "audio_projector")
 
 @dataclass(frozen=True)
 class Observe:
-    """What to observe during a step: GEMMs for the proof, FP8 health figures, memory by kind, load of experts."""
+    """What to observe in a step: GEMMs for the proof, FP8 health figures, memory by kind, expert load."""
 
     gemms: bool = False
     health: bool = False
@@ -52,14 +52,21 @@ class Observe:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave, the same on every rank. `applied` is False where loss or gradient norm were not finite and
-    the weights stayed; `tokens` counts all tokens of the global batch without padding, `loss_tokens` those with a loss.
-    `counts`, `health` and `memory` are this rank's own, where they were asked for; `experts` is the load of all ranks.
-    `loss` is the cross-entropy (label smoothing and z-loss in it where they are asked for), `aux_loss` the
-    load-balancing loss before its factor (None: not computed); `zeroed` counts second moments that the step rounded to
-    zero. `figures`: what else is told of the step, by name, such as the share of `padding` in packs; it goes into the
-    row. `loss_scale`: what losses were multiplied by (None: by nothing); `overflow`: not applied, since gradients
-    overflowed FP16 at that scale, which is smaller from the next step on."""
+    """The result of a step, the same on every rank except where noted.
+
+    loss         cross-entropy, including label smoothing and z-loss if configured
+    grad_norm    before clipping
+    tokens       of the global batch, without padding
+    loss_tokens  those with a loss
+    applied      False if loss or gradient norm were not finite, so the weights are unchanged
+    counts, health, memory  of this rank, if observed
+    aux_loss     load-balancing loss before its factor (None: not computed)
+    experts      expert load over all ranks, if observed
+    zeroed       second moments that the step rounded to zero, if health was observed
+    figures      further figures for the row, such as the share of `padding` in packs
+    loss_scale   factor of the losses (None: without)
+    overflow     not applied because gradients overflowed FP16; the next step has a smaller loss scale
+    """
 
     loss: float
     grad_norm: float
@@ -79,15 +86,15 @@ class StepResult:
 
 @dataclass
 class Stepper:
-    """Everything a step touches. `run` is the step.
+    """The state of training steps. :meth:`run` is a step.
 
-    balance  multiplies the routers' loss (0: there is none)
-    head     gives losses in place of logits, where the model allows that
-    delayed  layers may have amax histories
-    number   of the step under way
-    judge    tries recipes on its GEMMs, in a step that is a check of `fp8.adapt`
-    check    computes some of them again (`run.check_every`)
-    doing    gets what of the step is done now, where it has parts that take time
+    balance  factor of the routers' load-balancing loss (0: without)
+    head     computes losses in place of logits, if the model allows it
+    delayed  whether layers may have amax histories
+    number   of the current step
+    judge    tries recipes on the GEMMs of this step, for `fp8.adapt`
+    check    recomputes GEMMs of this step (`run.check_every`)
+    doing    gets the name of the current part of a step with several long parts
     """
 
     cfg: Config
@@ -107,9 +114,9 @@ class Stepper:
     doing: Callable[[str], None] = lambda what: None
 
     @classmethod
-    def of(cls, plain: Stepper, **more: Any) -> Self:
-        """The stepper of a phase: all that `plain` has, and `more`, which this class has besides."""
-        return cls(**{one.name: getattr(plain, one.name) for one in fields(plain)}, **more)
+    def of(cls, plain: Stepper, **own_fields: Any) -> Self:
+        """The stepper of a phase: the fields of `plain`, and the fields that this class adds."""
+        return cls(**{one.name: getattr(plain, one.name) for one in fields(plain)}, **own_fields)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -119,7 +126,9 @@ class Stepper:
         """Train on one global batch, of which `batches` are this rank's micro-batches."""
         memory = Memory(self.model, self.family) if observe.memory else None
         load = self.load if observe.experts else None
-        graphs = None if observe.gemms or observe.health or memory or load else self.graphs  # nobody looks inside one
+        graphs = (
+            None if observe.gemms or observe.health or memory or load else self.graphs
+        )  # observers cannot see inside a graph
         if load:
             load.begin(self.world.device)
         histories = fp8.scaling_state(self.model) if self.delayed else {}
@@ -134,17 +143,17 @@ class Stepper:
             totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
             with counting_zeroed(self.optimizer) if observe.health else nullcontext() as zeroed:
-                for batch in batches:  # forward and backward(): gradients add up, or update each weight at once
+                for batch in batches:  # gradients accumulate, or each weight is updated at once
                     if graphs and self._replayed(graphs, batch, denominator):
                         continue
                     share = batch["meta"].tokens / tokens
                     for loss in self.losses(batch, denominator, share, memory):
                         self.update.backward(loss)
-                        del loss  # and what of its graph backward does not free
+                        del loss  # with the parts of its graph that backward does not free
                 if self.check:
                     self.check.look_at_codes(self.model)
-                done = self.update.step()  # norm, check that all is finite, clip, update
-        if not done.applied and histories:  # a step that is not applied leaves no trace; cached codes follow the scales
+                done = self.update.step()  # norm, finiteness check, clipping, update
+        if not done.applied and histories:  # undo a skipped step's amaxes, and the codes cast with them
             fp8.load_scaling_state(self.model, histories)
             fp8.invalidate(self.model)
         kinds = memory.report(self.optimizer) if memory else None
@@ -171,21 +180,21 @@ class Stepper:
         return True
 
     def _rescale(self, applied: bool, finite: bool) -> tuple[float | None, bool]:
-        """(what losses were multiplied by, whether that was too much); the next step's may be another."""
+        """(the factor of this step's losses, whether gradients overflowed); updates the factor for the next step."""
         if (scale := self.update.scale) is None:
             return None, False
         before, overflow = scale.value, scale.after(applied, finite)
-        if scale.value != before:  # delayed scaling compares gradients of steps
+        if scale.value != before:  # delayed scaling uses amaxes of earlier steps
             scale_gradient_histories(self.model, scale.value / before)
         return before, overflow
 
     def losses(self, batch: dict[str, Any], denominator: float, share: float, memory: Memory | None) -> Iterator[Loss]:
-        """What of one micro-batch is differentiated, one graph after the other; each has its backward before the next
-        is made."""
+        """The losses of one micro-batch, one graph after the other; the backward of each runs before the next is
+        computed."""
         yield self.loss(batch, denominator, share, memory)
 
     def loss(self, batch: dict[str, Any], denominator: float, share: float = 1.0, memory: Memory | None = None) -> Loss:
-        """The forward of one micro-batch, which has `share` of the step's tokens."""
+        """The forward of one micro-batch; ``share``: its share of the step's tokens."""
         if self.load:
             self.load.batch(batch, self.world.device, self.forward.part(batch))
         keep, target, weight = self.judged(batch, denominator)
@@ -194,11 +203,11 @@ class Stepper:
             return self.loss_at(batch, keep, target, weight, share)
 
     def judged(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]:
-        """(positions [P] among the tokens that are here, targets [B, P], weights of their losses [B, P]), in host
-        memory.
+        """(positions [P] among this rank's tokens, targets [B, P], weights of their losses [B, P]), in host memory.
 
-        Only positions that some row predicts at need logits: with a vocabulary of 150 000 they are the largest tensor
-        of the step. Where ranks share a row each judges what its own tokens predict, also the one behind its last."""
+        Only positions with a target in some row need logits, which are the largest tensor of the step with a vocabulary
+        of 150 000. Where ranks share a row, each has the targets of its own tokens, including the token after its last.
+        """
         labels, part = batch["labels"], self.forward.part(batch)
         target = losses.targets(labels)
         keep = (target != losses.IGNORE).any(dim=0)[part].nonzero().flatten()
@@ -207,7 +216,7 @@ class Stepper:
         return keep, target[:, part][:, keep], weight[:, part][:, keep]
 
     def loss_at(self, batch: dict[str, Any], keep: Tensor, target: Tensor, weight: Tensor, share: float = 1.0) -> Loss:
-        """The same, given what :meth:`judged` says, ``weight`` on the device."""
+        """The same, with the results of :meth:`judged`; ``weight`` is on the device."""
         each, aux = self._losses(batch, keep, target)
         loss = (each * weight).sum()
         aux = None if aux is None else aux.float() * share
@@ -215,8 +224,8 @@ class Stepper:
         return Loss(total, torch.stack([loss, torch.zeros_like(loss) if aux is None else aux]).detach())
 
     def _losses(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(c_t [B, P] at the positions `keep`, the load-balancing loss if it is asked for). `target` [B, P] is in host
-        memory, where the head sees which tokens it need not judge without waiting for the device."""
+        """(c_t [B, P] at the positions `keep`, the load-balancing loss or None). `target` [B, P] is in host memory,
+        where the head finds ignored tokens without synchronizing with the device."""
         smoothing, z_loss = self.cfg.train.label_smoothing, self.cfg.train.z_loss
         head = self.head.losses(target, label_smoothing=smoothing, z_loss=z_loss) if self.head else nullcontext()
         with head as by_head:
@@ -230,14 +239,14 @@ class Stepper:
             return by_head.take(logits), aux
 
     def backward(self, batch: dict[str, Any], denominator: float, share: float = 1.0) -> None:
-        """Forward and backward of one micro-batch outside a step: gradients stay in `.grad`."""
+        """Forward and backward of one micro-batch outside a step; gradients stay in `.grad`."""
         self.update.free()
         scale, total = self.update.scale, self.loss(batch, denominator, share).total
         (total if scale is None else total * scale.value).backward()
 
     def totals(self, batches: Batches) -> Tensor:
-        """[denominator, tokens, loss tokens, places of packs], each summed over ranks, those that share rows once: one
-        collective before the first backward. Raises TrainError where ranks have planned other packs."""
+        """[denominator, tokens, loss tokens, places of packs], summed over ranks; ranks that share rows count once. One
+        collective before the first backward. Raises TrainError if ranks have planned different packs."""
         labels = [batch["labels"] for batch in batches]
         metas = [batch["meta"] for batch in batches]
         tokens, judged = sum(meta.tokens for meta in metas), sum(sum(meta.loss_tokens) for meta in metas)
@@ -247,24 +256,24 @@ class Stepper:
         once = self.world.context_rank == 0
         counts = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places]
         mine = [*(once * count for count in counts), plan]
-        *found, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
+        *sums, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
         if float(plans) != plan * self.world.size:
             raise TrainError(
                 f"rank {self.world.rank} and others have planned different packs of the same rows: their data, or the "
                 "token counts in their data caches, differ. Empty data.cache on every machine and start again"
             )
-        return torch.cat(found)
+        return torch.cat(sums)
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps beside model and optimizer; names of what is a rank's own carry the rank."""
+        """Tensors for a checkpoint besides model and optimizer; names of a rank's own tensors contain the rank."""
         return {}
 
     def resumed(self, extra: Mapping[str, Tensor]) -> None:
-        """Gets what a checkpoint kept, that of all ranks and of others too."""
+        """Restore the extra tensors of a checkpoint, which include those of all ranks and of other parts."""
 
     def forwards(self, batches: Batches) -> dict[str, int]:
-        """Component -> how many of this rank's micro-batches reach it: those of vision, the ones with an image here;
-        those of sound, the ones with a sound."""
+        """Component -> how many of this rank's micro-batches reach it: for vision those with an image on this rank, for
+        audio those with a sound."""
         with_image = sum(self.forward.sees(batch) for batch in batches)
         with_sound = sum(batch["meta"].has_sound for batch in batches)
         reached = dict.fromkeys(VISION, with_image) | dict.fromkeys(SOUND, with_sound)
@@ -272,6 +281,6 @@ class Stepper:
 
 
 def edges_of(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Where the samples of a pack end; None for a batch that is no pack."""
+    """The boundaries of a pack's samples; None for a batch that is not a pack."""
     boundaries = batch.get("boundaries")
     return None if boundaries is None else boundaries.edges

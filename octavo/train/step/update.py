@@ -1,8 +1,8 @@
-"""From the losses of a step to new weights: backward, the gradients' norm, the check that all is finite, the update.
+"""From the losses of a step to new weights: backward, gradient norm, finiteness check, update.
 
-Two ways. After backward: the gradients of all micro-batches add up, and one update follows. In backward
-(`optimizer.update: backward`): each weight is updated as soon as its gradient is complete, so that gradients are never
-held; a step then is one micro-batch a process (:mod:`octavo.fp8.optim.in_backward`).
+There are two ways. After backward: the gradients of all micro-batches accumulate, and one update follows. In backward
+(`optimizer.update: backward`): each weight is updated as soon as its gradient is complete, so gradients are never all
+held; a step is then one micro-batch per process (:mod:`octavo.fp8.optim.in_backward`).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from octavo.train.forward import critic
 from octavo.train.step.loss_scale import LossScale
 
 FACTOR = "lr_factor"
-"""Of a parameter group: its learning rate over that of the schedule."""
+"""Key of a parameter group: its learning rate relative to the schedule's."""
 
 
 class Loss(NamedTuple):
-    """Of one micro-batch: what is differentiated, and the parts of the step's figures in it [cross-entropy, load
-    balancing], detached."""
+    """The loss of one micro-batch: `total`, which backward differentiates, and its detached `parts` [cross-entropy,
+    load balancing]."""
 
     total: Tensor
     parts: Tensor
 
 
 class Outcome(NamedTuple):
-    """`parts` summed over micro-batches and ranks; the norm of all gradients before clipping (without those that have
-    one of their own, unless that is not finite); whether weights moved."""
+    """`parts`: summed over micro-batches and ranks. `norm`: of all gradients before clipping, except those with a
+    separate norm, unless that one is not finite. `applied`: whether weights were updated."""
 
     parts: Tensor
     norm: Tensor
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
 
 
 class Update(Protocol):
-    """``scale``: what losses are multiplied by before backward, and gradients divided by after it (None: neither)."""
+    """``scale``: multiplies losses before backward and divides gradients after it (None: without)."""
 
     scale: LossScale | None
 
@@ -58,25 +58,25 @@ class Update(Protocol):
         """The backward of one micro-batch of a step."""
 
     def step(self) -> Outcome:
-        """After the last backward: the weights are updated, if all is finite."""
+        """Update the weights after the last backward, if everything is finite."""
 
     def free(self) -> None:
-        """Let gradients of a backward outside a step stay in `.grad`, until the next step."""
+        """Make gradients of a backward outside a step stay in `.grad`, until the next step."""
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every group the step's learning rate, times the factor that it may have."""
+    """Set every group's learning rate to the step's, times the group's factor if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(FACTOR, 1.0)
 
 
 def trained(model: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that ask for a gradient, each once."""
+    """The trainable parameters, each once."""
     return (p for p in model.parameters() if p.requires_grad)
 
 
 def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Update:
-    """The way that `optimizer.update` asks for."""
+    """The update that `optimizer.update` names."""
     scale = LossScale.of(cfg)
     if cfg.optimizer.update == "step":
         apart = cfg.lora is not None and critic.wanted(cfg)
@@ -86,8 +86,8 @@ def update_for(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 class AfterBackward:
-    """Add the gradients of all micro-batches, then clip and update. ``apart``: parameters that nothing of the others'
-    loss reaches (a critic over the same base), whose gradients have a norm, and a limit, of their own."""
+    """Accumulates the gradients of all micro-batches, then clips and updates. ``apart``: parameters that the others'
+    loss does not reach (a critic on the same base), whose gradients have a separate norm and limit."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, clip: float, world: World,
@@ -102,7 +102,7 @@ class AfterBackward:
         self.add(loss.parts)
 
     def add(self, parts: Tensor) -> None:
-        """The parts of a micro-batch whose backward has run already."""
+        """Add the parts of a micro-batch whose backward has already run."""
         before = torch.zeros_like(parts, dtype=torch.float32) if self._parts is None else self._parts
         self._parts = before + parts
 
@@ -116,7 +116,7 @@ class AfterBackward:
             other = _limited(self.apart, self.clip)
             norm = torch.where(other.isfinite(), norm, other)
         applied = bool(parts.isfinite().all() & norm.isfinite())
-        if applied and ours is not None:  # clipped inside the update, without a pass over the gradients
+        if applied and ours is not None:  # clips inside the update, without another pass over the gradients
             ours.step(factor=clip_factor(norm, self.clip, undo))
         elif applied:
             self.optimizer.step()
@@ -126,7 +126,7 @@ class AfterBackward:
         pass
 
     def _clipped(self) -> Tensor:
-        """The norm of all gradients, which are those of the loss from here on, scaled down to the limit."""
+        """Undo the loss scale and clip all gradients; return their norm before clipping."""
         if self.scale is not None and (gradients := [plain(p.grad) for p in trained(self.model) if p.grad is not None]):
             torch._foreach_mul_(gradients, 1.0 / self.scale.value)  # a power of two: nothing is rounded
         apart = {id(p) for p in self.apart}
@@ -134,23 +134,23 @@ class AfterBackward:
 
 
 def _limited(parameters: Sequence[nn.Parameter], clip: float) -> Tensor:
-    """The norm of their gradients over all ranks; the gradients are scaled down to the limit.
+    """Clip the gradients of parameters; return their norm over all ranks before clipping.
 
-    torch scales those of one mesh at a time, and adds up no norms of two: experts that are dealt to ranks have a mesh
-    of their own."""
-    found: dict[Any, list[nn.Parameter]] = {}
+    torch clips gradients of one mesh and cannot combine norms of two, but experts that are distributed over ranks have
+    a separate mesh."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        found.setdefault(mesh_of(parameter), []).append(parameter)
-    if len(found) < 2:
+        by_mesh.setdefault(mesh_of(parameter), []).append(parameter)
+    if len(by_mesh) < 2:
         return full(torch.nn.utils.clip_grad_norm_(parameters, clip or math.inf))
     norm = gradient_norm(parameters)
-    for own in found.values():
-        clip_grads_with_norm_(own, clip or math.inf, norm)
+    for group in by_mesh.values():
+        clip_grads_with_norm_(group, clip or math.inf, norm)
     return norm
 
 
 class InBackward:
-    """Update each weight in backward; see :class:`octavo.fp8.optim.in_backward.UpdateInBackward`."""
+    """Updates each weight in backward; see :class:`octavo.fp8.optim.in_backward.UpdateInBackward`."""
 
     def __init__(
         self, optimizer: fp8.AdamW, model: nn.Module, clip: float, world: World, scale: LossScale | None = None

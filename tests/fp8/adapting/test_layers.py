@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.adapting import Judge, Limits, Place, climbed, decide, finer, ladders, wanted, work_of
+from octavo.fp8.adapting import Judge, Limits, Place, apply_moves, casts_to_try, decide, finer, ladders, work_of
 from octavo.fp8.observe import recorder
 from octavo.fp8.proof import Proof
 
@@ -82,7 +82,7 @@ def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
     plan = fp8.plan(Net(), "tensorwise")
     why = "sqnr of x 9.0 dB, at least 25.0 dB"
     places = {("up", "fwd"): Place(2, "blockwise", step=30, why=why), ("up", "wgrad"): Place(3, "bf16")}
-    moved = climbed(plan, ladders(plan), places)
+    moved = apply_moves(plan, ladders(plan), places)
     up, down = moved.rows[0], moved.rows[1]
     assert up.recipe is not None and up.recipe.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
     assert "adapt: fwd blockwise since step 30 (sqnr of x 9.0 dB" in up.reason and set(up.selections) == {
@@ -90,16 +90,16 @@ def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
         "dgrad",
     }
     assert down is plan.rows[1] and moved.share == pytest.approx(1 - 1 / 6)
-    high = climbed(plan, ladders(plan), {("up", gemm): Place(3, "bf16") for gemm in ("fwd", "dgrad", "wgrad")})
+    high = apply_moves(plan, ladders(plan), {("up", gemm): Place(3, "bf16") for gemm in ("fwd", "dgrad", "wgrad")})
     assert high.rows[0].recipe is None and high.share == pytest.approx(0.5)
-    assert climbed(plan, ladders(plan), {}) is plan
+    assert apply_moves(plan, ladders(plan), {}) is plan
 
 
 def test_a_layer_that_turned_computes_as_one_that_was_made_so_and_back(tmp_path) -> None:
     model, plan = ready()
     before, parameters = step(model, batch()), list(model.parameters())
     words = {("up", "fwd"): "blockwise", ("up", "wgrad"): "bf16", ("down", "dgrad"): "rowwise"}
-    moved = climbed(plan, ladders(plan), {key: Place(ladders(plan)[key].index(w), w) for key, w in words.items()})
+    moved = apply_moves(plan, ladders(plan), {key: Place(ladders(plan)[key].index(w), w) for key, w in words.items()})
     assert fp8.switch_plan(model, plan, moved) == ("up", "down")
     file = fp8.save_plan(moved, tmp_path / "moved.json")  # a plan file has the words of mixed recipes
     fresh = Net()
@@ -209,7 +209,7 @@ def test_a_judge_changes_no_bit_and_sees_what_health_sees(policy) -> None:
     model, plan = ready(**policy)
     x, ladder = batch(3.0), ladders(plan)
     before = step(model, x)
-    judge = Judge(wanted(plan, ladder, {}))
+    judge = Judge(casts_to_try(plan, ladder, {}))
     with judge.attached(), fp8.health() as health:
         assert same(step(model, x), before)
     found, table = judge.figures(lambda sums: sums), health.table().get("up", {})
@@ -231,9 +231,9 @@ def test_a_gemm_in_high_precision_is_tried_in_the_recipe_below_and_computes_as_i
     model, plan = ready()
     ladder = ladders(plan)
     places = {key: Place(len(ladder[key]) - 1, "bf16", step=1) for key in ladder}
-    fp8.switch_plan(model, plan, climbed(plan, ladder, places))
+    fp8.switch_plan(model, plan, apply_moves(plan, ladder, places))
     stock, x = Net(), batch(1e6)
-    judge = Judge(wanted(plan, ladder, places))
+    judge = Judge(casts_to_try(plan, ladder, places))
     with judge.attached():
         assert same(step(model, x), step(stock, x))
     found = judge.figures(lambda sums: sums)
@@ -248,7 +248,7 @@ def test_an_outlier_moves_what_it_spoils_and_nothing_else() -> None:
     model, plan = ready()
     ladder, places, log = ladders(plan), {}, []
     for number in range(1, 14):
-        judge = Judge(wanted(plan, ladder, places))
+        judge = Judge(casts_to_try(plan, ladder, places))
         with judge.attached():
             step(model, batch(1e7 if 2 <= number <= 4 else 1.0))
         places, said = decide(number, places, judge.figures(lambda s: s), ladder, work_of(plan), Limits(patience=2))

@@ -326,7 +326,7 @@ def test_a_scalar_is_refused() -> None:
     [
         (("e4m3fn",), "format='e4m3fn' is not an FP8 format; use one of e4m3, e5m2"),
         (("e4m3", (1, 128), "fp16"), "scale='fp16' is not a kind of scale; use one of fp32, pow2, e8m0"),
-        (("e4m3", (0, 128)), "side below 1; -1 alone means the whole side"),
+        (("e4m3", (0, 128)), "side below 1; only -1 means the whole side"),
         (("e4m3", (1, -2)), "side below 1"),
         (("e4m3", 128), "must be a tuple of two integers"),
         (("e4m3", [1, 128]), "must be a tuple"),

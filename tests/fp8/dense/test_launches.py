@@ -131,7 +131,7 @@ def test_both_layouts_hold_the_same_codes(recipe: str, frozen: bool) -> None:
         y.sum().backward()
         held = model[0]._site.codes
         (turned,) = held._for_dgrad.values()
-        assert held.casts == (0 if frozen else 1) and layout.lies(turned, 0) == (codes == "both")
+        assert held.casts == (0 if frozen else 1) and layout.is_k_major(turned, 0) == (codes == "both")
         found.append((y, x.grad, model[0].weight.grad, fp8.weight_cache_bytes(model)))
     assert all(torch.equal(a, b) for a, b in zip(found[0][:3], found[1][:3], strict=True) if a is not None)
     assert found[1][3] - found[0][3] >= 150 * 140

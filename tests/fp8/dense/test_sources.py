@@ -55,7 +55,7 @@ def run(module, x, again=None, lowered=False, grad=True):
         if again is None:
             y = module(x)
         else:
-            with inputs.behind(x, again):
+            with inputs.with_source(x, again):
                 y = module(x)
     (y.float() * torch.linspace(-1, 2, y.numel()).view(y.shape)).sum().backward()
     held = [t for t in held if t is not module.weight]
@@ -97,9 +97,9 @@ def test_a_frozen_weight_asks_for_no_source(recipe):
 def test_only_the_tensor_itself_has_a_source():
     x, y = torch.randn(4, 96), torch.randn(4, 96)
     source = Source((x,), lambda t: t)
-    with inputs.behind(x, source):
+    with inputs.with_source(x, source):
         assert inputs.source_of(x) is source and inputs.source_of(y) is None and inputs.source_of(x.view(4, 96)) is None
-        with inputs.behind(y, source):
+        with inputs.with_source(y, source):
             assert inputs.source_of(y) is source and inputs.source_of(x) is None
         assert inputs.source_of(x) is source
         x.add_(1)

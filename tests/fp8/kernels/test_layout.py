@@ -136,7 +136,7 @@ def test_weights_of_experts(contract: int) -> None:
 
 def test_whether_codes_lie_already() -> None:
     q = made(33, 144, CastSpec("e4m3", (1, -1), "pow2"))
-    assert not layout.lies(q, 1) and not layout.lies(q, 0)
+    assert not layout.is_k_major(q, 1) and not layout.is_k_major(q, 0)
     for contract in (0, 1):
         right = laid_out(q, contract)
-        assert layout.lies(right, contract) and not layout.lies(right, 1 - contract)
+        assert layout.is_k_major(right, contract) and not layout.is_k_major(right, 1 - contract)

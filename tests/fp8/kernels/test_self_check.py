@@ -284,7 +284,7 @@ def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -
 def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     checks, _ = counting("a")
-    with pytest.warns(UserWarning, match="the self-check of kernels cannot be kept .* it runs at each start"):
+    with pytest.warns(UserWarning, match="the self-check of kernels cannot be saved .* it runs at each start"):
         assert ran(checks) == ("a",)
 
 

@@ -266,7 +266,7 @@ def test_what_it_says_of_the_cpu() -> None:
     )
     assert "1x128 by 1x128" in BACKEND.supports("wgrad", recipe("blockwise"), CPU, None)
     assert "e8m0" in BACKEND.supports("dgrad", recipe("mxfp8"), CPU, None)
-    assert "in E4M3 alone" in BACKEND.supports("dgrad", recipe("blockwise", "hybrid"), CPU, None)
+    assert "only for two matrices in E4M3" in BACKEND.supports("dgrad", recipe("blockwise", "hybrid"), CPU, None)
     assert "casts of its own" in BACKEND.supports("quantize", CastSpec(), CPU, None)
     assert BACKEND.supports("grouped_fwd", recipe("rowwise"), CPU, None) == "it has no grouped_fwd"
     assert "high precision" in BACKEND.supports("wgrad", recipe("rowwise", wgrad="bf16"), CPU, None)
@@ -298,8 +298,8 @@ ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
         ("block", HOPPER, (13, 0), None),
         ("line", HOPPER, (12, 9), None),
         ("block", HOPPER, (12, 8), "need CUDA 12.9 or later, this torch is built with 12.8"),
-        ("block", ADA, (13, 0), "on compute capability 9.0 alone, this GPU has 8.9"),
-        ("line", B200, (13, 0), "on compute capability 9.0 alone, this GPU has 10.0"),
+        ("block", ADA, (13, 0), "only on compute capability 9.0, this GPU has 8.9"),
+        ("line", B200, (13, 0), "only on compute capability 9.0, this GPU has 10.0"),
         ("mx", HOPPER, (13, 0), "need compute capability 10.0 or later, this GPU has 9.0"),
         ("mx", B200, (12, 6), "need CUDA 12.8 or later, this torch is built with 12.6"),
         ("mx", B200, (12, 8), None),

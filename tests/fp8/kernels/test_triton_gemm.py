@@ -284,7 +284,7 @@ def test_codes_in_the_layout_are_read_where_they_lie(monkeypatch: pytest.MonkeyP
     dy, w = triton.quantize(torch.randn(30, 150), casts.a, 1), triton.quantize(torch.randn(150, 50), casts.b, 0)
     triton.gemm_dgrad(dy, w, torch.bfloat16)
     assert [t.data_ptr() for t in taken] == [dy.data.data_ptr(), w.data.data_ptr()]
-    assert layout.lies(dy, 1) and layout.lies(w, 0)
+    assert layout.is_k_major(dy, 1) and layout.is_k_major(w, 0)
 
 
 def test_refusals_say_what_was_asked() -> None:

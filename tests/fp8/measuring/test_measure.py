@@ -405,9 +405,7 @@ def test_the_documented_table(sm, shape, allowed, chosen, why):
 def test_auto_without_measurements_says_so_and_takes_the_table():
     plan = fp8.plan(Net(), "auto")
     assert {r.recipe.name for r in plan.rows if r.fp8} == {"blockwise"}
-    assert any(
-        n.startswith("recipe auto: nothing was measured; recipes are those of the documented") for n in plan.notes
-    )
+    assert any(n.startswith("recipe auto: nothing was measured; recipes come from the documented") for n in plan.notes)
     assert "auto, not measured: blockwise by the table" in plan.table()
     mixed = fp8.plan(Net(), fp8.Policy("rowwise", rules=[{"match": "frozen", "recipe": "auto"}]))
     assert {r.name: r.recipe.name for r in mixed.rows if r.fp8}["frozen"] == "blockwise"

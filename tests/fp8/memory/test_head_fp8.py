@@ -182,4 +182,4 @@ def test_the_blocks_are_codes_of_rows(monkeypatch):
     other, _ = planned(backend="reference")
     assert torch.equal(results(model, 1)[0], results(other, 1)[0])
     held = model.lm_head._site.codes._codes
-    assert len(held) == ROWS // 128 and all(layout.lies(q, 1) for q in held.values())
+    assert len(held) == ROWS // 128 and all(layout.is_k_major(q, 1) for q in held.values())

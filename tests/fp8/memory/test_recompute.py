@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused():
         activation_checkpointing([], "full")
     with pytest.raises(ValueError, match="already"):
         activation_checkpointing(stack(how="selective").named_children(), "full")
-    with pytest.raises(ValueError, match="no MLP beside its attention.*norm1"):
+    with pytest.raises(ValueError, match="no MLP next to its attention.*norm1"):
         block = Block()
         del block.mlp
         activation_checkpointing([("0", block)], "selective")

@@ -82,7 +82,7 @@ def test_the_file_is_for_people(saved):
     lines = [x for x in text.splitlines() if '"match": ' in x and '"recipe"' in x]
     assert len(lines) == 4  # the projections of q in one line, those of up one by one, since they differ
     assert '{"match": "layers.*.q_proj", "recipe": "rowwise", "format": "e4m3", "wgrad": "bf16", "backend": ' in text
-    assert "Edit layers alone" in text and json.loads(text)["machine"]["gpu"] == "cpu"
+    assert "Edit only layers" in text and json.loads(text)["machine"]["gpu"] == "cpu"
     assert max(map(len, text.splitlines())) < 400
 
 

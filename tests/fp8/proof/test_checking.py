@@ -16,7 +16,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.observe import recorder
-from octavo.fp8.proof import Check, Site, checking, comparing, drawn, sites, size_of
+from octavo.fp8.proof import Check, Site, checking, comparing, sites, sites_of_check, size_of
 
 ALL = tuple(Site("one", gemm) for gemm in ("fwd", "dgrad", "wgrad"))
 
@@ -228,10 +228,10 @@ def test_every_gemm_comes_round() -> None:
     there = tuple(Site(f"layers.{n}", gemm) for n in range(50) for gemm in ("fwd", "dgrad", "wgrad"))
     size = size_of(len(there))
     assert size == 5 and size_of(3) == 3 and size_of(40) == checking.LEAST and size_of(0) == 0
-    rounds = [[site for n in range(first, first + 30) for site in drawn(there, 7, n)] for first in (0, 30)]
+    rounds = [[site for n in range(first, first + 30) for site in sites_of_check(there, 7, n)] for first in (0, 30)]
     assert all(sorted(found) == sorted(there) for found in rounds) and rounds[0] != rounds[1]
-    assert drawn(there, 7, 3) == drawn(there, 7, 3) != drawn(there, 8, 3)
-    assert drawn((), 7, 3) == () and set(drawn(there[:3], 7, 9)) == set(there[:3])
+    assert sites_of_check(there, 7, 3) == sites_of_check(there, 7, 3) != sites_of_check(there, 8, 3)
+    assert sites_of_check((), 7, 3) == () and set(sites_of_check(there[:3], 7, 9)) == set(there[:3])
 
 
 def test_sites_are_what_a_plan_has_in_fp8() -> None:

@@ -49,7 +49,7 @@ def test_codes_that_cannot_be_are_refused() -> None:
         frozen_from_codes(q.data, q.scale, q.spec, transposed=True)
     with pytest.raises(ValueError, match="no kind 'channel'"):
         fp8.freeze_weight(torch.zeros(4, 4), "channel")
-    with pytest.raises(ValueError, match="is no frozen FP8 weight"):
+    with pytest.raises(ValueError, match="is not a frozen FP8 weight"):
         codes_of_frozen(torch.zeros(4, 4))
 
 

@@ -91,7 +91,7 @@ def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(deepgemm_backend, "_any_scale", lambda *_, hopper=hopper: hopper)
         for op in ("fwd", "dgrad", "grouped_fwd"):
             why_not = made.supports(op, own, cuda, None)
-            assert (why_not is None) is hopper and (hopper or "keeps the exponents of scales alone" in why_not)
+            assert (why_not is None) is hopper and (hopper or "keeps only the exponents of scales" in why_not)
         assert made.supports("fwd", fp8.recipe("blockwise"), cuda, None) is None
 
 

@@ -399,7 +399,7 @@ area(
     ),
     (
         "graphs-uncounted", "train/step/cuda_graphs.py",
-        "observe.replayed(found.tape)", "pass",
+        "observe.report_replay(captured.tape)", "pass",
         "GEMMs of a replay are counted by nobody",
         "train/test_cuda_graphs.py",
     ),

@@ -12,7 +12,7 @@ area(
     ),
     (
         "cost-no-block-ahead", "train/estimate/step_time/groups.py",
-        "return frozenset(found + ahead)", "return frozenset(found)",
+        "return frozenset(visited + ahead)", "return frozenset(visited)",
         "the frozen block that FSDP2 fetches for nothing is not counted",
         "train/step_time/test_counted.py",
     ),
@@ -36,7 +36,7 @@ area(
     ),
     (
         "cost-what-does-not-fit-is-best", "train/estimate/step_time/search.py",
-        "return found.over > 0, not near,", "return False, not near,",
+        "return candidate.over > 0, not near,", "return False, not near,",
         "the best mesh does not fit the card",
         "train/step_time/test_formulas.py",
     ),

@@ -6,13 +6,13 @@ area(
     "families",
     (
         "families-width-in-the-tower", "models/structure/structure.py",
-        "into not in widths and _puts_out(child) == into", "_puts_out(child) == into",
+        "decoder_width not in widths and _output_width(child) ==", "_output_width(child) ==",
         "of a tower as wide as its decoder, any child is taken for the projector",
         "models/test_describe.py",
     ),
     (
         "families-single-parameters", "models/structure/structure.py",
-        "own = (root,) if root and", "own = () if root and",
+        "itself = (root,) if root and", "itself = () if root and",
         "single parameters of a module in parts belong to nothing",
         "models/test_describe.py",
     ),
@@ -24,7 +24,7 @@ area(
     ),
     (
         "families-sound-in-the-projector", "models/structure/structure.py",
-        'if not sees or _of_sound(glob) == (of == "audio")]', 'if not sees or of == "image"]',
+        'if not takes_images or _is_audio(glob) == (kind == "audio")]', 'if not takes_images or kind == "image"]',
         "what leads from an audio tower is the projector's too",
         "models/test_describe.py",
     ),
@@ -66,22 +66,22 @@ area(
     ),
     (
         "sounds-by-every-third-sample", "data/encoding/audio.py",
-        'made = soxr.resample(samples, rate, wanted, quality="HQ")',
-        "made = np.interp(np.arange(_length(len(samples), rate, wanted)) * rate / wanted, "
+        'resampled = soxr.resample(samples, rate, wanted, quality="HQ")',
+        "resampled = np.interp(np.arange(_resampled_length(len(samples), rate, wanted)) * rate / wanted, "
         "np.arange(len(samples)), samples)",
         "what the model's rate cannot hold comes back as false tones",
         "data/test_audio.py",
     ),
     (
         "sounds-places-of-a-row", "train/setup/token_counts.py",
-        "sound = models.hearing_of(models.read_config(cfg.model.path)).positions",
+        "sound = models.audio_of(models.read_config(cfg.model.path)).positions",
         'sound = counts["audio_encoder"] // rows',
         "several sounds of a row attend to each other, in figures of a plan",
         "train/test_hearing.py",
     ),
     (
         "families-token-by-index", "models/structure/structure.py",
-        'return getattr(config, "image_token_index", None) if found is None else found', "return found",
+        'return getattr(config, "image_token_index", None) if token is None else token', "return token",
         "older configurations have no token for an image",
         "models/test_describe.py",
     ),
@@ -124,7 +124,7 @@ area(
     ),
     (
         "images-alone-come-first", "parallel/images.py",
-        "own.sort(key=lambda n: not alone[n])", "own.sort()",
+        "images.sort(key=lambda n: not single[n])", "images.sort()",
         "a tower that is told how many images a row has cuts others than those that are alone",
         "parallel/test_context_models.py",
     ),

@@ -7,7 +7,7 @@ area(
     "nvila",
     (
         "nvila-last-layer", "models/custom/nvila/tower.py",
-        "nn.ModuleList([*made[:-1], Unread(made[-1])])", "nn.ModuleList(made)",
+        "nn.ModuleList([*layers[:-1], Unread(layers[-1])])", "nn.ModuleList(layers)",
         "the features are those of the last layer",
         TESTS,
     ),

@@ -12,7 +12,7 @@ area(
     ),
     (
         "packs-first-grid", "models/forward/packed.py",
-        "grid[seen : seen + count]", "grid[:count]",
+        "grid[first_image : first_image + count]", "grid[:count]",
         "every sample of a pack has the positions of the first image",
         "models/test_packed.py",
     ),

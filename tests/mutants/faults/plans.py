@@ -87,7 +87,7 @@ area(
     ),
     (
         'asked-and-not-met', 'fp8/planning/decide.py',
-        'check_met(policy, rows, {row.name for row, _, why_not in asked if why_not is None}, step)',
+        'check_met(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)',
         'None',
         'a component that asks for FP8 and cannot run in it stays in high precision in silence',
         'fp8/test_plan.py',
@@ -107,7 +107,7 @@ area(
     ),
     (
         "projector-by-its-format", "fp8/policy.py",
-        "(given is None or given.recipe is None)", "given is None",
+        "(level is None or level.recipe is None)", "level is None",
         "a projector that is given a format alone runs in FP8",
         "fp8/test_plan.py", "config",
     ),
@@ -232,7 +232,7 @@ area(
     ),
     (
         "cache-without-its-slots", "train/estimate/memory/rollout.py",
-        '"kv_cache": found.held', '"kv_cache": found.cache',
+        '"kv_cache": chosen.held', '"kv_cache": chosen.cache',
         "what is kept of each sequence is not predicted",
         "rl/test_memory.py",
     ),
@@ -307,7 +307,7 @@ area(
     ),
     (
         "export-keeps-codes-of-other-blocks", "checkpoint/export/values.py",
-        "return found if bool(same) else None", "return found",
+        "return merged if bool(same) else None", "return merged",
         "codes are kept where their blocks have several scales",
         "checkpoint/test_export_run.py",
     ),

@@ -18,20 +18,20 @@ area(
     ),
     (
         "bad-row-swallowed", "data/loaders/loader.py",
-        '(self.on_bad == "error" and not isinstance(made, LongSample))', "False",
+        '(self.on_bad == "error" and not isinstance(encoded, LongSample))', "False",
         "on_bad_sample: error leaves bad rows out",
         "data/test_loader.py",
     ),
     (
         "mixture-same-order-each-epoch", "data/order.py",
-        "shuffled(self.size, self.seed, 2, self.source, epoch)", "shuffled(self.size, self.seed, 2, self.source)",
+        "permutation(self.size, self.seed, 2, self.source, epoch)", "permutation(self.size, self.seed, 2, self.source)",
         "every epoch has the order of the first",
         "data/test_mixture.py",
     ),
     (
         "shards-same-order-each-epoch", "data/order.py",
-        "shuffled(len(self.sizes), self.seed, 2, self.source, epoch)",
-        "shuffled(len(self.sizes), self.seed, 2, self.source)",
+        "permutation(len(self.sizes), self.seed, 2, self.source, epoch)",
+        "permutation(len(self.sizes), self.seed, 2, self.source)",
         "the files of a set come in the order of the first epoch",
         "data/test_order.py",
     ),
@@ -61,7 +61,7 @@ area(
     ),
     (
         "images-of-a-tar-by-text", "data/formats/tar.py",
-        "sorted(own, key=_number)", "sorted(own)",
+        "sorted(unused, key=_number)", "sorted(unused)",
         "image 10 of a row comes before image 2",
         "data/test_tar.py",
     ),
@@ -85,14 +85,14 @@ area(
     ),
     (
         "answers-without-their-reasoning-are-learned", "data/encoding/thinking.py",
-        "found.append((start, start))\n                lost += 1",
-        "found.append((start, end))\n                lost += 1",
+        "learned.append((start, start))\n                lost += 1",
+        "learned.append((start, end))\n                lost += 1",
         "an answer whose reasoning was left out is learned",
         "data/test_thinking.py",
     ),
     (
         "context-of-a-question-is-learned", "data/encoding/encode.py",
-        "max(given or 0, conversation.given)", "given or 0",
+        "max(context or 0, conversation.context_answers)", "context or 0",
         "answers are learned again in each later row of a conversation that is split",
         "data/test_splitting.py",
     ),
@@ -104,7 +104,7 @@ area(
     ),
     (
         "template-args-of-few-words-alone", "models/folder/chat.py",
-        "{**more, **kwargs}", "kwargs",
+        "{**args_of_template, **kwargs}", "kwargs",
         "renderings by transformers itself lack the variables",
         "data/test_thinking.py",
     ),
@@ -157,13 +157,13 @@ area(
     "rewards",
     (
         "prompt-without-its-opening", "data/encoding/encode.py",
-        "rendered(turns, self._render, given is None)", "rendered(turns, self._render)",
+        "rendered(turns, self._render, context is None)", "rendered(turns, self._render)",
         "a prompt ends before what opens the answer",
         "data/test_prompts.py",
     ),
     (
         "given-answers-are-learned", "data/encoding/loss_mask.py",
-        "answers[given:]", "answers",
+        "answers[context:]", "answers",
         "answers of the shared prompt of a pair have labels",
         "data/test_pairs.py",
     ),
@@ -293,7 +293,7 @@ area(
     ),
     (
         "loss-by-sample", "train/forward/losses.py",
-        "known / (found[:, None] if edges is None else found[_sample_of(edges)])", "known / known.sum().clamp(min=1)",
+        "known / (counts[:, None] if edges is None else counts[_sample_of(edges)])", "known / known.sum().clamp(min=1)",
         "loss: sample weighs samples by their lengths",
         "train/test_losses.py",
     ),
@@ -388,7 +388,7 @@ area(
     ),
     (
         'resume-forgets-optimizer', 'checkpoint/run_state/optimizer_state.py',
-        'for (name, key), tensor in found.items():',
+        'for (name, key), tensor in loaded.items():',
         'for (name, key), tensor in ():',
         "the optimizer's states do not come back",
         'checkpoint/test_state.py',
@@ -413,7 +413,7 @@ area(
     ),
     (
         "dead-weights-are-saved", "checkpoint/run_state/writing.py",
-        'if bad := fp8.find_nonfinite(here(state)): raise CheckpointError( f"after',
+        'if bad := fp8.find_nonfinite(local_tensors(state)): raise CheckpointError( f"after',
         'if bad := []: raise CheckpointError( f"after',
         "a checkpoint is written of NaN",
         "train/test_dead.py -k 'whatever or optimizer'",
@@ -444,7 +444,7 @@ area(
     ),
     (
         "checksum-not-compared", "checkpoint/run_state/files.py",
-        "return None if found == wanted else", "return None if found['size'] == wanted['size'] else",
+        "return None if actual == wanted else", "return None if actual['size'] == wanted['size'] else",
         "a flipped bit in a checkpoint is not noticed",
         "checkpoint/test_state.py",
     ),
@@ -456,7 +456,7 @@ area(
     ),
     (
         'replacement-cut-short', 'checkpoint/run_state/files.py',
-        'atomic_write.restore(aside(directory, step, "old"), place(directory, step))',
+        'atomic_write.restore(temporary_path(directory, step, "old"), step_path(directory, step))',
         'None',
         'a checkpoint that was being replaced is not given back',
         'checkpoint/test_state.py',
@@ -470,13 +470,13 @@ area(
     ),
     (
         "other-optimizer-states-taken", "checkpoint/run_state/optimizer_state.py",
-        'was, asked = former.get(key, "fp32"), group.get(key, "fp32")', 'was = asked = group.get(key, "fp32")',
+        'was, wanted = former.get(key, "fp32"), group.get(key, "fp32")', 'was = wanted = group.get(key, "fp32")',
         "a checkpoint with states of another kind is not refused with its cure",
         "checkpoint/test_small_states.py",
     ),
     (
         "live-tensors-are-written-later", "checkpoint/run_state/staging.py",
-        "found[name] = _in_place_of(name, value, copied)", "found[name] = value",
+        "copies[name] = _wrap_copy(name, value, copied)", "copies[name] = value",
         "a checkpoint that is written beside the steps holds what they made of the weights",
         "checkpoint/test_background.py",
     ),
@@ -506,7 +506,7 @@ area(
     ),
     (
         "seed-may-change", "train/run_dir/run_dir.py",
-        'found["run"] = {"seed": cfg.run.seed}', 'found["run"] = {}',
+        'values["run"] = {"seed": cfg.run.seed}', 'values["run"] = {}',
         "a run goes on with another seed",
         "train/test_resume.py -k 'not kill_9'",
     ),
@@ -561,7 +561,7 @@ area(
     (
         "hf-others-go-on",
         "checkpoint/hf_folder.py",
-        "    if said:",
+        "    if messages:",
         "    if False:",
         "a folder of which one rank could not write its part takes its place",
         "checkpoint/test_live.py -k fails",

@@ -55,7 +55,7 @@ def test_each_is_told_apart(runs, place):
     assert (coded.kind, str(coded.quantization)) == ("folder", "fp8 block 128x128")
     worn = artifacts.look(runs / "lora" / "adapter")
     assert (worn.kind, worn.lora, worn.base.resolve()) == ("adapter", True, (place / "tiny").resolve())
-    assert "trained over rowwise codes of its base: --load-in-fp8 rowwise computes so again" in worn.notes[0]
+    assert "trained on rowwise codes of its base: --load-in-fp8 rowwise uses them again" in worn.notes[0]
     assert artifacts.look(runs / "lora" / "adapter", runs / "fp8").base == runs / "fp8"
     assert artifacts.look(runs / "lora", runs / "fp8").moved
 
@@ -131,7 +131,7 @@ def test_a_base_that_changed_since_is_refused(runs, tmp_path, place):
     data = bytearray(file.read_bytes())
     data[-9] ^= 64
     file.write_bytes(data)
-    with pytest.raises(TrainError, match="is not the one that .* was trained beside"):
+    with pytest.raises(TrainError, match="is not the one with which .* was trained"):
         artifacts.look(tmp_path / "run").open()
 
 
@@ -183,16 +183,16 @@ def test_a_folder_is_evaluated_on_the_data_of_a_configuration(runs, place):
         ),
         ({"model.safetensors": ""}, "there are weights, but it has no config.yaml"),
         ({".metadata": "", "__0_0.distcp": ""}, "but a DCP checkpoint .*octavo convert dcp_to_hf"),
-        ({".metadata": "", "state.json": ""}, "but one checkpoint of the run .* --step 7"),
+        ({".metadata": "", "state.json": ""}, "but a checkpoint of the run .* --step 7"),
         ({"adapter_config.json": "{}", "adapter_model.bin": ""}, "only adapter_model.bin: a pickle can run code"),
-        ({"adapter_config.json": "{}"}, "it is no whole PEFT adapter"),
+        ({"adapter_config.json": "{}"}, "it is not a complete PEFT adapter"),
         (
             {"adapter_config.json": '{"base_model_name_or_path": "Qwen/Q"}', "adapter_model.safetensors": ""},
             "its adapter_config.json names 'Qwen/Q', which is no .*--base FOLDER",
         ),
         (
             {"adapter_config.json": "{}", "config.json": "{}", "model.safetensors": ""},
-            "holds a model .* and an adapter .* which of them is meant cannot be told",
+            "holds a model .* and an adapter .* so it is ambiguous",
         ),
         ({"adapter_config.json": "no", "adapter_model.safetensors": ""}, "is not JSON"),
         ({"config.json": "{"}, "is not JSON"),
@@ -212,13 +212,13 @@ def test_paths_that_are_no_folders(tmp_path, runs):
     (tmp_path / "run.yaml").write_text("")
     (tmp_path / "model.safetensors").write_text("")
     for path, words in (
-        ("run.yaml", "is a configuration; name what came of it"),
+        ("run.yaml", "is a configuration; name its run directory"),
         ("model.safetensors", "is a file; name the folder"),
         ("nowhere", "there is no folder"),
     ):
         with pytest.raises(TrainError, match=words):
             artifacts.look(tmp_path / path)
-    with pytest.raises(TrainError, match="Octavo reads local folders alone: download the model first"):
+    with pytest.raises(TrainError, match="Octavo only reads local folders: download the model first"):
         artifacts.look("Qwen/Qwen3-VL-8B-Instruct")
     with pytest.raises(TrainError, match="folder of a run's checkpoints; name the run"):
         artifacts.look(runs / "full/checkpoints")

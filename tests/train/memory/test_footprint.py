@@ -38,7 +38,8 @@ def test_an_image_is_never_rounded_up_beyond_its_row(make) -> None:
         patches = 4 * (row - 2)
         found = _whole(vision, patches, patches, 1, row)
         assert (
-            0.9 * (row - 2) <= found.length + 1 <= row and int(found.more["image_grid_thw"].prod()) == found.length * 4
+            0.9 * (row - 2) <= found.length + 1 <= row
+            and int(found.inputs["image_grid_thw"].prod()) == found.length * 4
         )
 
 

@@ -42,7 +42,7 @@ def first_tokens(cfg) -> Tokens:
         image = patches // images
     sound = 0
     if sounds := sum(batch["meta"].sounds):
-        hearing = models.hearing_of(models.read_config(Path(cfg.model.path)))
+        hearing = models.audio_of(models.read_config(Path(cfg.model.path)))
         counts |= {"audio_encoder": sounds * hearing.positions, "audio_projector": sounds * hearing.features}
         sound = hearing.positions
     return Tokens(counts, length, image, sound=sound)

@@ -1,27 +1,26 @@
 """AdamW in one launch: tables of pieces for ``adamw_kernels.py``.
 
-Bytes an element that a step reads and writes, gradient in BF16 (8-bit states count their figures)::
+Bytes per element that a step reads and writes, gradient in BF16 (8-bit states include their figures)::
 
     states x master        reads                            writes            together
     fp8 x bf16+sr          w 2, g 2, states 2.06            w 2, states 2.06    10.1
     fp8 x bf16+16          w 4, g 2, states 2.06            w 4, states 2.06    14.1
     fp32 x fp32 (g fp32)   w 4, g 4, states 8               w 4, states 8       28
 
-All pieces of one kind (types, states, master) go in one launch, however many there are and however long each is: a
-row a piece says where its tensors are, and a program finds its piece by halving. The table is written on the host and
-copied from pinned memory, so that nothing waits for the device. Pieces whose addresses, starts and sizes are multiples
-of 16 have a form that reads 8 to 16 bytes a thread at once; the others, biases of odd length and shards that begin
-inside 16 elements, have one that reads element by element.
+All pieces of one kind (types, states, master) share one launch, whatever their number and lengths: a table has a row
+with the addresses of each piece, and a program finds its piece by bisection. The table is built on the host and copied
+from pinned memory, so that nothing waits for the device. Pieces whose addresses, starts and sizes are multiples of 16
+take a form that reads 8 to 16 bytes per thread at once; other pieces, biases of odd length and shards that begin inside
+16 elements, take a form that reads element by element.
 
-Groups of 128 that a shard's border cuts need the extrema of other ranks between their moments and their codes. With
-such groups (``agree``) the kernel does the whole groups and the reference does the cut ones, all of them together: a
-few rows, a few dozen small operations.
+Groups of 128 that the border of a shard cuts need the extrema of other ranks between their moments and their codes.
+With such groups (``agree``) the kernel steps the whole groups and the reference steps all cut ones together: a few
+rows, a few dozen small operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -41,30 +40,30 @@ _WIDE = 1 << 63
 def step(
     pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None = None, agree: Agree | None = None
 ) -> None:
-    """Step all ``pieces`` in place as ``octavo.fp8.arithmetic.adamw.reference`` does.
+    """Step all ``pieces`` in place, bit for bit as ``octavo.fp8.arithmetic.adamw.reference``.
 
-    Bit for bit, with every format of states and every master. Raises TypeError for a gradient of another dtype than
-    bfloat16, float16 and float32.
+    Supports every format of states and every master. Raises TypeError for gradients that are not bfloat16, float16 or
+    float32.
     """
     cut: list[Piece] = []
     if agree is not None:
         cut = [part(e.piece, e.first, e.last) for e in edges(pieces)]
         pieces = [whole(piece) for piece in pieces]
-    kinds: dict[tuple[Any, ...], list[Piece]] = {}
+    kinds: dict[tuple[torch.dtype, torch.dtype, str, bool], list[Piece]] = {}
     for piece in pieces:
         if piece.grad.dtype not in _TYPES:
             raise TypeError(f"AdamW's kernel takes no gradient of {piece.grad.dtype}; cast it to bfloat16 or float32.")
         if piece.weight.numel():
-            own = "master" if "master" in piece.state else hyper.master
-            kind = (piece.weight.dtype, piece.grad.dtype, own, _aligned(piece, hyper))
+            master = "master" if "master" in piece.state else hyper.master
+            kind = (piece.weight.dtype, piece.grad.dtype, master, _aligned(piece, hyper))
             kinds.setdefault(kind, []).append(piece)
     if factor is None or isinstance(factor, Tensor):
         times = factor
     else:
         times = torch.full((), factor, dtype=torch.float32, device=pieces[0].weight.device)
-    for (weight, grad, own, aligned), found in kinds.items():
-        _launch(found, hyper, times, weight, grad, own, aligned)
-    if cut:  # each of which has one edge: the columns that agree() was told of
+    for (weight, grad, master, aligned), alike in kinds.items():
+        _launch(alike, hyper, times, weight, grad, master, aligned)
+    if cut:  # each has one edge, the group that agree() expects in its column
         reference(cut, hyper, factor, agree)
 
 
@@ -74,9 +73,10 @@ def _launch(
     factor: Tensor | None,
     weight: torch.dtype,
     grad: torch.dtype,
-    own: str,
+    master: str,
     aligned: bool,
 ) -> None:
+    # One launch for pieces of one kind. The first program of each piece is the sum of the programs before it.
     rows, programs = [], 0
     for piece in pieces:
         rows.append(_row(piece, hyper, programs))
@@ -95,7 +95,7 @@ def _launch(
         1 << (len(pieces) - 1).bit_length() >> 1,
         *(each.beta1, each.rest1, each.beta2, each.rest2, each.eps),
         STATES=hyper.states,
-        MASTER=own,
+        MASTER=master,
         W=_TYPES[weight],
         G=_TYPES[grad],
         ALIGNED=aligned,
@@ -108,11 +108,11 @@ def _launch(
 
 
 def _row(piece: Piece, hyper: Hyper, program: int) -> list[int]:
-    """A piece in the order of the kernel's columns."""
+    """The row of a piece, in the order of the kernel's columns."""
     low = piece.state.get("master", piece.state.get("master_low"))
     m, *rest = (piece.state[k.name].data_ptr() for k in LAYOUT[hyper.states])
     m_figures, v, v_figures = rest if len(rest) == 3 else (0, rest[0], 0)
-    seed = (hyper.seed + _WIDE) % (2 * _WIDE) - _WIDE  # 64 bits, as an int64 has them
+    seed = (hyper.seed + _WIDE) % (2 * _WIDE) - _WIDE  # the 64 bits as a signed int64
     row = [piece.weight.data_ptr(), piece.grad.data_ptr(), 0 if low is None else low.data_ptr()]
     row += [m, m_figures, v, v_figures]
     row += [piece.weight.numel(), piece.start, program, piece.step, piece.index, seed]
@@ -120,13 +120,13 @@ def _row(piece: Piece, hyper: Hyper, program: int) -> list[int]:
     return row
 
 
-def _table(rows: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    made = torch.tensor(rows, dtype=dtype)
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
+def _table(rows: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
+    table = torch.tensor(rows, dtype=dtype)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def _numbers(scalars: list[Scalars], device: torch.device) -> Tensor:
-    """[pieces, 3]: root, decay, pace. A learning rate on the device is read there."""
+    """fp32 [pieces, 3]: root, decay, pace. A learning rate on the device stays there."""
     if not isinstance(scalars[0].pace, Tensor):
         return _table([[s.root, s.decay, s.pace] for s in scalars], torch.float32, device)
     roots = _table([s.root for s in scalars], torch.float32, device)
@@ -134,7 +134,7 @@ def _numbers(scalars: list[Scalars], device: torch.device) -> Tensor:
 
 
 def _aligned(piece: Piece, hyper: Hyper) -> bool:
-    """Whether every tensor with a value an element begins, in memory and in its group, at a multiple of 16."""
-    held = [piece.weight, piece.grad, *(piece.state[k.name] for k in LAYOUT[hyper.states] if k.row is None)]
-    held += [piece.state[name] for name in ("master", "master_low") if name in piece.state]
-    return not (piece.start % 16 or piece.weight.numel() % 16 or any(t.data_ptr() % 16 for t in held))
+    """Whether every tensor with one value per element begins at a multiple of 16, in memory and in its group."""
+    tensors = [piece.weight, piece.grad, *(piece.state[k.name] for k in LAYOUT[hyper.states] if k.row is None)]
+    tensors += [piece.state[name] for name in ("master", "master_low") if name in piece.state]
+    return not (piece.start % 16 or piece.weight.numel() % 16 or any(t.data_ptr() % 16 for t in tensors))

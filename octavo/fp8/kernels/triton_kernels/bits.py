@@ -1,7 +1,7 @@
 """Bit patterns: the arithmetic of ``octavo/fp8/arithmetic/cast.py`` for use inside Triton kernels.
 
-Everything that decides a scale or a code is integer work on fp32 patterns (int32), because that is what a GPU, the
-compiler and the interpreter agree on::
+Every decision about a scale or a code is integer arithmetic on fp32 patterns (int32), because a GPU, the compiler and
+the interpreter agree on its results::
 
     amax     magnitudes order as their patterns do, and NaN and infinity win every maximum (``tl.max`` drops NaN)
     bad      pattern >= 0x7F800000
@@ -14,10 +14,10 @@ A cast in three lines, for a tile x [rows, 128] of blocks (1, 128)::
     scale, bad = scale_of(top, POW2, E5M2)
     codes = encode(x, scale, bad, POW2, E5M2)
 
-Codes are made by the ``cvt.rn.satfinite`` instruction where kernels are compiled, and by integers in the interpreter,
-which has no instructions; the two agree on every fp32 pattern. Triton's own ``.to(tl.float8e4nv)`` is not used: for
-compute capability 8.9 it goes by way of fp16, which rounds twice and gives other codes, and in the interpreter it is
-wrong for one code in eight. ``.to(tl.bfloat16)`` truncates in the interpreter, hence :func:`round_to`.
+Compiled kernels make codes with the ``cvt.rn.satfinite`` instruction; the interpreter, which has no instructions, makes
+them with integers; the two agree on every fp32 pattern. Triton's own ``.to(tl.float8e4nv)`` is not used: for compute
+capability 8.9 it converts to fp16 first, which rounds twice and gives other codes, and in the interpreter it is wrong
+for one code in eight. ``.to(tl.bfloat16)`` truncates in the interpreter; :func:`round_to` rounds.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ import triton.language as tl
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED as _INTERPRETED
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
-INF_BITS = tl.constexpr(0x7F800000)  # the pattern of infinity; every NaN lies above it
+INF_BITS = tl.constexpr(0x7F800000)  # the pattern of infinity; every NaN is above it
 NAN_BITS = tl.constexpr(0x7FC00000)
 ONE_BITS = tl.constexpr(0x3F800000)
 FLOOR_BITS = tl.constexpr(0x0D800000)  # 2^-100
 NAN_CODE = tl.constexpr(0x7F)
 
-# Four values a thread become one 32-bit register of codes: two instructions, each of which takes the upper byte first.
+# Four values of a thread become one 32-bit register of codes, the first value in the lowest byte. Each instruction
+# converts two values and takes the one for the upper byte first.
 _E4M3_ASM = tl.constexpr(
     "{ .reg .b16 lo, hi; cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1; cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3; "
     "mov.b32 $0, {lo, hi}; }"
@@ -67,9 +68,11 @@ def larger(a, b):
 
 @triton.jit
 def top_bits(magnitude, AXIS: tl.constexpr):
-    """fp32 |x| -> int32 patterns of the largest along an axis. An instruction takes |x| and keeps NaN, so that no
-    integer operation a value is needed; the interpreter is quick with integers alone."""
-    if INTERPRETED:
+    """fp32 |x| -> int32 patterns of the largest along an axis; NaN and infinity win.
+
+    An instruction takes |x| and keeps NaN, so that compiled kernels need no integer operation per value.
+    """
+    if INTERPRETED:  # its reductions are fast on integers only
         return tl.max(amax_bits(magnitude), axis=AXIS)
     return tl.reduce(magnitude, AXIS, larger).to(tl.int32, bitcast=True)
 
@@ -82,6 +85,7 @@ def scale_of(bits, POW2: tl.constexpr, E5M2: tl.constexpr):
     """
     if POW2:
         P: tl.constexpr = 15 if E5M2 else 8  # FMAX = 1.75 * 2^P
+        # Add what carries into the exponent beyond a mantissa of 1.75, subtract P, clear the mantissa.
         scale = (bits + (0x1FFFFF - (P << 23))) & -0x800000
     else:
         FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
@@ -89,6 +93,7 @@ def scale_of(bits, POW2: tl.constexpr, E5M2: tl.constexpr):
         # A tensor divisor: a constant one could become a multiplication by its rounded reciprocal.
         scale = tl.div_rn(amax, tl.zeros_like(amax) + FMAX).to(tl.int32, bitcast=True)
     bad = bits >= INF_BITS
+    # Blocks below 2^-100, zeros among them, take the scale 1: every code is 0 there.
     scale = tl.where(bits < FLOOR_BITS, ONE_BITS, scale)
     scale = tl.where(bad, NAN_BITS, scale)
     return scale.to(tl.float32, bitcast=True), bad
@@ -98,28 +103,32 @@ def scale_of(bits, POW2: tl.constexpr, E5M2: tl.constexpr):
 def encode(x, scale, bad, POW2: tl.constexpr, E5M2: tl.constexpr, GIVEN: tl.constexpr = True):
     """Codes (uint8) of fp32 x under scales and ``bad`` marks that broadcast to it; values beyond FMAX * scale saturate.
 
-    Bad blocks cost nothing: their marks make the scale NaN, and NaN is coded 0x7F.
+    Bad blocks need no select per code: their marks make the scale NaN, and the code of NaN is 0x7F.
     """
     return encode_bits(scaled(x, scale, bad, POW2, GIVEN), E5M2)
 
 
 @triton.jit
 def scaled(x, scale, bad, POW2: tl.constexpr, GIVEN: tl.constexpr):
-    """x / scale, NaN where bad. Powers of two have exact reciprocals, so that the division becomes one multiplication
-    a value; those that are not GIVEN come from :func:`scale_of`, far from the ends where reciprocals are subnormal."""
+    """x / scale, NaN where bad.
+
+    Powers of two have exact reciprocals, so that the division becomes one multiplication per value. Scales that are not
+    GIVEN come from :func:`scale_of`, which keeps away from the ends where reciprocals are subnormal.
+    """
     if POW2:
         return x * _reciprocal(scale, bad, GIVEN)
+    # IEEE division: a product with a rounded reciprocal would give other codes than the reference.
     return tl.div_rn(x, tl.broadcast_to(tl.where(bad, float("nan"), scale), x.shape))
 
 
 @triton.jit
 def _reciprocal(scale, bad, GIVEN: tl.constexpr):
-    """1 / scale for powers of two, exactly, with the subnormal ones at both ends; NaN where bad."""
+    """1 / scale for powers of two, exactly, including subnormal scales and results; NaN where bad."""
     bits = scale.to(tl.int32, bitcast=True)
     inverse = 0x7F000000 - bits  # exponent fields that sum to 2 * 127
     if GIVEN:
         inverse = tl.where(bits == 0x7F000000, 0x00400000, inverse)  # 2^127 -> 2^-127
-        below = tl.where(bits == 0x00400000, 0x7F000000, INF_BITS)  # 2^-127 -> 2^127; what lies below overflows
+        below = tl.where(bits == 0x00400000, 0x7F000000, INF_BITS)  # 2^-127 -> 2^127; smaller ones overflow
         inverse = tl.where(bits < 0x00800000, below, inverse)
     return tl.where(bad, NAN_BITS, inverse).to(tl.float32, bitcast=True)
 
@@ -128,9 +137,11 @@ def _reciprocal(scale, bad, GIVEN: tl.constexpr):
 def short_division(scale, top):
     """(whether :func:`quotient` is exact for values of 16 bits up to the amax of pattern ``top``, 1 / scale): scalars.
 
-    The 2^10 significands of fp16, among them bf16's, by the 2^23 of scales were tried, all of them: ``docs/lab.md``.
-    The bounds keep 1 / scale normal and products finite, and where a code is not zero the remainder, a multiple of
-    2^-47 of the value and so of 2^-64 of the scale, a multiple of 2^-149. A NaN lies within no bound.
+    All pairs of the 2^10 significands of fp16, which include every bf16 significand, and the 2^23 of scales were
+    tested: ``docs/lab/kernels.md``.
+
+    The bounds keep 1 / scale normal and products finite, and, where a code is not zero, the remainder
+    (a multiple of 2^-47 of the value and so of 2^-64 of the scale) a multiple of 2^-149. NaN is within no bound.
     """
     inverse = tl.div_rn(1.0, scale)
     fits = (scale >= 2.0**-80) & (scale <= 2.0**100) & (top.to(tl.float32, bitcast=True) * inverse <= 2.0**100)
@@ -139,15 +150,16 @@ def short_division(scale, top):
 
 @triton.jit
 def quotient(x, scale, inverse):
-    """x / scale as IEEE rounds it, in three operations: the signs are such that -0 stays -0."""
+    """x / scale as IEEE rounds it, in three operations; exact where :func:`short_division` says so."""
     q = x * inverse
+    # One Newton step: the remainder q * scale - x corrects q. With these signs -0 stays -0.
     return fma(fma(q, scale, x * -1.0), inverse * -1.0, q)
 
 
 @triton.jit
 def fma(a, b, c):
     """a * b + c, rounded once."""
-    if INTERPRETED:  # whose own rounds the product; in fp64 that is exact, the sum all but
+    if INTERPRETED:  # its own fma rounds the product; in fp64 the product is exact and the sum nearly so
         return (a.to(tl.float64) * b + c).to(tl.float32)
     return tl.fma(a, tl.broadcast_to(b, a.shape), c)
 
@@ -165,7 +177,7 @@ def encode_bits(v, E5M2: tl.constexpr):
 
 @triton.jit
 def encode_words(v0, v1, v2, v3, E5M2: tl.constexpr):
-    """Four fp32 tiles -> the codes of all four in one int32 each, that of v0 in the lowest byte."""
+    """Four fp32 tiles -> int32 tile: the codes of all four in each word, the code of v0 in the lowest byte."""
     if INTERPRETED:
         low = encode_integers(v0, E5M2).to(tl.int32) | (encode_integers(v1, E5M2).to(tl.int32) << 8)
         return low | (encode_integers(v2, E5M2).to(tl.int32) << 16) | (encode_integers(v3, E5M2).to(tl.int32) << 24)
@@ -177,11 +189,11 @@ def encode_words(v0, v1, v2, v3, E5M2: tl.constexpr):
 
 @triton.jit
 def encode_integers(v, E5M2: tl.constexpr):
-    """:func:`encode_bits` by integers alone, about 15 operations a value: for the interpreter, and to hold the
-    instruction against.
+    """:func:`encode_bits` with integers only, about 15 operations per value: for the interpreter, and for tests of the
+    instruction.
 
-    Normal codes: round the mantissa to nearest even on the pattern itself (a carry runs into the exponent, as it
-    should), move the exponent's bias. Subnormal ones: adding 2^(23 + emin - M) leaves the code in the sum's last bits.
+    Normal codes: round the mantissa to nearest even on the pattern itself (a carry into the exponent is correct), then
+    change the exponent's bias. Subnormal codes: adding 2^(23 + emin - M) leaves the code in the last bits of the sum.
     """
     M: tl.constexpr = 2 if E5M2 else 3  # mantissa bits
     BIAS: tl.constexpr = 15 if E5M2 else 7
@@ -191,10 +203,12 @@ def encode_integers(v, E5M2: tl.constexpr):
     MAGIC: tl.constexpr = (127 + 23 + 1 - BIAS - M) << 23
     bits = v.to(tl.int32, bitcast=True)
     mag = bits & 0x7FFFFFFF
+    # Saturate before rounding: no carry beyond FMAX.
     low = tl.minimum(mag, TOP)
     rounded = ((low + ((1 << (SHIFT - 1)) - 1) + ((low >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << M)
     shifter = (tl.zeros_like(low) + MAGIC).to(tl.float32, bitcast=True)
     sub = (low.to(tl.float32, bitcast=True) + shifter).to(tl.int32, bitcast=True) - MAGIC
+    # The sign moves from bit 31 to bit 7. NaN (above infinity) has one code, whatever its sign.
     code = tl.where(low < NORMAL, sub, rounded) | ((bits >> 24) & 0x80)
     return tl.where(mag > INF_BITS, NAN_CODE, code).to(tl.uint8)
 
@@ -207,7 +221,7 @@ def decode_bits(codes, E5M2: tl.constexpr):
     c = codes.to(tl.int32)
     mag = c & 0x7F
     normal = (mag << (23 - M)) + ((127 - BIAS) << 23)
-    # The value of a subnormal code is mag * 2^(1 - BIAS - M); that power of two given by its pattern.
+    # The value of a subnormal code is mag * 2^(1 - BIAS - M); ``step`` is this power of two, built from its pattern.
     step = (tl.zeros_like(c) + ((128 - BIAS - M) << 23)).to(tl.float32, bitcast=True)
     sub = (mag.to(tl.float32) * step).to(tl.int32, bitcast=True)
     bits = tl.where(mag < (1 << M), sub, normal)
@@ -222,8 +236,10 @@ def decode_bits(codes, E5M2: tl.constexpr):
 def round_to(x, DTYPE: tl.constexpr):
     """fp32 -> ``DTYPE`` (fp32, fp16 or bf16), to nearest, ties to even; NaN stays NaN."""
     if INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300 (a constexpr on the left, or == is not Triton's)
+        # Add half of the last kept bit, minus one unless it is odd: ties to even. NaN would carry away.
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where((bits & 0x7FFFFFFF) > INF_BITS, 0x7FC0, rounded)
         return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    # Compiled conversions round to nearest even; fp16 does so in the interpreter too.
     return x.to(DTYPE)

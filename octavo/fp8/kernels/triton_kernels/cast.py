@@ -1,17 +1,17 @@
-"""Casts in Triton: bit for bit those of ``octavo/fp8/arithmetic/cast.py``, laid out as :mod:`octavo.fp8.kernels.layout`
-says.
+"""Casts in Triton, with the bits of ``octavo/fp8/arithmetic/cast.py`` and the layout of
+:mod:`octavo.fp8.kernels.layout`.
 
-x becomes a matrix [rows, columns] by a view, whatever its two strides are; one that is contiguous down its columns is
-cast as its transpose, with the block turned too. The kernels (``cast_tiles``) then know one case. What runs is settled
-by shapes, strides and specs alone::
+x is viewed as a matrix [rows, columns] with any two strides; a matrix with contiguous columns is cast as its transpose,
+with the block transposed too, so that the kernels (``cast_tiles``) have one case. Shapes, strides and specs decide
+which launches run::
 
-    every block lies within a tile, or amax is given    one launch
+    every block fits in a tile, or amax is given        one launch
     rows, columns or tensors longer than a tile         a pass for their amax (2 launches: zeros, maxima), then one
 
-Tiles, so that stores fill lines of 128 bytes, or half of one, and a multiprocessor has several programs whose loads,
-arithmetic and stores overlap: 64 x 128 for two layouts at once, 128 x 128 where blocks of 128 both ways need it; 32 x
-128 for rows alone, 128 x 64 for columns alone; for whole rows, as many rows as make up 4096 values. 64 values a thread
-share its addresses; 4 warps a program, and so more programs, unless the tile is of 128 x 128.
+Tiles are chosen such that stores fill lines of 128 bytes, or half of one, and a multiprocessor has several programs
+whose loads, arithmetic and stores overlap: 64 x 128 for two layouts at once, 128 x 128 where blocks of 128 in both
+dimensions need it; 32 x 128 for rows only, 128 x 64 for columns only; for whole rows, rows of 4096 values together. 64
+values of a thread share its addresses; a program has 4 warps, so that more programs fit, unless the tile is 128 x 128.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,8 @@ from octavo.fp8.kernels.triton_kernels.cast_blocks import Facts
 from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.room import Laid, Room, make, room
 
-SIDES = (1, 16, 32, 64, 128)  # of finite blocks: they divide every tile
-LONGEST_ROW = 32768  # that one program casts: 64 values for each of 512 threads
+SIDES = (1, 16, 32, 64, 128)  # sides of finite blocks: they divide every tile
+LONGEST_ROW = 32768  # longest row that one program casts: 64 values for each of 512 threads
 _WHOLE = ((1, -1), (-1, 1), (-1, -1))
 _OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,8 +68,8 @@ def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Q
 
 
 def quantize_jobs(x: Tensor, jobs: Jobs, top: Tensor | None = None) -> list[Quantized]:
-    """x under one cast, or under two for contractions of 1 and 0; ``top`` [1]: the int32 pattern of its amax, where
-    somebody has taken it and all blocks are the whole of x."""
+    """x under one cast, or under two for contractions of 1 and 0; ``top`` [1]: the int32 pattern of its amax, if it is
+    known and all blocks are the whole of x."""
     return _cast(x, jobs, amax=None if top is None else top.view(torch.float32))
 
 
@@ -86,7 +86,8 @@ def quantize_with_scale(
 
 def _cast(x: Tensor, jobs: Jobs, scale: Tensor | None = None, amax: Tensor | None = None) -> list[Quantized]:
     outs = run(cast.flat(x), jobs, scale, amax)
-    if x.dim() != 2:  # a matrix keeps its strides: a view may give sides of 1 others, and layout.lies reads them
+    # A view may change the strides of dimensions of size 1, which layout.is_k_major reads: a matrix keeps its own.
+    if x.dim() != 2:
         outs = [out._replace(data=out.data.view(x.shape)) for out in outs]
     return [Quantized(out.data, out.scale, spec) for out, (spec, _) in zip(outs, jobs, strict=True)]
 
@@ -100,14 +101,15 @@ def run(
 ) -> list[Laid]:
     """Cast x [rows, columns], or a batch of such, for one contraction, or for 1 and 0 in that order.
 
-    ``scale``, ``amax`` [row blocks, column blocks], fp32, contiguous: given from outside, for one spec.
-    ``groups``: the rows are those of experts, and "all rows" of a block means all of an expert; the scale of such a
-    block is [experts, column blocks]. Raises CastError for a block that no tile can hold.
+    ``scale``, ``amax`` [row blocks, column blocks], fp32, contiguous: given by the caller, for one spec.
+    ``groups``: rows belong to experts, and "all rows" of a block means all rows of an expert; the scale of such a block
+    is [experts, column blocks]. Raises CastError for a block that no tile can hold.
     """
+    # Contiguous columns: cast the transpose, whose rows are contiguous.
     if groups is None and x.stride(-1) != 1 and x.stride(-2) == 1:
         flip = [None if t is None else t.mT.contiguous() for t in (scale, amax)]
-        turned = tuple((_turned(spec), 1 - contract) for spec, contract in reversed(jobs))
-        outs = run(x.mT, turned, flip[0], flip[1])
+        jobs_of_transpose = tuple((_transpose(spec), 1 - contract) for spec, contract in reversed(jobs))
+        outs = run(x.mT, jobs_of_transpose, flip[0], flip[1])
         return [o._replace(data=o.data.mT, scale=o.scale.mT) for o in reversed(outs)]
     experts = None if groups is None else groups.experts
     plan = _plan(x.shape, x.stride(), jobs, scale is not None, amax is not None, experts)
@@ -116,21 +118,23 @@ def run(
         for out, (spec, _) in zip(laid, jobs, strict=True):
             out.scales.fill_(127 if spec.scale == "e8m0" else 1)
         if scale is not None:
-            kept = scale if jobs[0][0].scale != "e8m0" else (scale.view(torch.int32) >> 23).to(torch.uint8)
+            stored = scale if jobs[0][0].scale != "e8m0" else (scale.view(torch.int32) >> 23).to(torch.uint8)
             for out in laid:
-                as_bytes(out.scale).copy_(kept)
+                as_bytes(out.scale).copy_(stored)
         return laid
 
+    # Maxima that the cast cannot take from its own tiles need a pass of their own before it.
     tops = {} if amax is None else {spec.block: amax.view(torch.int32) for spec, _ in jobs}
     if plan.longer:
         tops = _maxima(x, plan.longer, groups)
+    # x is passed for pointers that the constants make unused.
     args: list[tuple[object, ...]] = [(x, 0, x, 0, 0, 0, x, x), (x, 0, x, 0, 0, 0, x, x)]
     for out, numbers, (spec, contract) in zip(laid, plan.numbers, jobs, strict=True):
         top = tops.get(spec.block)
         if groups is not None and spec.block[0] == -1:
             _write_scales(tops[spec.block], out.scales, spec)
-        given = (x if top is None else top, x if scale is None else scale)
-        args[contract] = (out.codes, numbers[0], out.scales, *numbers[1:], *given)
+        pointers = (x if top is None else top, x if scale is None else scale)
+        args[contract] = (out.codes, numbers[0], out.scales, *numbers[1:], *pointers)
     launch(
         cast_tiles.cast_kernel, plan.grid, x, *plan.sizes, *args[1], *args[0], *_pointers(x, groups), **plan.constants
     )
@@ -138,23 +142,21 @@ def run(
 
 
 class Plan(NamedTuple):
-    """Everything about a cast that follows from shape, strides and specs: see :func:`_plan`. ``numbers`` of a job: the
-    pitch of its codes, and the distances between its scales in a batch, a column and a row of them; ``longer``: the
-    blocks whose amax takes a pass of its own."""
+    """The parts of a cast that follow from shape, strides and specs."""
 
-    rooms: tuple[Room, ...]
-    longer: tuple[tuple[int, int], ...]
+    rooms: tuple[Room, ...]  # of each job
+    longer: tuple[tuple[int, int], ...]  # blocks longer than a tile, whose amax takes a pass of its own
     grid: tuple[int, int]
-    sizes: tuple[int, ...]
-    numbers: tuple[tuple[int, ...], ...]
-    constants: dict[str, Any]
+    sizes: tuple[int, ...]  # strides of x, rows, columns, tiles per row of tiles
+    numbers: tuple[tuple[int, ...], ...]  # of each job: pitch of the codes, strides of the scales
+    constants: dict[str, object]
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     shape: torch.Size, strides: tuple[int, ...], jobs: Jobs, scale_given: bool, amax_given: bool, experts: int | None
 ) -> Plan:
-    """Worked out once for all layers, and all steps, that cast a matrix of this geometry."""
+    """Computed once for all layers and steps that cast a matrix of this geometry."""
     for spec, _ in jobs:
         if spec.block not in _WHOLE and not all(side in SIDES for side in spec.block):
             raise CastError(f"Triton has no cast for blocks of {spec}: sides are {SIDES} or whole; use the reference.")
@@ -172,16 +174,17 @@ def _plan(
         forms[contract] = facts(spec, within, scale_given, not by_expert, place.padding)
         rooms.append(place)
         numbers.append((place.strides[-1 - contract], math.prod(place.scales[-2:]), *place.steps[-2:]))
-        # Scales may be padded further than codes: some tiles then write nothing else.
+        # Scales may be padded further than codes: some tiles then write only scales.
         down = max(down, _extent(rows, spec.block[0], place.padding[0]))
         across = max(across, _extent(cols, spec.block[1], place.padding[1]))
     steps = _in_batch(shape, strides)
     unit, even = _access(batch, rows, cols, steps)
+    # The unmasked path loads four rows as four tiles, which blocks of one row in the other layout do not allow.
     inside = unit and tile.rows % 4 == 0 and (forms[0] is None or forms[0].rows != 1)
     whole = experts is None and (down, across) == (rows, cols) and rows % tile.rows == cols % tile.cols == 0
     edges = inside and not whole
     across = ceil_div(across, tile.cols)
-    constants: dict[str, Any] = {
+    constants: dict[str, object] = {
         "CAST1": forms[1],
         "CAST0": forms[0],
         "GROUPED": experts is not None,
@@ -192,29 +195,29 @@ def _plan(
         "EDGES": edges,
     }
     constants |= {"TR": tile.rows, "TC": tile.cols, "num_warps": tile.warps}
-    constants["maxnreg"] = 128 if edges else tile.registers  # few tiles lie there: what more they need is spilled
+    constants["maxnreg"] = 128 if edges else tile.registers  # ragged tiles are few and may spill
     grid = ceil_div(down, tile.rows) * across, batch
     return Plan(tuple(rooms), tuple(longer), grid, (*steps, rows, cols, across), tuple(numbers), constants)
 
 
 def _batched(shape: Sequence[int]) -> tuple[int, int, int]:
-    """(batch, rows, columns) of a matrix, or of a batch of such."""
+    """(batch, rows, columns) of a matrix or of a batch of matrices."""
     return (1 if len(shape) == 2 else shape[0]), shape[-2], shape[-1]
 
 
 def _in_batch(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int, int]:
-    """The three strides of a matrix, as if in a batch of one, or of a batch."""
+    """The strides of a batch of matrices; of a matrix as a batch of one."""
     return (shape[0] * strides[0] if len(shape) == 2 else strides[0]), strides[-2], strides[-1]
 
 
-def facts(spec: CastSpec, from_tile: bool, given: bool, write_scale: bool, padding: tuple[int, int]) -> Facts:
+def facts(spec: CastSpec, from_tile: bool, scale_given: bool, write_scale: bool, padding: tuple[int, int]) -> Facts:
     """The constant that describes a cast to the kernel."""
     e5m2, e8m0 = spec.format == "e5m2", spec.scale == "e8m0"
-    return Facts(*spec.block, spec.scale != "fp32", e5m2, e8m0, write_scale, from_tile, given, *padding)
+    return Facts(*spec.block, spec.scale != "fp32", e5m2, e8m0, write_scale, from_tile, scale_given, *padding)
 
 
-def _turned(spec: CastSpec) -> CastSpec:
-    """The cast of the transpose."""
+def _transpose(spec: CastSpec) -> CastSpec:
+    """The same cast of the transpose."""
     return CastSpec(spec.format, (spec.block[1], spec.block[0]), spec.scale)
 
 
@@ -237,18 +240,18 @@ def _tile(jobs: Sequence[Job], rows: int, cols: int, amax_given: bool) -> Tile:
 
 
 def _holds(block: tuple[int, int], tile: Tile, rows: int, cols: int, experts: int | None) -> bool:
-    """Whether every block lies within one tile."""
+    """Whether every block fits in one tile."""
     whole_rows = block[0] != -1 or (rows <= tile.rows and experts is None)
     return whole_rows and (block[1] != -1 or cols <= tile.cols)
 
 
 def _extent(size: int, side: int, padding: int) -> int:
-    """How far the blocks of one dimension, padded, reach."""
+    """The end of the padded blocks of one dimension, in elements."""
     return 1 if side == -1 else round_up(ceil_div(size, side), padding) * side
 
 
 def _access(batch: int, rows: int, cols: int, strides: tuple[int, int, int]) -> tuple[bool, int]:
-    """Whether rows of x are contiguous, and the power of two up to 16 that divides their length and distances."""
+    """Whether rows of x are contiguous, and the power of two up to 16 that divides their length and strides."""
     if strides[2] != 1 and cols != 1:
         return False, 1
     return True, math.gcd(16, cols, strides[1] if rows > 1 else 0, strides[0] if batch > 1 else 0)
@@ -264,23 +267,23 @@ _Block = tuple[int, int]
 def _maxima(x: Tensor, blocks: tuple[_Block, ...], groups: Groups | None) -> dict[_Block, Tensor]:
     """amax patterns (int32) of whole rows, columns or tensors of x [*batch, rows, columns], by block, in one pass.
 
-    Of columns and tensors there is one for each of a batch, or of the experts in ``groups``.
+    Columns and tensors have one for each matrix of a batch, or for each expert in ``groups``.
     """
     plan = _plan_maxima(x.shape, x.stride(), blocks, None if groups is None else groups.experts)
-    held = zeros(sum(plan.counts), x.device)
-    tops = dict(zip(blocks, held.split(plan.counts) if len(blocks) > 1 else (held,), strict=True))
-    pointers = (tops.get(b, held) for b in _WHOLE)
+    buffer = zeros(sum(plan.counts), x.device)
+    tops = dict(zip(blocks, buffer.split(plan.counts) if len(blocks) > 1 else (buffer,), strict=True))
+    pointers = (tops.get(b, buffer) for b in _WHOLE)
     launch(cast_tiles.amax_kernel, plan.grid, x, *plan.sizes, *pointers, *_pointers(x, groups), **plan.constants)
     return tops
 
 
 class PlanOfMaxima(NamedTuple):
-    """What :func:`_maxima` works out once: how many there are of each block, and the launch."""
+    """The launch of :func:`_maxima`; ``counts``: the number of maxima for each kind of block."""
 
     counts: list[int]
     grid: tuple[int, int]
     sizes: tuple[int, ...]
-    constants: dict[str, Any]
+    constants: dict[str, object]
 
 
 @lru_cache(maxsize=4096)
@@ -292,12 +295,12 @@ def _plan_maxima(
     counts = {(1, -1): batch * rows, (-1, 1): many * cols, (-1, -1): many}
     by_row, by_col = (1, -1) in blocks, (-1, 1) in blocks
     tile = Tile(64, 128, 8) if by_row and by_col else Tile(32, 128, 4)
-    loads = 2 if by_row and by_col else 4  # as many in flight as leave registers for a second program
+    loads = 2 if by_row and by_col else 4  # tiles in flight: as many as leave registers for a second program
     high, wide = (tile.rows, tile.cols * loads) if by_row else (tile.rows * loads, tile.cols)
     across = ceil_div(cols, wide)
     steps = _in_batch(shape, strides)
     unit, even = _access(batch, rows, cols, steps)
-    constants: dict[str, Any] = {
+    constants: dict[str, object] = {
         "ROWS": by_row,
         "COLS": by_col,
         "ALL": (-1, -1) in blocks,
@@ -309,20 +312,23 @@ def _plan_maxima(
     return PlanOfMaxima([counts[b] for b in blocks], grid, (*steps, rows, cols, across), constants)
 
 
-_slabs: dict[tuple[int, torch.device, int], Tensor] = {}  # by thread, device and stream: what is left of each
+_slabs: dict[tuple[int, torch.device, int], Tensor] = {}  # the rest of a slab, by thread, device and stream
 _SLAB = 4096
 
 
 def zeros(count: int, device: torch.device) -> Tensor:
-    """int32 zeros to take maxima in. A few are cut from a slab that is filled once for thousands of casts: each would
-    be a launch of its own otherwise. A CUDA graph, whose replays take their maxima anew, fills its own. No mode sees
-    the slab come, which outlives what the mode watches: the accountant would put it down to a layer."""
+    """int32 zeros [count] to take maxima in.
+
+    A few zeros are cut from a slab that is filled once for thousands of casts: otherwise each cast would need a launch
+    for them. While a CUDA graph is captured, the zeros are its own, so that every replay clears them.
+    """
     if count > _SLAB // 64 or capturing(device):
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = threading.get_ident(), device, stream
     left = _slabs.get(key)
     if left is None or left.shape[0] < count:
+        # The slab outlives the modes that are active now: an accountant of memory would charge it to one layer.
         with torch.inference_mode(False), _disable_current_modes():
             left = torch.zeros(_SLAB, dtype=torch.int32, device=device)
     cut = -(-count // 4) * 4  # pieces begin at multiples of 16 bytes
@@ -331,7 +337,7 @@ def zeros(count: int, device: torch.device) -> Tensor:
 
 
 def _write_scales(top: Tensor, scales: Tensor, spec: CastSpec) -> None:
-    """The scales of amax patterns, one each, in the same order."""
+    """Store the scale of each amax pattern, in the same order."""
     n, e8m0 = top.numel(), spec.scale == "e8m0"
     constants = {"POW2": spec.scale != "fp32", "E5M2": spec.format == "e5m2", "E8M0": e8m0, "BLOCK": 1024}
     launch(cast_tiles.scales_kernel, (ceil_div(n, 1024),), top, scales, n, **constants)
@@ -365,12 +371,12 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def relaid(q: Quantized, contract: int) -> Operand:
-    """``layout.k_major`` whose copy of codes, where one is needed, is made by a kernel."""
+    """``layout.k_major``, with a kernel for the copy of codes where one is needed."""
     return layout.k_major(q, contract, relay)
 
 
 def relay(q: Quantized, contract: int) -> Quantized:
-    """See ``Backend.relay``. Tiles of 128 x 128 bytes: whole lines are read along one dimension and written along the
+    """See ``Backend.relay``. Tiles of 128 x 128 bytes read whole lines along one dimension and write them along the
     other."""
     data = q.data
     place, grid, numbers, sizes, constants = _plan_relay(data.shape, data.stride(), q.spec, contract)
@@ -383,12 +389,18 @@ def relay(q: Quantized, contract: int) -> Quantized:
 @lru_cache(maxsize=4096)
 def _plan_relay(
     shape: torch.Size, strides: tuple[int, ...], spec: CastSpec, contract: int
-) -> tuple[Room, tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, Any]]:
-    """What :func:`relay` fills, its grid, the strides that it reads with, the sizes and constants of its launch."""
+) -> tuple[Room, tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, object]]:
+    """(buffer, grid, strides of the input, sizes, constants) of :func:`relay`."""
     place, (batch, rows, cols), steps = room(shape, spec, contract, None), _batched(shape), _in_batch(shape, strides)
     down, wide = layout.padded_sizes(rows, cols, spec, contract)
     free, contracted = (rows, cols) if contract == 1 else (cols, rows)
     numbers = (steps[0], *(steps[1:] if contract == 1 else (steps[2], steps[1])))
     across = ceil_div(wide, 128)
-    constants = {"EVEN_F": math.gcd(16, free), "EVEN_K": math.gcd(16, contracted), "TF": 128, "TK": 128, "num_warps": 8}
+    constants: dict[str, object] = {
+        "EVEN_F": math.gcd(16, free),
+        "EVEN_K": math.gcd(16, contracted),
+        "TF": 128,
+        "TK": 128,
+        "num_warps": 8,
+    }
     return place, (ceil_div(down, 128) * across, batch), numbers, (free, contracted, wide, across), constants

@@ -1,13 +1,14 @@
-"""A tile that lies within the matrix, in contiguous rows: nothing is masked, and bytes move by fours.
+"""The cast of a tile inside the matrix, with contiguous rows: no masks, and codes move four bytes at a time.
 
-Codes down the columns are the tile transposed, and bytes are a bad thing to transpose: each is stored to shared memory
-alone, and packed again with its neighbours. So a tile is loaded as four: its rows 0, 4, 8 ..., rows 1, 5, 9 ... and so
-on. A thread then holds four rows below one another, whose codes make one word, and words are transposed::
+Codes for a contraction along the rows are the tile transposed. Transposing single bytes is slow: each is stored to
+shared memory by itself and packed again with its neighbours. So a tile is loaded as four: rows 0, 4, 8 ..., rows 1, 5,
+9 ... and so on. A thread then holds four adjacent rows of a column, whose codes make one word, and words are
+transposed::
 
     x0, x1, x2, x3 [TR / 4, TC]  ->  row codes: four stores, of every fourth row each
                                  ->  words: int32 [TR / 4, TC], transposed, stored as [TC, TR / 4]
 
-What is executed for a value, and what it was before: ``docs/lab.md``; a test holds it.
+``docs/lab/kernels.md`` has the instructions per value, before and after; a test holds them.
 """
 
 from __future__ import annotations
@@ -35,30 +36,47 @@ from octavo.fp8.kernels.triton_kernels.cast_blocks import (
 
 @triton.jit
 def cast_inside(
-    x_ptr, stride_b, stride_r, place, M, K, out1, out0,
-    CAST1: tl.constexpr, CAST0: tl.constexpr, EVEN: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr,
-):  # fmt: skip
-    """Cast the tile at ``place`` for a contraction of dimension 1 (CAST1), of dimension 0 (CAST0), or both; None
-    leaves one out."""
+    x_ptr,  # [batch, M, K] bf16, fp16 or fp32, last stride 1
+    stride_b,  # strides of x in elements, multiples of EVEN
+    stride_r,
+    place,  # (batch, tile row, tile column, group)
+    M,
+    K,
+    out1,  # results for CAST1: see cast_blocks
+    out0,  # likewise, for CAST0
+    CAST1: tl.constexpr,  # Facts of the cast for a contraction of dimension 1, or None
+    CAST0: tl.constexpr,  # likewise for dimension 0
+    EVEN: tl.constexpr,  # power of two up to 16 that divides strides and K
+    TR: tl.constexpr,  # rows of the tile, a multiple of 4
+    TC: tl.constexpr,
+):
+    """Cast the tile at ``place`` under one cast or under both, from one load of x."""
     batch, pid_r, pid_c, _ = place
+    # Load: four tiles of every fourth row. ``n // EVEN * EVEN`` proves the alignment of vector loads.
     step = stride_r // EVEN * EVEN
     x_ptr += batch * (stride_b // EVEN * EVEN) + (pid_r * TR).to(tl.int64) * step + pid_c * TC
     at = x_ptr + (tl.arange(0, TR // 4)[:, None] * 4 * step + tl.arange(0, TC)[None, :])
     x = (tl.load(at), tl.load(at + step), tl.load(at + 2 * step), tl.load(at + 3 * step))
     x = (widen(x[0]), widen(x[1]), widen(x[2]), widen(x[3]))
     if CAST1 is not None and CAST0 is not None and not _one_cast(CAST1, CAST0):
+        # Two casts with different codes, one after the other: fewer registers than both at once.
         _store_rows(_in_units(x, _scales(x, place, M, K, out1, CAST1, TR, TC), CAST1), place, M, out1, CAST1, TR, TC)
         s = _scales(x, place, M, K, out0, CAST0, TR, TC)
         _store_columns(_in_units(x, s, CAST0), place, K, out0, CAST0, TR, TC)
-    else:  # codes that are the same in both layouts are computed once
+    else:
+        # Codes that are the same in both layouts are computed once and stored twice.
         CAST: tl.constexpr = CAST0 if CAST1 is None else CAST1
         s = _scales(x, place, M, K, out0 if CAST1 is None else out1, CAST, TR, TC)
         if CAST1 is not None and CAST0 is not None:
+            # The second layout has the same scales, in another order.
             rows, cols = indices(place, CAST0, TR, TC)
             store_scales(s[0][0], rows, cols, place, M, K, out0, CAST0)
+        # Scale, encode, store. Powers of two multiply; fp32 inputs and scales per block divide.
         if CAST.pow2 or CAST.rows != -1 or CAST.cols != -1 or x_ptr.dtype.element_ty == tl.float32:
             _store(_in_units(x, s, CAST), place, M, K, out1, out0, CAST1, CAST0, TR, TC)
         else:
+            # One fp32 scale for the tile, 16-bit values: three operations replace the IEEE division
+            # if the bounds of short_division hold, which the amax decides.
             scale, _, top = s[0]
             short, inverse = short_division(scale, top)
             if short:
@@ -73,30 +91,37 @@ def cast_inside(
 
 @triton.constexpr_function
 def _one_cast(a, b):
-    """Whether two casts give the same codes."""
+    """Whether two casts give the same codes: the layout of scales does not matter."""
     return (a.rows, a.cols, a.pow2, a.e5m2) == (b.rows, b.cols, b.pow2, b.e5m2)
 
 
 @triton.jit
 def _scales(x, place, M, K, out, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
-    """Store the scales of the blocks; returns (scales, which are bad, amax patterns) as each of the four tiles has
-    them, [blocks down, blocks across], or scalars where all share one."""
+    """Store the scales of the tile's blocks and return them for each of the four tiles x, fp32 [TR / 4, TC].
+
+    ``place`` and ``out``: see cast_blocks. Returns four times (scales fp32, bad int1, amax patterns int32), [blocks
+    down, blocks across] or scalars.
+    """
     rows, cols = indices(place, CAST, TR, TC)
     if CAST.rows == 1:
+        # Blocks of one row: each of the four tiles has blocks of its own.
         NQ: tl.constexpr = TR // 4
         NC: tl.constexpr = 1 if CAST.cols == -1 else TC // CAST.cols
         t = (0, 0, 0, 0)
         top = 0
         if CAST.from_tile:
+            # Reduce: the amax of each block, in the registers of its tile.
             t = (
                 block_tops(tl.abs(x[0]), NQ, NC),
                 block_tops(tl.abs(x[1]), NQ, NC),
                 block_tops(tl.abs(x[2]), NQ, NC),
                 block_tops(tl.abs(x[3]), NQ, NC),
             )
+            # Interleave the four in the order of the rows, so that scales are stored as in the matrix.
             joined = tl.join(tl.join(t[0], t[2]), tl.join(t[1], t[3]))  # [NQ, NC, 2, 2]
             top = tl.reshape(tl.permute(joined, (0, 2, 3, 1)), [TR, NC])
         store_scales(scales_at(top, rows, cols, place, M, K, out, CAST)[0], rows, cols, place, M, K, out, CAST)
+        # Scale again from the four parts: they have the layout of their tiles, and no shuffle is needed.
         rows = place[1] * TR + 4 * tl.arange(0, NQ)[:, None]
         return (
             scales_at(t[0], rows, cols, place, M, K, out, CAST),
@@ -107,6 +132,7 @@ def _scales(x, place, M, K, out, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.co
     else:
         top = 0
         if CAST.from_tile:
+            # Reduce: blocks have rows of all four tiles, so their magnitudes meet element by element first.
             m = larger(larger(tl.abs(x[0]), tl.abs(x[1])), larger(tl.abs(x[2]), tl.abs(x[3])))
             top = tile_tops(m, CAST, TR, TC)
         s = scales_at(top, rows, cols, place, M, K, out, CAST)
@@ -116,7 +142,7 @@ def _scales(x, place, M, K, out, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.co
 
 @triton.jit
 def _in_units(x, s, CAST: tl.constexpr):
-    """The four tiles in units of their scales."""
+    """The four tiles, each divided by its scales."""
     return (
         in_units(x[0], s[0], CAST),
         in_units(x[1], s[1], CAST),
@@ -127,6 +153,7 @@ def _in_units(x, s, CAST: tl.constexpr):
 
 @triton.jit
 def _store(v, place, M, K, out1, out0, CAST1: tl.constexpr, CAST0: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
+    """Store the codes of the four tiles v in each layout that is wanted."""
     if CAST1 is not None:
         _store_rows(v, place, M, out1, CAST1, TR, TC)
     if CAST0 is not None:
@@ -135,9 +162,10 @@ def _store(v, place, M, K, out1, out0, CAST1: tl.constexpr, CAST0: tl.constexpr,
 
 @triton.jit
 def _store_rows(v, place, M, out, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
+    """Encode the four tiles v and store every fourth row of codes [M, K] from each."""
     batch, pid_r, pid_c, _ = place
     pitch = out[1] // 16 * 16
-    # 8 bytes a thread, as its loads have 8 values: more would move codes between threads.
+    # 8 bytes per thread, since a load of 16 bytes has 8 values: wider stores would move codes between threads.
     c = tl.max_contiguous(tl.arange(0, TC), 8)
     at = tl.arange(0, TR // 4)[:, None] * 4 * pitch + c[None, :]
     at = out[0] + (batch * (tl.cdiv(M, 16) * 16) + pid_r * TR) * pitch + pid_c * TC + at
@@ -149,9 +177,11 @@ def _store_rows(v, place, M, out, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.c
 
 @triton.jit
 def _store_columns(v, place, K, out, CAST: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr):
+    """Encode the four tiles v into words of four adjacent rows and store them transposed, codes [K, M]."""
     batch, pid_r, pid_c, _ = place
     pitch = out[1] // 16 * 4  # in words
     at = tl.arange(0, TC)[:, None] * pitch + tl.arange(0, TR // 4)[None, :]
     at += (batch * (tl.cdiv(K, 16) * 16) + pid_c * TC) * pitch + pid_r * (TR // 4)
+    # The transposition goes through shared memory, four codes at a time.
     words = encode_words(v[0], v[1], v[2], v[3], CAST.e5m2)
     tl.store(out[0].to(tl.pointer_type(tl.int32)) + at, tl.trans(words))

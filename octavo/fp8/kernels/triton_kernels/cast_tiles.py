@@ -1,32 +1,32 @@
-"""The kernels of the casts: one that casts a tile into one or two layouts, and what it leans on.
+"""The kernels of the casts: one that casts a tile into one or two layouts, and its helpers.
 
-A cast moves bytes: it reads 2 a value (bf16) and writes 1 for each layout. What follows from that:
+A cast moves bytes: it reads 2 per value (bf16) and writes 1 for each layout. Consequences:
 
 * One load serves both layouts. The tile that the two blocks share, 128 x 128 for (1, 128) and (128, 1), is loaded once,
   cast twice in registers, and stored as rows and, through shared memory, as columns.
-* Accesses are 16 bytes a thread and whole lines of 128 bytes a warp wherever strides allow. Codes always allow: their
-  buffers are padded to 16, and the kernel writes the padding itself, so no fill comes before it. For the input the host
-  passes UNIT (the last stride is 1) and EVEN, the largest power of two up to 16 that divides row stride and row length;
-  ``n // EVEN * EVEN`` tells the compiler. 3420 columns still load 8 bytes at a time (``ld.global.v2.b32``), not 2.
-* Blocks that a tile holds whole take their amax from it: finite blocks always, rows up to 32768 long by tiles as long
-  as the row, small tensors. Other whole rows, columns and tensors cost a pass before, :func:`amax_kernel`, 2 bytes a
-  value more; its maxima meet in ``atomic_max`` on int32 patterns, whose order does not matter, so it is deterministic.
+* Accesses are 16 bytes per thread and whole lines of 128 bytes per warp wherever strides allow it. Those of codes
+  always do: their buffers are padded to 16, and the kernel writes the padding itself, so no fill precedes it. For the
+  input the host passes UNIT (the last stride is 1) and EVEN, the largest power of two up to 16 that divides row stride
+  and row length; ``n // EVEN * EVEN`` proves it to the compiler. 3420 columns still load 8 bytes at a time
+  (``ld.global.v2.b32``), not 2.
+* Blocks that fit in a tile take their amax from it: finite blocks always, rows of up to 32768 with tiles as long as the
+  row, small tensors. Other whole rows, columns and tensors need a pass before, :func:`amax_kernel`, 2 more bytes per
+  value; it combines maxima with ``atomic_max`` on int32 patterns, whose order does not matter, so it is deterministic.
 
-* 128 x 128 values in two layouts are 64 for each thread of 8 warps, and a second program on the multiprocessor, to load
-  while the first computes, needs them to fit 128 registers: hence no select a code for what is bad (NaN divides it) or
-  padding (a branch that only ragged tiles take), and one reciprocal a block by integers.
-* Instructions, not bytes, bound a cast that is written without care. Tiles within the matrix take ``cast_inside``,
-  which masks nothing; those at its edges, rows that are no multiple of anything and whole rows take the way below, of
-  one tile and masks. INSIDE says that there may be tiles of the first kind, EDGES that there are some of the second:
-  the form without EDGES holds no mask at all.
+* 128 x 128 values in two layouts are 64 for each thread of 8 warps. They must fit in 128 registers, so that a second
+  program on the multiprocessor loads while the first computes. Therefore no code needs a select for bad blocks (the
+  scale is NaN) or for padding (a branch that only ragged tiles take), and reciprocals are integer work, one per block.
+* Instructions, not bytes, bound a careless cast. Tiles inside the matrix take ``cast_inside``, which has no masks;
+  tiles at the edges, unaligned rows and whole rows take the masked path below. INSIDE says that tiles of the first kind
+  may exist, EDGES that tiles of the second kind do: the form without EDGES has no masks at all.
 
-What the compiler makes of it (capability 9.0, bf16, lengths that are multiples of 16): ``ld.global.v4.b32`` for every
-load, ``st.global.v2.b32`` for codes in rows and ``v4`` for columns, one ``cvt.rn.satfinite`` for two codes, one
-``st.shared.b32`` for four values of the transposition; nothing spilled. ``tests/fp8/kernels/test_cast_counts.py`` and
-``test_triton_cast.py`` look again.
+The compiled code (capability 9.0, bf16, lengths that are multiples of 16): ``ld.global.v4.b32`` for every load,
+``st.global.v2.b32`` for codes in rows and ``v4`` for columns, one ``cvt.rn.satfinite`` for two codes, one
+``st.shared.b32`` for four values of the transposition; no spills. ``tests/fp8/kernels/test_cast_counts.py`` and
+``test_triton_cast.py`` check this.
 
-Everything has a batch dimension for the experts of a mixture (``tl.program_id(1)``; one otherwise), and GROUPED says
-that rows are those of :mod:`octavo.fp8.kernels.groups`, where "all rows" means all of the tile's expert.
+Every kernel has a batch dimension for the experts of a mixture (``tl.program_id(1)``; 1 otherwise). GROUPED: the rows
+are ordered as in :mod:`octavo.fp8.kernels.groups`, and "all rows" means all rows of the tile's expert.
 """
 
 from __future__ import annotations
@@ -41,26 +41,29 @@ from octavo.fp8.kernels.triton_kernels.cast_inside import cast_inside
 
 @triton.jit
 def _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED: tl.constexpr, TR: tl.constexpr):
-    """(group, end): what "all rows" of this tile is, 0 or its expert, and the row where its real rows end."""
+    """(group, end) of a row tile: the meaning of "all rows", 0 or its expert, and the end of its real rows."""
     if GROUPED:
-        # Tiles may lie beyond the last row, where scales are padded further than codes.
+        # Tiles may be beyond the last row, where scales are padded further than codes.
         expert = tl.load(tiles_ptr + pid_r * TR // 128, mask=pid_r * TR < M, other=-1)
         group = tl.maximum(expert, 0)
+        # Tiles of no expert (-1) end at row 0: all of their values read as 0, whatever x has there.
         return group, tl.where(expert >= 0, tl.load(starts_ptr + group) + tl.load(sizes_ptr + group), 0)
     return 0, M
 
 
 @triton.jit
 def _load(x_ptr, batch, stride_b, stride_r, stride_c, row, col, end, K, EVEN, UNIT, TR: tl.constexpr, TC: tl.constexpr):
-    """(values fp32 [TR, TC], which of them are real) of the tile at (row, col); 0 where there is none."""
+    """(values fp32 [TR, TC], mask of the real ones) of the tile at (row, col); 0 outside of the matrix."""
     r = tl.arange(0, TR)[:, None]
     c = tl.arange(0, TC)[None, :]
     real = (row + r < end) & (col + c < K)
     if UNIT:
+        # Contiguous rows: the start of the tile in int64, offsets inside it in int32, alignment proved by EVEN.
         step = stride_r // EVEN * EVEN
         stride_b = stride_b // EVEN * EVEN
         x = tl.load(x_ptr + batch * stride_b + row.to(tl.int64) * step + col + (r * step + c), mask=real, other=0.0)
     else:
+        # Any strides: every offset in int64.
         at = (row + r).to(tl.int64) * stride_r + (col + c).to(tl.int64) * stride_c
         x = tl.load(x_ptr + batch * stride_b + at, mask=real, other=0.0)
     return widen(x), real
@@ -70,15 +73,22 @@ def _load(x_ptr, batch, stride_b, stride_r, stride_c, row, col, end, K, EVEN, UN
 def _emit(
     x, real, ragged, place, M, K, out, CAST: tl.constexpr, CONTRACT: tl.constexpr, TR: tl.constexpr, TC: tl.constexpr
 ):
-    """Cast the tile x [TR, TC] and store codes and scales; codes [rows, columns] for CONTRACT 1, transposed for 0."""
+    """Cast the tile x, fp32 [TR, TC], and store codes and scales; codes [M, K] for CONTRACT 1, transposed for 0.
+
+    ``real``: mask of the values inside the matrix; ``ragged``: whether any is outside; ``place``, ``out``: cast_blocks.
+    """
     batch, pid_r, pid_c, _ = place
     i, j = indices(place, CAST, TR, TC)
+    # Reduce and scale: the amax of each block, from the tile or from memory; padding is 0 and changes none.
     s = scales_at(tile_tops(tl.abs(x), CAST, TR, TC) if CAST.from_tile else 0, i, j, place, M, K, out, CAST)
     store_scales(s[0], i, j, place, M, K, out, CAST)
+    # Cast. NaN scales of bad blocks make NaN codes.
     codes = encode_bits(in_units(x, s, CAST), CAST.e5m2)
-    if ragged:  # a bad block's padding too is zero
+    # Padding codes are 0 even in a bad block, where NaN divided them. Only ragged tiles pay for the select.
+    if ragged:
         codes = tl.where(real, codes, 0)
 
+    # Store up to the padded sizes of the buffer, whose padding this writes as zeros.
     r = tl.arange(0, TR)[:, None]
     c = tl.arange(0, TC)[None, :]
     row = pid_r * TR
@@ -96,11 +106,23 @@ def _emit(
 
 @triton.jit
 def _masked(
-    x_ptr, strides, ragged, place, end, M, K, out1, out0,
-    CAST1: tl.constexpr, CAST0: tl.constexpr, EVEN: tl.constexpr, UNIT: tl.constexpr,
-    TR: tl.constexpr, TC: tl.constexpr,
-):  # fmt: skip
-    """The tile at ``place``, which may reach over the edges of the matrix."""
+    x_ptr,
+    strides,  # of x: batch, row, column
+    ragged,  # whether any value of the tile is outside the matrix
+    place,
+    end,  # of the tile's real rows
+    M,
+    K,
+    out1,
+    out0,
+    CAST1: tl.constexpr,
+    CAST0: tl.constexpr,
+    EVEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    TR: tl.constexpr,
+    TC: tl.constexpr,
+):
+    """Cast the tile at ``place``, which may reach over the edges of the matrix; arguments as in :func:`cast_kernel`."""
     batch, pid_r, pid_c, _ = place
     x, real = _load(x_ptr, batch, *strides, pid_r * TR, pid_c * TC, end, K, EVEN, UNIT, TR, TC)
     if CAST1 is not None:
@@ -111,55 +133,58 @@ def _masked(
 
 @triton.jit
 def cast_kernel(
-    x_ptr,
-    stride_b,
+    x_ptr,  # [batch, M, K] bf16, fp16 or fp32
+    stride_b,  # strides of x, in elements
     stride_r,
     stride_c,
     M,
     K,
-    across,
-    codes1_ptr,
-    pitch1,
-    scale1_ptr,
-    scale1_b,
+    across,  # tiles per row of tiles
+    codes1_ptr,  # uint8 [batch, M up to 16, pitch1]: codes for a contraction of dimension 1
+    pitch1,  # codes per row in memory, a multiple of 16
+    scale1_ptr,  # fp32, or uint8 for e8m0: a scale per block, padded (layout.py)
+    scale1_b,  # strides of the scales: batch, block row, block column
     scale1_r,
     scale1_c,
-    amax1_ptr,
-    given1_ptr,
-    codes0_ptr,
-    pitch0,
+    amax1_ptr,  # int32 [blocks]: amax patterns, unless CAST1.from_tile
+    given1_ptr,  # fp32 [blocks]: scales, if CAST1.scale_given
+    codes0_ptr,  # uint8 [batch, K up to 16, pitch0]: the same for a contraction of dimension 0
+    pitch0,  # likewise
     scale0_ptr,
     scale0_b,
     scale0_r,
     scale0_c,
     amax0_ptr,
     given0_ptr,
-    sizes_ptr,
+    sizes_ptr,  # GROUPED: sizes, starts and tiles of groups.Groups, int32; else unused
     starts_ptr,
     tiles_ptr,
-    CAST1: tl.constexpr,
+    CAST1: tl.constexpr,  # cast_blocks.Facts, or None: no such layout
     CAST0: tl.constexpr,
-    GROUPED: tl.constexpr,
-    EVEN: tl.constexpr,
-    UNIT: tl.constexpr,
-    BATCH: tl.constexpr,
-    INSIDE: tl.constexpr,
-    EDGES: tl.constexpr,
-    TR: tl.constexpr,
+    GROUPED: tl.constexpr,  # rows belong to experts
+    EVEN: tl.constexpr,  # power of two up to 16 that divides strides and K; 1 if not UNIT
+    UNIT: tl.constexpr,  # the last stride of x is 1
+    BATCH: tl.constexpr,  # x has a batch of more than 1
+    INSIDE: tl.constexpr,  # tiles inside the matrix may take the unmasked path
+    EDGES: tl.constexpr,  # some tiles are ragged
+    TR: tl.constexpr,  # rows and columns of a tile
     TC: tl.constexpr,
 ):
-    """Cast the tile (program // across, program % across) of x [M, K] for a contraction of dimension 1 (CAST1), of
-    dimension 0 (CAST0), or both; None leaves one out. INSIDE, EDGES: see the top of this file."""
+    """Cast the tile (program // across, program % across) of x for one contraction, or for both from one load."""
     pid_r = tl.program_id(0) // across
     pid_c = tl.program_id(0) % across
-    batch = (tl.program_id(1) if BATCH else pid_r * 0).to(tl.int64)  # a zero that is known saves 30 instructions
+    # A batch index that the compiler knows to be 0 saves 30 instructions.
+    batch = (tl.program_id(1) if BATCH else pid_r * 0).to(tl.int64)
+    # Proves to the compiler that EVEN divides K, so that masks of a vector agree.
     K = K // EVEN * EVEN
     group, end = _place(pid_r, M, sizes_ptr, starts_ptr, tiles_ptr, GROUPED, TR)
     place = (batch, pid_r, pid_c, group)
     out1 = (codes1_ptr, pitch1, scale1_ptr, scale1_b, scale1_r, scale1_c, amax1_ptr, given1_ptr)
     out0 = (codes0_ptr, pitch0, scale0_ptr, scale0_b, scale0_r, scale0_c, amax0_ptr, given0_ptr)
     strides = (stride_b, stride_r, stride_c)
+    # Tiles that reach beyond the real rows or columns: they mask loads and clear the codes of padding.
     ragged = (pid_r * TR + TR > end) | (pid_c * TC + TC > K)
+    # INSIDE and EDGES are constants: each compiled form holds only the paths that its shapes need.
     if not INSIDE:
         _masked(x_ptr, strides, ragged, place, end, M, K, out1, out0, CAST1, CAST0, EVEN, UNIT, TR, TC)
     elif not EDGES:
@@ -172,33 +197,33 @@ def cast_kernel(
 
 @triton.jit
 def amax_kernel(
-    x_ptr,
-    stride_b,
+    x_ptr,  # [batch, M, K] bf16, fp16 or fp32
+    stride_b,  # strides of x, in elements
     stride_r,
     stride_c,
     M,
     K,
-    across,
-    rows_ptr,
-    cols_ptr,
-    all_ptr,
-    sizes_ptr,
+    across,  # tiles per row of tiles
+    rows_ptr,  # int32 [batch, M]: pattern of each row's amax, if ROWS
+    cols_ptr,  # int32 [batch or experts, K]: of each column, if COLS
+    all_ptr,  # int32 [batch or experts]: of everything, if ALL
+    sizes_ptr,  # GROUPED: sizes, starts and tiles of groups.Groups, int32; else unused
     starts_ptr,
     tiles_ptr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     ALL: tl.constexpr,
-    GROUPED: tl.constexpr,
-    EVEN: tl.constexpr,
-    UNIT: tl.constexpr,
-    TR: tl.constexpr,
+    GROUPED: tl.constexpr,  # rows belong to experts
+    EVEN: tl.constexpr,  # power of two up to 16 that divides strides and K; 1 if not UNIT
+    UNIT: tl.constexpr,  # the last stride of x is 1
+    TR: tl.constexpr,  # rows and columns of a tile
     TC: tl.constexpr,
-    STEPS: tl.constexpr,
+    STEPS: tl.constexpr,  # tiles per program
 ):
-    """Raise amax patterns, zero before: rows [batch, M], cols [batch or group, K], all [batch or group].
+    """Raise amax patterns, which the caller has set to zero, to the maxima of x.
 
-    A program walks STEPS tiles along the rows if ROWS are wanted, else down the columns, and keeps the largest of each
-    place in registers, so that it reduces, and meets the others in an atomic, once.
+    A program walks STEPS tiles along the rows if ROWS is set, else down the columns, and keeps the largest value of
+    each position in registers, so that it reduces, and issues an atomic, only once.
     """
     pid_r = tl.program_id(0) // across
     pid_c = tl.program_id(0) % across
@@ -211,6 +236,7 @@ def amax_kernel(
     r = tl.arange(0, TR)
     c = tl.arange(0, TC)
     cols_ptr += (batch + group) * size
+    # Load and maximum, element by element. Patterns of magnitudes: NaN is larger than every number.
     top = tl.zeros([TR, TC], tl.int32)
     for step in tl.static_range(STEPS):
         at_r = row if ROWS else row + step * TR
@@ -219,7 +245,9 @@ def amax_kernel(
         bits = amax_bits(x)
         top = tl.maximum(top, bits)
         if ROWS and COLS:
+            # Columns change from step to step here, so their maxima cannot wait for the end.
             tl.atomic_max(cols_ptr + at_c + c, tl.max(bits, axis=0), mask=at_c + c < K, sem="relaxed")
+    # Reduce the tile and combine with other programs. Maxima of integers give the same bits in any order.
     if ROWS:
         tl.atomic_max(rows_ptr + batch * M + row + r, tl.max(top, axis=1), mask=row + r < end, sem="relaxed")
     if COLS and not ROWS:
@@ -232,10 +260,11 @@ def amax_kernel(
 def scales_kernel(
     amax_ptr, scale_ptr, n, POW2: tl.constexpr, E5M2: tl.constexpr, E8M0: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The scale of each of n amax patterns."""
+    """Scales [n] (fp32, or uint8 for e8m0) of amax patterns [n] (int32)."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     scale, _ = scale_of(tl.load(amax_ptr + at, mask=at < n, other=0), POW2, E5M2)
     if E8M0:
+        # The byte of e8m0 is the exponent field of the fp32 scale.
         tl.store(scale_ptr + at, (scale.to(tl.int32, bitcast=True) >> 23).to(tl.uint8), mask=at < n)
     else:
         tl.store(scale_ptr + at, scale, mask=at < n)
@@ -243,32 +272,34 @@ def scales_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    codes_ptr,
-    stride_r,
+    codes_ptr,  # uint8 [M, K] codes
+    stride_r,  # strides of the codes, in elements
     stride_c,
-    scale_ptr,
-    scale_r,
+    scale_ptr,  # [blocks down, blocks across] fp32, or uint8 for e8m0
+    scale_r,  # strides of the scales, in elements
     scale_c,
-    out_ptr,
+    out_ptr,  # [M, K] contiguous, fp32, bf16 or fp16
     M,
     K,
-    across,
-    BR: tl.constexpr,
+    across,  # tiles per row of tiles
+    BR: tl.constexpr,  # rows and columns of a block, -1: all
     BC: tl.constexpr,
     E5M2: tl.constexpr,
     E8M0: tl.constexpr,
-    EVEN: tl.constexpr,
-    TR: tl.constexpr,
+    EVEN: tl.constexpr,  # power of two up to 16 that divides K
+    TR: tl.constexpr,  # rows and columns of a tile, multiples of BR and BC
     TC: tl.constexpr,
 ):
-    """out [M, K] contiguous = fp32(code) * scale, rounded once to out's dtype; codes and scales of any strides."""
+    """out = fp32(code) * scale, rounded once to out's dtype."""
     pid_r = tl.program_id(0) // across
     pid_c = tl.program_id(0) % across
     K = K // EVEN * EVEN
     rows = pid_r * TR + tl.arange(0, TR)[:, None]
     cols = pid_c * TC + tl.arange(0, TC)[None, :]
     real = (rows < M) & (cols < K)
+    # Load codes by their strides: either dimension may be the contiguous one.
     codes = tl.load(codes_ptr + rows.to(tl.int64) * stride_r + cols.to(tl.int64) * stride_c, mask=real, other=0)
+    # Load the scales of the tile's blocks, [NR, NC].
     NR: tl.constexpr = 1 if BR == -1 else TR // BR
     NC: tl.constexpr = 1 if BC == -1 else TC // BC
     i = tl.arange(0, NR)[:, None]
@@ -279,8 +310,10 @@ def dequantize_kernel(
     scale = tl.load(scale_ptr + gr.to(tl.int64) * scale_r + gc.to(tl.int64) * scale_c, mask=inside, other=0)
     if E8M0:
         byte = scale.to(tl.int32)
+        # The byte is the exponent field of an fp32, except 0 (2^-127) and 255 (NaN).
         pattern = tl.where(byte == 0, 0x00400000, byte << 23)  # 2^-127 is subnormal in fp32
         scale = tl.where(byte == 255, 0x7FC00000, pattern).to(tl.float32, bitcast=True)
+    # Scale, round once, store.
     values = tl.reshape(decode_bits(codes, E5M2), [NR, TR // NR, NC, TC // NC]) * scale[:, None, :, None]
     out = round_to(tl.reshape(values, [TR, TC]), out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows.to(tl.int64) * K + cols, out, mask=real)
@@ -288,27 +321,29 @@ def dequantize_kernel(
 
 @triton.jit
 def relay_kernel(
-    codes_ptr,
-    stride_b,
+    codes_ptr,  # uint8 [batch, F, K] codes
+    stride_b,  # strides of the codes, in elements
     stride_f,
     stride_k,
-    out_ptr,
-    F,
-    K,
-    pitch,
-    across,
-    EVEN_F: tl.constexpr,
+    out_ptr,  # uint8 [batch, F up to 16, pitch], contiguous
+    F,  # free dimension
+    K,  # contracted dimension
+    pitch,  # a multiple of 16
+    across,  # tiles per row of tiles
+    EVEN_F: tl.constexpr,  # powers of two up to 16 that divide F and K
     EVEN_K: tl.constexpr,
-    TF: tl.constexpr,
+    TF: tl.constexpr,  # rows and columns of a tile
     TK: tl.constexpr,
 ):
-    """Copy codes [batch, F, K] of any strides into [batch, F padded to 16, pitch], contiguous, the padding zero."""
+    """Copy codes of any strides into the layout of a GEMM's operand, contraction contiguous, the padding zero."""
     rows = tl.program_id(0) // across * TF + tl.arange(0, TF)[:, None]
     cols = tl.program_id(0) % across * TK + tl.arange(0, TK)[None, :]
     batch = tl.program_id(1).to(tl.int64)
+    # Load along whichever dimension is contiguous; zeros outside become the padding.
     at = batch * stride_b + rows.to(tl.int64) * stride_f + cols.to(tl.int64) * stride_k
     codes = tl.load(codes_ptr + at, mask=(rows < F // EVEN_F * EVEN_F) & (cols < K // EVEN_K * EVEN_K), other=0)
     free = tl.cdiv(F, 16) * 16
     pitch = pitch // 16 * 16
+    # Store along the contraction; the compiler transposes the tile through shared memory in between.
     out = out_ptr + (batch * free + rows) * pitch + cols
     tl.store(out, codes, mask=(rows < free) & (cols < pitch))

@@ -1,10 +1,10 @@
-"""RMSNorm and SwiGLU that emit FP8: what they compute is quantized while it is still in registers.
+"""RMSNorm and SwiGLU with FP8 outputs: results are quantized while they are still in registers.
 
-The arithmetic is that of ``octavo/fp8/kernels/reference.py``. What is quantized is the result rounded to the
+``octavo/fp8/kernels/reference.py`` defines the arithmetic. The kernels quantize the result after it is rounded to the
 input's dtype, so that codes and scales are bit for bit the cast of the plain layer's output.
 
-Bytes an element of 16 bits, read + written, without scales; "unfused" is the plain layer written as one kernel and
-one cast into both layouts, "eager" is what PyTorch runs op by op before that cast::
+Bytes per element of 16 bits, read + written, without scales; "unfused" is the plain layer as one kernel plus one cast
+into both layouts, "eager" is PyTorch op by op plus that cast::
 
     kernel                          reads        writes                    fused   unfused   eager
     rmsnorm -> row                  x 2          y 2, row 1                  5        7        39
@@ -13,19 +13,19 @@ one cast into both layouts, "eager" is what PyTorch runs op by op before that ca
     swiglu -> row, col, no h        gate, up 4   row 1, col 1                6       10        14
     swiglu backward                 3 x 2        2 x (row 1, col 1)         10       18        30
 
-    * the second look at x, from the L2 cache where it still lies there
+    * the second read of x, from the L2 cache where x is still cached
 
-Three shapes of program. ``rmsnorm_rows`` holds whole rows: statistics, result and row codes from one read. A column
-block needs 128 rows at a time, and 128 whole rows fit no multiprocessor (1 MB at K = 4096), nor do those of all
-multiprocessors fit the cache at once; so with a column layout ``rstd_of_rows`` reads x for the statistics and
-``rmsnorm_tile`` reads it again in 128 x 128 tiles, in reverse order, so that it begins with the rows that were read
-last and are cached. That also keeps every multiprocessor busy when there are fewer panels of 128 rows than
-multiprocessors. SwiGLU needs no statistics: ``swiglu`` and ``swiglu_backward`` are tiles of 128 x 128.
+Three kinds of program. ``rmsnorm_rows`` holds whole rows: statistics, result and row codes from one read. A column
+block needs 128 rows at a time; 128 whole rows do not fit in a multiprocessor (1 MB at K = 4096), and the rows of all
+multiprocessors do not fit in the cache. So with a column layout ``rstd_of_rows`` reads x for the statistics and
+``rmsnorm_tile`` reads it again in 128 x 128 tiles, in reverse order: the rows that were read last are cached. Tiles
+also keep every multiprocessor busy when there are fewer panels of 128 rows than multiprocessors. SwiGLU needs no
+statistics: ``swiglu`` and ``swiglu_backward`` use tiles of 128 x 128.
 
-Only blocks along one dimension, of 32 or 128, are quantized in tiles, and whole rows in ``rmsnorm_rows``. For others
-(rows of SwiGLU, columns, tensors) an amax is known only when all programs have finished: the result is written first
-and then cast by ``cast.py``; the gradients of SwiGLU too are then written in 16 bits once. The amax of a whole tensor
-is taken on the way, so that no pass is made for it alone.
+Tiles quantize only blocks along one dimension, of 32 or 128; ``rmsnorm_rows`` also quantizes whole rows. For others
+(rows of SwiGLU, columns, tensors) the amax is known only when all programs have finished: the result is written first
+and then cast by ``cast.py``; the gradients of SwiGLU are then written in 16 bits once, too. The kernels collect the
+amax of a whole tensor as they run, which saves a pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TILE = 128
 
 
 class _Out:
-    """One quantized output: ``codes`` and ``scales`` as a kernel writes them, ``quantized`` as others read them."""
+    """One quantized output: the buffers ``codes`` and ``scales`` that a kernel fills, and their views ``quantized``."""
 
     def __init__(self, like: Tensor, spec: CastSpec, contract: int) -> None:
         (rows, cols), device = like.shape, like.device
@@ -71,27 +71,27 @@ class _Out:
 
 
 def _cast(spec: CastSpec | None, contract: int) -> tuple[int, bool, bool] | None:
-    """What a kernel has to know of a cast: see ``fused_kernels._store_row``."""
+    """The constant that describes a cast to a kernel: CAST in ``fused_kernels``."""
     return None if spec is None else (max(spec.block[contract], 0), spec.scale != "fp32", spec.format == "e5m2")
 
 
 def _out(like: Tensor, spec: CastSpec | None, contract: int) -> _Out | None:
-    """An output of a tile, if its blocks lie within one."""
+    """The output that a tile's program quantizes itself, or None if the blocks do not fit in a tile."""
     if spec is None or spec.block[1 - contract] != 1 or spec.block[contract] not in (32, TILE):
         return None
     return _Out(like, spec, contract)
 
 
 def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int) -> dict[str, Any]:
-    """The constants of a tile's program that quantizes under these specs itself."""
+    """The constants of a tile's program that quantizes with these specs."""
     constants: dict[str, Any] = {"ROW": _cast(row, 1), "COL": _cast(col, 0)}
     if col is None:
         return constants | {"BM": 32, "BK": TILE, "num_warps": 4}
     constants |= {"BM": TILE, "BK": TILE, "num_warps": 16}
     light = all(max(s.block) == TILE and s.scale == "pow2" for s in (row, col) if s is not None)
     if light and itemsize == 2:
-        # 64 registers let two programs share a multiprocessor: one computes while the other waits for memory. Blocks
-        # of 32, true divisions and wide inputs would have to spill for that.
+        # With 64 registers two programs share a multiprocessor: one computes while the other waits for memory. Blocks
+        # of 32, true divisions and wide inputs would spill.
         constants["maxnreg"] = 64
     return constants
 
@@ -99,7 +99,7 @@ def _program(row: CastSpec | None, col: CastSpec | None, itemsize: int) -> dict[
 def _tiles(
     like: Tensor, row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid and the constants of a program; tiles cover the padding of every output, too."""
+    """The grid and the constants of a program; tiles cover the padding of every output."""
     constants = _program(row if row_out else None, col if col_out else None, like.itemsize)
     down = like.shape[0] if col_out else round_up(like.shape[0], ALIGN)
     constants["WHOLE"] = like.shape[0] % constants["BM"] == like.shape[1] % TILE == 0  # nothing to mask
@@ -109,14 +109,14 @@ def _tiles(
 def _unit(*tensors: Tensor) -> int:
     """The largest of 1, 2, 4, 8, 16 that divides the columns and all row strides.
 
-    Triton reads several values at once only where it can prove alignment, and it looks no further than "divides by
-    16"; 3420 columns would be read one by one. Handing over 3420 / 4 and the constant 4 proves 4 at a time.
+    Triton vectorizes loads only where it can prove alignment, and for arguments it checks only "divides by 16"; 3420
+    columns would be read one by one. Passing 3420 / 4 and the constant 4 proves 4 at a time.
     """
     return gcd(16, tensors[0].shape[1], *(t.stride(0) for t in tensors))
 
 
 def _rows_of(x: Tensor) -> Tensor:
-    """x with its columns side by side; rows may be any distance apart, as those of a half of gate and up."""
+    """x with contiguous columns; rows may have any stride, as in one half of a joint gate and up."""
     x = x.detach()
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
@@ -126,7 +126,7 @@ def _pair(out: _Out | None) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _top(like: Tensor, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
-    """Where a kernel takes the amax of its result, if all casts of it that come after want that of the whole tensor."""
+    """A zero to take the amax of a kernel's result in, if all later casts need the whole tensor's; else None."""
     blocks = {spec.block for out, spec in outs if out is None and spec is not None}
     return cast.zeros(1, like.device) if blocks == {(-1, -1)} else None
 
@@ -135,18 +135,18 @@ def _results(
     y: Tensor | None, top: Tensor | None,
     row: CastSpec | None, row_out: _Out | None, col: CastSpec | None, col_out: _Out | None,
 ) -> tuple[Quantized | None, Quantized | None]:  # fmt: skip
-    """What the kernel quantized, or else the cast of what it wrote, in one pass for both; None for None."""
-    made = [None if out is None else out.quantized for out in (row_out, col_out)]
+    """(row, column) results: what the kernel quantized, else the cast of y, in one pass for both; None for no spec."""
+    results = [None if out is None else out.quantized for out in (row_out, col_out)]
     jobs = [(s, c) for s, c, out in ((row, 1, row_out), (col, 0, col_out)) if s is not None and out is None]
     if jobs:
         assert y is not None
         for (_, contract), q in zip(jobs, cast.quantize_jobs(y, tuple(jobs), top), strict=True):
-            made[1 - contract] = q
-    return made[0], made[1]
+            results[1 - contract] = q
+    return results[0], results[1]
 
 
 def _plain(like: Tensor, emit: bool, *outs: tuple[_Out | None, CastSpec | None]) -> Tensor | None:
-    """Room for the result in 16 bits: if it is asked for, or if a cast has to read it."""
+    """A buffer for the result in ``like``'s dtype, if the caller wants it (``emit``) or a later cast reads it."""
     wanted = emit or any(out is None and spec is not None for out, spec in outs)
     return torch.empty(like.shape, dtype=like.dtype, device=like.device) if wanted else None
 
@@ -170,6 +170,7 @@ def rmsnorm_quantize(
     size = (rows, x.stride(0) // unit, cols // unit)
     top = _top(x, (row_out, row), (col_out, col))
     if by_rows:
+        # About 4096 values per program, one row at least; a warp for each 1024 of a row.
         wide = max(TILE, triton.next_power_of_2(cols))
         high = max(1, 4096 // wide)
         constants = dtypes | {"CAST": _cast(row, 1), "UNIT": unit, "BM": high, "BK": wide}
@@ -181,8 +182,8 @@ def rmsnorm_quantize(
         grid, constants = _tiles(x, row, row_out, col, col_out)
         outs = (*_pair(row_out), *_pair(col_out))
         launch(kernels.rmsnorm_tile, grid, x, weight, rstd, y, *outs, top, *size, UNIT=unit, **dtypes, **constants)
-    given = y if low is None else y.to(low)
-    return y, rstd, *_results(given, top, row, row_out, col, col_out)
+    to_cast = y if low is None else y.to(low)
+    return y, rstd, *_results(to_cast, top, row, row_out, col, col_out)
 
 
 def swiglu_quantize(
@@ -197,7 +198,7 @@ def swiglu_quantize(
 def swiglu_codes(
     gate: Tensor, up: Tensor, row: CastSpec | None, col: CastSpec | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """:func:`swiglu_quantize` without h, where nobody reads it: (h under ``row``, h under ``col``)."""
+    """:func:`swiglu_quantize` without h, for callers that do not read it: (h under ``row``, h under ``col``)."""
     return _swiglu(gate, up, row, col, emit=False)[1:]
 
 

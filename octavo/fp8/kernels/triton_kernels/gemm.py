@@ -1,15 +1,15 @@
 """The three GEMMs of every recipe in one kernel: out [M, N] = a contracted with b.
 
 fwd contracts dimension 1 of both (x [M, K], w [N, K]), dgrad dimension 1 of dy [M, N] and 0 of w [N, K], wgrad
-dimension 0 of both (dy [M, N], x [M, K]). ``cast.relaid`` brings each operand into one form, rows of codes with the
-contraction contiguous, so that the kernel knows a single case; ``contraction`` is its arithmetic.
-:mod:`tiles` says which form of it runs.
+dimension 0 of both (dy [M, N], x [M, K]). ``cast.relaid`` brings each operand into one layout, rows of codes with the
+contraction contiguous, so that the kernel has a single case; its arithmetic is in ``contraction``.
+:mod:`tiles` chooses the form of the kernel.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,29 +26,32 @@ from octavo.fp8.kernels.triton_kernels.tiles import Gpu, Tile
 
 @triton.jit(do_not_specialize=["M", "K"])
 def gemm_kernel(
-    a,
-    b,
-    out,
-    a_scale,
-    b_scale,
-    bias,
+    a,  # [M, a_held] FP8 codes (uint8 in the interpreter): pointer, or TMA descriptor where FORM.tma
+    b,  # [N, b_held] likewise; both have the contraction contiguous
+    out,  # [M, N] contiguous, fp32, bf16 or fp16
+    a_scale,  # [a's free blocks, blocks of K] fp32, or uint8 for e8m0
+    b_scale,  # [b's free blocks, blocks of K] likewise
+    bias,  # [N] any float, or None
     M,
     N,
-    K,
-    a_held,
+    K,  # codes that are contracted; zeros follow up to the held ones
+    a_held,  # codes per row in memory, a multiple of 16
     b_held,
-    a_stride_f,
+    a_stride_f,  # strides of the scales, in elements: free dimension, contraction
     a_stride_k,
     b_stride_f,
     b_stride_k,
     FORM: tl.constexpr,
     TILE: tl.constexpr,
-    BIAS: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr,  # whether to add the bias
+    GROUP_M: tl.constexpr,  # row tiles that go down together (contraction.place)
 ):
+    """One tile [TILE.m, TILE.n] of out = a @ b.T times the scales, plus bias."""
+    # M and K are not specialized: a new batch size or sequence length must not compile the kernel again.
     i, j = place(tl.program_id(0), tl.cdiv(M, TILE.m), tl.cdiv(N, TILE.n), GROUP_M)
     row = i * TILE.m
     col = j * TILE.n
+    # Main loop over K; all scales are applied, in fp32.
     acc = contract(
         (a, row, M, a_held),
         (b, col, N, b_held),
@@ -59,6 +62,7 @@ def gemm_kernel(
         FORM,
         TILE,
     )
+    # Epilogue: bias, one rounding, masked store.
     store(out, acc, row, col, M, N, bias, BIAS, TILE)
 
 
@@ -78,15 +82,15 @@ def gemm(
     Args:
         a_q, b_q: matrices under any specs whose scales hold for 32, 128 or all of the contraction.
         a_contract, b_contract: the contracted dimensions, 0 or 1; both 1 is a forward GEMM, which may accumulate fast.
-        out_dtype: fp32, bf16 or fp16; rounded to once.
-        bias: added in fp32 before that, [free dimension of b].
-        gpu, tile: in place of the device's own, for tests and measurements.
-        fixed: by the tile that serves every number of rows.
+        out_dtype: fp32, bf16 or fp16; the result is rounded once, to this.
+        bias: [free dimension of b], added in fp32 before the rounding.
+        gpu, tile: used instead of the device's own, for tests and measurements.
+        fixed: use the one tile that serves every number of rows (:func:`tiles.fixed`).
 
     Returns:
         [free dimension of a, free dimension of b], contiguous.
 
-    Raises CastError for operands that do not agree, or scales that change at another pace along the contraction.
+    Raises CastError for operands that do not agree, or scales that change at another interval along the contraction.
     """
     if a_q.data.dim() != 2 or b_q.data.dim() != 2 or a_q.data.shape[a_contract] != b_q.data.shape[b_contract]:
         raise CastError(
@@ -99,6 +103,7 @@ def gemm(
     out = torch.empty(sizes[:2], dtype=out_dtype, device=a_q.data.device)
     if 0 in plan.grid:
         return out
+    # Operands that were cast for another contraction are copied into the kernel's layout here.
     a, b, tile = cast.relaid(a_q, a_contract), cast.relaid(b_q, b_contract), plan.tile
     bias = None if bias is None else bias.contiguous()
     launch(
@@ -115,23 +120,23 @@ def gemm(
 
 
 class Plan(NamedTuple):
-    """Everything about a GEMM that follows from casts and sizes; ``tma``: its operands are descriptors."""
+    """The parts of a launch that follow from casts and sizes; ``tma``: the operands are TMA descriptors."""
 
     tile: Tile
     tma: bool
     grid: tuple[int]
-    constants: dict[str, Any]
+    constants: dict[str, object]
 
 
 @lru_cache(maxsize=4096)
 def _plan(
     jobs: tuple[cast.Job, cast.Job], sizes: tuple[int, int, int], gpu: Gpu, tile: Tile | None, bias: bool, fixed: bool
 ) -> Plan:
-    """Worked out once for all GEMMs of these casts and sizes (rows, columns, contraction)."""
+    """Computed once for all GEMMs of these casts and sizes (rows, columns, contraction)."""
     rows, cols, contracted = sizes
     grains = tiles.grain(*jobs[0]), tiles.grain(*jobs[1])
     form = tiles.form(*grains, fast=jobs[0][1] == jobs[1][1] == 1, gpu=gpu)
-    if not contracted:  # nothing to describe, and nothing will be read
+    if not contracted:  # a TMA descriptor of an empty tensor is invalid, and the kernel reads nothing
         form = form._replace(tma=False)
     tile = tile or (tiles.fixed(form, gpu) if fixed else tiles.choose(rows, cols, form, gpu))
     grid = (layout.ceil_div(rows, tile.m) * layout.ceil_div(cols, tile.n),)

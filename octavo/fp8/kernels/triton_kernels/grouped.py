@@ -1,16 +1,17 @@
 """Grouped GEMMs: the rows of all experts at once, each with its expert's weights, without waiting for the device.
 
-Rows lie as ``groups`` says, each expert's beginning at a multiple of 128, so that a tile of rows has one expert::
+Rows are ordered as ``groups`` says: each expert's begin at a multiple of 128, so that a tile of rows has one expert::
 
     fwd    y  [R, N]    = x [R, K]  . w [E, N, K]     the expert of a tile from ``groups.tiles``
     dgrad  dx [R, K]    = dy [R, N] . w [E, N, K]     the same, contracting N
     wgrad  dw [E, N, K] = dy [R, N] . x [R, K]        contracting an expert's rows: from ``groups.starts`` and ``sizes``
 
-How many rows an expert has is read inside the kernels. Tiles of no expert are set to zero; an expert without rows has a
-contraction of no steps and gets zeros. ``contraction`` is the arithmetic, ``tiles`` chooses the form, as for ``gemm``.
+The kernels read the number of rows of an expert on the device. Tiles of no expert are set to zero; an expert without
+rows has a contraction of no steps and gets zeros. As for ``gemm``, ``contraction`` has the arithmetic and ``tiles``
+chooses the form.
 
-Weights are rows of codes too, one expert's [free, contracted] matrix behind the other (``layout.experts_k_major``), so
-that a tile's expert merely says at which row its weights begin.
+Weights are rows of codes too, one expert's [free, contracted] matrix after the other (``layout.experts_k_major``), so
+that the expert of a tile only changes the row at which its weights begin.
 """
 
 from __future__ import annotations
@@ -34,22 +35,46 @@ from octavo.fp8.kernels.triton_kernels.tiles import Gpu
 
 @triton.jit(do_not_specialize=["rows", "K"])
 def grouped_rows_kernel(
-    a, b, out, a_scale, b_scale, bias, experts,
-    rows, N, K, a_held, b_held, b_rows, b_all,
-    a_stride_e, a_stride_f, a_stride_k, b_stride_e, b_stride_f, b_stride_k,
-    FORM: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr, GROUP_M: tl.constexpr, OWNED: tl.constexpr,
-):  # fmt: skip
-    """fwd and dgrad: a tile of rows [rows, K] times its expert's b [N, K]; ``experts`` [rows / OWNED]."""
+    a,  # [rows, a_held] FP8 codes of all experts' rows: pointer, or TMA descriptor where FORM.tma
+    b,  # [E * b_rows, b_held] FP8 codes, likewise: each expert's [N, K], padded to b_rows rows
+    out,  # [rows, N] contiguous, fp32, bf16 or fp16
+    a_scale,  # [free blocks, blocks of K], or [E] where an expert's rows share one; fp32, or uint8 for e8m0
+    b_scale,  # [E, free blocks, blocks of K] likewise
+    bias,  # [E, N] any float, or None
+    experts,  # [rows / OWNED] int32: the expert of each OWNED rows, -1 for none
+    rows,  # R, a multiple of OWNED
+    N,
+    K,
+    a_held,  # codes per row in memory, a multiple of 16
+    b_held,
+    b_rows,  # rows of b per expert
+    b_all,  # rows of b in all
+    a_stride_e,  # strides of the scales, in elements: expert, free block, block of the contraction; 0 where shared
+    a_stride_f,
+    a_stride_k,
+    b_stride_e,
+    b_stride_f,
+    b_stride_k,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
+    BIAS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OWNED: tl.constexpr,  # 128: rows that have one expert (groups.TILE)
+):
+    """fwd and dgrad: one tile [TILE.m, TILE.n] of rows [rows, K] times their expert's b [N, K]."""
+    # OWNED is a multiple of TILE.m, so all rows of the tile have one expert.
     i, j = place(tl.program_id(0), rows // TILE.m, tl.cdiv(N, TILE.n), GROUP_M)
     row = i * TILE.m
     col = j * TILE.n
     expert = tl.load(experts + row // OWNED)
     if expert < 0:
+        # Padding rows after the last expert: out is not cleared by the host, so zeros are stored here.
         BLOCK_M: tl.constexpr = TILE.m
         BLOCK_N: tl.constexpr = TILE.n
         nothing = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         store(out, nothing, row, col, rows, N, bias, False, TILE)
         return
+    # Scales of this expert. a_stride_e is 0 unless all rows of an expert share a scale; weights can exceed 2^31.
     a_scale += expert * a_stride_e
     b_scale += expert.to(tl.int64) * b_stride_e
     acc = contract(
@@ -62,27 +87,50 @@ def grouped_rows_kernel(
         FORM,
         TILE,
     )
+    # Epilogue: the expert's bias, one rounding, masked store.
     store(out, acc, row, col, rows, N, bias + expert * N if BIAS else bias, BIAS, TILE)
 
 
 @triton.jit(do_not_specialize=["M"])
 def grouped_wgrad_kernel(
-    a, b, out, a_scale, b_scale, starts, sizes,
-    M, N, a_held, b_held,
-    a_stride_e, a_stride_f, a_stride_k, b_stride_e, b_stride_f, b_stride_k,
-    FORM: tl.constexpr, TILE: tl.constexpr, GROUP_M: tl.constexpr, OWNED: tl.constexpr,
-):  # fmt: skip
-    """One tile of one expert's [M, N]: a [M, rows] contracted with b [N, rows] over that expert's rows."""
+    a,  # [M, a_held] FP8 codes of dy, its rows contiguous: pointer, or TMA descriptor where FORM.tma
+    b,  # [N, b_held] FP8 codes of x, likewise
+    out,  # [E, M, N] contiguous, fp32, bf16 or fp16
+    a_scale,  # [free blocks, blocks of rows], [E, M] or [E] where an expert's rows share one; fp32 or uint8 (e8m0)
+    b_scale,  # likewise
+    starts,  # [E + 1] int32: the first row of each expert, multiples of OWNED
+    sizes,  # [E] int32: the real rows of each expert
+    M,
+    N,
+    a_held,  # codes per row in memory, a multiple of 16
+    b_held,
+    a_stride_e,  # strides of the scales, in elements: expert, free block, block of the contraction; 0 where shared
+    a_stride_f,
+    a_stride_k,
+    b_stride_e,
+    b_stride_f,
+    b_stride_k,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    OWNED: tl.constexpr,  # 128: rows that have one expert (groups.TILE)
+):
+    """One tile of one expert's [M, N]: a [M, rows] contracted with b [N, rows] over the rows of that expert."""
+    # Place: all tiles of one expert, then the next expert; within one, as for a plain GEMM.
     down = tl.cdiv(M, TILE.m)
     across = tl.cdiv(N, TILE.n)
     expert = tl.program_id(0) // (down * across)
     i, j = place(tl.program_id(0) % (down * across), down, across, GROUP_M)
     row = i * TILE.m
     col = j * TILE.n
+    # The stretch of the contraction that is this expert's; the hint keeps loads of scales vectorized.
     first = tl.multiple_of(tl.load(starts + expert), OWNED)
-    last = first + tl.cdiv(tl.load(sizes + expert), OWNED) * OWNED  # rows beyond an expert's own hold zero codes
+    # Whole steps of 128: rows between the expert's last one and the next expert's first have zero codes. No rows, no
+    # steps: the tile is zero.
+    last = first + tl.cdiv(tl.load(sizes + expert), OWNED) * OWNED
     a_scale += expert.to(tl.int64) * a_stride_e
     b_scale += expert.to(tl.int64) * b_stride_e
+    # Main loop over the expert's rows; all scales are applied, in fp32.
     acc = contract(
         (a, row, M, a_held),
         (b, col, N, b_held),
@@ -93,12 +141,13 @@ def grouped_wgrad_kernel(
         FORM,
         TILE,
     )
+    # Epilogue: one rounding, masked store into the expert's matrix; ``out`` takes the place of the unused bias.
     store(out + expert.to(tl.int64) * M * N, acc, row, col, M, N, out, False, TILE)
 
 
 class _Held(NamedTuple):
-    """An operand: codes [rows held, held along the contraction]; scales with their strides by (expert, free block,
-    contracted block); rows held of one expert; real sizes."""
+    """An operand: codes [rows in memory, codes per row]; scales with their strides by (expert, free block, contracted
+    block); rows in memory per expert; the real sizes."""
 
     codes: Tensor
     scale: Tensor
@@ -118,7 +167,7 @@ def fwd(
     fixed: bool = False,
 ) -> Tensor:
     """y [R, N] = x [R, K] times each expert's w [E, N, K] transposed, plus bias [E, N]; zeros in tiles of no expert.
-    ``fixed``: by the tile that serves every number of rows.
+    ``fixed``: use the one tile that serves every number of rows.
     Raises CastError for operands that do not agree with each other or with ``groups``."""
     return _rows("fwd", x_q, w_q, 1, groups, out_dtype, bias, gpu, fixed)
 
@@ -148,7 +197,7 @@ def _rows(
         or (a_shape[0], w_shape[0]) != (groups.rows, groups.experts)
     ):
         raise CastError(
-            f"grouped_{name}: rows {list(a_shape)} and weights {list(w_shape)} do not fit each other, or groups of "
+            f"grouped_{name}: rows {list(a_shape)} and weights {list(w_shape)} do not match each other, or groups of "
             f"{groups.rows} rows and {groups.experts} experts. It takes [R, {'NK'[w_contract]}] and [E, N, K]."
         )
     gpu = gpu or tiles.gpu_of(a_q.data.device)
@@ -157,7 +206,7 @@ def _rows(
     out = torch.empty(groups.rows, b.free, dtype=out_dtype, device=a.codes.device)
     if out.numel() == 0 or not groups.experts:
         return out.zero_()
-    if b.codes.numel() == 0:  # nothing to describe, and nothing will be read
+    if b.codes.numel() == 0:  # a TMA descriptor of an empty tensor is invalid, and the kernel reads nothing
         form = form._replace(tma=False)
     if fixed:
         tile = tiles.fixed(form, gpu, OWNED_ROWS)

@@ -1,19 +1,19 @@
-"""Casts for experts in Triton: their rows, and their weights. The kernels are those of ``cast``.
+"""Casts of experts' rows and weights in Triton, with the kernels of ``cast``.
 
 Rows [R, K] of all experts (:mod:`octavo.fp8.kernels.groups`): a tile of rows belongs to one expert, which the kernel
-looks up on the device in ``groups.tiles``; rows past the expert's last one are taken for zeros, whatever they hold. In
-memory the result lies as a matrix of R rows under :mod:`octavo.fp8.kernels.layout`. Scales of finite blocks and of rows
-do too; those of whole columns, [E, K], and of whole experts, [E, 1], are contiguous.
+looks up on the device in ``groups.tiles``; rows after the expert's last one count as zeros, whatever they hold. Codes
+have the layout of a matrix of R rows in :mod:`octavo.fp8.kernels.layout`, and so have scales of finite blocks and of
+rows; scales of whole columns, [E, K], and of whole experts, [E, 1], are contiguous.
 
-Weights [E, N, K]: a batch of matrices, each of them laid out as that page has it, one behind the other::
+Weights [E, N, K]: a batch of matrices in the same layout, one after the other::
 
     codes    [E, free padded, contracted padded], contiguous
-    scales   [E, free blocks, contracted blocks]: of each expert in the order of a matrix, its padding included, so that
-             the distance between two experts is that of their padded scales: read the strides
+    scales   [E, free blocks, contracted blocks]: for each expert in the order of a matrix, with its padding, so that
+             the stride between experts includes padding: read the strides
 
 where contract 1 has N free and K contracted, contract 0 the reverse. ``data`` [E, N, K] and ``scale`` [E, N / r, K / c]
-are views of the real ones, transposed for contract 0. ``layout.experts_k_major`` takes the codes as they are;
-:func:`relaid` lays them out for the other contraction where a block serves both.
+are views of the real elements, transposed for contract 0. ``layout.experts_k_major`` takes the codes as they are;
+:func:`relaid` copies them for the other contraction where a block serves both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from octavo.fp8.kernels.triton_kernels.room import allocate
 
 def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
     """See ``Backend.quantize_rows``. One launch for finite blocks and rows, four where all rows share a scale. Raises
-    CastError if x is no matrix of ``groups.rows`` rows, or cannot be cast at all."""
+    CastError if x is not a matrix of ``groups.rows`` rows, or cannot be cast."""
     _check(x, groups)
     return _rows(x, ((spec, contract),), groups)[0]
 
@@ -66,7 +66,7 @@ def _rows(x: Tensor, jobs: cast.Jobs, groups: Groups) -> list[Quantized]:
 
 def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
     """See ``Backend.quantize_experts``: all experts in one launch, three where rows, columns or all share a scale and
-    no tile holds them. Raises CastError if w is not [E, N, K], or cannot be cast at all.
+    no tile holds them. Raises CastError if w is not [E, N, K], or cannot be cast.
     """
     reference.castable(w)
     if w.dim() != 3:
@@ -76,5 +76,5 @@ def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
 
 
 def relaid(q: Quantized, contract: int) -> Operand:
-    """``layout.experts_k_major`` whose copy of codes, where one is needed, is made by a kernel."""
+    """``layout.experts_k_major``, with a kernel for the copy of codes where one is needed."""
     return layout.experts_k_major(q, contract, cast.relay)

@@ -1,9 +1,9 @@
-"""How kernels are started, and seen being started.
+"""Kernel launches, and a counter of them for tests.
 
-Triton's own ``kernel[grid](...)`` takes about 20 us: it looks for the compiled kernel anew at every launch. Here a
-compiled kernel is remembered by what Triton compiles apart: constants by their values, tensors by their dtype and
-whether their address divides by 16, integers by whether they are 1, divide by 16, and how many bits they take, other
-arguments by their type. A launch of a kind that was made before goes straight to the driver.
+Triton's own ``kernel[grid](...)`` takes about 20 us, because it looks the compiled kernel up again at every launch.
+This cache keys a compiled kernel by everything that Triton specializes on: constants by their values, tensors by dtype
+and whether their address divides by 16, integers by whether they are 1, divide by 16, and their number of bits, other
+arguments by type. A launch of a known kind goes straight to the driver.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from triton import knobs
 from triton.runtime import driver
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether the kernels run in Triton's interpreter: settled when they are imported, as Triton settles it."""
+"""Whether the kernels run in Triton's interpreter: decided when they are imported, as Triton does."""
 
-_MOST = 4096  # kinds of launches that are remembered
+_MOST = 4096  # kinds of launches in the cache: a bound for callers whose sizes never repeat
 _watchers: list[Counter[str]] = []
-_compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}  # the kernel, compiled, its constants in order
+_compiled: dict[tuple[object, ...], tuple[Any, Any, tuple[object, ...]]] = {}  # the kernel, compiled, its constants
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Run ``kernel`` on ``grid``; a grid without programs runs nothing. ``args`` are its first arguments; ``options``
-    its constants, which come last, and how it is compiled."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, **options: object) -> None:
+    """Run ``kernel`` on ``grid``, or nothing on an empty grid. ``args`` are its first arguments; ``options`` its
+    constants, which come last, and compile options such as ``num_warps``."""
     if 0 in grid:
         return
     for seen in _watchers:
@@ -40,49 +40,50 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         run(kernel, grid, args, options)
 
 
-def run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """A launch as Triton makes it, by what is remembered of one of the same kind."""
+def run(kernel: Any, grid: tuple[int, ...], args: tuple[object, ...], options: dict[str, object]) -> None:
+    """The same launch as Triton's, by the compiled kernel of an earlier launch of the same kind, if there is one."""
     device = driver.active.get_current_device()
-    kinds: list[Any] = [id(kernel), device, *options, *options.values()]
+    kinds: list[object] = [id(kernel), device, *options, *options.values()]
     for arg in args:
         if isinstance(arg, Tensor):
             kinds += (arg.dtype, arg.data_ptr() % 16 == 0)
         else:
             kinds.append(_kind_of_int(arg) if type(arg) is int else _kind(arg))
     key = tuple(kinds)
-    found = _compiled.get(key)
-    if found is None:
+    entry = _compiled.get(key)
+    if entry is None:
         compiled = kernel[grid](*args, **options)
         if len(_compiled) >= _MOST:
             _compiled.clear()
-        if compiled is not None:  # None where a hook of Triton's forbade it
+        if compiled is not None:  # None if a hook of Triton prevented it
             _compiled[key] = kernel, compiled, tuple(options[name] for name in kernel.arg_names[len(args) :])
         return
-    _, compiled, constants = found  # the kernel is held, so that no other comes to have its id
+    _, compiled, constants = entry  # the entry keeps the kernel alive: its id cannot be reused
     stream = driver.active.get_current_stream(device)
     x, y, z = (*grid, 1, 1)[:3]
     compiled.run(x, y, z, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constants)
 
 
 @lru_cache(maxsize=1 << 16)
-def _kind_of_int(value: int) -> tuple[Any, ...]:
+def _kind_of_int(value: int) -> tuple[bool, bool, int]:
     bits = 32 if -(1 << 31) <= value < 1 << 31 else 64 if value < 1 << 63 else 65
     return value == 1, value % 16 == 0, bits
 
 
-def _kind(arg: Any) -> Any:
-    """Of an argument that is neither a tensor nor an integer: None is a constant, a descriptor has a block."""
+def _kind(arg: Any) -> object:
+    """The key of an argument that is neither a tensor nor an integer: dtype and block of a TMA descriptor, else the
+    type, also for None, which Triton compiles as a constant."""
     return (arg.base.dtype, *arg.block_shape) if hasattr(arg, "block_shape") else type(arg)
 
 
 def _hooked() -> bool:
-    """Whether a profiler wants to be told of launches, which Triton does."""
+    """Whether a profiler has registered launch hooks, which only Triton's own launch calls."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 @contextmanager
 def launches() -> Iterator[Counter[str]]:
-    """Count launches by the kernel's name, so that a test can show that the kernel it vouches for ran."""
+    """Count launches by the kernel's name, so that a test can check which kernel ran."""
     seen: Counter[str] = Counter()
     _watchers.append(seen)
     try:

@@ -1,7 +1,7 @@
-"""What a cast writes into: buffers for codes and scales, padded as :mod:`octavo.fp8.kernels.layout` has it.
+"""The buffers that a cast fills: codes and scales, padded as in :mod:`octavo.fp8.kernels.layout`.
 
-Codes and scales of one layout are two allocations and at most two views more; both layouts in one would keep the codes
-of the forward in memory for as long as the backward's are.
+Codes and scales of one layout are two allocations and at most two more views; one allocation for both layouts would
+keep the codes of the forward in memory as long as the codes of the backward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from octavo.fp8.kernels.layout import round_up
 
 
 class Laid(NamedTuple):
-    """What a kernel fills: ``codes`` uint8 and ``scales`` fp32 or uint8, the buffers with their padding; ``data`` and
-    ``scale``, the views of the real ones, [*batch, rows, columns] and [*batch, row blocks, column blocks]."""
+    """Buffers that a kernel fills, ``codes`` uint8 and ``scales`` fp32 or uint8, with padding; ``data`` and ``scale``:
+    views of their real elements, [*batch, rows, columns] and [*batch, row blocks, column blocks]."""
 
     codes: Tensor
     scales: Tensor
@@ -30,29 +30,26 @@ class Laid(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a cast of one geometry is written into, in the order of the matrix whatever is contiguous in memory.
+    """Sizes and strides of the buffers for a cast of one geometry, in the order of the matrix dimensions."""
 
-    Sizes of the buffer of codes, of the real ones in it, and the strides of both; the same of scales; ``padding``: the
-    kernel writes row and column blocks up to multiples of these. ``dtype``: of codes; ``e8m0``: that of scales.
-    """
-
-    codes: tuple[int, ...]
-    data: tuple[int, ...]
-    strides: tuple[int, ...]
-    scales: tuple[int, ...]
-    scale: tuple[int, ...]
-    steps: tuple[int, ...]
-    padding: tuple[int, int]
-    dtype: torch.dtype
-    e8m0: bool
+    codes: tuple[int, ...]  # sizes of the buffer of codes, with padding
+    data: tuple[int, ...]  # sizes of its real part
+    strides: tuple[int, ...]  # of both
+    scales: tuple[int, ...]  # sizes of the buffer of scales, with padding
+    scale: tuple[int, ...]  # sizes of its real part
+    steps: tuple[int, ...]  # strides of both
+    padding: tuple[int, int]  # the kernel writes row and column blocks up to multiples of these
+    dtype: torch.dtype  # of the codes
+    e8m0: bool  # whether scales are bytes; else fp32
 
 
 def allocate(x: Tensor, spec: CastSpec, contract: int, groups: Groups | None = None) -> Laid:
-    """Room for the cast of x [*batch, rows, columns], for each of a batch. Nothing is written yet."""
+    """Uninitialized buffers for the cast of x [*batch, rows, columns]."""
     return make(room(x.shape, spec, contract, None if groups is None else groups.experts), x.device)
 
 
 def make(place: Room, device: torch.device) -> Laid:
+    """Allocate the buffers of ``place`` and take the views of their real elements."""
     e8m0 = place.e8m0
     codes = torch.empty_strided(place.codes, place.strides, dtype=torch.uint8, device=device)
     scales = torch.empty_strided(place.scales, place.steps, dtype=torch.uint8 if e8m0 else torch.float32, device=device)
@@ -66,11 +63,13 @@ def make(place: Room, device: torch.device) -> Laid:
 
 @lru_cache(maxsize=4096)
 def room(shape: torch.Size, spec: CastSpec, contract: int, experts: int | None) -> Room:
-    """Worked out once for each shape. ``experts``: how many share the rows, where "all rows" is all of an expert."""
+    """Computed once for each shape. ``experts``: their number, if rows belong to them; "all rows" of a block are then
+    all rows of an expert."""
     *batch, rows, cols = shape
     free, contracted = layout.padded_sizes(rows, cols, spec, contract)
     codes, pitch = ((free, contracted), (contracted, 1)) if contract == 1 else ((contracted, free), (1, contracted))
     grid, pads, by_row = layout.grid_of(rows, cols, spec), (1, 1), contract == 1
+    # Scales: one per expert; or along the contraction, in the order that GEMMs read, padded; or in plain order.
     if experts is not None and spec.block[0] == -1:
         grid, by_row = (experts, grid[1]), True
     elif spec.block[contract] != -1 and spec.scale != "e8m0":

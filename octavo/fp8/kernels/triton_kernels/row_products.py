@@ -1,12 +1,13 @@
-"""Products in high precision whose rows stand for themselves: out [M, N] = alpha a [M, K] @ b [K, N] + beta start.
+"""Batch-invariant products in high precision: out [M, N] = alpha a [M, K] @ b [K, N] + beta start.
 
-One form for a dtype, whatever the sizes: tiles of :data:`TILES`, the whole contraction by one program, in steps and in
-order, in fp32 (fp32 operands by fp32 multiplications, never TF32). So an element's sum depends on its row of a and its
-column of b alone, and on neither how many rows there are nor where they stand. A library does better: it cuts the
-contraction where there are few rows, and takes larger tiles where there are many.
+One form per dtype, whatever the sizes: tiles of :data:`TILES`, the whole contraction in one program, step by step in
+order, in fp32 (fp32 operands with fp32 multiplications, never TF32). So the sum of an element depends only on its row
+of a and its column of b, and neither on the number of rows nor on their positions. Libraries are faster: they split the
+contraction for few rows and take larger tiles for many, which changes sums.
 
-Experts: the rows of a lie expert behind expert, and a tile has rows of one. Which expert a tile has, and which rows, is
-worked out on the device (:func:`_places`), so that nobody waits for it; there are as many programs as tiles could be.
+Experts: the rows of a are sorted by expert, and a tile has rows of one expert. :func:`_places` computes on the device
+which expert and which rows a tile has, so that the host does not wait; the grid has the largest possible number of
+tiles.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from octavo.fp8.kernels.triton_kernels.launch import launch
 from octavo.fp8.kernels.triton_kernels.tile_products import dot
 
 TILES = {2: (64, 128, 64, 4, 3), 4: (32, 64, 32, 4, 2)}
-"""Bytes of a number -> rows, columns and steps of a tile, warps, stages. fp32 is not for tensor cores."""
+"""Bytes of a number -> rows, columns and steps of a tile, warps, stages. Tensor cores do not multiply fp32."""
 
 
 def product(a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
-    """alpha a [M, K] @ b [K, N] + beta start (what broadcasts to [M, N], or None), rounded once to ``dtype``."""
+    """alpha a [M, K] @ b [K, N] + beta start (broadcasts to [M, N], or None), rounded once to ``dtype``."""
     (rows, inner), cols = a.shape, b.shape[1]
     out = torch.empty(rows, cols, dtype=dtype, device=a.device)
     m, n, *_ = TILES[a.itemsize]
@@ -36,7 +37,7 @@ def product(a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: floa
 
 
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """Rows of a [R, K], those of expert e ending at ``ends`` [E], times b [E, K, N]: [R, N]; zeros behind the last."""
+    """Rows of a [R, K], where expert e's end at ``ends[e]``, times b [E, K, N]: [R, N]; zeros after the last."""
     (rows, inner), (experts, _, cols) = a.shape, b.shape
     out = torch.zeros(rows, cols, dtype=a.dtype, device=a.device)
     m, n, *_ = TILES[a.itemsize]
@@ -47,14 +48,14 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def _places(ends: Tensor, tiles: int, height: int) -> Tensor:
-    """int32 [3, tiles]: expert, first row and the row behind the last of each tile; no row of tiles left over."""
+    """int32 [3, tiles]: expert, first row and end of the rows of each tile; surplus tiles have no rows."""
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    behind = ((ends - starts + height - 1) // height).cumsum(0)  # tiles up to and with each expert
+    last_tiles = ((ends - starts + height - 1) // height).cumsum(0)  # tiles up to and including each expert
     tile = torch.arange(tiles, device=ends.device)
-    expert = torch.searchsorted(behind, tile, right=True)
-    there, expert = expert < len(ends), expert.clamp(max=len(ends) - 1)
-    nth = tile - torch.where(expert > 0, behind[expert - 1], 0)
-    return torch.stack([expert, starts[expert] + nth * height, torch.where(there, ends[expert], 0)]).int()
+    expert = torch.searchsorted(last_tiles, tile, right=True)
+    used, expert = expert < len(ends), expert.clamp(max=len(ends) - 1)
+    nth = tile - torch.where(expert > 0, last_tiles[expert - 1], 0)
+    return torch.stack([expert, starts[expert] + nth * height, torch.where(used, ends[expert], 0)]).int()
 
 
 def _launch(
@@ -73,15 +74,36 @@ def _launch(
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def product_kernel(
-    a, b, out, start, places, beta, alpha, rows, inner, cols, tiles,
-    a_row, b_expert, b_step, b_col, start_row, start_col,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, START: tl.constexpr, GROUPED: tl.constexpr,
-):  # fmt: skip
+    a,  # [rows, inner] bf16, fp16 or fp32, last stride 1
+    b,  # [inner, cols], or [E, inner, cols] if GROUPED, in a's dtype
+    out,  # [rows, cols] contiguous, any float
+    start,  # [rows, cols] any float, by its strides, if START
+    places,  # int32 [3, tiles]: expert, first row, end of the rows of each tile, if GROUPED
+    beta,  # fp32 factors of start and of the product
+    alpha,
+    rows,  # M of the product
+    inner,  # K of the product
+    cols,  # N of the product
+    tiles,  # row tiles of the grid
+    a_row,  # strides in elements
+    b_expert,
+    b_step,
+    b_col,
+    start_row,
+    start_col,
+    M: tl.constexpr,  # rows, columns and contraction of a tile
+    N: tl.constexpr,
+    K: tl.constexpr,
+    START: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """One tile [M, N] of out = alpha a @ b + beta start."""
+    # rows and tiles are not specialized: a kernel compiled for other row counts could sum in another order.
     tile = tl.program_id(0)
     if GROUPED:
         first = tl.load(places + tiles + tile)
         rows = tl.load(places + 2 * tiles + tile)
-        if first >= rows:
+        if first >= rows:  # a surplus tile
             return
         b += tl.load(places + tile).to(tl.int64) * b_expert
     else:
@@ -89,14 +111,17 @@ def product_kernel(
     row = first + tl.arange(0, M)
     col = tl.program_id(1) * N + tl.arange(0, N)
     step = tl.arange(0, K)
+    # Rows beyond the edge read the last row again, so that the loop needs no mask of rows.
     a_at = a + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * a_row + step[None, :]
     b_at = b + col.to(tl.int64)[None, :] * b_col + step.to(tl.int64)[:, None] * b_step
+    # The whole contraction in this program, step by step: no split whose number depends on the grid.
     acc = tl.zeros((M, N), tl.float32)
     for k in range(0, inner, K):
-        there = k + step < inner
-        x = tl.load(a_at + k, mask=there[None, :], other=0.0)
-        w = tl.load(b_at + tl.cast(k, tl.int64) * b_step, mask=there[:, None] & (col < cols)[None, :], other=0.0)
+        inside_k = k + step < inner
+        x = tl.load(a_at + k, mask=inside_k[None, :], other=0.0)
+        w = tl.load(b_at + tl.cast(k, tl.int64) * b_step, mask=inside_k[:, None] & (col < cols)[None, :], other=0.0)
         acc += dot(x, w)
+    # Epilogue in fp32: alpha, start, one rounding, masked store.
     inside = (row < rows)[:, None] & (col < cols)[None, :]
     acc *= alpha
     if START:

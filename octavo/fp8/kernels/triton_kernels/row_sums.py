@@ -1,6 +1,6 @@
-"""Sums of rows, each in an order that follows from its length alone: every statistic of a row that a norm or a softmax
-takes is one (``octavo/fp8/invariance/rows.py``). A program has :data:`WIDE` elements, of one long row or of several
-short ones, and adds up a row's pieces element by element first."""
+"""Sums of rows in an order that depends only on the row's length. Norms and softmax take all statistics of a row with
+them (``octavo/fp8/invariance/rows.py``). A program holds :data:`WIDE` elements, of one long row or of several short
+ones, and adds the pieces of a row element by element before it reduces."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from octavo.fp8.kernels.triton_kernels.bits import widen
 from octavo.fp8.kernels.triton_kernels.launch import launch
 
 WIDE = 2048
-_ALIGNED = 16  # bytes: who loads how many numbers at once follows from it, and so do sums
+# Bytes. Triton vectorizes loads by the alignment of the pointer, and the layout of a tile, so the order of its sum,
+# follows from that: every call has the same alignment.
+_ALIGNED = 16
 
 
 def sums(x: Tensor) -> Tensor:
-    """[R]: the sum of each row of x [R, N], in fp32; in float64 of float64."""
+    """The sum of each row of x [R, N]: fp32 [R], or float64 for float64."""
     rows, length = x.shape
     x = x.contiguous()
     if x.data_ptr() % _ALIGNED:
@@ -34,12 +36,22 @@ def sums(x: Tensor) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["rows"])
-def sums_kernel(x, out, rows, LENGTH: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
+def sums_kernel(
+    x,  # [rows, LENGTH] contiguous, any float
+    out,  # [rows] fp32, or float64 for float64
+    rows,
+    LENGTH: tl.constexpr,  # a constant: the loop is compiled for one length, whatever the number of rows
+    DOWN: tl.constexpr,  # rows per program
+    ACROSS: tl.constexpr,  # columns per step
+):
+    """Sums of DOWN rows."""
     row = tl.program_id(0) * DOWN + tl.arange(0, DOWN)
     at = x + row.to(tl.int64)[:, None] * LENGTH
+    # Add the steps element by element, in order; the ragged tail reads as 0.
     acc = tl.zeros((DOWN, ACROSS), out.dtype.element_ty)
     for start in range(0, LENGTH, ACROSS):
         column = start + tl.arange(0, ACROSS)[None, :]
         part = tl.load(at + column, mask=(row < rows)[:, None] & (column < LENGTH), other=0.0)
         acc += part if x.dtype.element_ty == tl.float64 else widen(part)
+    # One reduction of [DOWN, ACROSS] at the end: its order does not depend on which rows are in the tile.
     tl.store(out + row, tl.sum(acc, axis=1), mask=row < rows)

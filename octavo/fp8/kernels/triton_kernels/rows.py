@@ -1,8 +1,8 @@
-"""The kernels whose rows stand for themselves (``invariance.RowKernels``), each kind and size tried on the device.
+"""The batch-invariant kernels (``invariance.RowKernels``). Each kind and size is tested on the device before use.
 
-FP8 products are those of :mod:`gemm` and :mod:`grouped` in one form, whose tile follows from casts and device alone
-(``tiles.fixed``). Random operands have as many columns as a few tiles and the edge of the real ones: programs of other
-columns run the same code.
+FP8 products use :mod:`gemm` and :mod:`grouped` in one form, whose tile depends only on casts and device
+(``tiles.fixed``). The random operands of a test have a few tiles of columns plus the edge of the real operands:
+programs of other columns run the same code.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from octavo.fp8.kernels.groups import Groups, route
 from octavo.fp8.kernels.triton_kernels import cast, gemm, grouped, grouped_cast, row_attention, row_products, row_sums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_COLUMNS = 512  # of a trial, beside the edge
+_COLUMNS = 512  # of a trial, without the ragged edge
 _EXPERTS = 3  # of a trial: row r has expert r % 3
 _Run = Callable[[Tensor], Tensor]
 
 
 def product(a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: float, dtype: torch.dtype) -> Tensor:
+    """alpha a [M, K] @ b [K, N] + beta start, as ``row_products.product``. Raises InvarianceError for mixed dtypes."""
     _check("a product", a, b)
     inner, cols, laid = b.shape[0], _few(b.shape[1]), b.stride(0) <= b.stride(1)
 
@@ -37,6 +38,7 @@ def product(a: Tensor, b: Tensor, start: Tensor | None, beta: float, alpha: floa
 
 
 def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """Rows of a by their expert's b, as ``row_products.grouped_product``. Raises InvarianceError for mixed dtypes."""
     _check("a grouped product", a, b)
     inner, cols, laid = b.shape[1], _few(b.shape[2]), b.stride(1) <= b.stride(2)
 
@@ -46,8 +48,8 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         def run(which: Tensor) -> Tensor:
             expert = which % _EXPERTS
             order = expert.argsort(stable=True)
-            own = torch.bincount(expert, minlength=_EXPERTS).cumsum(0).to(a.device)
-            return row_products.grouped_product(x[which[order]], w, own)[order.argsort().to(a.device)]
+            expert_ends = torch.bincount(expert, minlength=_EXPERTS).cumsum(0).to(a.device)
+            return row_products.grouped_product(x[which[order]], w, expert_ends)[order.argsort().to(a.device)]
 
         return run
 
@@ -57,52 +59,55 @@ def grouped_product(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, own: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None, real: Tensor | None,
     window: int | None, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    k, v = k.to(q.dtype), v.to(q.dtype)  # a cache that was read in fp32 holds numbers of q's dtype
+    """Arguments and result as ``row_attention.attend``. Raises InvarianceError for a dtype that no kernel takes."""
+    k, v = k.to(q.dtype), v.to(q.dtype)  # lossless: a cache that was read in fp32 holds numbers of q's dtype
     _check("attention", q, k, v)
     heads, size, wide, count = q.shape[1] // k.shape[1], q.shape[3], v.shape[3], ROWS_OF_TRIAL
 
     def begin() -> _Run:
-        """All queries as one sequence, under a mask; fewer as sequences of their own, by their positions; one query
-        with keys for each of its heads, as transformers repeats them."""
+        """All queries as one sequence with a mask; fewer queries as one sequence each, by their positions; a single
+        query with keys for each of its heads, as transformers repeats them."""
         x, keys, values = (_random(i, q, n, count, d) for i, n, d in ((1, heads, size), (2, 1, size), (3, 1, wide)))
         seen = torch.ones(count, count, dtype=torch.bool, device=q.device).tril()
 
         def run(which: Tensor) -> Tensor:
             if len(which) == count:
-                given = (x[None], keys[None], values[None], seen[None, None], None, seen[-1:])
-                return row_attention.attend(*given, None, scale)[0][0].transpose(0, 1)
-            asked, at = x[:, which].transpose(0, 1)[:, :, None], which[:, None].to(q.device)
-            held = heads if len(which) == 1 else 1
-            many = (keys.expand(len(which), held, count, size), values.expand(len(which), held, count, wide))
-            return row_attention.attend(asked, *many, None, at, None, None, scale)[0][:, :, 0]
+                whole = (x[None], keys[None], values[None], seen[None, None], None, seen[-1:])
+                return row_attention.attend(*whole, None, scale)[0][0].transpose(0, 1)
+            queries, at = x[:, which].transpose(0, 1)[:, :, None], which[:, None].to(q.device)
+            kv_heads = heads if len(which) == 1 else 1
+            many = (keys.expand(len(which), kv_heads, count, size), values.expand(len(which), kv_heads, count, wide))
+            return row_attention.attend(queries, *many, None, at, None, None, scale)[0][:, :, 0]
 
         return run
 
     key = ("attention", q.device, q.dtype, heads, size, wide)
     prove(key, f"attention of {heads} heads of {size} and {wide} in {q.dtype}", begin)
-    return row_attention.attend(q, k, v, mask, positions, own, window, scale)
+    return row_attention.attend(q, k, v, mask, positions, real, window, scale)
 
 
 def sums(x: Tensor) -> Tensor:
+    """The sum of each row of x [R, N], as ``row_sums.sums``."""
+
     def begin() -> _Run:
-        given = _random(1, x, ROWS_OF_TRIAL, x.shape[1])
-        return lambda which: row_sums.sums(given[which])
+        trial = _random(1, x, ROWS_OF_TRIAL, x.shape[1])
+        return lambda which: row_sums.sums(trial[which])
 
     prove(("sums", x.device, x.dtype, x.shape[1]), f"the sum of a row of {x.shape[1]} in {x.dtype}", begin)
     return row_sums.sums(x)
 
 
 def fp8_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """y [M, N] = x [M, K] @ w [N, K].T + bias [N], as ``gemm.gemm`` gives it with the one tile."""
+    """y [M, N] = x [M, K] @ w [N, K].T + bias [N] by ``gemm.gemm`` with the one fixed tile."""
     cols, inner = w.data.shape
 
     def begin() -> _Run:
-        given = _random(1, w.scale, ROWS_OF_TRIAL, inner, dtype=torch.float32)
+        trial = _random(1, w.scale, ROWS_OF_TRIAL, inner, dtype=torch.float32)
         other = cast.quantize(_random(2, w.scale, _few(cols), inner, dtype=torch.float32), w.spec, 1)
-        return lambda which: gemm.gemm(cast.quantize(given[which], x.spec, 1), 1, other, 1, dtype, fixed=True)
+        return lambda which: gemm.gemm(cast.quantize(trial[which], x.spec, 1), 1, other, 1, dtype, fixed=True)
 
     key = ("fp8", w.data.device, x.spec, w.spec, dtype, inner, _few(cols))
     prove(key, f"an FP8 product of {x.spec} with {w.spec} {[cols, inner]}", begin)
@@ -112,18 +117,18 @@ def fp8_product(x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | N
 def fp8_grouped_product(
     x: Quantized, w: Quantized, groups: Groups, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """y [R, N] of rows [R, K] and experts [E, N, K], as ``grouped.fwd`` gives it with the one tile."""
+    """y [R, N] of rows [R, K] and experts [E, N, K] by ``grouped.fwd`` with the one fixed tile."""
     cols, inner = w.data.shape[1:]
 
     def begin() -> _Run:
         device = w.data.device
-        given = _random(1, w.scale, ROWS_OF_TRIAL, inner, dtype=torch.float32)
+        trial = _random(1, w.scale, ROWS_OF_TRIAL, inner, dtype=torch.float32)
         weights = _random(2, w.scale, _EXPERTS, _few(cols), inner, dtype=torch.float32)
         other = grouped_cast.quantize_experts(weights, w.spec)
 
         def run(which: Tensor) -> Tensor:
             laid = route((which % _EXPERTS).to(device), _EXPERTS)
-            rows = given.new_zeros(laid.groups.rows, inner).index_copy_(0, laid.row_of, given[which])
+            rows = trial.new_zeros(laid.groups.rows, inner).index_copy_(0, laid.row_of, trial[which])
             codes = grouped_cast.quantize_rows(rows, x.spec, laid.groups)
             return grouped.fwd(codes, other, laid.groups, dtype, fixed=True)[laid.row_of]
 
@@ -141,18 +146,19 @@ def _random(seed: int, like: Tensor, *size: int, dtype: torch.dtype | None = Non
 
 
 def _laid(w: Tensor, transposed: bool) -> Tensor:
-    """w [..., N, K] as [..., K, N], where it lies or copied."""
+    """w [..., N, K] as [..., K, N]: a view, or a contiguous copy."""
     return w.mT if transposed else w.mT.contiguous()
 
 
 def _few(cols: int) -> int:
+    """Columns of a trial: a few tiles and the same ragged edge as ``cols``."""
     return cols if cols < 2 * _COLUMNS else _COLUMNS + cols % _COLUMNS
 
 
-def _check(what: str, *given: Tensor) -> None:
-    if given[0].dtype not in DTYPES or any(x.dtype != given[0].dtype for x in given):
-        found = ", ".join(str(x.dtype).removeprefix("torch.") for x in given)
+def _check(what: str, *operands: Tensor) -> None:
+    if operands[0].dtype not in DTYPES or any(x.dtype != operands[0].dtype for x in operands):
+        dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in operands)
         raise InvarianceError(
-            f"invariant: {what} of {found} was found on {given[0].device}, and its kernels there take operands of one "
-            "dtype, fp32, bf16 or fp16. Load the model in one of these, and leave TF32 off"
+            f"invariant: {what} of {dtypes} was found on {operands[0].device}, and its kernels there take operands of "
+            "one dtype, fp32, bf16 or fp16. Load the model in one of these, and leave TF32 off"
         )

@@ -1,23 +1,23 @@
-"""Which form of a GEMM kernel runs, and with which tiles: settled on the host, from shapes and the kind of GPU alone.
+"""The choice of a GEMM kernel's form and tile, on the host, from shapes and the kind of GPU only.
 
-Nothing is timed at run time, so the same call always runs the same code, on the first step as on the last, and a CUDA
-graph can hold it. What a tile of m x n with steps of 128 costs (one program, FP8 codes)::
+Nothing is timed at run time, so the same call always runs the same code, from the first step to the last, and a CUDA
+graph can capture it. The cost of a tile of m x n with steps of 128 (one program, FP8 codes)::
 
-    loads     (m + n) * 128 bytes a step        feeds 2 m n * 128 operations: intensity 2 m n / (m + n) per byte
+    loads     (m + n) * 128 bytes per step      feeds 2 m n * 128 operations: intensity 2 m n / (m + n) per byte
     sums      m * n fp32 values                 over 32 * warps threads; twice that where each step starts from zero
     stages    (m + n) * 128 bytes each          of the shared memory: 99 KiB on SM89 and SM120, 227 KiB on SM90 and 100
 
-Hence 128 x 256 (intensity 171) only where sums are not held twice, 128 x 128 (128) otherwise, and smaller tiles when
-these would leave multiprocessors without work. On SM90 it is 256 x 128, since Triton 3.6 has a compiler that lets each
-product of 128 x 256 wait for the one before it under a scale a tensor; experts, whose tiles are 128 rows, have neither.
-:func:`choose` takes the tile with the smallest ``waves * m * n / rate``: rate is what a tile of this size reaches of
-the best one.
+So 128 x 256 (intensity 171) is used only where sums are not held twice, 128 x 128 (128) otherwise, and smaller tiles
+when these would leave multiprocessors idle. On SM90 it is 256 x 128: with one scale per tensor, the compiler of Triton
+3.6 makes each product of 128 x 256 wait for the previous one. Experts, whose tiles have 128 rows, use neither.
+:func:`choose` takes the tile with the smallest ``waves * m * n / rate``, where rate is the throughput of a tile of this
+size relative to the best one.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,10 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec
 from octavo.fp8.kernels.layout import ceil_div
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED
 
-GROUP = 8  # row tiles that go down together: see contraction.place
-STEP = 128
-FEW = 64  # rows of a product that only reads its weights once: see decode
-_LEAST = 4 * STEP  # of the contraction for one program: what is in flight when it begins
+GROUP = 8  # row tiles that share a column of tiles in L2: see contraction.place
+STEP = 128  # codes of the contraction per step: also the side of the largest scaling block
+FEW = 64  # the most rows of a product that the decode kernel takes, which reads weights once
+_LEAST = 4 * STEP  # of the contraction per program: less would not fill the stages of its pipeline
 
 
 class Gpu(NamedTuple):
@@ -41,22 +41,22 @@ class Gpu(NamedTuple):
 
 
 class Grain(NamedTuple):
-    """How an operand's scales belong to its codes (see ``contraction``), and the formats of both."""
+    """Which codes of an operand share a scale (see ``contraction``), and the formats of scales and codes."""
 
-    free: int
-    side: int
+    free: int  # rows that share a scale: 1, 128, or 0 for all
+    side: int  # codes of the contraction that share a scale: 32, 128, or 0 for all
     e8m0: bool
     e5m2: bool
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for beside its tile."""
+    """The constants of a compiled kernel, with the tile."""
 
     a: Grain
     b: Grain
-    promote: bool
-    scaled: bool
-    tma: bool
+    promote: bool  # each step's product starts from zero and is added in fp32
+    scaled: bool  # the tensor core applies 1x32 e8m0 scales (SM100)
+    tma: bool  # operands are TMA descriptors
 
     @property
     def fine(self) -> bool:
@@ -65,7 +65,7 @@ class Form(NamedTuple):
 
     @property
     def twice(self) -> bool:
-        """Whether each step's product is held beside the sum."""
+        """Whether registers hold each step's product and the sum at the same time."""
         return not self.scaled and (self.promote or self.a.side > 0 or self.b.side > 0)
 
 
@@ -79,7 +79,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-# (m, n, warps, stages, rate): compiled ahead of time, none of these spills.
+# (m, n, warps, stages, rate) by architecture. Compiled ahead of time, none of these spills.
 _WIDE = {
     90: ((256, 128, 8, 4, 1.0), (128, 128, 8, 4, 0.8), (64, 128, 4, 4, 0.6), (64, 64, 4, 4, 0.4)),
     100: ((128, 256, 8, 4, 1.0), (128, 128, 8, 4, 0.7)),
@@ -92,7 +92,7 @@ _TWICE = {
 }
 
 
-# Of products of few rows: (columns, warps, stages). Half of an SM's shared memory at most, so that two programs fit.
+# Products of few rows: (columns, warps, stages). At most half of an SM's shared memory, so that two programs fit.
 _DECODE = {90: (64, 4, 6), 100: (64, 4, 6), 120: (64, 4, 3)}
 
 
@@ -103,20 +103,20 @@ def family(sm: int) -> int:
 
 @lru_cache(maxsize=64)
 def _gpu(index: int) -> Gpu:
-    found = torch.cuda.get_device_properties(index)
-    return Gpu(found.major * 10 + found.minor, found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(index)
+    return Gpu(properties.major * 10 + properties.minor, properties.multi_processor_count)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """What tiles depend on, of a device; the CPU is the interpreter."""
+    """The properties of a device that tiles depend on; CPU: the interpreter."""
     if device.type != "cuda":
         return Gpu(0, 1)
     return _gpu(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def grain(spec: CastSpec, contract: int) -> Grain:
-    """How scales of ``spec`` belong to the codes of an operand whose dimension ``contract`` is contracted. Raises
-    CastError if they change along the contraction otherwise than every 32 or 128."""
+    """Which codes share a scale of ``spec`` in an operand whose dimension ``contract`` is contracted. Raises CastError
+    unless scales hold for 32, 128 or all of the contraction, and for 1, 128 or all of the other dimension."""
     free, side = (0 if n == -1 else n for n in (spec.block[1 - contract], spec.block[contract]))
     if side not in (0, 32, 128) or free not in (0, 1, 128):
         raise CastError(
@@ -128,11 +128,11 @@ def grain(spec: CastSpec, contract: int) -> Grain:
 
 
 def form(a: Grain, b: Grain, fast: bool, gpu: Gpu) -> Form:
-    """The form for two operands. ``fast``: sums may be left to the tensor core, whatever its precision."""
+    """The form for two operands. ``fast``: the tensor core may accumulate, whatever its precision."""
     blackwell = gpu.sm >= 100
     scaled = blackwell and all((g.free, g.side, g.e8m0) == (1, 32, True) for g in (a, b))
-    exact = 100 <= gpu.sm < 120  # tensor memory sums in fp32
-    whole = a.side == b.side == 0  # other scales are applied to each step's product anyway
+    exact = 100 <= gpu.sm < 120  # tensor cores of SM100 accumulate in fp32
+    whole = a.side == b.side == 0  # otherwise scales are applied to each step's product, which promotes it
     return Form(a, b, promote=whole and not (fast or exact), scaled=scaled, tma=gpu.sm >= 90)
 
 
@@ -149,7 +149,7 @@ def choose(rows: int, cols: int, what: Form, gpu: Gpu, batch: int = 1, tallest: 
 
 
 def fixed(what: Form, gpu: Gpu, tallest: int = 256) -> Tile:
-    """The one tile of a product whose rows must not depend on their number: good for 128 rows of a usual layer."""
+    """The one tile of a batch-invariant product, whatever its number of rows: good for 128 rows of a usual layer."""
     return choose(STEP, 32 * STEP, what, gpu, tallest=tallest)
 
 
@@ -157,33 +157,33 @@ def candidates(what: Form, gpu: Gpu) -> list[tuple[Tile, float]]:
     """The tiles of a form, each with its rate."""
     k = 32 if what.fine else STEP
     table = (_TWICE if what.twice else _WIDE)[family(gpu.sm)]
-    found = [(Tile(m, n, k, warps, stages), rate) for m, n, warps, stages, rate in table]
-    # Where 128 rows share a scale, a tile has one.
-    return [(t, r) for t, r in found if (what.a.free != 128 or t.m <= 128) and (what.b.free != 128 or t.n <= 128)]
+    tiles = [(Tile(m, n, k, warps, stages), rate) for m, n, warps, stages, rate in table]
+    # Where 128 rows share a scale, a tile must be inside one block: the kernel loads one scale for all of its rows.
+    return [(t, r) for t, r in tiles if (what.a.free != 128 or t.m <= 128) and (what.b.free != 128 or t.n <= 128)]
 
 
 def decode(what: Form, gpu: Gpu) -> Tile:
-    """The one tile of a product of few rows: the same for 1 as for :data:`FEW`."""
+    """The one tile of a product of few rows: the same for 1 row as for :data:`FEW`."""
     n, warps, stages = _DECODE[family(gpu.sm)]
     if what.scaled and gpu.sm < 120:
-        return Tile(128, n, STEP, warps, stages - 2)  # the least that tcgen05 multiplies by scales
+        return Tile(128, n, STEP, warps, stages - 2)  # tcgen05 applies scales to 128 rows at least
     return Tile(FEW, n, 32 if what.fine else STEP, warps, stages)
 
 
 def stretch(cols: int, contracted: int, tile: Tile, gpu: Gpu) -> int:
-    """How much of the contraction one program takes, so that all multiprocessors read weights: a multiple of 128."""
+    """Codes of the contraction per program, a multiple of 128, such that all multiprocessors read weights."""
     wanted = min(ceil_div(gpu.processors, ceil_div(cols, tile.n)), max(1, contracted // _LEAST))
     return ceil_div(contracted, wanted * STEP) * STEP
 
 
-def options(what: Form, tile: Tile) -> dict[str, Any]:
+def options(what: Form, tile: Tile) -> dict[str, object]:
     """The arguments of a launch that all GEMM kernels share."""
     return {"FORM": what, "TILE": tile, "GROUP_M": GROUP, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
 def source(codes: Tensor, rows: int, cols: int, block: tuple[int, int], tma: bool) -> Tensor | TensorDescriptor:
-    """Codes [rows held, columns held] as a kernel takes them; ``rows`` and ``cols`` are the real ones, beyond which a
-    descriptor reads zeros. The interpreter decodes them itself, from bytes."""
+    """Codes [padded rows, padded columns] as a kernel takes them: a descriptor, which reads zeros beyond the real
+    ``rows`` and ``cols``, or the tensor. The interpreter gets bytes, which the kernels decode."""
     if INTERPRETED:
         codes = codes.view(torch.uint8)
     return TensorDescriptor(codes, [rows, cols], [codes.stride(0), 1], list(block)) if tma else codes

@@ -1,8 +1,8 @@
-"""config.json of MPT: LLM-Foundry's fields with LLM-Foundry's meaning, each computed or refused.
+"""config.json of MPT: LLM-Foundry's fields with LLM-Foundry's meaning, each implemented or refused.
 
 transformers has a class for the same `model_type` that reads a few of them (:mod:`octavo.models.custom.mpt.reading`
-says which and what an absent one means). What is here is written whole into a saved folder, so that no reader has to
-guess.
+lists them and the meaning of absent fields). All fields are written into a saved folder, so that no reader depends on
+defaults.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ATTENTION: Mapping[str, Any] = {
     "qk_gn": False,
     "softmax_scale": None,
 }
-"""Fields of `attn_config` and what they are where absent. `attn_impl` names a kernel, which is Octavo's to choose."""
+"""Fields of `attn_config` and their defaults. `attn_impl` names a kernel and is ignored: Octavo chooses the kernel."""
 
 FFN: Mapping[str, Any] = {"ffn_type": "mptmlp", "ffn_hidden_size": None, "ffn_act_fn": None}
 INIT: Mapping[str, Any] = {
@@ -45,19 +45,19 @@ ELSEWHERE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "kv_dim": ((None,), "keys of another width are not implemented"),
     "fused_qkv": ((True,), "q, k and v are one layer, Wqkv; join the three weights to one"),
     "rope": ((False,), "rotary positions are not implemented; a Llama has them"),
-    "sliding_window_size": ((-1, None), "every token sees all before it"),
+    "sliding_window_size": ((-1, None), "sliding windows are not implemented"),
     "attn_logit_softcapping": ((None,), "a cap of scores is not implemented"),
     "attn_temperature_tuning": ((None,), "a scale of scores by position is not implemented"),
     "nope": ((False, None), "layers without positions are not implemented"),
     "reuse_kv_layer_idx": ((None,), "keys of another layer are not implemented"),
-    "flex_attn_mod_list": ((None, []), "masks of one's own are not implemented"),
-    "prefix_lm": ((False, None), "a prefix that sees both ways is not implemented"),
+    "flex_attn_mod_list": ((None, []), "custom masks are not implemented"),
+    "prefix_lm": ((False, None), "a prefix with bidirectional attention is not implemented"),
     "attn_uses_sequence_id": (
         (False, None),
         "samples of a pack never see each other under data.packing (with data.join: false); set it to false",
     ),
 }
-"""Fields of `attn_config` that change what attention computes -> what they may say, and why nothing else."""
+"""Fields of `attn_config` that change the attention -> the accepted values, and why no others."""
 
 OF_ROPE = ("rope_theta", "rope_impl", "rope_dail_config", "rope_hf_config")
 BLOCKS: Mapping[str, str] = {
@@ -65,7 +65,7 @@ BLOCKS: Mapping[str, str] = {
     "final_logit_softcapping": "a cap of logits is not implemented",
     "residual_modification": "a block adds what it computes",
 }
-"""Fields above all others that change what is computed, and are refused unless they are null."""
+"""Top-level fields that change the computation, and are refused unless they are null."""
 
 NORMS = ("layernorm", "low_precision_layernorm")
 ACTIVATIONS = ("gelu", "relu", "silu")
@@ -74,14 +74,14 @@ FUSED, PLAIN = "te_ln_mlp", "mptmlp"
 
 @strict
 class MPTConfig(PreTrainedConfig):
-    """One field each of LLM-Foundry's `MPTConfig`, with its defaults; beside them transformers' `layer_norm_epsilon`
-    (LLM-Foundry says `norm_eps`) and `initializer_range`, which, where it is given, takes the place of `init_config`.
+    """The fields of LLM-Foundry's `MPTConfig` with its defaults, and two fields of transformers: `layer_norm_epsilon`
+    (LLM-Foundry's `norm_eps`) and `initializer_range`, which, if set, replaces `init_config`.
 
-    `attn_config`, `ffn_config` and `init_config` are dicts, completed here. ALiBi turns learned positions off, as in
-    LLM-Foundry. `te_ln_mlp` is TransformerEngine's name for norm_2 and an MLP with the tanh form of GELU: it becomes
-    `mptmlp` with that activation.
+    `attn_config`, `ffn_config` and `init_config` are dicts, completed here with defaults. ALiBi turns learned positions
+    off, as in LLM-Foundry. `te_ln_mlp` is TransformerEngine's name for norm_2 and an MLP with the tanh form of GELU: it
+    becomes `mptmlp` with that activation.
 
-    Raises ValueError for what Octavo does not compute, by its name.
+    Raises ValueError, naming the field, for values that Octavo does not implement.
     """
 
     model_type = "mpt"
@@ -125,11 +125,11 @@ class MPTConfig(PreTrainedConfig):
         for key, why in BLOCKS.items():
             if kwargs.get(key) is not None:
                 raise ValueError(f"{key} is {kwargs[key]!r:.80}: {why}. {_MEND}")
-        self.attn_config = _completed("attn_config", self.attn_config, ATTENTION, (*ELSEWHERE, *OF_ROPE))
-        self.ffn_config = _completed("ffn_config", self.ffn_config, FFN, ("fc_type",))
-        self.init_config = _completed("init_config", self.init_config, INIT, ("verbose",))
+        self.attn_config = _with_defaults("attn_config", self.attn_config, ATTENTION, (*ELSEWHERE, *OF_ROPE))
+        self.ffn_config = _with_defaults("ffn_config", self.ffn_config, FFN, ("fc_type",))
+        self.init_config = _with_defaults("init_config", self.init_config, INIT, ("verbose",))
         _check_attention(self.attn_config)
-        self.ffn_config = _plain(self.ffn_config)
+        self.ffn_config = _plain_mlp(self.ffn_config)
         self.learned_pos_emb = self.learned_pos_emb and not self.alibi
         self._check()
 
@@ -140,42 +140,44 @@ class MPTConfig(PreTrainedConfig):
 
     @property
     def eps(self) -> float:
-        """Of all norms."""
+        """The epsilon of all norms."""
         return 1e-5 if self.norm_eps is None else self.norm_eps
 
     @property
     def hidden(self) -> int:
         """The width inside an MLP."""
         assert isinstance(self.ffn_config, dict)
-        given = self.ffn_config["ffn_hidden_size"]
-        return int(self.d_model * self.expansion_ratio) if given is None else given
+        width = self.ffn_config["ffn_hidden_size"]
+        return int(self.d_model * self.expansion_ratio) if width is None else width
 
     @property
     def factor(self) -> float:
-        """What logits are multiplied by."""
+        """The factor of the logits."""
         if self.logit_scale == "inv_sqrt_d_model":
             return self.d_model**-0.5
         return 1.0 if self.logit_scale is None else float(self.logit_scale)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without `initializer_range` where there is none: transformers' class takes a number or nothing."""
-        found = super().to_dict()
-        if found.get("initializer_range") is None:
-            found.pop("initializer_range", None)
-        return found
+        """All fields, without `initializer_range` if it is None: transformers' class accepts only a number."""
+        fields = super().to_dict()
+        if fields.get("initializer_range") is None:
+            fields.pop("initializer_range", None)
+        return fields
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Every field that decides what is computed, also where it has its default."""
-        own = {name: value for name, value in self.to_dict().items() if name in type(self).__annotations__}
-        return super().to_diff_dict() | own
+        """Every field that affects the computation, including those with default values."""
+        declared = {name: value for name, value in self.to_dict().items() if name in type(self).__annotations__}
+        return super().to_diff_dict() | declared
 
     def _check(self) -> None:
+        # `attn_config` and `ffn_config` are complete and plain here, which the checks below rely on.
+        assert self.attn_config is not None and self.ffn_config is not None
         for name in ("d_model", "n_heads", "n_layers", "max_seq_len", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, and it is a whole number from 1. {_MEND}")
         if self.d_model % self.n_heads:
-            raise ValueError(f"d_model is {self.d_model}, which {self.n_heads} heads (n_heads) do not share. {_MEND}")
-        if self.hidden != self.d_model * self.expansion_ratio and self.ffn_config["ffn_hidden_size"] is None:  # type: ignore[index]
+            raise ValueError(f"d_model is {self.d_model}, which {self.n_heads} heads (n_heads) do not divide. {_MEND}")
+        if self.hidden != self.d_model * self.expansion_ratio and self.ffn_config["ffn_hidden_size"] is None:
             raise ValueError(
                 f"d_model {self.d_model} times expansion_ratio {self.expansion_ratio} is no whole number. {_MEND}"
             )
@@ -190,10 +192,10 @@ class MPTConfig(PreTrainedConfig):
         self.norm_eps = self.layer_norm_epsilon = both.pop() if both else 1e-5
         if self.norm_eps < 0:
             raise ValueError(f"norm_eps (layer_norm_epsilon) is {self.norm_eps}, and it is a number from 0. {_MEND}")
-        for key, asked in (("fc_type", self.fc_type), ("ffn_config.fc_type", self.ffn_config.get("fc_type"))):  # type: ignore[union-attr]
-            name = asked.get("name", "torch") if isinstance(asked, dict) else asked
-            if name not in ("torch", "te") and not (name is None and "." in key):
-                raise ValueError(f"{key} is {name!r}; torch and te are linear layers, others are not known. {_MEND}")
+        for key, fc_type in (("fc_type", self.fc_type), ("ffn_config.fc_type", self.ffn_config.get("fc_type"))):
+            kind = fc_type.get("name", "torch") if isinstance(fc_type, dict) else fc_type
+            if kind not in ("torch", "te") and not (kind is None and "." in key):
+                raise ValueError(f"{key} is {kind!r}; torch and te are linear layers, others are not known. {_MEND}")
         wrong = isinstance(self.logit_scale, str) and self.logit_scale != "inv_sqrt_d_model"
         if wrong or not math.isfinite(self.factor) or not self.factor:
             raise ValueError(f"logit_scale is {self.logit_scale!r}; give a number, not 0, or inv_sqrt_d_model. {_MEND}")
@@ -202,7 +204,7 @@ class MPTConfig(PreTrainedConfig):
                 f"embedding_fraction is {self.embedding_fraction}, and it is above 0 and at most 1. {_MEND}"
             )
         shares = {"resid_pdrop": self.resid_pdrop, "emb_pdrop": self.emb_pdrop,
-                  "attn_pdrop": self.attn_config["attn_pdrop"]}  # type: ignore[index]  # fmt: skip
+                  "attn_pdrop": self.attn_config["attn_pdrop"]}  # fmt: skip
         if odd := {key: share for key, share in shares.items() if not 0 <= share < 1}:
             raise ValueError(
                 f"{', '.join(f'{key} is {share}' for key, share in odd.items())}: from 0 to below 1. {_MEND}"
@@ -212,19 +214,19 @@ class MPTConfig(PreTrainedConfig):
 _MEND = "Correct config.json, if the weights are of another kind than it says"
 
 
-def _completed(
-    name: str, given: dict[str, Any] | None, known: Mapping[str, Any], others: tuple[str, ...]
+def _with_defaults(
+    name: str, stated: dict[str, Any] | None, known: Mapping[str, Any], others: tuple[str, ...]
 ) -> dict[str, Any]:
-    """A nested dict with every field that is known. Raises ValueError for a field that nobody here knows: it may change
-    what is computed. transformers writes fields of its own into `attn_config`, which say nothing."""
-    of_transformers = PreTrainedConfig().to_dict()
-    own = {key: value for key, value in (given or {}).items() if key in known or key not in of_transformers}
-    if odd := [key for key in own if key not in known and key not in others]:
+    """A nested dict with defaults for the known fields that it lacks. Raises ValueError for an unknown field, which may
+    change the computation. transformers writes generic fields of its own into `attn_config`, which are dropped."""
+    generic = PreTrainedConfig().to_dict()
+    fields = {key: value for key, value in (stated or {}).items() if key in known or key not in generic}
+    if odd := [key for key in fields if key not in known and key not in others]:
         raise ValueError(
-            f"{name}.{odd[0]} is {own[odd[0]]!r:.80}, and Octavo does not know what it changes; it knows "
+            f"{name}.{odd[0]} is {fields[odd[0]]!r:.80}, and Octavo does not know what it changes; it knows "
             f"{', '.join(known)}. Remove the field, if it changes nothing"
         )
-    return {**known, **own}
+    return {**known, **fields}
 
 
 def _check_attention(attention: dict[str, Any]) -> None:
@@ -242,11 +244,12 @@ def _check_attention(attention: dict[str, Any]) -> None:
         if not unset and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
             raise ValueError(f"attn_config.{key} is {value!r:.80}, and it is a number from 0. {_MEND}")
     if float(attention["attn_pdrop"]).is_integer():
-        attention["attn_pdrop"] = int(attention["attn_pdrop"])  # transformers' class takes no other
+        attention["attn_pdrop"] = int(attention["attn_pdrop"])  # transformers' class accepts no whole number as a float
 
 
-def _plain(ffn: dict[str, Any]) -> dict[str, Any]:
+def _plain_mlp(ffn: dict[str, Any]) -> dict[str, Any]:
     """`ffn_config` of an MLP of two layers. Raises ValueError for others."""
+    # An absent activation is GELU; the name "gelu" leaves its form open, which the rest of this function fixes.
     act = ffn["ffn_act_fn"] or {"name": "gelu"}
     if not isinstance(act, dict) or "name" not in act:
         raise ValueError(f"ffn_config.ffn_act_fn is {act!r:.80}, and it is an object with a name, "

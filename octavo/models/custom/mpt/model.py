@@ -1,13 +1,13 @@
-"""MPT: a decoder with learned positions or ALiBi, LayerNorm in front of attention and MLP, and the embeddings as head.
+"""MPT: a decoder with learned positions or ALiBi, LayerNorm before attention and MLP, and the embeddings as head.
 
     x = wte[token] (+ wpe[position])
     block:  x = x + attn(norm_1(x));  x = x + down_proj(act(up_proj(norm_2(x))))
     logits = wte . (norm_f(x) * logit_scale)
 
-Biases are everywhere but in the head, norms included, or nowhere (`no_bias`). In attention q, k and v are cut off at
-`clip_qkv`, then q and k are normed: each whole (`qk_ln`) or head by head (`qk_gn`). Names are those on disk.
-`low_precision_layernorm` and `layernorm` are both torch's, which autocast computes in fp32: LLM-Foundry's computes the
-former in 16 bits.
+All layers except the head have biases, including norms, or none has (`no_bias`). In attention q, k and v are clamped to
+`clip_qkv`, then q and k are normalised: over all heads (`qk_ln`) or for each head (`qk_gn`). Names are those on disk.
+`low_precision_layernorm` and `layernorm` are both torch's LayerNorm, which autocast computes in fp32; LLM-Foundry
+computes the former in 16 bits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from octavo.models.custom.mpt.initial import RESIDUAL, spread
 
 def eager(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
-    dropout: float = 0.0, **_: Any,
+    dropout: float = 0.0, **_: object,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(q k^T * scaling + mask) v of [B, H, T, D], as [B, T, H, D], and its weights."""
     scores = query @ key.mT * scaling
@@ -49,16 +49,17 @@ def _norm(config: MPTConfig, width: int) -> nn.LayerNorm:
 class MPTAttention(nn.Module):
     def __init__(self, config: MPTConfig, layer_idx: int) -> None:
         super().__init__()
-        asked: Any = config.attn_config
+        options = config.attn_config
+        assert options is not None  # complete since MPTConfig.__post_init__
         self.config, self.layer_idx, self.is_causal = config, layer_idx, True
         self.heads, self.head_dim = config.n_heads, config.d_model // config.n_heads
-        self.scaling = self.head_dim**-0.5 if asked["softmax_scale"] is None else asked["softmax_scale"]
-        self.clip, self.dropout = asked["clip_qkv"], asked["attn_pdrop"]
+        self.scaling = self.head_dim**-0.5 if options["softmax_scale"] is None else options["softmax_scale"]
+        self.clip, self.dropout = options["clip_qkv"], options["attn_pdrop"]
         self.Wqkv = nn.Linear(config.d_model, 3 * config.d_model, bias=not config.no_bias)
         self.out_proj = nn.Linear(config.d_model, config.d_model, bias=not config.no_bias)
         setattr(self.out_proj, RESIDUAL, True)
-        self.normed = self.head_dim if asked["qk_gn"] else config.d_model
-        if asked["qk_ln"] or asked["qk_gn"]:
+        self.normed = self.head_dim if options["qk_gn"] else config.d_model
+        if options["qk_ln"] or options["qk_gn"]:
             self.q_ln, self.k_ln = _norm(config, self.normed), _norm(config, self.normed)
 
     def forward(
@@ -85,8 +86,9 @@ class MPTAttention(nn.Module):
 class MPTMLP(nn.Module):
     def __init__(self, config: MPTConfig) -> None:
         super().__init__()
-        act: Any = config.ffn_config["ffn_act_fn"]  # type: ignore[index]
-        kinds = {"relu": nn.ReLU, "silu": nn.SiLU}
+        assert config.ffn_config is not None  # complete since MPTConfig.__post_init__
+        act = config.ffn_config["ffn_act_fn"]
+        kinds: dict[str, type[nn.Module]] = {"relu": nn.ReLU, "silu": nn.SiLU}
         self.up_proj = nn.Linear(config.d_model, config.hidden, bias=not config.no_bias)
         self.act = nn.GELU(act["approximate"]) if act["name"] == "gelu" else kinds[act["name"]]()
         self.down_proj = nn.Linear(config.hidden, config.d_model, bias=not config.no_bias)
@@ -124,13 +126,14 @@ class MPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As :mod:`octavo.models.custom.mpt.initial` says."""
+        """Initialise linear layers and embeddings by :mod:`octavo.models.custom.mpt.initial`."""
         if not isinstance(module, nn.Linear | nn.Embedding):
             super()._init_weights(module)
-        elif not module.weight.is_meta:  # of a model that is read nothing is drawn, whatever its init_config says
+        elif not module.weight.is_meta:  # models that are loaded are built on meta: their init_config is not needed
             init.normal_(module.weight, std=spread(self.config, module))
-            if getattr(module, "bias", None) is not None:
-                init.zeros_(module.bias)
+            bias: Tensor | None = getattr(module, "bias", None)
+            if bias is not None:
+                init.zeros_(bias)
 
 
 class MPTModel(MPTPreTrainedModel):
@@ -164,9 +167,14 @@ class MPTModel(MPTPreTrainedModel):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """`position_ids` [B, T]: where tokens stand in their samples; None: counted, without padding in front. `cache`:
-        `past_key_values`, as transformers calls them from 5.24 on. Raises ValueError for a row beyond the last learned
-        position."""
+        """The hidden states [B, T, C] after the last norm.
+
+        position_ids   [B, T]: positions of the tokens in their samples; None: counted from the first token after
+                       padding on the left
+        cache          the name of `past_key_values` from transformers 5.24 on
+
+        Raises ValueError for a row beyond the last learned position.
+        """
         past_key_values = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, one of them")
@@ -178,7 +186,7 @@ class MPTModel(MPTPreTrainedModel):
         length, past = x.shape[1], 0 if past_key_values is None else past_key_values.get_seq_length()
         counted = position_ids is None
         if position_ids is None:
-            position_ids = _counted(attention_mask, past, length, x.device)
+            position_ids = _count_positions(attention_mask, past, length, x.device)
         if self.config.learned_pos_emb:
             limit = self.config.max_seq_len
             if (counted or past_key_values is not None) and past + length > limit:
@@ -191,19 +199,21 @@ class MPTModel(MPTPreTrainedModel):
             share = self.config.embedding_fraction
             x = x * share + x.detach() * (1 - share)
         x = self.emb_drop(x)
-        # by place: transformers 5.24 calls the cache `cache`
+        # by position, here and below: transformers 5.24 renamed `past_key_values` to `cache`
         mask = create_causal_mask(self.config, x, attention_mask, past_key_values, position_ids)
-        more = self._biased(mask, x, past)
+        masking = self._add_bias(mask, x, past)
         for block in self.blocks:
-            x = block(x, past_key_values=past_key_values, **more)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm_f(x), past_key_values=past_key_values)
+            x = block(x, past_key_values=past_key_values, **masking)
+        return BaseModelOutputWithPast(self.norm_f(x), past_key_values)
 
-    def _biased(self, mask: Any, x: Tensor, past: int) -> dict[str, Any]:
-        """The mask with ALiBi's bias, made once for all layers. A packed row has no mask: attention gets the slopes."""
+    def _add_bias(self, mask: Any, x: Tensor, past: int) -> dict[str, Any]:
+        """The attention arguments: the mask with ALiBi's bias, computed once for all layers; for a packed row, whose
+        mask is no tensor, the slopes."""
         if not self.config.alibi:
             return {"attention_mask": mask}
         name = self.config._attn_implementation
-        slope = alibi.slopes(self.config.n_heads, self.config.attn_config["alibi_bias_max"], x.device)  # type: ignore[index]
+        assert self.config.attn_config is not None
+        slope = alibi.slopes(self.config.n_heads, self.config.attn_config["alibi_bias_max"], x.device)
         if name not in ("sdpa", "eager") and not name.startswith("octavo_"):
             raise ValueError(f"attention by {name!r} adds no bias to scores, and ALiBi is one. Use sdpa or eager")
         if mask is not None and not isinstance(mask, Tensor):
@@ -214,15 +224,15 @@ class MPTModel(MPTPreTrainedModel):
         return {"attention_mask": alibi.causal(slope, past, x.shape[1], keys, dtype, mask)}
 
 
-def _counted(mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
-    """Where tokens stand, [B or 1, T]: those of padding in front are not counted."""
+def _count_positions(mask: Tensor | None, past: int, length: int, device: torch.device) -> Tensor:
+    """Positions of tokens, [B or 1, T], counted from the first token after padding on the left."""
     if mask is not None and mask.dim() == 2:
         return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
     return torch.arange(past, past + length, device=device)[None]
 
 
 class MPTForCausalLM(MPTPreTrainedModel, GenerationMixin):
-    """The model that writes; named as LLM-Foundry names it."""
+    """The generating model, with LLM-Foundry's class name."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}
 
@@ -246,23 +256,23 @@ class MPTForCausalLM(MPTPreTrainedModel, GenerationMixin):
         cache: Cache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V], of all tokens or of `logits_to_keep` (the last so many, or indices), and with `labels` the
-        loss; else as `MPTModel.forward`. `logit_scale` multiplies what the head gets, which is what it makes of it: so
-        losses that never hold logits are scaled too."""
-        found = self.transformer(
+        """Logits [B, T, V] of all tokens or of `logits_to_keep` (a number of last tokens, or indices), and with
+        `labels` the loss; other arguments as `MPTModel.forward`. `logit_scale` multiplies the input of the head, which
+        has no bias, instead of its output: losses that never materialise the logits are then scaled too."""
+        output = self.transformer(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
             past_key_values=past_key_values, inputs_embeds=inputs_embeds, use_cache=use_cache, cache=cache,
         )  # fmt: skip
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden = found.last_hidden_state[:, keep]
+        hidden = output.last_hidden_state[:, keep]
         logits = self.lm_head(hidden if self.config.factor == 1 else hidden * self.config.factor)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=logits.shape[-1], **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=found.past_key_values)
+        return CausalLMOutputWithPast(loss, logits, output.past_key_values)
 
 
 class MPTForSequenceClassification(GenericForSequenceClassification, MPTPreTrainedModel):
-    """The model that gives texts numbers; `score` has no bias."""
+    """The model that scores texts; `score` has no bias."""
 
     base_model_prefix = "transformer"

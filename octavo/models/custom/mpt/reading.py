@@ -1,16 +1,16 @@
-"""A folder of model_type `mpt`: what an absent field means, and whether config.json and tensors tell of one model.
+"""Reading a folder of model_type `mpt`: the meaning of absent fields, and whether config.json and tensors agree.
 
-Two programs write such folders, with defaults that are opposites where it matters:
+Two programs write such folders, with opposite defaults of important fields:
 
     field absent          transformers' MptConfig    LLM-Foundry's MPTConfig
     attn_config.alibi     true                       false
     no_bias               true                       false
     initializer_range     0.02                       not a field: init_config
 
-A field that is written counts. An absent one takes transformers' meaning, unless the file has what LLM-Foundry alone
-writes (`ffn_config`, `init_config`, `fc_type`, `auto_map`, or its class in `architectures`). Then the names of tensors
-must agree, where there are any: learned positions, biases and norms of q and k are there if and only if config.json
-says so. A folder that contradicts itself is refused, never guessed at.
+A field that is present counts. An absent one has transformers' default, unless the file has a field that only
+LLM-Foundry writes (`ffn_config`, `init_config`, `fc_type`, `auto_map`, or its class in `architectures`). The names of
+tensors, if there are any, must then agree: learned positions, biases and norms of q and k exist if and only if
+config.json has them. A folder that contradicts itself is refused; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _OF_TE = re.compile(r"\.ffn\.(layer_norm_(weight|bias)|fc[12]_(weight|bias|_extr
 
 
 def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
-    """The configuration of a folder, whose config.json holds `raw`. Raises ModelError where its tensors are another
-    model's, and ValueError for what is not implemented."""
+    """The configuration of a folder; `raw`: its config.json. Raises ModelError if its tensors contradict it, and
+    ValueError for fields that are not implemented."""
     fields = {key: value for key, value in raw.items() if key not in ("auto_map", "model_type")}
     attention = fields.get("attn_config")
     if attention is not None and not isinstance(attention, dict):
         raise ModelError(f"{folder}/config.json: attn_config is {attention!r:.80}, and it is an object.")
-    if not _by_foundry(raw):
+    if not _is_from_foundry(raw):
         fields = {
             "no_bias": True,
             "initializer_range": 0.02,
@@ -50,25 +50,26 @@ def read(folder: Path, raw: Mapping[str, Any]) -> MPTConfig:
     return config
 
 
-def _by_foundry(raw: Mapping[str, Any]) -> bool:
+def _is_from_foundry(raw: Mapping[str, Any]) -> bool:
     named = raw.get("architectures")
     return any(key in raw for key in OF_FOUNDRY) or (isinstance(named, list) and any(one in CLASSES for one in named))
 
 
 def _names(folder: Path) -> set[str]:
-    """Names of a folder's tensors; a file that cannot be read is for loading to refuse."""
-    found: set[str] = set()
+    """Names of a folder's tensors; unreadable files are skipped here, and refused when weights are loaded."""
+    names: set[str] = set()
     for file in sorted(folder.glob("*.safetensors")):
         try:
-            found |= {entry.name for entry in headers.read(file).entries}
+            names |= {entry.name for entry in headers.read(file).entries}
         except (headers.HeaderError, OSError):
             continue
-    return found
+    return names
 
 
 def disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
-    """What tensors of these names contradict in a configuration, with the fix; None where they agree, or where they are
-    no whole model's."""
+    """How tensors of these names contradict a configuration, with the fix; None if they agree, or if they are not those
+    of a whole model."""
+    # First names of layers that Octavo's MPT does not have; then the layers that one field or another switches.
     if fused := sorted(name for name in names if _OF_TE.search(name)):
         return (
             f"{fused[0]} is of TransformerEngine's LayerNormMLP (ffn_type: te_ln_mlp). Rename in each block "
@@ -83,7 +84,8 @@ def disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
         )
     if WTE not in names:
         return None
-    attention: Any = config.attn_config
+    attention = config.attn_config
+    assert attention is not None  # complete since MPTConfig.__post_init__
     parts = (
         ("wpe.weight", "learned positions", config.learned_pos_emb, "learned_pos_emb (and attn_config.alibi: false)"),
         ("norm_1.bias", "biases", not config.no_bias, "no_bias: false"),
@@ -95,10 +97,10 @@ def disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
         ),
     )
     for end, what, wanted, key in parts:
-        there = any(name.endswith(f".{end}") for name in names)
-        if there != bool(wanted):
-            says = "the tensors have " + (what if there else f"no {what}")
-            other = "set" if there else "do not set"
+        present = any(name.endswith(f".{end}") for name in names)
+        if present != bool(wanted):
+            says = "the tensors have " + (what if present else f"no {what}")
+            other = "set" if present else "do not set"
             return (
                 f"config.json says {'with' if wanted else 'without'} {what}, and {says} (*.{end}): {other} {key} there."
             )
@@ -106,10 +108,10 @@ def disagreement(config: MPTConfig, names: Collection[str]) -> str | None:
 
 
 def not_in_stock(config: MPTConfig) -> list[str]:
-    """What transformers' own MPT would leave out of this model without a word, as fields of config.json."""
+    """The fields of config.json that transformers' own MPT would silently ignore for this model."""
     attention, ffn = config.attn_config, config.ffn_config
     assert isinstance(attention, dict) and isinstance(ffn, dict)
-    found = {
+    ignored = {
         "learned_pos_emb": config.learned_pos_emb,
         "attn_config.alibi": not config.alibi,
         "attn_config.alibi_bias_max": config.alibi and attention["alibi_bias_max"] != 8,
@@ -122,18 +124,17 @@ def not_in_stock(config: MPTConfig) -> list[str]:
         "resid_pdrop": config.resid_pdrop != attention["attn_pdrop"],
         "emb_pdrop": config.emb_pdrop,
     }
-    return [name for name, ignored in found.items() if ignored]
+    return [name for name, is_ignored in ignored.items() if is_ignored]
 
 
 def why_too_long(config: MPTConfig, length: int) -> str | None:
-    """Why rows of so many tokens are more than the model takes, as the end of a sentence with its fix; None where they
-    are not."""
+    """Why the model does not take rows of `length` tokens, as the end of a sentence with its fix; None if it does."""
     if length <= config.max_seq_len:
         return None
     if config.alibi:
         return (
-            f"is an MPT of max_seq_len {config.max_seq_len}. Its ALiBi has no end: raise max_seq_len in config.json, "
-            "where transformers' own class ends too, or lower train.seq_length."
+            f"is an MPT of max_seq_len {config.max_seq_len}. ALiBi itself has no limit: raise max_seq_len in "
+            "config.json, which transformers' own class enforces too, or lower train.seq_length."
         )
     if config.learned_pos_emb:
         return f"is an MPT of {config.max_seq_len} learned positions (max_seq_len). Lower train.seq_length."

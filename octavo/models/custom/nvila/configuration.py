@@ -1,15 +1,16 @@
-"""What an NVILA is made of: a SigLIP tower, a projector that joins neighbouring patches, a decoder.
+"""The configuration of NVILA: a SigLIP tower, a projector that joins neighbouring patches, a decoder.
 
     nvila_lite   3 x 3 patches to a token; an image becomes tiles and a thumbnail
-    nvila        2 x 2 patches to a token; an image is seen at several scales (dynamic S2)
+    nvila        2 x 2 patches to a token; an image enters the tower at several scales (dynamic S2)
 
-The names of the fields are those of the one-folder checkpoints; what these leave out has the published value here.
+The fields have the names that the one-folder checkpoints use; fields that these leave out default to the published
+values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, cast
 
 from transformers import AutoConfig, PreTrainedConfig, SiglipVisionConfig
 
@@ -19,33 +20,35 @@ _PUBLISHED = {
     "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
     "image_size": 448, "patch_size": 14,
 }  # fmt: skip
-"""The tower of both, which is taken where none is given."""
+"""The tower of both, the default."""
 _NEWLINE = 198  # "\n" of Qwen2's tokenizer
 MOST_TILES = 64
-"""Of an image, whatever a configuration says: all grids of so many are looked at for each image."""
+"""The limit of tiles of an image, whatever a configuration says: every image is compared with all grids up to it."""
 
 
 class NvilaLiteConfig(PreTrainedConfig):
     """NVILA-Lite: tiles.
 
     text_config, vision_config   of the decoder (Qwen2 or Llama) and of the tower (SigLIP), as configurations or dicts;
-                                 `num_hidden_layers` of the tower counts its last layer, whose output nobody reads
+                                 `num_hidden_layers` of the tower counts its last layer, whose output is unused
     projector_type               one of `PROJECTORS`
-    image_token_id, video_token_id   stand for media; they may lie outside the table of embeddings
+    image_token_id, video_token_id   placeholders of media; they may be outside the table of embeddings
     newline_token_id             the token whose embedding ends a tile
-    newlines                     how many of them end each tile: the one of the encoder, and one that the prompt writes;
+    newlines                     how many of them end each tile: one of the encoder, and one that the prompt writes;
                                  with `s2_scales` each image
-    min_tiles, max_tiles         of an image, the thumbnail not counted; max_tiles 1: each image is one tile
-    s2_scales                    sides in pixels of the squares that an image is seen as, the last one cut to its aspect
-                                 (dynamic S2); none: tiles
+    min_tiles, max_tiles         of an image, without the thumbnail; max_tiles 1: each image is one tile
+    s2_scales                    side in pixels of the square of each scale, the last one cut to the image's aspect
+                                 ratio (dynamic S2); none: tiles
 
-    Raises ValueError for another projector, for scales that are no squares of tiles, for limits that no number of tiles
-    keeps, and for what is no number.
+    Raises ValueError for an unknown projector, for scales that are not multiples of a tile, for limits that exclude
+    every number of tiles, and for values that are no whole numbers.
     """
 
     model_type = "nvila_lite"
     sub_configs = {"text_config": AutoConfig, "vision_config": SiglipVisionConfig}
-    _projector, _newlines, _scales = "mlp_downsample_3x3_fix", 2, ()
+    _projector: ClassVar[str] = "mlp_downsample_3x3_fix"
+    _newlines: ClassVar[int] = 2
+    _scales: ClassVar[tuple[int, ...]] = ()
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class NvilaLiteConfig(PreTrainedConfig):
         min_tiles: int = 1,
         max_tiles: int = 12,
         s2_scales: Sequence[int] | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> None:
         self.text_config = _text(text_config)
         self.vision_config = _vision(vision_config)
@@ -77,13 +80,27 @@ class NvilaLiteConfig(PreTrainedConfig):
         self.newlines = self._newlines if newlines is None else newlines
         self.min_tiles, self.max_tiles = min_tiles, max_tiles
         if not 1 <= min_tiles <= max_tiles <= MOST_TILES:
-            raise ValueError(f"min_tiles {min_tiles} and max_tiles {max_tiles} are no limits within 1 and {MOST_TILES}")
+            raise ValueError(
+                f"min_tiles is {min_tiles} and max_tiles {max_tiles}; they must be from 1 to {MOST_TILES} and in order"
+            )
         self.s2_scales = tuple(self._scales if s2_scales is None else s2_scales)
-        side = self.vision_config.image_size
+        side = self.tile_side
         if self.s2_scales and (self.s2_scales[0] != side or any(scale % side for scale in self.s2_scales)):
-            raise ValueError(f"the scales {self.s2_scales} are not multiples of a tile, {side} pixels, from one on")
-        tied = bool(getattr(self.text_config, "tie_word_embeddings", False))  # whatever stands above
-        super().__init__(**{**more, "tie_word_embeddings": tied})
+            raise ValueError(
+                f"the scales {self.s2_scales} are not multiples of a tile, {side} pixels, beginning with one tile"
+            )
+        tied = bool(getattr(self.text_config, "tie_word_embeddings", False))  # the decoder decides, not the top level
+        super().__init__(**{**kwargs, "tie_word_embeddings": tied})
+
+    @property
+    def tile_side(self) -> int:
+        """Side of a tile in pixels."""
+        return cast(int, self.vision_config.image_size)
+
+    @property
+    def patch_side(self) -> int:
+        """Side of a patch in pixels."""
+        return cast(int, self.vision_config.patch_size)
 
     @property
     def merge(self) -> int:
@@ -92,7 +109,7 @@ class NvilaLiteConfig(PreTrainedConfig):
 
     @property
     def projector_input(self) -> int:
-        """Channels of a patch as the projector gets it."""
+        """Channels of a patch at the projector's input."""
         return int(self.vision_config.hidden_size) * max(1, len(self.s2_scales))
 
     def tile_tokens(self, rows: int, columns: int) -> int:
@@ -101,12 +118,14 @@ class NvilaLiteConfig(PreTrainedConfig):
 
 
 class NvilaConfig(NvilaLiteConfig):
-    """NVILA: 2 x 2 patches to a token, and images at three scales, whose features stand side by side."""
+    """NVILA: 2 x 2 patches to a token, and images at three scales, whose features are concatenated."""
 
     model_type = "nvila"
-    _projector, _newlines, _scales = "mlp_downsample_2x2_fix", 1, (448, 896, 1344)
+    _projector: ClassVar[str] = "mlp_downsample_2x2_fix"
+    _newlines: ClassVar[int] = 1
+    _scales: ClassVar[tuple[int, ...]] = (448, 896, 1344)
 
-    def __init__(self, **fields: Any) -> None:  # transformers makes one of the annotations of a class that has none
+    def __init__(self, **fields: Any) -> None:  # without it, transformers generates one from the class's annotations
         super().__init__(**fields)
 
 
@@ -114,23 +133,23 @@ def _check_whole(**fields: Any) -> None:
     for name, value in fields.items():
         for one in value if name == "s2_scales" and isinstance(value, list | tuple) else [value]:
             if type(one) is not int or one < 0:
-                raise ValueError(f"{name} is {value!r:.80}, and there stand whole numbers from 0 alone")
+                raise ValueError(f"{name} is {value!r:.80}; it takes only whole numbers from 0")
     if fields["newlines"] > MOST_TILES:
         raise ValueError(f"newlines is {fields['newlines']}, and an image ends with {MOST_TILES} at most")
 
 
-def _text(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
-    if isinstance(given, PreTrainedConfig):
-        return given
-    fields = dict(given or {})
+def _text(config: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
+    if isinstance(config, PreTrainedConfig):
+        return config
+    fields = dict(config or {})
     return AutoConfig.for_model(fields.pop("model_type", "qwen2"), **fields)
 
 
-def _vision(given: Mapping[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig:
-    if isinstance(given, PreTrainedConfig):
-        return given
-    fields = {"vision_use_head": False, **(_PUBLISHED if given is None else given)}
+def _vision(config: Mapping[str, Any] | PreTrainedConfig | None) -> SiglipVisionConfig:
+    if isinstance(config, PreTrainedConfig):
+        return cast(SiglipVisionConfig, config)
+    fields = {"vision_use_head": False, **(_PUBLISHED if config is None else config)}
     kind = fields.pop("model_type", SiglipVisionConfig.model_type)
     if kind != SiglipVisionConfig.model_type:
-        raise ValueError(f"the tower is a {kind!r}, and Octavo's NVILA has a {SiglipVisionConfig.model_type!r} alone")
+        raise ValueError(f"the tower is a {kind!r}; Octavo's NVILA supports only {SiglipVisionConfig.model_type!r}")
     return SiglipVisionConfig(**fields)

@@ -1,11 +1,11 @@
 """Images to tiles, with Pillow and numpy.
 
-    tiles     the grid of tiles closest to the image's aspect ratio, row by row, then the whole image as one tile more
+    tiles     the grid of tiles closest to the image's aspect ratio, row by row, then the whole image as one more tile
               if the grid has several: InternVL's rule and order
-    scales    (dynamic S2) the image at each scale as a square of tiles, the largest as such a grid, of no fewer tiles
-              than its square has; where there may not be so many, one tile
+    scales    (dynamic S2) the image at each scale as a square of tiles, except the largest, which is a grid as above of
+              at least as many tiles as its square; one tile if the limit does not allow that many
 
-All tiles are squares of `size`, resized with bicubic, scaled to 0 .. 1 and normalised as SigLIP's.
+All tiles are squares of `size`, resized with bicubic interpolation, scaled to 0 .. 1 and normalised as in SigLIP.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _HALF = [0.5, 0.5, 0.5]
 class NvilaImages(GotOcr2ImageProcessorPil):
     """Images to `pixel_values`, tiles [3, side, side] in fp32, and `grids`.
 
-    A grid is (tiles, 1, 1), or of several scales (frames, rows, columns): the first frame is the largest scale, row by
-    row, the second holds the smaller ones, the smallest first, and is filled up with zeros; an image that is one tile
-    is (1, 1, 1). So the product is the number of its tiles.
+    A grid is (tiles, 1, 1), or with several scales (frames, rows, columns): the first frame is the largest scale, row
+    by row; the second contains the smaller ones, the smallest first, and is padded with zeros. An image of one tile has
+    (1, 1, 1). The product is the number of its tiles.
 
-    `min_patches` and `max_patches` are limits of the grid; a `max_patches` of 1 makes each image one tile.
+    `min_patches` and `max_patches` limit the tiles of the grid; with a `max_patches` of 1 each image is one tile.
     """
 
     image_mean, image_std = _HALF, _HALF
     size = {"height": 448, "width": 448}
     crop_to_patches = True
-    max_patches = MOST_TILES  # where nobody says less; the model does
+    max_patches = MOST_TILES  # before `configure` sets the model's limit
     scales: tuple[int, ...] = ()
 
     def __init__(self, **settings: Any) -> None:
-        # what a published folder names is SigLIP's processor, which has no tiles: their number comes from config.json
+        # published folders name SigLIP's processor, which has no tiles: their number comes from config.json
         super().__init__(**{**settings, "crop_to_patches": True})
 
-    def of(self, config: NvilaLiteConfig) -> None:
-        """Take limits and scales of a model; limits that were set before stay where they are narrower."""
+    def configure(self, config: NvilaLiteConfig) -> None:
+        """Set limits and scales from a model's configuration; narrower limits that were set before are kept."""
         self.max_patches = max(1, min(self.max_patches, config.max_tiles))
         self.min_patches = min(max(self.min_patches, config.min_tiles), self.max_patches)
         self.scales = config.s2_scales
@@ -66,24 +66,25 @@ class NvilaImages(GotOcr2ImageProcessorPil):
         """Tiles of each scale as a square."""
         return [(scale // self.size["height"]) ** 2 for scale in self.scales]
 
-    def _preprocess(self, images: list[np.ndarray], **options: Any) -> BatchFeature:
+    # ignored: two base classes of transformers differ in the signature, so no override fits both
+    def _preprocess(self, images: list[np.ndarray], **options: Any) -> BatchFeature:  # type: ignore[override]
         if not self.scales:
-            found = super()._preprocess(images, **options)
-            grids = [(tiles, 1, 1) for tiles in found["num_patches"]]
-            return BatchFeature({"pixel_values": found["pixel_values"], "grids": grids})
+            batch = super()._preprocess(images, **options)
+            grids = [(tiles, 1, 1) for tiles in batch["num_patches"]]
+            return BatchFeature({"pixel_values": batch["pixel_values"], "grids": grids})
         grids = [self.grid(*image.shape[-2:]) for image in images]
-        made = [tile for image, grid in zip(images, grids, strict=True) for tile in self._scaled(image, grid, options)]
-        return BatchFeature({"pixel_values": made, "grids": grids})
+        tiles = [tile for image, grid in zip(images, grids, strict=True) for tile in self._scaled(image, grid, options)]
+        return BatchFeature({"pixel_values": tiles, "grids": grids})
 
     def _scaled(self, image: np.ndarray, grid: tuple[int, int, int], options: dict[str, Any]) -> list[np.ndarray]:
-        """The tiles of an image [3, height, width] at all scales, as many as the grid says."""
+        """The tiles of an image [3, height, width] at all scales, padded to the number in the grid."""
         frames, rows, columns = grid
-        made = self._cut(image, rows, columns, options)
+        tiles = self._cut(image, rows, columns, options)
         if frames > 1:
             for scale in self.scales[:-1]:
                 side = scale // self.size["height"]
-                made += self._cut(image, side, side, options)
-        return made + [np.zeros_like(made[0])] * (frames * rows * columns - len(made))
+                tiles += self._cut(image, side, side, options)
+        return tiles + [np.zeros_like(tiles[0])] * (frames * rows * columns - len(tiles))
 
     def _cut(self, image: np.ndarray, rows: int, columns: int, options: dict[str, Any]) -> list[np.ndarray]:
         """An image resized to rows x columns tiles, row by row."""

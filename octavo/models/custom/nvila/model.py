@@ -1,4 +1,4 @@
-"""NVILA and NVILA-Lite as transformers has models: tower, projector and decoder; on disk under other names.
+"""NVILA and NVILA-Lite as transformers models: tower, projector and decoder. On disk, tensors have other names.
 
 memory                              on disk, one folder
 model.vision_tower.X                vision_tower.vision_model.X
@@ -10,20 +10,24 @@ lm_head.weight                      llm.lm_head.weight
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutputWithPast, BaseModelOutputWithPooling, ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast, ModelOutput
 from transformers.utils import torch_compilable_check
 
+from octavo.models.custom.image_features import ImageFeatures
 from octavo.models.custom.nvila.configuration import NvilaConfig, NvilaLiteConfig
 from octavo.models.custom.nvila.projector import Projector
-from octavo.models.custom.nvila.scales import blocks_of, cut_of, seen_of, stitched
+from octavo.models.custom.nvila.scales import blocks_of, cut_of, seen_of, stitch
 from octavo.models.custom.nvila.tower import Tower
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 RENAMINGS = (
     (r"^vision_tower\.vision_model\.", "model.vision_tower."),
@@ -34,17 +38,17 @@ RENAMINGS = (
 
 
 def renamings() -> list[WeightRenaming]:
-    """Names on disk -> names in memory, for transformers' registry."""
+    """Rules from names on disk to names in memory, for transformers' registry."""
     return [WeightRenaming(source_patterns=disk, target_patterns=memory) for disk, memory in RENAMINGS]
 
 
 class NvilaPreTrainedModel(PreTrainedModel):
-    """What all share."""
+    """The base class of NVILA's models."""
 
     config: NvilaLiteConfig
     base_model_prefix = "model"
-    input_modalities = ("image", "text")
-    media_outside = True  # tokens of media may lie behind the table of embeddings: none is looked up
+    input_modalities = ["image", "text"]
+    media_outside = True  # ids of media may be beyond the table of embeddings, because they are never looked up
     supports_gradient_checkpointing = True
     _no_split_modules = ["SiglipEncoderLayer", "Qwen2DecoderLayer", "LlamaDecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -55,21 +59,22 @@ class NvilaPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """Not in the sense of transformers, which leaves modules without parameters of their own out when it draws
-        weights of such: SigLIP's attention and MLP would not begin as SigLIP's."""
+        """False: for custom code, transformers does not initialise modules without direct parameters, so SigLIP's
+        attention and MLP would not be initialised as in SigLIP."""
         return False
 
     def get_parameter(self, target: str) -> Any:
-        """Or the buffer of a weight that nobody reads: transformers' loader of compressed tensors asks for all so."""
+        """The parameter, or the buffer of a weight that no forward reads: transformers' loader of compressed tensors
+        gets all weights by this method."""
         module, _, name = target.rpartition(".")
-        kept = self.get_submodule(module)._buffers.get(name)
-        return super().get_parameter(target) if kept is None else kept
+        unread = self.get_submodule(module)._buffers.get(name)
+        return super().get_parameter(target) if unread is None else unread
 
 
 class NvilaLiteModel(NvilaPreTrainedModel):
     """Tower, projector and decoder, without an output projection."""
 
-    config_class = NvilaLiteConfig
+    config_class: type[NvilaLiteConfig] = NvilaLiteConfig
 
     def __init__(self, config: NvilaLiteConfig) -> None:
         super().__init__(config)
@@ -88,28 +93,31 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         return self.language_model
 
     def get_image_features(
-        self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **_: Any
-    ) -> BaseModelOutputWithPooling:
-        """`pooler_output`: what stands for images in the text, the embeddings of the line breaks that end it included.
-        Of tiles [n, 3, height, width] as [n, tokens, H]; of several scales a [tokens, H] for each image, by its grid
-        (:class:`octavo.models.custom.nvila.images.NvilaImages`)."""
+        self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **_: object
+    ) -> ImageFeatures:
+        """Features of tiles [n, 3, height, width].
+
+        `pooler_output`: the embeddings of the images in the text and of the line breaks that end them:
+        [n, tokens, H] of tiles; with several scales a [tokens, H] for each image, by its grid
+        (:class:`octavo.models.custom.nvila.images.NvilaImages`). Raises ValueError for several scales without grids.
+        """
         pixels = pixel_values.to(self.vision_tower.dtype)
         if not self.config.s2_scales:
             patches = self.vision_tower(pixels)
-            return BaseModelOutputWithPooling(patches, self.ended(self.mm_projector(patches)))
+            return ImageFeatures(patches, self.add_line_breaks(self.mm_projector(patches)))
         if image_grid_thw is None:
-            raise ValueError("images at several scales come with image_grid_thw, which says how they are cut")
-        side = self.config.vision_config.image_size
-        squares = [(scale // side) ** 2 for scale in self.config.s2_scales[:-1]]
+            raise ValueError("images at several scales need image_grid_thw, from which their cuts are computed")
+        squares = [(scale // self.config.tile_side) ** 2 for scale in self.config.s2_scales[:-1]]
         cuts = [cut_of(grid, squares) for grid in image_grid_thw.tolist()]
         patches = self.vision_tower(pixels[torch.tensor(seen_of(cuts), device=pixels.device)])
         blocks = blocks_of(patches, cuts, len(self.config.s2_scales))
-        made = self.mm_projector(torch.cat(blocks)).split([len(block) for block in blocks])
-        images = [stitched(one, cut.rows, cut.columns) for one, cut in zip(made, cuts, strict=True)]
-        return BaseModelOutputWithPooling(patches, tuple(self.ended(image[None])[0] for image in images))
+        # One call of the projector for the blocks of all images, so that each of its layers runs once in a forward.
+        tokens = self.mm_projector(torch.cat(blocks)).split([len(block) for block in blocks])
+        images = [stitch(one, cut.rows, cut.columns) for one, cut in zip(tokens, cuts, strict=True)]
+        return ImageFeatures(patches, tuple(self.add_line_breaks(image[None])[0] for image in images))
 
-    def ended(self, features: Tensor) -> Tensor:
-        """Features [n, tokens, H] with the embeddings of line breaks behind them, [n, tokens + newlines, H]."""
+    def add_line_breaks(self, features: Tensor) -> Tensor:
+        """Features [n, tokens, H] followed by the embeddings of line breaks, [n, tokens + newlines, H]."""
         count = self.config.newlines
         if not count:
             return features
@@ -117,9 +125,9 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         ids = torch.full((len(features), count), self.config.newline_token_id, device=features.device)
         return torch.cat([features, table(ids).to(features.dtype)], 1)
 
-    def embedded(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """(embeddings of the tokens, where images stand [B, T]). Media have ids beyond the table: any row of it serves
-        them."""
+    def embed(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """(embeddings of the tokens [B, T, H], whether a token is a placeholder of an image [B, T]). Media have ids
+        beyond the table, so row 0 is looked up for them and replaced later."""
         places = input_ids == self.config.image_token_id
         embeds: Tensor = self.get_input_embeddings()(input_ids.masked_fill(places, 0))
         return embeds, places
@@ -130,23 +138,23 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         pixel_values: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if input_ids is None and pixel_values is not None:
             raise ValueError("images are placed by input_ids: give these, not inputs_embeds, with pixel_values")
         if input_ids is not None:
-            inputs_embeds, places = self.embedded(input_ids)
+            inputs_embeds, places = self.embed(input_ids)
             if pixel_values is not None:
-                found = self.get_image_features(pixel_values, image_grid_thw).pooler_output
-                features = found.flatten(0, 1) if isinstance(found, Tensor) else torch.cat(found)
+                features = self.get_image_features(pixel_values, image_grid_thw).rows()
+                # Without this check masked_scatter would silently drop surplus features.
                 torch_compilable_check(
                     places.sum() == len(features),
-                    f"images make {len(features)} features, and the text has another number of places for them",
+                    f"images have {len(features)} features, and the text has another number of placeholders for them",
                 )
                 inputs_embeds = inputs_embeds.masked_scatter(places[..., None], features.to(inputs_embeds))
         return self.language_model(
@@ -154,17 +162,17 @@ class NvilaLiteModel(NvilaPreTrainedModel):
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            **more,
+            **kwargs,
         )
 
 
 @dataclass
 class NvilaOutput(ModelOutput):
-    """`loss`, if labels were given, `logits` [B, T, V] and what generation needs."""
+    """`loss` if labels were passed, `logits` [B, T, V] and the outputs that generation needs."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
-    past_key_values: Any = None
+    past_key_values: Cache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     attentions: tuple[Tensor, ...] | None = None
 
@@ -172,7 +180,7 @@ class NvilaOutput(ModelOutput):
 class NVILALiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
     """NVILA-Lite with its output projection: text and tiles in, logits out."""
 
-    config_class = NvilaLiteConfig
+    config_class: type[NvilaLiteConfig] = NvilaLiteConfig
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
     base_class: type[NvilaLiteModel] = NvilaLiteModel
 
@@ -194,8 +202,10 @@ class NVILALiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
     def get_decoder(self) -> PreTrainedModel:
         return self.model.language_model
 
-    def get_image_features(self, pixel_values: Tensor, **more: Any) -> BaseModelOutputWithPooling:
-        return self.model.get_image_features(pixel_values, **more)
+    def get_image_features(
+        self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **_: object
+    ) -> ImageFeatures:
+        return self.model.get_image_features(pixel_values, image_grid_thw)
 
     def forward(
         self,
@@ -203,12 +213,12 @@ class NVILALiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
         pixel_values: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Any = None,
+        past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
-        **more: Any,
+        **kwargs: Any,
     ) -> NvilaOutput:
         out = self.model(
             input_ids=input_ids,
@@ -218,13 +228,14 @@ class NVILALiteForConditionalGeneration(NvilaPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             image_grid_thw=image_grid_thw,
-            **more,
+            **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(out.last_hidden_state[:, kept])
+        # Generation asks only for the logits of the last token; slice(0, None) keeps all.
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(out.last_hidden_state[:, keep])
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **more)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
         return NvilaOutput(loss, logits, out.past_key_values, out.hidden_states, out.attentions)
 
 

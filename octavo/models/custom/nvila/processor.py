@@ -1,7 +1,7 @@
-"""Text and images to NVILA's inputs: each image's `<image>` becomes as many as the model has features for it.
+"""Text and images to NVILA's inputs: the `<image>` of an image is repeated for each of its features.
 
-The line breaks that end a tile are places too, filled by the model with their embedding. Written as text they would be
-joined with what follows them into other tokens.
+The line breaks that end a tile have placeholders too, which the model replaces with their embedding. As text, they
+would be merged with the following characters into other tokens.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from octavo.models.custom.nvila.configuration import NvilaLiteConfig
 from octavo.models.custom.nvila.images import NvilaImages
 from octavo.models.custom.nvila.three_folders import IMAGE, MEDIA
 from octavo.models.errors import ModelError
-from octavo.models.folder.processor_base import Telling
+from octavo.models.folder.processor_base import ProcessorTraits
 
 PLACE = IMAGE
 
 
-class NvilaProcessor(Telling, ProcessorMixin):
+class NvilaProcessor(ProcessorTraits, ProcessorMixin):
     """`processor(text=, images=)` and `processor.apply_chat_template(messages)` of a model of `config`.
 
-    Chat templates of NVILA take contents as texts, so parts are written as one, images as `<image>`. Tokens of media
-    are no words: those of all of them are `image_token_ids`, which no text may spell. Raises ModelError where the
-    tokenizer is not that of the configuration.
+    Chat templates of NVILA take contents as texts, so parts are joined to one text, with images as `<image>`.
+    `image_token_ids` are the tokens of all media, which no text may contain. Raises ModelError if the tokenizer does
+    not agree with the configuration.
     """
 
     image_token = PLACE
@@ -45,10 +45,10 @@ class NvilaProcessor(Telling, ProcessorMixin):
         self.image_token_id = tokenizer.convert_tokens_to_ids(PLACE)
         self.image_token_ids = [tokenizer.get_vocab()[token] for token in MEDIA if token in tokenizer.get_vocab()]
         _check(config, tokenizer)
-        super().__init__(image_processor, tokenizer, chat_template=chat_template)  # type: ignore[call-arg]
-        image_processor.of(config)
-        cells = config.vision_config.image_size // config.vision_config.patch_size
-        self.tile_tokens, self.newlines = config.tile_tokens(cells, cells), config.newlines
+        super().__init__(image_processor, tokenizer, chat_template=chat_template)
+        image_processor.configure(config)
+        patches = config.tile_side // config.patch_side
+        self.tile_tokens, self.newlines = config.tile_tokens(patches, patches), config.newlines
         self.grids = bool(config.s2_scales)
 
     @staticmethod
@@ -60,61 +60,64 @@ class NvilaProcessor(Telling, ProcessorMixin):
         side = config.vision_config.image_size
         return {"size": {"height": side, "width": side}}
 
-    def __call__(  # type: ignore[override]
+    def __call__(
         self,
         text: str | Sequence[str] | None = None,
         images: Any = None,
         return_tensors: str | None = None,
         return_text_replacement_offsets: bool = False,
-        **more: Any,
+        **options: Any,
     ) -> BatchFeature:
-        """`input_ids` and what the tokenizer adds, of images `pixel_values` [tiles, 3, side, side], and of several
-        scales `image_grid_thw`; if asked, which characters of a text each image took and grew into. Raises ValueError
-        where texts have not one place for each image."""
+        """The outputs of the tokenizer, which takes `options`; for images `pixel_values` [tiles, 3, side, side], and
+        with several scales `image_grid_thw`; with `return_text_replacement_offsets` also the characters of each image
+        in the text, before and after its placeholder was repeated. Raises ValueError if the texts do not have one
+        placeholder for each image."""
         texts = [text] if isinstance(text, str) else list(text or ())
         images = [] if images is None else list(images) if isinstance(images, list | tuple) else [images]
         if (places := sum(one.count(PLACE) for one in texts)) != len(images):
             raise ValueError(f"the text has {places} places for {len(images)} images")
-        made: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         grids: list[tuple[int, int, int]] = []
         if images:
-            found = self.image_processor(images=images)
-            made["pixel_values"] = np.stack([np.asarray(tile, dtype=np.float32) for tile in found["pixel_values"]])
-            grids = [tuple(grid) for grid in found["grids"]]
+            batch = self.image_processor(images=images)
+            inputs["pixel_values"] = np.stack([np.asarray(tile, dtype=np.float32) for tile in batch["pixel_values"]])
+            grids = [tuple(grid) for grid in batch["grids"]]
             if self.grids:
-                made["image_grid_thw"] = np.array(grids, dtype=np.int64)
-        grown, told = _grown(texts, [self._places(grid) for grid in grids])
-        more.pop("return_mm_token_type_ids", None)
-        encoded = dict(self.tokenizer(grown, return_tensors=return_tensors, **more))
+                inputs["image_grid_thw"] = np.array(grids, dtype=np.int64)
+        expanded, offsets = _expand(texts, [self._places(grid) for grid in grids])
+        # The model takes neither kind of token types, which callers of stock processors ask for.
+        options.pop("return_mm_token_type_ids", None)
+        encoded = dict(self.tokenizer(expanded, return_tensors=return_tensors, **options))
         encoded.pop("token_type_ids", None)
         if return_tensors == "pt":
-            made = {name: torch.from_numpy(value) for name, value in made.items()}
+            inputs = {name: torch.from_numpy(value) for name, value in inputs.items()}
         if return_text_replacement_offsets:
-            made["text_replacement_offsets"] = told
-        return BatchFeature({**encoded, **made})
+            inputs["text_replacement_offsets"] = offsets
+        return BatchFeature({**encoded, **inputs})
 
     def _places(self, grid: tuple[int, int, int]) -> int:
-        """Of an image: line breaks end each tile, or of several scales the whole."""
+        """Placeholders of an image: line breaks end each tile, or with several scales the whole image."""
         tiles, rows, columns = grid
         if self.grids:
             return rows * columns * self.tile_tokens + self.newlines
         return tiles * (self.tile_tokens + self.newlines)
 
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
-        """The chat template over contents that are texts."""
+        """The chat template, with contents converted to texts."""
         flat = [_flat(message, PLACE if self.newlines else f"{PLACE}\n") for message in conversation]
         return super().apply_chat_template(flat, *args, **kwargs)
 
     def _get_num_multimodal_tokens(self, image_sizes: Any = None, **_: Any) -> dict[str, list[int]]:
-        """Of images (height, width), as transformers' processors say it."""
+        """Tokens of images (height, width), in the form of transformers' processors."""
         grids = [self.image_processor.grid(*size) for size in image_sizes or ()]
         return {"num_image_tokens": [self._places(grid) for grid in grids]}
 
 
-def _grown(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], list[list[dict[str, Any]]]]:
-    """Texts with as many `<image>` as each image has places, and where each stood and stands."""
+def _expand(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], list[list[dict[str, Any]]]]:
+    """Texts in which the `<image>` of each image is repeated to its number of placeholders, and the spans of characters
+    of each image before and after."""
     counts = iter(places)
-    grown, told = [], []
+    expanded, offsets = [], []
     for text in texts:
         out, end, spans = "", 0, []
         for match in re.finditer(re.escape(PLACE), text):
@@ -122,14 +125,14 @@ def _grown(texts: Sequence[str], places: Sequence[int]) -> tuple[list[str], list
             new = PLACE * next(counts)
             spans.append({"span": match.span(), "new_span": (len(out), len(out) + len(new))})
             out, end = out + new, match.end()
-        grown.append(out + text[end:])
-        told.append(spans)
-    return grown, told
+        expanded.append(out + text[end:])
+        offsets.append(spans)
+    return expanded, offsets
 
 
 def _flat(message: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """A message whose content is a text. Rows write a line break behind `<image>`: of models that end images with one
-    of their own it goes, as in VILA's data; VILA 1.5 has it in the text, once."""
+    """A message with its content as a text. Rows have a line break after `<image>`: it is removed for models that end
+    images with their own line breaks, as in VILA's data; VILA 1.5 has it in the text, once."""
     content = message.get("content")
     if not isinstance(content, list):
         return dict(message)
@@ -144,8 +147,8 @@ def _flat(message: Mapping[str, Any], place: str) -> dict[str, Any]:
 def _check(config: NvilaLiteConfig, tokenizer: Any) -> None:
     stated = [("image_token_id", config.image_token_id, tokenizer.convert_tokens_to_ids(PLACE))]
     if config.newlines:
-        found = tokenizer("\n", add_special_tokens=False)["input_ids"]
-        stated.append(("newline_token_id", config.newline_token_id, found[0] if len(found) == 1 else found))
+        ids = tokenizer("\n", add_special_tokens=False)["input_ids"]
+        stated.append(("newline_token_id", config.newline_token_id, ids[0] if len(ids) == 1 else ids))
     for key, theirs, ours in stated:
         if theirs != ours:
             raise ModelError(

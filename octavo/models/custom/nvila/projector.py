@@ -3,7 +3,7 @@
     2 x 2    downsample, LayerNorm(4C), Linear(4C, H), GELU, Linear(H, H)
     3 x 3    downsample, LayerNorm(9C), Linear(9C, 3C), GELU, LayerNorm(3C), Linear(3C, H), GELU, Linear(H, H)
 
-The channels of a token are those of its patches, row by row of the block.
+The channels of a token are the concatenated channels of its patches, row by row of the block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Downsample(nn.Module):
-    """[n, h, w, C] -> [n, ceil(h / k), ceil(w / k), k k C]; what is missing on the right and below is zero."""
+    """[n, h, w, C] -> [n, ceil(h / k), ceil(w / k), k k C]; padded with zeros on the right and at the bottom."""
 
     def __init__(self, side: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Downsample(nn.Module):
 
 
 class Projector(nn.Module):
-    """[n, h, w, C] -> [n, tokens, H], row by row. `layers` has the numbers that checkpoints name weights by."""
+    """[n, h, w, C] -> [n, tokens, H], row by row. The indices in `layers` are part of the names in checkpoints."""
 
     def __init__(self, side: int, channels: int, hidden: int) -> None:
         super().__init__()
@@ -43,5 +43,5 @@ class Projector(nn.Module):
         self.layers = nn.Sequential(*layers, nn.Linear(wide, hidden), nn.GELU(), nn.Linear(hidden, hidden))
 
     def forward(self, patches: Tensor) -> Tensor:
-        made: Tensor = self.layers(patches)
-        return made.flatten(1, 2)
+        tokens: Tensor = self.layers(patches)
+        return tokens.flatten(1, 2)

@@ -1,11 +1,11 @@
-"""Dynamic S2: the features of an image at several scales side by side, in blocks that the projector takes.
+"""Dynamic S2: the features of an image at several scales, concatenated, in blocks for the projector.
 
-    1  the tiles of a scale stitch to one map of features
-    2  each map is resized to that of the largest scale, by area, in fp32, and channels join, the smallest scale first
-    3  the map is cut into rows x columns blocks of a tile's size; each is projected, and their tokens stitch to a map,
-       which is read row by row
+    1  the tiles of a scale are stitch to one map of features
+    2  each map is resized to the largest scale, by area, in fp32, and channels are joined, the smallest scale first
+    3  the map is cut into rows x columns blocks of a tile's size; each is projected, and their tokens are stitch to a
+       map, which is read row by row
 
-An image of one tile has the same features at every scale. Tiles come as `octavo.models.custom.nvila.images` cuts them.
+An image of one tile has the same features at every scale. Tiles are cut by `octavo.models.custom.nvila.images`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 
 class Cut(NamedTuple):
-    """Of an image: rows and columns of the largest scale, the sides in tiles of the smaller ones, and all its tiles
-    with those that fill up."""
+    """The tiles of an image: rows and columns of the largest scale, the sides in tiles of the smaller scales, and the
+    number of all tiles including padding."""
 
     rows: int
     columns: int
@@ -30,32 +30,33 @@ class Cut(NamedTuple):
 
     @property
     def seen(self) -> int:
-        """Tiles that hold something, which come first."""
+        """Tiles without the padding, which comes last."""
         return self.rows * self.columns + sum(side * side for side in self.smaller)
 
 
 def cut_of(grid: Sequence[int], squares: Sequence[int]) -> Cut:
-    """How an image of a grid (frames, rows, columns) was cut; `squares`: tiles of each smaller scale."""
+    """The cut of an image with a grid (frames, rows, columns); `squares`: tiles of each smaller scale."""
     frames, rows, columns = grid
     smaller = tuple(round(square**0.5) for square in squares) if frames > 1 else ()
     return Cut(rows, columns, smaller, frames * rows * columns)
 
 
 def seen_of(cuts: Sequence[Cut]) -> list[int]:
-    """Which tiles of all images go through the tower."""
+    """The indices of the tiles of all images that go through the tower."""
     starts = accumulate((one.tiles for one in cuts), initial=0)
     return [start + number for start, one in zip(starts, cuts, strict=False) for number in range(one.seen)]
 
 
 def blocks_of(features: Tensor, cuts: Sequence[Cut], scales: int) -> list[Tensor]:
-    """Features [tiles seen, h, w, C] of images -> for each its blocks [rows * columns, h, w, scales * C]."""
-    return [_blocks(own, one, scales) for own, one in zip(features.split([c.seen for c in cuts]), cuts, strict=True)]
+    """Features [tiles seen, h, w, C] of images -> the blocks of each, [rows * columns, h, w, scales * C]."""
+    parts = features.split([cut.seen for cut in cuts])
+    return [_blocks(part, cut, scales) for part, cut in zip(parts, cuts, strict=True)]
 
 
 def _blocks(features: Tensor, of: Cut, scales: int) -> Tensor:
     largest, *smaller = features.split([of.rows * of.columns, *(side * side for side in of.smaller)])
     whole = _map(largest, of.rows, of.columns)
-    maps = [_resized(_map(one, side, side), whole) for one, side in zip(smaller, of.smaller, strict=True)]
+    maps = [_resize(_map(one, side, side), whole) for one, side in zip(smaller, of.smaller, strict=True)]
     joined = torch.cat([*maps, whole] if maps else [whole] * scales, -1)
     _, tall, wide, _ = features.shape
     cut = joined.reshape(of.rows, tall, of.columns, wide, -1).transpose(1, 2)
@@ -69,12 +70,12 @@ def _map(tiles: Tensor, rows: int, columns: int) -> Tensor:
     return parted.reshape(rows * tall, columns * wide, channels)
 
 
-def _resized(small: Tensor, to: Tensor) -> Tensor:
-    found = F.interpolate(small.permute(2, 0, 1)[None].float(), size=to.shape[:2], mode="area")
-    return found[0].permute(1, 2, 0).to(to.dtype)
+def _resize(small: Tensor, to: Tensor) -> Tensor:
+    resized = F.interpolate(small.permute(2, 0, 1)[None].float(), size=to.shape[:2], mode="area")
+    return resized[0].permute(1, 2, 0).to(to.dtype)
 
 
-def stitched(tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """Tokens of blocks [rows * columns, n, H], each a square row by row -> those of the image, row by row."""
+def stitch(tokens: Tensor, rows: int, columns: int) -> Tensor:
+    """Tokens of blocks [rows * columns, n, H], each a square row by row -> tokens of the image, row by row."""
     side = round(tokens.shape[1] ** 0.5)
     return _map(tokens.unflatten(1, (side, side)), rows, columns).flatten(0, 1)

@@ -1,10 +1,10 @@
-"""Chat templates that VILA keeps in its code, by name, and not in the folders of its models.
+"""Chat templates that VILA has in its code, by name, and not in the folders of its models.
 
     qwen2       ChatML; a conversation without a system turn gets one (NVILA's; config.json names it, if anything does)
     vicuna_v1   VILA 1.5 over Vicuna (3B, 13B)
     llama_3     VILA 1.5 over Llama 3 (8B); the last answer ends with another token than those before it
 
-Which of the last two a VILA 1.5 has VILA reads out of the name of its folder; here its tokenizer tells.
+VILA chooses between the last two by the name of the model's folder; Octavo chooses by its tokenizer.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ TEMPLATES = {
     + _HEADER % "'assistant'"
     + " }}{% endif %}",
 }
-"""Name -> template over contents that are texts."""
+"""Name -> template for contents that are texts."""
 
 
 def vila_1_5(vocabulary: Collection[str]) -> str:
-    """The name of the template of a VILA 1.5 with these tokens."""
+    """The name of the template of a VILA 1.5 model with this vocabulary."""
     return "llama_3" if "<|eot_id|>" in vocabulary else "vicuna_v1"

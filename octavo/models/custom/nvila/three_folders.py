@@ -1,17 +1,18 @@
-"""The original layout of VILA and NVILA: one folder each for decoder, tower and projector, and a configuration above.
+"""The original layout of VILA and NVILA: a folder each for decoder, tower and projector, and a configuration above.
 
     config.json       how images are cut and which layer of the tower is read
     llm/              config.json, weights, tokenizer
     vision_tower/     config.json, weights, preprocessor_config.json
     mm_projector/     config.json, weights
 
-The parts are found by the names of their folders: the paths in config.json lead to the disk of whoever wrote it.
-Folders that name Python code beside this (`auto_map`) are read by what they hold; their code never runs.
+The parts are found by the names of their folders, because the paths in config.json are on the author's machine.
+Folders that also name Python code (`auto_map`) are read from their configuration and weights; their code never runs.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from octavo.models.folder.folder import PARTS, check_sizes, check_weight_files, 
 SENTINEL, IMAGE, VIDEO = MEDIA = ("<vila/sentinel>", "<image>", "<vila/video>")
 #: `model_type` of config.json above the three folders
 IN_THREE_FOLDERS = ("llava_llama", "vila")
-#: how images are cut -> line breaks that the prompt writes behind each tile
+#: how images are cut -> line breaks that the prompt writes after each tile
 _CUTS = {"dynamic": 1, "dynamic_s2": 0, "resize": 0}
 _PUBLISHED = "448,896,1344"
 _ENCODER = "llava.model.encoders.BasicImageEncoder"
-#: fields of config.json -> what they may say; others are other arithmetic, of which nobody would see a sign
+#: fields of config.json -> the accepted values; others mean other arithmetic and would give wrong results silently
 _KNOWN = {
     "mm_vision_select_layer": (-2,),
     "mm_vision_select_feature": ("cls_patch",),
@@ -39,7 +40,9 @@ _KNOWN = {
 
 
 def read_three(folder: Path) -> NvilaLiteConfig:
-    """The configuration of a folder of three. Raises ModelError for what Octavo's model code does not compute."""
+    """The configuration of a model in three folders. Raises ModelError for values that Octavo's model code does not
+    implement."""
+    # Every field that changes the arithmetic is compared with the values that Octavo implements, before any is used.
     raw = {part: read_json(folder / part / "config.json") for part in PARTS}
     top = read_json(folder / "config.json")
     for file in (folder, *(folder / part for part in PARTS)):
@@ -76,7 +79,7 @@ def read_three(folder: Path) -> NvilaLiteConfig:
 
 
 def refuse_incomplete(folder: Path, model_type: str) -> None:
-    """Raises ModelError for a model of one of :data:`IN_THREE_FOLDERS` that is there in part."""
+    """Raise ModelError for a model of one of :data:`IN_THREE_FOLDERS` that lacks folders."""
     lacking = [part for part in PARTS if not (folder / part / "config.json").is_file()]
     if lacking:
         raise ModelError(
@@ -86,21 +89,21 @@ def refuse_incomplete(folder: Path, model_type: str) -> None:
 
 
 def add_media(tokenizer: Any) -> None:
-    """Give a tokenizer the tokens of media that it lacks, which take the next ids, as VILA does when it loads one."""
+    """Add the tokens of media that a tokenizer lacks, with the next ids, as VILA does when it loads a tokenizer."""
     tokenizer.add_tokens([token for token in MEDIA if token not in tokenizer.get_vocab()], special_tokens=True)
 
 
 def template_of(folder: Path, tokenizer: Any) -> str | None:
-    """The chat template that VILA has in its code for such a folder; None where the tokenizer's own counts. Raises
-    ModelError for one that Octavo does not have."""
+    """The chat template that VILA has in its code for such a folder; None if it uses the tokenizer's. Raises ModelError
+    for a template that Octavo does not have."""
     top = read_json(folder / "config.json")
     name = top.get("chat_template")
     if name is None and _cut(top) == "resize" and "image_encoder" not in top:
         name = vila_1_5(tokenizer.get_vocab())
     if name is not None and name not in TEMPLATES:
         raise ModelError(
-            f"{folder}/config.json names the chat template {name!r:.80} of VILA's code, and Octavo has "
-            f"{', '.join(TEMPLATES)} alone. Write it as {folder}/llm/chat_template.jinja."
+            f"{folder}/config.json names the chat template {name!r:.80} of VILA's code, and Octavo has only "
+            f"{', '.join(TEMPLATES)}. Write it as {folder}/llm/chat_template.jinja."
         )
     return None if name is None else TEMPLATES[name]
 
@@ -110,7 +113,7 @@ def _cut(top: dict[str, Any]) -> Any:
 
 
 def _ends(folder: Path, top: dict[str, Any], cut: str) -> int:
-    """Line breaks that the encoder of images puts behind each: VILA 1.5 came before encoders, and has none."""
+    """Line breaks that the encoder of images appends to each: VILA 1.5 predates encoders and has none."""
     stated = top.get("image_encoder")
     if stated is None:
         return 0 if cut == "resize" else 1
@@ -122,12 +125,12 @@ def _ends(folder: Path, top: dict[str, Any], cut: str) -> int:
 
 
 def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
-    """The sides of dynamic S2, the smallest first; features of all are resized to those of the largest."""
+    """The sides of dynamic S2, the smallest first; features of all are resized to the largest."""
     stated = top.get("s2_scales") or _PUBLISHED
     if not isinstance(stated, str) or not re.fullmatch(r"\d{1,5}( *, *\d{1,5})*", stated):
         raise ModelError(
             f"{folder}/config.json gives s2_scales {stated!r:.80}, and they are sides in pixels, such as "
-            f"{_PUBLISHED!r}. Mend the field."
+            f"{_PUBLISHED!r}. Correct the field."
         )
     scales = tuple(sorted(map(int, stated.split(","))))
     key = "s2_resize_output_to_scale_idx"
@@ -136,24 +139,25 @@ def _scales(folder: Path, top: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _has_head(folder: Path, vision: dict[str, Any]) -> bool:
-    """Whether the tower has a pooling head: older configurations do not say so, but the weights do."""
+    """Whether the tower has a pooling head: older configurations lack the field, so the weights are inspected."""
     if "vision_use_head" in vision or not list((folder / "vision_tower").glob("*.safetensors")):
         return bool(vision.get("vision_use_head", False))
-    found = check_weight_files(folder / "vision_tower")
-    return any(entry.name.startswith("vision_model.head.") for header in found for entry in header.entries)
+    headers = check_weight_files(folder / "vision_tower")
+    return any(entry.name.startswith("vision_model.head.") for header in headers for entry in header.entries)
 
 
 def _image_token(folder: Path, text: dict[str, Any]) -> int:
-    """The id of `<image>`: the tokenizer's, or the second behind the table, whose rows are the tokens before media."""
+    """The id of `<image>`: the tokenizer's, or the second one after the table of embeddings, which has rows for the
+    tokens before media."""
     file = folder / "llm" / "tokenizer_config.json"
     known = (read_json(file) if file.exists() else {}).get("added_tokens_decoder") or {}
-    found = [int(number) for number, token in known.items() if token.get("content") == IMAGE]
-    return found[0] if found else int(text["vocab_size"]) + MEDIA.index(IMAGE)
+    ids = [int(number) for number, token in known.items() if token.get("content") == IMAGE]
+    return ids[0] if ids else int(text["vocab_size"]) + MEDIA.index(IMAGE)
 
 
-def _one_of(folder: Path, key: str, found: Any, known: Any) -> None:
-    if found not in known:
+def _one_of(folder: Path, key: str, value: object, known: Collection[object]) -> None:
+    if value not in known:
         raise ModelError(
-            f"{folder}/config.json gives {key} {found!r:.80}, and Octavo's NVILA computes "
-            f"{' or '.join(map(repr, known))} alone."
+            f"{folder}/config.json gives {key} {value!r:.80}, and Octavo's NVILA supports only "
+            f"{' or '.join(map(repr, known))}."
         )

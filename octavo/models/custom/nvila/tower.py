@@ -1,11 +1,13 @@
-"""The tower: SigLIP up to its last layer but one, whose output is the feature of a patch.
+"""The tower: SigLIP up to its second-to-last layer, whose outputs are the features of patches.
 
-The last layer and what follows it would be computed for nobody and get no gradient. Their weights belong to the
-checkpoint all the same, which is saved back whole: they are kept as buffers under their own names, so that nothing
-trains, plans, shards or counts them.
+The output of the last layer is unused, so it and the modules after it are not computed and would get no gradient. Their
+weights still belong to the checkpoint, which is saved complete: they are buffers under their original names, so that
+they are not trained, planned, sharded or counted.
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +22,24 @@ from transformers.models.siglip.modeling_siglip import (
 
 
 class Unread(nn.Module):
-    """The weights of a module, by name, and of the modules in it; no forward reads them."""
+    """The weights of a module and of its children as buffers with the same names; no forward reads them."""
 
-    def __init__(self, of: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        for name, parameter in of.named_parameters(recurse=False):
+        for name, parameter in module.named_parameters(recurse=False):
             self.register_buffer(name, parameter.detach().clone())
-        for name, child in of.named_children():
+        for name, child in module.named_children():
             if any(True for _ in child.parameters()):
                 self.add_module(name, Unread(child))
 
 
 class Encoder(nn.Module):
-    """The layers of the tower; the last one is there by its weights alone."""
+    """The layers of the tower; the last one has only its weights."""
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__()
-        made = [SiglipEncoderLayer(config) for _ in range(config.num_hidden_layers)]
-        self.layers = nn.ModuleList([*made[:-1], Unread(made[-1])])
+        layers = [SiglipEncoderLayer(config) for _ in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList([*layers[:-1], Unread(layers[-1])])
 
     def forward(self, hidden: Tensor) -> Tensor:
         for layer in self.layers:
@@ -49,10 +51,10 @@ class Encoder(nn.Module):
 class Tower(SiglipPreTrainedModel):
     """Tiles [n, 3, height, width] -> features of their patches [n, rows, columns, C]."""
 
-    config: SiglipVisionConfig
+    config: SiglipVisionConfig  # type: ignore[assignment]  # transformers' own towers redefine these two likewise
     base_model_prefix = "vision_model"
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ("image",)  # type: ignore[assignment]
 
     def __init__(self, config: SiglipVisionConfig) -> None:
         super().__init__(config)
@@ -68,14 +70,14 @@ class Tower(SiglipPreTrainedModel):
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         height, width = pixel_values.shape[-2:]
-        side, patch = self.config.image_size, self.config.patch_size
+        side, patch = self.config.image_size, cast(int, self.config.patch_size)
         hidden = self.embeddings(pixel_values, interpolate_pos_encoding=(height, width) != (side, side))
         return self.encoder(hidden).unflatten(1, (height // patch, width // patch))
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As SigLIP; weights that nobody reads begin as zeros, so that a folder never lacks them."""
+        """As SigLIP; unread weights are initialised to zeros, so that a saved folder always has them."""
         super()._init_weights(module)
         if isinstance(module, Unread):
-            for buffer in module._buffers.values():
+            for buffer in module.buffers(recurse=False):
                 init.zeros_(buffer)

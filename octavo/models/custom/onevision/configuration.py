@@ -1,15 +1,16 @@
-"""config.json of LLaVA-OneVision-1.5: the fields of the published folders, and what they have to say alike.
+"""config.json of LLaVA-OneVision-1.5: the fields of the published folders, and checks of fields that must agree.
 
-The language model is Qwen3 field for field, under a `model_type` of its own, which is kept: a saved folder is one of
-the published layout. Output projection and embeddings are two tensors at every published size, also at 4B, whose
-Qwen3-4B ties them: nothing is tied here, whatever a folder says.
+The language model is Qwen3 field for field, under another `model_type`, which is kept so that a saved folder has the
+published layout. Output projection and embeddings are two tensors at every published size, also at 4B, whose Qwen3-4B
+ties them. They are never tied here, whatever a folder says.
 
-The `vocab_size` at the top of published files (152064) is no size of any tensor; the table has `text_config`'s rows.
+The `vocab_size` at the top of published files (152064) is not the size of any tensor; the embedding table has the rows
+of `text_config`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig, Qwen3Config
@@ -19,10 +20,10 @@ from transformers import PreTrainedConfig, Qwen3Config
 class RiceConfig(PreTrainedConfig):
     """RICE-ViT: patches of `patch_size` pixels, `spatial_merge_size` squared of which become one token.
 
-    text_hidden_size  width of the language model, into which the projector maps
+    text_hidden_size  width of the language model, which is the projector's output width
 
-    Raises ValueError for `embed_dim` that is not `hidden_size`, for patches of several frames (`temporal_patch_size`),
-    and for heads that do not split into the two halves of two axes of a rotary embedding.
+    Raises ValueError if `embed_dim` is not `hidden_size`, for patches of several frames (`temporal_patch_size`), and
+    for heads that cannot be split into two halves for each of two rotary axes.
     """
 
     model_type = "rice_vit"
@@ -86,15 +87,25 @@ class LLaVAOneVision1_5_Config(PreTrainedConfig):
     tie_word_embeddings: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for key, made in self.sub_configs.items():
-            given = getattr(self, key)
-            if not isinstance(given, PreTrainedConfig):
-                setattr(self, key, made(**(given or {})))
+        for key, config_class in self.sub_configs.items():
+            value = getattr(self, key)
+            if not isinstance(value, PreTrainedConfig):
+                setattr(self, key, config_class(**(value or {})))
         super().__post_init__(**kwargs)
-        self.tie_word_embeddings = self.text_config.tie_word_embeddings = False
-        wide, wanted = self.text_config.hidden_size, self.vision_config.text_hidden_size
-        if wide != wanted:
+        self.tie_word_embeddings = self.text.tie_word_embeddings = False
+        width, wanted = self.text.hidden_size, self.vision.text_hidden_size
+        if width != wanted:
             raise ValueError(
-                f"text_config gives hidden_size {wide} and vision_config text_hidden_size {wanted}: both are the width "
-                "of the language model. Correct config.json."
+                f"text_config gives hidden_size {width} and vision_config text_hidden_size {wanted}: both are the "
+                "width of the language model. Correct config.json."
             )
+
+    @property
+    def text(self) -> Qwen3Config:
+        """`text_config`, which `__post_init__` has made an object."""
+        return cast(Qwen3Config, self.text_config)
+
+    @property
+    def vision(self) -> RiceConfig:
+        """`vision_config`, which `__post_init__` has made an object."""
+        return cast(RiceConfig, self.vision_config)

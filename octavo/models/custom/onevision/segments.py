@@ -1,15 +1,15 @@
-"""Where images and frames begin and end in the rows of a tower, and where their class tokens stand.
+"""The edges of images and frames in the rows of a tower, and the places of their class tokens.
 
-The patches of all images lie behind each other. A frame (an image is one) of h x w patches is a segment: its patches
-see each other and no others. In front of each stands a class token, so that segment i, which begins at patch p_i,
-begins at row p_i + i of the tower:
+The patches of all images are concatenated. A frame (an image is one) of h x w patches is a segment: its patches attend
+only to each other. Each segment begins with a class token, so segment i, which begins at patch p_i, begins at row
+p_i + i of the tower:
 
     patches     a a a a b b            two frames, of 4 and of 2 patches
     rows      C a a a a C b b
 
-Tokens are put in and taken out segment by segment. The code that was published with the weights takes them out by p_i
-alone, without the i class tokens before it: of one image that is right; from the second on, the projector gets class
-tokens among the patches, and the last patches are lost. The code that trained those weights has the count above.
+Class tokens are inserted and removed segment by segment. The code that was published with the weights removes them at
+p_i, without the i class tokens before: this is right for one image; from the second on, the projector receives class
+tokens among the patches, and the last patches are lost. The code that trained those weights counts as above.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The rows of a tower: `patches` of each segment, class tokens not counted; `edges`, int32 [segments + 1] on the
-    device, where segments end, with them; `longest`: the most rows of one."""
+    """The rows of a tower. `patches`: patches of each segment, without class tokens; `edges`: the ends of segments with
+    class tokens, int32 [segments + 1] on the device; `longest`: the maximum of rows in a segment."""
 
     patches: tuple[int, ...]
     edges: Tensor
@@ -33,7 +33,7 @@ class Segments:
 
     @classmethod
     def of(cls, grid: Sequence[Sequence[int]], device: torch.device) -> Segments:
-        """Those of images or videos of (t frames, h, w patches): t segments each."""
+        """The segments of images or videos with grids of (t frames, h, w patches): t segments each."""
         patches = tuple(h * w for t, h, w in grid for _ in range(t))
         edges = torch.tensor([0, *accumulate(count + 1 for count in patches)], dtype=torch.int32)
         return cls(patches, edges.to(device), max(patches) + 1)
@@ -53,11 +53,11 @@ class Segments:
 
 
 def places(grid: Sequence[Sequence[int]], merge: int, device: torch.device) -> Tensor:
-    """(row, column) of each patch in its image, int64 [patches, 2]. Patches come block by block of merge x merge, as
-    the projector joins them; frames of a video repeat."""
-    found = []
+    """(row, column) of each patch in its image, int64 [patches, 2]. Patches are ordered in blocks of merge x merge, as
+    the projector joins them; the frames of a video repeat the same places."""
+    frames = []
     for t, h, w in grid:
         at = torch.cartesian_prod(torch.arange(h, device=device), torch.arange(w, device=device))
         blocks = at.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2).reshape(-1, 2)
-        found.append(blocks.repeat(t, 1))
-    return torch.cat(found)
+        frames.append(blocks.repeat(t, 1))
+    return torch.cat(frames)

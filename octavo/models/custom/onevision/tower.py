@@ -1,17 +1,14 @@
 """RICE-ViT: patches of any number of images in, features in the language model's width out.
 
-    patches [N, 3 * 14 * 14] -> patch embedding -> [N, C] -> a class token in front of each frame (segments.py)
-    angles of a patch, of 2-D rotary attention: [row * f, column * f], f of D / 4 frequencies; of a class token: learned
-    norm -> blocks: x + attention(norm(x)), x + MLP(norm(x)) -> class tokens out -> merger: 2 x 2 patches to a token
+    patches [N, 3 * 14 * 14] -> patch embedding -> [N, C] -> a class token before each frame (segments.py)
+    angles of 2-D rotary attention: [row * f, column * f] of a patch, f of D / 4 frequencies; learned for a class token
+    norm -> blocks: x + attention(norm(x)), x + MLP(norm(x)) -> class tokens removed -> merger: 2 x 2 patches to a token
 
-Class token and its angles are buffers: weights that are loaded and saved, and never trained, as in the code that
-trained the published ones. So they need no gradient, no optimizer state and no place in a component. They begin at
-zero.
+The class token and its angles are buffers: weights that are loaded and saved and never trained, as in the code that
+trained the published ones. They need no gradient, no optimizer state and no component. They are initialised to zero.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +47,8 @@ class RicePatchEmbed(nn.Module):
 class RiceRotaryEmbedding(nn.Module):
     """Places [N, 2] -> angles [N, D / 2], fp32: of the row, then of the column."""
 
+    inv_freq: Tensor
+
     def __init__(self, config: RiceConfig) -> None:
         super().__init__()
         self.dim = config.hidden_size // config.num_heads // 2
@@ -63,14 +62,14 @@ class RiceRotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, H, D] turned by angles whose cos and sin are [N, 1, D], in fp32; feature i goes with feature i + D / 2."""
+    """x [N, H, D] rotated by angles whose cos and sin are fp32 [N, 1, D]; features i and i + D / 2 form a pair."""
     one, other = x.float().chunk(2, -1)
     turned = x.float() * cos + torch.cat([-other, one], -1) * sin
     return turned.to(x.dtype)
 
 
 def eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, scaling: float, **_: object
 ) -> tuple[Tensor, Tensor]:
     """softmax(q k^T * scaling) v of [1, H, T, D], as [1, T, H, D], and its weights."""
     weights = (query @ key.mT * scaling).softmax(-1, dtype=torch.float32).to(query.dtype)
@@ -78,7 +77,7 @@ def eager(
 
 
 class RiceAttention(nn.Module):
-    """Attention within each segment, both ways, without a mask."""
+    """Bidirectional attention within each segment, without a mask."""
 
     def __init__(self, config: RiceConfig) -> None:
         super().__init__()
@@ -92,19 +91,19 @@ class RiceAttention(nn.Module):
         q, k = rotate(q, *rotary), rotate(k, *rotary)
         return self.proj(self._attend(q, k, v, segments).reshape(len(x), -1))
 
-    @torch.compiler.disable  # or code would be compiled anew for images of other sizes
+    @torch.compiler.disable  # or the code would be compiled again for each new size of images
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments) -> Tensor:
         """[N, H, D] of q, k and v [N, H, D], segment by segment."""
         q, k, v = (part.transpose(0, 1)[None] for part in (q, k, v))
         name = self.config._attn_implementation
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-        more = {"scaling": self.scaling, "dropout": 0.0, "is_causal": False}
+        options = {"scaling": self.scaling, "dropout": 0.0, "is_causal": False}
         if "flash" in name:  # all segments in one call
-            of = {"cu_seq_lens": segments.edges, "max_length": segments.longest}
-            ends = {f"{key}_{side}": value for key, value in of.items() for side in "qk"}
-            return attend(self, q, k, v, attention_mask=None, **more, **ends)[0][0]
+            edges = {"cu_seq_lens": segments.edges, "max_length": segments.longest}
+            ends = {f"{key}_{side}": value for key, value in edges.items() for side in "qk"}
+            return attend(self, q, k, v, attention_mask=None, **options, **ends)[0][0]
         parts = zip(*(part.split(segments.rows, 2) for part in (q, k, v)), strict=True)
-        return torch.cat([attend(self, *one, attention_mask=None, **more)[0] for one in parts], 1)[0]
+        return torch.cat([attend(self, *one, attention_mask=None, **options)[0] for one in parts], 1)[0]
 
 
 class RiceMLP(nn.Module):
@@ -132,7 +131,7 @@ class RiceBlock(GradientCheckpointingLayer):
 
 
 class RiceMerger(nn.Module):
-    """[N, C] -> [N / merge^2, text width]: each patch normed, blocks of merge x merge joined, two layers."""
+    """[N, C] -> [N / merge^2, text width]: a norm of each patch, blocks of merge x merge joined, two linear layers."""
 
     def __init__(self, config: RiceConfig) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ class RiceMerger(nn.Module):
 
 
 class RicePreTrainedModel(PreTrainedModel):
-    """How the tower's own kinds of modules begin; all others begin as transformers has it."""
+    """The initialisation of the tower's buffers; all other modules are initialised as in transformers."""
 
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -159,7 +158,7 @@ class RicePreTrainedModel(PreTrainedModel):
         if isinstance(module, RiceRotaryEmbedding):
             init.copy_(module.inv_freq, module.frequencies())
         elif isinstance(module, RiceViT):
-            init.zeros_(module.class_embedding)  # no draw: buffers are made by each rank for itself
+            init.zeros_(module.class_embedding)  # not random: each rank initialises its buffers by itself
             init.zeros_(module.class_pos_emb)
 
 
@@ -169,8 +168,10 @@ class RiceViT(RicePreTrainedModel):
     config_class = RiceConfig
     config: RiceConfig
     main_input_name = "hidden_states"
-    input_modalities = ("image", "video")
+    input_modalities = ["image", "video"]
     _no_split_modules = ["RiceBlock"]
+    class_embedding: Tensor
+    class_pos_emb: Tensor
 
     def __init__(self, config: RiceConfig) -> None:
         super().__init__(config)
@@ -184,21 +185,21 @@ class RiceViT(RicePreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+    def forward(self, hidden_states: Tensor, grid_thw: Tensor, **_: object) -> BaseModelOutputWithPooling:
         """Features of images and videos.
 
-        hidden_states  [patches, channels * patch^2]: pixels, all images behind each other, patches in blocks of 2 x 2
+        hidden_states  [patches, channels * patch^2]: pixels of all images, concatenated, patches in blocks of 2 x 2
         grid_thw       int64 [images, 3]: frames, rows and columns of patches of each
 
         Returns `last_hidden_state` [patches, C], without class tokens, and `pooler_output` [patches / merge^2, width
-        of the language model]. Raises ValueError for pixels of another shape than the grids tell.
+        of the language model]. Raises ValueError if the grids have another number of patches.
         """
         grid, merge = grid_thw.tolist(), self.config.spatial_merge_size
-        told = sum(t * h * w for t, h, w in grid)
-        if len(hidden_states) != told or any(h % merge or w % merge for _, h, w in grid):
+        patches = sum(t * h * w for t, h, w in grid)
+        if len(hidden_states) != patches or any(h % merge or w % merge for _, h, w in grid):
             raise ValueError(
-                f"{len(hidden_states)} patches came with grids of {told} (frames, rows, columns: {grid[:4]}), whose "
-                f"rows and columns are multiples of {merge}. Take both from one call of the image processor."
+                f"{len(hidden_states)} patches came with grids of {patches} (frames, rows, columns: {grid[:4]}), whose "
+                f"rows and columns must be multiples of {merge}. Take both from one call of the image processor."
             )
         x = self.patch_embed(hidden_states)
         segments = Segments.of(grid, x.device)

@@ -1,4 +1,4 @@
-"""Memory before a run: its bytes by kind, what each switch saves, and the fastest setting that fits a card."""
+"""Memory estimates before a run: bytes by kind, the savings of each switch, and the fastest setting that fits."""
 
 from octavo.train.estimate.memory.fit import ASSUMED, Fit, Setting, gb, propose, settings_of
 from octavo.train.estimate.memory.footprint import KINDS, Card, Footprint, Footprints, changed

@@ -1,16 +1,16 @@
-"""A forward without values: what a micro-batch keeps for its backward, counted on the modules that will run.
+"""Memory that a micro-batch keeps for its backward, counted in a forward of the real modules without values.
 
-What a block keeps depends on its norms, its attention, on which layers share an input, on recomputation: on code rather
-than on a formula. So the blocks themselves run here, after the plan was applied, on fake tensors: tensors with a shape,
-a dtype and a storage of so many bytes that nobody allocates. The accountant (:mod:`octavo.fp8.memory.accounting`)
-counts what stays alive. A layer of 8 billion parameters' width and 8192 tokens takes a tenth of a second.
+What a block keeps depends on its norms, its attention, shared inputs and recomputation, that is on code rather than on
+a formula. So the blocks themselves run here, with the plan applied, on fake tensors, which have a shape, a dtype and a
+storage size but no allocated memory. The accountant (:mod:`octavo.fp8.memory.accounting`) counts what stays alive. A
+layer as wide as that of an 8-billion-parameter model takes a tenth of a second for 8192 tokens.
 
-Only token ids, positions and masks are real, because models look at them. Blocks that are equal (in class, shapes and
-recipes) keep equal amounts, so one of each kind runs and stands for the others; it runs between two real neighbours,
-since what becomes of its output is up to the next one. The rest of the model runs whole.
+Only token ids, positions and masks are real, because models read their values. Equal blocks (in class, shapes and
+recipes) keep equal amounts, so one of each kind runs and represents the others. It runs between two real neighbours,
+because the next block determines what happens to its output. The rest of the model runs whole.
 
-Fake tensors live on the CPU. What a GPU keeps differs in little: the state of a random generator in attention, and
-under autocast the operations that CUDA runs in fp32 and the CPU does not.
+Fake tensors are on the CPU. A GPU keeps slightly different amounts: the state of a random generator in attention, and
+under autocast the results of operations that only CUDA runs in fp32.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FakeForward:
-    """Bytes that one forward keeps, scaled to the whole model. ``blocks``: component -> all its repeating blocks;
-    ``outside``: component -> what its other modules keep (embeddings' output, final norm, merger); ``largest``: the
-    block that keeps most; ``copies``: 16-bit copies of weights that autocast makes and keeps until the step's backward.
-    ``logits``: what the head and the loss keep; ``shared``: positions and masks, there once, no activations;
-    ``recomputed``: component -> what one of its blocks keeps besides while its backward runs, if it is recomputed.
+    """Bytes that one forward keeps, scaled to the whole model.
+
+    For each component, ``blocks`` is what all its repeating blocks keep, ``outside`` what its other modules keep
+    (embedding output, final norm, merger), ``largest`` the most that one block keeps, and ``recomputed`` what a
+    recomputed block keeps in addition during its backward. ``copies`` are the 16-bit weight copies that autocast keeps
+    until the step's backward. ``logits`` is what the head and the loss keep. ``shared`` are positions and masks, which
+    exist once and are not activations.
     """
 
     blocks: Mapping[str, int]
@@ -68,7 +70,7 @@ class FakeForward:
     recomputed: Mapping[str, int]
 
     def times(self, rows: int) -> FakeForward:
-        """What so many times the tokens keep, in rows of the same length."""
+        """Return what a forward of this many times the tokens keeps, in rows of the same length."""
 
         def scaled(sizes: Mapping[str, int]) -> dict[str, int]:
             return {name: rows * size for name, size in sizes.items()}
@@ -98,32 +100,34 @@ def fake_forward(
     head_alone: bool = False,
     dressed: nn.Module | None = None,
 ) -> FakeForward:
-    """Count what a forward of these tokens keeps.
+    """Count the bytes that a forward of these tokens keeps.
 
     Args:
-        model: stock, on the meta device, frozen as in the run; it stays as it is.
-        dressed: the same with adapters, where the run has some.
-        plan: of this model. It is applied with the reference backend, which keeps what every backend keeps.
-        tokens: rows of ``tokens.row`` tokens, all of one length, ``lm_head`` of which have a loss, and images of
-            ``tokens.image`` patches.
-        autocast: what the forward computes in under autocast (None: without).
-        head_alone: run as little as there must be before the head; only ``logits`` mean anything then.
-        cfg: says the dtype of the parameters, what blocks recompute, and how the loss is made.
+        model: stock, on the meta device, frozen as in the run; it is not changed.
+        dressed: the same with adapters, where the run has any.
+        plan: the plan of this model. It is applied with the reference backend, which keeps what every backend keeps.
+        tokens: rows that all have ``tokens.row`` tokens, images of ``tokens.image`` patches, and the number of tokens
+            with a loss (``lm_head``).
+        autocast: the dtype of autocast; None means without autocast.
+        head_alone: run as little as possible before the head; only ``logits`` is then meaningful.
+        cfg: the dtype of the parameters, the recomputation of blocks, and the loss.
 
-    Raises TrainError where the images' tokens do not fit into the rows, or such a forward is not possible.
+    Raises TrainError if the images' tokens do not fit into the rows or if the forward fails.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    log.disabled = True  # it prints the traceback of what is told below in a sentence
+    log.disabled = True  # it would print a traceback of the error that is reported below in a sentence
     try:
         dressed = model if dressed is None else dressed
-        found = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
+        counted = _counted(model, dressed, family, plan, tokens, cfg, autocast, head_alone)
         routers = [row.name for row in plan.rows if row.kind == "router"] if routing.coefficient(cfg, model) else []
         if not routers or head_alone:
-            return found
-        more = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
+            return counted
+        with_balance = _counted(model, dressed, family, plan, tokens, cfg, autocast, balanced=True)
         _, standing = _shrunk(model, family, _kinds(dressed, family, plan))
         some = sum(any(name.startswith(f"{block}.") for block in standing) for name in routers)
-        return replace(found, logits=found.logits + (more.logits - found.logits) * len(routers) // max(1, some))
+        return replace(
+            counted, logits=counted.logits + (with_balance.logits - counted.logits) * len(routers) // max(1, some)
+        )
     except (RuntimeError, ValueError, AttributeError, LookupError, TypeError, ArithmeticError) as error:
         if isinstance(error, TrainError):
             raise
@@ -146,8 +150,10 @@ def _counted(
     head_alone: bool = False,
     balanced: bool = False,
 ) -> FakeForward:
-    """``balanced``: with the load-balancing loss of the routers that are left, of which ``logits`` then has a part for
-    each."""
+    """Run the forward.
+
+    ``balanced`` adds the load-balancing loss of the remaining routers; ``logits`` then includes a part for each.
+    """
     dtype = model_dtype(cfg)
     small, standing = _shrunk(model, family, _kinds(dressed, family, plan), head_alone)
     fp8.apply(small, _cut(plan, small))
@@ -161,39 +167,42 @@ def _counted(
     batch = micro_batch(small, family, replace(tokens, image=0, sound=0) if head_alone else tokens, mode)
     judged = tokens.counts.get("lm_head", len(batch["input_ids"]) * tokens.row) // len(batch["input_ids"])
     with mode:
-        keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has none to predict
+        keep = torch.arange(max(1, min(tokens.row - 1, judged)))  # the last token has no next token to predict
     computing = nullcontext() if autocast is None else torch.autocast("cpu", autocast)
     blocks = [(name, small.get_submodule(name)) for name in standing]
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # as an identity, which 0 may be
+        warnings.filterwarnings(
+            "ignore", "Accessing the data pointer of FakeTensor"
+        )  # an adapter with 0 here could be skipped as an identity
         counting = count_saved(small, blocks)
         with _nothing_older(), uncounted(), counting as counted, _ForFakeTensors(), computing:
-            if autocast is None and "pixel_values" in batch:  # as octavo.train.forward.forward does
+            if autocast is None and "pixel_values" in batch:  # as in octavo.train.forward.forward
                 batch["pixel_values"] = batch["pixel_values"].to(dtype)
             if balanced:
                 batch["output_router_logits"] = True
             loss = _loss(small, batch, keep, None if isinstance(head, str) else head, cfg)
-        found = counted.report()
+        report = counted.report()
     del loss
     weights = set() if autocast is None else {(autocast, tuple(p.shape)) for p in small.parameters()}
-    return _scaled(found, small, family, standing, weights)
+    return _scaled(report, small, family, standing, weights)
 
 
 def _of_this(cfg: Config, family: models.Family) -> Config:
-    """The configuration without recomputation of components that the model lacks, and without what has to do with a
-    device: what is moved to the host is kept all the same, and counted by
-    :mod:`octavo.train.estimate.memory.footprint`."""
+    """Return the configuration without device settings and without recomputation of components that the model lacks.
+
+    Memory that is moved to the host counts as kept here; :mod:`octavo.train.estimate.memory.footprint` subtracts it.
+    """
     ways = {component: how for component, how in cfg.train.recompute if component in family.components}
-    there = {"offload_activations": False, "synchronize_per_layer": False}
-    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **there})
+    without_device = {"offload_activations": False, "synchronize_per_layer": False}
+    train = cfg.train.model_copy(update={"recompute": type(cfg.train.recompute)(**ways), **without_device})
     return cfg.model_copy(update={"train": train})
 
 
 def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHead | None, cfg: Config) -> Tensor:
-    """The loss of a micro-batch in which the tokens at the positions ``keep`` predict the next."""
+    """The loss of a micro-batch in which the tokens at the positions ``keep`` predict the next token."""
     target = batch["input_ids"][:, keep]
     trims = "logits_to_keep" in inspect.signature(model.forward).parameters
-    more: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
+    trim: dict[str, Any] = {"logits_to_keep": keep} if trims else {}
     if cfg.train.phase in BEYOND_SFT:
         nothing: list[Tensor] = []
         values = critic.values(model, alone=False) if critic.wanted(cfg) else nullcontext(nothing)
@@ -202,12 +211,12 @@ def _loss(model: nn.Module, batch: dict[str, Any], keep: Tensor, head: ChunkedHe
         return sum((value.sum() for value in of_critic), logs)
     smooth: dict[str, Any] = {"label_smoothing": cfg.train.label_smoothing, "z_loss": cfg.train.z_loss}
     if head is None:
-        out = model(**batch, **more, use_cache=False)
+        out = model(**batch, **trim, use_cache=False)
         loss = losses.cross_entropy(out.logits if trims else out.logits[:, keep], target, **smooth).sum()
     else:
-        with head.losses(target, **smooth, chunk=target.numel()) as given:
-            out = model(**batch, **more, use_cache=False)
-            loss = given.take(out.logits).sum()
+        with head.losses(target, **smooth, chunk=target.numel()) as by_head:
+            out = model(**batch, **trim, use_cache=False)
+            loss = by_head.take(out.logits).sum()
     balance = getattr(out, "aux_loss", None)
     return loss if balance is None else loss + balance
 
@@ -216,21 +225,21 @@ def _of_log_probs(
     model: nn.Module, batch: dict[str, Any], keep: Tensor | None, target: Tensor, head: ChunkedHead | None,
     cfg: Config,
 ) -> Tensor:  # fmt: skip
-    """The same in phases that learn from log-probabilities; what their objectives keep is a few numbers a token."""
-    more: dict[str, Any] = {"use_cache": False} | ({} if keep is None else {"logits_to_keep": keep})
+    """The same for phases that learn from log-probabilities; their objectives keep only a few numbers per token."""
+    options: dict[str, Any] = {"use_cache": False} | ({} if keep is None else {"logits_to_keep": keep})
     entropy = cfg.train.phase == "rl"
     if head is not None:
-        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as given:
-            return given.take(model(**batch, **more).logits).sum()
-    logits = model(**batch, **more).logits
+        with head.log_probs(target, entropy=entropy, chunk=target.numel()) as by_head:
+            return by_head.take(model(**batch, **options).logits).sum()
+    logits = model(**batch, **options).logits
     return fp8.log_probs(logits if keep is not None else logits[:, : target.shape[1]], target).sum()
 
 
-# --- one block for all of its kind ------------------------------------------------------------------------------------
+# --- one block of each kind -------------------------------------------------------------------------------------------
 
 
 def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tuple[str, Any]]:
-    """(name, what decides what a block keeps) for every block."""
+    """Return (name, everything that determines the memory that it keeps) for every block."""
     recipes = [(row.row.module, row.recipe, row.row.frozen) for row in plan.rows]
     fused = [(block.name, block.fused) for block in plan.blocks]
     out = []
@@ -244,13 +253,13 @@ def _kinds(model: nn.Module, family: models.Family, plan: fp8.Plan) -> list[tupl
 def _shrunk(
     model: PreTrainedModel, family: models.Family, kinds: list[tuple[str, Any]], head_alone: bool = False
 ) -> tuple[PreTrainedModel, dict[str, int]]:
-    """A copy with the blocks that are needed, and block -> how many of the model's it stands for (0: a neighbour)."""
+    """Return a copy with only the needed blocks, and how many blocks each represents (0: only a neighbour)."""
     members: dict[Any, list[int]] = {}
     towers: dict[str, list[int]] = {}
     for i, (name, kind) in enumerate(kinds):
         members.setdefault(kind, []).append(i)
         towers.setdefault(name.rpartition(".")[0], []).append(i)
-    stands = {tower[0]: 0 for tower in towers.values()}  # the first shows what blocks return
+    stands = {tower[0]: 0 for tower in towers.values()}  # the first block shows what blocks return
     for alike in [] if head_alone else members.values():
         stands[alike[len(alike) // 2]] = len(alike)
     for tower in towers.values():
@@ -270,7 +279,7 @@ def _shrunk(
 
 
 class _Telling:
-    """A forward hook of the blocks that run: how many values their tuple has, nothing where they return a tensor."""
+    """A forward hook that records how many values a block's tuple has, and nothing where it returns a tensor."""
 
     def __init__(self, parts: list[int]) -> None:
         self.parts = parts
@@ -280,25 +289,27 @@ class _Telling:
 
 
 class _Passing(nn.Module):
-    """In place of a block that does not run: hands the hidden states on in the form that the block would."""
+    """Replaces a block that does not run; passes the hidden states on in the form that the block would."""
 
     def __init__(self, parts: list[int]) -> None:
-        nn.Module.__init__(self)  # not that of the block's class
-        self.parts = parts  # filled by the blocks of this tower that run, the first of them before all others
+        nn.Module.__init__(self)  # not the __init__ of the block's class
+        self.parts = parts  # filled by the blocks of this tower that run; the first block always does
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return (hidden_states, *[None] * (self.parts[0] - 1)) if self.parts else hidden_states
 
 
 def _passing(block: nn.Module, parts: list[int]) -> nn.Module:
-    """Of the block's class: transformers counts layers by it, where a projector asks for the output of one."""
+    """A subclass of the block's class, by which transformers counts layers for projectors that ask for one's output."""
     kind = type(block)
     return type(f"Passing{kind.__name__}", (_Passing, kind), {})(parts)
 
 
 def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
-    """The plan of what is left, on backends that run on the CPU. Whether a weight is FP8 between steps changes nothing
-    of what a forward keeps, so here none is."""
+    """Return the plan of the remaining layers, on backends that run on the CPU.
+
+    Weights that are FP8 between steps do not change what a forward keeps, so here none is.
+    """
     names = {name for name, _ in small.named_modules()}
     cpu = torch.device("cpu")
 
@@ -320,9 +331,12 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
 
 
 def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-    """Exchange every parameter and buffer for a fake one on the CPU, floating parameters in ``dtype``, adapters and a
-    critic in their own; frozen FP8 weights get fake codes; ties stay."""
-    made: dict[int, Tensor] = {}
+    """Replace every parameter and buffer by a fake one on the CPU.
+
+    Floating-point parameters get ``dtype``, adapters and a critic their own dtype, and frozen FP8 weights fake codes.
+    Ties are kept.
+    """
+    fakes: dict[int, Tensor] = {}
     beside = {id(p) for n, p in model.named_parameters() if adapters.is_adapter_parameter(n) or critic.owns(n)}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -342,20 +356,21 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         turned = isinstance(tensor, Fp8Weight) and tensor.turned
         return frozen_from_codes(codes, scale, q.spec, dtype, transposed=turned)
 
+    # Tied tensors have one fake, found by the identity of the original.
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
-                    held[name] = made.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
+                    held[name] = fakes.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
         if isinstance(module, fp8.weights.CachesWeights):
             module.own_weights()
 
 
 @contextmanager
 def _nothing_older() -> Iterator[None]:
-    """The accountant collects cycles of objects. Those from before the forward need not be gone through for that.
+    """Freeze existing objects, so that the accountant's garbage collections do not scan them.
 
-    Where the caller has frozen objects, these stay so: `gc.unfreeze` would take back all of it.
+    Where the caller has frozen objects itself, nothing is done, because `gc.unfreeze` would unfreeze those too.
     """
     if gc.get_freeze_count():
         yield
@@ -368,12 +383,12 @@ def _nothing_older() -> Iterator[None]:
 
 
 class _ForFakeTensors(TorchDispatchMode):
-    """Four things that fake tensors do slowly or not at all.
+    """Handles four operations that fake tensors do slowly or not at all.
 
-    Their device is known at once: half of what a forward asks of its tensors is that, and no operation. A boolean mask
-    says by its values how much it selects: masks are real here and become indices without values. Whether
-    floats equal a number is asked of pixels, to throw tiles away that are nothing but filling: here none is (a real
-    tensor of one element, repeated). The shape of what experts in high precision make torch tells of BF16 alone.
+    The device is answered directly, since half of all calls on tensors in a forward ask only for that. The number of
+    elements that a boolean mask selects depends on its values, so masks are real here and become indices without
+    values. Models compare pixels with a number to drop padding tiles; here no tile is padding, and the answer is a real
+    tensor of one element, expanded. For experts in high precision, torch knows the shape of the result only in BF16.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -393,7 +408,7 @@ class _ForFakeTensors(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _chosen(self, mask: Tensor, mode: FakeTensorMode) -> list[Tensor | None]:
-        """Indices of what a mask chooses: so many, and which is not asked."""
+        """Return as many indices as a mask selects; their values do not matter."""
         count = int(mask.sum())
         with mode:
             return [torch.empty(count, dtype=torch.int64, device="cpu") for _ in mask.shape]
@@ -406,20 +421,22 @@ _GROUPED = _aten._grouped_mm.default
 _INDEXING = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 
-# --- what was counted, for the whole model ----------------------------------------------------------------------------
+# --- scaling the counts to the whole model ----------------------------------------------------------------------------
 
 
 def _scaled(
-    found: SavedBytes,
+    report: SavedBytes,
     small: nn.Module,
     family: models.Family,
     standing: Mapping[str, int],
     weights: set[tuple[torch.dtype, tuple[int, ...]]],
 ) -> FakeForward:
+    """Scale a report of the blocks that ran to the whole model; ``standing`` is how many each block represents."""
+    # Outside of blocks, tensors count once; a block's count once for each block that it represents.
     per_block: dict[str, int] = {}
     outside: dict[str, int] = {}
     copies = shared = logits = 0
-    for row in made_by_model(found):
+    for row in made_by_model(report):
         if row.kind != ACTIVATION:
             shared += row.bytes
         elif not row.module or family.component_of(row.module) == "lm_head":

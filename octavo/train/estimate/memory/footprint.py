@@ -1,19 +1,19 @@
-"""What a run will need of a card's memory, in bytes by kind, before a weight is read.
+"""The GPU memory that a run will need, in bytes by kind, computed before any weight is read.
 
     weights       parameters, in the dtype of the model
-    master        what makes a BF16 weight exactly fp32 beside it
-    gradients     as they stand after backward
+    master        the extra bits that make a BF16 weight exactly fp32
+    gradients     as they are after backward
     optimizer     both moments
-    codes         FP8 codes of weights that live from step to step
-    reference     phases rl and preference: a frozen copy that the policy is held to (none with LoRA)
-    kv_cache      phase rl, while completions are written (`rollout`), when there are no gradients and no activations
-    activations   what a forward keeps for its backward, tokens of the largest micro-batch
+    codes         FP8 codes of weights that are kept from step to step
+    reference     phases rl and preference: the frozen reference model (none with LoRA)
+    kv_cache      phase rl, while completions are generated (`rollout`), when there are no gradients and no activations
+    activations   what a forward keeps for its backward, for the tokens of the largest micro-batch
     logits        what the head and the loss keep
-    workspace     the largest of what comes and goes within a step
+    workspace     the largest amount of temporary memory within a step
 
-The first six follow from shapes and the plan (`states`), to the byte. Activations and logits are counted in a forward
-without values (`activations`). The workspace is estimated here, formula by formula; nothing of it is measured. A run
-reports the same kinds (:mod:`octavo.train.step.memory_report`), the workspace excepted.
+The first six follow exactly from shapes and the plan (`states`). Activations and logits are counted in a forward
+without values (`activations`). The workspace is estimated here with formulas; none of it is measured. A run reports the
+same kinds except the workspace (:mod:`octavo.train.step.memory_report`).
 """
 
 from __future__ import annotations
@@ -51,19 +51,22 @@ KINDS = (
     "activations", "logits", "workspace",
 )  # fmt: skip
 
-# Largest number of elements of logits that a chunk of the head makes (octavo.fp8.memory.chunked_loss).
+# The largest number of logits in a chunk of the head (octavo.fp8.memory.chunked_loss).
 CHUNK = 2**25
 CHUNK_OF_CPU = 2**23
-# What an optimizer in host memory needs on the device: three buffers of a batch of states (octavo.fp8.optim.offload).
+# Device memory of an optimizer in host memory: three buffers of a batch of states (octavo.fp8.optim.offload).
 STREAM = 3 * (64 << 20)
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """``kinds``: kind -> bytes on the rank that holds most. ``per_token``: component -> bytes of activations a token of
-    that component. ``host``: bytes in host memory (offloaded). ``parts``: what the workspace consists of. ``rollout``:
-    of phase rl, whose other moment this is then. ``staging``: bytes in host memory of the copy that is saved
-    (`run.save: async`)."""
+    """The memory of one configuration.
+
+    ``kinds`` maps each kind to its bytes on the rank that holds most. ``per_token`` gives the bytes of activations for
+    a token of each component. ``host`` is the offloaded bytes in host memory. ``parts`` is the composition of the
+    workspace. ``rollout`` is the other part of a step in the phase rl. ``staging`` is the bytes in host memory of the
+    copy that is being saved (`run.save: async`).
+    """
 
     kinds: Mapping[str, int]
     per_token: Mapping[str, float]
@@ -80,11 +83,11 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """Of the moment that needs most."""
+        """The bytes of the part of a step that needs most."""
         return max(self.update, self.rollout.total if self.rollout else 0)
 
     def to_json(self) -> dict[str, Any]:
-        more = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
+        by_moment = {} if self.rollout is None else {"update": self.update, "rollout": self.rollout.to_json()}
         return {
             "ranks": self.ranks,
             "tokens": {
@@ -99,21 +102,21 @@ class Footprint:
             "host": self.host,
             "staging": self.staging,
             "workspace": dict(self.parts),
-            **more,
+            **by_moment,
         }
 
 
 class Footprints:
-    """Footprints of one model under configurations that differ in how they keep memory; each forward is counted once.
+    """Footprints of one model under configurations that differ only in memory settings; each forward is counted once.
 
     Args:
-        cfg: the configuration as given; what it says of recipes is that of all others.
+        cfg: the configuration as given; its recipes apply to all others.
         model: stock, on the meta device, frozen, with the frozen FP8 weights that the run will load.
-        plan: that of ``cfg``.
-        tokens: of one micro-batch of ``cfg``.
-        device: the type of device that will train.
-        copy: whether a frozen copy of the model stands beside it, as a reference.
-        usable: bytes of the card that rollouts are to fit into; None: whatever they take.
+        plan: the plan of ``cfg``.
+        tokens: the tokens of one micro-batch of ``cfg``.
+        device: the type of the training device.
+        copy: whether there is also a frozen copy of the model, as a reference.
+        usable: bytes of the card that rollouts must fit into; None sets no limit.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class Footprints:
         self.device = device
         self._copied = copied(self.config, family, plan) if copy else None
         self._rollouts = Rollouts(self.config, usable) if cfg.train.phase == "rl" else None
-        self.dressed = frozen_base.with_adapters(model, family, cfg)  # what is trained, and what runs
+        self.dressed = frozen_base.with_adapters(model, family, cfg)  # the trained model, and the model that runs
         self.held = states.held(self.dressed, family)
         self.reached = states.backward_reaches(self.dressed)
         self.frozen = states.frozen_of(self.held)
@@ -139,25 +142,25 @@ class Footprints:
         return self.model.config
 
     def plan_of(self, cfg: Config) -> fp8.Plan:
-        """The plan of a configuration: the recipes and backends of the first, other things that are kept."""
+        """The plan of a configuration: the recipes and backends of the first one, with its own memory settings."""
         key = _of_plan(cfg)
         if key not in self._plans:
             policy = planning.policy_from(cfg)
             saving = saving_of(policy, self.family.components)
-            given = self.plan.rows, policy.fuse == "on", saving, self.family.components
-            self._plans[key] = replace(self.plan, policy=policy, blocks=blocks_of(self.model, *given))
+            inputs = self.plan.rows, policy.fuse == "on", saving, self.family.components
+            self._plans[key] = replace(self.plan, policy=policy, blocks=blocks_of(self.model, *inputs))
         return self._plans[key]
 
     def forward(self, cfg: Config, rows: int) -> FakeForward:
-        """What a forward of so many rows keeps: one is counted, and more keep as much each."""
+        """What a forward of this many rows keeps: one row is counted, and the others keep as much."""
         key = (_of_plan(cfg)[:-2], self.forward_of(cfg), cfg.train.recompute, cfg.train.logits)
         if key not in self._forwards:
-            kept = self._fake_forward(cfg)
-            self._forwards[key] = replace(kept, recomputed=self._recomputed(cfg, kept))
+            counted = self._fake_forward(cfg)
+            self._forwards[key] = replace(counted, recomputed=self._recomputed(cfg, counted))
         return self._forwards[key].times(rows)
 
     def logits_of(self, cfg: Config) -> int:
-        """What the head and the loss keep of one row, whatever the blocks keep."""
+        """What the head and the loss keep for one row, independently of the blocks."""
         key = ("head", self.forward_of(cfg), cfg.train.logits)
         if key not in self._forwards:
             plain = changed(cfg, {"train.recompute": "none", "fp8.activations": self.cfg.fp8.activations})
@@ -165,11 +168,11 @@ class Footprints:
         return self._forwards[key].logits
 
     def chunks(self, cfg: Config) -> bool:
-        """Whether losses come without full logits: asked for, and possible with this model."""
+        """Whether losses are computed without full logits: configured, and possible with this model."""
         return cfg.train.logits == "chunked" and why_not_chunked(self.model) is None
 
     def forward_of(self, cfg: Config) -> tuple[torch.dtype, torch.dtype | None]:
-        """In what a forward computes: the dtype of the parameters, and that of the autocast around it (None: none)."""
+        """The dtypes of a forward: that of the parameters and that of autocast (None: no autocast)."""
         return model_dtype(cfg), autocast_dtype(cfg, torch.device(self.device))
 
     def _fake_forward(self, cfg: Config, head_alone: bool = False) -> FakeForward:
@@ -177,63 +180,65 @@ class Footprints:
         tokens = _one_row(self.tokens)
         return fake_forward(self.model, self.family, self.plan_of(cfg), tokens, cfg, autocast, head_alone, self.dressed)
 
-    def _recomputed(self, cfg: Config, kept: FakeForward) -> dict[str, int]:
-        """What a block keeps while its backward runs that it did not keep before."""
-        again = [component for component, how in cfg.train.recompute if how != "none" and kept.largest.get(component)]
+    def _recomputed(self, cfg: Config, counted: FakeForward) -> dict[str, int]:
+        """What a recomputed block keeps in addition during its backward."""
+        again = [
+            component for component, how in cfg.train.recompute if how != "none" and counted.largest.get(component)
+        ]
         if not again:
             return {}
         whole = self.forward(changed(cfg, {"train.recompute": "none"}), 1)
-        return {component: whole.largest[component] - kept.largest[component] for component in again}
+        return {component: whole.largest[component] - counted.largest[component] for component in again}
 
     def of(self, cfg: Config, ranks: int = 1) -> Footprint:
-        """The footprint of a configuration that differs from the first in switches of memory and ``micro_batch``."""
+        """The footprint of a configuration that differs from the first only in memory switches and ``micro_batch``."""
         rows = max(1, self.tokens.rows * cfg.train.micro_batch // self.cfg.train.micro_batch)
         return self.put_together(cfg, self.forward(self.computing(cfg, ranks), rows), rows, ranks)
 
     def computing(self, cfg: Config, ranks: int) -> Config:
-        """A configuration whose one process computes as each of these ranks does."""
-        seen = {"train.gather": "stored", "optimizer.master": "bf16+sr"}  # BF16 weights, for what a forward keeps
+        """A configuration whose single process computes as each of these ranks does."""
+        seen = {"train.gather": "stored", "optimizer.master": "bf16+sr"}  # a forward keeps as much as with BF16 weights
         return changed(cfg, seen) if gathers_bf16(cfg, ranks) else cfg
 
-    def put_together(self, cfg: Config, kept: FakeForward, rows: int, ranks: int = 1) -> Footprint:
-        """The footprint, given what a forward keeps."""
+    def put_together(self, cfg: Config, counted: FakeForward, rows: int, ranks: int = 1) -> Footprint:
+        """The footprint, with what a forward keeps already known."""
         plan, layout = self.plan_of(cfg), layout_of(cfg, ranks)
-        kept, tokens = part(kept, _rows(self.tokens, rows), layout.context)
+        counted, tokens = part(counted, _rows(self.tokens, rows), layout.context)
         still = self.still(cfg, layout)
-        activations = resident = kept.activations
-        if cfg.train.offload_activations:  # a block's are on their way out or in, the next one's are used
-            resident = sum(kept.outside.values()) + kept.copies + 2 * max(kept.largest.values(), default=0)
-        parts = self._workspace(cfg, plan, kept, tokens, ranks, layout)
+        activations = resident = counted.activations
+        if cfg.train.offload_activations:  # one block's are being moved while the next block's are in use
+            resident = sum(counted.outside.values()) + counted.copies + 2 * max(counted.largest.values(), default=0)
+        parts = self._workspace(cfg, plan, counted, tokens, ranks, layout)
         kinds = {
             **still,
             "kv_cache": 0,
             "activations": min(activations, resident),
-            "logits": kept.logits,
+            "logits": counted.logits,
             "workspace": sum(parts.values()),
         }
         host = activations - kinds["activations"]
         if cfg.optimizer.offload:
             host += kinds["master"] + kinds["optimizer"]
             kinds["master"] = kinds["optimizer"] = 0
-        of = {name: kept.blocks.get(name, 0) + kept.outside.get(name, 0) for name in tokens.counts}
+        of = {name: counted.blocks.get(name, 0) + counted.outside.get(name, 0) for name in tokens.counts}
         per_token = {name: of[name] / count for name, count in tokens.counts.items() if count and of[name]}
         rollout = None
         if self._rollouts is not None:
             always = {name: size for name, size in still.items() if name != "gradients" and kinds[name]}
             dtype, autocast = self.forward_of(self.computing(cfg, ranks))
-            more = sum(parts.get(name, 0) for name in ("codes", "values"))
-            more += self._gather(cfg, plan, layout.expert)[0] if ranks > 1 else 0
-            rollout = self._rollouts.of(cfg, always, tokens, autocast or dtype, more, ranks)
+            transient = sum(parts.get(name, 0) for name in ("codes", "values"))
+            transient += self._gather(cfg, plan, layout.expert)[0] if ranks > 1 else 0
+            rollout = self._rollouts.of(cfg, always, tokens, autocast or dtype, transient, ranks)
         staging = states.saved(cfg, self.held, ranks) if cfg.run.save == "async" else 0
         return Footprint(kinds, per_token, host, parts, tokens, ranks, rollout, staging)
 
     def standing(self, cfg: Config, ranks: int = 1) -> int:
-        """Bytes on the device between steps, and gradients."""
+        """Bytes on the device between steps, plus gradients."""
         still = self.still(cfg, layout_of(cfg, ranks))
         return sum(still.values()) - (still["master"] + still["optimizer"] if cfg.optimizer.offload else 0)
 
     def still(self, cfg: Config, layout: Layout) -> dict[str, int]:
-        """The kinds that stand between steps, wherever they are kept, each counted once for all that it depends on."""
+        """The kinds that are kept between steps, on the device or the host; each is computed once and cached."""
         plan, held, how, ranks = self.plan_of(cfg), self.held, cfg.optimizer, layout.sharded
         each, shared = (states.width(cfg), states.trained_width(cfg)), layout.ranks > 1
         kinds: dict[str, tuple[Any, Callable[[], int]]] = {
@@ -253,25 +258,24 @@ class Footprints:
         return {kind: self._standing[kind, ranks, on] for kind, (on, _) in kinds.items()}
 
     def _workspace(
-        self, cfg: Config, plan: fp8.Plan, kept: FakeForward, tokens: Tokens, ranks: int, layout: Layout
+        self, cfg: Config, plan: fp8.Plan, counted: FakeForward, tokens: Tokens, ranks: int, layout: Layout
     ) -> dict[str, int]:  # fmt: skip
-        """What comes and goes, at the moment when most of it is there while all activations still are:
+        """The most temporary memory that exists while all activations are still kept, by part:
 
-        loss       the chunk of logits that is worked on (as a GEMM leaves it, in fp32, and its gradient in both), and
-                   the gradient of the hidden states in fp32; with full logits their gradient in both dtypes
+        loss       the current chunk of logits (as the GEMM returns it, in fp32, and its gradient in both dtypes) and
+                   the fp32 gradient of the hidden states; with full logits, their gradient in both dtypes
         blocks     the gradients inside one block: three tensors of its widest layer in 16 bits (an MLP's product, gate
-                   and up), each with its codes for dgrad and for wgrad; and what the block keeps where it is recomputed
-        gradient   of one weight before it is added, or with `update: backward` before it is used
+                   and up), each with codes for dgrad and wgrad; and the activations of the block if it is recomputed
+        gradient   of one weight before it is added, or applied with `update: backward`
         codes      of one weight, where they are cast at each use
-        values     of one frozen FP8 weight, where a GEMM multiplies by them and not by its codes
-        gathered   under FSDP2: the root's weights and gradients whole, those of two blocks (one is fetched ahead)
+        values     of one frozen FP8 weight, where a GEMM uses values instead of codes
+        gathered   under FSDP2: the whole weights and gradients of the root and of two blocks (one is prefetched)
         keys       of a layer, from the other ranks that share a row (octavo.train.estimate.memory.mesh)
-        mask       of a tower that tells the images of a micro-batch apart by one over all their patches (Pixtral)
-        stream     buffers of an optimizer whose states come and go
+        mask       of a tower that separates the images of a micro-batch by a mask over all their patches (Pixtral)
+        stream     buffers of an optimizer whose states are in host memory
 
-        A reference's forward, while activations are there, makes less than the backward does. The first two are at
-        different times: the larger counts, and with `update: backward` the head's gradient belongs
-        to the first.
+        A reference model's forward, while activations are kept, needs less than the backward. The first two parts
+        never coincide, so the larger counts; with `update: backward` the head's gradient belongs to the first.
         """
         about = self._about
         low = (autocast_dtype(cfg, torch.device(self.device)) or model_dtype(cfg)).itemsize
@@ -279,13 +283,13 @@ class Footprints:
         if self.chunks(cfg):
             most = CHUNK_OF_CPU if self.device == "cpu" else CHUNK
             chunk = min(most, positions * about.vocabulary)
-            codes = 2 if "lm_head" in about.in_fp8 else 0  # of the chunk's gradient, for dgrad and wgrad
+            codes = 2 if "lm_head" in about.in_fp8 else 0  # codes of the chunk's gradient, for dgrad and wgrad
             loss = chunk * (low + 4 + 4 + low + codes) + 4 * positions * about.hidden
         else:
             loss = positions * about.vocabulary * (low + 4 + low)
         blocks = max(
             tokens.counts.get(name, 0) * wide * (3 * low + (6 if name in about.in_fp8 else 0))
-            + kept.recomputed.get(name, 0)
+            + counted.recomputed.get(name, 0)
             for name, wide in about.widest.items()
         )
         inner, outer = (states.trained_width(cfg) * n for n in (about.largest_inside, about.largest))
@@ -313,7 +317,7 @@ class Footprints:
 
     @cached_property
     def _dequantized(self) -> int:
-        """Elements of the largest frozen FP8 weight whose values some GEMM asks for, one expert at a time."""
+        """Elements of the largest frozen FP8 weight that some GEMM uses as values, one expert at a time."""
         rows = {states.weight_name(row): row for row in self.plan.rows}
         sizes = [0]
         for p in self.held:
@@ -323,30 +327,32 @@ class Footprints:
         return max(sizes)
 
     def _gather(self, cfg: Config, plan: fp8.Plan, ways: int = 1) -> tuple[int, ...]:
-        """Bytes of (weights, gradients) that are whole: the root's, and those of two blocks, whose experts are dealt to
-        so many ranks."""
+        """Bytes of whole (weights, gradients): those of the root and of two blocks.
+
+        The blocks' experts are split over ``ways`` ranks.
+        """
         key = (states.sent_width(cfg, states.width(cfg)), cfg.lora and cfg.lora.dtype, _of_plan(cfg), ways)
         if key not in self._gathered:
             held, plan = states.dealt(self.held, plan, ways)
             both = states.gathered(cfg, held, plan), states.ungathered(cfg, held)
             self._gathered[key] = tuple(
-                found.get("", 0) + 2 * max((size for name, size in found.items() if name), default=0) for found in both
+                sizes.get("", 0) + 2 * max((size for name, size in sizes.items() if name), default=0) for sizes in both
             )
         return self._gathered[key]
 
     @cached_property
     def elements(self) -> int:
-        """Trained parameters."""
+        """The number of trained parameters."""
         return sum(p.elements() for p in self.held if p.trained)
 
     @cached_property
     def counts(self) -> Mapping[str, int]:
-        """Component -> its repeating blocks."""
+        """The repeating blocks of each component."""
         return Counter(self.family.component_of(name) or "foundation" for name, _ in self.family.layers(self.model))
 
     @cached_property
     def flops(self) -> Mapping[str, float]:
-        """Component -> FLOPs of its linear layers in a forward, per token."""
+        """The forward FLOPs of each component's linear layers, per token."""
         out: dict[str, float] = {}
         for row in self.plan.rows:
             n, k = row.shape
@@ -354,7 +360,7 @@ class Footprints:
         return out
 
     def forward_flops(self, tokens: Tokens) -> Mapping[str, float]:
-        """Component -> FLOPs of its linear layers in one forward of these tokens; attention with the language model."""
+        """The FLOPs of each component in one forward of these tokens; attention counts for the language model."""
         key = (tokens.row, tokens.image, tokens.sound, *tokens.counts.values())
         if key not in self._flops:
             out = {component: each * tokens.counts.get(component, 0) for component, each in self.flops.items()}
@@ -364,11 +370,11 @@ class Footprints:
         return self._flops[key]
 
     def input_of(self, component: str, cfg: Config) -> int:
-        """Bytes of the hidden states of a row between two blocks, which is what a block recomputed in full keeps."""
+        """Bytes of a row's hidden states between two blocks, which is what a fully recomputed block keeps."""
         config = self.model.config
         towers = {"image_encoder": "vision_config", "audio_encoder": "audio_config"}
-        own = getattr(config, towers[component]) if component in towers else config.get_text_config()
-        width = own.hidden_size
+        section = getattr(config, towers[component]) if component in towers else config.get_text_config()
+        width = section.hidden_size
         return _one_row(self.tokens).counts.get(component, 0) * width * states.width(cfg)
 
     @cached_property
@@ -378,9 +384,12 @@ class Footprints:
 
 @dataclass(frozen=True)
 class _About:
-    """What the workspace depends on: ``vocabulary`` and ``hidden`` of the head, component -> its ``widest`` layer, the
-    components with FP8 layers, elements of the ``largest`` weight and of the largest inside a block, bytes of the
-    largest layer's ``codes``."""
+    """Sizes that the workspace depends on.
+
+    ``vocabulary`` and ``hidden`` are those of the head. ``widest`` gives the widest layer of each component, and
+    ``in_fp8`` the components with FP8 layers. ``largest`` and ``largest_inside`` are the elements of the largest weight
+    and of the largest within a block. ``codes`` is the bytes of the largest layer's codes.
+    """
 
     vocabulary: int
     hidden: int
@@ -417,13 +426,15 @@ def value_of(cfg: Config, key: str) -> Any:
 
 
 def refused(cfg: Config) -> bool:
-    """Whether a run would refuse it by its rules."""
+    """Whether the configuration breaks a rule, so that a run would refuse it."""
     return any(True for _ in check(cfg))
 
 
 def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
-    """A copy with other values under dotted keys, its rules not checked: combinations that a run refuses can be sized,
-    too."""
+    """Return a copy with other values under dotted keys.
+
+    The rules are not checked, so that combinations that a run refuses can be sized too.
+    """
     for key, value in settings.items():
         section, name = key.split(".")
         if key == "train.recompute" and not isinstance(value, RecomputeSection):
@@ -434,7 +445,7 @@ def changed(cfg: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def _of_plan(cfg: Config) -> Any:
-    """What of a configuration the plan depends on, among all that only changes memory."""
+    """The memory settings of a configuration that the plan depends on."""
     parts = [getattr(cfg.fp8, name) for name in COMPONENTS]
     return (cfg.fp8.activations, *(p and p.activations for p in parts), cfg.fp8.weight_codes, cfg.fp8.param)
 
@@ -449,14 +460,14 @@ def _rows(tokens: Tokens, rows: int) -> Tokens:
 
 # --- cards ------------------------------------------------------------------------------------------------------------
 
-# What nobody's tensors are: the CUDA context with its kernels and the workspaces of cuBLAS and NCCL (about 1 GB), and
-# what the allocator cannot use because free blocks have other sizes. An assumption, until a run says better.
+# Memory that belongs to no tensor: the CUDA context with its kernels and the workspaces of cuBLAS and NCCL (about
+# 1 GB), and the share that the allocator loses to fragmentation. Both are assumptions until a run measures them.
 CONTEXT, FRAGMENTS = 1.0e9, 0.02
 
 
 @dataclass(frozen=True)
 class Card:
-    """``size`` in bytes, as given: 80GB is 80e9 (such a card has 85e9, and the difference is left to the careful)."""
+    """A card; ``size`` is in bytes as given, so 80GB is 80e9, although such a card has 85e9 bytes."""
 
     name: str
     size: int
@@ -472,12 +483,12 @@ class Card:
 
     @classmethod
     def parse(cls, text: str) -> Card:
-        """``80GB``, ``24GiB``, ``141``. Raises TrainError for anything else."""
-        given = text.strip().lower()
-        number, unit = given, 1e9
+        """Parse ``80GB``, ``24GiB`` or ``141``; raises TrainError for anything else."""
+        words = text.strip().lower()
+        number, unit = words, 1e9
         for ending, size in (("gib", 2.0**30), ("gb", 1e9)):
-            if given.endswith(ending):
-                number, unit = given[: -len(ending)], size
+            if words.endswith(ending):
+                number, unit = words[: -len(ending)], size
                 break
         try:
             value = float(number)

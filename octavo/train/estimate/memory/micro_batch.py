@@ -1,7 +1,7 @@
-"""The micro-batch that a forward without values gets: rows of equal length, real ids, pixels and sounds without values.
+"""The micro-batch of a forward without values: rows of equal length with real ids, but fake pixels and sounds.
 
-Images are all of one size, as many as the tokens of the encoder make, spread evenly over the rows. What a model looks
-at is real: ids, grids, sizes of images, how many a row has.
+All images have the same size. Their number follows from the tokens of the encoder, and they are spread evenly over the
+rows. Whatever a model reads is real: ids, grids, image sizes and the number of images in a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
 
 
 def micro_batch(model: PreTrainedModel, family: models.Family, tokens: Tokens, mode: FakeTensorMode) -> dict[str, Any]:
-    """Rows of equal length: real ids, fake pixels, as many images as the tokens of the encoder make."""
+    """Return rows of equal length with real ids, fake pixels, and as many images as the encoder's tokens make up."""
     ids = torch.zeros(tokens.rows, tokens.row, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     patches = tokens.counts.get("image_encoder", 0)
@@ -46,11 +46,13 @@ def _placeholder(token: int | None) -> int:
 
 
 def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: FakeTensorMode) -> dict[str, Tensor]:
-    """As many sounds as the tokens of the encoder make, as long as the rows of ``ids`` have room for: the tower takes
-    each for the longest."""
-    hearing = models.hearing_of(config)
+    """Return as many sounds as the encoder's tokens make up, each as long as the rows of ``ids`` allow.
+
+    The tower pads every sound to the longest.
+    """
+    hearing = models.audio_of(config)
     many = max(1, round(places / hearing.positions))
-    each = -(-many // len(ids))  # in one row
+    each = -(-many // len(ids))  # the number in one row
     length = min(hearing.features, (ids.shape[1] - 1) // each - 1)
     if length < hearing.least:
         raise TrainError(
@@ -69,27 +71,30 @@ def _sounds(config: Any, ids: Tensor, places: int, token: int | None, mode: Fake
 
 
 class _Images(NamedTuple):
-    """The images of a micro-batch: ``each`` in every row, of ``length`` tokens; ``shape`` of `pixel_values`; ``more``
-    that the tower wants."""
+    """The images of a micro-batch.
+
+    Every row has ``each`` images of ``length`` tokens. ``shape`` is that of `pixel_values`, and ``inputs`` are further
+    inputs of the tower.
+    """
 
     each: int
     length: int
     shape: tuple[int, ...]
-    more: dict[str, Tensor]
+    inputs: dict[str, Tensor]
 
 
 def _images(
     config: Any, ids: Tensor, patches: int, image: int, token: int | None, mode: FakeTensorMode
 ) -> dict[str, Tensor]:
-    """Images spread evenly over the rows of ``ids``, which get their placeholders; and what the tower wants."""
+    """Spread images evenly over the rows of ``ids``, write their placeholders, and return the inputs of the tower."""
     vision, rows = models.vision_of(config), len(ids)
     if vision.sized:
-        found = _cut_alone(config, vision, patches, rows)
+        layout = _cut_alone(config, vision, patches, rows)
     elif vision.kind == "tiles":
-        found = _tiles(vision, patches, image, rows)
+        layout = _tiles(vision, patches, image, rows)
     else:
-        found = _whole(vision, patches, image, rows, ids.shape[1])
-    each, length, shape, more = found
+        layout = _whole(vision, patches, image, rows, ids.shape[1])
+    each, length, shape, inputs = layout
     if each * (length + 1) > ids.shape[1]:
         raise TrainError(
             f"{patches} patches of images become {each} x {length} tokens in each of {rows} rows, which have "
@@ -101,12 +106,14 @@ def _images(
         ids[:, start + 1 : start + 1 + length] = placeholder
     with mode:
         pixels = torch.empty(shape, dtype=torch.float32, device="cpu")
-    return {"pixel_values": pixels, **more}
+    return {"pixel_values": pixels, **inputs}
 
 
 def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: int) -> _Images:
-    """Whole images, nearly square; in patches, or as they are. Rounded up no further than rows of `length` tokens have
-    room for."""
+    """Whole, nearly square images, either in patches or as pixels.
+
+    Their size is rounded up only as far as rows of `length` tokens have room.
+    """
     each, merge = max(1, round(patches / image / rows)), vision.merge
     area = patches / (each * rows * merge * merge)
     side = max(1, int((patches / (each * rows)) ** 0.5) // merge)
@@ -125,27 +132,30 @@ def _whole(vision: models.Vision, patches: int, image: int, rows: int, length: i
 
 
 def _tiles(vision: models.Vision, patches: int, image: int, rows: int) -> _Images:
-    """Tiles, each of which is an image by itself; of several scales images as large as they are on average."""
-    of_one = vision.cells + vision.own if not vision.scales else max(vision.cells, image)
+    """Tiles, each an image by itself; with several scales, images of the average size."""
+    of_one = vision.cells + vision.prefix if not vision.scales else max(vision.cells, image)
     each = max(1, round(patches / of_one / rows))
-    frames, count, more = 1, 1, {}
+    frames, count, inputs = 1, 1, {}
     if vision.scales:
         count = vision.features(round(image / vision.cells) * vision.cells) // vision.length or 1
         frames += -(-vision.smaller // count) if of_one > vision.cells * vision.smaller else 0
-        more = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
+        inputs = {"image_grid_thw": torch.tensor([[frames, 1, count]]).repeat(each * rows, 1)}
     lead = (each * rows * frames * count, *(1,) * (vision.axes - 4))
-    return _Images(each, count * vision.length + vision.ends, (*lead, vision.channels, *vision.tile), more)
+    return _Images(each, count * vision.length + vision.ends, (*lead, vision.channels, *vision.tile), inputs)
 
 
 def _cut_alone(config: Any, vision: models.Vision, patches: int, rows: int) -> _Images:
-    """Images that are cut because each is the only one of its row (of its sample, in a pack): as few as have so many
-    tiles. A single tile is one of several images."""
+    """The smallest number of images with this many tiles.
+
+    An image is cut into tiles where it is the only one of its row, or of its sample in a pack. A row with several
+    images has one tile for each.
+    """
     tiles = max(1, round(patches / vision.cells / rows))
     each, alone = -(-tiles // vision.most), tiles > 1
     size = anyres.nearest(config, round(tiles / each)) if alone else vision.tile
     length, count = anyres.tokens(config, size, alone), anyres.tiles(config, size, alone)
-    more = {
+    inputs = {
         "image_sizes": torch.tensor([size]).repeat(each * rows, 1),
         "batch_num_images": torch.full((each * rows,), 1 if alone else 2),
     }
-    return _Images(each, length, (each * rows, count, vision.channels, *vision.tile), more)
+    return _Images(each, length, (each * rows, count, vision.channels, *vision.tile), inputs)

@@ -1,11 +1,11 @@
-"""What phase rl needs beside an update: bytes while completions are written, and those of a frozen copy.
+"""Memory that the phase rl needs besides an update: while it generates completions, and for a frozen copy.
 
-A step of phase rl has two moments. In the **rollout** no gradient and no activation is there, but the key-value cache
-(`kv_cache`: its pages, and what is kept of each sequence) and what the engine makes: :mod:`octavo.generation.memory`.
-In the **update** the cache is gone. What stands between steps stands in both.
+A step of the phase rl has two parts. During the **rollout** there are no gradients and no activations, but there are
+the key-value cache (`kv_cache`: its pages and the state of each sequence) and the tensors of the generation engine; see
+:mod:`octavo.generation.memory`. During the **update** the cache is freed. Memory held between steps is held in both.
 
-How many sequences are generated at a time is `rl.slots`, else all of a step, or as many as there is room for where a
-card is named; a run on a GPU decides by the same rule, from what is free then.
+The number of sequences generated at a time is `rl.slots`. Without that setting it is all sequences of a step or, where
+a card is named, as many as fit. A run on a GPU applies the same rule to the memory that is free at that time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from octavo.train.setup.token_counts import Tokens
 
 @dataclass(frozen=True)
 class Rollout:
-    """``kinds``: kind -> bytes while completions are written; ``sequences`` at a time, ``of`` so many of a step on one
-    rank; ``token``: bytes that a token takes in the cache."""
+    """Memory during a rollout.
+
+    ``kinds`` maps each kind to its bytes. ``sequences`` are generated at a time, out of ``of`` in a step of one rank.
+    ``token`` is the number of bytes that a token takes in the cache.
+    """
 
     kinds: Mapping[str, int]
     sequences: int
@@ -50,31 +53,38 @@ class Rollout:
 
 
 class Rollouts:
-    """Rollouts of one model under configurations that differ in how they keep memory. ``usable``: bytes of a card that
-    they are to fit into, None: whatever it takes."""
+    """Rollouts of one model under configurations that differ only in memory settings.
+
+    ``usable`` is the number of bytes of a card that they must fit into; None sets no limit.
+    """
 
     def __init__(self, config: Any, usable: int | None) -> None:
         self.config, self.usable = config, usable
         self._found: dict[Any, generation.Bytes] = {}
 
     def of(
-        self, cfg: Config, standing: Mapping[str, int], tokens: Tokens, dtype: torch.dtype, more: int, ranks: int
+        self, cfg: Config, standing: Mapping[str, int], tokens: Tokens, dtype: torch.dtype, transient: int, ranks: int
     ) -> Rollout:
-        """Of one rank. ``standing``: what is there in every moment; ``dtype``: what the model computes in; ``more``: of
-        one weight or block, what comes and goes in any forward."""
+        """Return the rollout of one rank.
+
+        ``standing`` is the memory held throughout a step. ``dtype`` is the model's computing dtype. ``transient`` is
+        the largest temporary memory of one weight or block in any forward.
+        """
         rl = cfg.rl
         assert rl is not None
-        own = max(1, rl.prompts * rl.group // ranks)
+        completions = max(1, rl.prompts * rl.group // ranks)
         prompt = max(1, tokens.row - rl.max_new_tokens)
         patches = tokens.counts.get("image_encoder", 0) // tokens.rows
-        never = (0,) if patches else ()  # whichever token stands for images
+        never = (0,) if patches else ()  # the id of the image token does not matter here
         sampling = generation.Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, never=never)
 
-        in_place = self.usable is not None and not rl.invariant  # a card's kernels gather nothing
+        in_place = (
+            self.usable is not None and not rl.invariant
+        )  # the kernels on a GPU read the pages directly, without gathering
         check_pages(rl, prompt, generation.PAGE)
 
         def shape(sequences: int) -> generation.Shape:
-            return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, given=rl.pages)
+            return generation.Shape(sequences, prompt, rl.max_new_tokens, rl.group, patches=patches, limit=rl.pages)
 
         def predicted(sequences: int) -> generation.Bytes:
             key = (shape(sequences), rl.kv, dtype, sampling)
@@ -82,20 +92,20 @@ class Rollouts:
                 self._found[key] = generation.predict(self.config, shape(sequences), rl.kv, dtype, sampling, in_place)
             return self._found[key]
 
-        still = sum(standing.values()) + more
-        slots = min(rl.slots or own, own)
+        still = sum(standing.values()) + transient
+        slots = min(rl.slots or completions, completions)
         if rl.slots is None and rl.pages is not None:
-            slots = generation.most_that_fit(slots, lambda count: shape(count).takes <= shape(count).pages) or 1
+            slots = generation.most_that_fit(slots, lambda count: shape(count).needed_pages <= shape(count).pages) or 1
         if rl.slots is None and self.usable is not None:
             room = self.usable - still
             slots = generation.most_that_fit(slots, lambda count: predicted(count).total <= room) or 1
-        found = predicted(slots)
-        kinds = {**standing, "kv_cache": found.held, "workspace": found.total - found.held + more}
-        return Rollout(kinds, slots, own, generation.bytes_of_token(self.config, rl.kv, dtype))
+        chosen = predicted(slots)
+        kinds = {**standing, "kv_cache": chosen.held, "workspace": chosen.total - chosen.held + transient}
+        return Rollout(kinds, slots, completions, generation.bytes_of_token(self.config, rl.kv, dtype))
 
 
 def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
-    """Raise TrainError where `rl.pages` hold no completion of a prompt of so many tokens."""
+    """Raise TrainError if `rl.pages` cannot hold one completion of a prompt of ``prompt`` tokens."""
     need = generation.pages_needed(prompt, rl.max_new_tokens, page)
     if rl.pages is not None and need > rl.pages:
         raise TrainError(
@@ -106,15 +116,18 @@ def check_pages(rl: RlSection, prompt: int, page: int, name: str = "") -> None:
 
 
 def copied(config: Any, family: models.Family, plan: fp8.Plan) -> Callable[[Config, fp8.Plan, int], int]:
-    """What counts the bytes of a frozen copy of the model: weights as a run keeps them (`frozen_base.into_codes`), and
-    FP8 codes of what stays in high precision."""
+    """Return a function that counts the bytes of a frozen copy of the model.
+
+    They are the weights as a run keeps them (see `frozen_base.into_codes`) and the FP8 codes of weights that stay in
+    high precision.
+    """
     model = models.empty(config).requires_grad_(False)
     frozen_base.into_codes(model, plan)
-    found = states.held(model, family)
-    frozen = states.frozen_of(found)
+    parameters = states.held(model, family)
+    frozen = states.frozen_of(parameters)
 
     def count(cfg: Config, plan: fp8.Plan, ranks: int) -> int:
         codes = states.codes(plan, (), ranks, frozen) if ranks == 1 else 0
-        return states.weights(cfg, found, ranks) + codes
+        return states.weights(cfg, parameters, ranks) + codes
 
     return count

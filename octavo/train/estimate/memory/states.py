@@ -1,8 +1,8 @@
-"""Bytes that a configuration holds between steps, from shapes and the plan alone: weights, master, gradients, states.
+"""Bytes that a configuration holds between steps: weights, master copies, gradients and optimizer states.
 
-Under FSDP2 every parameter is cut along its first dimension into equal numbers of rows, the last ranks getting less, so
-rank 0 holds the most; that rank is counted. Counts are exact: `tests/train/memory/` compares them with
-the storages of real models and optimizers.
+They follow from the shapes and the plan alone. FSDP2 splits every parameter along its first dimension into equal
+numbers of rows, with fewer for the last ranks, so rank 0 holds the most; the counts are for rank 0. They are exact:
+`tests/train/memory/` compares them with the storages of real models and optimizers.
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ from octavo.fp8.weights import Fp8Weight, Shards, codes_of_frozen, is_frozen
 from octavo.train.forward import critic
 from octavo.train.forward.forward import model_dtype
 
-# Bytes of both moments: (an element, a group of elements that share figures).
+# Bytes of both moments: (for each element, for each group of elements that share scales).
 STATES = {
     "fp32": (8, 0),
     "bf16": (4, 0),
     "fp8": (2, 8),  # one fp32 scale of m, two BF16 bounds of v
-    "coat": (2, 24),  # scale, exponent and centre in fp32, of m and of v
+    "coat": (2, 24),  # scale, exponent and centre in fp32, for m and for v
 }
-_STEP = 4  # the step's number, fp32, one for each parameter
+_STEP = 4  # the step count in fp32, one for each parameter
 
 
 @dataclass(frozen=True)
 class Held:
-    """One parameter, tied ones once: its name, shape, whether it is trained, and its block ("": the root's). ``codes``:
-    the cast of a frozen FP8 weight, stored as its GEMM multiplies by it or ``turned``; ``beside``: of an adapter or a
-    critic, which no base holds; ``wide``: frozen, and in fp32 in a model that is not (corrections of Ernie's routers).
+    """One parameter; tied parameters are counted once.
+
+    ``block`` is the name of its block, "" for the root. ``codes`` is the cast of a frozen FP8 weight, whose codes are
+    stored in the layout of its GEMM, or transposed where ``turned`` is set. ``beside`` marks parameters of an adapter
+    or a critic, which the base model lacks. ``wide`` marks frozen fp32 parameters of a 16-bit model, such as the bias
+    corrections of Ernie's routers.
     """
 
     name: str
@@ -51,20 +54,23 @@ class Held:
     wide: bool = False
 
     def rows(self, ranks: int) -> int:
-        """Rows on rank 0."""
+        """The number of rows on rank 0."""
         return math.ceil(self.shape[0] / ranks) if self.shape else 1
 
     def elements(self, ranks: int = 1) -> int:
-        """Elements on rank 0."""
+        """The number of elements on rank 0."""
         return self.rows(ranks) * math.prod(self.shape[1:])
 
     def width(self, cfg: Config) -> int:
-        """Bytes of an element, and of its gradient, where it has values."""
+        """Bytes of an element and of its gradient, where the parameter is not stored as codes."""
         return 4 if self.wide else trained_width(cfg) if self.beside else width(cfg)
 
     def bytes(self, cfg: Config, ranks: int = 1, each: int | None = None) -> int:
-        """On rank 0: values (``each`` bytes an element; None: their width), or codes and the scales of all blocks that
-        its rows lie in."""
+        """Bytes on rank 0.
+
+        They are the values, at ``each`` bytes an element (None means `width`), or the codes together with the scales
+        of all blocks that contain its rows.
+        """
         if self.codes is None:
             return (self.width(cfg) if each is None else each) * self.elements(ranks)
         inner = self.shape[-2:][::-1] if self.turned else self.shape[-2:]
@@ -74,7 +80,7 @@ class Held:
 
 
 def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
-    """The parameters of a model, which may be on the meta device; adapters among them where it has some."""
+    """Return the parameters of a model, including its adapters. The model may be on the meta device."""
     inside = {f"{name}.{inner}": name for name, block in family.layers(model) for inner, _ in block.named_parameters()}
     mixed = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
     return tuple(
@@ -94,68 +100,74 @@ def held(model: nn.Module, family: models.Family) -> tuple[Held, ...]:
 
 
 def width(cfg: Config) -> int:
-    """Bytes of an element of a weight of the model, and of its gradient."""
+    """Bytes of an element of a model weight and of its gradient."""
     return model_dtype(cfg).itemsize
 
 
-def sent_width(cfg: Config, own: int) -> int:
-    """Bytes of an element that is kept in ``own``, and of its gradient, on their way between ranks."""
-    return min(2, own) if cfg.train.gather == "bf16" else own
+def sent_width(cfg: Config, width_of_weight: int) -> int:
+    """Bytes of an element, and of its gradient, as sent between ranks; it is stored in ``width_of_weight`` bytes."""
+    return min(2, width_of_weight) if cfg.train.gather == "bf16" else width_of_weight
 
 
 def adapter_width(cfg: Config) -> int:
-    """Bytes of an element of an adapter, and of its gradient."""
+    """Bytes of an element of an adapter and of its gradient."""
     return 2 if cfg.lora is not None and cfg.lora.dtype == "bf16" else 4
 
 
 def trained_width(cfg: Config) -> int:
-    """Bytes of an element of what is trained."""
+    """Bytes of an element of the trained parameters."""
     return width(cfg) if cfg.lora is None else adapter_width(cfg)
 
 
-def weights(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
-    return sum(p.bytes(cfg, ranks) for p in found)
+def weights(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
+    return sum(p.bytes(cfg, ranks) for p in parameters)
 
 
-def master(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
-    """What makes a BF16 weight exactly fp32: its other 16 bits, or of adapters in BF16 all 32. An fp32 weight is its
-    own master."""
+def master(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
+    """Bytes of the master copies.
+
+    Under `bf16+16` they are the other 16 bits of each weight, and for BF16 adapters with an fp32 master all 32 bits.
+    An fp32 weight is its own master.
+    """
     beside = 4 if trained_width(cfg) == 2 and cfg.optimizer.master == "fp32" else 0
     each = 2 if cfg.optimizer.master == "bf16+16" else beside
-    return each * sum(p.elements(ranks) for p in found if p.trained)
+    return each * sum(p.elements(ranks) for p in parameters if p.trained)
 
 
-def gradients(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
-    """After backward; none where each is used and freed in backward."""
+def gradients(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
+    """Bytes of the gradients after the backward pass; none where each gradient is applied and freed during backward."""
     if cfg.optimizer.update == "backward":
         return 0
-    return sum(p.width(cfg) * p.elements(ranks) for p in found if p.trained)
+    return sum(p.width(cfg) * p.elements(ranks) for p in parameters if p.trained)
 
 
-def states(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
-    """Both moments."""
+def states(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
+    """Bytes of both moments."""
     element, group = STATES[cfg.optimizer.states]
-    trained = [p.elements(ranks) for p in found if p.trained]
+    trained = [p.elements(ranks) for p in parameters if p.trained]
     return sum(_STEP + element * n + group * math.ceil(n / GROUP) for n in trained)
 
 
-def saved(cfg: Config, found: Iterable[Held], ranks: int = 1) -> int:
-    """What a checkpoint holds of rank 0's part: of a LoRA run what is trained, else all but frozen codes; and what the
-    optimizer keeps of it, without `run.save_states` that of weights alone."""
-    found = tuple(p for p in found if p.trained or (cfg.lora is None and p.codes is None))
-    of = master(cfg, found, ranks) + (states(cfg, found, ranks) if cfg.run.save_states else 0)
-    return weights(cfg, found, ranks) + of
+def saved(cfg: Config, parameters: Iterable[Held], ranks: int = 1) -> int:
+    """Bytes of rank 0's part of a checkpoint.
+
+    In a LoRA run it holds the trained parameters, in other runs everything but frozen codes. It also holds the master
+    copies and, with `run.save_states`, the moments.
+    """
+    parameters = tuple(p for p in parameters if p.trained or (cfg.lora is None and p.codes is None))
+    of = master(cfg, parameters, ranks) + (states(cfg, parameters, ranks) if cfg.run.save_states else 0)
+    return weights(cfg, parameters, ranks) + of
 
 
 def codes(
     plan: fp8.Plan, reached: Collection[str], ranks: int = 1, frozen: Collection[str] = (), shared: bool | None = None
 ) -> int:  # fmt: skip
-    """FP8 codes of weights that outlive a step, with their scales, beside the weights themselves: of ``frozen`` ones,
-    which are codes, dgrad's second layout alone.
+    """Bytes of the FP8 codes and scales that are kept from step to step in addition to the weights.
 
-    Under FSDP2 codes go with the gathered weight; those of a weight that is FP8 between steps (`fp8.param`) are cast
-    from its shard and stay with that. ``reached``: see :func:`backward_reaches`. ``shared``: under FSDP2, also where a
-    copy is whole on each rank (None: where there are several ranks).
+    A ``frozen`` weight is itself stored as codes, so only its second layout for dgrad is counted. Under FSDP2, codes
+    are freed together with the gathered weight, except those of weights that are FP8 between steps (`fp8.param`): these
+    are cast from the shard and kept with it. For ``reached`` see :func:`backward_reaches`. ``shared`` says whether
+    FSDP2 is used, which may be the case even where each rank holds a whole copy; None means with several ranks.
     """
     if plan.policy.weight_codes == "recast":
         return 0
@@ -168,8 +180,10 @@ def codes(
 
 
 def _held_gemms(plan: fp8.Plan, row: fp8.PlanRow, reached: bool = True, frozen: bool = False) -> tuple[Any, ...] | None:
-    """The GEMMs whose codes of a weight are held, as :func:`codes_of` takes them. (On a CPU the reference reads codes
-    either way round and holds one layout whatever `fp8.weight_codes` says.)"""
+    """The GEMMs whose weight codes are kept, in the form that :func:`codes_of` takes.
+
+    On a CPU the reference reads codes in either orientation and keeps one layout whatever `fp8.weight_codes` says.
+    """
     both, recipe = plan.policy.weight_codes == "both", row.recipe
     if frozen:
         shared = recipe and recipe.fwd and recipe.dgrad and recipe.fwd.b == recipe.dgrad.b
@@ -183,40 +197,44 @@ _SIBLINGS = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "ga
 
 
 def backward_reaches(model: nn.Module) -> frozenset[str]:
-    """Modules whose input asks for a gradient, so that dgrad multiplies by their weight: those behind a trained
-    parameter in the order of the modules, which is the order of execution in the models that Octavo knows. Of sibling
-    projections, which have one input (q, k and v; gate and up), the first decides for all, whichever it is: Whisper's
-    and SigLIP's is k."""
-    found: set[str] = set()
+    """Return the modules whose input requires a gradient, so that dgrad multiplies by their weight.
+
+    They follow a trained parameter in module order, which is the order of execution in the supported models. Sibling
+    projections share an input (q, k and v; gate and up), so the first of them decides for all. In Whisper and SigLIP
+    the first is k.
+    """
+    reached: set[str] = set()
     decided: dict[tuple[str, str], bool] = {}
     trained = False
     for name, module in model.named_modules():
         parent, _, last = name.rpartition(".")
         if decided.setdefault((parent, _SIBLINGS.get(last, last)), trained):
-            found.add(name)
+            reached.add(name)
         trained = trained or any(p.requires_grad for p in module.parameters(recurse=False))
-    return frozenset(found)
+    return frozenset(reached)
 
 
-def frozen_of(found: Iterable[Held]) -> frozenset[str]:
+def frozen_of(parameters: Iterable[Held]) -> frozenset[str]:
     """The stock names of frozen FP8 weights."""
-    return frozenset(stock_name(p.name) for p in found if p.codes is not None)
+    return frozenset(stock_name(p.name) for p in parameters if p.codes is not None)
 
 
 def fp8_weights(plan: fp8.Plan) -> tuple[fp8.PlanRow, ...]:
-    """The rows whose weight is FP8 between steps (`fp8.param`), tied ones once: an FP8 GEMM multiplies by it, and it
-    is no other layer's in high precision."""
+    """The rows whose weight is FP8 between steps (`fp8.param`); tied weights are listed once.
+
+    An FP8 GEMM multiplies by such a weight, and no layer in high precision shares it.
+    """
     sure = {weight_name(row) for row in plan.rows if plan.policy.param_of(row.component) and casts_of(row)}
     return tuple(row for row in _once(plan.rows) if weight_name(row) in sure and sure.issuperset(row.row.tied))
 
 
 def weight_name(row: fp8.PlanRow) -> str:
-    """The name of its parameter."""
+    """The name of the row's weight parameter."""
     return row.name if row.kind == "experts" else f"{row.name}.weight"
 
 
 def multiplies_by_codes(row: fp8.PlanRow, codes: CastSpec | None) -> bool:
-    """Whether every GEMM of a frozen layer multiplies by the codes of its weight."""
+    """Whether every GEMM of a frozen layer uses the codes of its weight directly."""
     if row.recipe is None or codes is None:
         return False
     used = [row.recipe.fwd, row.recipe.dgrad]
@@ -224,40 +242,44 @@ def multiplies_by_codes(row: fp8.PlanRow, codes: CastSpec | None) -> bool:
 
 
 def casts_of(row: fp8.PlanRow) -> list[CastSpec]:
-    """The casts of a weight: the forward's, and dgrad's where that has another."""
-    found = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
-    return list(dict.fromkeys(found))
+    """The casts of a weight: that of the forward and, where it differs, that of dgrad."""
+    casts = [] if row.recipe is None else [gemm.b for gemm in (row.recipe.fwd, row.recipe.dgrad) if gemm is not None]
+    return list(dict.fromkeys(casts))
 
 
 def shard_of_codes(shape: tuple[int, ...], casts: Iterable[CastSpec], ranks: int) -> int:
-    """Codes and scales that each of the ranks keeps, and sends, of a matrix [N, K] or of experts [E, N, K]:
-    :class:`octavo.fp8.weights.fp8_rows.Rows`, as large on every rank."""
-    found = 0
+    """Bytes of codes and scales that each rank keeps and sends, for a matrix [N, K] or for experts [E, N, K].
+
+    See :class:`octavo.fp8.weights.fp8_rows.Rows`; the size is the same on every rank.
+    """
+    total = 0
     for spec in casts:
         shards = Shards(shape[0], ranks, 0)
         if len(shape) == 3:
-            found += shards.chunk * bytes_of((shape[1], shape[2]), spec)
+            total += shards.chunk * bytes_of((shape[1], shape[2]), spec)
             continue
         scales = shards.blocks(spec.block[0]) * layout(1, shape[1], spec.block).grid[1]
-        found += shards.chunk * shape[1] + scales * _scale_width(spec)
-    return found
+        total += shards.chunk * shape[1] + scales * _scale_width(spec)
+    return total
 
 
 def _whole(row: fp8.PlanRow) -> tuple[int, ...]:
-    """The shape of its weight, as GEMMs multiply by it."""
+    """The shape of the row's weight as used in GEMMs."""
     return row.shape if not row.row.experts else (row.row.experts, *row.shape)
 
 
 def codes_of(row: fp8.PlanRow, gemms: Iterable[Any] | None = None) -> int:
-    """Bytes of the codes of one layer's weight, those of all experts.
+    """Bytes of the codes of one layer's weight, over all experts.
 
-    ``gemms``: of the recipe, whose codes are counted (None: of the forward, and of dgrad where that casts anew)."""
+    ``gemms`` are the GEMMs of the recipe whose codes are counted. None means the forward and, where it has its own
+    cast, dgrad.
+    """
     specs = casts_of(row) if gemms is None else [gemm.b for gemm in gemms if gemm is not None]
     return (row.row.experts or 1) * sum(bytes_of(row.shape, spec) for spec in specs)
 
 
 def bytes_of(shape: tuple[int, int], spec: CastSpec) -> int:
-    """Codes and scales of a matrix."""
+    """Bytes of the codes and scales of a matrix."""
     rows, cols = layout(*shape, spec.block).grid
     return shape[0] * shape[1] + rows * cols * _scale_width(spec)
 
@@ -267,7 +289,7 @@ def _scale_width(spec: CastSpec) -> int:
 
 
 def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
-    """Rows without those whose weight is another's."""
+    """The rows, without those whose weight is tied to that of an earlier row."""
     seen: set[str] = set()
     for row in rows:
         if not seen.intersection(row.row.tied):
@@ -277,17 +299,18 @@ def _once(rows: Iterable[fp8.PlanRow]) -> Iterable[fp8.PlanRow]:
 
 
 def experts_of(plan: fp8.Plan) -> frozenset[str]:
-    """The names of parameters that hold all experts of a layer."""
+    """The names of the parameters that hold all experts of a layer."""
     return frozenset(row.name for row in plan.rows if row.row.experts and row.kind == "experts")
 
 
-def dealt(found: Iterable[Held], plan: fp8.Plan, ways: int) -> tuple[tuple[Held, ...], fp8.Plan]:
-    """(parameters, plan) with the experts of a layer that one of so many ranks has."""
+def dealt(parameters: Iterable[Held], plan: fp8.Plan, ways: int) -> tuple[tuple[Held, ...], fp8.Plan]:
+    """Return (parameters, plan) with only the experts that one rank holds when they are split ``ways`` ways."""
     if ways == 1:
-        return tuple(found), plan
+        return tuple(parameters), plan
     names = experts_of(plan)
-    own = (
-        replace(p, shape=(-(-p.shape[0] // ways), *p.shape[1:])) if stock_name(p.name) in names else p for p in found
+    local = (
+        replace(p, shape=(-(-p.shape[0] // ways), *p.shape[1:])) if stock_name(p.name) in names else p
+        for p in parameters
     )
     rows = (
         replace(row, row=replace(row.row, experts=-(-row.row.experts // ways)))
@@ -295,29 +318,29 @@ def dealt(found: Iterable[Held], plan: fp8.Plan, ways: int) -> tuple[tuple[Held,
         else row
         for row in plan.rows
     )
-    return tuple(own), replace(plan, rows=tuple(rows))
+    return tuple(local), replace(plan, rows=tuple(rows))
 
 
-def gathered(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
-    """Block -> bytes of its weights when FSDP2 has gathered them, with their codes; the root under ""."""
-    out = sent(cfg, found, plan)
-    frozen = frozen_of(found)
+def gathered(cfg: Config, parameters: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
+    """For each block, the bytes of its weights and their codes after FSDP2 has gathered them; the root is ""."""
+    out = sent(cfg, parameters, plan)
+    frozen = frozen_of(parameters)
     exchanged = {row.name for row in fp8_weights(plan)}
     for row in plan.rows:
         home = next((b for b in out if b and row.name.startswith(f"{b}.")), "")
-        kept = plan.policy.weight_codes != "recast" and weight_name(row) not in frozen
-        if kept and row.name not in exchanged:
+        cached = plan.policy.weight_codes != "recast" and weight_name(row) not in frozen
+        if cached and row.name not in exchanged:
             out[home] = out.get(home, 0) + codes_of(row, _held_gemms(plan, row))
     return out
 
 
-def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
-    """Block -> bytes of its weights as all ranks together send them; the root under "".
+def sent(cfg: Config, parameters: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
+    """For each block, the bytes of its weights as sent by all ranks together; the root is "".
 
-    FP8 weights are sent as codes and scales, and have no values then.
+    FP8 weights are sent as codes and scales instead of values.
     """
     out: dict[str, int] = {}
-    for p in found:
+    for p in parameters:
         out[p.block] = out.get(p.block, 0) + p.bytes(cfg, each=sent_width(cfg, p.width(cfg)))
     each = sent_width(cfg, width(cfg))
     for row in fp8_weights(plan):
@@ -326,9 +349,9 @@ def sent(cfg: Config, found: Iterable[Held], plan: fp8.Plan) -> dict[str, int]:
     return out
 
 
-def ungathered(cfg: Config, found: Iterable[Held]) -> dict[str, int]:
-    """Block -> bytes of its whole gradients before they are summed over ranks; the root under ""."""
+def ungathered(cfg: Config, parameters: Iterable[Held]) -> dict[str, int]:
+    """For each block, the bytes of its whole gradients before they are summed over ranks; the root is ""."""
     out: dict[str, int] = {}
-    for p in found:
+    for p in parameters:
         out[p.block] = out.get(p.block, 0) + (sent_width(cfg, p.width(cfg)) * p.elements() if p.trained else 0)
     return out

@@ -1,4 +1,4 @@
-"""Which setting buys how much memory: every switch turned over alone, the rest as it is."""
+"""How much memory each setting saves: every switch is changed alone, with the rest as configured."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory.footprint import Footprints, changed, refused, value_of
 
-# switch -> (values from the most memory to the least, or pairs of them; what it costs)
+# switch -> (values from the most memory to the least, or pairs of them; its cost in words)
 SWITCHES: dict[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer.states": (("fp32", "bf16", "fp8"), "moments in fewer bits"),  # coat: more bytes than fp8, and less exact
+    "optimizer.states": (
+        ("fp32", "bf16", "fp8"),
+        "moments in fewer bits",
+    ),  # without coat, which takes more bytes than fp8 and is less exact
     "optimizer.master": (("fp32", "bf16+16", "bf16+sr"), "bf16+16 is exactly fp32; bf16+sr rounds weights at random"),
     "optimizer.update": (("step", "backward"), "one micro-batch a step; with train.clip a second backward"),
     "optimizer.offload": ((False, True), "states cross the bus twice a step"),
@@ -25,8 +28,11 @@ SWITCHES: dict[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class Switch:
-    """``bytes``: how many fewer with the switch on than off. ``on``: whether it is; ``value``: what it is, or what it
-    would be turned to."""
+    """The effect of one switch.
+
+    ``bytes`` is the number of bytes saved with the switch on. ``on`` says whether it is on. ``value`` is its current
+    value, or the value that it would be changed to.
+    """
 
     key: str
     value: Any
@@ -39,7 +45,7 @@ class Switch:
 
 
 def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
-    """For each switch that is on, what it saves against off; for each other step down, what that would save."""
+    """For each switch that is on, return its savings; for each other possible step, return what it would save."""
     cfg = sizes.cfg
     now = sizes.of(cfg, ranks).total
     for key, (values, cost) in SWITCHES.items():
@@ -47,20 +53,20 @@ def savings(sizes: Footprints, ranks: int = 1) -> Iterator[Switch]:
             continue
         if key == "train.logits" and not sizes.chunks(changed(cfg, {key: "chunked"})):
             continue
-        found = value_of(cfg, key)
+        current = value_of(cfg, key)
         if key == "train.recompute":
-            ways = {how for _, how in found}
-            found = ways.pop() if len(ways) == 1 else found.foundation
-        at = values.index(found) if found in values else 0
+            ways = {how for _, how in current}
+            current = ways.pop() if len(ways) == 1 else current.foundation
+        at = values.index(current) if current in values else 0
         others = ([values[0]] if at else []) + list(values[at + 1 :])
         for other in others:
             tried = changed(cfg, {key: other})
-            # backward is refused beside accumulation, and shown all the same: the cost says what it takes
+            # a run refuses backward together with accumulation; it is shown anyway, and the cost names the condition
             if refused(tried) and (key != "optimizer.update" or cfg.train.phase == "rl"):
                 continue
             try:
                 saved = sizes.of(tried, ranks).total - now
-            except TrainError:  # nothing of this model could be run again so
+            except TrainError:  # this model has nothing to recompute in that way
                 continue
             on = other == values[0] and at > 0
-            yield Switch(key, found if on else other, on, saved if on else -saved, cost)
+            yield Switch(key, current if on else other, on, saved if on else -saved, cost)

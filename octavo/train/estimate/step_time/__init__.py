@@ -1,4 +1,4 @@
-"""Cost of a step before it runs: FLOPs, bytes on the wire by exchange, and on a cluster the time they take."""
+"""The cost of a step before it runs: FLOPs, bytes sent by each exchange, and the time that they take on a cluster."""
 
 from octavo.train.estimate.step_time.cluster import GPUS, Cluster, Speeds
 from octavo.train.estimate.step_time.search import Found, evaluate, search

@@ -1,18 +1,18 @@
-"""Clusters: what a GPU computes, remembers and sends in a second by its data sheet, and what of that is reached.
+"""Clusters: the data-sheet speeds and memory of a GPU, and the fractions of those speeds that are reached.
 
-`h100x8x8` is a kind of GPU, so many in a node, so many nodes. Another cluster is a YAML file with the same figures:
+`h100x8x8` names a GPU, the number of GPUs in a node and the number of nodes. Any other cluster is a YAML file:
 
 ```yaml
-gpu: my-card          # only a name
+gpu: my-card          # a label
 bf16: 989e12          # dense FLOP/s
 fp8: 1979e12
 memory: 80GB
 hbm: 3.35e12          # bytes/s of the card's memory
 per_node: 8
 nodes: 8
-nvlink: 450e9         # bytes/s of a GPU to others in its node, one way
+nvlink: 450e9         # bytes/s of a GPU to other GPUs in its node, one way
 network: 50e9         # bytes/s of a GPU to other nodes, one way
-speeds: {bf16: 0.5}   # shares that are reached, where they are known better; see Speeds
+speeds: {bf16: 0.5}   # reached fractions, where known better; see Speeds
 ```
 """
 
@@ -31,16 +31,19 @@ from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import Card
 
 WHOLE = "docs/scale.md shows a whole file"
-SHARES = ("bf16", "fp8", "experts", "attention", "links")  # of the speeds: no more than 1
+SHARES = ("bf16", "fp8", "experts", "attention", "links")  # the speeds that are fractions, at most 1
 SPEEDS_FILE = Path(__file__).with_name("speeds.json")
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is reached of a data sheet. ``bf16``, ``fp8``, ``attention``: shares of the peak in products; ``experts``:
-    the part of the first two in those of experts, whose rows are few; ``compiled``, ``eager``: passes over memory that
-    a block makes for each value of its hidden states, forward and backward; ``links``: the share of links, assumed. The
-    rest is fitted to published figures: `python benchmarks/cost.py`."""
+    """How much of the data-sheet speeds is reached.
+
+    ``bf16``, ``fp8`` and ``attention`` are fractions of peak FLOP/s in matrix products; ``experts`` is a further factor
+    on the first two for experts, which have few rows. ``compiled`` and ``eager`` are the passes over memory that a
+    block makes for each value of its hidden states, forward and backward together. ``links`` is the fraction of link
+    bandwidth; it is assumed. The rest is fitted to published figures by `python benchmarks/cost.py`.
+    """
 
     bf16: float
     fp8: float
@@ -53,7 +56,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``bf16`` and ``fp8`` in dense FLOP/s, ``hbm``, ``nvlink`` and ``network`` in bytes/s."""
+    """A cluster: ``bf16`` and ``fp8`` in dense FLOP/s, ``hbm``, ``nvlink`` and ``network`` in bytes/s."""
 
     gpu: str
     bf16: float
@@ -71,18 +74,18 @@ class Cluster:
         return self.per_node * self.nodes
 
     def of(self, ranks: int) -> Cluster:
-        """The same with so many GPUs."""
+        """Return the same cluster with this many GPUs."""
         per_node = min(self.per_node, ranks)
         return replace(self, per_node=per_node, nodes=-(-ranks // per_node))
 
     @classmethod
     def parse(cls, text: str) -> Cluster:
-        """``h100x8x8``, or the path of a YAML file. Raises TrainError for anything else."""
-        if (found := re.fullmatch(r"([a-z0-9]+?)x(\d{1,4})x(\d{1,5})", text.lower())) and found[1] in GPUS:
-            return cls(found[1], *GPUS[found[1]], int(found[2]), int(found[3]), fitted())._checked(text)
+        """Parse ``h100x8x8`` or read a YAML file; raises TrainError for anything else."""
+        if (match := re.fullmatch(r"([a-z0-9]+?)x(\d{1,4})x(\d{1,5})", text.lower())) and match[1] in GPUS:
+            return cls(match[1], *GPUS[match[1]], int(match[2]), int(match[3]), fitted())._checked(text)
         if not text.endswith((".yaml", ".yml")):
             close = nearest(text.lower().split("x")[0], GPUS)
-            hint = f" (did you mean {close}x8x8?)" if close and not found else ""
+            hint = f" (did you mean {close}x8x8?)" if close and not match else ""
             raise TrainError(
                 f"--cluster {text[:60]!r} is no cluster{hint}: give a kind of GPU, how many a node has and how many "
                 f"nodes, as in h100x8x8, or a YAML file of bandwidths. Kinds are {', '.join(GPUS)}"
@@ -94,13 +97,13 @@ class Cluster:
         wrong += [f"speeds.{f.name}" for f in fields(Speeds) if not getattr(self.speeds, f.name) > 0]
         if wrong:
             raise TrainError(f"{where}: {', '.join(wrong)} must be above 0")
-        if more := [f"speeds.{name}" for name in SHARES if getattr(self.speeds, name) > 1]:
-            raise TrainError(f"{where}: {', '.join(more)} must be at most 1: a share of what the data sheet promises")
+        if above := [f"speeds.{name}" for name in SHARES if getattr(self.speeds, name) > 1]:
+            raise TrainError(f"{where}: {', '.join(above)} must be at most 1: a share of what the data sheet promises")
         return self
 
 
-# Data sheets of NVIDIA: dense FLOP/s in BF16 and FP8 (without sparsity), memory, its bytes/s, NVLink bytes/s one way;
-# network: a 400 Gb/s adapter a GPU, of A100 nodes 200 Gb/s. A100 has no FP8: its GEMMs run in BF16.
+# NVIDIA's data sheets: dense FLOP/s in BF16 and FP8 (without sparsity), memory, its bytes/s, NVLink bytes/s one way;
+# network: one 400 Gb/s adapter per GPU (200 Gb/s in A100 nodes). An A100 has no FP8, so its GEMMs run in BF16.
 GPUS: dict[str, tuple[float, float, Card, float, float, float]] = {
     "a100": (312e12, 312e12, Card("80GB", 80 * 10**9), 2.04e12, 300e9, 25e9),
     "h100": (989e12, 1979e12, Card("80GB", 80 * 10**9), 3.35e12, 450e9, 50e9),
@@ -113,34 +116,36 @@ GPUS: dict[str, tuple[float, float, Card, float, float, float]] = {
 @cache
 def fitted() -> Speeds:
     """The constants that `benchmarks/cost.py` fitted to published figures."""
-    found = read_json(SPEEDS_FILE)
-    return Speeds(**{f.name: float(found["speeds"][f.name]) for f in fields(Speeds)})
+    constants = read_json(SPEEDS_FILE)
+    return Speeds(**{f.name: float(constants["speeds"][f.name]) for f in fields(Speeds)})
 
 
 def _of_file(path: str) -> Cluster:
-    found = parse(read_text(path, TrainError), path, fix=WHOLE)
-    if found.problems:
-        raise TrainError("\n".join(map(str, found.problems)))
-    given: dict[str, Any] = dict(found.value)
+    """Read a cluster from a YAML file; raises TrainError that names every missing, unknown or non-numeric value."""
+    parsed = parse(read_text(path, TrainError), path, fix=WHOLE)
+    if parsed.problems:
+        raise TrainError("\n".join(map(str, parsed.problems)))
+    values: dict[str, Any] = dict(parsed.value)
     names = {f.name for f in fields(Cluster)}
-    speeds = given.pop("speeds", None) or {}
-    if missing := sorted(names - given.keys() - {"speeds"}):
+    speeds = values.pop("speeds", None) or {}
+    if missing := sorted(names - values.keys() - {"speeds"}):
         raise TrainError(f"{path}: {', '.join(missing)} missing; {WHOLE}")
     known = {f.name for f in fields(Speeds)}
     if not isinstance(speeds, dict):
         raise TrainError(f"{path}: speeds must be a mapping of {', '.join(sorted(known))}")
-    if unknown := sorted({*(given.keys() - names), *(f"speeds.{name}" for name in set(speeds) - known)}):
+    if unknown := sorted({*(values.keys() - names), *(f"speeds.{name}" for name in set(speeds) - known)}):
         raise TrainError(f"{path}: nothing is called {', '.join(unknown)}; a cluster has {', '.join(sorted(names))}")
-    gpu, memory = given.pop("gpu"), given.pop("memory")
+    gpu, memory = values.pop("gpu"), values.pop("memory")
     if not isinstance(gpu, str):
         raise TrainError(f"{path}: gpu must be a name, found {gpu!r}")
     try:
         card = Card.parse(str(memory))
     except TrainError as error:
         raise TrainError(f"{path}: memory: {error}") from error
-    numbers = {**given, **{f"speeds.{name}": value for name, value in speeds.items()}}
+    # all other values are numbers
+    numbers = {**values, **{f"speeds.{name}": value for name, value in speeds.items()}}
     bad = [name for name, value in numbers.items() if isinstance(value, bool) or not isinstance(value, int | float)]
-    bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(given[name], int)]
+    bad += [name for name in ("per_node", "nodes") if name not in bad and not isinstance(values[name], int)]
     if bad:
         raise TrainError(f"{path}: {', '.join(bad)} must be a number, of GPUs and nodes a whole one")
-    return Cluster(gpu=gpu, memory=card, **given, speeds=replace(fitted(), **speeds))._checked(path)
+    return Cluster(gpu=gpu, memory=card, **values, speeds=replace(fitted(), **speeds))._checked(path)

@@ -1,8 +1,8 @@
-"""What FSDP2 gathers together, of a model that may be on the meta device: a block's parameters, or the root's.
+"""The groups of parameters that FSDP2 gathers together: those of a block, or of the root.
 
-FSDP2 cuts a parameter along its first dimension into equal numbers of rows and pads the last, so all ranks send alike.
-Experts of `parallel.expert` ranks are dealt first, then cut over the ranks that are left; theirs are groups of their
-own.
+FSDP2 splits a parameter along its first dimension into equal numbers of rows and pads the last, so all ranks send the
+same amount. Experts are first distributed over the `parallel.expert` ranks, then split over the remaining ranks, and
+form separate groups. The model may be on the meta device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from octavo.train.estimate.step_time.wire import Group
 def groups(
     cfg: Config, held: Iterable[Held], plan: fp8.Plan, reached: Collection[str], layout: Layout
 ) -> tuple[Group, ...]:
-    """The groups of this layout. ``reached``: see :func:`octavo.train.estimate.memory.states.backward_reaches`."""
+    """Return the groups of this layout.
+
+    For ``reached`` see :func:`octavo.train.estimate.memory.states.backward_reaches`.
+    """
     dealt = states.experts_of(plan) if layout.expert > 1 else frozenset()
     held, plan = states.dealt(held, plan, layout.expert)
     coded = {states.weight_name(row): row for row in states.fp8_weights(plan)}
@@ -47,8 +50,11 @@ def groups(
 
 
 def _in_backward(held: Iterable[Held], reached: Collection[str]) -> frozenset[str]:
-    """The blocks that are gathered again for backward: those that it comes to, and the one before them in forward order
-    (a frozen tower's last), which FSDP2 fetches ahead for nothing. The root stays gathered."""
+    """The blocks that are gathered again for backward; the root stays gathered.
+
+    They are the blocks that the backward reaches and the one before them in forward order (a frozen tower's last),
+    which FSDP2 prefetches without need.
+    """
     blocks = list(dict.fromkeys(p.block for p in held if p.block))
     trained = {p.block for p in held if p.trained}
     visited = [b for b in blocks if b in trained or any(name.startswith(f"{b}.") for name in reached)]

@@ -1,16 +1,16 @@
-"""Seconds of a step on a cluster: what computing takes, and what of the exchange nobody waits for.
+"""Seconds of a step on a cluster: computation, exchanges on the critical path, and exchanges that overlap with it.
 
-Gathers and reductions of FSDP2, and sums over copies, run beside the computation: of them only what takes longer is
-waited for. Whatever lies between two layers (`ulysses`, `keys`, `features`, `dispatch`, `combine`, `counts`) is on the
-critical path, whole. So of a micro-batch, forward and backward apart::
+The gathers and reductions of FSDP2 and the sums over replicas overlap with computation, so only the time beyond it is
+waited for. Exchanges between two layers (`ulysses`, `keys`, `features`, `dispatch`, `combine`, `counts`) are fully on
+the critical path. For the forward and the backward of a micro-batch separately::
 
-    compute   FLOPs of each kind / (peak x share reached) + passes x bytes of hidden states / memory's speed
-    exposed   the sum of what is on the critical path
-    waited    max(0, beside - compute - exposed)
+    compute   FLOPs of each kind / (peak x fraction reached) + passes x bytes of hidden states / memory bandwidth
+    exposed   the sum of the exchanges on the critical path
+    waited    max(0, beside - compute - exposed), where beside is the overlapping exchange
 
-A group of ranks whose members stand `stride` apart has m in a node. A gather inside of nodes goes over NVLink; beyond
-them each node's m links to the network carry what the other nodes have, so it takes S (1 - 1 / nodes) / (m x network)
-for S gathered bytes. In an all-to-all each rank sends over its own link. The slower of both counts.
+A group of ranks that are `stride` apart has m members in a node. A gather within a node uses NVLink. Across nodes, each
+node's m network links carry the data of the other nodes, which takes S (1 - 1 / nodes) / (m x network) for S gathered
+bytes. In an all-to-all each rank sends over its own link. The slower of the two times counts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BESIDE = ("gather", "reduce", "sum")
 
 
 class Ring(NamedTuple):
-    """Ranks of a group: how many, and how far apart they stand."""
+    """A group of ranks: how many they are, and how far apart."""
 
     size: int
     stride: int
@@ -36,9 +36,12 @@ class Ring(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a micro-batch on one rank. ``computing``: kind -> seconds; ``exposed``: exchange on the critical path ->
-    seconds; ``beside``: exchange beside computation -> seconds, of which ``waited`` are waited for; ``update``: its
-    part of the step's update. ``bytes``: kind of exchange -> bytes. ``tokens`` of this rank."""
+    """The times of a micro-batch on one rank, in seconds.
+
+    ``computing`` is by kind of operation, ``exposed`` by exchange on the critical path, and ``beside`` by overlapping
+    exchange, of which ``waited`` is not hidden. ``update`` is the micro-batch's part of the step's update. ``bytes``
+    is by kind of exchange. ``tokens`` are those of this rank.
+    """
 
     mesh: Mesh
     computing: Mapping[str, float]
@@ -55,25 +58,25 @@ class Estimate:
 
     @property
     def rate(self) -> float:
-        """Tokens a second and GPU."""
+        """Tokens per second and GPU."""
         return self.tokens / self.seconds
 
     @property
     def sending(self) -> float:
-        """Seconds of a micro-batch in which links carry something, waited for or not."""
+        """Seconds of a micro-batch during which links are in use, whether hidden or not."""
         return sum(self.exposed.values()) + sum(self.beside.values())
 
     @property
     def shares(self) -> dict[str, float]:
-        """What takes which share of the time: compute, update, and each exchange that is waited for."""
-        found = {"compute": sum(self.computing.values()), "update": self.update, **self.exposed}
+        """Each part's share of the time: computation, update, and each exchange that is not hidden."""
+        parts = {"compute": sum(self.computing.values()), "update": self.update, **self.exposed}
         if self.waited:
-            found[max(self.beside, key=lambda kind: self.beside[kind])] = self.waited
-        return {kind: size / self.seconds for kind, size in found.items() if size > 0}
+            parts[max(self.beside, key=lambda kind: self.beside[kind])] = self.waited
+        return {kind: size / self.seconds for kind, size in parts.items() if size > 0}
 
     @property
     def bound(self) -> str:
-        """In words: what bounds the step."""
+        """Describe in words what limits the step."""
         shares = self.shares
         first = max(shares, key=lambda kind: shares[kind])
         wire_share = {kind: share for kind, share in shares.items() if kind in CARRIED and share >= 0.01}
@@ -82,7 +85,7 @@ class Estimate:
 
 
 def estimate(work: Work, mesh: Mesh, cluster: Cluster) -> Estimate:
-    """A micro-batch of this work on that mesh."""
+    """Estimate a micro-batch of this work on the given mesh."""
     axes, sharers = mesh.layout, mesh.layout.context
     groups = work.groups(axes)
     moved = wire.total(groups, work.decoder, work.rows, mesh, work.twice)
@@ -101,7 +104,7 @@ def estimate(work: Work, mesh: Mesh, cluster: Cluster) -> Estimate:
 
 
 def compute(work: Work, cluster: Cluster, sharers: int = 1) -> dict[str, float]:
-    """Seconds of each kind of operation, on one of the ranks that share a micro-batch."""
+    """Seconds of each kind of operation on one of the ranks that share a micro-batch."""
     speeds = cluster.speeds
     rates = {
         "bf16": cluster.bf16 * speeds.bf16, "fp8": cluster.fp8 * speeds.fp8,
@@ -109,14 +112,14 @@ def compute(work: Work, cluster: Cluster, sharers: int = 1) -> dict[str, float]:
         "experts_fp8": cluster.fp8 * speeds.fp8 * speeds.experts,
         "attention": cluster.bf16 * speeds.attention,
     }  # fmt: skip
-    found = {kind: size / sharers / rates[kind] for kind, size in work.computed.items()}
+    seconds = {kind: size / sharers / rates[kind] for kind, size in work.computed.items()}
     passes = (speeds.compiled if work.compiled else speeds.eager) * (1 + work.rows.again / 3)
-    found["memory"] = passes * work.elements * work.rows.width / sharers / cluster.hbm
-    return found
+    seconds["memory"] = passes * work.elements * work.rows.width / sharers / cluster.hbm
+    return seconds
 
 
 def rings_of(mesh: Mesh) -> dict[str, Ring]:
-    """The group of ranks of every exchange, but those of FSDP2's groups, which say it themselves."""
+    """The group of ranks of every exchange, except FSDP2's, whose groups contain that themselves."""
     axes = mesh.layout
     experts = Ring(axes.expert, 1)
     return {
@@ -127,7 +130,7 @@ def rings_of(mesh: Mesh) -> dict[str, Ring]:
 
 
 def _beside(groups: tuple[Group, ...], mesh: Mesh, cluster: Cluster, backward: bool, twice: bool) -> dict[str, float]:
-    """Seconds of what FSDP2 moves in the forward, or in the backward."""
+    """Seconds of FSDP2's exchanges in the forward or in the backward."""
     axes, out = mesh.layout, dict.fromkeys(BESIDE, 0.0)
     runs = 2 if twice else 1
     for group in groups:
@@ -142,7 +145,7 @@ def _beside(groups: tuple[Group, ...], mesh: Mesh, cluster: Cluster, backward: b
 
 
 def _carried(kind: str, size: float, ring: Ring, cluster: Cluster) -> float:
-    """Seconds in which so many bytes come to each rank of a group."""
+    """Seconds that it takes for this many bytes to reach each rank of a group."""
     if ring.size == 1 or not size:
         return 0.0
     inside = min(ring.size, max(1, cluster.per_node // ring.stride))

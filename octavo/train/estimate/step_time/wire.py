@@ -1,8 +1,8 @@
-"""Bytes that come to a rank in one micro-batch, by kind of exchange: formulas of shapes and the mesh.
+"""Bytes that a rank receives in one micro-batch, by kind of exchange, from shapes and the mesh.
 
-What a collective brings to each of its ranks is in :mod:`octavo.parallel.wire`. With R = replicate, F = shard x context
-ranks that a copy is sharded over, P = context, U = ulysses, C = P / U, E = expert; T tokens of a pack (shared by P
-ranks), b bytes an element, all bytes of one micro-batch on one rank:
+The bytes that a collective brings to each rank are in :mod:`octavo.parallel.wire`. Let R = replicate, F = shard x
+context (the ranks that share a replica), P = context, U = ulysses, C = P / U, E = expert, T the tokens of a pack shared
+by P ranks, and b the bytes of an element. For one micro-batch on one rank:
 
 ============= ================================================================ =====================================
 gather        weights, of a group of n = F ranks (experts F / E)               (n - 1) x shard, again in backward
@@ -17,9 +17,10 @@ combine       results to their tokens, and the gradients of the rows           k
 counts        how many rows come from whom, int64, a layer                     8 x experts (E - 1) / E
 ============= ================================================================ =====================================
 
-Hk' are the key heads after they are repeated for U; I tokens of images with w = d (1 + deepstack) features each. A row
-has d elements of b bytes. `dispatch`, `combine` and `features` are expected values: of tokens that choose every expert
-alike, of images that lie anywhere. The others are exact (`tests/train/step_time/test_counted.py` counts them in runs).
+Hk' is the number of key heads after they are repeated for U. There are I image tokens with w = d (1 + deepstack)
+features each. A row has d elements of b bytes. `dispatch`, `combine` and `features` are expected values, for tokens
+that choose all experts equally often and for images at random positions. The others are exact
+(`tests/train/step_time/test_counted.py` counts them in runs).
 """
 
 from __future__ import annotations
@@ -41,31 +42,34 @@ CARRIED = {
 
 @dataclass(frozen=True)
 class Mesh:
-    """A layout, and how many of its context ranks exchange heads (the others gather keys)."""
+    """A layout, and the number of its context ranks that exchange heads; the rest gather keys."""
 
     layout: Layout
     ulysses: int = 1
 
     @classmethod
     def of(cls, layout: Layout, ulysses: int | str, heads: int) -> Mesh:
-        """That of `parallel.ulysses`, of a decoder with so many heads of queries."""
+        """The mesh with `parallel.ulysses`, for a decoder with this many query heads."""
         return cls(layout, ulysses_of(layout.context, ulysses, heads))
 
     @property
     def gathering(self) -> int:
-        """Ranks among which keys and values are gathered."""
+        """The number of ranks among which keys and values are gathered."""
         return self.layout.context // self.ulysses
 
     def __str__(self) -> str:
         axes = self.layout
-        told = {"replicate": axes.replicate, "shard": axes.shard, "context": axes.context, "expert": axes.expert}
-        return " ".join(f"{name} {size}" for name, size in told.items() if size > 1 or name == "shard")
+        sizes = {"replicate": axes.replicate, "shard": axes.shard, "context": axes.context, "expert": axes.expert}
+        return " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "shard")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that FSDP2 gathers together. ``ranks`` that share them; bytes of one rank: ``gathered``, which it
-    sends, and ``reduced``, its shard of the gradients; ``again``: gathered a second time, in backward."""
+    """Parameters that FSDP2 gathers together.
+
+    ``ranks`` is the number of ranks that share them. ``gathered`` is the bytes that one rank sends, ``reduced`` those
+    of its shard of the gradients. ``again`` says whether they are gathered a second time, in backward.
+    """
 
     name: str
     ranks: int
@@ -76,21 +80,24 @@ class Group:
 
 @dataclass(frozen=True)
 class Coded:
-    """How many layers send something as FP8 codes (`train.exchange: fp8`), at so many bytes a value."""
+    """How many layers send a tensor as FP8 codes (`train.exchange: fp8`), and the bytes of a value then."""
 
     layers: int = 0
     width: float = 0.0
 
     def __call__(self, layers: int, width: int) -> float:
-        """Bytes of a value, summed over so many layers, of which the others send `width` each."""
+        """Bytes of one value summed over all layers; layers without codes send `width` bytes."""
         return self.layers * self.width + (layers - self.layers) * width
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """What exchanges between ranks ask of a decoder: ``layers`` with attention, ``sparse`` ones with ``experts`` of
-    which a token takes ``choices``. ``features``: elements of a token of an image, those of deepstack included.
-    ``outputs`` of attention, ``rows`` to experts and ``gradients`` of their results may go as codes."""
+    """The properties of a decoder that its exchanges depend on.
+
+    ``layers`` have attention, and ``sparse`` layers have ``experts``, of which a token uses ``choices``. ``features``
+    is the number of elements of an image token, including those of deepstack. ``outputs`` of attention, ``rows`` sent
+    to experts and ``gradients`` of their results may be sent as codes.
+    """
 
     layers: int
     hidden: int
@@ -108,9 +115,12 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Rows:
-    """A micro-batch of the ranks that share it: ``tokens``, ``images`` of which are tokens of images; ``width``: bytes
-    of an element that is computed with; ``again``, ``again_experts``: forwards of attention and of experts in backward,
-    1 where they are recomputed."""
+    """A micro-batch of the ranks that share it.
+
+    Of its ``tokens``, ``images`` are image tokens. ``width`` is the bytes of an element in the computing dtype.
+    ``again`` and ``again_experts`` are the forwards of attention and of experts within backward: 1 where they are
+    recomputed.
+    """
 
     tokens: int
     images: int = 0
@@ -120,26 +130,30 @@ class Rows:
 
 
 def weights(groups: Iterable[Group], copies: int, twice: bool = False) -> dict[str, int]:
-    """What FSDP2 moves: gather, reduce, sum. ``twice``: backward runs twice, the second time over all groups anew
-    (`optimizer.update: backward` with `train.clip`)."""
-    found, backwards = {"gather": 0, "reduce": 0, "sum": 0}, 2 if twice else 1
+    """The bytes of FSDP2's exchanges: gather, reduce and sum.
+
+    With ``twice``, backward runs twice and gathers all groups again (`optimizer.update: backward` with `train.clip`).
+    """
+    moved, backwards = {"gather": 0, "reduce": 0, "sum": 0}, 2 if twice else 1
     for group in groups:
         gathers = 1 + group.again + (twice and (group.again or not group.name))
-        found["gather"] += (group.ranks - 1) * group.gathered * gathers
-        found["reduce"] += (group.ranks - 1) * group.reduced * backwards
-        found["sum"] += reduced(group.reduced, copies) * backwards
-    return found
+        moved["gather"] += (group.ranks - 1) * group.gathered * gathers
+        moved["reduce"] += (group.ranks - 1) * group.reduced * backwards
+        moved["sum"] += reduced(group.reduced, copies) * backwards
+    return moved
 
 
 def context(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
-    """What the ranks that share a row move."""
+    """The bytes exchanged by the ranks that share a row."""
     ranks, heads, gathering = mesh.layout.context, mesh.ulysses, mesh.gathering
     here, passes = rows.tokens // ranks, 2 + rows.again
     repeated = math.lcm(decoder.kv_heads, heads)
     exchanged = (decoder.heads + 2 * repeated) * decoder.layers * rows.width * passes  # q, k, v, and their gradients
     out = decoder.outputs(decoder.layers, rows.width) * (passes - 1) + decoder.layers * rows.width
     swapped = (exchanged + decoder.heads * out) * decoder.head_dim * here * (heads - 1) / heads
-    shard = 2 * repeated // heads * decoder.head_dim * (here * heads)  # elements of k and v that a rank gathers from
+    shard = (
+        2 * repeated // heads * decoder.head_dim * (here * heads)
+    )  # the elements of k and v that a rank contributes to the gather
     features = decoder.features * rows.width * (rows.images // ranks) * (ranks - 1) // ranks
     return {
         "ulysses": int(swapped),
@@ -150,12 +164,12 @@ def context(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
 
 
 def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
-    """What the ranks that share experts move."""
+    """The bytes exchanged by the ranks that share experts."""
     ranks, forwards = mesh.layout.expert, 1 + rows.again_experts
     sent = decoder.choices * (rows.tokens // mesh.layout.context) * (ranks - 1) / ranks
     plain = int(decoder.sparse * sent * decoder.hidden * rows.width * (forwards + 1))
-    there, back = (coded(decoder.sparse, rows.width) for coded in (decoder.rows, decoder.gradients))
-    moved = int(sent * decoder.hidden * (there * forwards + back))
+    dispatched, back = (coded(decoder.sparse, rows.width) for coded in (decoder.rows, decoder.gradients))
+    moved = int(sent * decoder.hidden * (dispatched * forwards + back))
     counts = decoder.sparse * forwards * 8 * decoder.experts * (ranks - 1) // ranks
     return {"dispatch": moved, "combine": plain, "counts": counts}
 
@@ -163,13 +177,13 @@ def experts(decoder: Decoder, rows: Rows, mesh: Mesh) -> dict[str, int]:
 def total(
     groups: Iterable[Group], decoder: Decoder, rows: Rows, mesh: Mesh, twice: bool = False
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes that come to a rank in a micro-batch, by kind; without kinds of which there are none."""
-    found = weights(groups, mesh.layout.replicate, twice) | context(decoder, rows, mesh) | experts(decoder, rows, mesh)
-    return {kind: size for kind, size in found.items() if size}
+    """Bytes that a rank receives in a micro-batch, by kind; kinds without any are left out."""
+    moved = weights(groups, mesh.layout.replicate, twice) | context(decoder, rows, mesh) | experts(decoder, rows, mesh)
+    return {kind: size for kind, size in moved.items() if size}
 
 
 def by_collective(kinds: Mapping[str, int]) -> dict[str, int]:
-    """The same by the collective that carries it, as :class:`octavo.parallel.Counted` counts."""
+    """The same by collective, as :class:`octavo.parallel.Counted` counts them."""
     out: dict[str, int] = {}
     for kind, size in kinds.items():
         out[CARRIED[kind]] = out.get(CARRIED[kind], 0) + size

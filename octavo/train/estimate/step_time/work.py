@@ -1,10 +1,10 @@
 """FLOPs and bytes of one micro-batch of the ranks that share it, from a model, its plan and its tokens.
 
-A token costs 6 FLOPs for each parameter that multiplies it, 2 in the forward and 4 in backward (a frozen layer has no
-wgrad: 2 of them fewer), and 6 L Hq D s in attention, where it sees s / 2 others on average: s is the length of a row,
-of packs sum(l^2) / sum(l). A patch costs 6 N and 12 L d s of the s patches of its image, all of which it sees. These
-are the model's FLOPs, which publications count. A GPU does more: flash attention computes scores again in backward (7
-for each 6), and blocks that are recomputed run a second forward.
+A token costs 6 FLOPs for each parameter that multiplies it: 2 in the forward and 4 in backward, or 2 in backward for a
+frozen layer, which has no wgrad. Attention costs 6 L Hq D s, because a token attends to s / 2 others on average; s is
+the length of a row, or sum(l^2) / sum(l) for packs. A patch costs 6 N, plus 12 L d s for attending to all s patches of
+its image. These are the model's FLOPs, which publications count. A GPU computes more: flash attention recomputes scores
+in backward (7 FLOPs for each 6), and recomputed blocks run a second forward.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from octavo.train.estimate.step_time.wire import Coded, Decoder, Group, Rows
 from octavo.train.setup.parallel_limits import coded
 from octavo.train.setup.token_counts import Tokens, attention_flops
 
-FLASH = 7 / 6  # of attention's FLOPs forward and backward, those that flash attention computes
-# Of a block's forward, what runs again under `train.recompute: selective`, attention excepted: norms and the MLP.
+FLASH = 7 / 6  # FLOPs that flash attention computes for each of attention's FLOPs, forward and backward
+# The fraction of a block's forward (without attention) that `train.recompute: selective` repeats: norms and the MLP.
 AGAIN = {"none": 0.0, "selective": 0.65, "full": 1.0}
 
 
 @dataclass(frozen=True)
 class Work:
-    """A micro-batch of the ranks that share its rows, all of them together.
+    """The work of a micro-batch, for all ranks that share its rows together.
 
-    ``flops``: of forward and backward by kind: bf16, fp8 (linear layers), experts_bf16, experts_fp8, attention;
-    ``forward``: those of one forward; ``again``: what is computed a second time. ``elements``: values of hidden states
-    that blocks take and give, tokens x width x blocks. ``groups``: layout -> what FSDP2 gathers; ``updated``: layout ->
-    bytes that an update reads and writes on a rank; ``twice``: backward runs twice; ``compiled``: blocks are.
+    ``flops`` are those of forward and backward by kind: bf16 and fp8 (linear layers), experts_bf16, experts_fp8 and
+    attention. ``forward`` are those of one forward, and ``again`` those computed a second time. ``elements`` is the
+    number of hidden-state values at block boundaries: tokens x width x blocks. ``groups`` returns what FSDP2 gathers
+    under a layout, and ``updated`` the bytes that an update reads and writes on a rank. ``twice`` says whether backward
+    runs twice, and ``compiled`` whether blocks are compiled.
     """
 
     decoder: Decoder
@@ -51,26 +52,26 @@ class Work:
 
     @property
     def model_flops(self) -> float:
-        """6 N + 6 L Hq D s a token, and what vision takes."""
+        """The model's FLOPs: 6 N + 6 L Hq D s for each token, plus those of vision."""
         return sum(self.flops.values())
 
     @property
     def computed(self) -> dict[str, float]:
-        """FLOPs that a GPU does, by kind."""
-        found = {kind: size * (FLASH if kind == "attention" else 1) for kind, size in self.flops.items()}
-        backwards = {kind: size - self.forward.get(kind, 0.0) for kind, size in found.items()} if self.twice else {}
-        return {kind: size + self.again.get(kind, 0.0) + backwards.get(kind, 0.0) for kind, size in found.items()}
+        """The FLOPs that a GPU computes, by kind."""
+        flops = {kind: size * (FLASH if kind == "attention" else 1) for kind, size in self.flops.items()}
+        backwards = {kind: size - self.forward.get(kind, 0.0) for kind, size in flops.items()} if self.twice else {}
+        return {kind: size + self.again.get(kind, 0.0) + backwards.get(kind, 0.0) for kind, size in flops.items()}
 
 
 def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
-    """That of a configuration whose memory ``sizes`` predicts."""
+    """Return the work of a configuration whose memory ``sizes`` predicts."""
     tokens = sizes.tokens
     plan, config = sizes.plan_of(cfg), sizes.config
     flops, forward = linear_flops(plan.rows, tokens)
     text = (attention_flops(config, Tokens(tokens.counts, tokens.row, 0, tokens.sample)) or 0.0) / 3.5
     tower = (attention_flops(config, tokens) or 0.0) / 3.5 - text
     flops["attention"], forward["attention"] = 3 * (text + tower), text + tower
-    sound = tower if tokens.sound and not tokens.image else 0.0  # no family is trained on both
+    sound = tower if tokens.sound and not tokens.image else 0.0  # no family is trained on both images and sounds
     again = _again(cfg, plan, tokens, {"foundation": text, "image_encoder": tower - sound, "audio_encoder": sound})
     decoder = decoder_of(config, plan, cfg.train.exchange)
     low = 2 if cfg.train.gather == "bf16" or states.width(cfg) == 2 or sizes.forward_of(cfg)[1] is not None else 4
@@ -90,7 +91,7 @@ def work_of(sizes: Footprints, cfg: Config, micro_steps: int = 1) -> Work:
 
 
 def linear_flops(rows: Iterable[fp8.PlanRow], tokens: Tokens) -> tuple[dict[str, float], dict[str, float]]:
-    """(forward and backward, forward alone): kind -> FLOPs of all linear layers."""
+    """Return the FLOPs of all linear layers by kind, for (forward and backward, forward alone)."""
     flops: defaultdict[str, float] = defaultdict(float)
     forward: defaultdict[str, float] = defaultdict(float)
     for row in rows:
@@ -106,7 +107,7 @@ def linear_flops(rows: Iterable[fp8.PlanRow], tokens: Tokens) -> tuple[dict[str,
 
 
 def decoder_of(config: Any, plan: fp8.Plan, exchange: str = "stored") -> Decoder:
-    """The decoder of a model's configuration, which exchanges as `train.exchange` says."""
+    """Return the decoder of a model's configuration, with the exchanges of `train.exchange`."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
     experts = [row for row in plan.rows if row.kind == "experts"]
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -117,12 +118,12 @@ def decoder_of(config: Any, plan: fp8.Plan, exchange: str = "stored") -> Decoder
         len({row.row.module for row in experts}), max((row.row.experts or 0 for row in experts), default=0),
         max((row.row.experts_per_token or 0 for row in experts), default=0),
         text.hidden_size * (1 + deep) if vision is not None else 0,
-        *(Coded(*found) for found in coded(plan, size, text.hidden_size) if exchange == "fp8"),
+        *(Coded(*part) for part in coded(plan, size, text.hidden_size) if exchange == "fp8"),
     )  # fmt: skip
 
 
 def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, float]) -> dict[str, float]:
-    """FLOPs of forwards in backward, by kind."""
+    """The FLOPs of forwards repeated in backward, by kind."""
     out: defaultdict[str, float] = defaultdict(float)
     for component, how in cfg.train.recompute:
         rows = tuple(row for row in plan.rows if row.component == component and row.kind != "lm_head")
@@ -133,17 +134,17 @@ def _again(cfg: Config, plan: fp8.Plan, tokens: Tokens, attention: Mapping[str, 
 
 
 def _elements(config: Any, tokens: Tokens) -> float:
-    """Values of hidden states between operations of blocks, of all towers."""
+    """The number of hidden-state values at block boundaries, over all towers."""
     text, vision = config.get_text_config(), getattr(config, "vision_config", None)
-    found = float(tokens.counts.get("foundation", 0) * text.hidden_size * text.num_hidden_layers)
+    total = float(tokens.counts.get("foundation", 0) * text.hidden_size * text.num_hidden_layers)
     depth = getattr(vision, "depth", None) or getattr(vision, "num_hidden_layers", None) or 0
-    found += tokens.counts.get("image_encoder", 0) * depth * getattr(vision, "hidden_size", 0)
+    total += tokens.counts.get("image_encoder", 0) * depth * getattr(vision, "hidden_size", 0)
     sound = getattr(config, "audio_config", None)
     places = tokens.counts.get("audio_encoder", 0)
-    return found + (places * sound.hidden_size * sound.num_hidden_layers if sound is not None and places else 0)
+    return total + (places * sound.hidden_size * sound.num_hidden_layers if sound is not None and places else 0)
 
 
 def _updated(sizes: Footprints, cfg: Config, layout: Layout) -> float:
-    """Weights, master and moments read and written, gradients read."""
-    found = sizes.still(cfg, layout)
-    return 2.0 * (found["weights"] + found["master"] + found["optimizer"]) + found["gradients"]
+    """Bytes of an update: weights, master copies and moments read and written, gradients read."""
+    sizes_held = sizes.still(cfg, layout)
+    return 2.0 * (sizes_held["weights"] + sizes_held["master"] + sizes_held["optimizer"]) + sizes_held["gradients"]
