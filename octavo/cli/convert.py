@@ -62,21 +62,23 @@ def _resolve_arguments(args: argparse.Namespace) -> None:
     args.command, *folders = words or [""]
     if args.command not in COMMANDS:
         raise arguments.UsageError(f"{args.command or CONVERTER}: expected one of {', '.join(COMMANDS)}")
-    own = ("load_dir", "save_dir") if args.command == "dcp_to_hf" else ("hf_dir", "dcp_dir")
+    folder_names = ("load_dir", "save_dir") if args.command == "dcp_to_hf" else ("hf_dir", "dcp_dir")
     for name in THEIRS:
         if getattr(args, name) is not None and name not in (
-            *own,
-            *(["model_assets_dir"] if own[0] == "load_dir" else []),
+            *folder_names,
+            *(["model_assets_dir"] if folder_names[0] == "load_dir" else []),
         ):
             raise arguments.UsageError(f"--{name} does not belong to {args.command}; leave it out")
-    named = [getattr(args, name) for name in own]
+    named = [getattr(args, name) for name in folder_names]
     if folders and any(named):
-        raise arguments.UsageError(f"{' '.join(folders)} and --{own[0]}, --{own[1]} name the same folders; keep one")
+        raise arguments.UsageError(
+            f"{' '.join(folders)} and --{folder_names[0]}, --{folder_names[1]} name the same folders; keep one"
+        )
     folders = folders or named
     if len(folders) != 2 or None in folders:
-        given = f"--{own[0]} SRC --{own[1]} DST"
+        usage = f"--{folder_names[0]} SRC --{folder_names[1]} DST"
         raise arguments.UsageError(
-            f"{args.command} takes two folders: octavo convert {args.command} SRC DST, or {given}"
+            f"{args.command} takes two folders: octavo convert {args.command} SRC DST, or {usage}"
         )
     args.source, args.destination = folders
     target_folder.check_target(args.destination, arguments.UsageError)
@@ -90,8 +92,8 @@ def _resolve_arguments(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _resolve_arguments(args)
-    own = {"is_lora_base": "hf_to_dcp", "tie_weights": "hf_to_dcp", "like": "dcp_to_hf"}
-    for name, command in own.items():
+    restricted = {"is_lora_base": "hf_to_dcp", "tie_weights": "hf_to_dcp", "like": "dcp_to_hf"}
+    for name, command in restricted.items():
         if getattr(args, name) and args.command != command:
             raise arguments.UsageError(f"--{name.replace('_', '-')} belongs to {command}; leave it out")
 

@@ -48,10 +48,10 @@ class _Decryption:
         self.counts = {"decrypted": 0, "copied as they are": 0}
         self.plain: list[str] = []
 
-    def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
+    def begin(self, source: Path, files: list[Path], new_folder: Path | None) -> None:
         """Raises VaultError for a file that is damaged, replaced, missing or added, and if nothing is encrypted."""
         for folder in (source, *sorted(source.rglob("*"))):
-            if made is not None and (folder == source or has_list(folder)):
+            if new_folder is not None and (folder == source or has_list(folder)):
                 encryption.check_folder(folder)
         encrypted = 0
         for file in files:
@@ -64,7 +64,11 @@ class _Decryption:
                 continue
             encrypted += 1
         if not encrypted:
-            what = "nothing in it is encrypted" if made is not None else "it is not encrypted, or its header is damaged"
+            what = (
+                "nothing in it is encrypted"
+                if new_folder is not None
+                else "it is not encrypted, or its header is damaged"
+            )
             raise encryption.Damaged(
                 f"{source} cannot be decrypted: {what}. Name an encrypted file or folder, or restore it from a backup"
             )

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # with --json, stdout carries the verdict alone, and progress goes to stderr
+    # with --json, stdout carries only the verdict, and progress goes to stderr
     console = terminal.console(stderr=args.json)
     console.print(
         f"Trains a tiny Qwen3-VL to read handwriting, {args.steps} steps a run: twice in high precision, once in FP8; "

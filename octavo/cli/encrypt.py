@@ -69,20 +69,22 @@ class _Encryption:
         self._kinds: dict[Path, str] = {}
         self._single = False
 
-    def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
+    def begin(self, source: Path, files: list[Path], new_folder: Path | None) -> None:
         """Raises Exchanged for files that are missing from a folder with a list or are not on the list, and Refused for
         a part of such a folder, whose files cannot be read without the rest."""
-        self._single = made is None
+        self._single = new_folder is None
         roots = [folder for folder in (source, *sorted(source.rglob("*"))) if has_list(folder)]
         if self.old is None and source not in roots and root_of(source) is not None:
             self._refuse_part(source, files)
         for root in roots:
             with suppress(encryption.WrongKey):  # a third key's files are copied unchanged and cannot be checked
                 encryption.check_folder(root, added=self.old is None, key=self.old or self.key)
-        if made is not None:
+        if new_folder is not None:
             anew = roots if self.old is not None else []
             bound = [source, *anew] if self.old is not None or source not in roots else []
-            self._folders = {root: encryption.Folder(made / root.relative_to(source), key=self.key) for root in bound}
+            self._folders = {
+                root: encryption.Folder(new_folder / root.relative_to(source), key=self.key) for root in bound
+            }
 
     def _refuse_part(self, source: Path, files: list[Path]) -> None:
         if any(map(encryption.is_encrypted, files)):

@@ -22,7 +22,7 @@ class Refused(arguments.UsageError):
 class Conversion(Protocol):
     """The operation on each file."""
 
-    def begin(self, source: Path, files: list[Path], made: Path | None) -> None:
+    def begin(self, source: Path, files: list[Path], new_folder: Path | None) -> None:
         """Check all files before the first is written. `made`: the folder that is being written; None for a single
         file."""
 

@@ -34,18 +34,20 @@ FROZEN = (*names.FROZEN, "off")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="a run, a Hugging Face folder, or an adapter folder")
-    more = "may be given more than once"
+    repeatable = "may be given more than once"
     parser.add_argument(
         "--prompt",
         metavar="TEXT",
         action="append",
         required=True,
-        help=f"a question, {PLACE} or {VIDEO} where one belongs, else they come first; {more}",
+        help=f"a question, {PLACE} or {VIDEO} where one belongs, else they come first; {repeatable}",
     )
-    parser.add_argument("--image", metavar="FILE", action="append", default=[], help=f"with each question; {more}")
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help=f"with each question; {repeatable}"
+    )
     parser.add_argument(
         "--video", metavar="FILE", action="append", default=[],
-        help=f"mp4, mov, webm, mkv, or a folder of frames; with each question; {more}",
+        help=f"mp4, mov, webm, mkv, or a folder of frames; with each question; {repeatable}",
     )  # fmt: skip
     parser.add_argument(
         "--fps", metavar="N", type=_rate, help="frames a second in folders of frames; files of video say their own"
@@ -53,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=arguments.positive, default=64, metavar="N", help="default 64")
     parser.add_argument(
         "--template-arg", metavar="NAME=VALUE", action="append", default=[], type=_variable,
-        help=f"of the chat template, as enable_thinking=false; of a run beside its data.template_args; {more}",
+        help=f"of the chat template, as enable_thinking=false; of a run beside its data.template_args; {repeatable}",
     )  # fmt: skip
     choice = parser.add_argument_group("how answers are sampled")
     choice.add_argument(
@@ -66,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--min-p", type=float, default=0.0, metavar="P", help="of those this likely beside the likeliest"
     )
     choice.add_argument("--seed", type=arguments.natural, default=0, metavar="N", help="default 0")
-    choice.add_argument("--stop", metavar="TEXT", action="append", default=[], help=f"ends an answer; {more}")
+    choice.add_argument("--stop", metavar="TEXT", action="append", default=[], help=f"ends an answer; {repeatable}")
     choice.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="keys and values: as computed, or in FP8")
     add_target_options(parser)
     arguments.add_json(parser)

@@ -199,14 +199,14 @@ def _show_layers_only(args: argparse.Namespace, plan: Any, family: Any, notes: S
 _BEYOND = "--card, --fit, --cluster and --ranks"
 
 
-def _can_be_written(path: Path, given: str) -> None:
+def _can_be_written(path: Path, argument: str) -> None:
     """Raise UsageError for a target that cannot be written, before minutes of measuring. Creates nothing."""
     problem = ""
     try:
         folder = next(p for p in path.absolute().parents if p.exists())
-        if not given.strip():
+        if not argument.strip():
             problem = "is empty"
-        elif "\0" in given:
+        elif "\0" in argument:
             problem = "is not a path"
         elif path.is_dir():
             problem = "is a folder"
@@ -219,7 +219,7 @@ def _can_be_written(path: Path, given: str) -> None:
     except (OSError, ValueError) as error:
         problem = f"is not a path ({getattr(error, 'strerror', None) or error})"
     if problem:
-        raise arguments.UsageError(f"--save {given!r} {problem}; name a file, e.g. --save plan.json")
+        raise arguments.UsageError(f"--save {argument!r} {problem}; name a file, e.g. --save plan.json")
 
 
 def _unless_impossible(work: Callable[[], Any], args: argparse.Namespace) -> Any:
@@ -304,7 +304,7 @@ def _config_of_file(args: argparse.Namespace) -> Any:
     shape = None if Path(cfg.model.path).is_dir() else shape_of(cfg.model.path)
     if shape is not None:
         words = shlex.join(["octavo", "plan", args.file, *arguments.overrides(args), "--shape", shape])
-        missing[0] += f"; its name is that of a published model, which can be planned without the folder: {words}"
+        missing[0] += f"; its name matches a published model, which can be planned without the folder: {words}"
     if missing and (missing[0].startswith("model.path") or (args.measure and args.tokens is None)):
         raise arguments.UsageError("\n".join(missing))
     for sentence in missing:
@@ -445,7 +445,7 @@ def backends(plan: Any) -> list[str]:
 
 
 _INDENT = "  "
-_NAME = 32  # characters of a layer's name beside its figures; a longer one has a line of its own
+_NAME = 32  # characters of a layer's name on the line of its figures; a longer name gets its own line
 
 
 def layers(plan: Any, everything: bool = False) -> list[str]:

@@ -14,15 +14,15 @@ BEYOND = ("reference", "kv_cache")  # kinds that only phases rl and preference h
 
 
 def predicted(
-    cfg: Any, model: Any, family: Any, plan: Any, given: Any, card: str | None = None, reference: str | None = None
+    cfg: Any, model: Any, family: Any, plan: Any, counted: Any, card: str | None = None, reference: str | None = None
 ) -> tuple[Any, str]:
     """(predictor of this model's memory, message about the assumed tokens). ``card``: the memory that rollouts must
     fit; ``reference``: base, copy or none."""
-    if given is None:
+    if counted is None:
         tokens, message = assumed(cfg, family.components, model.config)
     else:
-        counts = ", ".join(f"{name} {n}" for name, n in given.counts.items())
-        tokens, message = given, f"tokens of one micro-batch: {counts}"
+        counts = ", ".join(f"{name} {n}" for name, n in counted.counts.items())
+        tokens, message = counted, f"tokens of one micro-batch: {counts}"
     usable = None if card is None else Card.parse(card).usable
     return Footprints(cfg, model, family, plan, tokens, copy=reference == "copy", usable=usable), message
 
@@ -173,8 +173,8 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
     print("\n".join(changes) if changes else "the configuration unchanged")
     print()
     if changes and args.file is not None:
-        kept = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differing(now)]
-        print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *kept])} {best.words(now)}")
+        remaining = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differing(now)]
+        print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *remaining])} {best.words(now)}")
     for reason in proposal.reasons:
         print(reason)
     if proposal.exacter:

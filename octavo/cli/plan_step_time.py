@@ -56,10 +56,10 @@ def as_json(sizes: Any, cluster: Any, args: argparse.Namespace) -> dict[str, Any
     }
     if cluster is not None:
         best = step_time.search(sizes, cluster, work.decoder)
-        own = step_time.evaluate(sizes, sizes.cfg, cluster)
+        configured = step_time.evaluate(sizes, sizes.cfg, cluster)
         report["cluster"] = {
             "gpus": cluster.ranks,
-            "own": _result_json(own),
+            "own": _result_json(configured),
             "meshes": [_result_json(f, best[0]) for f in best],
         }
     return report
@@ -87,12 +87,13 @@ def show(sizes: Any, cluster: Any, args: argparse.Namespace) -> None:
 
 
 def _show_cluster(sizes: Any, cluster: Any, work: Any) -> None:
-    own, results = step_time.evaluate(sizes, sizes.cfg, cluster), step_time.search(sizes, cluster, work.decoder)
+    configured, results = step_time.evaluate(sizes, sizes.cfg, cluster), step_time.search(sizes, cluster, work.decoder)
     best = results[0]
     print()
     print(
-        f"{cluster.ranks} {cluster.gpu}: {own.estimate.rate:,.0f} tokens/s a GPU, {own.estimate.seconds:.3g} s a "
-        f"micro-batch, {own.estimate.bound}"
+        f"{cluster.ranks} {cluster.gpu}: {configured.estimate.rate:,.0f} tokens/s a GPU, "
+        f"{configured.estimate.seconds:.3g} s a "
+        f"micro-batch, {configured.estimate.bound}"
     )
     print(f"({ASSUMED})")
     if best.over > 0:

@@ -24,7 +24,7 @@ def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
     chosen = dict.fromkeys(steps[place] for place in (0, len(steps) // 2, -1)) if steps else {}
     found = []
     for step in chosen:
-        asked = dict.fromkeys([*theirs[step], *ours[step]])
+        prompts = dict.fromkeys([*theirs[step], *ours[step]])
         rows = [
             {
                 "prompt": text((first := theirs[step].get(key) or ours[step][key]).get("prompt")),
@@ -32,7 +32,7 @@ def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
                 "high": _shown(theirs[step].get(key)),
                 "fp8": _shown(ours[step].get(key)),
             }
-            for key in asked
+            for key in prompts
         ]
         found.append({"step": step, "rows": rows})
     return found

@@ -195,14 +195,14 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
 def claims_figure(claims: Sequence[Check]) -> Figure:
     """How much worse FP8 is by each claim, with its 95 % interval, in units of its margin: a claim passes if its
     interval ends below 1, and fails if it begins above 1."""
-    told = [claim for claim in claims if claim.low is not None and claim.margin]
-    several = len({claim.run for claim in told}) > 1
-    figure = Figure(figsize=(9, 1.3 + 0.5 * len(told)), layout="constrained")
+    shown_claims = [claim for claim in claims if claim.low is not None and claim.margin]
+    several = len({claim.run for claim in shown_claims}) > 1
+    figure = Figure(figsize=(9, 1.3 + 0.5 * len(shown_claims)), layout="constrained")
     axes = figure.subplots()
     reach = 3.0  # the axis in margins; longer intervals end in an arrow, and the table has the figures
     axes.axvspan(-reach - 1, 1, color=PALETTE["good"], alpha=0.15, lw=0)
     axes.axvline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))
-    for row, claim in enumerate(told):
+    for row, claim in enumerate(shown_claims):
         assert claim.low is not None and claim.high is not None and claim.margin and claim.figure is not None
         worse = -1 if claim.name == "accuracy" else 1
         low, high = sorted((worse * claim.low / claim.margin, worse * claim.high / claim.margin))
@@ -214,9 +214,11 @@ def claims_figure(claims: Sequence[Check]) -> Figure:
                 axes.plot(end, row, marker=marker, color=color, ms=7)
         if abs(middle) <= reach:
             axes.plot(middle, row, "o", color=color, ms=6)
-    names = [f"{claim.title}{f', {claim.run}' if several else ''}" for claim in told]
-    axes.set_yticks(range(len(told)), names)
-    axes.set(xlim=(-reach - 0.15, reach + 0.15), ylim=(len(told) - 0.4, -0.6), xlabel="better  |  margins  |  worse")
+    names = [f"{claim.title}{f', {claim.run}' if several else ''}" for claim in shown_claims]
+    axes.set_yticks(range(len(shown_claims)), names)
+    axes.set(
+        xlim=(-reach - 0.15, reach + 0.15), ylim=(len(shown_claims) - 0.4, -0.6), xlabel="better  |  margins  |  worse"
+    )
     axes.grid(axis="y", visible=False)
     axes.grid(axis="x", visible=True)
     axes.set_title("How much worse FP8 is, 95 % intervals in units of each margin")
@@ -231,16 +233,18 @@ def effects_figure(effects: Sequence[Check]) -> Figure:
     figure = Figure(figsize=(9, 1.5 + 0.34 * len(rows)), layout="constrained")
     panels = np.atleast_1d(figure.subplots(1, len(names), sharey=True))
     for axes, name in zip(panels, names, strict=True):
-        told = [effect for effect in effects if effect.name == name and effect.low is not None]
-        margin = next((100 * effect.margin for effect in told if effect.margin), 0.0)
-        for effect in told:
+        shown_effects = [effect for effect in effects if effect.name == name and effect.low is not None]
+        margin = next((100 * effect.margin for effect in shown_effects if effect.margin), 0.0)
+        for effect in shown_effects:
             assert effect.low is not None and effect.high is not None and effect.figure is not None
             shades = {"pass": "good", "fail": "bad", "reported": "noise"}
             color, row = PALETTE[shades.get(effect.status, "warn")], rows.index(effect.run)
             axes.plot([100 * effect.low, 100 * effect.high], [row, row], color=color, lw=2.2, solid_capstyle="butt")
             axes.plot(100 * effect.figure, row, "o", color=color, ms=6)
         accuracy = name.endswith("accuracy")
-        reach = 1.15 * max([margin, *(100 * abs(end) for e in told for end in (e.low, e.high) if end is not None)])
+        reach = 1.15 * max(
+            [margin, *(100 * abs(end) for e in shown_effects for end in (e.low, e.high) if end is not None)]
+        )
         axes.axvspan(-margin if accuracy else -reach, reach if accuracy else margin, color=PALETTE["good"], alpha=0.15,
                      lw=0)  # fmt: skip
         axes.axvline(0, color=PALETTE["base"], lw=1, ls=(0, (4, 2)))

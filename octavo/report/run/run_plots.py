@@ -20,7 +20,7 @@ from octavo.report.run.plots import PALETTE, smooth, window_for
 
 COLORS = ("fp8-0", "base", "fp8-1", "fp8-2", "fp8-3", "fp8-4")
 STYLES = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-MOST = len(COLORS) * len(STYLES)  # lines that can be told apart
+MOST = len(COLORS) * len(STYLES)  # number of distinguishable lines
 
 _LOSS = Panel("loss", "Loss", "loss", "nats per token")
 _RIGHT = Panel("eval/exact_match", "Held-out answers right", "right", "share")

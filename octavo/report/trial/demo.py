@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 RECIPE = "blockwise"
-ACCURACY_MARGIN = 0.02  # of 355 different digits: one point cannot be told apart
+ACCURACY_MARGIN = 0.02  # of 355 different digits: a point cannot be distinguished
 SHADES = " ░▒▓█"
 ROW = 0  # the held-out image that is asked about: the first, whatever the answer
 

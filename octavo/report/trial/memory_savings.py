@@ -82,8 +82,8 @@ def _on_disk(cfg: Config) -> str:
 
 def _high_base(cfg: Config) -> Config:
     """A base in high precision: not quantized while loading, and dequantized if its checkpoint is in FP8."""
-    more = {"keep_fp8": False} if cfg.lora is not None and _on_disk(cfg) else {}
-    return changing("model", load_in_fp8=LoadInFp8Section(), **more)(cfg)
+    kept_codes = {"keep_fp8": False} if cfg.lora is not None and _on_disk(cfg) else {}
+    return changing("model", load_in_fp8=LoadInFp8Section(), **kept_codes)(cfg)
 
 
 def without(cfg: Config) -> Config:

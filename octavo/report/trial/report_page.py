@@ -157,8 +157,8 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
     ratio = runs[run.label]["speed_ratio"]
     if math.isfinite(ratio):
         kind = _computed_on(record.environment)
-        there = {"gpu": "on this GPU", "cpu": "with FP8 emulated on this CPU"}
-        where = there.get(kind, f"with FP8 emulated on this {kind} device")
+        places = {"gpu": "on this GPU", "cpu": "with FP8 emulated on this CPU"}
+        where = places.get(kind, f"with FP8 emulated on this {kind} device")
         found.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
     return found
 
@@ -171,12 +171,16 @@ def _mean(values: Sequence[float | None]) -> float:
 def expectations(verdict: Verdict) -> dict[tuple[str, str], str]:
     """(claim, run) -> the expected width of its interval before the first run, and the actual one."""
     found = {}
-    for told in verdict.data["power"]:
-        estimate = Estimate(**{key: value for key, value in told.items() if key in Estimate.__dataclass_fields__})
+    for expectation in verdict.data["power"]:
+        estimate = Estimate(
+            **{key: value for key, value in expectation.items() if key in Estimate.__dataclass_fields__}
+        )
         if estimate.why_not or estimate.units < 2:
             continue
-        for run, half in told["came"].items():
-            found[told["claim"], run] = f"expected {estimate.shown(estimate.half)}, measured {estimate.shown(half)}"
+        for run, half in expectation["came"].items():
+            found[expectation["claim"], run] = (
+                f"expected {estimate.shown(estimate.half)}, measured {estimate.shown(half)}"
+            )
     return found
 
 
@@ -204,9 +208,9 @@ def speed_sentence(records: Records, jobs: int = 1) -> str:
 
 def _computed_on(environment: Mapping[str, Any]) -> str:
     """gpu, cpu, or the type of another vendor's device; older records only list GPUs."""
-    told = (environment.get("accelerator") or {}).get("type")
-    gpu = bool(environment.get("gpus")) and told != "cpu"
-    return "gpu" if gpu else str(told or "cpu")
+    device_type = (environment.get("accelerator") or {}).get("type")
+    gpu = bool(environment.get("gpus")) and device_type != "cpu"
+    return "gpu" if gpu else str(device_type or "cpu")
 
 
 def render(verdict: Verdict, records: Records, drawings: Mapping[str, str], created: str) -> str:

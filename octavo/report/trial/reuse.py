@@ -72,10 +72,10 @@ def comparable(cfg: Config) -> dict[str, Any]:
 
 def _differences(old: Any, new: Any, key: str = "") -> list[tuple[str, Any, Any]]:
     if isinstance(old, dict) and isinstance(new, dict):
-        found = []
+        differences = []
         for name in dict.fromkeys([*old, *new]):
-            found += _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-        return found
+            differences += _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+        return differences
     return [] if old == new else [(key, old, new)]
 
 

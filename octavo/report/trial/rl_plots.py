@@ -32,11 +32,11 @@ class Side:
 def sides_of(records: Sequence[tuple[Run, RunRecord]]) -> list[tuple[Side, Side]]:
     """Pairs of an FP8 recipe and high precision, over the seeds that both have; FP8 runs cycle through five colours."""
     reference = next((run, record) for run, record in records if run.kind == "reference")
-    found = []
+    sides = []
     for number, fp8 in enumerate((run, record) for run, record in records if run.kind == "fp8"):
         ours, theirs = zip(*pairs_of(Sides(fp8, reference, records)), strict=True)
-        found.append((Side(fp8[0].label, f"fp8-{number % 5}", ours), Side("high precision", "base", theirs, True)))
-    return found
+        sides.append((Side(fp8[0].label, f"fp8-{number % 5}", ours), Side("high precision", "base", theirs, True)))
+    return sides
 
 
 def unpaired(records: Sequence[tuple[Run, RunRecord]]) -> list[Side]:

@@ -130,5 +130,5 @@ def own_recipe(cfg: Config) -> str:
 
 
 def _run_of(cfg: Config, directory: Path, name: str, label: str, kind: str, seed: int) -> Run:
-    own = {"dir": str(directory / "arms" / name), "resume": "auto", "save_states": True, "seed": seed}
-    return Run(name, label, kind, cfg.model_copy(update={"run": cfg.run.model_copy(update=own)}))
+    fixed_run_keys = {"dir": str(directory / "arms" / name), "resume": "auto", "save_states": True, "seed": seed}
+    return Run(name, label, kind, cfg.model_copy(update={"run": cfg.run.model_copy(update=fixed_run_keys)}))

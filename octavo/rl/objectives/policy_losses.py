@@ -223,7 +223,7 @@ def policy_loss(
     of a completion; for CISPO, whose tokens keep their gradient, ``cispo_clip_ratio``: the share whose weight is at a
     limit.
     """
-    # `loss` accumulates all terms; `policy` stays the algorithm's term alone, for the figure.
+    # `loss` accumulates all terms; `policy` stays the algorithm's own term, for the figure.
     term = terms.term if b.weights is None else terms.term * b.weights
     loss = policy = _sum(term, terms.share)
     figures: Figures = {}

@@ -405,13 +405,13 @@ area(
     "report",
     (
         "verdict-threshold", "report/evidence/claims.py",
-        "(found.high if worse > 0 else -found.low) <= margin", "found.estimate <= margin",
+        "(interval.high if worse > 0 else -interval.low) <= margin", "interval.estimate <= margin",
         "a claim passes by its estimate, however wide its interval",
         "report/test_claims.py",
     ),
     (
         "verdict-noise", "report/evidence/trust_table.py",
-        "return max(found) / total", "return min(found) / total",
+        "return max(bounds) / total", "return min(bounds) / total",
         "the noise of a seed is taken as small as it can be",
         "report/test_trust_table.py",
     ),

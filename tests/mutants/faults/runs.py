@@ -231,7 +231,7 @@ area(
     ),
     (
         "rewards-changed-unseen", "rl/rewards/entry.py",
-        'else _hash(self.source + more)', 'else _hash(self.reward)',
+        'content = _hash(self.source + "".join(', 'content = _hash(self.reward + "".join(',
         "a run goes on with another reward function",
         "rl/test_rewards.py",
     ),
