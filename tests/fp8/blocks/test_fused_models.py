@@ -86,7 +86,10 @@ def test_the_plan_says_what_is_fused_and_a_file_keeps_it(tmp_path):
     assert [(b.name, b.reason) for b in stays] == [
         ("model.language_model.layers.0.mlp", "not all of its layers are whole FP8 layers")
     ]
-    assert "3 gated MLPs run as one function" in plan.notes and "8 norms pass their codes to the layers after them" in " ".join(plan.notes)
+    assert (
+        "3 gated MLPs run as one function" in plan.notes
+        and "8 norms pass their codes to the layers after them" in " ".join(plan.notes)
+    )
     assert any("not fused: gated MLP model.language_model.layers.*.mlp" in note for note in plan.notes)
     path = fp8.save_plan(plan, tmp_path / "plan.json")
     loaded = fp8.load_plan(path, model, described.components)
