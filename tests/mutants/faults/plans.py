@@ -32,13 +32,13 @@ area(
     ),
     (
         "shared-input-version", "fp8/shared_input.py",
-        "given._version, given.data_ptr(),", "given.data_ptr(),",
+        "tensor._version, tensor.data_ptr(),", "tensor.data_ptr(),",
         "an input written to in place between two layers keeps its codes",
         "fp8/dense/test_inputs.py",
     ),
     (
         "shared-input-dtype", "fp8/shared_input.py",
-        "given.dtype, x.dtype, device,", "given.dtype, device,",
+        "tensor.dtype, x.dtype, device,", "tensor.dtype, device,",
         "codes made under another autocast dtype are shared",
         "fp8/dense/test_inputs.py",
     ),
