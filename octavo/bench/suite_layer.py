@@ -40,9 +40,9 @@ def run(bench: Bench) -> None:
         linear = sum(2 * p.numel() for p in block.parameters() if p.dim() == 2)
         work = Work(flops=3.0 * rows * linear, tokens=rows)
         # The vision tower's attention reads lengths (tolist), which causes a graph break.
-        made = candidates(bench, block, args, kwargs, whole=name != "vision block")
+        by_name = candidates(bench, block, args, kwargs, whole=name != "vision block")
         case = f"{shown(bench)} {name}, {rows} rows fwd+bwd"
-        bench.case("layer", case, bench.high, made, work, memory=True)
+        bench.case("layer", case, bench.high, by_name, work, memory=True)
     head_case(bench, model, tokens)
 
 

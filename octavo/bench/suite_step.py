@@ -147,10 +147,10 @@ class Step:
         self.loss, self.update = budget.around(HEAD, _loss), budget.around(OPTIMIZER, self.optimizer.step)
         try:
             with claimed(self.model, budget):
-                found = sorted((budget.step(self) for _ in range(steps)), key=lambda parts: sum(parts.values()))
+                measured = sorted((budget.step(self) for _ in range(steps)), key=lambda parts: sum(parts.values()))
         finally:
             self.loss, self.update = _loss, self.optimizer.step
-        return found[steps // 2]
+        return measured[steps // 2]
 
 
 def _loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, chunk: int = 2048) -> torch.Tensor:
@@ -185,10 +185,10 @@ class Budget:
         def run(*args: Any, **kwargs: Any) -> Any:
             before = self._marks[-1][0] if self._marks else REST
             self._mark(part)
-            made = function(*args, **kwargs)
+            output = function(*args, **kwargs)
             self._mark(before)
-            self._claim(part, made, (args, kwargs))
-            return made
+            self._claim(part, output, (args, kwargs))
+            return output
 
         return run
 

@@ -21,7 +21,7 @@ PILLS = {FOUND: "fail", SOUND: "pass", UNSOLVED: "undecided"}
 
 def document(answer: Answer) -> dict[str, Any]:
     """``bisect.json``: the answer and every run, as plain JSON; numbers that are not finite are null."""
-    found: dict[str, Any] = finite(
+    content: dict[str, Any] = finite(
         {
             "octavo": octavo.__version__,
             "status": answer.status,
@@ -30,7 +30,7 @@ def document(answer: Answer) -> dict[str, Any]:
             "bar": answer.bar,
             "steps": answer.steps,
             "candidates": answer.candidates,
-            "sets": [[_candidate(one) for one in found] for found in answer.sets],
+            "sets": [[_candidate(one) for one in together] for together in answer.sets],
             "out": [_candidate(one) for one in answer.out],
             "works": answer.how or None,
             "rules": [] if answer.works is None else [_rule(rule) for rule in answer.works.fp8.rules],
@@ -38,7 +38,7 @@ def document(answer: Answer) -> dict[str, Any]:
             "trained": answer.trained,
         }
     )
-    return found
+    return content
 
 
 def write(answer: Answer, directory: Path) -> Path:
@@ -68,13 +68,13 @@ def write(answer: Answer, directory: Path) -> Path:
 
 def curves_of(answer: Answer) -> list[plots.Curve]:
     """The runs to plot: high precision, the unchanged configuration, each smallest set alone, and what works."""
-    reference, whole, *asked = answer.lines
+    reference, whole, *trial_lines = answer.lines
     chosen = [("high precision", "base", reference), ("unchanged", "fp8-0", whole)]
-    for number, found in enumerate(answer.sets, 1):
-        alone = [line for line in asked if line.broken and line.words == f"with {named(found)}"]
+    for number, causes in enumerate(answer.sets, 1):
+        alone = [line for line in trial_lines if line.broken and line.words == f"with {named(causes)}"]
         chosen += [(f"set {number} alone", f"fp8-{1 + number % 3}", line) for line in alone[:1]]
     if answer.works is not None:
-        chosen += [("what works", "fp8-4", line) for line in [line for line in asked if not line.broken][-1:]]
+        chosen += [("what works", "fp8-4", line) for line in [line for line in trial_lines if not line.broken][-1:]]
     return [_curve(*one) for one in chosen if one[2].outcome.losses.size]
 
 

@@ -98,12 +98,12 @@ class Trials:
         """The result of a configuration after ``steps`` steps; ``words`` describe it."""
         home = self.directory / name_of(cfg)
         begins = fork_step(cfg)
-        found = _read(home, begins)
-        if found is None or (len(found.losses) < steps and not found.failure and found.fails_at is None):
+        stored = _read(home, begins)
+        if stored is None or (len(stored.losses) < steps and not stored.failure and stored.fails_at is None):
             self.trained += 1
             self.say(f"run {self.trained}: {words}")
-            found = self._train(cfg, home, begins, steps)
-        return found.upto(steps)
+            stored = self._train(cfg, home, begins, steps)
+        return stored.upto(steps)
 
     def _train(self, cfg: Config, home: Path, begins: int, steps: int) -> Outcome:
         if home.exists():
@@ -126,9 +126,9 @@ class Trials:
             home.mkdir(parents=True, exist_ok=True)
             atomic_write.write_text(home / FAILURE, failure + "\n")
         (home / DONE).touch()
-        found = _read(home, begins)
-        assert found is not None
-        return found
+        stored = _read(home, begins)
+        assert stored is not None
+        return stored
 
 
 def name_of(cfg: Config) -> str:

@@ -76,19 +76,19 @@ def _write_folder(
     folders = [folder for folder in sorted(source.rglob("*")) if folder.is_dir()]
     modes = {folder.relative_to(source): stat.S_IMODE(folder.stat().st_mode) & 0o777 for folder in folders}
     fixed = target_folder.is_fixed(target)
-    with atomic_write.folder(target, Refused, replace=False) as made:
-        made.chmod(0o700)
-        conversion.begin(source, files, made)
+    with atomic_write.folder(target, Refused, replace=False) as result:
+        result.chmod(0o700)
+        conversion.begin(source, files, result)
         for folder in modes:
-            (made / folder).mkdir(mode=0o700)
+            (result / folder).mkdir(mode=0o700)
         for file in files:
             name = conversion.named(file)
             assert name is not None, file
-            one(file, made / file.relative_to(source).with_name(name))
+            one(file, result / file.relative_to(source).with_name(name))
         conversion.finish()
         for folder, mode in modes.items():
-            (made / folder).chmod(mode | 0o700)  # else it could not be moved, nor removed
-        atomic_write.sync_tree(made)
+            (result / folder).chmod(mode | 0o700)  # else it could not be moved, nor removed
+        atomic_write.sync_tree(result)
     if not fixed:  # a mounted volume keeps its mode
         modes[Path()] = stat.S_IMODE(source.stat().st_mode) & 0o777
     for folder in reversed(modes):

@@ -458,21 +458,21 @@ def layers(plan: Any, everything: bool = False) -> list[str]:
     shapes = {row[2]: row[2].partition(" (")[0] for row in rows}  # "1536 x 2048 (128 experts, 8 a token)"
     widths = [max(map(len, shapes.values())), *(max(len(row[n]) for row in rows) for n in (3, 4))]
     out: list[str] = []
-    for component, own in parts.items():
-        shared = os.path.commonprefix([row[0].split(".")[:-1] for row in own])
-        common = Counter(row[5] for row in own for _ in range(int(row[2]))).most_common(1)[0][0]
-        told = f"{component} ({'.'.join(shared)}): {common}" if shared else f"{component}: {common}"
-        out += ["", *textwrap.wrap(told, 80, subsequent_indent=2 * _INDENT)]
-        for name, shape, count, recipe, backend, reason in own:
+    for component, layer_rows in parts.items():
+        shared = os.path.commonprefix([row[0].split(".")[:-1] for row in layer_rows])
+        common = Counter(row[5] for row in layer_rows for _ in range(int(row[2]))).most_common(1)[0][0]
+        text = f"{component} ({'.'.join(shared)}): {common}" if shared else f"{component}: {common}"
+        out += ["", *textwrap.wrap(text, 80, subsequent_indent=2 * _INDENT)]
+        for name, shape, count, recipe, backend, reason in layer_rows:
             name = ".".join(name.split(".")[len(shared) :])
             cells = (shapes[shape].ljust(widths[0]), count.rjust(widths[1]), recipe.ljust(widths[2]), backend)
             if len(name) > _NAME:
                 out.append(_INDENT + name)
                 name = ""
             out.append(f"{_INDENT}{name:<{_NAME}}  {'  '.join(cells)}".rstrip())
-            more = [shape.partition(" (")[2].rstrip(")"), "" if reason == common else reason]
-            told = "; ".join(filter(None, more))
-            out += textwrap.wrap(told, 80, initial_indent=2 * _INDENT, subsequent_indent=2 * _INDENT)
+            details = [shape.partition(" (")[2].rstrip(")"), "" if reason == common else reason]
+            text = "; ".join(filter(None, details))
+            out += textwrap.wrap(text, 80, initial_indent=2 * _INDENT, subsequent_indent=2 * _INDENT)
     return out[1:]
 
 

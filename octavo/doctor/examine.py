@@ -18,17 +18,17 @@ def examine(say: Callable[[str], None] = lambda text: None) -> Report:
         torch = together.check(next(package for package in packages.REQUIRED if package.distribution == "torch"))
         say("examining devices")
         record = environment.describe()
-        found = machine.devices(record)
+        device_checks = machine.devices(record)
         if torch.status == FAIL:
             why = f"not checked: torch does not import ({torch.found})"
-            found.append(Check("fp8", "all backends", FAIL, why, fix="repair the torch installation"))
+            device_checks.append(Check("fp8", "all backends", FAIL, why, fix="repair the torch installation"))
         else:
             say("checking FP8 backends")
-            found += fp8_backends.backends()
-            found.append(fp8_backends.versions_tested())
+            device_checks += fp8_backends.backends()
+            device_checks.append(fp8_backends.versions_tested())
             say("checking process groups")
-            found += machine.process_groups()
-        found += machine.storage()
+            device_checks += machine.process_groups()
+        device_checks += machine.storage()
         say("waiting for the imports")
-        checks += [*together.checks(packages.REQUIRED), *found, *together.checks(packages.OPTIONAL)]
+        checks += [*together.checks(packages.REQUIRED), *device_checks, *together.checks(packages.OPTIONAL)]
     return Report(tuple(checks), record)

@@ -46,10 +46,10 @@ def versions_tested(device: str | None = None) -> Check:
         means = "training in FP8 with these kernels stops with an error"
         fix = f"fp8.backend: reference (slow), or tested versions: {most}"
         return Check("fp8", "versions", FAIL, first_line(error), means, fix)
-    found = f"{count} checks of kernels and a compiled layer agree with the reference on {device}"
+    result = f"{count} checks of kernels and a compiled layer agree with the reference on {device}"
     if not count:
-        found = f"the reference is chosen for all GEMMs on {device}, no kernel needs checking"
-    return Check("fp8", "versions", OK, f"{' and '.join(phrases)}: {found}")
+        result = f"the reference is chosen for all GEMMs on {device}, no kernel needs checking"
+    return Check("fp8", "versions", OK, f"{' and '.join(phrases)}: {result}")
 
 
 def _check_kernels(device: str) -> int:
@@ -80,8 +80,8 @@ def _backend(name: str, device: str) -> list[Check]:
     why = all_reasons if all(reasons.values()) else backend.auto_unsupported(on)
     if why is not None:
         means = "another backend is chosen on this device"
-        found = why if "not installed" in why else f"not run: {why} ({backend.version()})"
-        return [Check("fp8", f"{name} on {device}", ABSENT, found, means, "none needed")]
+        reason = why if "not installed" in why else f"not run: {why} ({backend.version()})"
+        return [Check("fp8", f"{name} on {device}", ABSENT, reason, means, "none needed")]
     checks = [Check("fp8", f"{name} on {device}", OK, f"{backend.version()}{_more(name, device)}")]
     for recipe_name, why_not in reasons.items():
         if why_not is None:

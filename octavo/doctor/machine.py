@@ -42,12 +42,12 @@ def devices(record: dict[str, Any]) -> list[Check]:
     for index, gpu in enumerate(record.get("gpus") or []):
         capability = tuple(int(part) for part in gpu["capability"].split("."))
         name = f"{(record.get('accelerator') or {}).get('found', 'gpu')}:{index}"
-        found = f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_bytes'] / GIB:.0f} GiB"
+        description = f"{gpu['name']}, sm {gpu['capability']}, {gpu['memory_bytes'] / GIB:.0f} GiB"
         if capability >= (8, 9):
-            checks.append(Check("devices", name, OK, found))
+            checks.append(Check("devices", name, OK, description))
         else:
             means = "it has no FP8 units (sm 8.9 or later needed): FP8 works, but is not faster"
-            checks.append(Check("devices", name, WARN, found, means, "use Ada, Hopper or later for speed"))
+            checks.append(Check("devices", name, WARN, description, means, "use Ada, Hopper or later for speed"))
     if not record.get("gpus"):
         checks.append(_no_gpu(record))
     return checks + others
@@ -58,13 +58,13 @@ def _no_gpu(record: dict[str, Any]) -> Check:
     means = "training runs on the CPU, where FP8 is emulated: correct but slow"
     if driver and not torch.get("cuda_build"):
         fix = "install torch with CUDA: pip install torch --index-url https://download.pytorch.org/whl/cu130"
-        found = f"driver {driver} is installed, but torch {torch.get('version')} is built without CUDA"
-        return Check("devices", "gpu", WARN, found, means, fix)
+        problem = f"driver {driver} is installed, but torch {torch.get('version')} is built without CUDA"
+        return Check("devices", "gpu", WARN, problem, means, fix)
     if driver:
         cause = record.get("unread", {}).get("gpus", "its CUDA is not available")
         fix = "compare the driver with torch's CUDA version (nvidia-smi); in a container, start it with --gpus all"
-        found = f"driver {driver} is installed, but torch (CUDA {torch.get('cuda_build')}) sees no GPU: {cause}"
-        return Check("devices", "gpu", WARN, found, means, fix)
+        problem = f"driver {driver} is installed, but torch (CUDA {torch.get('cuda_build')}) sees no GPU: {cause}"
+        return Check("devices", "gpu", WARN, problem, means, fix)
     return Check("devices", "gpu", ABSENT, "none", means, "none needed for the demo; an NVIDIA GPU makes it fast")
 
 
@@ -73,22 +73,22 @@ def storage(folder: Path | None = None, shm: Path = Path("/dev/shm")) -> list[Ch
     checks = []
     if shm.is_dir():
         free = shutil.disk_usage(shm).free
-        found = f"{free / GIB:.1f} GiB free"
+        space = f"{free / GIB:.1f} GiB free"
         if free >= SHM_WANTED:
-            checks.append(Check("storage", str(shm), OK, found))
+            checks.append(Check("storage", str(shm), OK, space))
         else:
             means = "data workers pass batches through it and crash with a bus error when it is full"
             fix = "data.workers: 0, or start the container with --shm-size=8g"
-            checks.append(Check("storage", str(shm), WARN, found, means, fix))
+            checks.append(Check("storage", str(shm), WARN, space, means, fix))
     folder = folder or Path.cwd()
     free = shutil.disk_usage(folder).free
-    found = f"{free / GIB:.0f} GiB free"
+    space = f"{free / GIB:.0f} GiB free"
     if free >= DISK_WANTED:
-        checks.append(Check("storage", "this folder", OK, found))
+        checks.append(Check("storage", "this folder", OK, space))
     else:
         means = "a checkpoint holds weights, master weights and two moments: about 16 bytes per parameter"
         fix = "free some space, or set run.dir to a larger disk"
-        checks.append(Check("storage", "this folder", WARN, found, means, fix))
+        checks.append(Check("storage", "this folder", WARN, space, means, fix))
     if not os.access(folder, os.W_OK):
         means, fix = "run.dir is created here", "set run.dir, or change to another folder"
         checks.append(Check("storage", "this folder", WARN, "not writable", means, fix))

@@ -58,10 +58,10 @@ def kind_of(record: Mapping[str, Any]) -> str | None:
     """The kind of a described machine according to torch: npu, rocm, xpu, mps, or another device type; None for a
     CPU and for NVIDIA's GPUs, which :mod:`octavo.doctor.machine` checks."""
     accelerator = record.get("accelerator") or {}
-    found = accelerator.get("found") or accelerator.get("type", "cpu")
-    if found == "cuda":
+    device_type = accelerator.get("found") or accelerator.get("type", "cpu")
+    if device_type == "cuda":
         return "rocm" if (record.get("torch") or {}).get("rocm_build") else None
-    return None if found == "cpu" else found
+    return None if device_type == "cpu" else device_type
 
 
 def would_run(record: Mapping[str, Any]) -> list[Check]:
@@ -90,14 +90,15 @@ def would_run(record: Mapping[str, Any]) -> list[Check]:
 def _device(name: str, title: str, index: int, device: Mapping[str, Any], accelerator: Mapping[str, Any]) -> Check:
     size = f", {device['memory_bytes'] / GIB:.0f} GiB" if device.get("memory_bytes") else ""
     model = f" {device['architecture']}" if device.get("architecture") else ""
-    found = f"{title}: {device.get('name', 'unnamed')}{model}{size}"
+    description = f"{title}: {device.get('name', 'unnamed')}{model}{size}"
     if "FP8 dtypes" in accelerator.get("lacks", ()):
         means = f"only high precision works: its tensors cannot hold FP8 codes; {UNTRIED}"
-        return Check("devices", f"{name}:{index}", WARN, found, means, "fp8.recipe: off, or OCTAVO_DEVICE=cpu for FP8")
+        fix = "fp8.recipe: off, or OCTAVO_DEVICE=cpu for FP8"
+        return Check("devices", f"{name}:{index}", WARN, description, means, fix)
     high = "BF16" if accelerator.get("high") == "bf16" else "fp32"
     means = f"the reference backend would be used, with FP8 in software and high precision in {high}: slow, {UNTRIED}"
     fix = "compare the losses of a short run with OCTAVO_DEVICE=cpu before you trust it (docs/devices.md)"
-    return Check("devices", f"{name}:{index}", WARN, found, means, fix)
+    return Check("devices", f"{name}:{index}", WARN, description, means, fix)
 
 
 def _backend(backend: str, name: str, why: str) -> Check:
@@ -107,6 +108,6 @@ def _backend(backend: str, name: str, why: str) -> Check:
 def _unseen(sign: str) -> Check:
     """The check for a machine with signs of an accelerator that this torch does not see."""
     kind = KINDS[SIGNS[sign]]
-    found = f"this machine seems to have an {kind.name}, but torch sees none: it needs {kind.package}"
+    problem = f"this machine seems to have an {kind.name}, but torch sees none: it needs {kind.package}"
     means = f"training runs on the CPU; training on the {kind.name} was {UNTRIED}"
-    return Check("devices", SIGNS[sign], WARN, found, means, kind.install)
+    return Check("devices", SIGNS[sign], WARN, problem, means, kind.install)

@@ -150,8 +150,8 @@ class Together:
     def check(self, package: Package) -> Check:
         """Like :func:`try_import`, but uses the shared process's result if the package imported there."""
         if self._imported(package):
-            found = environment.version(package.distribution) or ""
-            return Check("imports" if package.required else "optional", package.distribution, OK, found)
+            installed = environment.version(package.distribution) or ""
+            return Check("imports" if package.required else "optional", package.distribution, OK, installed)
         return try_import(package)
 
     def checks(self, which: Sequence[Package]) -> list[Check]:
@@ -189,12 +189,12 @@ def try_import(package: Package) -> Check:
             [sys.executable, "-c", package.statement], capture_output=True, text=True, timeout=SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        found = f"{version}: the import did not finish within {SECONDS} s"
-        return Check(area, package.distribution, broken, found, package.means, _REPAIR + package.fix)
+        problem = f"{version}: the import did not finish within {SECONDS} s"
+        return Check(area, package.distribution, broken, problem, package.means, _REPAIR + package.fix)
     if done.returncode == 0:
         return Check(area, package.distribution, OK, version)
-    found = f"{version}: {cause(done)}"
-    return Check(area, package.distribution, broken, found, package.means, _REPAIR + package.fix)
+    problem = f"{version}: {cause(done)}"
+    return Check(area, package.distribution, broken, problem, package.means, _REPAIR + package.fix)
 
 
 def cause(done: subprocess.CompletedProcess[str]) -> str:

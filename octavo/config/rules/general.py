@@ -354,7 +354,11 @@ def _codes(fp8: Fp8Section) -> Iterator[Finding]:
     for key in (key for key, is_on in settings.items() if is_on and not on):
         reason = "has no effect where nothing runs in FP8"
         yield finding(f"fp8.{key}", reason, "remove it, or set fp8.recipe", "fp8.recipe", "fp8.rules", *PARTS)
-    held = [name for name in on if (fp8.param if (own := parts.get(name)) is None or own.param is None else own.param)]
+    held = [
+        name
+        for name in on
+        if (fp8.param if (component := parts.get(name)) is None or component.param is None else component.param)
+    ]
     if fp8.weight_codes != "keep" and on and held == on and not head:
         does = "keeps no codes between uses" if fp8.weight_codes == "recast" else "keeps codes in addition to weights"
         reason = f"{fp8.weight_codes} {does}, and param keeps weights as codes between steps"

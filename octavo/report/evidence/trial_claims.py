@@ -145,9 +145,9 @@ def no_answers_to_lose(trial: Trial, idle: str) -> str:
     return idle
 
 
-def _as_good(found: Interval | None, trial: Trial) -> bool:
+def _as_good(interval: Interval | None, trial: Trial) -> bool:
     """Whether the interval is above the margin of harm."""
-    return found is not None and found.low >= -trial.accuracy_margin
+    return interval is not None and interval.low >= -trial.accuracy_margin
 
 
 def _same_weights(sides: Sides, trial: Trial) -> Check:

@@ -22,7 +22,7 @@ def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
     both = sorted(ours.keys() & theirs.keys())
     steps = [step for step in both if ours[step].keys() & theirs[step].keys()] or both
     chosen = dict.fromkeys(steps[place] for place in (0, len(steps) // 2, -1)) if steps else {}
-    found = []
+    comparisons = []
     for step in chosen:
         prompts = dict.fromkeys([*theirs[step], *ours[step]])
         rows = [
@@ -34,15 +34,15 @@ def side_by_side(high: RunRecord, fp8: RunRecord) -> list[dict[str, Any]]:
             }
             for key in prompts
         ]
-        found.append({"step": step, "rows": rows})
-    return found
+        comparisons.append({"step": step, "rows": rows})
+    return comparisons
 
 
 def _by_step(record: RunRecord) -> dict[int, dict[tuple[str, int, int], Mapping[str, Any]]]:
-    found: dict[int, dict[tuple[str, int, int], Mapping[str, Any]]] = {}
+    rows_by_step: dict[int, dict[tuple[str, int, int], Mapping[str, Any]]] = {}
     for row in record.completions:
-        found.setdefault(row["step"], {})[row["file"], row["row"], row["sample"]] = row
-    return found
+        rows_by_step.setdefault(row["step"], {})[row["file"], row["row"], row["sample"]] = row
+    return rows_by_step
 
 
 def _shown(row: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -58,8 +58,8 @@ class Series:
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps and values."""
         steps, values, count = self._open
-        more = ([steps / count], [values / count]) if count else ([], [])
-        return np.array(self._steps + more[0]), np.array(self._values + more[1])
+        pending = ([steps / count], [values / count]) if count else ([], [])
+        return np.array(self._steps + pending[0]), np.array(self._values + pending[1])
 
     @property
     def newest(self) -> float:
@@ -122,16 +122,16 @@ class History:
     @classmethod
     def read(cls, directory: str | Path) -> History:
         """Everything that a run wrote. Raises ReportError for a directory that is not a run's, or without a step."""
-        found = cls.begin(directory)
-        for row in rows_of(found.directory):
-            found.add(row)
-        if not found.steps:
+        history = cls.begin(directory)
+        for row in rows_of(history.directory):
+            history.add(row)
+        if not history.steps:
             raise ReportError(
-                f"{found.directory / 'metrics.jsonl'} holds no training step yet, and a page needs one. Wait for it, "
+                f"{history.directory / 'metrics.jsonl'} holds no training step yet, and a page needs one. Wait for it, "
                 f"or "
                 "look at the run's output"
             )
-        return found
+        return history
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row of metrics.jsonl. A step that was repeated counts twice, which has no visible effect on curves."""
@@ -170,8 +170,8 @@ class History:
                 of[name] = max([of.get(name, 0.0), *getattr(layer, name).values()])
             if layer.cosine is not None:
                 of["cosine"] = min(of.get("cosine", math.inf), layer.cosine)
-        for component, found in worst.items():
-            self._keep(self.health.setdefault(component, {}), step, found)
+        for component, measured in worst.items():
+            self._keep(self.health.setdefault(component, {}), step, measured)
 
     @property
     def evals(self) -> list[tuple[int, Mapping[str, Any]]]:

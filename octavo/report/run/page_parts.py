@@ -108,13 +108,13 @@ def recipe_text(recipe: Any) -> str | None:
     altogether."""
     if not isinstance(recipe, Mapping):
         return recipe
-    found: dict[str, list[str]] = {}
+    by_precision: dict[str, list[str]] = {}
     for gemm in ("fwd", "dgrad", "wgrad"):
         if (word := recipe.get(gemm, "fp8")) != "fp8":
-            found.setdefault("in high precision" if word == "bf16" else word, []).append(gemm)
+            by_precision.setdefault("in high precision" if word == "bf16" else word, []).append(gemm)
     name = f"{recipe['name']} {recipe.get('format') or ''}".strip()
-    told = "; ".join(f"{', '.join(gemms)} {word}" for word, gemms in found.items())
-    return f"{name} ({told})" if told else name
+    text = "; ".join(f"{', '.join(gemms)} {word}" for word, gemms in by_precision.items())
+    return f"{name} ({text})" if text else name
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

@@ -153,8 +153,8 @@ def running_noise(losses: np.ndarray, reference: np.ndarray) -> np.ndarray:
     """``seed_noise`` up to each step; the verdict compares gaps with its last value."""
     steps = len(losses)
     at = np.unique(np.linspace(1, steps, min(steps, 200)).astype(int))
-    found = [seed_noise(losses[:n], reference[:n], steps) for n in at]
-    return np.interp(np.arange(1, steps + 1), at, found)
+    noise = [seed_noise(losses[:n], reference[:n], steps) for n in at]
+    return np.interp(np.arange(1, steps + 1), at, noise)
 
 
 def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
@@ -301,7 +301,7 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     heights = [1.25, 1, 1] if np.isfinite(cosines).any() else [1.25, 1]
     size = (8.4 if few else 7.2) * sum(heights) / 3.25
     figure = Figure(figsize=(9, size), layout="constrained")
-    top, middle, *more = panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
+    top, middle, *experts = panels = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
     _dots(top, health, "sqnr", 1, ("x", "w", "dy"))
     _dots(middle, health, "underflow", 100, ("x", "w", "dy", "x_wgrad", "dy_wgrad"))
     top.set(title=f"{title}: signal to quantization noise", ylabel="dB")
@@ -313,7 +313,7 @@ def health_figure(health: Sequence[LayerHealth], components: Mapping[str, str], 
     middle.set_ylim(-0.002, max(10.0, 2 * most))
     _threshold(middle, 100 * UNDERFLOW_WARN, "warn", "fwd, dgrad operands warn above")
     _threshold(middle, 100 * UNDERFLOW_FAIL, "bad", "fail above")
-    for axes in more:
+    for axes in experts:
         axes.scatter(range(len(layers)), cosines, s=26 if few else 9, marker="D", color=PALETTE["fp8-4"], lw=0)
         axes.set(title="Cosine of the weight gradient to high precision's", ylabel="cosine")
         axes.set_ylim(min(float(np.nanmin(cosines)), COSINE_MIN) - 0.01, 1.004)

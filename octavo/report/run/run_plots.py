@@ -73,10 +73,11 @@ def comparable(history: History) -> bool:
 
 def panels_of(phase: str) -> tuple[Panel, ...]:
     """The panels of a phase: its objective first, then speed."""
-    own = rl_claims.PANELS.get(phase)
-    if own is None:
+    panels = rl_claims.PANELS.get(phase)
+    if panels is None:
         return (_LOSS, _RIGHT, *_RATES)
-    return (*(panel._replace(key=_JUDGED.get(panel.key, panel.key)) for panel in own), _LOSS._replace(unit=""), *_RATES)
+    judged = [panel._replace(key=_JUDGED.get(panel.key, panel.key)) for panel in panels]
+    return (*judged, _LOSS._replace(unit=""), *_RATES)
 
 
 def shown(lines: Sequence[Line], phase: str) -> list[Panel]:
@@ -109,7 +110,7 @@ def panel_figure(lines: Sequence[Line], panel: Panel) -> Figure:
 
 def health_figures(history: History) -> list[tuple[str, Figure]]:
     """A panel for each figure of health, with a line for each component."""
-    found = []
+    figures = []
     for panel in _HEALTH:
         if any(panel.key in series for series in history.health.values()):
             figure, axes = _small()
@@ -118,8 +119,8 @@ def health_figures(history: History) -> list[tuple[str, Figure]]:
                     curve = series[panel.key].curve
                     axes.plot(*curve, color=PALETTE[COLORS[number]], lw=1.4, marker="o", ms=3, label=component)
             _finish(axes, panel)
-            found.append((panel.key, figure))
-    return found
+            figures.append((panel.key, figure))
+    return figures
 
 
 def _small() -> tuple[Figure, Axes]:
