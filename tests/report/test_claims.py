@@ -80,7 +80,7 @@ def test_gaps_of_forks() -> None:
 
 
 def test_other_questions_are_not_compared() -> None:
-    with pytest.raises(ReportError, match="not of the same questions"):
+    with pytest.raises(ReportError, match="to different questions"):
         claims.paired_accuracy(pieces(np.ones(4), np.arange(4)), pieces(np.ones(5), np.arange(5)))
 
 
@@ -148,7 +148,7 @@ def verdict_of(cfg: Any, tmp_path: Path):
 def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
     verdict, told = verdict_of(seeds=3)
     assert told == dict.fromkeys(("accuracy", "loss_same_weights", "loss_forks", "loss_trajectories"), PASS)
-    assert verdict.exit_code == 0 and verdict.line.startswith("PASS: FP8 blockwise beside fp32: held-out accuracy pass")
+    assert verdict.exit_code == 0 and verdict.line.startswith("PASS: FP8 blockwise compared with fp32: held-out accuracy pass")
     forks = next(claim for claim in verdict.claims if claim.name == "loss_forks")
     assert "3 forks" in forks.sentence and len(verdict.lines) == 5
     trajectories = verdict.claims[3].sentence

@@ -123,7 +123,7 @@ def test_phases_have_the_claims_that_they_have(cfg, tmp_path: Path) -> None:
 
 def test_forks_that_cannot_be_have_no_estimate(cfg, tmp_path: Path) -> None:
     found = design.design(override(cfg, ["train.steps=10"]), None, tmp_path, forks=3)
-    assert found.forks == 0 and "have no time to part" in of(found)[FORKS].line
+    assert found.forks == 0 and "have no time to diverge" in of(found)[FORKS].line
     assert not [run for run in found.runs if run.kind == "fork"] and of(found)[FORKS].to_json()["why_not"]
 
 
@@ -141,7 +141,7 @@ def test_what_was_expected_first_stays_and_stands_beside_what_came(cfg, tmp_path
     claim = next(claim for claim in verdict.claims if claim.name == SEEDS)
     assert told["came"] == {"FP8 blockwise": pytest.approx((claim.high - claim.low) / 2)}
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "expected +-0.42 %, came +-0.75 %" in page
+    assert "expected +-0.42 %, measured +-0.75 %" in page
     noted = json.loads((tmp_path / "power.json").read_text())["designs"]
     assert [one["asked"]["seeds"] for one in noted] == [3]
     compare(cfg, None, tmp_path, forks=0, seeds=1)
