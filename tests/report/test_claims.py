@@ -148,7 +148,9 @@ def verdict_of(cfg: Any, tmp_path: Path):
 def test_a_sound_trial_passes_every_claim(verdict_of) -> None:
     verdict, told = verdict_of(seeds=3)
     assert told == dict.fromkeys(("accuracy", "loss_same_weights", "loss_forks", "loss_trajectories"), PASS)
-    assert verdict.exit_code == 0 and verdict.line.startswith("PASS: FP8 blockwise compared with fp32: held-out accuracy pass")
+    assert verdict.exit_code == 0 and verdict.line.startswith(
+        "PASS: FP8 blockwise compared with fp32: held-out accuracy pass"
+    )
     forks = next(claim for claim in verdict.claims if claim.name == "loss_forks")
     assert "3 forks" in forks.sentence and len(verdict.lines) == 5
     trajectories = verdict.claims[3].sentence
