@@ -71,9 +71,9 @@ def agree(losses: dict[int, float], name: str) -> None:
     assert losses == (expected if same else pytest.approx(expected, abs=1e-3))
 
 
-def test_each_form_of_0_4_0_is_a_function_that_goes_at_1_0() -> None:
+def test_each_form_of_0_4_0_is_a_function_until_1_0() -> None:
     forms = [one for one in vars(compat).values() if inspect.isfunction(one) and one.__module__ == compat.__name__]
-    assert forms and all("Of 0.4.0; goes at 1.0" in (form.__doc__ or "") for form in forms)
+    assert forms and all("For 0.4.0, until 1.0." in (form.__doc__ or "") for form in forms)
     assert octavo.__version__.startswith("0."), "delete octavo/checkpoint/compat.py, and what it lists"
 
 

@@ -110,7 +110,7 @@ def print_result(result: Any) -> None:
     if result.skipped:
         pairs["skipped steps"] = str(result.skipped)
     if result.overflowed:
-        pairs["FP16 overflows"] = f"{result.overflowed} steps skipped; each halved the loss scale"
+        pairs["FP16 overflows"] = f"{result.overflowed} steps skipped; each halved the scale"
     print(f"{result.status} after step {result.steps}: {result.dir}")
     width = max(map(len, pairs), default=0)
     for name, value in pairs.items():

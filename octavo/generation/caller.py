@@ -44,7 +44,7 @@ class Caller:
 
     def __init__(self, model: PreTrainedModel, context: Context, invariant: bool = False) -> None:
         if why := models.why_not_paged(model):
-            raise GenerationError(f"{why}, so its keys and values cannot be kept in pages.")
+            raise GenerationError(f"the generation engine cannot run this model: {why}")
         self.model, self.context, self.invariant = model, context, invariant
         self.family = models.describe(model)
         self.shape = models.cache_shape(model.config)

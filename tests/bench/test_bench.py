@@ -163,7 +163,7 @@ def test_a_case_that_the_budget_does_not_last_for_is_not_begun(monkeypatch: pyte
     for case, names in (("first", "ab"), ("second", "cd"), ("third", "efg")):
         there.case("gemm", case, "a", dict.fromkeys(names, build), Work())
     assert [case for case, names in begun] == ["first"] * 3 + ["second"] * 3 and begun[2] == ("first", ["a", "b"])
-    assert there.result.cut == ["gemm third: the time budget of 45 s does not last for it"] and found == [0, 0, 1]
+    assert there.result.cut == ["gemm third: the time budget of 45 s is too short for it"] and found == [0, 0, 1]
     there = session(budget=45.0)
     there.case("gemm", "one", "a", dict.fromkeys("abcde", functools.partial(build, 20.0)), Work())
     assert [line.rpartition(" ")[2] for line in there.result.cut] == ["c", "d", "e"]
@@ -283,8 +283,8 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: pytest.Capture
         (["gemm", "--tokens", "x"], "expected a whole number of at least 1, found 'x'"),
         (["gemm", "--budget", "nan"], "nan is not a number of seconds"),
         (["gemm", "--budget", "-1"], "-1 is not a number of seconds"),
-        (["gemm", "--device", "tpu"], "--device tpu is not here"),
-        (["gemm", "--device", "cpu:x"], "--device cpu:x is not here"),
+        (["gemm", "--device", "tpu"], "--device tpu is not available"),
+        (["gemm", "--device", "cpu:x"], "--device cpu:x is not available"),
         (["step", "--shape", "qwen3_vl_9b"], "there is no published shape 'qwen3_vl_9b' (did you mean"),
     ],
 )
@@ -298,7 +298,7 @@ def test_wrong_usage_is_reported_before_anything_is_timed(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "gemm", "--device", "cuda"]) == 1
-    assert "--device cuda is not here; use cpu" in capsys.readouterr().err
+    assert "--device cuda is not available; use cpu" in capsys.readouterr().err
 
 
 def test_the_command_knows_the_suites() -> None:

@@ -113,5 +113,5 @@ def test_what_cannot_be_reported_is_explained(tmp_path: Path, monkeypatch, capsy
     (tmp_path / "half.json").write_text('{"command": "make')
     assert bench.report([str(tmp_path)]) == 1 and "these are not figures of make gpu" in capsys.readouterr().out
     monkeypatch.setattr(suites, "__file__", str(tmp_path / "octavo" / "bench" / "suites.py"))
-    with pytest.raises(bench.BenchError, match="in a checkout of Octavo"):
+    with pytest.raises(bench.BenchError, match="the report needs a checkout of Octavo"):
         bench.report([str(tmp_path)])

@@ -213,7 +213,7 @@ def test_an_adapter_is_sent_to_merge(place, tmp_path):
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(place / "model")}))
     (adapter / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(TrainError, match=r"is an adapter over .*octavo merge .* --format fp8-block"):
+    with pytest.raises(TrainError, match=r"is an adapter on .*octavo merge .* --format fp8-block"):
         export_model(adapter, tmp_path / "out", "fp8-block")
 
 

@@ -90,7 +90,7 @@ def test_half_of_the_scales(copy: Good) -> None:
     add_scales(folder, ("k_scale",))
     scheme(folder)
     [finding] = verify(folder).findings
-    assert finding.kind == "cache-scales" and "self_attn.v_scale' beside it" in finding.text
+    assert finding.kind == "cache-scales" and "is there without 'model.layers.0.self_attn.v_scale'" in finding.text
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["plan", "run.yaml", "--save", ""], 2, "--save '' is empty; name a file, e.g. --save plan.json"),
         (["plan", "run.yaml", "--save", "digits"], 2, "--save 'digits' is a folder"),
         (["plan", "run.yaml", "--save", "run.yaml/plan.json"], 2, "run.yaml is a file; name a file"),
-        (["plan", "run.yaml", "--save", "a\0b"], 2, "is no path"),
+        (["plan", "run.yaml", "--save", "a\0b"], 2, "is not a path"),
         (["plan", "run.yaml", "--save", "a" * 252], 2, "has too long a name"),
         (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published shape comes without data"),
         (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each part once with a whole number"),
@@ -331,7 +331,7 @@ def test_compare_hands_on_and_exits_with_the_verdict(here, status, monkeypatch, 
     assert cfg.train.steps == 2
     told = capsys.readouterr().out.splitlines()
     assert told[:3] == [f"{status}: so it is", "  because", f"report: {Path('trial/report/report.html')}"]
-    command = {0: "octavo train run.yaml", 1: "another recipe, octavo compare run.yaml --out trial --recipes"}
+    command = {0: "octavo train run.yaml", 1: "then try another recipe: octavo compare run.yaml --out trial --recipes"}
     assert len(told) == 4 and command.get(VERDICTS[status], "octavo compare run.yaml --out trial --fresh") in told[3]
     assert more["forks"] == 0 and more["savings"] is False  # three runs; more on request
     assert main(["compare", "run.yaml", "--json"]) == VERDICTS[status]
@@ -355,7 +355,7 @@ def test_compare_says_what_it_can_decide_and_trains_nothing(here, capsys):
     assert {one["claim"] for one in found["power"]} >= {"accuracy", "effect_loss"}
     assert main(["compare", "run.yaml", "--out", "never", "--forks", "1", "--power", "--json"]) == 0
     forks = json.loads(capsys.readouterr().out)["power"][-1]
-    assert forks["claim"] == "loss_forks" and "no time to part" in forks["why_not"]
+    assert forks["claim"] == "loss_forks" and "have no time to diverge" in forks["why_not"]
     assert not (here / "never").exists()
 
 

@@ -82,7 +82,7 @@ def test_every_command_has_help(name, capsys):
             ["compare", "run.yaml", "--factorial", "foundtion,image_encoder"],
             "did you mean foundation? there are image_e",
         ),
-        (["compare", "run.yaml", "--factorial", "foundation"], "--factorial: 1 component(s) named, and a design is of"),
+        (["compare", "run.yaml", "--factorial", "foundation"], "--factorial: 1 component(s) named, and a design needs"),
         (["train", "run.yaml", "run.trackers=[wandp]"], "run.trackers"),
         (["compare", "run.yaml", "fp8.format=hybrid", "--recipes", "rowwise,mxfp8"], "mxfp8 has no hybrid format"),
         (["digits", "d", "--train", "0"], "argument --train: expected a whole number of at least 1, found '0'"),
@@ -131,7 +131,9 @@ def test_what_the_machine_refuses_is_a_sentence_too(monkeypatch, capsys):
 
     command(monkeypatch, fail(PermissionError(13, "Permission denied", "/runs")))
     assert main(["schema"]) == 1
-    assert capsys.readouterr().err == "octavo schema: Permission denied: /runs; choose a folder that you may use\n"
+    assert (
+        capsys.readouterr().err == "octavo schema: Permission denied: /runs; choose a folder that you have access to\n"
+    )
     command(monkeypatch, fail(OSError(errno.ESTALE, "Stale file handle", "/runs/metrics.jsonl")))
     assert main(["schema"]) == 1
     assert "Stale file handle: /runs/metrics.jsonl; the file system was lost" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def test_what_contradicts_itself_is_refused(capsys) -> None:
         (["--ranks", "8", "--parallel", "context=2,context=4"], "expected each axis once, found context twice"),
         (["--cluster", "h100"], "(did you mean h100x8x8?): give a kind of GPU"),
         (["--ranks", "8", "--parallel", "expert=8"], "LlamaForCausalLM has no experts that are stacked"),
-        (["--ranks", "8", "--parallel", "context=3,shard=1,replicate=1"], "and there are 8 ranks"),
+        (["--ranks", "8", "--parallel", "context=3,shard=1,replicate=1"], "but there are 8 ranks"),
         (["--ranks", "6", "--parallel", "context=6,ulysses=6"], "ulysses is 6, which does not divide the model's 32"),
         (["--ranks", "2", "--parallel", "context=2", "train.exchange=fp8", "fp8.recipe=off"], "no layer casts what"),
         (
@@ -76,7 +76,7 @@ def test_experts_that_a_run_could_not_deal_are_no_plan(tmp_path, capsys) -> None
     (tmp_path / "a.json").write_text("[]")
     file.write_text(f"model: {{path: {model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 1}}\n")
     for more, said in (
-        (["--ranks", "3", "--parallel", "expert=3"], "8 experts are no multiple of the 3 ranks"),
+        (["--ranks", "3", "--parallel", "expert=3"], "8 experts are not a multiple of the 3 ranks"),
         (["--ranks", "2", "--parallel", "expert=2", "fp8.recipe=delayed"], "keeps a history of each expert"),
     ):
         assert main(["plan", str(file), *more]) == 1 and said in capsys.readouterr().err

@@ -102,7 +102,7 @@ def test_images_of_a_question_stand_where_it_says(here, capsys):
     assert _parts("A<video>", both) == [image, {"type": "text", "text": "A"}, video]
     file = ["--image", str(next((here / "digits").rglob("*.png")))]
     assert main(["generate", "model", "--prompt", "<image> <image>?", *file]) == 2
-    assert "has 2 places for images (<image>), and 1 images are given" in capsys.readouterr().err
+    assert "has 2 places for images (<image>), and there are 1 images" in capsys.readouterr().err
 
 
 def test_generate_and_eval_say_which_settings_of_the_folder_they_do_not_follow(here, capsys, monkeypatch):
@@ -140,7 +140,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
     assert found["weights"]["count"] > 0
     assert main(["eval", "lora", "--base", "both"]) == 0
     out = capsys.readouterr().out
-    assert "Over the FP8 base the loss is" in out and "dB in the geometric mean" in out
+    assert "On the FP8 base the loss is" in out and "dB in the geometric mean" in out
 
 
 @pytest.mark.parametrize(
@@ -184,9 +184,9 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         ),
         (["convert", "dcp_to_hf", "model", "x", "--is-lora-base"], 2, "--is-lora-base belongs to hf_to_dcp"),
         (["convert", "hf_to_dcp", "model", "x", "--like", "model"], 2, "--like belongs to dcp_to_hf; leave it out"),
-        (["convert", "hf_to_mm", "model", "x"], 2, "hf_to_mm: there are hf_to_dcp, dcp_to_hf, lora_hf_to_dcp"),
+        (["convert", "hf_to_mm", "model", "x"], 2, "hf_to_mm: expected one of hf_to_dcp, dcp_to_hf, lora_hf_to_dcp"),
         (["convert", "hf_to_dcp", "model"], 2, "takes two folders: octavo convert hf_to_dcp SRC DST, or --hf_dir SRC"),
-        (["convert", "Qwen3VLConverter"], 2, "Qwen3VLConverter: there are hf_to_dcp"),
+        (["convert", "Qwen3VLConverter"], 2, "Qwen3VLConverter: expected one of hf_to_dcp"),
         (
             ["convert", "Mistral3Converter", "hf_to_dcp", "model", "x"],
             2,

@@ -45,7 +45,7 @@ def test_every_backend_is_listed_and_those_that_auto_never_takes_are_not_run(mon
     torch_check = checks["torch on cpu"]
     assert torch_check.status == ABSENT and torch_check.fix == "none needed"
     assert torch_check.found.startswith(
-        "not tried: on the CPU it is slower than the reference; ask for it by name (torch"
+        "not run: on the CPU it is slower than the reference; ask for it by name (torch"
     )
     assert checks["triton on cpu"].status == ABSENT and "interpreter" in checks["triton on cpu"].found
     assert checks["triton on cpu"].found.endswith(f"({registry.get('triton').version()})")
@@ -129,7 +129,7 @@ def test_a_backend_that_can_do_nothing_is_one_line(monkeypatch):
     monkeypatch.setattr(registry, "_backends", {**registry._backends, "fake": Fake(supports=why_not)})
     check = one([check for check in fp8_backends.backends(("cpu",)) if check.name.startswith("fake")])
     assert (check.name, check.status) == ("fake on cpu", ABSENT)
-    assert check.found.startswith("not tried: no fwd; no dgrad; no wgrad (torch")
+    assert check.found.startswith("not run: no fwd; no dgrad; no wgrad (torch")
 
 
 def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_imports_that_work_fail_and_lack(tmp_path, monkeypatch):
     assert (packages.try_import(lacking).status, packages.try_import(lacking).found) == (ABSENT, "not installed")
     monkeypatch.setattr(packages, "SECONDS", 0.2)
     slow = packages.Package("pytest", "import time; time.sleep(9)", "m", "c")
-    assert "did not end in 0.2 s" in packages.try_import(slow).found
+    assert "the import did not finish within 0.2 s" in packages.try_import(slow).found
 
 
 def test_packages_are_imported_together_and_alone_only_where_that_fails(monkeypatch):
@@ -171,7 +171,7 @@ def test_packages_are_imported_together_and_alone_only_where_that_fails(monkeypa
 def test_a_package_that_hangs_does_not_hold_up_the_others_for_ever(monkeypatch):
     monkeypatch.setattr(packages, "SECONDS", 0.5)
     slow = packages.Package("pytest", "import time; time.sleep(60)", "m", "c")
-    assert "did not end in 0.5 s" in one(imports((slow,))).found
+    assert "the import did not finish within 0.5 s" in one(imports((slow,))).found
 
 
 def test_the_cause_is_the_exception_and_not_its_neighbours():
@@ -226,7 +226,7 @@ def test_what_machines_of_other_kinds_would_run():
     card = {"name": "Instinct MI300X", "architecture": "gfx942", "memory_bytes": 192 * GIB}
     amd = told(gpus=[card], accelerator=of("cuda", devices=[card]), torch={"rocm_build": "6.4"})  # torch says cuda
     assert amd["rocm:0"].found == "AMD GPU (rocm): Instinct MI300X gfx942, 192 GiB"
-    assert "reference backend would run" in amd["rocm:0"].means and "e4m3fnuz" in amd["torch on rocm"].found
+    assert "reference backend would be used" in amd["rocm:0"].means and "e4m3fnuz" in amd["torch on rocm"].found
     intel = told(accelerator=of("xpu", devices=[{"name": "Max 1550"}, {"name": "Max 1550"}]))
     assert {"xpu:0", "xpu:1"} <= set(intel) and "in BF16" in intel["xpu:1"].means
     left = {"type": "cpu", "found": "mps", "left_out": "mps holds no float8_e4m3fn"}

@@ -446,5 +446,5 @@ def test_positions_that_depend_on_the_longest_sequence_are_refused(made):
     half = config.hidden_size // config.num_attention_heads // 2
     factors = {"short_factor": [1.0] * half, "long_factor": [8.0] * half, "original_max_position_embeddings": 64}
     config.rope_parameters = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 64.0, **factors}
-    with pytest.raises(GenerationError, match="by longrope.* longer than 64 tokens .* depend on the batch"):
+    with pytest.raises(GenerationError, match="uses longrope.* longer than 64 tokens .* depend on the batch"):
         Engine(AutoModelForCausalLM.from_config(config), made("qwen3")[1].tokenizer, slots=2)

@@ -123,7 +123,7 @@ def test_patches_lie_as_in_the_stock_class(stock, kind, frames):
     unit = own.patch * own.merge
     clip = np.random.RandomState(0).randint(0, 256, (frames, 2 * unit, 3 * unit, 3), np.uint8)
     made = own([clip], [metadata(frames, 2.0, range(frames))])
-    scaled = torch.from_numpy(own._normalized(clip))[None]
+    scaled = torch.from_numpy(own._normalize(clip))[None]
     expected, *grid = theirs.patchify(None, scaled, own.patch, own.merge, own.depth)
     assert torch.equal(made["pixel_values_videos"], expected[0])
     assert made["video_grid_thw"].tolist() == [grid] == [own.grid(frames, *clip.shape[1:3])]

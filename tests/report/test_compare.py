@@ -74,8 +74,8 @@ def test_high_precision_takes_no_fp8_from_components_and_rules(tmp_path: Path) -
     ("overrides", "recipes", "message"),
     [
         (["fp8.recipe=off"], None, "has fp8.recipe: off.*name recipes to try: tensorwise, rowwise, blockwise"),
-        ([], ["blockwize"], "'blockwize' asked for.*Give one or more of: tensorwise"),
-        ([], ["off"], "'off' asked for"),
+        ([], ["blockwize"], "no FP8 recipe is called 'blockwize'.*Name one or more of: tensorwise"),
+        ([], ["off"], "no FP8 recipe is called 'off'"),
         ([], [], "no recipe is named"),
     ],
 )
@@ -191,7 +191,7 @@ def test_forks_that_cannot_be_are_told_and_not_trained(cfg, tmp_path: Path, trai
     short = compare(override(cfg, ["train.steps=10"]), None, tmp_path / "short")
     assert not any(name.startswith("fork") for name in trained)
     claim = next(claim for claim in short.claims if claim.name == "loss_forks")
-    assert claim.status == "undecided" and "forks of 4 steps have no time to part" in claim.sentence
+    assert claim.status == "undecided" and "forks of 4 steps have no time to diverge" in claim.sentence
     compare(cfg, None, tmp_path / "old", forks=0)
     later = tmp_path / "old" / "arms" / "high-precision" / "milestones" / "step_66"
     assert later.is_dir(), "forks can be asked for later"

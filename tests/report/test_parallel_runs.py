@@ -98,7 +98,7 @@ def test_each_run_over_several_processes(cfg, tmp_path: Path, monkeypatch) -> No
     assert parallel_runs.train_together(runs, 1, nproc=2) == {}
     files = [f"{run.cfg.run.dir}.yaml" for run in parallel_runs._in_order(runs)]
     assert asked == [["train", file, "--nproc", "2"] for file in files] and len(files) == 3
-    with pytest.raises(ReportError, match="jobs=2 and nproc=2: .* give one"):
+    with pytest.raises(ReportError, match="jobs=2 and nproc=2: .* use one of them"):
         compare(cfg, ["blockwise"], tmp_path, jobs=2, nproc=2)
 
 

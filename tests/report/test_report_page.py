@@ -53,7 +53,7 @@ def test_verdict_is_in_the_first_line(page) -> None:
     assert page["verdict"].status == "pass" and page["verdict"].reasons == ()
     body = page["html"].split("<body>", 1)[1].strip()
     assert body.startswith(
-        '<h1><span class="pill pass">pass</span> FP8 blockwise (pass) beside fp32: held-out accuracy pass'
+        '<h1><span class="pill pass">pass</span> FP8 blockwise (pass) compared with fp32: held-out accuracy pass'
     )
     assert "94.0 % of linear FLOPs counted in FP8" in body.split("</h1>")[0]
     assert 'class="pill untried">untried' in body and "--forks 3 tests it" in body
@@ -172,7 +172,7 @@ def test_one_fault_decides_the_verdict(trial, change: dict, status: str, reason:
     verdict = judge(records_of(trial(**change)))
     assert verdict.status == status
     assert all(reason in r for r in verdict.reasons), verdict.reasons
-    assert verdict.line.startswith(f"{status.upper()}: FP8 blockwise beside fp32: held-out accuracy pass")
+    assert verdict.line.startswith(f"{status.upper()}: FP8 blockwise compared with fp32: held-out accuracy pass")
     assert verdict.data["arms"][2]["status"] == status
 
 

@@ -167,7 +167,7 @@ def test_a_seed_that_failed_fails_the_claim(planted, tmp_path: Path) -> None:
     records = planted()
     unproven = [(run, replace(record, proof={}) if run.kind == "seed" else record) for run, record in records]
     verdict = judge(unproven, Trial(answers(records), seeds=3, accuracy_margin=0.02))
-    assert verdict.status == "fail" and "left no proof.json" in verdict.claims[0].sentence
+    assert verdict.status == "fail" and "wrote no proof.json" in verdict.claims[0].sentence
     none = read_failed(tmp_path / "none", "the weights were not finite")
     broken = [(run, none if run.name.endswith("blockwise-seed-1") else record) for run, record in records]
     held = answers(records)

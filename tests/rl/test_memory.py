@@ -126,7 +126,7 @@ def test_a_rollout_takes_as_many_sequences_as_there_is_room_for(reinforcing: Mak
         monkeypatch.setattr(rollout, "free_bytes", lambda device, free=free: free)
         monkeypatch.setattr(rollout, "slots_for", room)
         if name == "one":
-            with pytest.raises(TrainError, match=r"has 0.0 MB free, and one completion .*rl.kv: fp8"):
+            with pytest.raises(TrainError, match=r"0.0 MB are free for the rollout, and one completion .*rl.kv: fp8"):
                 rl.run(cfg)
             continue
         rl.run(cfg)

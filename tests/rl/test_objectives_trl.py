@@ -217,7 +217,7 @@ def test_the_kl_of_truncated_completions_is_in_no_reward() -> None:
     stepper = SimpleNamespace(settings=settings, world=Alone())
     stepper.mask = partial(RlStepper.mask, stepper)
     rollout = Rollout([], [], [], given.double().flatten().numpy())
-    found = RlStepper._kl_of_rewards(stepper, rollout, [{"labels": labels, "experience": rows}])
+    found = RlStepper._subtract_kl(stepper, rollout, [{"labels": labels, "experience": rows}])
     close(advantages.leave_one_out(torch.from_numpy(rollout.rewards).view(3, 4)).flatten(), output["advantages"])
     close(torch.tensor(found), logged["kl"])
 

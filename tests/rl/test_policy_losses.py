@@ -248,7 +248,7 @@ def test_extreme_differences_stay_finite() -> None:
         ({}, {"beta": 0.1, "estimator": "k1", "kl_weighted": False}, "k1 in the loss has a gradient of mean 0"),
         ({}, {"beta": 0.1, "estimator": "k4"}, "'k4' does not exist; there are k1, k2, k3"),
         ({"old_logps": torch.zeros(4, 6)}, {}, r"old_logps is \[4, 6\]; log-probabilities are \[4, 5\]"),
-        ({"advantages": torch.zeros(5)}, {}, r"advantages is \[5, 1\] beside"),
+        ({"advantages": torch.zeros(5)}, {}, r"advantages is \[5, 1\]; log-probabilities are"),
         ({"logps": torch.zeros(4, 5).bfloat16()}, {}, "logps is torch.bfloat16.*float32"),
         ({"mask": torch.ones(4)}, {}, r"as the mask: \[4, 5\], \[4\]"),
     ],

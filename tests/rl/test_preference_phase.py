@@ -148,12 +148,12 @@ def test_options_are_those_of_the_losses():
     [
         (["preference={loss: ipo, label_smoothing: 0.1}"], "preference.label_smoothing", "has no effect on ipo"),
         (["preference={loss: orpo, reference: copy}"], "preference.reference", "orpo has none"),
-        (["preference={reference: base}"], "preference.reference", "there are none"),
+        (["preference={reference: base}"], "preference.reference", "there are no adapters"),
         (["train.z_loss=0.1"], "train.z_loss", "is not for phase preference"),
         (["train.phase=sft", "preference={beta: 0.2}"], "preference", "has no effect in phase sft"),
         (["rl={rewards: [exact_match]}"], "rl", "has no effect in phase preference"),
         (["train.phase=rl"], "rl", "there are no rewards"),
-        (["data.train=[{path: a, format: prompt}]"], "data.train.0.format", "rows that are asked are for phase rl"),
+        (["data.train=[{path: a, format: prompt}]"], "data.train.0.format", "rows of prompts are for phase rl"),
     ],
 )
 def test_what_makes_no_sense_is_refused(preferring: Make, over: list[str], key: str, found: str):

@@ -218,13 +218,13 @@ def test_what_is_run_is_what_was_read(make, folder):
         ("none.py:f", r"reward 'none\.py:f': there is no file .*none\.py; paths are relative"),
         ("pipe.py:f", "pipe.py is a named pipe, not a file"),
         ("rewards.py:a.b", "'a.b' is not the name of a function; write FILE.py:FUNCTION"),
-        ({"reward": "rewards.py:score", "arguments": {"completions": 1}}, "argument 'completions', which is given"),
+        ({"reward": "rewards.py:score", "arguments": {"completions": 1}}, "'completions', which Octavo passes"),
         ({"reward": "rewards.py:score", "arguments": {"x": {1, 2}}}, "has arguments that JSON cannot hold"),
         ({"reward": "rewards.py:score", "arguments": [1]}, r"has the arguments \[1\]; expected a mapping of names"),
         ({"reward": "rewards.py:score", "x": 1}, "'x', which it does not take; it takes name, weight, arguments"),
         ("exactmatch", "there is no reward 'exactmatch': not one of exact_match, number, .* is not a model folder"),
         ({"reward": "regex"}, r"reward regex has the pattern None; give it a text: \{reward: regex, pattern: ...\}"),
-        ({"reward": "format", "pattern": "("}, r"the pattern '\(' is none \(missing \)"),
+        ({"reward": "format", "pattern": "("}, r"the pattern '\(' is not a regular expression \(missing \)"),
         ({"reward": "number", "tolerance": -1}, "has the tolerance -1; expected a number from 0"),
         ({"reward": "number", "pattern": "a"}, "the argument 'pattern', which it does not take; it takes name, we"),
         ({"reward": "exact_match", "weight": float("nan")}, "has the weight nan; expected a finite number"),
@@ -420,5 +420,5 @@ def test_the_digest_tells_rewards_apart(make, folder):
 def test_what_is_installed_below_the_folder_is_not_of_it():
     """Of a virtual environment beside the file, say."""
     packages = Path(sysconfig.get_paths()["purelib"])
-    assert "__init__.py" in worker._beside(str(packages / "numpy"))
-    assert not [name for name in worker._beside(str(packages.parent)) if "site-packages" in name]
+    assert "__init__.py" in worker._imported_files(str(packages / "numpy"))
+    assert not [name for name in worker._imported_files(str(packages.parent)) if "site-packages" in name]

@@ -116,7 +116,7 @@ def test_a_gap_names_the_layer_that_differs_first(reinforcing: Make, over: tuple
     """Keys and values of the rollout in FP8: attention of the first layer differs, in what it hands to its o_proj."""
     cfg = reinforcing("rl.kv=fp8", "rl.max_gap=1e-5", *over)
     found = r"first layer that differs is model\.layers\.0\.self_attn \(in the input of its o_proj\), by 0\.0"
-    with pytest.raises(TrainError, match=r"step 1: .* rl.max_gap is 1e-05: the layer that " + found):
+    with pytest.raises(TrainError, match=r"step 1: .* rl.max_gap is 1e-05: the " + found):
         rl.run(cfg)
     assert not rows_of(cfg)
 
@@ -140,7 +140,7 @@ def test_a_layer_that_computes_otherwise_in_rollouts_is_named(
 
 
 def test_a_gap_in_a_later_mini_batch_stops_before_the_first_update(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
-    wrote, applied = rl_step.written, []
+    wrote, applied = rl_step.generate_completions, []
 
     def planted(*given, **more):
         completions, held = wrote(*given, **more)
@@ -149,7 +149,7 @@ def test_a_gap_in_a_later_mini_batch_stops_before_the_first_update(reinforcing: 
                 completion.logps[0] += 1
         return completions, held
 
-    monkeypatch.setattr(rl_step, "written", planted)
+    monkeypatch.setattr(rl_step, "generate_completions", planted)
     monkeypatch.setattr(AfterBackward, "step", lambda update: applied.append(update))
     with pytest.raises(TrainError, match=r"step 1: .* differ by up to 1 nats"):
         rl.run(reinforcing("rl.max_gap=0.1", "rl.mini_batches=2"))
@@ -183,6 +183,6 @@ def test_modules_are_compared_call_by_call():
         same = first_difference(model, lambda: model(x), lambda: generate(0.0), rounding(torch.float32))
         assert same is None or not same.beyond
         found = first_difference(model, lambda: model(x), lambda: generate(1.0), rounding(torch.float32))
-        assert found.beyond and found.where == "the model (in what it hands to its shared)" and found.by > 0.1
+        assert found.beyond and found.where == "the model (in the input of its shared)" and found.by > 0.1
         nan = first_difference(model, lambda: model(x), lambda: generate(float("nan")), rounding(torch.float32))
         assert nan.by == float("inf")

@@ -262,8 +262,8 @@ def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
         ("data.system=Be brief.", "numbers already"),
         ("data.max_pixels=1000", "seal data"),
         ("data.video={fps: 2}", "seal data"),
-        ("data.train.0.format=messages", "one form"),
-        ("train.phase=rl", "phase rl rewards words"),
+        ("data.train.0.format=messages", "has no effect on a sealed data set"),
+        ("train.phase=rl", "phase rl rewards text"),
     ],
 )
 def test_what_means_nothing_to_sealed_rows(place, tmp_path, setting, words):
@@ -297,12 +297,13 @@ def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatc
         (["seal", "model", "a", *key], "SRC and DST"),
         (["seal", "model", "a", "b", "train.steps=1", *key], "train.steps=1 is a setting of seal data"),
         (["unseal", "adapter", "a", "b", *key], "--model FOLDER"),
-        (["unseal", "model", str(tmp_path / "gone"), "b", *key], "gone is no folder"),
+        (["unseal", "model", str(tmp_path / "gone"), "b", *key], "gone is not a folder"),
     ):
         assert main(line) in (1, 2) and words in capsys.readouterr().err
     made = ["seal", "data", str(place / "text.jsonl"), str(tmp_path / "rows"), "--model", str(place / "text"), *key]
     assert (
-        main([*made, "train.phase=rl", "rl.rewards=[exact_match]"]) == 1 and "and no others" in capsys.readouterr().err
+        main([*made, "train.phase=rl", "rl.rewards=[exact_match]"]) == 1
+        and "only rows of sft, pretrain and preference can be sealed" in capsys.readouterr().err
     )
     labelled = [*made, "train.phase=preference", "preference.loss=kto"]
     assert main(labelled) == 1 and "labelled answers cannot" in capsys.readouterr().err

@@ -244,7 +244,7 @@ def test_the_steps_of_rules_are_counted_from_both_ends(make):
     assert steps("last: 0.1", 10) == (10, 10) and steps("last: 0.3", 10) == (8, 10)
     for span in ("first: 7", "last: 0.1"):
         cfg = make(f"fp8.rules=[{{match: '**', recipe: off, {span}}}]", "train.steps=null", "train.epochs=1")
-        with pytest.raises(train.TrainError, match=r"some of the steps.*Give train.steps"):
+        with pytest.raises(train.TrainError, match=r"a part of the steps.*Set train.steps"):
             planning.policy_from(cfg)
 
 

@@ -115,7 +115,7 @@ def test_components_are_chosen_apart_and_kept(make, place, monkeypatch: pytest.M
     each = "model.attention={image_encoder: math, foundation: auto}"
     first = train.run(make(*over, each, dir="each"))
     notes = run_dir.read_json(first.dir / "plan.json")["notes"]
-    assert any(note.startswith("attention of image_encoder by math, asked for") for note in notes)
+    assert any(note.startswith("attention of image_encoder by math, as requested") for note in notes)
     assert any(note.startswith("attention of foundation by flash, the first that works") for note in notes)
     saved = first.dir / "checkpoints" / "step_1"
     assert read_state(saved)["counters"]["attention"] == {"foundation": "flash", "image_encoder": "math"}

@@ -142,7 +142,10 @@ def test_routers_are_balanced_over_the_row_and_not_over_its_parts(make, tmp_path
 
 def test_rows_are_shared_where_they_are_packed(make):
     for over, why in (
-        (("parallel.context=2",), r"parallel\.context: 2 ranks share the tokens of packed rows, and rows are padded"),
+        (
+            ("parallel.context=2",),
+            r"parallel\.context: 2 ranks would share the tokens of packed rows, and rows are not packed",
+        ),
         (("parallel.context=2", "train.phase=preference"), "ranks cannot share the rows of phase preference"),
     ):
         with pytest.raises(ConfigError, match=why):

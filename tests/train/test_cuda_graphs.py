@@ -170,7 +170,7 @@ def test_what_is_no_batch_for_a_graph_runs_eagerly_and_is_said_once() -> None:
         assert found.run(*batch(rows=2, shorter=1)) is None
         assert found.run(given, keep, odd, weight) is None
     assert [line.split(": ", 2)[2][:25] for line in said] == [
-        "a batch has images or vid", "rows of a batch differ in", "rows of a batch are judge"
+        "a batch has images or vid", "rows of a batch differ in", "rows of a batch have loss"
     ]  # fmt: skip
 
 

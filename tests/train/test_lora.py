@@ -65,7 +65,7 @@ def test_adapters_train_and_nothing_else_is_kept(make):
     config = json.loads((result.dir / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (4, cfg.model.path)
     plan = json.loads((result.dir / "plan.json").read_text())
-    assert any(note.startswith("lora: adapters of rank 4 beside 14 layers") for note in plan["notes"])
+    assert any(note.startswith("lora: adapters of rank 4 on 14 layers") for note in plan["notes"])
     assert any("frozen FP8 codes (14 blockwise): 98,360 bytes" in note for note in plan["notes"])
 
 

@@ -131,5 +131,5 @@ def test_a_refused_directory_gets_no_lock_file(make, tmp_path: Path):
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a place where no folder can be made")
 def test_a_directory_that_cannot_be_made_is_named(make):
-    with pytest.raises(train.TrainError, match="run directory .* cannot be made .* Name another run.dir"):
+    with pytest.raises(train.TrainError, match="run directory .* cannot be created .* Name another run.dir"):
         train.run(make("data.eval=[]", "train.steps=2", "train.warmup=0", "run.dir=/proc/self/none/run"))

@@ -114,7 +114,7 @@ def test_what_cannot_be_is_reported_before_anything_is_loaded(make, over, messag
 def test_blocks_that_a_model_lacks_are_not_run_again(make, place: Path):
     """One word is for what the model has; a component that it lacks, named, is a mistake."""
     text = f"model.path={place / 'text'}", f"data.train=[{{path: {place / 'digits/train_text.json'}}}]", SHORT
-    with pytest.raises(train.TrainError, match="image_encoder: full, and this qwen3 has no image_encoder. Remove it"):
+    with pytest.raises(train.TrainError, match="image_encoder: full, but this qwen3 has no image_encoder. Remove it"):
         train.run(make(*text, "train.recompute={image_encoder: full}"))
     short = "train.steps=1", "train.warmup=0", "train.seq_length=512"
     train.run(make(*text, *short, "train.recompute=full", dir="word"))

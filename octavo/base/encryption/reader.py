@@ -6,14 +6,11 @@ import contextlib
 import io
 import os
 import stat
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from octavo.base.encryption import file_format
 from octavo.base.encryption.errors import Damaged
 from octavo.base.encryption.key import Key, find
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 _COUNTED = 10_000
 _of_version_1: dict[str, str] = {}  # files of version 1 that this process opened: absolute path -> path as first given
@@ -106,7 +103,8 @@ class Reader(io.RawIOBase):
         self._at = at
         return at
 
-    def readinto(self, buffer: Buffer) -> int:
+    # collections.abc.Buffer, the type of the base class, needs Python 3.12.
+    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
         view = memoryview(buffer).cast("B")
         done = 0
         while done < len(view) and self._at < self.size:

@@ -6,14 +6,11 @@ import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from octavo.base.encryption import file_format
 from octavo.base.encryption.errors import VaultError
 from octavo.base.encryption.key import Key, find
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 
 class Writer(io.RawIOBase):
@@ -47,7 +44,8 @@ class Writer(io.RawIOBase):
         """The handle of the stored file, which DCP syncs to the disk."""
         return self.out.fileno()
 
-    def write(self, data: Buffer) -> int:
+    # collections.abc.Buffer, the type of the base class, needs Python 3.12.
+    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
         if self._done:
             raise ValueError("the last chunk of this file is written")
         view = memoryview(data).cast("B")

@@ -38,7 +38,7 @@ def check_vocabulary(processor: Any, rows: int, folder: Path) -> None:
         text = safe_read.printable(str(tokenizer.convert_ids_to_tokens(beyond)))
         raise ForeignTokenizerError(
             f"{folder}: the token {beyond} ({text}) is beyond the model's embedding of {rows} rows, and "
-            f"{used[beyond]}. Take the tokenizer that belongs to the model."
+            f"{used[beyond]}. Use the tokenizer that belongs to the model."
         )
 
 

@@ -44,7 +44,7 @@ def runs_of(
     wrong = [r for r in recipes if r == "off" or (r not in (*RECIPES, "auto") and r != own_name)]
     if wrong or not recipes:
         known = ", ".join(r for r in RECIPES if r != "off")
-        problem = f"unknown FP8 recipe {', '.join(map(repr, wrong))}" if wrong else "no recipe is named"
+        problem = f"no FP8 recipe is called {', '.join(map(repr, wrong))}" if wrong else "no recipe is named"
         raise ReportError(f"{problem}; compare compares FP8 recipes with high precision. Name one or more of: {known}")
     plain = high_precision(cfg)
     seed, begins = cfg.run.seed, forks_begin(cfg.train.total_steps)

@@ -115,7 +115,7 @@ def test_a_full_run_takes_another_recipe_and_no_other_base(runs):
     assert found.open(recipe="off").notes == ("step 2", "high precision")
     with pytest.raises(TrainError, match="load_in_fp8 quantizes a frozen base, but .*full trained all weights"):
         found.open(load_in_fp8="row")
-    with pytest.raises(TrainError, match="a base was given .* trained all weights: only adapters have one"):
+    with pytest.raises(TrainError, match="a base was given .* trained all weights: only adapters have a base"):
         artifacts.look(runs / "full", runs / "fp8")
     with pytest.raises(TrainError, match="has no checkpoint of step 9; there are 2"):
         found.open(step=9)
