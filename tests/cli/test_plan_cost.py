@@ -61,7 +61,7 @@ def test_what_contradicts_itself_is_refused(capsys) -> None:
         (["--ranks", "2", "--parallel", "context=2", "train.exchange=fp8", "fp8.recipe=off"], "no layer casts what"),
         (
             ["--ranks", "8", "--parallel", "shard=3"],
-            "parallel asks for replicate: 1 and shard: 3, and there are 8",
+            "parallel asks for replicate: 1 and shard: 3, but there are 8",
         ),
     ):
         try:

@@ -218,7 +218,7 @@ def test_a_costly_component_is_found_and_an_earlier_design_is_read(cfg, tmp_path
 
     html = (tmp_path / "report" / "report.html").read_text()
     assert "What each component costs" in html and "image_projector in FP8 too" in html
-    assert "expected +-" in html and ", came +-" in html and (tmp_path / "report" / "effects.png").is_file()
+    assert "expected +-" in html and ", measured +-" in html and (tmp_path / "report" / "effects.png").is_file()
     data = json.loads((tmp_path / "report" / "report.json").read_text())
     assert data["factorial"]["components"] == list(PARTS) and data["factorial"]["left_out"] == [PROJECTOR]
     assert len(data["factorial"]["cells"]) == 12 and len(data["factorial"]["effects"]) == 6

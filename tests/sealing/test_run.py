@@ -303,7 +303,7 @@ def test_the_command_line_says_what_it_needs(place, tmp_path, capsys, monkeypatc
     made = ["seal", "data", str(place / "text.jsonl"), str(tmp_path / "rows"), "--model", str(place / "text"), *key]
     assert (
         main([*made, "train.phase=rl", "rl.rewards=[exact_match]"]) == 1
-        and "only rows of sft, pretrain and preference can be sealed" in capsys.readouterr().err
+        and "only rows of sft, pretrain and preference" in capsys.readouterr().err
     )
     labelled = [*made, "train.phase=preference", "preference.loss=kto"]
     assert main(labelled) == 1 and "labelled answers cannot" in capsys.readouterr().err

@@ -105,7 +105,7 @@ def test_what_is_not_for_models_that_hear(hears, tmp_path, capsys):
     assert "takes sound" in models.why_not_paged(model)
     assert "takes audio" in cuda_graphs.why_not_this(model, models.describe(model), 0.0)
     assert main(["generate", str(tmp_path / "tiny"), "--prompt", "<audio>High or low?"]) == 2
-    assert "has a place for a sound (<audio>), and none can be given" in capsys.readouterr().err
+    assert "has a placeholder for audio (<audio>), and this command does not take audio" in capsys.readouterr().err
     tone(tmp_path / "1.flac", 400, 2.0)
     with pytest.raises(BadSample, match="1.flac is too long: 2.00 s"):
         train.run(hears(dir="long"))

@@ -92,7 +92,7 @@ def test_what_random_weights_cannot_be_beside_is_refused(pretrain):
         "model.freeze=[lm_head]": r"model.init: frozen parts would keep their random weights",
         "train.phase=preference": r"model.init: phase preference needs a trained model",
         "model.init=checkpoint model.init_std=0.1": r"model.init_std: has no effect on the weights of a checkpoint",
-        "train.phase=sft data.join=false": r"data.join: phase sft joins no rows",
+        "train.phase=sft data.join=false": r"data.join: phase sft does not join rows",
     }
     for settings, found in wrong.items():
         with pytest.raises(ConfigError, match=found):
