@@ -72,10 +72,10 @@ def _weights(run: Run) -> dict[str, Any]:
 def _read(file: Path, of: dict[str, Any]) -> Judged | None:
     if not file.exists():
         return None
-    found = read_json(file, error=ReportError)
-    if not isinstance(found, dict) or found.get("of") != of:
+    stored = read_json(file, error=ReportError)
+    if not isinstance(stored, dict) or stored.get("of") != of:
         return None
-    return Judged(tuple(found["pieces"]), int(found["gemms"]))
+    return Judged(tuple(stored["pieces"]), int(stored["gemms"]))
 
 
 def _kept(
@@ -89,16 +89,16 @@ def _kept(
     from octavo.train import artifacts
     from octavo.train.setup.resolve_config import random_weights
 
-    found = artifacts.look(target)
-    if found.kind == "folder":  # the initial model
-        found = dataclasses.replace(found, random=random_weights(cfg))
+    opened = artifacts.look(target)
+    if opened.kind == "folder":  # the initial model
+        opened = dataclasses.replace(opened, random=random_weights(cfg))
     if console is not None:
         console.print(f"held-out data: {words}", highlight=False, markup=False, soft_wrap=True)
     pieces: list[dict[str, Any]] = []
     threads = torch.get_num_threads()
     torch.set_num_threads(cfg.run.threads or threads)
     try:
-        result = artifacts.evaluate_target(found, cfg, recipe=recipe, pieces=pieces)
+        result = artifacts.evaluate_target(opened, cfg, recipe=recipe, pieces=pieces)
     finally:
         torch.set_num_threads(threads)
     gc.collect()

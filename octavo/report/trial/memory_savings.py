@@ -36,7 +36,7 @@ def switches(cfg: Config) -> list[Switch]:
     recompute = train.recompute
     word = recompute.foundation if recompute.foundation == recompute.image_encoder else "by component"
     head = fp8.lm_head is not None and fp8.lm_head.recipe != "off"
-    found = [
+    candidates = [
         (head, f"{HEAD} ({fp8.lm_head and fp8.lm_head.recipe})", lambda c: _fp8(c, {"lm_head": None}, {})),
         (_has_codes(cfg), base_of(cfg), _high_base),
         (optimizer.states != "fp32", f"optimizer states in {optimizer.states}", changing("optimizer", states="fp32")),
@@ -50,7 +50,7 @@ def switches(cfg: Config) -> list[Switch]:
         (optimizer.offload, "optimizer states in host memory", changing("optimizer", offload=False)),
         (train.offload_activations, "activations in host memory", changing("train", offload_activations=False)),
     ]
-    return [Switch(words, off) for on, words, off in found if on]
+    return [Switch(words, off) for on, words, off in candidates if on]
 
 
 def base_of(cfg: Config) -> str:
@@ -76,8 +76,8 @@ def _on_disk(cfg: Config) -> str:
         return ""
     from octavo.models.folder.quantization import read_quantization
 
-    found = read_quantization(cfg.model.path)
-    return "" if found is None else str(one_word(found.kind))
+    quantization = read_quantization(cfg.model.path)
+    return "" if quantization is None else str(one_word(quantization.kind))
 
 
 def _high_base(cfg: Config) -> Config:
@@ -105,13 +105,13 @@ def storable(cfg: Config) -> Config:
 def ablation(cfg: Config) -> list[tuple[str, Config]]:
     """(description, configuration) of the settings before the configuration itself, which is the last: without savings,
     then with one more at a time. Empty if it has none."""
-    found = switches(cfg)
+    enabled = switches(cfg)
     out = []
-    for on in range(len(found)):
+    for on in range(len(enabled)):
         setting = cfg
-        for switch in found[on:]:
+        for switch in enabled[on:]:
             setting = switch.off(setting)
-        out.append(("FP8 without savings" if on == 0 else f"+ {found[on - 1].words}", setting))
+        out.append(("FP8 without savings" if on == 0 else f"+ {enabled[on - 1].words}", setting))
     return out
 
 
@@ -151,9 +151,9 @@ def changing(section: str, **values: Any) -> Callable[[Config], Config]:
     """A function that changes values in one section of a configuration."""
 
     def change(cfg: Config) -> Config:
-        own = getattr(cfg, section)
-        assert values.keys() <= type(own).model_fields.keys()
-        return cfg.model_copy(update={section: own.model_copy(update=values)})
+        settings = getattr(cfg, section)
+        assert values.keys() <= type(settings).model_fields.keys()
+        return cfg.model_copy(update={section: settings.model_copy(update=values)})
 
     return change
 

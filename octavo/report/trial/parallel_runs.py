@@ -111,8 +111,8 @@ def _fp8_failure(started: _Started) -> str | None:
     began = (directory / "metrics.jsonl").exists() or (directory / "proof.json").exists()
     if started.process.returncode != 1 or not started.run.may_fail or not began:
         return None
-    _, found, message = started.log.read_text(encoding="utf-8", errors="replace").rpartition("octavo train: ")
-    return message.strip() if found else None
+    _, prefix, message = started.log.read_text(encoding="utf-8", errors="replace").rpartition("octavo train: ")
+    return message.strip() if prefix else None
 
 
 def _failure(started: _Started) -> str:

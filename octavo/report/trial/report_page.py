@@ -144,23 +144,23 @@ def tiles(verdict: Verdict, records: Records, run: Run, record: RunRecord) -> li
         pairs = rl_claims.pairs_of(Sides((run, record), reference, records))
         ours, theirs = (_mean([rl_claims.at_the_end(pair[at], panels[0].key) for pair in pairs]) for at in (0, 1))
         word = f"{panels[0].title.lower()}, last third of the steps; {dtype}: {fixed(theirs, 3)}"
-        found = [{"figure": fixed(ours, 3), "word": word}]
+        figures = [{"figure": fixed(ours, 3), "word": word}]
     else:
         word = f"mean loss against {dtype}; the seed alone: up to {percent(verdict.data['noise'])}"
-        found = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
+        figures = [{"figure": f"{100 * runs[run.label]['gap']:+.2f} %", "word": word}]
     mine, theirs = (_mean([accuracy(pair[at]) for pair in pairs]) for at in (0, 1))
     if math.isfinite(mine) and math.isfinite(theirs):
-        found.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})
+        figures.append({"figure": percent(mine, 1), "word": f"held-out answers right; {dtype}: {percent(theirs, 1)}"})
     if record.proof.get("share") is not None:
         share = percent(float(record.proof["share"]), 1)
-        found.append({"figure": share, "word": "of linear FLOPs ran in FP8 (measured)"})
+        figures.append({"figure": share, "word": "of linear FLOPs ran in FP8 (measured)"})
     ratio = runs[run.label]["speed_ratio"]
     if math.isfinite(ratio):
         kind = _computed_on(record.environment)
         places = {"gpu": "on this GPU", "cpu": "with FP8 emulated on this CPU"}
         where = places.get(kind, f"with FP8 emulated on this {kind} device")
-        found.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
-    return found
+        figures.append({"figure": f"{ratio:.2f} x", "word": f"the speed of {dtype}, {where}"})
+    return figures
 
 
 def _mean(values: Sequence[float | None]) -> float:
@@ -170,7 +170,7 @@ def _mean(values: Sequence[float | None]) -> float:
 
 def expectations(verdict: Verdict) -> dict[tuple[str, str], str]:
     """(claim, run) -> the expected width of its interval before the first run, and the actual one."""
-    found = {}
+    texts = {}
     for expectation in verdict.data["power"]:
         estimate = Estimate(
             **{key: value for key, value in expectation.items() if key in Estimate.__dataclass_fields__}
@@ -178,10 +178,10 @@ def expectations(verdict: Verdict) -> dict[tuple[str, str], str]:
         if estimate.why_not or estimate.units < 2:
             continue
         for run, half in expectation["came"].items():
-            found[expectation["claim"], run] = (
+            texts[expectation["claim"], run] = (
                 f"expected {estimate.shown(estimate.half)}, measured {estimate.shown(half)}"
             )
-    return found
+    return texts
 
 
 def savings_of(verdict: Verdict, records: Records) -> list[dict[str, Any]]:

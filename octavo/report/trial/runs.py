@@ -109,7 +109,7 @@ def with_recipe(cfg: Config, name: str) -> Config:
     this recipe multiplies, or stays in high precision if there are none."""
     kind = next((kind for kind, recipes in FITTING.items() if name in recipes), None)
     kinds = {
-        part: kind if (own := getattr(cfg.fp8, part)) is None or own.recipe is None else was
+        part: kind if (settings := getattr(cfg.fp8, part)) is None or settings.recipe is None else was
         for part, was in cfg.model.load_in_fp8.kinds.items()
     }
     listed = ", ".join(f"{part}: {kind or 'null'}" for part, kind in kinds.items())
