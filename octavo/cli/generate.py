@@ -1,5 +1,5 @@
-"""Asks a model, with its images if it has eyes. Greedy unless a temperature is given; the same question, options and
-seed have the same answer, however many are asked at once.
+"""Generates answers to prompts, which may contain images and videos. Greedy unless a temperature is given; the same
+prompt, options and seed give the same answer, however many prompts are in one call.
 
 TARGET is a run, a Hugging Face folder (plain or FP8), or an adapter folder, whose base is found or named. A run answers
 as it was trained, FP8 weights by the recipe that multiplies by their codes, all else in high precision.
@@ -40,36 +40,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         action="append",
         required=True,
-        help=f"a question, {PLACE} or {VIDEO} where one belongs, else they come first; {repeatable}",
+        help=f"text; {PLACE} or {VIDEO} marks the place of each input (default: at the start); {repeatable}",
     )
     parser.add_argument(
-        "--image", metavar="FILE", action="append", default=[], help=f"with each question; {repeatable}"
+        "--image", metavar="FILE", action="append", default=[], help=f"an image for each prompt; {repeatable}"
     )
     parser.add_argument(
         "--video", metavar="FILE", action="append", default=[],
-        help=f"mp4, mov, webm, mkv, or a folder of frames; with each question; {repeatable}",
+        help=f"mp4, mov, webm, mkv, or a folder of frames, for each prompt; {repeatable}",
     )  # fmt: skip
     parser.add_argument(
-        "--fps", metavar="N", type=_rate, help="frames a second in folders of frames; files of video say their own"
+        "--fps", metavar="N", type=_rate, help="frames per second of folders of frames; video files have their own rate"
     )
     parser.add_argument("--max-new-tokens", type=arguments.positive, default=64, metavar="N", help="default 64")
     parser.add_argument(
         "--template-arg", metavar="NAME=VALUE", action="append", default=[], type=_variable,
-        help=f"of the chat template, as enable_thinking=false; of a run beside its data.template_args; {repeatable}",
+        help=f"chat template variable, e.g. enable_thinking=false; added to a run's data.template_args; {repeatable}",
     )  # fmt: skip
     choice = parser.add_argument_group("how answers are sampled")
     choice.add_argument(
-        "--samples", type=arguments.positive, default=1, metavar="N", help="answers a question; default 1"
+        "--samples", type=arguments.positive, default=1, metavar="N", help="answers per prompt; default 1"
     )
-    choice.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: the likeliest token")
-    choice.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest tokens with this much")
-    choice.add_argument("--top-k", type=arguments.natural, default=0, metavar="K", help="of the K likeliest tokens")
+    choice.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0: the most likely token")
     choice.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="of those this likely beside the likeliest"
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample from the smallest set of tokens with this probability",
+    )
+    choice.add_argument(
+        "--top-k", type=arguments.natural, default=0, metavar="K", help="sample from the K most likely tokens"
+    )
+    choice.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the highest probability"
     )
     choice.add_argument("--seed", type=arguments.natural, default=0, metavar="N", help="default 0")
-    choice.add_argument("--stop", metavar="TEXT", action="append", default=[], help=f"ends an answer; {repeatable}")
-    choice.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="keys and values: as computed, or in FP8")
+    choice.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help=f"text that ends an answer; {repeatable}"
+    )
+    choice.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="KV cache: as computed, or in FP8")
     add_target_options(parser)
     arguments.add_json(parser)
 
@@ -99,7 +109,7 @@ def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") ->
         "--recipe", metavar="NAME", type=one_word, choices=RECIPES, help=f"FP8 recipe of the whole model: {recipes}"
     )
     parser.add_argument("--backend", metavar="NAME", default="auto", help="kernels, e.g. reference (octavo doctor)")
-    parser.add_argument("--base", metavar=base, help="for adapters: another base than the one that they name")
+    parser.add_argument("--base", metavar=base, help="for adapters: a base other than the one they name")
     parser.add_argument(
         "--load-in-fp8", metavar="NAME", type=one_word, choices=FROZEN, help=f"quantize while loading: {kinds}"
     )
@@ -183,8 +193,7 @@ def _check_sealed(base: Path, args: argparse.Namespace) -> None:
     if shown := [*args.image, *args.video]:
         raise UsageError(
             f"{base} is sealed: it takes pixels permuted by a key, and {shown[0]} is not permuted. Use the plain "
-            f"model, "
-            "which octavo unseal restores"
+            "model, which octavo unseal restores"
         )
     known = models.load_tokenizer(base).get_vocab()
     if strange := next((word for prompt in args.prompt for word in prompt.split() if word not in known), None):

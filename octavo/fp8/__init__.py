@@ -106,12 +106,12 @@ __all__ = [
     "why_not_batch_invariant",
 ]
 
-# Hidden from type checkers, to which a name that left the list is an error.
+# Hidden from type checkers, so that they report renamed names.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> object:
         """A name of 0.4.0 that was renamed or moved, with a DeprecationWarning."""
-        # Loaded only for such a name: an import of today's names costs no file more.
+        # Imported here, so that current names do not pay for it.
         from octavo.fp8.old_names import look_up
 
         return look_up(name)

@@ -67,7 +67,7 @@ def markdown(translation: Translation) -> str:
         if rows:
             lines += [f"## {heading}", "", _SAYS[kind], "", *_table(rows, kind), ""]
     if translation.lost:
-        lines += ["## SourceKey twice", "", "| key | value | line | |", "|---|---|---|---|"]
+        lines += ["## Keys set more than once", "", "| key | value | line | |", "|---|---|---|---|"]
         lines += [
             f"| `{entry.key}` | `{_cell(value(entry.value))}` | {entry.place} | {_cell(why)} |"
             for entry, why in translation.lost

@@ -198,16 +198,14 @@ def _check(x: Tensor, weight: Tensor, name: str) -> None:
         )
     if type(weight) not in _PLAIN and not is_whole(weight):
         raise RuntimeError(
-            f"The weight of {name!r} is a DTensor where its GEMM runs. FP8 layers multiply by plain weights: "
-            "under FSDP2 call the "
-            "module that fully_shard wrapped, so that its hooks gather the weight first; tensor parallelism is "
-            "not supported."
+            f"The weight of {name!r} is a DTensor where its GEMM runs. FP8 layers multiply by plain weights: under "
+            "FSDP2 call the module that fully_shard wrapped, so that its hooks gather the weight first; tensor "
+            "parallelism is not supported."
         )
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(
-            f"{name!r} multiplies inputs of {weight.shape[1]} features, its weight being {list(weight.shape)}; "
-            "found an "
-            f"input of shape {list(x.shape)}."
+            f"{name!r} expects inputs with {weight.shape[1]} features, because its weight is {list(weight.shape)}; "
+            f"found an input of shape {list(x.shape)}."
         )
 
 

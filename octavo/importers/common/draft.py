@@ -45,7 +45,8 @@ class Draft:
 
     folder  the folder that relative paths start from; nothing outside it is read
     out     the file that will be written
-    world   the number of processes, if the user gave it; sizes: the number of rows of the data, likewise
+    world   the number of processes, if the user gave it
+    sizes   the number of rows of the data, if the user gave it
 
     An invalid value (a word instead of a number) is recorded with its line, and reading continues with the default, so
     that all such values are reported at once: :meth:`finish` raises for them.

@@ -227,9 +227,10 @@ def _fp8(draft: Draft, config: dict[str, Any], lora: bool) -> None:
                 draft.put(f"fp8.rules.{number}.match", f"**.{name}", "quantize_model", why=why)
                 draft.put(f"fp8.rules.{number}.recipe", "off", why=why)
         if hidden is None:
-            draft.note(f"{word} stays BF16 where a layer's smaller side is below {SMALLEST}; the model is not here "
-            f"to look at: "
-                       "k_proj and v_proj are taken to be so, the others not")  # fmt: skip
+            draft.note(
+                f"{word} stays BF16 where a layer's smaller side is below {SMALLEST}; the model is not on this machine, "
+                "so this is assumed of k_proj and v_proj, and of no other layer"
+            )
         draft.same("group_size", why="of activations, which stay BF16")
     else:
         draft.put("fp8.foundation.activations", "fp8", "quantize_model", "group_size",

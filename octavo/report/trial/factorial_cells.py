@@ -57,8 +57,7 @@ def check_asked(cfg: Config, recipes: Sequence[str] | None, savings: bool) -> No
     if cfg.train.phase in BEYOND_SFT:
         raise ReportError(
             f"factorial: phase {cfg.train.phase}: its losses decide nothing, and its answers vary more between seeds "
-            f"than "
-            "a component costs. It is for phases sft and pretrain; --seeds 3 tests FP8 as a whole"
+            "than a component costs. It is for phases sft and pretrain; --seeds 3 tests FP8 as a whole"
         )
     if not cfg.data.eval:
         raise ReportError(

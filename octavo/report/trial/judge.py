@@ -161,13 +161,15 @@ def noise_of(reference: RunRecord, others: Sequence[RunRecord]) -> float:
 def judge(runs: Sequence[tuple[Run, RunRecord]], trial: Trial | None = None) -> Verdict:
     """Check every FP8 run by the trust table, and its training by the claims.
 
-    Raises ``ReportError`` without a reference, a noise or an FP8 run.
+    Raises ``ReportError`` without a reference run, a noise run or an FP8 run.
     """
     trial = trial or Trial()
-    by_kind = {kind: [(a, r) for a, r in runs if a.kind == kind] for kind in ("reference", "noise", "fp8")}
+    by_kind = {
+        kind: [(run, record) for run, record in runs if run.kind == kind] for kind in ("reference", "noise", "fp8")
+    }
     missing = [kind for kind, members in by_kind.items() if not members]
     if missing:
-        raise ReportError(f"a verdict needs a reference, a noise and an FP8 run; missing: {', '.join(missing)}")
+        raise ReportError(f"a verdict needs a reference run, a noise run and an FP8 run; missing: {', '.join(missing)}")
     ref_run, ref = by_kind["reference"][0]
     beyond = rl_claims.beyond_sft(ref_run)
     noise = math.nan if beyond else noise_of(ref, [r for _, r in by_kind["noise"]])

@@ -190,21 +190,21 @@ def _in_order(users: Sequence[Callback], course: Course, cfg: Config) -> tuple[C
 def _train(run: Run) -> RunResult:
     """Train, notify watchers of an error, and wait for a checkpoint that is still being written. After a lost rank or
     out of memory the write may never complete, so the wait is short."""
-    patience = 0.0
+    wait = 0.0
     try:
         with encryption_rules.withholding(run.cfg):  # watchers write error messages
-            return _trained(run)
+            return _training_loop(run)
     except Exception as error:
-        alone = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
-        patience = (1 - parallel.WAITS if alone else 1) * run.cfg.run.timeout
+        may_have_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
+        wait = (1 - parallel.WAITS if may_have_lost_rank else 1) * run.cfg.run.timeout
         run.tell_watchers("failed", error)
         raise
     finally:
         if run.job.background is not None:
-            run.job.background.close(patience)
+            run.job.background.close(wait)
 
 
-def _trained(run: Run) -> RunResult:
+def _training_loop(run: Run) -> RunResult:
     steps = run.total_steps
     if run.step:
         run.say(f"continuing after step {run.step} of {steps}")

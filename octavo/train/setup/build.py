@@ -83,11 +83,11 @@ def build(
     prepare(settings, processor, say)
     planned = _plan(cfg, world, start, settings, processor, say, tell)
     data = _data(settings, processor, world, start, phase)
-    trained = _model(cfg, world, context, data, planned, say)
-    stepper = phase.stepper(trained.stepper, processor, start.directory, start.step, say)
+    built = _model(cfg, world, context, data, planned, say)
+    stepper = phase.stepper(built.stepper, processor, start.directory, start.step, say)
     if cfg.train.cuda_graphs:
         stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at, say)
-    progress = resume(stepper, start, say, trained.base)
+    progress = resume(stepper, start, say, built.base)
     phase.begin(stepper, processor, start.directory, progress.step, say)
     if start.checkpoint is not None:  # after the resume, so that a refused one does not change the record
         _record_machine(start.directory, cfg, world, processor)
@@ -106,7 +106,7 @@ def build(
         files=start.files,
         phase=phase,
         course=planned.course,
-        base=trained.base if trained.base.whole else None,
+        base=built.base if built.base.whole else None,
         attention=attention_kernel.kept_of(planned.kernels),
         first=start.first,
         background=background,

@@ -170,7 +170,7 @@ class Stepper:
         )  # fmt: skip
 
     def _replayed(self, graphs: Graphs, batch: dict[str, Any], denominator: float) -> bool:
-        """Run a micro-batch by a CUDA graph if it can be; whether it was."""
+        """Replay a micro-batch as a CUDA graph. Returns False if it must run eagerly."""
         scale = self.update.scale
         parts = graphs.run(batch, *self.judged(batch, denominator), None if scale is None else scale.value)
         if parts is None:
@@ -224,7 +224,7 @@ class Stepper:
         return Loss(total, torch.stack([loss, torch.zeros_like(loss) if aux is None else aux]).detach())
 
     def _losses(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(c_t [B, P] at the positions `keep`, the load-balancing loss or None). `target` [B, P] is in host memory,
+        """(cross-entropy per token [B, P] at the positions `keep`, load-balancing loss or None). `target` [B, P] is in host memory,
         where the head finds ignored tokens without synchronizing with the device."""
         smoothing, z_loss = self.cfg.train.label_smoothing, self.cfg.train.z_loss
         head = self.head.losses(target, label_smoothing=smoothing, z_loss=z_loss) if self.head else nullcontext()
@@ -253,10 +253,11 @@ class Stepper:
         packs = [edges_of(batch) for batch in batches]
         places = sum(edges[-1] for edges, meta in zip(packs, metas, strict=True) if edges is not None and meta.rows)
         plan = batches[0]["boundaries"].plan if "boundaries" in batches[0] else 0
-        once = self.world.context_rank == 0
+        # Ranks that share rows see the same tokens, so only the first of them counts.
+        weight = int(self.world.context_rank == 0)
         counts = [losses.count(labels, self.cfg.train.loss, packs), tokens, judged, places]
-        mine = [*(once * count for count in counts), plan]
-        *sums, plans = self.world.sum(torch.tensor(mine, dtype=torch.float64)).split([1, 1, 1, 1, 1])
+        local = [*(weight * count for count in counts), plan]
+        *sums, plans = self.world.sum(torch.tensor(local, dtype=torch.float64)).split([1, 1, 1, 1, 1])
         if float(plans) != plan * self.world.size:
             raise TrainError(
                 f"rank {self.world.rank} and others have planned different packs of the same rows: their data, or the "
