@@ -228,8 +228,8 @@ def _fp8(draft: Draft, config: dict[str, Any], lora: bool) -> None:
                 draft.put(f"fp8.rules.{number}.recipe", "off", why=why)
         if hidden is None:
             draft.note(
-                f"{word} stays BF16 where a layer's smaller side is below {SMALLEST}; the model is not on this machine, "
-                "so this is assumed of k_proj and v_proj, and of no other layer"
+                f"{word} stays BF16 where a layer's smaller side is below {SMALLEST}; the model is not on this "
+                "machine, so this is assumed of k_proj and v_proj, and of no other layer"
             )
         draft.same("group_size", why="of activations, which stay BF16")
     else:

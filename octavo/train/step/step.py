@@ -224,8 +224,10 @@ class Stepper:
         return Loss(total, torch.stack([loss, torch.zeros_like(loss) if aux is None else aux]).detach())
 
     def _losses(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(cross-entropy per token [B, P] at the positions `keep`, load-balancing loss or None). `target` [B, P] is in host memory,
-        where the head finds ignored tokens without synchronizing with the device."""
+        """(cross-entropy per token [B, P] at the positions `keep`, load-balancing loss or None).
+
+        `target` [B, P] is in host memory, where the head finds ignored tokens without synchronizing with the device.
+        """
         smoothing, z_loss = self.cfg.train.label_smoothing, self.cfg.train.z_loss
         head = self.head.losses(target, label_smoothing=smoothing, z_loss=z_loss) if self.head else nullcontext()
         with head as by_head:
