@@ -34,7 +34,7 @@ WORDS = {
     "(?:that|those) of": "repeat the noun",
     "dear|dearer|dearest": "expensive, most expensive",
     "midst": "during",
-    "learnt": "learned",
+    "learnt|[Mm]isspelt|likeliest": "learned, misspelled, most likely",
     "anew": "again",
     "in vain": "failed",
     "go(?:es)? by": "uses",
@@ -42,6 +42,8 @@ WORDS = {
     "[Ww]hat of an?": "begin with the noun or a verb",
     "thereof|therein|wherein|whereof|whither|hence|forthwith": "plain words",
 }
+#: Names of functions that end like a participle, and do not say what the function does; and verbs that end alike.
+PARTICIPLE, VERBS = re.compile(r"[a-z]{2,}ed$"), ("embed", "need", "feed", "seed", "shed", "proceed", "speed")
 #: Local names that do not name the thing they hold.
 NAMES = {"found", "made", "given", "told", "asked", "kept", "own", "more", "there"}
 PER = 10_000
@@ -133,6 +135,8 @@ def source_places(path: Path) -> list[Place]:
         if isinstance(node, ast.arg) and node.arg in NAMES:
             add("names", node.arg, node.lineno)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if PARTICIPLE.search(node.name) and not node.name.endswith(VERBS):
+                add("functions", "participles", node.lineno)
             documented = ast.get_docstring(node, clean=False)
             length = node.end_lineno - node.lineno + 1 - (documented.count("\n") + 1 if documented else 0)
             if length > LONG_FUNCTION and not said.intersection(range(node.lineno, node.end_lineno + 1)):
@@ -168,10 +172,11 @@ def page_words() -> int:
 def counts() -> dict[str, dict[str, int]]:
     """Kind of text -> what -> how many."""
     counted: dict[str, Counter[str]] = {}
-    for place in [p for path in pages() for p in page_places(path)] + [
-        p for path in sources() for p in source_places(path)
-    ]:
-        what = "functions" if place.kind.startswith("long") else place.what
+    places = [place for path in pages() for place in page_places(path)]
+    places += [place for path in sources() for place in source_places(path)]
+    scripts = [place for path in sources([ROOT / "benchmarks"]) for place in source_places(path)]
+    for place in [*places, *(place._replace(kind=f"benchmarks: {place.kind}") for place in scripts)]:
+        what = "functions" if "long functions" in place.kind else place.what
         counted.setdefault(place.kind, Counter())[what] += 1
     return {kind: dict(sorted(found.items())) for kind, found in sorted(counted.items())}
 

@@ -29,6 +29,7 @@ def test_no_count_has_risen(today):
         ("for own, _ in pairs:\n    pass\n", "names", "own"),
         ("def f(told):\n    pass\n", "names", "told"),
         ("def f(x: dict[str, Any]) -> None:\n    pass\n", "types", "Any"),
+        ("def _rolled():\n    pass\n", "functions", "participles"),
         ("x = [1]  # fmt: skip\n", "formatter", "fmt: skip"),
         ("def f():\n" + "    x = 1\n" * 26, "long functions without a comment", "f"),
         ("def f():\n    # noqa: E501\n" + "    x = 1\n" * 26, "long functions without a comment", "f"),
@@ -46,6 +47,7 @@ def test_what_is_counted(source, kind, what, tmp_path, monkeypatch):
     [
         'NAME = "beside"\n',  # a key, not a sentence
         "x.found = 1\n",
+        "def embed():\n    pass\n",
         "def f():\n    # a reason\n" + "    x = 1\n" * 26,
         'def f():\n    """Doc.\n' + "    more\n" * 26 + '    """\n    return 1\n',
     ],
@@ -55,6 +57,12 @@ def test_what_is_not_counted(source, tmp_path, monkeypatch):
     file = tmp_path / "planted.py"
     file.write_text(source, encoding="utf-8")
     assert project_words.source_places(file) == []
+
+
+def test_pages_are_below_the_goals(today):
+    words = project_words.page_words()
+    rates = {word: today["pages"].get(word, 0) / words * project_words.PER for word in project_words.PAGE_GOALS}
+    assert all(rates[word] <= goal for word, goal in project_words.PAGE_GOALS.items()), rates
 
 
 def test_code_in_pages_is_not_prose(tmp_path, monkeypatch):
