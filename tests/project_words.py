@@ -134,6 +134,8 @@ def source_places(path: Path) -> list[Place]:
             add("names", node.id, node.lineno)
         if isinstance(node, ast.arg) and node.arg in NAMES:
             add("names", node.arg, node.lineno)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.strip("_").lower() in NAMES:
+            add("names", node.name.strip("_").lower(), node.lineno)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             if PARTICIPLE.search(node.name) and not node.name.endswith(VERBS):
                 add("functions", "participles", node.lineno)

@@ -27,6 +27,8 @@ def test_no_count_has_risen(today):
         ('raise ValueError(f"{x} is beside {y}")\n', "texts", "beside"),
         ("found = 1\n", "names", "found"),
         ("for own, _ in pairs:\n    pass\n", "names", "own"),
+        ("def _kept():\n    pass\n", "names", "kept"),
+        ("class Found:\n    pass\n", "names", "found"),
         ("def f(told):\n    pass\n", "names", "told"),
         ("def f(x: dict[str, Any]) -> None:\n    pass\n", "types", "Any"),
         ("def _rolled():\n    pass\n", "functions", "participles"),
