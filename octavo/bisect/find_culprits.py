@@ -84,6 +84,7 @@ def bisect(
     cfg = _begins(original, start)
     if own_recipe(cfg) == "off" and not switches(cfg) and not extras(cfg):
         raise BisectError("the configuration is high precision without savings: nothing in it could break a run")
+    # Runs of other lengths would run other parts of a schedule, so their losses could not be compared.
     timed = any(rule.first is not None or rule.last is not None for rule in cfg.fp8.rules)
     if cfg.fp8.adapt is not None or timed:
         raise BisectError(

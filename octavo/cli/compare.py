@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
     nproc = 1 if args.nproc == 1 else launch_ranks.how_many(args.nproc)
     directory = args.out or f"{cfg.run.dir}-compare"
+    # Checked before the first run: the report is written only after the last one.
     target_folder.check_target(directory, arguments.UsageError)
     options = {"fresh": args.fresh, "savings": args.savings, "forks": args.forks, "seeds": args.seeds}
     options["factorial"] = components

@@ -55,6 +55,7 @@ def _resolve_arguments(args: argparse.Namespace) -> None:
     """Set ``args.command``, ``source`` and ``destination`` from either spelling. Raises
     UsageError for an argument that is missing, surplus or given twice."""
     words = list(args.words)
+    # MindSpeed-MM names the converter class first; that spelling is accepted too.
     if words[0].endswith("Converter"):
         if words[0] != CONVERTER:
             raise arguments.UsageError(f"{words[0]} is not supported; of MindSpeed-MM's converters, {CONVERTER} is")
@@ -99,6 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
     from octavo.checkpoint import convert
 
+    # MindSpeed-MM requires the option, so its users pass it also where nothing is read from that folder.
     if args.model_assets_dir and convert.knows_its_folder(args.source):
         terminal.note(
             f"{args.source} was converted by Octavo and contains the model's files: --model_assets_dir is not needed"

@@ -44,6 +44,7 @@ def convert(source: Path, target: Path, conversion: Conversion, what: str) -> in
         raise Refused(f"{printable(source)} does not exist")
     if os.path.lexists(target) and not (target.is_dir() and source.is_dir() and target_folder.is_free(target)):
         raise Refused(f"{printable(target)} already exists, and nothing is overwritten; choose another name")
+    # A target inside the source would be converted as a part of it.
     if target.resolve().is_relative_to(source.resolve()):
         raise Refused(f"{printable(target)} is inside {printable(source)}; choose a target outside of it")
     if not target.absolute().parent.is_dir():

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         from octavo.config import load_config
 
         cfg = load_config(args.config)
+    # torch is imported from here on, after all checks of arguments, so that a wrong option is reported at once.
     target = generate.look(args, None if both else args.base)
 
     from octavo.train import artifacts

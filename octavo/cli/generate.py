@@ -145,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"there is no image file {missing[0]}")
     if missing := [file for file in args.video if not Path(file).exists()]:
         raise UsageError(f"there is no video {missing[0]}")
+    # A folder of frames has no timestamps, so its rate must come from --fps or the configuration.
     folders = [file for file in args.video if Path(file).is_dir()]
     if args.fps is not None and not folders:
         what = f"{args.video[0]} is a video file, which has its own rate" if args.video else "there is no --video"

@@ -66,6 +66,7 @@ def show(sizes: Any, message: str, args: Any) -> None:
     _table(footprints)
     print()
     print(message)
+    # With --ranks a rollout runs on one of the ranks, so the last footprint is the one to report.
     last = [*footprints.values()][-1]
     if last.rollout is not None:
         print(_at_a_time(last.rollout, sizes.cfg, args.card))
@@ -173,6 +174,7 @@ def show_fit(sizes: Any, message: str, args: Any, fixed: Sequence[str]) -> int:
     print("\n".join(changes) if changes else "the configuration unchanged")
     print()
     if changes and args.file is not None:
+        # Overrides of keys that the proposal changes would contradict it in the same command.
         remaining = [word for word in arguments.overrides(args) if word.partition("=")[0] not in best.differing(now)]
         print(f"on the command line: {shlex.join(['octavo', 'train', args.file, *remaining])} {best.words(now)}")
     for reason in proposal.reasons:

@@ -51,6 +51,7 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     needs_model = args.what in ("data", "adapter", "text")
     no_target = args.what in ("key", "text")
+    # Without a target, argparse takes the first setting for it.
     if args.what == "data" and args.target is not None and "=" in args.target:
         args.target, args.settings = None, [args.target, *args.settings]
     check(args, no_target, needs_model, key=args.what != "key")

@@ -47,6 +47,7 @@ def stop_signals() -> Iterator[None]:
 
     def stop(number: int, _frame: FrameType | None) -> None:
         nonlocal stopping
+        # A forked child inherits the handler, but not the code that catches the exception.
         if os.getpid() != owner:
             _end_by(number)
         if not stopping:

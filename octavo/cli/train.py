@@ -87,6 +87,7 @@ def plan_printer(
 
 def print_result(result: Any) -> None:
     """Print how the run ended, in a few lines."""
+    # A loss of reinforcement learning says nothing about what was learned, so the reward takes its place.
     first = ("reward",) if "reward" in result.final else ("loss", "rewards/accuracies", "rewards/margins")
     shown = (*first, "rollout_tokens_per_s", "training_tokens_per_s", "tokens_per_s")
     pairs = {name: terminal.number(result.final[name]) for name in shown if name in result.final}

@@ -59,6 +59,7 @@ def show(verified: Any, everything: bool) -> None:
         groups[finding.status, finding.kind].append(finding)
     for (status, _), findings in groups.items():
         print()
+        # A damaged folder can have a finding for each tensor.
         shown = findings if everything else findings[:_SHOWN]
         for finding in shown:
             print(f"{status}: {finding.text}")

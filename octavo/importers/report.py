@@ -119,6 +119,7 @@ def plain(translation: Translation) -> dict[str, Any]:
             }
             for row in translation.rows
         ],
+        # The names of the keys stay as they are: scripts read this document.
         "given_twice": [
             {"key": entry.key, "value": entry.value, "place": str(entry.place), "why": why}
             for entry, why in translation.lost

@@ -291,6 +291,7 @@ def _memory(config: Sections) -> Iterator[Finding]:
         yield finding("train.offload_activations", reason, fix, "train.recompute")
     yield from _codes(fp8)
 
+    # A component can set activations itself, so all of them are asked, not only the whole model.
     fp8_kept = ["fp8.activations"] if fp8.activations == "fp8" else []
     parts = ((name, getattr(fp8, name)) for name in COMPONENTS)
     fp8_kept += [f"fp8.{name}.activations" for name, part in parts if part and part.activations == "fp8"]

@@ -43,6 +43,7 @@ def rules(config: Sections) -> Iterator[Finding]:
         ("model.attention", kernel in _KERNELS, _KERNELS.get(kernel, ""),
          "use sdpa, which uses torch's flash attention for packs where possible, or cudnn, flash, efficient or math"),
     )  # fmt: skip
+    # Epochs of packs need the lengths of all rows, which a stream does not have before it is read.
     for number, entry in enumerate(data.train if train.epochs is not None else ()):
         if entry.stream:
             reason = f"packs are counted before the first step, and data.train.{number} is streamed during training"

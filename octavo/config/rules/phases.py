@@ -83,6 +83,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.overlong is not None and rl.overlong > rl.max_new_tokens:
         reason = f"{rl.overlong} tokens are more than the {rl.max_new_tokens} of a completion"
         yield finding("rl.overlong", reason, "lower it", "rl.max_new_tokens")
+    # Settings that nothing reads are refused only if the file has them: defaults are always there.
     idle = {"correction": ("correction_level", "correction_low", "correction_high")} if rl.correction == "off" else {}
     no_kl = rl.kl == 0 or (rl.kl is None and rl.algorithm not in WITH_KL)
     idle |= {"kl": ("kl_estimator", "kl_in", "reference")} if no_kl else {}

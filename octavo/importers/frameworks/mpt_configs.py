@@ -164,6 +164,7 @@ def _ffn(draft: Draft, name: str) -> dict[str, Any]:
             f("ffn_act_fn"),
             *[f(key) for key in _inner(draft, f, "ffn_act_fn")],
         )
+    # Keys of other kinds of MLP are in the same section, so what was not read above is reported here.
     for other in draft.under(f.prefix):
         if other not in draft.rows:
             draft.none(other, why="of other MLPs than mptmlp")

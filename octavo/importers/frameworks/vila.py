@@ -219,6 +219,7 @@ def _fp8(draft: Draft, config: dict[str, Any], lora: bool) -> None:
     draft.same("fabit", "fwbit", "fobit", why="E4M3 forward")
     draft.none("bwbit", why="weights have one format, E4M3, in fwd and dgrad")
     if word in _LINEAR:
+        # Without the model its widths are unknown; grouped queries make k_proj and v_proj narrow in most models.
         if kv is None or kv < SMALLEST:
             why = (
                 f"their layer stays BF16 where its smaller side is below {SMALLEST}: keys and values of grouped queries"

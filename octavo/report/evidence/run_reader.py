@@ -146,6 +146,7 @@ def read(directory: str | Path) -> RunRecord:
             f"{directory / 'metrics.jsonl'} holds no training step; the run stopped before its first one. "
             "Run it again, or delete the directory"
         )
+    # Steps that were not applied have no meaningful health, so they are left out of it below.
     skipped = tuple(int(row["step"]) for row in trained if row.get("skipped"))
     overflowed = tuple(int(row["step"]) for row in trained if row.get("overflow"))
     measured = [row for row in rows if row.get("health")]

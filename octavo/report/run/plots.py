@@ -163,6 +163,7 @@ def gap_figure(curves: Sequence[Curve], tolerated: float) -> Figure:
     figure = Figure(figsize=(9, 5.6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     window = window_for(len(reference.losses))
+    # The band of the noise is drawn first, so that the curves are on top of it.
     for curve in sorted(curves, key=lambda c: c.kind != "noise"):
         if curve.kind == "reference":
             continue
@@ -242,6 +243,7 @@ def effects_figure(effects: Sequence[Check]) -> Figure:
             axes.plot([100 * effect.low, 100 * effect.high], [row, row], color=color, lw=2.2, solid_capstyle="butt")
             axes.plot(100 * effect.figure, row, "o", color=color, ms=6)
         accuracy = name.endswith("accuracy")
+        # One reach for both sides keeps zero in the middle of the panel.
         reach = 1.15 * max(
             [margin, *(100 * abs(end) for e in shown_effects for end in (e.low, e.high) if end is not None)]
         )

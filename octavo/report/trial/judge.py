@@ -321,6 +321,7 @@ def _outcome(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any
 
 
 def _run_data(run: Run, record: RunRecord, reference: RunRecord) -> dict[str, Any]:
+    # One step is noisy, so the last loss is the mean of the last twentieth.
     tail = record.losses[-max(1, len(record.losses) // 20) :]
     return {
         "name": run.name,
