@@ -78,7 +78,7 @@ area(
     ),
     (
         "context-counts-rows-twice", "train/step/step.py",
-        "once = self.world.context_rank == 0", "once = True",
+        "weight = int(self.world.context_rank == 0)", "weight = 1",
         "rows that ranks share count once for each",
         "train/test_context.py",
     ),
