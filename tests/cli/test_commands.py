@@ -240,7 +240,7 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
     got = capsys.readouterr()
     assert "measured: BF16 1000.00 ms, best FP8 2000.00 ms (blockwise e4m3 on reference)" in got.out
     assert "predicted step:" in got.out and "attention" in got.out and "not counted" in got.out
-    assert "octavo train runs the recipe as it is written" in got.out
+    assert "octavo train runs the configured recipe" in got.out
     assert "measured 0 of" in got.err and f"use it with fp8.plan: {file}" in got.err and cache.is_file()
     assert main([*argv, "--json", "--why", "fp8.recipe=auto"]) == 0
     plan = json.loads(capsys.readouterr().out)

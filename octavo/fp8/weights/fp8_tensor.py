@@ -279,7 +279,7 @@ class Fp8Weight(Tensor):
         if self.frozen:
             return (
                 f"{what} a frozen FP8 weight of shape {list(self.shape)}, whose codes stay as they are. {writer()}Call "
-                "fp8.dequantize_weights(model) for weights in high precision that may be written, or "
+                "octavo.fp8.dequantize_weights(model) for weights in high precision that may be written, or "
                 "fp8.load_fp8_state_dict to exchange codes for others."
             )
         return (
