@@ -325,7 +325,7 @@ def test_hooks_on_all_modules_and_health_and_high_precision(monkeypatch):
 
 def test_what_it_cannot_do_goes_to_the_layers():
     _, twin = pair()
-    with pytest.raises(RuntimeError, match="multiplies inputs of 72 features"):
+    with pytest.raises(RuntimeError, match="expects inputs with 72 features"):
         twin(torch.randn(3, 71))
     assert twin(torch.randn(0, 72)).shape == (0, 72)
     with pytest.raises(fp8.CastError, match="float64"):

@@ -145,7 +145,8 @@ def test_recomputation_tells_inputs_of_equal_amax_apart(reentrant, mode, order):
             with uncounted() if mode == "uncounted" else nullcontext():
                 outs.append(call(m, x.clone().requires_grad_()))
             m.train()
-            for _ in range(16):
+            # 59 forwards after the first x: a recomputation finds the scales of the last 64
+            for _ in range(16 if i < len(xs) - 1 else 8):
                 m(filled(10.0 / (i + 1)))
         m.train(mode != "eval")
         for out in outs[::order]:
