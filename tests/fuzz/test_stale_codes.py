@@ -1,7 +1,7 @@
 """Weights of FP8 layers written in random ways and orders, between forwards, backwards and optimizer steps.
 
 ``fp8.weights.stale_codes`` names exactly the layers that would compute with the codes of a former weight: those whose
-output is another one than that of a copy, which has no codes yet and casts anew.
+output is another one than that of a copy, which has no codes yet and casts again.
 
     python -m tests.fuzz.test_stale_codes --cases 2000 --seed 1
 """

@@ -37,7 +37,7 @@ class RunSection(Section):
         min_length=1,
         description="Begin a new training with the weights and adapters of a checkpoint (runs/first/checkpoints/"
         "step_200, or a run directory: its newest); optimizer states, schedule, random states and position in the data "
-        "start anew. Absent: begin with the weights of model.path.",
+        "start over. Absent: begin with the weights of model.path.",
     )
     milestones: Annotated[tuple[Annotated[int, Field(ge=1, le=10**9)], ...], FROM_LIST] = Field(
         default=(), description="Steps whose checkpoints are kept permanently, in milestones/, in addition to run.keep."

@@ -40,7 +40,6 @@ from octavo.train.callbacks.signals import StopRequest
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
 from octavo.train.setup.job import Job
-from octavo.train.setup.resolve_config import total_steps
 from octavo.train.setup.resume import save
 from octavo.train.step.step import Batches, Observe, StepResult
 
@@ -157,18 +156,13 @@ class Run:
         """Steps done."""
         return self.job.progress.step
 
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run, also where the configuration counts `train.epochs`."""
-        return total_steps(self.cfg)
-
     def say(self, text: str) -> None:
         """Print a line, on the main rank."""
         self.display.say(text)
 
     def logs(self, number: int) -> bool:
         """Whether a step's row is written by `run.log_every`."""
-        return number % self.cfg.run.log_every == 0 or number in (self.first, self.total_steps)
+        return number % self.cfg.run.log_every == 0 or number in (self.first, self.cfg.train.total_steps)
 
     def stop(self) -> None:
         """Save and end the run after this step, as a signal does: status "stopped", exit code 0; run.resume=auto

@@ -15,7 +15,6 @@ from octavo.train.forward import critic
 from octavo.train.run_dir import run_dir
 from octavo.train.setup import frozen_base
 from octavo.train.setup.job import Job
-from octavo.train.setup.resolve_config import total_steps
 
 LEAST = 50  # fewest steps between checkpoints by default
 
@@ -37,7 +36,7 @@ class Saving(Callback):
         run.settle(wait=False)
         if step.number in run.cfg.run.milestones:
             run.save(run_dir.MILESTONES)
-        every, last = interval(run.cfg), run.stopping or step.number == run.total_steps
+        every, last = interval(run.cfg), run.stopping or step.number == run.cfg.train.total_steps
         self.due |= bool(every) and step.number % every == 0
         if step.result.applied and self.newest < step.number and not run.saving:
             self._prune(run)
@@ -67,7 +66,7 @@ def interval(cfg: Config) -> int:
     """Steps between checkpoints: `run.save_every` (0: only at the end), by default a tenth of the run and at least
     :data:`LEAST`."""
     every = cfg.run.save_every
-    return max(LEAST, -(-total_steps(cfg) // 10)) if every is None else every
+    return max(LEAST, -(-cfg.train.total_steps // 10)) if every is None else every
 
 
 def deliver(job: Job) -> Mapping[str, Any] | None:

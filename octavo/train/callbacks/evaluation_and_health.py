@@ -80,7 +80,7 @@ class Figures(Callback):
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         every = run.cfg.run.health_every
-        health = run.fp8 and every > 0 and (number % every == 0 or number == run.total_steps)
+        health = run.fp8 and every > 0 and (number % every == 0 or number == run.cfg.train.total_steps)
         memory = number == run.first or (every > 1 and number % every == 1)
         return Observe(health=health, memory=memory, experts=run.logs(number))
 
@@ -183,4 +183,4 @@ class Evaluation(Callback):
 def due(run: Run, number: int) -> bool:
     """Whether an evaluation follows a step."""
     every = run.cfg.run.eval_every
-    return run.job.evalset is not None and (number == run.total_steps or (every > 0 and number % every == 0))
+    return run.job.evalset is not None and (number == run.cfg.train.total_steps or (every > 0 and number % every == 0))

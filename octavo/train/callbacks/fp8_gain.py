@@ -79,7 +79,7 @@ class GainWindow(Callback):
             run.say("run.gain_steps: nothing of this run is in FP8, so there is no gain to measure")
 
     def after_step(self, run: Run, step: Step) -> None:
-        last = min(run.first + WARM, run.total_steps)  # a later step, if FP8 begins later
+        last = min(run.first + WARM, run.cfg.train.total_steps)  # a later step, if FP8 begins later
         self.due = bool(run.cfg.run.gain_steps) and run.gain is None and run.fp8 and step.number >= last
         step.wanted |= self.due
 

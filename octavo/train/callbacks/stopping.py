@@ -50,7 +50,7 @@ class NotFinite(Callback):
         in_a_row, stepper = run.job.progress.in_a_row, run.job.stepper
         if in_a_row:
             refuse_weights(run.model, run.world, f"after step {step.number}")
-        if in_a_row < min(PATIENCE, run.total_steps):
+        if in_a_row < min(PATIENCE, run.cfg.train.total_steps):
             return
 
         def repeat() -> None:
@@ -94,7 +94,7 @@ class NothingToLearn(Callback):
         if progress.empty == 1:
             run.say(f"step {step.number} had no loss tokens")
         enough = progress.learnt > 0 and run.job.phase.exhausts
-        if enough or progress.empty < min(PATIENCE, run.total_steps):
+        if enough or progress.empty < min(PATIENCE, run.cfg.train.total_steps):
             return
         gone = [f"{count} {what}" for what, count in report.counts.items() if what not in NOTED]
         raise TrainError(

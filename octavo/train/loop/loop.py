@@ -205,7 +205,7 @@ def _train(run: Run) -> RunResult:
 
 
 def _training_loop(run: Run) -> RunResult:
-    steps = run.total_steps
+    steps = run.cfg.train.total_steps
     if run.step:
         run.say(f"continuing after step {run.step} of {steps}")
     try:
@@ -248,7 +248,7 @@ def _step(run: Run, number: int) -> Step:
         number,
         schedule=settings.schedule,
         lr=settings.lr,
-        steps=run.total_steps,
+        steps=run.cfg.train.total_steps,
         warmup=settings.warmup,
         min_lr=settings.min_lr,
     )

@@ -18,7 +18,6 @@ from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import Footprint, Footprints, gb
 from octavo.train.setup import planning
 from octavo.train.setup.planning import Planned
-from octavo.train.setup.resolve_config import total_steps
 from octavo.train.setup.token_counts import assumed
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def _memory(of: Planned, model: PreTrainedModel, heard: Heard) -> str:
 def _saved(cfg: Config) -> str:
     run = cfg.run
     steps = interval(cfg)
-    every = f"a checkpoint every {steps} steps" if 0 < steps < total_steps(cfg) else "a checkpoint at the end"
+    every = f"a checkpoint every {steps} steps" if 0 < steps < cfg.train.total_steps else "a checkpoint at the end"
     every += "" if run.save_states else ", weights only"
     every += ", written during training" if run.save == "async" else ""
     end = "" if not run.hf else ", adapter/ at the end" if cfg.lora is not None else ", hf/ at the end"

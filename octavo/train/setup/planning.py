@@ -98,8 +98,7 @@ def scheduled(
     """Return the plans of the run; ``plan`` applies outside the spans of its rules."""
     if all(rule.steps is None for rule in plan.policy.rules):
         return Schedule(plan)
-    assert cfg.train.steps is not None
-    return fp8.schedule(model_of(cfg)[0] if model is None else model, plan, cfg.train.steps, measurements)
+    return fp8.schedule(model_of(cfg)[0] if model is None else model, plan, cfg.train.total_steps, measurements)
 
 
 def spans_told(schedule: Schedule) -> tuple[str, ...]:

@@ -57,12 +57,6 @@ def resolve_steps(cfg: Config, say: Callable[[str], None] = lambda text: None) -
     return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
 
 
-def total_steps(cfg: Config) -> int:
-    """Return `train.steps` of a configuration whose epochs were converted."""
-    assert cfg.train.steps is not None, "resolve_steps counts train.epochs before a run directory exists"
-    return cfg.train.steps
-
-
 def resolve_video(cfg: Config) -> Config:
     """Return the configuration with the values of `data.video` that it leaves to the model's family.
 
