@@ -237,7 +237,7 @@ class _Mlp(torch.autograd.Function):
         again = needs.h or (call.saves and needs.weights[2])
         saved_g, saved_u = pair if again else (None, None)
         sources.save_named(ctx, x_col=x_col, h_col=h_col, gate=saved_g, up=saved_u, **weights, **codes)
-        ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, source.forget
+        ctx.call, ctx.needs, ctx.seen, ctx.drop_codes = call, needs, seen, source.drop_codes
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, source.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
         # Not a view in autograd's eyes, as F.linear's output is none: a model may write into it.
@@ -246,7 +246,7 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.forget()
+        ctx.drop_codes()
         held, needs = sources.load_saved(ctx), ctx.needs
         _, _, down = ctx.call.sites
         dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])

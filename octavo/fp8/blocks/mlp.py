@@ -261,7 +261,7 @@ class _HighLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
         ctx.save_for_backward(weight, *source.tensors)
-        ctx.remake, ctx.b_dtype, ctx.x_dtype = source.remake, None if bias is None else bias.dtype, x.dtype
+        ctx.recompute, ctx.b_dtype, ctx.x_dtype = source.recompute, None if bias is None else bias.dtype, x.dtype
         return F.linear(x, weight, bias)  # under autocast as ever
 
     @staticmethod
@@ -272,7 +272,7 @@ class _HighLinear(torch.autograd.Function):
         with without_autocast(dy):
             dy_MN = dy.reshape(-1, dy.shape[-1])
             dx = (dy @ weight.to(dy.dtype)).to(ctx.x_dtype) if needs_x else None
-            h = ctx.remake(*tensors).to(dy.dtype)
+            h = ctx.recompute(*tensors).to(dy.dtype)
             dw = (dy_MN.t() @ h.reshape(-1, h.shape[-1])).to(weight.dtype)
             db = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype) if needs_b else None
         return dx, dw, db, None

@@ -113,7 +113,7 @@ def test_the_layers_find_the_codes_of_y_and_cast_nothing(recipe, dtype, monkeypa
 
     def spy(self, row, col):
         codes = own(self, row, col)
-        found.append((self.given, self.matrix(), row, col, codes))
+        found.append((self.tensor, self.matrix(), row, col, codes))
         return codes
 
     monkeypatch.setattr(inputs.Input, "codes", spy)
