@@ -24,7 +24,7 @@ WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "additional_
 #: kind of frozen weights -> suffixes of repositories that publish the same model with such weights
 TWINS = {"block": ("-FP8", "-FP8-block"), "row": ("-FP8", "-FP8-dynamic"), "tensor": ("-FP8", "-FP8-tensor")}
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class HubError(ValueError):
@@ -39,7 +39,7 @@ def is_name(text: str, folder: str | Path | None = None) -> bool:
     return not (Path(text) if folder is None else Path(folder) / text.partition("/")[0]).exists()
 
 
-def resolve_names(cfg: Any, say: Say) -> Any:
+def resolve_names(cfg: Any, log: Log) -> Any:
     """An `octavo.config.Config` with resolved names: `model.path` is a folder, and data sets have the newest revision.
     A configuration without names is returned unchanged.
 
@@ -49,31 +49,31 @@ def resolve_names(cfg: Any, say: Say) -> Any:
     model, data = cfg.model, cfg.data
     if is_name(model.path):
         kind = None if model.revision is not None else model.load_in_fp8.kinds.get("foundation")
-        folder = model_folder(model.path, model.revision, kind, say)
+        folder = model_folder(model.path, model.revision, kind, log)
         model = model.model_copy(update={"path": str(folder), "revision": None})
-    parts = {of: tuple(_pinned(entry, say) for entry in getattr(data, of)) for of in ("train", "eval")}
+    parts = {of: tuple(_pinned(entry, log) for entry in getattr(data, of)) for of in ("train", "eval")}
     if model is cfg.model and parts == {of: getattr(data, of) for of in parts}:
         return cfg
     return cfg.model_copy(update={"model": model, "data": data.model_copy(update=parts)})
 
 
-def model_folder(name: str, revision: str | None, kind: str | None, say: Say) -> Path:
+def model_folder(name: str, revision: str | None, kind: str | None, log: Log) -> Path:
     """The folder of a model, or of its published twin with codes of `kind` (row, block, tensor; None: no twin)."""
     called = NAME_OF_KIND.get(kind or "", kind)
     sha, why = _newest(name, revision, "model")
     for twin in (name + ending for ending in TWINS.get(kind or "", ()) if "fp8" not in name.lower()):
-        if (taken := _twin(twin, str(kind), sha is not None, say)) is not None:
-            say(f"model.path {name}: {_at(taken)} is taken, its published FP8 twin ({called}, load_in_fp8)")
+        if (taken := _twin(twin, str(kind), sha is not None, log)) is not None:
+            log(f"model.path {name}: {_at(taken)} is taken, its published FP8 twin ({called}, load_in_fp8)")
             return taken
     if sha is not None:
         folder = _download(name, sha)
     elif (cached := _in_cache(name, revision)) is not None:
         folder = cached
-        say(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
+        log(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
     else:
         raise HubError(_unreachable(name, revision, "model", why))
     no_twin = "" if kind is None else f"; no published FP8 twin of the kind {called} was found, so it is quantized here"
-    say(f"model.path {name}: {_at(folder)} is taken{no_twin}")
+    log(f"model.path {name}: {_at(folder)} is taken{no_twin}")
     return folder
 
 
@@ -91,14 +91,14 @@ def _at(folder: Path) -> str:
     return f"{source['name']} at {source['revision'][:12]}"
 
 
-def _pinned(entry: Any, say: Say) -> Any:
+def _pinned(entry: Any, log: Log) -> Any:
     """A data set with the SHA of its revision."""
     if not is_name(entry.path) or (entry.revision is not None and re.fullmatch("[0-9a-f]{40}", entry.revision)):
         return entry
     sha, why = _newest(entry.path, entry.revision, "dataset")
     if sha is None:
         raise HubError(_unreachable(entry.path, entry.revision, "dataset", why))
-    say(f"data set {entry.path}: revision {sha[:12]} is taken")
+    log(f"data set {entry.path}: revision {sha[:12]} is taken")
     return entry.model_copy(update={"revision": sha})
 
 
@@ -162,7 +162,7 @@ def _unreachable(name: str, revision: str | None, kind: str, why: str) -> str:
     )
 
 
-def _twin(name: str, kind: str, reachable: bool, say: Say) -> Path | None:
+def _twin(name: str, kind: str, reachable: bool, log: Log) -> Path | None:
     """The folder of a repository whose weights are codes of `kind`; None where there is none. If the hub is not
     `reachable`, only the cache is searched."""
     from huggingface_hub import errors, hf_hub_download
@@ -179,11 +179,11 @@ def _twin(name: str, kind: str, reachable: bool, say: Say) -> Path | None:
         sha, why = None, first_line(cause)[:160]
     if cached is None and sha is None:
         if why:
-            say(f"note: whether there is {name} cannot be asked now ({why}); it is not taken")
+            log(f"note: whether there is {name} cannot be asked now ({why}); it is not taken")
         return None
     held = kind_of(config if cached is None else cached / "config.json")
     if held != kind:
-        say(
+        log(
             f"note: {name} is not taken: its codes are "
             f"{'of no kind known here' if held is None else NAME_OF_KIND[held]}"
         )

@@ -61,19 +61,19 @@ class PreferencePhase(Phase):
         return figures if self._held is None else {**figures, **stepper.on_held_out(self._held)}
 
     def stepper(
-        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+        self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
     ) -> PreferenceStepper:
         return PreferenceStepper.of(plain)
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
         kind = settings(stepper.cfg).reference
         if not stepper.how.reference:
             return
         if kind_of(kind, stepper.cfg) == "disk":
-            stepper.reference = stored_reference(stepper, processor, directory, step, self._held, say)
+            stepper.reference = stored_reference(stepper, processor, directory, step, self._held, log)
         else:
-            stepper.reference = ComputedReference(reference_for(kind, stepper, directory / PLAN, say))
+            stepper.reference = ComputedReference(reference_for(kind, stepper, directory / PLAN, log))
 
 
 def settings(cfg: Config) -> PreferenceSection:

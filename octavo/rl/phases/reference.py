@@ -42,7 +42,7 @@ class Reference(HoldsMemory, Protocol):
         without a graph."""
 
 
-def reference_for(kind: str, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Reference:
+def reference_for(kind: str, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> Reference:
     """The reference of a run. `kind`: auto, base or copy. `plan_file`: the run's plan.json, which a copy follows.
 
     Raises the errors of loading a model and its plan.
@@ -50,9 +50,9 @@ def reference_for(kind: str, stepper: Stepper, plan_file: Path, say: Callable[[s
     cfg = stepper.cfg
     if kind_of(kind, cfg) == "base":
         if cfg.lora is not None and (source := cfg.lora.adapter or cfg.run.start_from):
-            say(f"note: the reference is the base without adapters, not the base with the adapters of {source}")
+            log(f"note: the reference is the base without adapters, not the base with the adapters of {source}")
         return Base(stepper)
-    return Copy.of(stepper, plan_file, say)
+    return Copy.of(stepper, plan_file, log)
 
 
 def kind_of(kind: str, cfg: Config) -> str:
@@ -87,7 +87,7 @@ class Copy:
         self.cfg, self.forward, self.head = cfg, forward, head
 
     @classmethod
-    def of(cls, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Copy:
+    def of(cls, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> Copy:
         """Load the weights that the run began with, on the policy's device and ranks."""
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
@@ -103,7 +103,7 @@ class Copy:
         head = None if stepper.head is None else chunk_head(model)
         parallel.shard(model, family, world)
         if note := reference_note(stepper.model, model):
-            say(f"note: {note}")
+            log(f"note: {note}")
         return cls(cfg, forward, head if isinstance(head, ChunkedHead) else None)
 
     @property

@@ -132,7 +132,7 @@ class StoredReference:
 
 
 def stored_reference(
-    stepper: Stepper, processor: Any, directory: Path, step: int, held: EvalSet | None, say: Callable[[str], None]
+    stepper: Stepper, processor: Any, directory: Path, step: int, held: EvalSet | None, log: Callable[[str], None]
 ) -> StoredReference:
     """The reference of a run that resumed after `step`, computed where its directory does not hold it yet. `held`:
     held-out pairs. A collective.
@@ -147,7 +147,7 @@ def stored_reference(
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.total_steps)
     wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
     key = _key(stepper, directory / run_dir.PLAN)
-    done = world.from_main(lambda: _done(table, key, step, total, world.size, say))
+    done = world.from_main(lambda: _done(table, key, step, total, world.size, log))
     if done:
         table.read()
     if done == total:
@@ -170,10 +170,10 @@ def stored_reference(
         for batch in itertools.islice(held or (), max(0, done - len(steps)), None):
             yield [batch]
 
-    reference = _first_weights(stepper, directory, step, say)
+    reference = _first_weights(stepper, directory, step, log)
     if note := reference_note(stepper.model, stepper.model):
-        say(f"note: {note}")
-    say(f"the reference is computed once: {_pairs(table, done, total)} into {table.file}")
+        log(f"note: {note}")
+    log(f"the reference is computed once: {_pairs(table, done, total)} into {table.file}")
     began = last = time.monotonic()
     for number, batches in enumerate(rounds(), done + 1):
         world.at(f"the reference, batches {number} of {total}")
@@ -183,7 +183,7 @@ def stored_reference(
         now = time.monotonic()
         if world.is_main and (number == total or now - last >= EVERY):
             table.write(key, number, total, world.size)
-            say(f"reference: {number} of {total} batches, {now - began:.0f} s")
+            log(f"reference: {number} of {total} batches, {now - began:.0f} s")
             last = now
     world.barrier()
     return table
@@ -255,7 +255,7 @@ def _digest(value: Any) -> str:
 
 
 def _done(
-    table: StoredReference, key: Mapping[str, str], step: int, total: int, ranks: int, say: Callable[[str], None]
+    table: StoredReference, key: Mapping[str, str], step: int, total: int, ranks: int, log: Callable[[str], None]
 ) -> int:
     """How many of `total` rounds the file holds; 0 if it belongs to other settings, data or weights. After the first
     step the weights have changed, so their digest is compared only before it."""
@@ -265,7 +265,7 @@ def _done(
     other = [name for name in ("run", *(("first",) if step == 0 else ())) if about["key"].get(name) != key[name]]
     if other:
         what = "other settings or data" if other[0] == "run" else "other weights or another plan"
-        say(f"{table.file} belongs to {what}; it is computed again")
+        log(f"{table.file} belongs to {what}; it is computed again")
         for name in table.sums:
             table.sums[name][:] = np.nan
         return 0
@@ -274,10 +274,10 @@ def _done(
     return about["done"] if about["ranks"] == ranks else 0  # other ranks have other held-out batches
 
 
-def _first_weights(stepper: Stepper, directory: Path, step: int, say: Callable[[str], None]) -> Reference:
+def _first_weights(stepper: Stepper, directory: Path, step: int, log: Callable[[str], None]) -> Reference:
     """A reference with the initial weights: the policy itself before its first update, else a second copy."""
     if step == 0 or stepper.cfg.lora is not None:
         return Base(stepper)
     missing = directory / FILE
-    say(f"note: {missing} does not exist, and weights have changed: the initial weights are loaded again for it")
-    return Copy.of(stepper, directory / run_dir.PLAN, say)
+    log(f"note: {missing} does not exist, and weights have changed: the initial weights are loaded again for it")
+    return Copy.of(stepper, directory / run_dir.PLAN, log)

@@ -105,7 +105,7 @@ class RlPhase(Phase):
         return {**figures, **rewards}
 
     def stepper(
-        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+        self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
     ) -> RlStepper:
         assert self.rewards is not None and self._loader is not None
         settings, world, forward = Settings.of(plain.cfg), plain.world, plain.forward
@@ -120,11 +120,11 @@ class RlPhase(Phase):
             kv=section.kv,
             pages=section.pages,
             invariant=section.invariant,
-            say=say,
+            log=log,
         )
-        reference = reference_for(section.reference, plain, directory / PLAN, say) if settings.beta else None
+        reference = reference_for(section.reference, plain, directory / PLAN, log) if settings.beta else None
         if self.rewards.on_bad == "zero":
-            self.reward_errors = RewardErrors(self.rewards, world, say, step, plain.cfg.run.encrypt)
+            self.reward_errors = RewardErrors(self.rewards, world, log, step, plain.cfg.run.encrypt)
         stepper = RlStepper.of(
             plain,
             roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
@@ -137,7 +137,7 @@ class RlPhase(Phase):
         stepper.same.resume(proof.get("rollouts") or {}, step)
         return stepper
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         assert isinstance(stepper, RlStepper)
         if stepper.log is not None:
             stepper.log.begin(step)

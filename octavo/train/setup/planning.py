@@ -220,7 +220,7 @@ def plan_run(
     world: parallel.World,
     count: Callable[[models.Family, nn.Module], Tokens],
     saved: Path | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[Schedule, models.Family, tuple[str, ...], Prediction | None]:
     """Return (plans, family, notes, prediction) at the start of a run; a collective where the plan is measured.
 
@@ -236,7 +236,7 @@ def plan_run(
 
     def work() -> dict:
         tokens = count(family, model).shared(cfg.parallel.context)
-        measurements = measured(cfg, model, family, world.device, tokens, _progress_of(say))
+        measurements = measured(cfg, model, family, world.device, tokens, _progress_of(log))
         return {"tokens": list(astuple(tokens)), "found": measurements.to_json()}
 
     answer = world.from_main(work)
@@ -263,10 +263,10 @@ def measured(
     )
 
 
-def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
+def _progress_of(log: Callable[[str], None]) -> Callable[[int, int, str], None]:
     def report(done: int, total: int, what: str) -> None:
         if done < total:
-            say(f"measuring layer {done + 1} of {total}: {what}")
+            log(f"measuring layer {done + 1} of {total}: {what}")
 
     return report
 
