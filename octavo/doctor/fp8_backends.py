@@ -36,9 +36,9 @@ def versions_tested(device: str | None = None) -> Check:
 
     device = device or str(accelerator.here())
 
-    here = ", ".join(f"{package} {version}" for package, version in kernels.installed().items())
+    here = ", ".join(f"{package} {version}" for package, version in kernels.installed_versions().items())
     most = ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in kernels.TESTED.items())
-    if not (phrases := kernels.newer()):
+    if not (phrases := kernels.find_untested()):
         return Check("fp8", "versions", OK, f"{here}: tested versions (up to {most}), no kernel needs checking")
     try:
         count = _check_kernels(device)
@@ -65,7 +65,7 @@ def _check_kernels(device: str) -> int:
     checks = planning.kernels_of([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
     chosen = select("adamw", recipe_or_spec=fp8.CastSpec(), device=on).backend.name
     checks |= kernels.adamw_checks(chosen, on)
-    kernels.ensure(checks, on, limit=float("inf"))
+    kernels.run_checks(checks, on, limit=float("inf"))
     return len(checks)
 
 

@@ -20,7 +20,7 @@ import torch
 from octavo.base.recipe_specs import LADDER
 from octavo.fp8.adapting.deciding import HIGH, Key, Place, Work, place_on
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe, recipe
-from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.dense.gemms import select_layer_backends
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
@@ -128,8 +128,8 @@ def _selections(plan: Plan, row: PlanRow, mixed: Recipe, changed: Sequence[str])
     their GEMMs can, so their backends are chosen together."""
     where = torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind
     if row.kind == "experts":
-        return backends_for(mixed, *where)
-    chosen = backends_for(mixed, *where, changed)
+        return select_layer_backends(mixed, *where)
+    chosen = select_layer_backends(mixed, *where, changed)
     selections = {gemm: chosen.get(gemm) if gemm in changed else row.selections.get(gemm) for gemm in GEMMS}
     return {gemm: selection for gemm, selection in selections.items() if selection is not None}
 
@@ -143,7 +143,9 @@ def _gemms(row: PlanRow) -> list[str]:
 
 def _can(plan: Plan, row: PlanRow, mixed: Recipe, gemm: str) -> bool:
     try:
-        backends_for(mixed, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,))
+        select_layer_backends(
+            mixed, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,)
+        )
     except BackendError:
         return False
     return True

@@ -22,8 +22,8 @@ from torch import Tensor
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense import gemms
-from octavo.fp8.dense.gemms import DENSE, Site
-from octavo.fp8.dense.inputs import Input, Pair, cast_matrix
+from octavo.fp8.dense.gemms import DENSE_OPS, Site
+from octavo.fp8.dense.inputs import Input, QuantizedPair, cast_matrix
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import Seen
 from octavo.fp8.weights.cache import WeightSlice
@@ -111,7 +111,7 @@ class Fp8:
     taken.
     """
 
-    def __init__(self, weight: Tensor, call: Call, h: Tensor | None, codes: Pair, seen: list[Seen]) -> None:
+    def __init__(self, weight: Tensor, call: Call, h: Tensor | None, codes: QuantizedPair, seen: list[Seen]) -> None:
         assert call.site is not None
         self.weight, self.call, self.site, self.h, self.codes, self.seen = weight, call, call.site, h, codes, seen
         self.given = None if h is None else Input(h, None, call.low)
@@ -133,7 +133,7 @@ class Fp8:
         seen = recorder.begin(self.site.name, False, False, True) if self.again else self.seen[self._number(block)]
         part = WeightSlice(rows=(block.start, block.stop))
         low = self.call.low
-        return gemms.fwd(self.site, DENSE, self.given, self.codes[0], self.weight, part, bias, low, seen)[0]
+        return gemms.fwd(self.site, DENSE_OPS, self.given, self.codes[0], self.weight, part, bias, low, seen)[0]
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
         site, seen, low = self.site, self.seen[self._number(block)], self.call.low
@@ -141,11 +141,11 @@ class Fp8:
         row, col = cast_matrix(dx, site.dy.row if dh is not None else None, site.dy.col if dw is not None else None)
         if dh is not None:
             part = WeightSlice(rows=(block.start, block.stop))
-            dh += gemms.dgrad(site, DENSE, dx, row, self.weight, part, None, dh.dtype, seen)
+            dh += gemms.dgrad(site, DENSE_OPS, dx, row, self.weight, part, None, dh.dtype, seen)
         if dw is not None:
             x = self.h if self.codes[1] is None else self.codes[1]
             assert x is not None
-            dw.copy_(gemms.wgrad(site, DENSE, dx, col, x, self.h, dw.dtype, seen))
+            dw.copy_(gemms.wgrad(site, DENSE_OPS, dx, col, x, self.h, dw.dtype, seen))
 
     def _number(self, block: slice) -> int:
         return block.start // self.call.width

@@ -33,7 +33,7 @@ from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.base.safe_read import first_line
 from octavo.fp8 import observe
-from octavo.fp8.kernels import CudaGraph, Graph, without_waits
+from octavo.fp8.kernels import CudaGraph, Graph, forbid_synchronization
 from octavo.parallel import World
 from octavo.train.forward.losses import IGNORE
 from octavo.train.step.update import Loss
@@ -163,7 +163,7 @@ class Graphs:
             work()
             reached = [p for p in self.model.parameters() if p.grad is not None]
             _without_gradients(self.model)
-            with without_waits(self.device):
+            with forbid_synchronization(self.device):
                 work()
             _without_gradients(self.model)
         if stream is not None:
