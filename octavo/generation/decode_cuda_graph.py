@@ -117,7 +117,7 @@ class Replayed:
         memory."""
         assert self.graph is not None
         try:
-            with observe.muted(), without_waits(self.caller.device):
+            with observe.mute_reports(), without_waits(self.caller.device):
                 self.step(rows)
             graph = self.graph()
             with observe.record_gemms() as tape, weights_stay():

@@ -156,7 +156,7 @@ class GatedMlp(Swapped):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if recorder.watching() or _seen_from_outside() or not computable(x) or active():
+        if recorder.is_watching() or _seen_from_outside() or not computable(x) or active():
             return False
         if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return False
@@ -206,7 +206,7 @@ class _Mlp(torch.autograd.Function):
             recorder.begin(site.name, dgrad, wgrad, call.grad)
             for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
-        seen[0].shown = seen[1].shown = False  # dgate and dup are cast without being written
+        seen[0].shows_operands = seen[1].shows_operands = False  # dgate and dup are cast without being written
         source, way = Input(x, gate), DENSE if call.grad else NO_GRADIENT
 
         def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:

@@ -39,7 +39,7 @@ from octavo.fp8.dense.gemms import DENSE, NO_GRADIENT, Dense, ScaledCasts, Site,
 from octavo.fp8.dense.inputs import Input, Source, without_autocast
 from octavo.fp8.invariance import active
 from octavo.fp8.observe import recorder
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 from octavo.fp8.weights.shards import is_whole
 
@@ -135,7 +135,9 @@ class Saved(NamedTuple):
     restore: Callable[[Dense, Sequence[Tensor]], tuple[Quantized | Tensor, Tensor | None]] | None
 
 
-def _cast_x(x: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[ScaledCasts | None, Quantized | None, Saved]:
+def _cast_x(
+    x: Input, call: Call, seen: LayerRecord, needs_w: bool
+) -> tuple[ScaledCasts | None, Quantized | None, Saved]:
     """(the scaling of casts, None for the current amax; the operand x of fwd; what is saved of x for wgrad).
 
     If the backward recomputes x, only the tensors that x is computed from are saved, and a scale from a history.
@@ -155,7 +157,7 @@ def _cast_x(x: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[ScaledCast
         return scaling, x_q, Saved((*source.tensors, *scale), again)
     if x_col is None:
         return scaling, x_q, Saved((x.high(),), _itself)
-    exact = (x.matrix(),) if seen.watched else ()
+    exact = (x.matrix(),) if seen.keeps_x else ()
     return scaling, x_q, Saved((x_col.data, x_col.scale, *exact), partial(_codes, x_col.spec))
 
 
