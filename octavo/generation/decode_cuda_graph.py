@@ -117,7 +117,7 @@ class Replayed:
         memory."""
         assert self.graph is not None
         try:
-            with observe.muted(), forbid_synchronization(self.caller.device):
+            with observe.mute_reports(), forbid_synchronization(self.caller.device):
                 self.step(rows)
             graph = self.graph()
             with observe.record_gemms() as tape, assume_constant_weights():

@@ -31,7 +31,7 @@ from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 
 PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", then "_<parameter>" in modules of experts
 HISTORIES_KEY = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
@@ -55,7 +55,7 @@ class DelayedScaling(NamedTuple):
     held: dict[str, Tensor]
     suffix: str
 
-    def begin(self, x: Tensor, slot: int | None, training: bool, seen: Seen) -> DelayedCasts:
+    def begin(self, x: Tensor, slot: int | None, training: bool, seen: LayerRecord) -> DelayedCasts:
         """The casts of one forward and its backward: rows on the device of x, which only training writes."""
         return DelayedCasts(self.history(slot or 0, x.device), training and seen.counted, seen.recompute)
 

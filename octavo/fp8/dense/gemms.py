@@ -28,7 +28,7 @@ from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matr
 from octavo.fp8.invariance import active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
 from octavo.fp8.kernels.self_check import kernel_checks, run_checks
-from octavo.fp8.observe.recorder import HIGH, Result, Seen
+from octavo.fp8.observe.recorder import HIGH, LayerRecord, Result
 from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
 
 
@@ -50,7 +50,7 @@ class ScaledCasts(Protocol):
 class Scaling(Protocol):
     """Where the scales of x and dy come from, if not from the current amax."""
 
-    def begin(self, x: Tensor, slot: int | None, training: bool, seen: Seen) -> ScaledCasts: ...
+    def begin(self, x: Tensor, slot: int | None, training: bool, seen: LayerRecord) -> ScaledCasts: ...
 
     def follow(self, device: torch.device) -> None: ...
 
@@ -141,19 +141,19 @@ class DenseOps:
     def bias_grad(self, dy: Tensor) -> Tensor:
         return dy.sum(0, dtype=torch.float32)
 
-    def operand(self, seen: Seen, role: str, x: Tensor, q: Quantized) -> None:
+    def operand(self, seen: LayerRecord, role: str, x: Tensor, q: Quantized) -> None:
         seen.operand(role, x, q)
 
-    def weight(self, seen: Seen, w: Tensor, q: Quantized) -> None:
+    def weight(self, seen: LayerRecord, w: Tensor, q: Quantized) -> None:
         seen.operand("w", w, q)
 
-    def gradient(self, seen: Seen, dw: Tensor, dy: Tensor, x: Tensor) -> None:
+    def gradient(self, seen: LayerRecord, dw: Tensor, dy: Tensor, x: Tensor) -> None:
         seen.gradient(dw, dy, x)
 
-    def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
+    def product(self, seen: LayerRecord, gemm: str, a: Tensor, b: Tensor) -> None:
         seen.product(gemm, a, b)
 
-    def result(self, seen: Seen, result: Result) -> None:
+    def result(self, seen: LayerRecord, result: Result) -> None:
         seen.result(result)
 
 
@@ -179,7 +179,7 @@ def get_weight_codes(
 
 def fwd(
     site: Site, way: DenseOps, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
-    bias: Tensor | None, dtype: torch.dtype, seen: Seen,
+    bias: Tensor | None, dtype: torch.dtype, seen: LayerRecord,
 ) -> tuple[Tensor, Quantized | None]:  # fmt: skip
     """(y [M, N] in ``dtype``, the codes of w if the backward must save them).
 
@@ -187,23 +187,23 @@ def fwd(
     cast during a graph capture, where no cache keeps them, and dgrad uses the same codes.
     """
     gemm = site.recipe.fwd
-    if seen.judged and not seen.recompute and x is not None and has_values(weight):
+    if seen.is_observed and not seen.recompute and x is not None and has_values(weight):
         way.product(seen, "fwd", x.matrix(), part.of(weight))
     if gemm is None or x_q is None:
         assert x is not None
-        if seen.heard:
+        if seen.has_counters:
             seen.gemm("fwd", HIGH, way.flops(x.rows, *part.shape(weight)))
         return way.high_fwd(x.high(), part.of(weight), bias), None
     backend = site.selections["fwd"].backend
     w_q = get_weight_codes(site, way, "fwd", weight, part, gemm.b)
-    if seen.watched and not seen.recompute and x is not None:
+    if seen.keeps_x and not seen.recompute and x is not None:
         way.operand(seen, "x", x.matrix(), x_q)
         if has_values(weight):
             way.weight(seen, part.of(weight), w_q)
-    if seen.heard:
+    if seen.has_counters:
         seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *part.shape(weight)))
     y = way.fwd(backend, x_q, w_q, dtype, bias)
-    if "fwd" in seen.checked:
+    if "fwd" in seen.checked_gemms:
         # Observers may run the GEMM again, or compare it with the operands in high precision.
         exact, w = None if x is None else x.matrix(), part.of(weight) if has_values(weight) else None
         again, noted = partial(way.fwd, backend, x_q, w_q, dtype, bias), site.scaling is not None
@@ -220,11 +220,11 @@ def dgrad(
     part: WeightSlice,
     w_q: Quantized | None,
     dtype: torch.dtype,
-    seen: Seen,
+    seen: LayerRecord,
 ) -> Tensor:
     """dx [M, K] in ``dtype``. ``w_q``: the codes of w if the forward saved them."""
     gemm = site.recipe.dgrad
-    if seen.judged and has_values(weight):
+    if seen.is_observed and has_values(weight):
         way.product(seen, "dgrad", dy, part.of(weight))
     if gemm is None or dy_q is None:
         if seen.counters:
@@ -234,13 +234,13 @@ def dgrad(
         # Cached codes if the weight has not changed; otherwise, after resharding, a new cast of the gathered weight.
         w_q = get_weight_codes(site, way, "dgrad", weight, part, gemm.b)
     backend = site.selections["dgrad"].backend
-    if seen.watched:
+    if seen.keeps_x:
         way.operand(seen, "dy", dy, dy_q)
     if seen.counters:
         seen.gemm("dgrad", backend.name, way.flops(dy.shape[0], *part.shape(weight)))
     dx = way.dgrad(backend, dy_q, w_q, dtype)
-    if "dgrad" in seen.checked:
-        shown, w = dy if seen.shown else None, part.of(weight) if has_values(weight) else None
+    if "dgrad" in seen.checked_gemms:
+        shown, w = dy if seen.shows_operands else None, part.of(weight) if has_values(weight) else None
         again, noted = partial(way.dgrad, backend, dy_q, w_q, dtype), site.scaling is not None
         way.result(seen, Result("dgrad", backend.name, shown, dy_q, w, w_q, noted, None, dx, again))
     return dx
@@ -254,12 +254,12 @@ def wgrad(
     x: Quantized | Tensor,
     exact: Tensor | None,
     dtype: torch.dtype,
-    seen: Seen,
+    seen: LayerRecord,
 ) -> Tensor:
     """dw [N, K] in ``dtype``. ``x``: saved by the forward; ``exact``: x in high precision, for observers."""
     if dy_q is None or not isinstance(x, Quantized):
         assert isinstance(x, Tensor)
-        if seen.judged:
+        if seen.is_observed:
             way.product(seen, "wgrad", dy, x)
         if seen.counters:
             seen.gemm("wgrad", HIGH, way.flops(dy.shape[0], dy.shape[1], x.shape[1]))
@@ -268,14 +268,14 @@ def wgrad(
     if seen.counters:
         seen.gemm("wgrad", backend.name, way.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
     dw = way.wgrad(backend, dy_q, x, dtype)
-    if "wgrad" in seen.checked:
-        shown, noted = dy if seen.shown else None, site.scaling is not None
+    if "wgrad" in seen.checked_gemms:
+        shown, noted = dy if seen.shows_operands else None, site.scaling is not None
         again = partial(way.wgrad, backend, dy_q, x, dtype)
         way.result(seen, Result("wgrad", backend.name, shown, dy_q, exact, x, noted, None, dw, again))
-    if seen.judged and exact is not None:
+    if seen.is_observed and exact is not None:
         way.product(seen, "wgrad", dy, exact)
     # wgrad has casts of its own, along the rows of x and dy, so observers see both operands again.
-    if seen.watched and exact is not None:
+    if seen.keeps_x and exact is not None:
         way.operand(seen, "x_wgrad", exact, x)
         way.operand(seen, "dy_wgrad", dy, dy_q)
         way.gradient(seen, dw, dy, exact)

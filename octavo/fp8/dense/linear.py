@@ -39,7 +39,7 @@ from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, DenseOps, ScaledCas
 from octavo.fp8.dense.inputs import Input, Source, without_autocast
 from octavo.fp8.invariance import active
 from octavo.fp8.observe import recorder
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 from octavo.fp8.weights.shards import is_whole
 
@@ -136,7 +136,7 @@ class SavedInput(NamedTuple):
 
 
 def _cast_x(
-    x: Input, call: GemmArgs, seen: Seen, needs_w: bool
+    x: Input, call: GemmArgs, seen: LayerRecord, needs_w: bool
 ) -> tuple[ScaledCasts | None, Quantized | None, SavedInput]:
     """(the scaling of casts, None for the current amax; the operand x of fwd; what is saved of x for wgrad).
 
@@ -157,7 +157,7 @@ def _cast_x(
         return scaling, x_q, SavedInput((*source.tensors, *scale), again)
     if x_col is None:
         return scaling, x_q, SavedInput((x.high(),), _restore_x)
-    exact = (x.matrix(),) if seen.watched else ()
+    exact = (x.matrix(),) if seen.keeps_x else ()
     return scaling, x_q, SavedInput((x_col.data, x_col.scale, *exact), partial(_restore_codes, x_col.spec))
 
 

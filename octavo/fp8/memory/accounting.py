@@ -194,13 +194,13 @@ class Accountant:
 
     # --- what happens during the forward ------------------------------------------------------------------------------
 
-    @recorder.only_watches
+    @recorder.observer_hook
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
             outer_name, outer_block = self._path[-1] if self._path else ("", "")
             self._path.append((self._names.get(module, outer_name), self._blocks.get(module, outer_block)))
 
-    @recorder.only_watches
+    @recorder.observer_hook
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._path:
             self._path.pop()

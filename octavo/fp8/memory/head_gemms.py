@@ -25,7 +25,7 @@ from octavo.fp8.dense import gemms
 from octavo.fp8.dense.gemms import DENSE_OPS, Site
 from octavo.fp8.dense.inputs import Input, QuantizedPair, cast_matrix
 from octavo.fp8.observe import recorder
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import WeightSlice
 
 _BLOCK = 128  # the side of the widest blocks of scales
@@ -111,7 +111,9 @@ class Fp8:
     taken.
     """
 
-    def __init__(self, weight: Tensor, call: Call, h: Tensor | None, codes: QuantizedPair, seen: list[Seen]) -> None:
+    def __init__(
+        self, weight: Tensor, call: Call, h: Tensor | None, codes: QuantizedPair, seen: list[LayerRecord]
+    ) -> None:
         assert call.site is not None
         self.weight, self.call, self.site, self.h, self.codes, self.seen = weight, call, call.site, h, codes, seen
         self.given = None if h is None else Input(h, None, call.low)
@@ -121,7 +123,7 @@ class Fp8:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What the backward needs of h."""
-        whole = None in self.site.x or any(s.watched for s in self.seen)
+        whole = None in self.site.x or any(s.keeps_x for s in self.seen)
         held = [t for q in self.codes if q is not None for t in (q.data, q.scale)]
         return (*held, self.h) if whole and self.h is not None else tuple(held)
 
@@ -152,7 +154,7 @@ class Fp8:
 
 
 def _restored(
-    call: Call, specs: Sequence[CastSpec | None], seen: list[Seen], weight: Tensor, tensors: Sequence[Tensor]
+    call: Call, specs: Sequence[CastSpec | None], seen: list[LayerRecord], weight: Tensor, tensors: Sequence[Tensor]
 ) -> Fp8:
     """A head in its backward, of what was saved."""
     left = list(tensors)

@@ -190,7 +190,7 @@ class Experts(CachesWeights):
             return three_gemms(rows, weights[expert], biases[expert], call)
 
         y, ran = one_by_one(x, groups, run)
-        recorder.idle(site.name, groups.experts - ran)
+        recorder.record_idle_experts(site.name, groups.experts - ran)
         return y
 
     def extra_repr(self) -> str:

@@ -191,7 +191,7 @@ def _planned(run: Run, fresh: bool) -> list[Any]:
         return []
     from octavo.train.setup import planning
 
-    if planning.policy_from(run.cfg).asks_auto:
+    if planning.policy_from(run.cfg).requests_auto:
         return []
     return [planning.Planned(run.cfg, *planning.plan_for(run.cfg))]
 

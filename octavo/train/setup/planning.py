@@ -117,7 +117,7 @@ def _recipes(plan: fp8.Plan) -> str:
 
 def leaves_open(cfg: Config) -> bool:
     """Whether the configuration leaves recipes to a measurement or a plan file."""
-    return cfg.fp8.plan is not None or policy_from(cfg).asks_auto
+    return cfg.fp8.plan is not None or policy_from(cfg).requests_auto
 
 
 def model_of(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
@@ -228,7 +228,7 @@ def plan_run(
     a GPU, rank 0 measures and all ranks plan with the same measurements.
     """
     planned = saved is not None or cfg.fp8.plan is not None
-    if planned or not policy_from(cfg).asks_auto or not accelerator.is_gpu(world.device):
+    if planned or not policy_from(cfg).requests_auto or not accelerator.is_gpu(world.device):
         plan, family, notes = plan_for(cfg, world.size, saved)
         plans = scheduled(cfg, plan)
         return plans, family, (*notes, *spans_told(plans)), None

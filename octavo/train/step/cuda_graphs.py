@@ -159,7 +159,7 @@ class Graphs:
         stream = torch.cuda.Stream(self.device) if gpu else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        with observe.muted(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with observe.mute_reports(), torch.cuda.stream(stream) if stream is not None else nullcontext():
             work()
             reached = [p for p in self.model.parameters() if p.grad is not None]
             _without_gradients(self.model)
