@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
-        Layout.of(count, cfg.parallel)  # refuse a wrong mesh once, not on each rank
+        Layout.from_section(count, cfg.parallel)  # refuse a wrong mesh once, not on each rank
         return launch_ranks.launch(_words(args), count)
     with arguments.importing():
         from octavo import rl

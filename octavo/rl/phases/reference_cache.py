@@ -147,7 +147,7 @@ def stored_reference(
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.total_steps)
     wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
     key = _key(stepper, directory / run_dir.PLAN)
-    done = world.from_main(lambda: _done(table, key, step, total, world.size, log))
+    done = world.run_on_main(lambda: _done(table, key, step, total, world.size, log))
     if done:
         table.read()
     if done == total:
@@ -176,7 +176,7 @@ def stored_reference(
     log(f"the reference is computed once: {_pairs(table, done, total)} into {table.file}")
     began = last = time.monotonic()
     for number, batches in enumerate(rounds(), done + 1):
-        world.at(f"the reference, batches {number} of {total}")
+        world.set_phase(f"the reference, batches {number} of {total}")
         entries = [entry for batch in batches for entry in _entries(stepper, reference, batch)]
         for part in world.gather_objects(entries):  # each rank keeps all: a later epoch deals rows differently
             table.take(part)
@@ -244,9 +244,9 @@ def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:
 def _key(stepper: Stepper, plan: Path) -> dict[str, str]:
     """Digests of all that decides the numbers: `run` of settings and data, `first` of plan and initial weights."""
     cfg, world = stepper.cfg, stepper.world
-    run = world.from_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
+    run = world.run_on_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
     weights = world.gather_objects(_digest(dict(weight_sums(stepper.model))))
-    rows = world.from_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
+    rows = world.run_on_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
     return {"run": run, "first": _digest([weights, rows])}
 
 

@@ -139,7 +139,7 @@ def _run(
 
 
 def _lost(error: Exception, world: parallel.World) -> parallel.WorldError | None:
-    return world.lost(error) if isinstance(error, RuntimeError) else None
+    return world.lost_rank_error(error) if isinstance(error, RuntimeError) else None
 
 
 def _refuse_early(cfg: Config) -> None:
@@ -155,7 +155,7 @@ def _begin(
     watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
     """Assemble and resume the run, with the figures of earlier sessions from its directory."""
-    world.at("the start, assembling the run")
+    world.set_phase("the start, assembling the run")
     job = build.build(
         cfg, world, start, phase, display.log, describe_plan if display.console is not None else lambda of: ()
     )
@@ -198,7 +198,7 @@ def _train(run: Run) -> RunResult:
             return _training_loop(run)
     except Exception as error:
         may_have_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
-        wait = (1 - parallel.WAITS if may_have_lost_rank else 1) * run.cfg.run.timeout
+        wait = (1 - parallel.COLLECTIVE_SHARE if may_have_lost_rank else 1) * run.cfg.run.timeout
         run.tell_watchers("failed", error)
         raise
     finally:
@@ -242,9 +242,9 @@ def _step(run: Run, number: int) -> Step:
     """Train one step; its row has the entries of every step."""
     job, progress, settings = run.job, run.job.progress, run.cfg.train
     began = time.perf_counter()
-    run.world.at(f"step {number}, reading its rows")
+    run.world.set_phase(f"step {number}, reading its rows")
     batches = tuple(next(job.loader))
-    run.world.at(f"step {number}, forward and backward")
+    run.world.set_phase(f"step {number}, forward and backward")
     observe = _observe(run, number, batches)
     lr = lr_at(
         number,

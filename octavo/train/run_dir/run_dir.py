@@ -201,7 +201,7 @@ def enter(
     the model folder that have changed since the checkpoint, naming them.
     """
     directory = Path(cfg.run.dir)
-    known = world.from_main(lambda: _locked(cfg, directory, lock, log))
+    known = world.run_on_main(lambda: _locked(cfg, directory, lock, log))
     if dead := known.get("dead"):
         log(f"{directory} has a result, but {dead}: the run has not finished, and continues from its good checkpoints")
     if known["result"] is not None:
@@ -217,7 +217,7 @@ def enter(
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
     first = None if begins_with is None else start_from.find(begins_with, cfg, world, log)
-    prepared = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, log))
+    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, log))
     if known["run"] and chosen is None:
         log(f"{directory} holds a run that has no checkpoint yet; it starts from the beginning")
     prepared["place"] = tuple(prepared["place"])  # JSON has no tuples
@@ -253,7 +253,7 @@ def settle(start: Start, world: World, log: Callable[[str], None] = lambda text:
         truncate_metrics(start.directory / METRICS, start.step)
         truncate_metrics(start.directory / ADAPT, start.step)
 
-    world.from_main(remove)
+    world.run_on_main(remove)
 
 
 def _locked(cfg: Config, directory: Path, lock: RunLock, log: Callable[[str], None]) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def _plan(
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # A collective, so that no rank continues before the file is written: each quantizes a reference model by it.
-    world.from_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
+    world.run_on_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
     for line in describe_plan(planning.Planned(planned_cfg, schedule.main, family, notes, prediction, world.size)):
         log(line)
     if saved is not None and planning.leaves_open(cfg):
@@ -243,9 +243,11 @@ def _model(
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
     gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
     packed = models.Packed(model, family, context) if cfg.data.packing else None
-    dealt = parallel.Images(model, family, context) if context is not None and family.has_vision else None
+    image_sharding = (
+        parallel.ImageSharding(model, family, context) if context is not None and family.has_vision else None
+    )
     low = autocast_dtype(cfg, world.device) if gather is None else None
-    forward = Forward(model, world, low, gather, packed, context, dealt)
+    forward = Forward(model, world, low, gather, packed, context, image_sharding)
     keep_towers_running(model, family, forward, world)
     head = losses_of(model, cfg, log)
     parallel.shard(model, family, world, gather=gather)
@@ -253,7 +255,7 @@ def _model(
         outputs, experts = parallel.send_codes(model, world, models.cache_shape(model.config).dim)
         log(f"train.exchange: ranks send FP8 codes for attention outputs in {outputs} layers, expert rows in {experts}")
     if unread is not None:
-        world.at("loading the weights")
+        world.set_phase("loading the weights")
         lows, _ = parallel.fill(model, unread, world)
     frozen = frozen_base.Base.of(model, frozen_base.digests(model, world) if cfg.lora is not None else {}, world)
     if cfg.train.compile:
@@ -298,7 +300,7 @@ def context_for(cfg: Config, world: parallel.World) -> parallel.Context | None:
     if world.layout.context == 1:
         return None
     heads = models.read_config(cfg.model.path).get_text_config().num_attention_heads
-    return parallel.context_of(world, cfg.parallel.ulysses, heads)
+    return parallel.make_context(world, cfg.parallel.ulysses, heads)
 
 
 def seed_everything(seed: int) -> None:

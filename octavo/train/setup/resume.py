@@ -46,7 +46,7 @@ def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
         run_dir.write_json(start.directory / run_dir.PLAN, plan)
         return str(start.directory.resolve() / run_dir.PLAN)
 
-    return Path(world.from_main(find))
+    return Path(world.run_on_main(find))
 
 
 def keep_plan(
