@@ -32,7 +32,7 @@ from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, c
 from octavo.adapters.targets import NEVER, names_lost_by_peft
 from octavo.base import atomic_write, encryption, safe_read, target_folder
 from octavo.base.encryption.anonymous_file import plain_path
-from octavo.base.safe_read import COUNT, FINITE, FLAG, Is
+from octavo.base.safe_read import COUNT, FINITE, FLAG, ValueCheck
 from octavo.base.seal_note import NOTE, Note, note_bytes, read_note
 from octavo.fp8.weights import distributed, full, is_whole
 from octavo.models.folder import headers
@@ -56,11 +56,11 @@ _HONOURED = {
     *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "runtime_config"),
     *("megatron_core", "qalora_group_size", "lora_ga_config"),
 }
-_NAMES = Is(
+_NAMES = ValueCheck(
     lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
     "text or a list of names",
 )
-_LAYERS = Is(
+_LAYERS = ValueCheck(
     lambda value: all(type(one) is int for one in (value if isinstance(value, list) else [value])),
     "a number or a list of numbers",
 )
@@ -119,16 +119,16 @@ def save(
         odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(target_folder.contents(final)[:3])
         raise AdapterError(f"{final} exists and is no adapter's folder ({odd}); name another.")
     try:
-        with atomic_write.folder(final, AdapterError) as temporary:
+        with atomic_write.new_folder(final, AdapterError) as temporary:
             encrypted = encryption.Folder(temporary) if encrypt else None
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
             if encrypted is not None:
                 encrypted.put(temporary / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
             else:
                 save_file(cpu, temporary / WEIGHTS, metadata={"format": "pt"})
-            encryption.put(temporary / CONFIG, text.encode(), encrypted)
+            encryption.write_file(temporary / CONFIG, text.encode(), encrypted)
             if (note := read_note(base, AdapterError)) is not None:  # the sealed base may be gone when it is unsealed
-                encryption.put(temporary / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
+                encryption.write_file(temporary / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
             if encrypted is not None:
                 encrypted.write_list()
             atomic_write.sync_tree(temporary)
@@ -169,7 +169,7 @@ def read_config(directory: str | Path) -> LoraConfig:
     if not folder.is_dir() or not os.path.lexists(file):
         raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
     raw = safe_read.read_json(file, AdapterError)
-    safe_read.check_form(raw, _FORM, file, AdapterError)
+    safe_read.check_schema(raw, _FORM, file, AdapterError)
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(

@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from octavo.base.recipe_specs import FITTING
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import Config
 
@@ -144,6 +144,6 @@ def _next(result: Any, cfg: Config, args: argparse.Namespace) -> str:
         return f"octavo merge {run} {run}-merged"
     if (result.dir / "hf").is_dir():
         recipe = str(cfg.fp8.recipe)
-        kind = "bf16" if recipe == "off" else "fp8-dynamic" if recipe in FITTING["row"] else "fp8-block"
+        kind = "bf16" if recipe == "off" else "fp8-dynamic" if recipe in RECIPES_OF_KIND["row"] else "fp8-block"
         return f"octavo export {run} {run}-{kind.partition('-')[0]} --format {kind}"
     return f'octavo generate {run} --prompt "..."'

@@ -3,7 +3,7 @@
     tensorwise > rowwise > blockwise > high precision      an outlier spoils its tensor, its row, its block, nothing
     mxfp8 > high precision                                 nothing is finer than blocks of 32
 
-The order is :data:`octavo.base.recipe_specs.LADDER`. A finer recipe that no backend can run for a layer is left
+The order is :data:`octavo.base.recipe_specs.COARSE_TO_FINE`. A finer recipe that no backend can run for a layer is left
 out of its ladder. GEMMs outside of the share of linear FLOPs (the head, patch embeddings) do not move, nor do GEMMs
 of delayed scaling, whose histories belong to one recipe, and of weights that are codes between steps.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from octavo.base.recipe_specs import LADDER
+from octavo.base.recipe_specs import COARSE_TO_FINE
 from octavo.fp8.adapting.deciding import HIGH, GemmCost, GemmState, Key, place_on_ladder
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe, recipe
 from octavo.fp8.dense.gemms import select_layer_backends
@@ -30,7 +30,7 @@ from octavo.fp8.policy.decisions import OUTSIDE
 def finer_recipes(name: str, named: Sequence[str] | None = None) -> tuple[str, ...]:
     """The recipes between one and high precision: the ones ``named`` after it (all of them, where it is not
     among them), or those with smaller blocks."""
-    ladder = LADDER if named is None else tuple(named)
+    ladder = COARSE_TO_FINE if named is None else tuple(named)
     if name in ladder:
         return ladder[ladder.index(name) + 1 :]
     return () if named is None else ladder

@@ -269,7 +269,7 @@ def _odd_multipliers(x: Tensor) -> Tensor:
     rows, device = x.shape[0], x.device
     if x.is_meta or is_capturing(x.device) or torch._C._len_torch_dispatch_stack():
         return torch.arange(1, 2 * rows, 2, device=device)
-    stream = 0 if device.type == "cpu" else accelerator.stream_number(device)
+    stream = 0 if device.type == "cpu" else accelerator.stream_id(device)
     held = _odd_multiplier_cache.get((device, stream))
     if held is None or held.shape[0] < rows:
         with torch.inference_mode(False):

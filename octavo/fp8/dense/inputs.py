@@ -309,7 +309,7 @@ def _input_key(x: Input) -> tuple[object, ...]:
     """What identifies an input: see the top of this file."""
     tensor = x.given
     device = tensor.device
-    stream = 0 if device.type == "cpu" else accelerator.stream_number(device)
+    stream = 0 if device.type == "cpu" else accelerator.stream_id(device)
     return (
         tensor._version,
         tensor.data_ptr(),

@@ -328,7 +328,7 @@ class _Statistics(torch.autograd.Function):
                 if db is not None:
                     db[block] = dx.sum(0)
                 head.gradients(
-                    dx.to(low) if accelerator.multiplies_wide(dx.device) else dx,
+                    dx.to(low) if accelerator.supports_fp32_product(dx.device) else dx,
                     block,
                     dh,
                     None if dw is None else dw[block],

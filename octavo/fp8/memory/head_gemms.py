@@ -198,7 +198,7 @@ def wide_of(low: torch.dtype) -> torch.dtype:
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b accumulated and returned in fp32 (float64 of float64)."""
     wide = wide_of(b.dtype)
-    if a.dtype != wide and accelerator.multiplies_wide(a.device):
+    if a.dtype != wide and accelerator.supports_fp32_product(a.device):
         return torch.mm(a, b, out_dtype=wide)
     return a.to(wide) @ b.to(wide)
 

@@ -86,6 +86,6 @@ def _native(a: Tensor, b: Tensor) -> bool:
     return (
         a.dtype is torch.bfloat16
         and hasattr(F, "grouped_mm")
-        and (accelerator.capability(a.device) or (0, 0)) >= (8, 0)
+        and (accelerator.compute_capability(a.device) or (0, 0)) >= (8, 0)
         and all(size % _WIDTH == 0 for t in (a, b) for size in t.shape[-2:])
     )

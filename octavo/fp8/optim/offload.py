@@ -75,12 +75,12 @@ class StreamTransfers:
 
     def __init__(self, device: torch.device) -> None:
         self._on = device
-        self._inward, self._outward = accelerator.stream(device), accelerator.stream(device)
-        self._arrived = [accelerator.event(device) for _ in range(_BUFFERS)]
-        self._left = [accelerator.event(device) for _ in range(_BUFFERS)]
+        self._inward, self._outward = accelerator.new_stream(device), accelerator.new_stream(device)
+        self._arrived = [accelerator.new_event(device) for _ in range(_BUFFERS)]
+        self._left = [accelerator.new_event(device) for _ in range(_BUFFERS)]
 
     def host(self, size: int) -> Tensor:
-        return accelerator.pinned((size,), torch.uint8, self._on)
+        return accelerator.empty_pinned((size,), torch.uint8, self._on)
 
     def device(self, size: int) -> Tensor:
         buffer = torch.empty(size, dtype=torch.uint8, device=self._on)

@@ -114,7 +114,7 @@ class _Chooser:
         self, policy: Policy, device: torch.device, measurements: Measurements | None, micro_steps: int
     ) -> None:
         self.policy, self.device, self.found, self.micro_steps = policy, device, measurements, micro_steps
-        self.sm = accelerator.capability(device)
+        self.sm = accelerator.compute_capability(device)
         self._allowed: dict[Decision, dict[str, Recipe]] = {}
         self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
 

@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from octavo import fp8
 from octavo.base import accelerator
-from octavo.base.recipe_specs import NAME_OF_KIND, kind_of_word
+from octavo.base.recipe_specs import NAME_OF_KIND, parse_kind
 from octavo.fp8.policy import Row
 from octavo.fp8.weights import FROZEN
 from octavo.models.errors import ModelError
@@ -45,7 +45,7 @@ def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -
     if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
         raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {names}, or one of them for each component.")
     stated = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
-    kinds = {component: kind_of_word(str(kind)) for component, kind in stated.items() if kind is not None}
+    kinds = {component: parse_kind(str(kind)) for component, kind in stated.items() if kind is not None}
     for component, kind in kinds.items():
         if component not in WITHOUT_HEAD:
             raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")

@@ -112,7 +112,7 @@ class StoredReference:
         for n, name in enumerate(self.sums):
             tensors |= {f"sums.{n}": self.sums[name], f"prints.{n}": self.prints[name]}
         raw = safetensors.numpy.save(tensors)
-        write_bytes(self.file, encryption.encrypted(raw) if self.encrypt else raw)
+        write_bytes(self.file, encryption.encrypt(raw) if self.encrypt else raw)
 
     def read(self) -> dict[str, Any]:
         """Read the sums from the file; returns its header: {"key", "done", "total", "ranks"}. Raises TrainError if it

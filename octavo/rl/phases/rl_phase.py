@@ -133,7 +133,7 @@ class RlPhase(Phase):
             log=CompletionsLog(directory, section.show, plain.cfg.run.encrypt) if world.is_main else None,
         )
         proof = read_json(directory / PROOF) or {}
-        safe_read.check_form(proof, {"rollouts": PROVEN}, directory / PROOF, TrainError)
+        safe_read.check_schema(proof, {"rollouts": PROVEN}, directory / PROOF, TrainError)
         stepper.same.resume(proof.get("rollouts") or {}, step)
         return stepper
 
@@ -165,6 +165,6 @@ def _end_tokens(file: Path) -> str:
 def rewards_of(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section; their paths are absolute."""
     entries = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
-    kind = accelerator.here()
+    kind = accelerator.default_device()
     device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.has_own_memory(kind) else kind.type
     return Rewards(entries, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

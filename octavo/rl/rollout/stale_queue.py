@@ -95,7 +95,7 @@ def _read(
     extra: Mapping[str, Tensor], name: str, row: Callable[[int], PromptSample], decode: Callable[[np.ndarray], str]
 ) -> Written:
     about = json.loads(extra[f"{name}about"].numpy().tobytes())
-    safe_read.check_form(about, _FORM, "the completions that wait in the checkpoint", TrainError)
+    safe_read.check_schema(about, _FORM, "the completions that wait in the checkpoint", TrainError)
     prompts = [replace(row(number), number=number) for number in about["numbers"]]
     lengths, group = about["lengths"], len(about["lengths"]) // max(len(prompts), 1)
     if not lengths:

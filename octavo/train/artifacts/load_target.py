@@ -124,12 +124,12 @@ class Target:
 
         Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError, each with its fix.
         """
-        device = torch.device(device or accelerator.here())
+        device = torch.device(device or accelerator.default_device())
         if self.cfg is not None:
             return self._open_run(load_in_fp8, recipe, backend, step, device, dtype, log)
         if step is not None:
             raise TrainError(f"step {step} chooses a checkpoint of a run, but {self.path} is not a run directory")
-        dtype = dtype or accelerator.low_precision(device) or torch.float32
+        dtype = dtype or accelerator.autocast_dtype(device) or torch.float32
         model = self._load(dtype, device, load_in_fp8 or None, log)
         known = () if self.adapter is not None and load_in_fp8 else self.notes  # the notes recommend load_in_fp8
         notes = [*known, *_convert(model, recipe, backend)]
@@ -260,7 +260,7 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
 def _instead(path: Path) -> str | None:
     """Describe what is at a path; None if there is nothing."""
     try:
-        return safe_read.kind_of(path) or "a file"
+        return safe_read.describe_file_type(path) or "a file"
     except OSError:
         return "a link that leads nowhere" if path.is_symlink() else None
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import checkpoint, parallel
 from octavo.base import hub
-from octavo.base.safe_read import finite
+from octavo.base.safe_read import replace_nonfinite
 from octavo.config import Config
 from octavo.train.callbacks import trackers
 from octavo.train.callbacks.adaptive_precision import Adapting, Spans
@@ -319,5 +319,5 @@ def _result(run: Run, stopped: bool) -> RunResult:
             how = f"Start a new run with these weights: run.start_from={run.directory}, and another run.dir"
         run.say(f"stopped after step {run.step}; saved. {how}")
     elif run.world.is_main:
-        run_dir.write_json(run.directory / run_dir.RESULT, finite(result.to_json()))
+        run_dir.write_json(run.directory / run_dir.RESULT, replace_nonfinite(result.to_json()))
     return result

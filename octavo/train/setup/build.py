@@ -202,7 +202,7 @@ def _note_pixels(counters: Any, processor: Any, log: Log) -> None:
     pixels = models.pixels_by(processor)
     if not counters or pixels is None:
         return
-    before = compat.pixels(counters)
+    before = compat.image_backend(counters)
     if before != pixels:
         how = "install" if before == "torchvision" else "remove"
         log(

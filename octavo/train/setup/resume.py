@@ -65,7 +65,7 @@ def keep_plan(
     """
     file = directory / run_dir.PLAN
     written = (run_dir.read_json(file) or {}) if saved == file.resolve() else {}
-    if "rows" not in written or compat.ran_siblings_as_one(written):
+    if "rows" not in written or compat.has_sibling_gemms(written):
         run_dir.write_plan(directory, family, plans, plan, notes, prediction)
 
 
