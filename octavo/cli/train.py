@@ -78,7 +78,7 @@ def plan_printer(
     def describe_plan(planned: Any) -> list[str]:
         cfg = planned.cfg
         with_phase = dataclasses.replace(
-            planned, reference=rl.reference_of(cfg), steps=rl.sentences(cfg, planned.ranks)
+            planned, reference=rl.reference_kind(cfg), steps=rl.describe_step(cfg, planned.ranks)
         )
         return in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
 
