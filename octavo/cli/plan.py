@@ -479,6 +479,6 @@ def layers(plan: Any, everything: bool = False) -> list[str]:
 
 
 def _line(row: Any) -> tuple[str, ...]:
-    recipe = row.recipe.short() if row.fp8 else "-"
+    recipe = row.recipe.summary() if row.fp8 else "-"
     backend = row.backend.backend.name if row.backend else "-"
     return row.component, row.name, f"{row.shape[0]} x {row.shape[1]}", "1", recipe, backend, row.reason

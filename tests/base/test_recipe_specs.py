@@ -193,6 +193,6 @@ def _known() -> dict[str, bool]:
         == {"tilewise"} and "rowwise, mxfp8 and tilewise" in config.schema_text(),
         "default candidates": cfg.fp8.candidates == policy.candidates,
         "bench": "tilewise" in peers.RECIPES and "tilewise" not in peers.SHARED,
-        "lent": fp8.recipe("blockwise", dgrad="tilewise").words()["dgrad"] == "tilewise",
+        "lent": fp8.recipe("blockwise", dgrad="tilewise").gemm_precisions()["dgrad"] == "tilewise",
         "help of a plan file": any("tilewise" in line for line in file.HELP),
     }  # fmt: skip

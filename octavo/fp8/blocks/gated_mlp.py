@@ -137,9 +137,9 @@ class GatedMlp(SwappedModule):
     """The forward of a gated MLP in FP8; see the module's docstring."""
 
     _saves: bool
-    own = ("_saves",)
+    attributes = ("_saves",)
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         layers = [self._modules.get(name) for name in CHILDREN]
         if not self._can(x, layers):
             return mlp.run_mlp(self, _PARTS, x) if self._saves else None
@@ -147,7 +147,7 @@ class GatedMlp(SwappedModule):
         call = _MlpArgs((gate._site, up._site, down._site), torch.is_grad_enabled(), self._saves)
         return _Mlp.apply(x, call, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
 
-    def traced(self, x: Tensor) -> Tensor | None:
+    def traced_forward(self, x: Tensor) -> Tensor | None:
         layers = [self._modules.get(name) for name in CHILDREN]
         act = self._modules.get("act_fn")
         if self._saves or act is None or has_hooks(act) or len(self._modules) != len(_CHILD_NAMES):

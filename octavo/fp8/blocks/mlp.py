@@ -151,9 +151,9 @@ class SavedMlp(SwappedModule):
     """The forward of an MLP that keeps FP8 codes; see the module's docstring."""
 
     _parts: MlpParts
-    own = ("_parts",)
+    attributes = ("_parts",)
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         return run_mlp(self, self._parts, x)
 
 
@@ -250,7 +250,7 @@ class HighLinear(SwappedModule):
     weight: Tensor
     bias: Tensor | None
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         source = get_source(x)
         if source is None or not self.weight.requires_grad or not is_whole(self.weight):
             return None  # a frozen weight keeps no input anyway

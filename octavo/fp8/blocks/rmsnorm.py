@@ -222,10 +222,10 @@ class RmsNorm(SwappedModule):
     _promotes: bool
     _misses: int
     _saves: bool
-    own = ("_feeds", "_eps", "_promotes", "_misses", "_saves", "_taken")
-    volatile = ("_taken",)
+    attributes = ("_feeds", "_eps", "_promotes", "_misses", "_saves", "_taken")
+    transient_attributes = ("_taken",)
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         weight = self._parameters.get("weight")
         if weight is None or not is_whole(weight) or not is_supported_input(x):
             return None
@@ -256,7 +256,7 @@ class RmsNorm(SwappedModule):
             )
         return y
 
-    def traced(self, x: Tensor) -> Tensor | None:
+    def traced_forward(self, x: Tensor) -> Tensor | None:
         """Codes are made wherever a later layer asks for them: a graph cannot look whether they were taken."""
         layers = [m for m in self._feeds if isinstance(m, Linear) and not m._fp8_param]
         weight: Tensor = self.weight  # type: ignore[assignment]

@@ -52,7 +52,7 @@ class Scaling(Protocol):
 
     def begin(self, x: Tensor, slot: int | None, training: bool, seen: LayerRecord) -> ScaledCasts: ...
 
-    def follow(self, device: torch.device) -> None: ...
+    def move_to(self, device: torch.device) -> None: ...
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Site:
         self.x = Requests(self._request("fwd", "a"), self._request("wgrad", "b"))
         self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
 
-    def turn(self, recipe: Recipe, selections: Mapping[str, Selection]) -> None:
+    def set_recipe(self, recipe: Recipe, selections: Mapping[str, Selection]) -> None:
         """Use another recipe from the next forward on; drops the weight's codes."""
         self.recipe, self.selections = recipe, selections
         self.codes.drop()
@@ -108,7 +108,7 @@ class DenseOps:
     sizes: Tensor | None = None  # rows of each expert, on their device
     cast: Callable[[Tensor, CastRequest | None, CastRequest | None], QuantizedPair] = staticmethod(cast_matrix)
 
-    def restored(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
+    def restore(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
         """(this object for a backward, the remaining saved tensors), from the tensors that a forward saved."""
         return self, list(tensors)
 

@@ -102,7 +102,7 @@ class _ThreeGemms(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.forget()
         (needs_x, needs_w, needs_b), site, seen = ctx.needs, ctx.site, ctx.seen
-        way, tensors = ctx.way.restored(ctx.saved_tensors)
+        way, tensors = ctx.way.restore(ctx.saved_tensors)
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         dy_MN = dy if dy.dim() == 2 else dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx = dw = db = None
@@ -268,11 +268,11 @@ class Linear(CachesWeights, nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
         if self._site.scaling is not None:
-            self._site.scaling.follow(self.weight.device)
+            self._site.scaling.move_to(self.weight.device)
         return out
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.recipe.short()}, backend={self.backend}"
+        return f"{super().extra_repr()}, fp8={self.recipe.summary()}, backend={self.backend}"
 
 
 def linear(

@@ -163,10 +163,10 @@ class ReferenceBackend(Backend):
         q = cast.quantize_with_scale(x, scale, spec, amax)
         return q, q
 
-    def scales_for(self, q: Quantized, contract: int) -> Quantized:
+    def reorder_scales(self, q: Quantized, contract: int) -> Quantized:
         return q  # its GEMMs read any order
 
-    laid_for = scales_for
+    copy_for_gemm = reorder_scales
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is None:

@@ -41,7 +41,7 @@ class TritonBackend(Backend):
     def version(self) -> str:
         return f"triton {_version()}"
 
-    def auto_unsupported(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "Triton's interpreter is for tests; ask for it by name"
 
     def supports(
@@ -80,8 +80,8 @@ class TritonBackend(Backend):
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return kernels.cast.dequantize(q, dtype)
 
-    def relay(self, q: Quantized, contract: int) -> Quantized:
-        return kernels.cast.relay(q, contract)
+    def copy_to_layout(self, q: Quantized, contract: int) -> Quantized:
+        return kernels.cast.copy_to_layout(q, contract)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if torch._C._len_torch_function_stack() and active():

@@ -73,7 +73,7 @@ def measure_case(
             f"{case} cannot be measured on {device}: {_first(error)}. Give fewer tokens (--tokens), or free the device."
         ) from error
     for name, recipe, chosen in candidates(case, recipes, device, requested):
-        entry = Entry(recipe.short(), {g: s.backend.name for g, s in chosen.items()})
+        entry = Entry(recipe.summary(), {g: s.backend.name for g, s in chosen.items()})
         try:
             module = bench.converted(recipe, chosen)
             call = bench.call(module)

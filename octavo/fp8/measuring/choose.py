@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
 def by_measurement(measured: Measured, allowed: Sequence[Recipe], micro_steps: int = 1) -> Choice:
     """Choose among the measured candidates of the allowed recipes."""
-    names = {r.short() for r in allowed}
+    names = {r.summary() for r in allowed}
     entries = {name: e for name, e in measured.entries.items() if e.recipe in names}
     healthy = {name: e for name, e in entries.items() if e.rejected is None}
     if not healthy:

@@ -85,9 +85,9 @@ class ChunkedHead(SwappedModule):
     """An ``nn.Linear`` head; see the module's docstring. Made by :func:`chunk_head`."""
 
     prefix = "Chunked"
-    precise = True
-    own = ("_given",)
-    volatile = ("_given",)
+    runs_in_high_precision = True
+    attributes = ("_given",)
+    transient_attributes = ("_given",)
 
     @contextmanager
     def losses(

@@ -141,7 +141,7 @@ class Experts(CachesWeights):
     def scaled_late(self) -> str | None:
         """The recipe of a projection whose scales are of former steps, one of which each expert keeps."""
         late = (site.recipe for site in self._sites.values() if site.recipe.delayed is not None)
-        return next((recipe.short() for recipe in late), None)
+        return next((recipe.summary() for recipe in late), None)
 
     def _weight_codes(self) -> Mapping[str, WeightCache]:
         return {name: site.codes for name, site in self._sites.items() if site.codes is not None}
@@ -151,7 +151,7 @@ class Experts(CachesWeights):
         for name, site in self._sites.items():
             weight = self._parameters[name]
             if site.scaling is not None and weight is not None:
-                site.scaling.follow(weight.device)
+                site.scaling.move_to(weight.device)
         return out
 
     @torch._disable_dynamo
@@ -196,7 +196,7 @@ class Experts(CachesWeights):
     def extra_repr(self) -> str:
         return ", ".join(
             f"{name}={list(self._parameters[name].shape)} "  # type: ignore[union-attr]
-            + f"fp8={self._sites[name].recipe.short()}"
+            + f"fp8={self._sites[name].recipe.summary()}"
             for name in PROJECTIONS
         )
 

@@ -112,7 +112,7 @@ def spans_told(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _recipes(plan: fp8.Plan) -> str:
-    return ", ".join(dict.fromkeys(row.recipe.short() for row in plan.rows if row.recipe is not None))
+    return ", ".join(dict.fromkeys(row.recipe.summary() for row in plan.rows if row.recipe is not None))
 
 
 def leaves_open(cfg: Config) -> bool:

@@ -297,7 +297,7 @@ def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) 
     check = fp8_backends.versions_tested("cpu")
     assert check.status == "ok" and "tested up to 2.0" in check.found
     assert "the reference is chosen for all GEMMs on cpu" in check.found
-    newer.setattr(type(TRITON), "auto_unsupported", lambda self, device: None)
+    newer.setattr(type(TRITON), "why_not_auto", lambda self, device: None)
     newer.setattr(fp8, "RECIPES", ("rowwise",))
     check = fp8_backends.versions_tested("cpu")
     assert "5 checks of kernels and a compiled layer agree with the reference on cpu" in check.found
