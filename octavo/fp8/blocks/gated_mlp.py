@@ -45,7 +45,7 @@ from octavo.fp8.dense.gemms import DENSE, NO_GRADIENT, Site
 from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix, compute_dtype, without_autocast
 from octavo.fp8.dense.linear import WHOLE, Linear
 from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
-from octavo.fp8.invariance import active
+from octavo.fp8.invariance import is_active
 from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole
@@ -156,7 +156,7 @@ class GatedMlp(Swapped):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if recorder.is_watching() or _seen_from_outside() or not computable(x) or active():
+        if recorder.is_watching() or _seen_from_outside() or not computable(x) or is_active():
             return False
         if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
             return False

@@ -36,7 +36,7 @@ from octavo.fp8.blocks.probe import compare_mlp, exchanged, is_idle, layer_of, s
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.inputs import Source, source_of, with_source, without_autocast
 from octavo.fp8.dense.swap import Swapped, computable, hooked, probe, swap
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.weights.shards import is_plain_tensor, is_whole
 
 Act = Callable[[Tensor], Tensor]
 
@@ -157,7 +157,7 @@ def run(module: nn.Module, mlp_parts: Parts, x: Tensor) -> Tensor | None:
     if not all(is_idle(m) for name, m in module._modules.items() if name not in mlp_parts.names):
         return None
     inner = [module._modules[name](x) for name in mlp_parts.first]  # type: ignore[misc]
-    if not all(ordinary(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
+    if not all(is_plain_tensor(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
         h = act(inner[0])
         return last(h * inner[1] if len(inner) == 2 else h)
     h, source = product(act, *inner)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.inputs import transformed
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.weights.shards import ordinary
+from octavo.fp8.weights.shards import is_plain_tensor
 
 STOCK = "_as_stock"
 """The key in the __dict__ of a swapped module that runs the stock forward for now, because its class must stay."""
@@ -134,4 +134,4 @@ def probe(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]
 def computable(x: Tensor) -> bool:
     """Whether a replacement forward supports x: a plain tensor with elements, outside of transforms of torch.func,
     which our gradients do not support."""
-    return ordinary(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not transformed()
+    return is_plain_tensor(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not transformed()

@@ -18,17 +18,18 @@ from octavo.fp8.optim import cpu
 Engine = Callable[[Sequence[Piece], Hyper, "float | Tensor | None", "Agree | None"], None]
 
 
-def engine(device: torch.device) -> Engine:
-    """What steps pieces on `device`: :func:`on_cpu`, a backend's kernel where there is one, else :func:`reference`.
+def select_engine(device: torch.device) -> Engine:
+    """What steps pieces on `device`: :func:`step_on_cpu`, a backend's kernel where there is one, else
+    :func:`reference`.
     Raises SelfCheckError for a kernel that computes otherwise than the reference in a version that was not tested."""
     if device.type == "cpu":
-        return on_cpu
+        return step_on_cpu
     backend = select("adamw", recipe_or_spec=CastSpec(), device=device).backend
     ensure(adamw_checks(backend.name, device), device)
     return backend.adamw
 
 
-def on_cpu(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+def step_on_cpu(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
     """:func:`reference` bit for bit, in the cache: see :mod:`octavo.fp8.optim.cpu`."""
     if hyper.states == "coat":
         adamw.reference(pieces, hyper, factor, agree)
