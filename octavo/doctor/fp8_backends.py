@@ -22,7 +22,7 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
     from octavo.fp8 import kernels
 
     if devices is None:
-        here = accelerator.here()
+        here = accelerator.default_device()
         devices = ("cpu", f"{here.type}:0") if accelerator.has_own_memory(here) else ("cpu",)
     return [check for d in devices for name in kernels.names() for check in _backend(name, d)]
 
@@ -34,11 +34,11 @@ def versions_tested(device: str | None = None) -> Check:
     from octavo.base import accelerator
     from octavo.fp8 import kernels
 
-    device = device or str(accelerator.here())
+    device = device or str(accelerator.default_device())
 
-    here = ", ".join(f"{package} {version}" for package, version in kernels.installed().items())
+    here = ", ".join(f"{package} {version}" for package, version in kernels.installed_versions().items())
     most = ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in kernels.TESTED.items())
-    if not (phrases := kernels.newer()):
+    if not (phrases := kernels.find_untested()):
         return Check("fp8", "versions", OK, f"{here}: tested versions (up to {most}), no kernel needs checking")
     try:
         count = _check_kernels(device)
@@ -65,7 +65,7 @@ def _check_kernels(device: str) -> int:
     checks = planning.collect_kernel_checks([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
     chosen = select("adamw", recipe_or_spec=fp8.CastSpec(), device=on).backend.name
     checks |= kernels.adamw_checks(chosen, on)
-    kernels.ensure(checks, on, limit=float("inf"))
+    kernels.run_checks(checks, on, limit=float("inf"))
     return len(checks)
 
 
@@ -141,7 +141,7 @@ def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
     from octavo.base import accelerator
     from octavo.fp8.metrics import calc_diff
 
-    dtype = accelerator.low_precision(torch.device(device)) or torch.float32
+    dtype = accelerator.autocast_dtype(torch.device(device)) or torch.float32
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(TOKENS, n, generator=generator).to(device, dtype) for n in (INPUTS, OUTPUTS))
     model = torch.nn.Sequential(torch.nn.Linear(INPUTS, OUTPUTS)).to(device, dtype)

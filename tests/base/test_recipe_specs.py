@@ -38,10 +38,10 @@ def test_lists_of_recipes_are_those_that_were_written_by_hand() -> None:
     assert recipe_specs.NAMES == ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
     assert recipe_specs.RANKED == ("blockwise", "mxfp8", "rowwise", "tensorwise", "delayed")
     assert (*recipe_specs.CANDIDATES, "delayed") == recipe_specs.RANKED
-    assert (*recipe_specs.CURRENT, "delayed") == recipe_specs.NAMES
-    assert recipe_specs.BY_ROW == ("rowwise", "blockwise", "mxfp8")
-    assert recipe_specs.LADDER == ("tensorwise", "rowwise", "blockwise")
-    assert dict(recipe_specs.FITTING) == {
+    assert (*recipe_specs.CURRENT_SCALING, "delayed") == recipe_specs.NAMES
+    assert recipe_specs.PER_TOKEN == ("rowwise", "blockwise", "mxfp8")
+    assert recipe_specs.COARSE_TO_FINE == ("tensorwise", "rowwise", "blockwise")
+    assert dict(recipe_specs.RECIPES_OF_KIND) == {
         "row": ("rowwise",),
         "block": ("blockwise",),
         "tensor": ("tensorwise", "delayed"),

@@ -3,7 +3,7 @@
     tensorwise > rowwise > blockwise > high precision      an outlier spoils its tensor, its row, its block, nothing
     mxfp8 > high precision                                 nothing is finer than blocks of 32
 
-The order is :data:`octavo.base.recipe_specs.LADDER`. A finer recipe that no backend can run for a layer is left
+The order is :data:`octavo.base.recipe_specs.COARSE_TO_FINE`. A finer recipe that no backend can run for a layer is left
 out of its ladder. GEMMs outside of the share of linear FLOPs (the head, patch embeddings) do not move, nor do GEMMs
 of delayed scaling, whose histories belong to one recipe, and of weights that are codes between steps.
 """
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from octavo.base.recipe_specs import LADDER
+from octavo.base.recipe_specs import COARSE_TO_FINE
 from octavo.fp8.adapting.deciding import HIGH, GemmCost, GemmState, Key, place_on_ladder
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe, recipe
-from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.dense.gemms import select_layer_backends
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
@@ -30,7 +30,7 @@ from octavo.fp8.policy.decisions import OUTSIDE
 def finer_recipes(name: str, named: Sequence[str] | None = None) -> tuple[str, ...]:
     """The recipes between one and high precision: the ones ``named`` after it (all of them, where it is not
     among them), or those with smaller blocks."""
-    ladder = LADDER if named is None else tuple(named)
+    ladder = COARSE_TO_FINE if named is None else tuple(named)
     if name in ladder:
         return ladder[ladder.index(name) + 1 :]
     return () if named is None else ladder
@@ -128,8 +128,8 @@ def _select_backends(plan: Plan, row: PlanRow, mixed: Recipe, changed: Sequence[
     their GEMMs can, so their backends are chosen together."""
     where = torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind
     if row.kind == "experts":
-        return backends_for(mixed, *where)
-    chosen = backends_for(mixed, *where, changed)
+        return select_layer_backends(mixed, *where)
+    chosen = select_layer_backends(mixed, *where, changed)
     selections = {gemm: chosen.get(gemm) if gemm in changed else row.selections.get(gemm) for gemm in GEMMS}
     return {gemm: selection for gemm, selection in selections.items() if selection is not None}
 
@@ -143,7 +143,9 @@ def _fp8_gemms(row: PlanRow) -> list[str]:
 
 def _has_backend(plan: Plan, row: PlanRow, mixed: Recipe, gemm: str) -> bool:
     try:
-        backends_for(mixed, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,))
+        select_layer_backends(
+            mixed, torch.device(plan.device), (None, *row.shape), plan.policy.backend, row.kind, (gemm,)
+        )
     except BackendError:
         return False
     return True

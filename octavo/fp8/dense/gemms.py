@@ -5,7 +5,7 @@ With x [M, K], w [N, K], dy [M, N]::
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
 A linear layer, a gated MLP and the experts of a layer run the same three, in FP8 or in high precision, with the same
-reports to the recorder; only the casts and products of matrices differ (:class:`Dense`, and the grouped version in
+reports to the recorder; only the casts and products of matrices differ (:class:`DenseOps`, and the grouped version in
 :mod:`octavo.fp8.moe.grouped`, which has the same methods). :mod:`octavo.fp8.arithmetic.cast` defines the casts.
 """
 
@@ -24,10 +24,10 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.dense import compiled
-from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix
+from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix
 from octavo.fp8.invariance import is_active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
-from octavo.fp8.kernels.self_check import ensure, kernel_checks
+from octavo.fp8.kernels.self_check import kernel_checks, run_checks
 from octavo.fp8.observe.recorder import HIGH, LayerRecord, Result
 from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
 
@@ -42,9 +42,9 @@ class Requests(NamedTuple):
 class ScaledCasts(Protocol):
     """The casts of one forward and its backward with scales that are not from the current amax."""
 
-    def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> Pair: ...
+    def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair: ...
 
-    def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair: ...
+    def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair: ...
 
 
 class Scaling(Protocol):
@@ -101,14 +101,14 @@ class Site:
         return next(iter(self.selections.values()))
 
 
-class Dense:
+class DenseOps:
     """Casts and products of a linear layer, whose operands are single matrices."""
 
     tensors: tuple[Tensor, ...] = ()  # saved for the backward
     sizes: Tensor | None = None  # rows of each expert, on their device
-    cast: Callable[[Tensor, CastRequest | None, CastRequest | None], Pair] = staticmethod(cast_matrix)
+    cast: Callable[[Tensor, CastRequest | None, CastRequest | None], QuantizedPair] = staticmethod(cast_matrix)
 
-    def restored(self, tensors: Sequence[Tensor]) -> tuple[Dense, list[Tensor]]:
+    def restored(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
         """(this object for a backward, the remaining saved tensors), from the tensors that a forward saved."""
         return self, list(tensors)
 
@@ -157,17 +157,19 @@ class Dense:
         seen.result(result)
 
 
-class WithoutGradient(Dense):
-    """:class:`Dense` without a backward, as in generation: a backend may have a kernel for few rows."""
+class InferenceOps(DenseOps):
+    """:class:`DenseOps` without a backward, as in generation: a backend may have a kernel for few rows."""
 
     def fwd(self, backend: Backend, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         return backend.gemm_decode(x, w, dtype, bias)
 
 
-DENSE, NO_GRADIENT = Dense(), WithoutGradient()
+DENSE_OPS, INFERENCE_OPS = DenseOps(), InferenceOps()
 
 
-def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec) -> Quantized:
+def get_weight_codes(
+    site: Site, way: DenseOps, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec
+) -> Quantized:
     """The codes of a weight for fwd or dgrad; dgrad reads the forward's codes if both have the same cast."""
     backend = site.selections[gemm].backend
     forward, shared = gemm == "fwd", site.shares_weight
@@ -176,7 +178,7 @@ def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: Weight
 
 
 def fwd(
-    site: Site, way: Dense, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
+    site: Site, way: DenseOps, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
     bias: Tensor | None, dtype: torch.dtype, seen: LayerRecord,
 ) -> tuple[Tensor, Quantized | None]:  # fmt: skip
     """(y [M, N] in ``dtype``, the codes of w if the backward must save them).
@@ -193,7 +195,7 @@ def fwd(
             seen.gemm("fwd", HIGH, way.flops(x.rows, *part.shape(weight)))
         return way.high_fwd(x.high(), part.of(weight), bias), None
     backend = site.selections["fwd"].backend
-    w_q = weight_codes(site, way, "fwd", weight, part, gemm.b)
+    w_q = get_weight_codes(site, way, "fwd", weight, part, gemm.b)
     if seen.keeps_x and not seen.recompute and x is not None:
         way.operand(seen, "x", x.matrix(), x_q)
         if has_values(weight):
@@ -211,7 +213,7 @@ def fwd(
 
 def dgrad(
     site: Site,
-    way: Dense,
+    way: DenseOps,
     dy: Tensor,
     dy_q: Quantized | None,
     weight: Tensor,
@@ -230,7 +232,7 @@ def dgrad(
         return way.high_dgrad(dy, part.of(weight))
     if w_q is None:
         # Cached codes if the weight has not changed; otherwise, after resharding, a new cast of the gathered weight.
-        w_q = weight_codes(site, way, "dgrad", weight, part, gemm.b)
+        w_q = get_weight_codes(site, way, "dgrad", weight, part, gemm.b)
     backend = site.selections["dgrad"].backend
     if seen.keeps_x:
         way.operand(seen, "dy", dy, dy_q)
@@ -246,7 +248,7 @@ def dgrad(
 
 def wgrad(
     site: Site,
-    way: Dense,
+    way: DenseOps,
     dy: Tensor,
     dy_q: Quantized | None,
     x: Quantized | Tensor,
@@ -289,11 +291,11 @@ def select_backends(chosen: Recipe, device: torch.device, requested: str = "auto
         if chosen.gemm(gemm) is not None
     }
     for gemm, selection in selections.items():
-        ensure(kernel_checks(chosen, gemm, selection.backend.name, device), device)
+        run_checks(kernel_checks(chosen, gemm, selection.backend.name, device), device)
     return selections
 
 
-def backends_for(
+def select_layer_backends(
     chosen: Recipe,
     device: torch.device,
     shape: Sequence[int | None],

@@ -99,7 +99,7 @@ class _Bench:
     def __init__(self, case: Case, device: torch.device, experts: nn.Module | None) -> None:
         self.case, self.device = case, device
         dtype = {v: k for k, v in _PRECISION.items()}.get(case.weights, torch.float32)
-        self.low = accelerator.low_precision(device) or torch.float32
+        self.low = accelerator.autocast_dtype(device) or torch.float32
         if case.kind == "experts":
             if experts is None:
                 raise MeasureError(f"{case} needs its module of experts.")
@@ -148,7 +148,7 @@ class _Bench:
         return run
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return accelerator.autocast(self.device, accelerator.low_precision(self.device))
+        return accelerator.autocast(self.device, accelerator.autocast_dtype(self.device))
 
 
 def _make_fp8_layer(stock: nn.Module, site: Site) -> Linear:

@@ -41,7 +41,7 @@ class Machine:
             properties.get("capability"),
             _read_driver_version() if accelerator.is_gpu(device) else None,
         )
-        return cls(*where, torch.__version__, accelerator.toolkit(), versions)
+        return cls(*where, torch.__version__, accelerator.cuda_version(), versions)
 
     @property
     def emulated(self) -> bool:

@@ -168,7 +168,7 @@ class Accountant:
     def report(self) -> SavedBytes:
         if self._end is not None:
             return self._end
-        inputs.forget()
+        inputs.drop_entries()
         gc.collect()
         owned = {storage._cdata for tensor in self._owned() for _, storage in _parts(tensor)}
         on_host = all(p.device.type == "cpu" for p in self.model.parameters())

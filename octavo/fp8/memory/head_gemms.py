@@ -22,8 +22,8 @@ from torch import Tensor
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense import gemms
-from octavo.fp8.dense.gemms import DENSE, Site
-from octavo.fp8.dense.inputs import Input, Pair, cast_matrix
+from octavo.fp8.dense.gemms import DENSE_OPS, Site
+from octavo.fp8.dense.inputs import Input, QuantizedPair, cast_matrix
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import WeightSlice
@@ -111,7 +111,9 @@ class Fp8Head:
     taken.
     """
 
-    def __init__(self, weight: Tensor, call: HeadCall, h: Tensor | None, codes: Pair, seen: list[LayerRecord]) -> None:
+    def __init__(
+        self, weight: Tensor, call: HeadCall, h: Tensor | None, codes: QuantizedPair, seen: list[LayerRecord]
+    ) -> None:
         assert call.site is not None
         self.weight, self.call, self.site, self.h, self.codes, self.seen = weight, call, call.site, h, codes, seen
         self.input = None if h is None else Input(h, None, call.low)
@@ -137,7 +139,7 @@ class Fp8Head:
         )
         part = WeightSlice(rows=(block.start, block.stop))
         low = self.call.low
-        return gemms.fwd(self.site, DENSE, self.input, self.codes[0], self.weight, part, bias, low, seen)[0]
+        return gemms.fwd(self.site, DENSE_OPS, self.input, self.codes[0], self.weight, part, bias, low, seen)[0]
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
         site, seen, low = self.site, self.seen[self._block_index(block)], self.call.low
@@ -145,11 +147,11 @@ class Fp8Head:
         row, col = cast_matrix(dx, site.dy.row if dh is not None else None, site.dy.col if dw is not None else None)
         if dh is not None:
             part = WeightSlice(rows=(block.start, block.stop))
-            dh += gemms.dgrad(site, DENSE, dx, row, self.weight, part, None, dh.dtype, seen)
+            dh += gemms.dgrad(site, DENSE_OPS, dx, row, self.weight, part, None, dh.dtype, seen)
         if dw is not None:
             x = self.h if self.codes[1] is None else self.codes[1]
             assert x is not None
-            dw.copy_(gemms.wgrad(site, DENSE, dx, col, x, self.h, dw.dtype, seen))
+            dw.copy_(gemms.wgrad(site, DENSE_OPS, dx, col, x, self.h, dw.dtype, seen))
 
     def _block_index(self, block: slice) -> int:
         return block.start // self.call.width
@@ -200,7 +202,7 @@ def accumulation_dtype(low: torch.dtype) -> torch.dtype:
 def _matmul_wide(a: Tensor, b: Tensor) -> Tensor:
     """a @ b accumulated and returned in fp32 (float64 of float64)."""
     wide = accumulation_dtype(b.dtype)
-    if a.dtype != wide and accelerator.multiplies_wide(a.device):
+    if a.dtype != wide and accelerator.supports_fp32_product(a.device):
         return torch.mm(a, b, out_dtype=wide)
     return a.to(wide) @ b.to(wide)
 

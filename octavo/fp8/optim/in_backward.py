@@ -230,9 +230,9 @@ class _NonfiniteWatch:
 
     def add(self, norm: Tensor) -> None:
         if accelerator.why_no_streams(norm.device) is None:
-            here = accelerator.pinned((), norm.dtype, norm.device)
+            here = accelerator.empty_pinned((), norm.dtype, norm.device)
             here.copy_(norm, non_blocking=True)
-            event = accelerator.event(norm.device)
+            event = accelerator.new_event(norm.device)
             event.record(accelerator.current_stream(norm.device))
             self._pending.append((here, event))
         else:

@@ -13,11 +13,11 @@ from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
-from octavo.fp8.blocks.probe import one_of_a_kind
+from octavo.fp8.blocks.probe import share_trials
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.swap import Swapped, unswap
-from octavo.fp8.kernels.self_check import ensure
+from octavo.fp8.dense.swap import SwappedModule, unswap
+from octavo.fp8.kernels.self_check import run_checks
 from octavo.fp8.moe import experts
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.observe import counts
@@ -66,7 +66,7 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
     also = frozenset(old.name for old, _ in pairs)
     _check_modules(modules, by_module, also)
     device = torch.device(plan.device)
-    ensure(collect_kernel_checks((plan, *others), device), device)
+    run_checks(collect_kernel_checks((plan, *others), device), device)
     for name, rows in by_module.items():
         module = modules[name]
         if not any(r.fp8 or r.name in also for r in rows):
@@ -132,7 +132,7 @@ def _parameter_name(row: PlanRow) -> str:
     return row.name.rpartition(".")[2] if row.kind == "experts" else "weight"
 
 
-@one_of_a_kind()
+@share_trials()
 def _check_modules(
     modules: Mapping[str, nn.Module], by_module: Mapping[str, Sequence[PlanRow]], also: Collection[str] = ()
 ) -> None:
@@ -176,26 +176,26 @@ def _apply_weights(model: nn.Module, plan: Plan, also: Collection[str]) -> None:
     convert_to_fp8_weights(model, sites, keep)
 
 
-@one_of_a_kind()
+@share_trials()
 def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
     """What is planned of blocks, in a model with FP8 layers. Raises PlanError where the loaded model does not allow
     it."""
     feeds = {name: layers for name, _, layers in rmsnorm.norms_and_layers(model)}
-    attention = {a.name: a for a in attention_output.outputs(model)}
+    attention = {a.name: a for a in attention_output.find_attention_modules(model)}
     for block in blocks:
         if not block.fused and not block.saves:
             continue
         module, saves, why_not = model.get_submodule(block.name), bool(block.saves), None
         if block.kind == ATTENTION:
-            attention_output.mark(attention[block.name])
+            attention_output.recompute_input(attention[block.name])
         elif block.kind == EXPERTS:
             experts.save_in_fp8(module)
         elif block.fused and block.kind == MLP:
             why_not = gated_mlp.fuse(module, saves)
         elif block.fused:
-            why_not = rmsnorm.fuse(module, rmsnorm.fp8_of(feeds.get(block.name, ())), saves)
+            why_not = rmsnorm.fuse(module, rmsnorm.select_fp8(feeds.get(block.name, ())), saves)
         else:
-            why_not = layernorm.save(module) if block.kind == NORM else mlp.save(module)
+            why_not = layernorm.save_as_codes(module) if block.kind == NORM else mlp.save_as_codes(module)
         if why_not is not None:
             what = "be fused with its FP8 layers" if block.fused else "keep FP8 for its backward"
             fix = "use fuse='off'" if block.fused else "use activations='bf16'"
@@ -253,5 +253,5 @@ def fuse(model: nn.Module) -> tuple[Fusion, ...]:
 def unfuse(model: nn.Module) -> None:
     """Restore the stock forward of norms, MLPs and the output of attention."""
     for module in list(model.modules()):
-        if not (isinstance(module, Swapped) and module.precise):
+        if not (isinstance(module, SwappedModule) and module.precise):
             unswap(module)

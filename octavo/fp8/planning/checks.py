@@ -10,7 +10,7 @@ from torch import nn
 
 from octavo.base.recipe_specs import TENSOR
 from octavo.fp8.arithmetic.recipe import RECIPES, Recipe
-from octavo.fp8.dense.compiled_check import compiled_layer
+from octavo.fp8.dense.compiled_check import check_compiled_layer
 from octavo.fp8.kernels.registry import select
 from octavo.fp8.kernels.self_check import Check, fused_checks, kernel_checks
 from octavo.fp8.measuring.cases import Measurements
@@ -138,7 +138,7 @@ def measurement_notes(policy: Policy, measurements: Measurements | None, rows: S
 
 def collect_kernel_checks(plans: Sequence[Plan], device: torch.device) -> dict[str, Check]:
     """The kernels that plans let run on a device, each with what holds it against the reference; one compiled layer
-    last. For :func:`octavo.fp8.kernels.self_check.ensure`, which runs them where a version was not tested."""
+    last. For :func:`octavo.fp8.kernels.self_check.run_checks`, which runs them where a version was not tested."""
     checks: dict[str, Check] = {}
     compiled: dict[str, Check] = {}
     fused = {op for plan in plans for b in plan.blocks if b.fused or b.saves for op in _FUSED.get(b.kind, ())}
@@ -155,7 +155,7 @@ def collect_kernel_checks(plans: Sequence[Plan], device: torch.device) -> dict[s
         ours = {chosen.backend.name for chosen in row.selections.values()} - {"reference"}
         if ours and not grouped and not compiled:
             name = f"a compiled layer of {recipe.short()} on {', '.join(sorted(ours))}"
-            compiled[name] = partial(compiled_layer, recipe, row.selections, device)
+            compiled[name] = partial(check_compiled_layer, recipe, row.selections, device)
     for recipe in recipes:
         for op in sorted(fused):
             chosen = select(op, recipe_or_spec=recipe, device=device)

@@ -18,7 +18,7 @@ from torch import nn
 
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.dense.gemms import select_layer_backends
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, make_cases
 from octavo.fp8.measuring.choose import choose_by_measurement, choose_by_table
@@ -114,7 +114,7 @@ class _Chooser:
         self, policy: Policy, device: torch.device, measurements: Measurements | None, micro_steps: int
     ) -> None:
         self.policy, self.device, self.found, self.micro_steps = policy, device, measurements, micro_steps
-        self.sm = accelerator.capability(device)
+        self.sm = accelerator.compute_capability(device)
         self._allowed: dict[Decision, dict[str, Recipe]] = {}
         self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
 
@@ -171,7 +171,7 @@ class _Chooser:
         key = (recipe, m, row.shape, row.kind)
         if key not in self._selections:
             shape = (m, *row.shape)
-            self._selections[key] = backends_for(recipe, self.device, shape, self.policy.backend, row.kind)
+            self._selections[key] = select_layer_backends(recipe, self.device, shape, self.policy.backend, row.kind)
         return self._selections[key]
 
     def _named(self, row: Row, recipe: Recipe, decision: Decision) -> dict[str, Selection]:
@@ -180,7 +180,7 @@ class _Chooser:
         for gemm, name in decision.backends:
             if gemm in picked:
                 try:
-                    picked |= backends_for(recipe, self.device, (None, *row.shape), name, row.kind, (gemm,))
+                    picked |= select_layer_backends(recipe, self.device, (None, *row.shape), name, row.kind, (gemm,))
                 except BackendError as error:
                     raise PlanError(f"{decision.source}: {error}") from error
         return picked
@@ -192,7 +192,7 @@ class _Chooser:
             shape, usual = (m, *row.shape), self._select(row, recipe, m)
             self._selections[key] = {}
             for gemm, name in entry.backends.items():
-                timed = backends_for(recipe, self.device, shape, name, row.kind, (gemm,))[gemm].backend
+                timed = select_layer_backends(recipe, self.device, shape, name, row.kind, (gemm,))[gemm].backend
                 first = usual[gemm]
                 rejected = first.rejected if first.backend is timed else (
                     *first.rejected, (first.backend.name, "measured, and slower")

@@ -28,7 +28,7 @@ from typing import Any
 from torch import nn
 
 from octavo.base import atomic_write
-from octavo.base.recipe_specs import FORMATS, NAMES, listed
+from octavo.base.recipe_specs import FORMATS, NAMES, join_words
 from octavo.base.safe_read import printable
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
@@ -41,7 +41,7 @@ from octavo.fp8.policy.topology import Row, describe_layers
 
 HELP = (
     "Edit only layers. A line gives a recipe to the layers whose names match; a later line wins over an earlier one.",
-    f"recipe: {listed((OFF, *NAMES), 'or')}. format: {listed(FORMATS, 'or')}. fwd, dgrad, wgrad: fp8 or "
+    f"recipe: {join_words((OFF, *NAMES), 'or')}. format: {join_words(FORMATS, 'or')}. fwd, dgrad, wgrad: fp8 or "
     "bf16, or a recipe whose casts the GEMM has. backend: a name that octavo doctor lists, or leave it out. why and ms "
     "are remarks.",
     "steps: the first and the last step in which a line holds, as in [1, 100]; leave it out for all.",

@@ -1,11 +1,11 @@
 """Frozen FP8 weights in a plan: which recipes multiply by their codes as they are, and notes on them.
 
 A layer's forward needs codes in the blocks of its recipe's cast: of a row rowwise, of 128 x 128 blockwise, of a tensor
-tensorwise and delayed (:data:`octavo.base.recipe_specs.FITTING`). There is no other way to run it in FP8, since casting
-dequantized values in other blocks would train for a base that does not exist. dgrad multiplies by the same codes where
-its blocks are the same (block, tensor); rowwise contracts the other dimension there, and its codes are cast from
-dequantized values at each backward and not kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``) GEMMs
-multiply by dequantized values.
+tensorwise and delayed (:data:`octavo.base.recipe_specs.RECIPES_OF_KIND`). There is no other way to run it in FP8, since
+casting dequantized values in other blocks would train for a base that does not exist. dgrad multiplies by the same
+codes where its blocks are the same (block, tensor); rowwise contracts the other dimension there, and its codes are cast
+from dequantized values at each backward and not kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``)
+GEMMs multiply by dequantized values.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from dataclasses import replace
 from torch import nn
 
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
-from octavo.fp8.blocks.probe import one_of_a_kind
-from octavo.fp8.dense.swap import Planned
+from octavo.fp8.blocks.probe import share_trials
+from octavo.fp8.dense.swap import PlannedLayer
 from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import Policy
@@ -27,10 +27,10 @@ from octavo.fp8.policy.topology import CONVENTIONS, component_namer
 NORM, MLP, PLAIN, ATTENTION, EXPERTS = "norm", "gated MLP", "MLP", "attention", "experts"
 
 
-Lookup = Callable[["nn.Module | None"], "Planned | None"]
+Lookup = Callable[["nn.Module | None"], "PlannedLayer | None"]
 
 
-@one_of_a_kind()
+@share_trials()
 def plan_blocks(
     model: nn.Module,
     rows: Sequence[PlanRow],
@@ -63,11 +63,11 @@ def components_saving_fp8(policy: Policy, components: Mapping[str, tuple[str, ..
 def _make_lookup(model: nn.Module, rows: Sequence[PlanRow]) -> Lookup:
     by_module = {id(model.get_submodule(r.row.module)): r for r in rows if r.fp8 and r.kind == "linear"}
 
-    def planned(layer: nn.Module | None) -> Planned | None:
+    def planned(layer: nn.Module | None) -> PlannedLayer | None:
         row = by_module.get(id(layer))
         if row is None or not isinstance(layer, nn.Linear):
             return None
-        return Planned(layer, row.recipe, {gemm: s.backend.name for gemm, s in row.selections.items()})
+        return PlannedLayer(layer, row.recipe, {gemm: s.backend.name for gemm, s in row.selections.items()})
 
     return planned
 
@@ -96,13 +96,13 @@ def _plan_saving(
 ) -> list[PlanBlock]:
     """The norms, MLPs and attention modules of the components that are to keep FP8."""
     component, out = component_namer(components), []
-    attention = {a.name: a for a in attention_output.outputs(model)}
+    attention = {a.name: a for a in attention_output.find_attention_modules(model)}
     by_name = {r.name: r for r in rows}
     experts = {r.row.module for r in rows if r.kind == "experts" and r.fp8}
     for name, module in model.named_modules():
         if component(name) not in saving:
             continue
-        parts = mlp.parts(module)
+        parts = mlp.find_parts(module)
         if layernorm.is_norm(module):
             out.append(_saving_block(name, NORM, layernorm.why_not(module)))
         elif parts is not None:

@@ -58,7 +58,7 @@ def device_of(model: nn.Module) -> torch.device:
     """Where the GEMMs will run: where the weights are; for a meta model where this process
     computes."""
     first = next((p.device for p in model.parameters() if not p.is_meta), None)
-    return first or accelerator.here()
+    return first or accelerator.default_device()
 
 
 def requests_head(policy: Policy, row: Row) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
-from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL
+from octavo.base.recipe_specs import CANDIDATES, DEFAULT_RECIPE, FORMATS, SPECS
 from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, Recipe, RecipeError, recipe
 from octavo.fp8.kernels import registry
@@ -165,8 +165,8 @@ class Policy:
         parts = {k: _parse_level(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
         if self.recipe is None:
             named = [k for k, part in parts.items() if k != HEAD and part.recipe != OFF]
-            parts |= {k: replace(parts[k], recipe=parts[k].recipe or USUAL) for k in named}
-            object.__setattr__(self, "recipe", OFF if named else USUAL)
+            parts |= {k: replace(parts[k], recipe=parts[k].recipe or DEFAULT_RECIPE) for k in named}
+            object.__setattr__(self, "recipe", OFF if named else DEFAULT_RECIPE)
         object.__setattr__(self, "components", parts)
         if isinstance(self.rules, str | Mapping | Rule) or not isinstance(self.rules, Iterable):
             raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")

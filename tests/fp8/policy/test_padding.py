@@ -11,7 +11,7 @@ from octavo.fp8 import kernels
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.torch_backend import lay_out, multiply
+from octavo.fp8.kernels.torch_backend import make_product, multiply
 from octavo.fp8.planning.table import compute_padding
 
 ALL = ("fwd", "dgrad", "wgrad")
@@ -49,10 +49,10 @@ def test_the_cost_is_what_products_are_handed(recipe, shape):
         codes = []
         for (rows, columns), spec in zip(operands, (casts.a, casts.b), strict=True):
             contract = layout.CONTRACTED[gemm][len(codes)]
-            scale = torch.ones(layout.grid_of(rows, columns, spec), dtype=E8M0 if spec.scale == "e8m0" else None)
+            scale = torch.ones(layout.grid_shape(rows, columns, spec), dtype=E8M0 if spec.scale == "e8m0" else None)
             _, data = layout.codes_buffer(rows, columns, spec, contract, torch.device("cpu"), zero=True)
             codes.append(Quantized(data, scale, spec))
-        product = lay_out(gemm, *codes)
+        product = make_product(gemm, *codes)
         flops = product.a.shape[0] * product.a.shape[1] * product.b.shape[1]
         named = (compute_padding(made, shape, (gemm,)).part + 1) * tokens * n * k
         # dy's rows in wgrad, N, are handed over as they are where each has a scale or all have one
@@ -71,7 +71,7 @@ def test_results_that_no_multiple_of_16_holds_are_copied():
     torch_backend = kernels.get("torch")
     assert torch_backend.cuts_results and not kernels.get("reference").cuts_results
     for columns in (15, 16):
-        wide = multiply(lay_out("fwd", a, Quantized(b.data[:columns], b.scale[:columns], b.spec)), torch.float32)
+        wide = multiply(make_product("fwd", a, Quantized(b.data[:columns], b.scale[:columns], b.spec)), torch.float32)
         assert wide.shape == (16, 16)
 
 

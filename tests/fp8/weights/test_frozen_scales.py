@@ -88,7 +88,7 @@ def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(deepgemm_backend, "_why_not", lambda *_: None)
     made, cuda = registry.get("deepgemm"), torch.device("cuda")
     for hopper in (True, False):
-        monkeypatch.setattr(deepgemm_backend, "_any_scale", lambda *_, hopper=hopper: hopper)
+        monkeypatch.setattr(deepgemm_backend, "_supports_fp32_scales", lambda *_, hopper=hopper: hopper)
         for op in ("fwd", "dgrad", "grouped_fwd"):
             why_not = made.supports(op, own, cuda, None)
             assert (why_not is None) is hopper and (hopper or "keeps only the exponents of scales" in why_not)
@@ -100,7 +100,7 @@ def test_torch_takes_its_products(kind: str) -> None:
     """What scaled_mm is handed of such a weight passes its own checks, asked of fake tensors on a GPU."""
     chosen = fp8.recipe(RECIPES[kind], format="e4m3")
     q, x_q = codes_of_frozen(weight(kind, 256, 384)), cast.quantize(torch.randn(32, 384), chosen.fwd.a)
-    product = torch_backend.lay_out("fwd", x_q, q)
+    product = torch_backend.make_product("fwd", x_q, q)
     with FakeTensorMode(), torch.no_grad():
         fake = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in product[1:]]
         asked = product._replace(**dict(zip(product._fields[1:], fake, strict=True)))

@@ -121,7 +121,7 @@ class Footprints:
 
     def __init__(
         self, cfg: Config, model: PreTrainedModel, family: models.Family, plan: fp8.Plan, tokens: Tokens,
-        device: str = accelerator.CARD, copy: bool = False, usable: int | None = None,
+        device: str = accelerator.ABSENT_GPU, copy: bool = False, usable: int | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
