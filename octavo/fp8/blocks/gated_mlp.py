@@ -53,7 +53,7 @@ from octavo.fp8.dense.swap import (
     planned_layer,
     swap,
 )
-from octavo.fp8.invariance import active
+from octavo.fp8.invariance import is_active
 from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole
@@ -164,7 +164,7 @@ class GatedMlp(SwappedModule):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if recorder.is_watching() or _has_global_hooks() or not is_supported_input(x) or active():
+        if recorder.is_watching() or _has_global_hooks() or not is_supported_input(x) or is_active():
             return False
         if act is None or has_hooks(act) or len(self._modules) != len(_CHILD_NAMES):
             return False

@@ -25,7 +25,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.dense import compiled
 from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix
-from octavo.fp8.invariance import active, row_linear
+from octavo.fp8.invariance import is_active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
 from octavo.fp8.kernels.self_check import kernel_checks, run_checks
 from octavo.fp8.observe.recorder import HIGH, LayerRecord, Result
@@ -129,7 +129,7 @@ class DenseOps:
         return backend.gemm_wgrad(dy, x, dtype)
 
     def high_fwd(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        product = row_linear if torch._C._len_torch_function_stack() and active() else F.linear
+        product = row_linear if torch._C._len_torch_function_stack() and is_active() else F.linear
         return product(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def high_dgrad(self, dy: Tensor, w: Tensor) -> Tensor:

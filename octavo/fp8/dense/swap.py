@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.inputs import is_functorch_active
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.weights.shards import ordinary
+from octavo.fp8.weights.shards import is_plain_tensor
 
 STOCK_KEY = "_as_stock"
 """The key in the __dict__ of a swapped module that runs the stock forward for now, because its class must stay."""
@@ -135,4 +135,4 @@ def make_trial_module(module: nn.Module, parameters: dict[str, Any], modules: di
 def is_supported_input(x: Tensor) -> bool:
     """Whether a replacement forward supports x: a plain tensor with elements, outside of transforms of torch.func,
     which our gradients do not support."""
-    return ordinary(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not is_functorch_active()
+    return is_plain_tensor(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not is_functorch_active()

@@ -189,7 +189,7 @@ def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
         if block.kind == ATTENTION:
             attention_output.recompute_input(attention[block.name])
         elif block.kind == EXPERTS:
-            experts.mark(module)
+            experts.save_in_fp8(module)
         elif block.fused and block.kind == MLP:
             why_not = gated_mlp.fuse(module, saves)
         elif block.fused:

@@ -159,7 +159,7 @@ def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_t
         step(model, x)
     with pytest.raises(fp8.ProofError, match="planned in high precision, 1 fwd ran on"):
         Proof(plans.at(1), parts=["foundation"]).observe(counts, {"foundation": 1})
-    proof.follow(plans.at(3), 3)
+    proof.switch_plan(plans.at(3), 3)
     assert proof.pending == {"foundation"}
     proof.observe(counts, {"foundation": 1})
     found = proof.report()

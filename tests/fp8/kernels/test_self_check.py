@@ -225,12 +225,12 @@ def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPa
     newer.setattr(engine, "run_checks", lambda checks, device: self_check.run_checks(checks, CPU))
     newer.setattr(engine, "adamw_checks", lambda name, device: self_check.adamw_checks(name, CPU))
     newer.setattr(engine, "select", lambda op, **_: registry.Selection(TRITON, "", ()))
-    assert engine.engine(torch.device("meta")) == TRITON.adamw
+    assert engine.select_engine(torch.device("meta")) == TRITON.adamw
     newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "adamw", errs)
     with pytest.raises(SelfCheckError, match=r"adamw on triton computes wrongly: weight with states in fp8 at \[7\]"):
-        engine.engine(torch.device("meta"))
+        engine.select_engine(torch.device("meta"))
 
 
 def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> None:
