@@ -139,7 +139,9 @@ def test_words_are_read_as_qwen3_reads_them(published, loaded, tmp_path):
 
 def test_positions_count_tokens(loaded):
     """Of images too: the three axes of Qwen2.5-VL, whose processor this family has, are not its own."""
-    assert models.positions(loaded, models.describe(loaded), torch.arange(7))[0].tolist() == [[0, 1, 2, 3, 4, 5, 6]]
+    assert models.prompt_positions(loaded, models.describe(loaded), torch.arange(7))[0].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6]
+    ]
     ids, pixels, grid = asked(loaded, (4, 4))
     inputs = {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grid}
     with torch.no_grad():

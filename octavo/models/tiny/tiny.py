@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 from octavo.base import atomic_write, target_folder
 from octavo.base.model_families import tiny_families
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import quiet
+from octavo.models.folder.folder import silence_transformers
 from octavo.models.structure.skeleton import auto_class
 from octavo.models.tiny.configs import CHECKPOINTS
 from octavo.models.tiny.parts import SIZES
@@ -67,7 +67,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     vocab = -(-len(ids) // 64) * 64
     config = small.config(size, vocab, ids)
     first = None if tokens.bos is None else ids[tokens.bos]
-    with quiet():  # SmolVLM's configuration warns that its pad_token_id belongs to its decoder
+    with silence_transformers():  # SmolVLM's configuration warns that its pad_token_id belongs to its decoder
         for part in (config, config.get_text_config()):
             part.eos_token_id, part.pad_token_id, part.bos_token_id = ids[tokens.eos], ids[tokens.pad], first
     auto = auto_class(config)
@@ -78,7 +78,7 @@ def _write_all(family: str, directory: Path, seed: int, size: str, texts: Iterab
     model.generation_config = GenerationConfig(
         eos_token_id=ids[tokens.eos], pad_token_id=ids[tokens.pad], bos_token_id=first
     )
-    with quiet():
+    with silence_transformers():
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     _write_files(small.files, directory)

@@ -23,7 +23,7 @@ from octavo.base.recipe_specs import NAME_OF_KIND, kind_of_word
 from octavo.fp8.policy import Row
 from octavo.fp8.weights import FROZEN
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import at, readable
+from octavo.models.folder.folder import find_file, open_plain
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.models.structure.describe import WITHOUT_HEAD, describe
 from octavo.models.weights.fp8_codes import Paired, pair
@@ -371,8 +371,8 @@ def finish_setup(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if left := [name for name, tensor in model.named_buffers() if tensor.is_meta]:
         raise ModelError(_no_values(folder, left))
     model.config.name_or_path = model.name_or_path = str(folder)
-    if model.can_generate() and (settings := at(folder, "generation_config.json")).exists():
-        with readable(settings.parent) as plain:
+    if model.can_generate() and (settings := find_file(folder, "generation_config.json")).exists():
+        with open_plain(settings.parent) as plain:
             model.generation_config = GenerationConfig.from_pretrained(plain, local_files_only=True)
     return model.eval()
 

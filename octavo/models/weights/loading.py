@@ -26,7 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from octavo import fp8
 from octavo.base import accelerator
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import check_companions, check_weight_files, parts_of, stock
+from octavo.models.folder.folder import check_companions, check_weight_files, parts_of, wrap_errors
 from octavo.models.folder.headers import DTYPES, HeaderError, read
 from octavo.models.folder.quantization import Quantization, is_cache_scale, read_quantization
 from octavo.models.structure.skeleton import auto_class, empty, read_config, skeleton
@@ -127,7 +127,7 @@ def _load_stock(
     folder: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None, scores: bool
 ) -> PreTrainedModel:
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with stock(f"{folder} cannot be loaded as {config.model_type!r}"):
+    with wrap_errors(f"{folder} cannot be loaded as {config.model_type!r}"):
         model, info = auto_class(config, scores).from_pretrained(
             folder,
             config=config,
@@ -207,10 +207,10 @@ def split(model: PreTrainedModel, device: str | torch.device) -> tuple[PreTraine
                 parameter.data = high.to(device) if at_once else high
                 if low.any():
                     lows[name] = low.to(device)
-        stock = dict(empty(config, torch.bfloat16).named_buffers())
+        stock_buffers = dict(empty(config, torch.bfloat16).named_buffers())
         for name, buffer in model.named_buffers():
-            if name in stock and stock[name].dtype != buffer.dtype:
-                buffer.data = buffer.data.to(stock[name].dtype)
+            if name in stock_buffers and stock_buffers[name].dtype != buffer.dtype:
+                buffer.data = buffer.data.to(stock_buffers[name].dtype)
     for part in (model.config, *(getattr(model.config, name) for name in model.config.sub_configs)):
         part.dtype = torch.bfloat16
     return accelerator.move(model, device), lows

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo import fp8
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import check_companions, stock
+from octavo.models.folder.folder import check_companions, wrap_errors
 from octavo.models.folder.quantization import read_quantization
 from octavo.models.structure.describe import describe
 from octavo.models.structure.skeleton import empty, read_config
@@ -118,7 +118,7 @@ def draw(
         _spread(folder, config, std)
     # Parameters get their dtypes on the meta device, where a change of dtype costs no memory.
     dtype = torch.bfloat16 if split else dtype
-    with stock(f"{folder}: no {config.model_type!r} can be initialised"):
+    with wrap_errors(f"{folder}: no {config.model_type!r} can be initialised"):
         model = empty(config, dtype)
     dtype_of = dtypes_of(model, dtype)
     homes = homes_of(model, [name for name, _ in model.named_parameters()])
