@@ -9,7 +9,7 @@ import transformers
 
 from octavo import fp8, models
 from octavo.base.model_families import RECORDS
-from octavo.models.custom.register import is_own
+from octavo.models.custom.register import is_custom
 from octavo.models.folder.folder import silence_transformers
 from octavo.models.forward.packed import why_not_packed
 from octavo.models.forward.survey import (
@@ -98,7 +98,7 @@ def _trained(model_type: str) -> list[str]:
     parts = [part for part in family.components if part in inside]
     packed = why_not_packed(model)
     test = TESTS["image" if family.has_vision else "audio"]
-    reader = "Octavo's" if is_own(model_type) else "transformers"
+    reader = "Octavo's" if is_custom(model_type) else "transformers"
     packs = "yes" if packed is None else f"no: {packed.removeprefix(f'model_type {model_type!r} ')}"
     shared = "no" if packed is not None else _shared(model, family)
     return [f"`{model_type}`", ", ".join(parts), packs, shared, f"`{test}`", reader, RECORDS[model_type].unsourced]

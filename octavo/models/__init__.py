@@ -34,21 +34,21 @@ from octavo.models.structure.skeleton import empty, read_config, why_too_long
 from octavo.models.structure.support import why_not_trained
 from octavo.models.structure.vision_shapes import Vision, vision_of
 from octavo.models.tiny.configs import tiny_config
-from octavo.models.weights.assembly import frozen_names
-from octavo.models.weights.deferred import Deferred, defer
-from octavo.models.weights.iterate import stream
-from octavo.models.weights.loading import load, load_split, parameter_count, refuse_integers, split
-from octavo.models.weights.random_init import Drawn, draw, fresh
+from octavo.models.weights.assembly import frozen_casts
+from octavo.models.weights.deferred import DeferredModel, load_deferred
+from octavo.models.weights.iterate import iter_weights
+from octavo.models.weights.loading import check_no_integers, load, load_split, parameter_count, split_model
+from octavo.models.weights.random_init import DeferredInit, init_deferred, init_model
 
 __all__ = [
-    "VALUE_HEAD", "VIDEO_INPUTS", "VIDEO_SETTINGS", "WITHOUT_HEAD", "Attend", "CacheShape", "Deferred", "Drawn",
-    "Family", "ModelError", "Packed", "Quantization", "TextProcessor", "Vision", "as_images", "attend", "audio_of",
-    "available_kernels", "batch_positions", "cache_shape", "defer", "describe", "describe_videos",
-    "disable_dropout", "disable_masks", "disabled_dropout", "draw", "empty", "encode_conversation", "frames",
-    "freeze", "freeze_all", "fresh", "frozen_names", "generate", "high_precision_modules", "ignored_settings",
-    "image_backend", "largest_id", "load", "load_for_chat", "load_processor", "load_split", "load_tokenizer",
-    "missing_letters", "parameter_count", "position_axes", "prompt_positions", "random_model", "read_config",
-    "read_quantization", "refuse_integers", "replace_attention", "shape_model", "split", "stream", "tiny_config",
-    "use_attention", "use_kernel", "vision_of", "why_not_packed", "why_not_paged", "why_not_trained",
-    "why_too_long",
+    "VALUE_HEAD", "VIDEO_INPUTS", "VIDEO_SETTINGS", "WITHOUT_HEAD", "Attend", "CacheShape", "DeferredInit",
+    "DeferredModel", "Family", "ModelError", "Packed", "Quantization", "TextProcessor", "Vision", "as_images",
+    "attend", "audio_of", "available_kernels", "batch_positions", "cache_shape", "check_no_integers", "describe",
+    "describe_videos", "disable_dropout", "disable_masks", "disabled_dropout", "empty", "encode_conversation",
+    "frames", "freeze", "freeze_all", "frozen_casts", "generate", "high_precision_modules", "ignored_settings",
+    "image_backend", "init_deferred", "init_model", "iter_weights", "largest_id", "load", "load_deferred",
+    "load_for_chat", "load_processor", "load_split", "load_tokenizer", "missing_letters", "parameter_count",
+    "position_axes", "prompt_positions", "random_model", "read_config", "read_quantization", "replace_attention",
+    "shape_model", "split_model", "tiny_config", "use_attention", "use_kernel", "vision_of", "why_not_packed",
+    "why_not_paged", "why_not_trained", "why_too_long",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.fp8.dense import CODING, Coding
+from octavo.fp8.dense import WIRE_FORMAT_KEY, WireFormat
 from octavo.parallel.errors import WorldError
 from octavo.parallel.world import COLLECTIVE_SHARE, World
 
@@ -84,7 +84,7 @@ class Context:
         if self.keys is not None:
             k, v = self._gather_keys(k, v)
         out = attention(q, k, v)
-        return out if self.heads is None else self._to_tokens(out, getattr(layer, "__dict__", {}).get(CODING))
+        return out if self.heads is None else self._to_tokens(out, getattr(layer, "__dict__", {}).get(WIRE_FORMAT_KEY))
 
     def exchange_rows(self, rows: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
         """Send rows to the ranks of the context, `sent[p]` of them to rank p, in order; return the received rows,
@@ -108,7 +108,7 @@ class Context:
         parts = got.split([heads * dim for heads, dim in sizes], -1)
         return [part.unflatten(-1, size).transpose(0, 1)[None] for part, size in zip(parts, sizes, strict=True)]
 
-    def _to_tokens(self, out: Tensor, coding: Coding | None) -> Tensor:
+    def _to_tokens(self, out: Tensor, coding: WireFormat | None) -> Tensor:
         """[1, T/C, H/U, D] -> [1, T/P, H, D]."""
         _, tokens, heads, dim = out.shape
         got: Tensor = _Exchange.apply(out.reshape(tokens, heads * dim), self.heads, None, None, coding)
@@ -181,7 +181,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Group, sent: list[int] | None, got: list[int] | None, coding: Coding | None
+        ctx: Any, x: Tensor, group: Group, sent: list[int] | None, got: list[int] | None, coding: WireFormat | None
     ) -> Tensor:
         ctx.splits = group, sent, got
         if coding is None:

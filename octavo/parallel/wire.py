@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.fp8 import Linear, moe
-from octavo.fp8.dense import CODING, Coding
+from octavo.fp8.dense import WIRE_FORMAT_KEY, WireFormat
 from octavo.parallel.errors import WorldError
 from octavo.parallel.world import World
 
@@ -159,9 +159,9 @@ def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]
             module.__dict__[moe.EXCHANGE] = exchange
             experts += exchange.rows is not None or exchange.gradients is not None
         elif world.layout.context > 1 and isinstance(output := getattr(module, "o_proj", None), Linear):
-            coding = Coding.of_x(output.recipe, head_dim)
+            coding = WireFormat.of_x(output.recipe, head_dim)
             if coding is not None and {name for name, _ in module.named_children()} <= _ATTENTION_CHILDREN:
-                module.__dict__[CODING] = coding
+                module.__dict__[WIRE_FORMAT_KEY] = coding
                 outputs += 1
     if not outputs and not experts and (world.layout.context > 1 or world.layout.expert > 1):
         raise WorldError(NO_CODED_EXCHANGE)

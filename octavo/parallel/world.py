@@ -98,7 +98,7 @@ class World:
             return None
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             return None
-        trace = nccl_flight_recorder.save(self.rank) if accelerator.traces_collectives(self.device) else None
+        trace = nccl_flight_recorder.save(self.rank) if accelerator.has_flight_recorder(self.device) else None
         record = f"Its last collectives are in {trace}; torchfrtrace reads the files of all ranks. " if trace else ""
         return WorldError(
             f"a collective failed on rank {self.rank} of {self.size} at {self.progress.phase} (run.timeout: "
@@ -229,7 +229,7 @@ def setup(
     if size == 1:
         return World(device=device)
     backend = _backend(device)
-    if accelerator.traces_collectives(device) and traces is not None:
+    if accelerator.has_flight_recorder(device) and traces is not None:
         nccl_flight_recorder.enable(traces)
     settings = None if facts is None else facts()
     try:
@@ -316,7 +316,7 @@ def _read_env(env: Mapping[str, str]) -> tuple[int, int, int]:
 
 def _device(local_rank: int, size: int) -> torch.device:
     try:
-        devices = accelerator.count()
+        devices = accelerator.device_count()
     except accelerator.DeviceError as error:
         raise WorldError(str(error)) from error
     if devices and local_rank >= devices:

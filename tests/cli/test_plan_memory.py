@@ -92,7 +92,7 @@ def test_a_step_of_rl_in_its_two_moments(capsys, monkeypatch) -> None:
     assert main(command) == 0
     out = capsys.readouterr().out
     assert (
-        "a step: 16 prompts x 8 completions of up to 384 tokens, rewarded by math; 1 update by grpo, each of 128 "
+        "each step: 16 prompts x 8 completions of up to 384 tokens, rewarded by math; 1 update by grpo, each of 128 "
         "completions in 128 micro-batches of 1\nreference: the base without its adapters: one more forward, no memory"
     ) in out
     assert "one GPU, rollout  one GPU, update" in out and "384 of them (rl.max_new_tokens) a completion" in out
@@ -130,8 +130,10 @@ def test_a_step_of_preferences_has_two_rows_a_pair(capsys, monkeypatch) -> None:
     assert main([*command, "train.recompute=none"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == [
-        "a step: 16 pairs in 16 micro-batches of 1, each two rows of a forward; one update by sigmoid",
+        "each step: 16 pairs in 16 micro-batches of 1, two rows of a forward per pair; one update by sigmoid",
         "reference: the base without its adapters: one more forward, no memory",
     ]
     assert found["memory"]["tokens"]["foundation"] == 512 and found["memory"]["tokens"]["row"] == 256
-    assert rl.sentences(load_config(file, ["preference={loss: orpo}"]))[1] == "reference: none: orpo needs none"
+    assert (
+        rl.describe_step(load_config(file, ["preference={loss: orpo}"]))[1] == "reference: none: orpo does not use one"
+    )

@@ -102,7 +102,7 @@ class Background:
                 accelerator.set_current(self._device)
             # DCP waits for the current stream. In the stream of the training steps it would wait for them.
             if accelerator.why_no_streams(self._device) is None:
-                accelerator.set_stream(accelerator.stream(self._device))
+                accelerator.set_stream(accelerator.new_stream(self._device))
             self._path = write(directory, snapshot, self._save_world, None, self._save_world.group, self._encrypt)
         except Exception as error:  # from any library; `poll` raises it on the main thread
             self._error = error

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
-from octavo.models.custom.register import is_own
+from octavo.models.custom.register import is_custom
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import silence_transformers, wrap_errors
 from octavo.models.forward.packed import why_not_packed
@@ -79,7 +79,7 @@ def summary(families: Sequence[FamilySupport]) -> str:
     """The number of families with each kind of support, as a sentence."""
     counts = Counter(one.here for one in families)
     parts = ", ".join(f"{here} {counts[here]}" for here in SUPPORT_LEVELS)
-    by_octavo = sum(is_own(one.model_type) for one in families)
+    by_octavo = sum(is_custom(one.model_type) for one in families)
     known = f"transformers {transformers.__version__}, {by_octavo} of Octavo's own"
     return f"{len(families)} families of images, sound and text ({known}): {parts}."
 

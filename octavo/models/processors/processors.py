@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, BatchFeature, MptConfig, PreTrainedToken
 
 from octavo.base import safe_read
 from octavo.base.model_families import RECORDS, trained_families, trains_on, video_families
-from octavo.models.custom.nvila.three_folders import add_media, template_of
+from octavo.models.custom.nvila.three_folders import add_media_tokens, find_template
 from octavo.models.errors import ModelError
 from octavo.models.folder.chat import (
     FILES,
@@ -111,7 +111,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         tokenizer.name_or_path = str(folder)
     check_growth(tokenizer, folder)
     if parts_of(whole):
-        add_media(tokenizer)
+        add_media_tokens(tokenizer)
     if type(tokenizer.model_max_length) not in (int, float) or not tokenizer.model_max_length > 0:
         raise ModelError(
             f"{folder}/tokenizer_config.json gives model_max_length={tokenizer.model_max_length!r:.80}: it is a number "
@@ -277,5 +277,5 @@ def _chat_template(folder: Path, tokenizer: PreTrainedTokenizerBase) -> str | No
         if file.exists():
             jinja = name.endswith("jinja")
             return safe_read.read_text(file, ModelError) if jinja else read_json(file).get("chat_template")
-    template = template_of(folder, tokenizer) if parts_of(folder) else None
+    template = find_template(folder, tokenizer) if parts_of(folder) else None
     return tokenizer.chat_template if template is None else template

@@ -145,7 +145,7 @@ def add_end_token(source: Path, written: Path, encrypted: encryption.Folder | No
         raw = read_json(_decoder_folder(source) / "config.json")
         settings = {key: raw[key] for key in _FROM_CONFIG if raw.get(key) is not None}
     settings["eos_token_id"] = required_stop_ids(source, learned)
-    encryption.put(file, (json.dumps(settings, indent=2) + "\n").encode(), encrypted)
+    encryption.write_file(file, (json.dumps(settings, indent=2) + "\n").encode(), encrypted)
     return learned
 
 

@@ -26,8 +26,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.custom import mpt
-from octavo.models.custom.nvila.three_folders import IN_THREE_FOLDERS, read_three, refuse_incomplete
-from octavo.models.custom.register import IN_PLACE, needs_no_code
+from octavo.models.custom.nvila.three_folders import IN_THREE_FOLDERS, check_parts, read_three_folders
+from octavo.models.custom.register import REPLACED_FAMILIES, may_name_code
 from octavo.models.errors import ModelError
 from octavo.models.folder.folder import check_sizes, open_plain, parts_of, read_json, wrap_errors
 from octavo.models.folder.quantization import QUANTIZED_KEYS, read_quantization
@@ -70,11 +70,11 @@ def stock_config(folder: Path) -> PreTrainedConfig:
     """The configuration of the stock model of a folder, whatever the format of its weights. Raises ModelError."""
     if parts_of(folder):
         with wrap_errors(f"{folder}/config.json cannot be used"):
-            return read_three(folder)
+            return read_three_folders(folder)
     raw = read_json(folder / "config.json")
     if raw.get("model_type") in IN_THREE_FOLDERS:
-        refuse_incomplete(folder, raw["model_type"])
-    if "auto_map" in raw and not needs_no_code(raw.get("model_type")):
+        check_parts(folder, raw["model_type"])
+    if "auto_map" in raw and not may_name_code(raw.get("model_type")):
         raise ModelError(
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
@@ -82,7 +82,7 @@ def stock_config(folder: Path) -> PreTrainedConfig:
     check_sizes(folder / "config.json")
     _check_dtypes(folder / "config.json")
     with wrap_errors(f"{folder}/config.json cannot be used"):
-        if raw.get("model_type") in IN_PLACE:
+        if raw.get("model_type") in REPLACED_FAMILIES:
             config: PreTrainedConfig = mpt.read(folder, raw)
         else:
             with open_plain(folder) as plain:

@@ -158,7 +158,7 @@ class Run:
 
     def say(self, text: str) -> None:
         """Print a line, on the main rank."""
-        self.display.say(text)
+        self.display.log(text)
 
     def logs(self, number: int) -> bool:
         """Whether a step's row is written by `run.log_every`."""

@@ -32,11 +32,11 @@ def model_dtype(cfg: Config) -> torch.dtype:
 
 def autocast_dtype(cfg: Config, device: torch.device) -> torch.dtype | None:
     """The dtype of autocast for a model with fp32 parameters: `train.precision`, for `auto` the device's own
-    (`accelerator.low_precision`). None: without autocast, also for a model with BF16 parameters, which computes in
+    (`accelerator.autocast_dtype`). None: without autocast, also for a model with BF16 parameters, which computes in
     BF16 anyway."""
     if model_dtype(cfg) != torch.float32:
         return None
-    return accelerator.low_precision(device) if cfg.train.precision == "auto" else LOW.get(cfg.train.precision)
+    return accelerator.autocast_dtype(device) if cfg.train.precision == "auto" else LOW.get(cfg.train.precision)
 
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from octavo import fp8
 from octavo.config import Config
-from octavo.fp8.dense import Coding
+from octavo.fp8.dense import WireFormat
 from octavo.parallel import NO_CODED_EXCHANGE, Layout, WorldError, check_experts, ulysses_size
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ def coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]
     """(layers, bytes per value) of what ranks send as codes (:mod:`octavo.parallel.wire`): outputs of attention, rows
     dispatched to experts, gradients of their results."""
 
-    def of(name: str, coding: Callable[[fp8.Recipe | None, int], Coding | None], piece: int) -> tuple[int, float]:
+    def of(name: str, coding: Callable[[fp8.Recipe | None, int], WireFormat | None], piece: int) -> tuple[int, float]:
         mine = (row.recipe for row in plan.rows if row.component == "foundation" and row.name.endswith(name))
         codings = [coding_of_layer for recipe in mine if (coding_of_layer := coding(recipe, piece)) is not None]
         return len(codings), codings[0].width if codings else 0.0
 
     return [
-        of(".o_proj", Coding.of_x, head_dim),
-        of(".experts.gate_up_proj", Coding.of_x, hidden),
-        of(".experts.down_proj", Coding.of_dy, hidden),
+        of(".o_proj", WireFormat.of_x, head_dim),
+        of(".experts.gate_up_proj", WireFormat.of_x, hidden),
+        of(".experts.down_proj", WireFormat.of_dy, hidden),
     ]

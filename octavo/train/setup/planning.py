@@ -117,7 +117,7 @@ def _recipes(plan: fp8.Plan) -> str:
 
 def leaves_open(cfg: Config) -> bool:
     """Whether the configuration leaves recipes to a measurement or a plan file."""
-    return cfg.fp8.plan is not None or policy_from(cfg).asks_auto
+    return cfg.fp8.plan is not None or policy_from(cfg).requests_auto
 
 
 def model_of(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
@@ -220,7 +220,7 @@ def plan_run(
     world: parallel.World,
     count: Callable[[models.Family, nn.Module], Tokens],
     saved: Path | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> tuple[Schedule, models.Family, tuple[str, ...], Prediction | None]:
     """Return (plans, family, notes, prediction) at the start of a run; a collective where the plan is measured.
 
@@ -228,7 +228,7 @@ def plan_run(
     a GPU, rank 0 measures and all ranks plan with the same measurements.
     """
     planned = saved is not None or cfg.fp8.plan is not None
-    if planned or not policy_from(cfg).asks_auto or not accelerator.is_gpu(world.device):
+    if planned or not policy_from(cfg).requests_auto or not accelerator.is_gpu(world.device):
         plan, family, notes = plan_for(cfg, world.size, saved)
         plans = scheduled(cfg, plan)
         return plans, family, (*notes, *spans_told(plans)), None
@@ -236,7 +236,7 @@ def plan_run(
 
     def work() -> dict:
         tokens = count(family, model).shared(cfg.parallel.context)
-        measurements = measured(cfg, model, family, world.device, tokens, _progress_of(say))
+        measurements = measured(cfg, model, family, world.device, tokens, _progress_of(log))
         return {"tokens": list(astuple(tokens)), "found": measurements.to_json()}
 
     answer = world.run_on_main(work)
@@ -263,10 +263,10 @@ def measured(
     )
 
 
-def _progress_of(say: Callable[[str], None]) -> Callable[[int, int, str], None]:
+def _progress_of(log: Callable[[str], None]) -> Callable[[int, int, str], None]:
     def report(done: int, total: int, what: str) -> None:
         if done < total:
-            say(f"measuring layer {done + 1} of {total}: {what}")
+            log(f"measuring layer {done + 1} of {total}: {what}")
 
     return report
 
