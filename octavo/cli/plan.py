@@ -348,13 +348,13 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
     """What the files of the model's folder mean for a run (`octavo.train.setup.model_folder`); nothing of a published
     shape, or without a tokenizer. Raises ModelError for a tokenizer or weights that cannot be the model's."""
     from octavo import models
-    from octavo.models.folder.folder import at
+    from octavo.models.folder.folder import find_file
     from octavo.train.setup import model_folder
 
     names = ("tokenizer.json", "tokenizer_config.json")
     if args.shape is None:
-        models.refuse_integers(cfg.model.path, model)
-    if args.shape is not None or not any(at(Path(cfg.model.path), name).exists() for name in names):
+        models.check_no_integers(cfg.model.path, model)
+    if args.shape is not None or not any(find_file(Path(cfg.model.path), name).exists() for name in names):
         return ()
     return model_folder.notes(cfg, models.load_for_chat(cfg.model.path))
 

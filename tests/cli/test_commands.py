@@ -459,10 +459,10 @@ def test_doctor_lists_families(monkeypatch, capsys):
     from octavo.models.forward import survey
 
     two = [
-        survey.Surveyed(
+        survey.FamilySupport(
             "a_vl", survey.TRAINS, "", "model.visual", (), ("model.visual.merger",), "model.text", ("x.y",), 7
         ),
-        survey.Surveyed("b_vl", survey.REFUSED, "no vision tower"),
+        survey.FamilySupport("b_vl", survey.REFUSED, "no vision tower"),
     ]
     monkeypatch.setattr(survey, "survey", lambda: iter(two))
     assert main(["doctor", "--families"]) == 0

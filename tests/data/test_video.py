@@ -31,7 +31,7 @@ from octavo.data.rows import video_refs
 from octavo.data.rows.video_refs import Clip, Frames, VideoRef
 from octavo.data.tasks.pairs import PairEncoder, parse_labelled, parse_pair
 from octavo.data.tasks.prompts import PromptEncoder, parse_prompt
-from octavo.models.processors.video import Videos
+from octavo.models.processors.video import VideoProcessor
 from octavo.models.tiny import tiny
 from octavo.parallel import World
 from octavo.train.forward.forward import Forward
@@ -580,4 +580,7 @@ def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
 
 
 def test_names_of_the_protocol_are_those_of_the_families():
-    assert all(hasattr(Videos, name) for name in ("indices", "size", "tokens")) and video_refs.PLACEHOLDER == "<video>"
+    assert (
+        all(hasattr(VideoProcessor, name) for name in ("indices", "size", "tokens"))
+        and video_refs.PLACEHOLDER == "<video>"
+    )

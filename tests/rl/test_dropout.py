@@ -117,12 +117,12 @@ def test_two_forwards_of_a_model_in_training_are_equal_once_all_is_off(config, n
     model = AutoModelForCausalLM.from_config(config).train()
     ids = torch.arange(12)[None]
     assert not torch.equal(model(ids).logits, model(ids).logits), "there is something to switch off"
-    words = models.switch_off_dropout(model)
+    words = models.disable_dropout(model)
     assert named <= {*words}, words
     assert torch.equal(model(ids).logits, model(ids).logits) and torch.equal(
         model(ids).logits, model.eval()(ids).logits
     )
-    assert models.switch_off_dropout(model) == words == models.switched_off(model), "a second call keeps the record"
+    assert models.disable_dropout(model) == words == models.disabled_dropout(model), "a second call keeps the record"
 
 
 def test_towers_and_adapters_are_switched_off_too(place: Path):
@@ -132,7 +132,7 @@ def test_towers_and_adapters_are_switched_off_too(place: Path):
     model.config.text_config.layerdrop = 0.2
     family = models.describe(model)
     adapters.attach(model, family, LoraSection(rank=2, dropout=0.25))
-    words = " ".join(models.switch_off_dropout(model))
+    words = " ".join(models.disable_dropout(model))
     assert "attention_dropout 0.3 (1 module)" in words and "lora_dropout 0.25 (" in words
     assert tower.attention_dropout == 0 == model.config.text_config.layerdrop
 
@@ -140,4 +140,4 @@ def test_towers_and_adapters_are_switched_off_too(place: Path):
 def test_routers_that_draw_experts_at_random_are_refused():
     config = PhimoeConfig(**MOE, router_jitter_noise=0.01)
     with pytest.raises(models.ModelError, match="Phimoe.*at random.*sft"):
-        models.switch_off_dropout(AutoModelForCausalLM.from_config(config))
+        models.disable_dropout(AutoModelForCausalLM.from_config(config))

@@ -199,7 +199,7 @@ def _plan(
 
 def _note_pixels(counters: Any, processor: Any, log: Log) -> None:
     """Print a note if the resumed run resized images with another library."""
-    pixels = models.pixels_by(processor)
+    pixels = models.image_backend(processor)
     if not counters or pixels is None:
         return
     before = compat.image_backend(counters)
@@ -286,11 +286,11 @@ def _record_machine(directory: Path, cfg: Config, world: parallel.World, process
     if not world.is_main:
         return
     origin = hub.origin(cfg.model.path)
-    about = {**environment.describe(), "ranks": world.size, "pixels": models.pixels_by(processor)}
+    about = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
     if origin is not None:
         about["model"] = origin
     if (videos := getattr(processor, "videos", None)) is not None:
-        about["video"] = models.videos_described(videos)
+        about["video"] = models.describe_videos(videos)
     run_dir.write_json(directory / "environment.json", about)
 
 

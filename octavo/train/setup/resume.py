@@ -148,7 +148,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
             **({} if job.base is None else {"base": job.base.whole}),
             **({} if job.attention is None else {"attention": job.attention}),
             **({} if job.first is None else {"start_from": dict(job.first)}),
-            "pixels": models.pixels_by(job.processor),
+            "pixels": models.image_backend(job.processor),
             **({} if (scale := job.stepper.update.scale) is None else {"loss_scale": scale.state()}),
         },
         world=job.world,
