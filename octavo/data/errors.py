@@ -8,7 +8,7 @@ from pathlib import Path
 
 from octavo.base.safe_read import printable
 
-MOST = 1000  # characters of a quoted reason, a tenth of it for an id: values in rows may have megabytes
+MAX_QUOTED_CHARS = 1000  # characters of a quoted reason, a tenth of it for an id: values in rows may have megabytes
 
 
 _REPR = reprlib.Repr()  # abbreviates without formatting the whole value, however large it is
@@ -41,8 +41,8 @@ class BadSample(DataError):
     quotes = True
 
     def __init__(self, file: str | Path, row: int, reason: str, id: str | None = None) -> None:
-        self.file, self.row, self.reason = str(file), row, printable(_cut(reason, MOST))
-        self.id = None if id is None else printable(_cut(id, MOST // 10))
+        self.file, self.row, self.reason = str(file), row, printable(_shorten(reason, MAX_QUOTED_CHARS))
+        self.id = None if id is None else printable(_shorten(id, MAX_QUOTED_CHARS // 10))
         named = f" (id {self.id})" if id is not None else ""
         super().__init__(f"{printable(file)}, row {row}{named}: {self.reason}")
 
@@ -55,7 +55,7 @@ class BadSample(DataError):
         return {"file": self.file, "row": self.row, "id": self.id, "action": self.action, "reason": self.reason}
 
 
-def _cut(text: str, most: int) -> str:
+def _shorten(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -63,7 +63,7 @@ class RowProblem(ValueError):
     """A row with a wrong structure; becomes a `BadSample` where the file and the row number are known."""
 
 
-class ImageProblem(ValueError):
+class MediaProblem(ValueError):
     """An image, sound or video that cannot be used; the message is the reason of a `BadSample`."""
 
 
@@ -71,7 +71,7 @@ class Mismatch(ValueError):
     """A conversation that the processor or the model cannot take; becomes a `BadSample`."""
 
 
-def shown(value: object) -> str:
+def quote_value(value: object) -> str:
     """The beginning of a value, for an error message."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN, a missing value" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"

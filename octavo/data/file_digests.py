@@ -28,13 +28,13 @@ from octavo.base.safe_read import printable
 from octavo.data.errors import DataError
 
 HEAD = 64 << 20  # bytes in the digest `Content.head`, which checkpoints of 0.4.0 compare
-AT_ONCE = 4  # files that are read in parallel
+PARALLEL_FILES = 4  # files that are read in parallel
 #: Nanoseconds: a file that changed less than this before it was read may change again with the same time stamp (the
 #: resolution is 4 ms on Linux, 2 s on FAT), so nothing is noted for it.
 RECENT = 2 * 10**9
 _PIECE = 1 << 20
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Stat = tuple[int, int, int, int]
 _CTIME = 2  # index of the ctime in a Stat
 
@@ -47,13 +47,13 @@ class Content(NamedTuple):
     head: str
 
 
-def stat_of(result: os.stat_result) -> Stat:
+def stat_key(result: os.stat_result) -> Stat:
     """Values that change whenever a file's bytes do: size, mtime, ctime, inode. (Not the device number, which differs
     between machines that mount one disk.)"""
     return result.st_size, result.st_mtime_ns, result.st_ctime_ns, result.st_ino
 
 
-def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -> list[Content]:
+def compute_digests(files: Sequence[Path], folder: Path, say: Log = lambda text: None) -> list[Content]:
     """The digest of each file, from the notes in `folder` (of the cache) or computed now, several files in parallel.
 
     Raises `DataError` if a file cannot be read, or changes while it is read.
@@ -65,7 +65,7 @@ def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -
     if size > HEAD:
         say(f"{files[new[0]]}{f' and {len(new) - 1} more' * (len(new) > 1)}: {size / 1e9:.3g} GB are read for a digest "
             "of their content, once")  # fmt: skip
-    with ThreadPoolExecutor(AT_ONCE) if len(new) > 1 else contextlib.nullcontext() as pool:
+    with ThreadPoolExecutor(PARALLEL_FILES) if len(new) > 1 else contextlib.nullcontext() as pool:
         run = map if pool is None else pool.map
         for number, content in zip(new, run(lambda n: _digest(files[n], folder), new), strict=True):
             result[number] = content
@@ -75,7 +75,7 @@ def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -
 def check_once(file: Path, folder: Path, check: Callable[[], None], used: bool = False) -> None:
     """Call `check`, which raises for a damaged file, unless this version of the file has passed it before. `used`: the
     access time is set when the file is used, which changes its ctime, so the ctime is not compared."""
-    before = stat_of(file.stat())
+    before = stat_key(file.stat())
     if _find_note(file, folder, "valid", used) is None:
         check()
         note_valid(file, folder, before)
@@ -83,12 +83,12 @@ def check_once(file: Path, folder: Path, check: Callable[[], None], used: bool =
 
 def note_valid(file: Path, folder: Path, stat: Stat | None = None) -> None:
     """Note that a file is valid. `stat`: of the checked file; nothing is noted if it has changed since."""
-    now = stat_of(file.stat())
+    now = stat_key(file.stat())
     if stat is None or stat == now:
-        _note(file, folder, now, {"valid": True})
+        _append_note(file, folder, now, {"valid": True})
 
 
-def content_of(file: Path) -> Content:
+def digest_file(file: Path) -> Content:
     """The digest of a file, computed now. Raises `DataError` if it cannot be read, or changes while it is read."""
     return _read(file)[0]
 
@@ -96,21 +96,21 @@ def content_of(file: Path) -> Content:
 def _digest(file: Path, folder: Path) -> Content:
     content, stat = _read(file)
     if time.time_ns() - max(stat[1:3]) > RECENT:
-        _note(file, folder, stat, {"sha256": content.sha256, "head": content.head})
+        _append_note(file, folder, stat, {"sha256": content.sha256, "head": content.head})
     return content
 
 
 def _read(file: Path) -> tuple[Content, Stat]:
     try:
         with open(file, "rb") as source:
-            before = stat_of(os.fstat(source.fileno()))
+            before = stat_key(os.fstat(source.fileno()))
             digest, left, head = hashlib.sha256(), HEAD, None
             while piece := source.read(min(_PIECE, left) if left > 0 else _PIECE):
                 digest.update(piece)
                 left -= len(piece)
                 if left <= 0 and head is None:
                     head = digest.hexdigest()
-            after = stat_of(os.fstat(source.fileno()))
+            after = stat_key(os.fstat(source.fileno()))
     except OSError as cause:
         raise DataError(f"{printable(file)} cannot be read: {cause.strerror}.") from cause
     if before != after:
@@ -121,11 +121,13 @@ def _read(file: Path) -> tuple[Content, Stat]:
 # Notes -----------------------------------------------------------------------------------------------------------
 
 _Names = dict[tuple[str, str], dict[str, Any]]  # (name, "sha256" or "valid") -> note
-_READ: dict[Path, tuple[tuple[int, int], _Names]] = {}  # note files as this process last read them
-_OWN: dict[tuple[Path, str, str], dict[str, Any]] = {}  # notes of this process, also if the cache cannot be written
+_LOADED: dict[Path, tuple[tuple[int, int], _Names]] = {}  # note files as this process last read them
+_LOCAL_NOTES: dict[
+    tuple[Path, str, str], dict[str, Any]
+] = {}  # notes of this process, also if the cache cannot be written
 
 
-def _home(file: Path, folder: Path) -> tuple[Path, str]:
+def _note_location(file: Path, folder: Path) -> tuple[Path, str]:
     """(note file, name in it) of a data file."""
     path = file.resolve()
     named = hashlib.sha256(os.fsencode(path.parent)).hexdigest()[:20]
@@ -134,33 +136,33 @@ def _home(file: Path, folder: Path) -> tuple[Path, str]:
 
 def _find_note(file: Path, folder: Path, what: str, used: bool = False) -> dict[str, Any] | None:
     """The newest note of a file with the key `what`, if the file is unchanged."""
-    home, name = _home(file, folder)
-    now = stat_of(file.stat())
-    notes = _OWN.get((home, name, what)), _notes(home).get((name, what))
+    home, name = _note_location(file, folder)
+    now = stat_key(file.stat())
+    notes = _LOCAL_NOTES.get((home, name, what)), _load_notes(home).get((name, what))
     same = [n for n in range(len(now)) if n != _CTIME or not used]
     return next((note for note in notes if note is not None and all(note["stat"][n] == now[n] for n in same)), None)
 
 
-def _notes(home: Path) -> _Names:
+def _load_notes(home: Path) -> _Names:
     try:
         stat = home.stat()
     except OSError:
         return {}
     print_ = stat.st_size, stat.st_mtime_ns
-    if home not in _READ or _READ[home][0] != print_:
+    if home not in _LOADED or _LOADED[home][0] != print_:
         with contextlib.suppress(OSError):
-            _READ[home] = print_, _parsed(home.read_bytes())
-    return _READ[home][1] if home in _READ else {}
+            _LOADED[home] = print_, _parse_notes(home.read_bytes())
+    return _LOADED[home][1] if home in _LOADED else {}
 
 
-def _parsed(raw: bytes) -> _Names:
+def _parse_notes(raw: bytes) -> _Names:
     notes: _Names = {}
     for line in raw.split(b"\n"):
         try:
             note = json.loads(line)
         except (ValueError, RecursionError):  # damaged, or written by two processes at once
             continue
-        if not (isinstance(note, dict) and isinstance(note.get("name"), str) and _whole(note.get("stat"))):
+        if not (isinstance(note, dict) and isinstance(note.get("name"), str) and _is_stat(note.get("stat"))):
             continue
         if note.get("valid") is True:
             notes[note["name"], "valid"] = note
@@ -169,27 +171,27 @@ def _parsed(raw: bytes) -> _Names:
     return notes
 
 
-def _whole(stat: object) -> bool:
+def _is_stat(stat: object) -> bool:
     return isinstance(stat, list) and len(stat) == 4 and all(type(n) is int for n in stat)
 
 
-def _note(file: Path, folder: Path, stat: Stat, what: dict[str, object]) -> None:
+def _append_note(file: Path, folder: Path, stat: Stat, what: dict[str, object]) -> None:
     """Append a note. If the cache cannot be written, the file is read again next time; the error is reported when rows
     are stored in the cache."""
-    home, name = _home(file, folder)
+    home, name = _note_location(file, folder)
     note = {"name": name, "stat": stat, **what}
-    _OWN[home, name, next(iter(what))] = note
+    _LOCAL_NOTES[home, name, next(iter(what))] = note
     line = json.dumps(note).encode() + b"\n"
     with contextlib.suppress(OSError):
         home.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(home, os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
         try:
-            os.write(handle, b"\n" + line if _lacks_line_end(home) else line)
+            os.write(handle, b"\n" + line if _ends_mid_line(home) else line)
         finally:
             os.close(handle)
 
 
-def _lacks_line_end(home: Path) -> bool:
+def _ends_mid_line(home: Path) -> bool:
     """Whether the last line has no line break, as a full disk leaves it."""
     with open(home, "rb") as file:
         if file.seek(0, os.SEEK_END) == 0:

@@ -1,5 +1,5 @@
 """The order of rows with random access, computed from the seed only, so that a resume needs one number: of one data set
-(`Whole`, `Windows`) and of a mixture of several.
+(`FullShuffle`, `WindowShuffle`) and of a mixture of several.
 
 The rows of a data set come epoch by epoch, all shuffled together or in two levels. Two levels are for sets of many
 files (shards), of which only a few can be available at a time:
@@ -21,7 +21,7 @@ import numpy as np
 
 from octavo.data.errors import DataError
 
-WHOLE = 1 << 24  # up to this many rows a set is by default shuffled as a whole: 8 bytes a row
+FULL_SHUFFLE_ROWS = 1 << 24  # up to this many rows a set is by default shuffled as a whole: 8 bytes a row
 WINDOW = 1 << 14  # default rows of a window
 BLOCK = 1 << 16  # approximate rows of a block, into which a round of more than WHOLE rows is divided
 PIECE = 1 << 10  # rows of a piece, which takes the place of a shard in a set without shards
@@ -33,7 +33,7 @@ def permutation(size: int, *key: int) -> np.ndarray:
     return np.argsort(words, kind="stable")
 
 
-class Whole:
+class FullShuffle:
     """All rows shuffled together: 8 bytes each."""
 
     def __init__(self, size: int, seed: int, source: int) -> None:
@@ -51,7 +51,7 @@ class Whole:
         return type(self), (self.size, self.seed, self.source)
 
 
-class Windows:
+class WindowShuffle:
     """Shards of `sizes` rows in a new order each epoch, with rows shuffled within windows of `window` rows: 8 bytes a
     row of a window, 24 a shard."""
 
@@ -96,22 +96,23 @@ class Windows:
         return type(self), (self.sizes, self.window, self.seed, self.source)
 
 
-def order_of(source: Sized, seed: int, number: int) -> Whole | Windows:
+def make_order(source: Sized, seed: int, number: int) -> FullShuffle | WindowShuffle:
     """The order of a data set, the `number`-th of its mixture.
 
-    `source.window`: rows that are shuffled together; None: all up to :data:`WHOLE` rows, windows for larger sets.
+    `source.window`: rows that are shuffled together; None: all up to :data:`FULL_SHUFFLE_ROWS` rows, windows for larger
+    sets.
     `source.shards`: the number of rows in each of its files; without it, pieces of :data:`PIECE` rows are used."""
     size = len(source)
     window = getattr(source, "window", None)
-    if window is None and size > WHOLE:
+    if window is None and size > FULL_SHUFFLE_ROWS:
         window = WINDOW
     if window is None or window >= size:
-        return Whole(size, seed, number)
+        return FullShuffle(size, seed, number)
     sizes = getattr(source, "shards", None)
     if sizes is None or len(sizes) < 2:
         sizes = np.full(-(-size // PIECE), PIECE)
         sizes[-1] = size - PIECE * (len(sizes) - 1)
-    return Windows(sizes, window, seed, number)
+    return WindowShuffle(sizes, window, seed, number)
 
 
 class Mixture:
@@ -120,11 +121,11 @@ class Mixture:
     A data set is drawn in proportion to weight x size (its size after `max_samples`): with all weights 1 every row
     of every data set comes equally often; with weight 2 the rows of a set come twice as often. The order consists of
     rounds with as many rows as there are in total; a round has a fixed number of draws from each data set (the
-    proportion, rounded by largest remainder, at least one) in shuffled places. A round of more than `WHOLE` rows is
-    divided into blocks, each with a proportional share of every data set. Each data set has separate epochs, each in a
-    new order (`order_of`), and every row comes once in an epoch. The same sources, weights and seed give the same order
-    on any machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable. `round`: the rows of a round,
-    which is an epoch of `train.epochs`.
+    proportion, rounded by largest remainder, at least one) in shuffled places. A round of more than `FULL_SHUFFLE_ROWS`
+    rows is divided into blocks, each with a proportional share of every data set. Each data set has separate epochs,
+    each in a new order (`make_order`), and every row comes once in an epoch. The same sources, weights and seed give
+    the same order on any machine: the shuffles sort raw PCG64 words, whose stream NumPy keeps stable. `round`: the rows
+    of a round, which is an epoch of `train.epochs`.
     """
 
     def __init__(self, sources: Iterable[Any], weights: Sequence[float] | None = None, seed: int = 0) -> None:
@@ -136,10 +137,10 @@ class Mixture:
             raise DataError(f"weights {weights} for {len(self.sources)} data set(s); give each a weight over 0")
         self.seed = seed
         self.sizes = tuple(len(source) for source in self.sources)
-        self.draws = _share_out(sum(self.sizes), [w * n for w, n in zip(weights, self.sizes, strict=True)])
-        self.orders = tuple(order_of(source, seed, number) for number, source in enumerate(self.sources))
+        self.draws = _apportion(sum(self.sizes), [w * n for w, n in zip(weights, self.sizes, strict=True)])
+        self.orders = tuple(make_order(source, seed, number) for number, source in enumerate(self.sources))
         self.round = int(sum(self.draws))
-        self._blocks = 1 if self.round <= WHOLE else -(-self.round // BLOCK)
+        self._blocks = 1 if self.round <= FULL_SHUFFLE_ROWS else -(-self.round // BLOCK)
         self._places = lru_cache(maxsize=2)(self._make_places)
 
     def row(self, n: int) -> tuple[int, int]:
@@ -149,9 +150,9 @@ class Mixture:
         turn, place = divmod(n, self.round)
         if len(self.sources) == 1:
             return 0, self.orders[0].row(turn, place)
-        block = self._block_of(turn, place)
+        block = self._find_block(turn, place)
         which, nth = self._places(turn, block)
-        place -= self._begin(turn, block)
+        place -= self._block_start(turn, block)
         source = int(which[place])
         epoch, position = divmod(turn * self.draws[source] + int(nth[place]), self.sizes[source])
         return source, self.orders[source].row(epoch, position)
@@ -162,40 +163,40 @@ class Mixture:
         turn, place = divmod(n, self.round)
         for source in sources:
             order = self.orders[source]
-            if isinstance(order, Windows):
-                before = place if len(self.sources) == 1 else self._drawn(turn, source, place)
+            if isinstance(order, WindowShuffle):
+                before = place if len(self.sources) == 1 else self._count_draws(turn, source, place)
                 epoch, position = divmod(turn * self.draws[source] + before, self.sizes[source])
                 yield from ((source, shard) for shard in order.shards(epoch, position))
             else:
                 sizes = getattr(self.sources[source], "shards", None)
                 yield from ((source, shard) for shard, rows in enumerate([] if sizes is None else sizes) if rows)
 
-    def _drawn(self, turn: int, source: int, place: int) -> int:
+    def _count_draws(self, turn: int, source: int, place: int) -> int:
         """The number of draws from a data set in a round before a place."""
-        block = self._block_of(turn, place)
+        block = self._find_block(turn, place)
         which, _ = self._places(turn, block)
-        in_block = int(np.count_nonzero(which[: place - self._begin(turn, block)] == source))
-        return self._before(turn, source, block) + in_block
+        in_block = int(np.count_nonzero(which[: place - self._block_start(turn, block)] == source))
+        return self._draws_before(turn, source, block) + in_block
 
-    def _before(self, turn: int, source: int, block: int) -> int:
+    def _draws_before(self, turn: int, source: int, block: int) -> int:
         """The number of draws from a data set in a round before a block. Each set has another offset, so that the draws
         of several sets with few draws do not fall into the same blocks."""
         return (block * self.draws[source] + (7919 * turn + 104729 * source) % self._blocks) // self._blocks
 
-    def _begin(self, turn: int, block: int) -> int:
-        return sum(self._before(turn, source, block) for source in range(len(self.draws)))
+    def _block_start(self, turn: int, block: int) -> int:
+        return sum(self._draws_before(turn, source, block) for source in range(len(self.draws)))
 
-    def _block_of(self, turn: int, place: int) -> int:
+    def _find_block(self, turn: int, place: int) -> int:
         """The last block that begins at or before a place of a round."""
         low, high = 0, self._blocks
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._begin(turn, middle) <= place else (low, middle)
+            low, high = (middle, high) if self._block_start(turn, middle) <= place else (low, middle)
         return low
 
     def _make_places(self, turn: int, block: int) -> tuple[np.ndarray, np.ndarray]:
         """For each place of a block: the data set, and the number of earlier draws from it in the round."""
-        begins, ends = ([self._before(turn, s, b) for s in range(len(self.draws))] for b in (block, block + 1))
+        begins, ends = ([self._draws_before(turn, s, b) for s in range(len(self.draws))] for b in (block, block + 1))
         counts = np.subtract(ends, begins)
         which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         key = (turn,) if self._blocks == 1 else (turn, block)
@@ -213,7 +214,7 @@ class Mixture:
         self._places = lru_cache(maxsize=2)(self._make_places)
 
 
-def _share_out(total: int, shares: Sequence[float]) -> list[int]:
+def _apportion(total: int, shares: Sequence[float]) -> list[int]:
     """Whole numbers in proportion to `shares` that sum to `total`, by largest remainders; none is below one."""
     exact = np.asarray(shares, dtype=np.float64)
     exact = exact * (total / exact.sum())

@@ -14,18 +14,18 @@ from octavo.base.safe_read import kind_of
 from octavo.data.errors import DataError
 
 # Actions of rows that are noted and trained on unchanged:
-CONTROL = "with control tokens"  # the text spells control tokens
-LEFT_OUT = "with reasoning left out"  # the chat template does not write all reasoning
-NOTED = (CONTROL, LEFT_OUT)
+CONTROL_TOKENS = "with control tokens"  # the text spells control tokens
+REASONING_LEFT_OUT = "with reasoning left out"  # the chat template does not write all reasoning
+NOTED = (CONTROL_TOKENS, REASONING_LEFT_OUT)
 
 
-def left_out(answers: int) -> list[tuple[str, str]]:
+def reasoning_notes(answers: int) -> list[tuple[str, str]]:
     """(action, reason) for a row in which this number of answers lost their reasoning."""
     why = (
         f"the chat template leaves the reasoning of {answers} earlier answer(s) out, so these are not learned as "
         "answers; set data.split_turns: true, or data.template_args.preserve_thinking: true if the template reads it"
     )
-    return [(LEFT_OUT, why)]
+    return [(REASONING_LEFT_OUT, why)]
 
 
 Key = tuple[str, int, str, int | None]  # file, row, action, and the question if rows are split

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-LINEAR = 50_000
+LINEAR_COST = 50_000
 """Tokens of a sample whose attention costs as much as its GEMMs: parameters that multiply a token, divided by (layers x
 heads x head size), for a decoder of 8 B parameters (7.57e9 / 147,456). Packs are about equally full and so differ
 mainly in attention; the exact figure matters little."""
@@ -38,12 +38,12 @@ def pack(lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(numbers)) for numbers in packs]
 
 
-def cost(lengths: Sequence[int]) -> int:
+def pack_cost(lengths: Sequence[int]) -> int:
     """The relative cost of training a pack with these lengths: sum(l^2) for attention, all else linear in tokens."""
-    return sum(length * length for length in lengths) + LINEAR * sum(lengths)
+    return sum(length * length for length in lengths) + LINEAR_COST * sum(lengths)
 
 
-def deal(costs: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
+def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
     """The packs of a step by rank: the most expensive first, each to the rank with the lowest cost so far, on a tie to
     the first. No rank has more packs than ceil(packs / ranks)."""
     loads = [0] * ranks
@@ -57,6 +57,6 @@ def deal(costs: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(numbers)) for numbers in dealt]
 
 
-def waste(packs: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
+def padding_share(packs: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:
     """The share of padding, 0 to 1, if each pack were padded to its capacity."""
     return 1 - sum(lengths) / (len(packs) * capacity) if packs else 0.0

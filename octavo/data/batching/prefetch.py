@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from octavo.data.errors import DataError
-from octavo.data.order import Mixture, Whole, Windows
-from octavo.data.storage.fetched import Fetched
+from octavo.data.order import FullShuffle, Mixture, WindowShuffle
+from octavo.data.storage.fetched import FetchedRows
 
 
 def make_prefetcher(mixture: Mixture) -> Prefetcher | None:
@@ -29,10 +29,10 @@ class Prefetcher:
     Raises `DataError` where the files of a window exceed the disk limit of a data set: nearly every row would download
     a file again."""
 
-    def __init__(self, mixture: Mixture, sets: Mapping[int, Fetched]) -> None:
+    def __init__(self, mixture: Mixture, sets: Mapping[int, FetchedRows]) -> None:
         self.mixture, self._sets = mixture, sets
         for number, rows in self._sets.items():
-            _check(rows, mixture.sources[number].shards, mixture.orders[number])
+            _check_disk_limit(rows, mixture.sources[number].shards, mixture.orders[number])
         self._wanted: list[tuple[int, int]] = []
         self._changed, self._closed = threading.Event(), False
         self._thread: threading.Thread | None = None
@@ -71,21 +71,21 @@ class Prefetcher:
                     left[source], most[source] = left[source] - size, max(most[source], size)
 
 
-def _fetched_rows(source: object) -> Fetched | None:
+def _fetched_rows(source: object) -> FetchedRows | None:
     rows = getattr(source, "rows", None)
-    while rows is not None and not isinstance(rows, Fetched):
+    while rows is not None and not isinstance(rows, FetchedRows):
         rows = getattr(rows, "rows", None)  # unwrap rows with renamed columns
     return rows
 
 
-def _check(rows: Fetched, taken: Sequence[int], order: Whole | Windows) -> None:
+def _check_disk_limit(rows: FetchedRows, taken: Sequence[int], order: FullShuffle | WindowShuffle) -> None:
     """`taken`: the number of rows used of each file."""
     total = sum(shard.size for shard, count in zip(rows.files, taken, strict=True) if count)
     need = total
-    if isinstance(order, Windows):  # a window begins and ends within a file: two more files
+    if isinstance(order, WindowShuffle):  # a window begins and ends within a file: two more files
         need = min(total, total * order.window // max(1, order.size) + 2 * max(shard.size for shard in rows.files))
     if need > rows.store.limit:
-        which = f"{order.window} rows" if isinstance(order, Windows) else "all rows"
+        which = f"{order.window} rows" if isinstance(order, WindowShuffle) else "all rows"
         raise DataError(
             f"{rows.path}: {which} are shuffled together, which are in files of up to {need / 1e9:.3g} GB, and "
             f"fetch_gb of this set allows {rows.store.limit / 1e9:.3g} of them here; raise it, or lower shuffle_buffer"

@@ -126,7 +126,7 @@ def check_existing(directory: Path, settings: dict[str, int], folder: str, endin
             raise DataError(f"{directory} is not complete ({files} of {settings[part]} {part} {folder}); remove it")
 
 
-def handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+def load_handwriting() -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
     """(all samples [1797, 8, 8] uint8, their digits [1797] int64, train and test -> indices of samples). Raises
     DataError if the file, which is part of Octavo, is missing or damaged."""
     levels, labels = samples()
@@ -147,7 +147,7 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
 def _write(directory: Path, settings: dict[str, int], console: Console | None) -> None:
     from rich.progress import Progress
 
-    greys, labels, pools = handwriting()
+    greys, labels, pools = load_handwriting()
     # Picks come from raw PCG64 words, whose stream NumPy keeps stable: the same seed gives the same files everywhere.
     with Progress(console=console, transient=True) as progress:
         for number, (part, pool) in enumerate(pools.items()):

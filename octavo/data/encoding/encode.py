@@ -20,31 +20,33 @@ from octavo.data.encoding.loss_mask import (
     check_system,
     check_tools,
     messages,
-    rendered,
+    render_messages,
 )
 from octavo.data.encoding.processor_calls import (
-    Calls,
     Encoding,
     Expansion,
-    Wanted,
+    ProcessorCalls,
+    ProcessorRequest,
     as_array,
     media_spans,
-    refusal,
+    processor_error,
     run_together,
 )
 from octavo.data.encoding.sample import IGNORE, Sample, extra_inputs, inputs_of_row
 from octavo.data.encoding.thinking import Thinking
-from octavo.data.errors import BadSample, DataError, ImageProblem, LongSample, Mismatch
+from octavo.data.errors import BadSample, DataError, LongSample, MediaProblem, Mismatch
+from octavo.data.rows.audio_refs import MISSING_FILE_TEXT, AudioRef
 from octavo.data.rows.audio_refs import PLACEHOLDER as SOUND
-from octavo.data.rows.audio_refs import UNNAMED, AudioRef
 from octavo.data.rows.conversations import Conversation, ImageRef, Text, Turn
 from octavo.data.rows.image_refs import ImageFile, size
 from octavo.data.rows.video_refs import VIDEO, VideoRef
 
-COUNTED = 1 << 16  # up to this many characters a text that is too long is tokenized, to report its exact length
+COUNTED_CHARS = 1 << 16  # up to this many characters a text that is too long is tokenized, to report its exact length
 NOTHING_LEFT = "nothing to learn is left after the cut"
-LEFT = ", since the chat template leaves the reasoning of %s out; set data.split_turns: true, or end the row with them"
-MARKS = (
+REASONING_FIX = (
+    ", since the chat template leaves the reasoning of %s out; set data.split_turns: true, or end the row with them"
+)
+IMAGE_MARKS = (
     ("<|vision_start|>", "<|vision_end|>"),  # Qwen
     ("<|begin_of_image|>", "<|end_of_image|>"),  # GLM
     ("<|IMAGE_START|>", "<|IMAGE_END|>"),  # Ernie
@@ -53,10 +55,10 @@ MARKS = (
 
 
 C = TypeVar("C", bound=Conversation)
-_PLACES = ("image_token_id", "start_image_token_id", "end_image_token_id", "audio_token_id")
+_IMAGE_TOKENS = ("image_token_id", "start_image_token_id", "end_image_token_id", "audio_token_id")
 
 
-class Written(NamedTuple):
+class TokenizerInput(NamedTuple):
     """A row as text in which each image is one token and videos are expanded; `special`: whether the tokenizer adds
     special tokens; `ended`: whether the end token follows."""
 
@@ -80,7 +82,7 @@ class Encoder:
     `reserve` tokens of `seq_length` are kept free for tokens that are generated after a row.
     """
 
-    ways = "drop or cut"  # the alternatives to on_long: error, for its message
+    on_long_options = "drop or cut"  # the alternatives to on_long: error, for its message
 
     def __init__(
         self,
@@ -100,14 +102,16 @@ class Encoder:
             raise DataError(f"on_long is {on_long!r}; it must be drop, cut or error")
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.seq_length, self.on_long = seq_length - reserve, on_long
-        self.limit = f"seq_length is {seq_length}" + (f", {reserve} of it are kept for the answer" if reserve else "")
+        self.limit_text = f"seq_length is {seq_length}" + (
+            f", {reserve} of it are kept for the answer" if reserve else ""
+        )
         fewer = ", keep fewer (rl.max_new_tokens; for octavo eval --max-new-tokens)" if reserve else ""
-        self.longer = f"raise train.seq_length{fewer}"
+        self.length_fix = f"raise train.seq_length{fewer}"
         if self.seq_length < 1:
-            raise DataError(f"{self.limit}: nothing is left for a prompt; {self.longer}")
+            raise DataError(f"{self.limit_text}: nothing is left for a prompt; {self.length_fix}")
         self.train_on_prompt, self.system = train_on_prompt, system
         self.max_image_megapixels = max_image_megapixels
-        self.calls = Calls(processor, max_image_megapixels, file_limits)
+        self.calls = ProcessorCalls(processor, max_image_megapixels, file_limits)
         self.multimodal = self.calls.multimodal
         self._check_template()
         if not getattr(self.tokenizer, "is_fast", False):
@@ -117,11 +121,11 @@ class Encoder:
         self._is_image = np.zeros(max(self.image_ids, default=0) + 2, dtype=bool)  # the last entry: all larger ids
         self._is_image[list(self.image_ids)] = True
         vocabulary = self.tokenizer.get_vocab()
-        self.longest = max(map(len, vocabulary))
+        self.max_token_chars = max(map(len, vocabulary))
         # Templates write these marks around the placeholder; the processors of some versions do not name them.
-        pairs = (pair for pair in MARKS if self.multimodal and all(mark in vocabulary for mark in pair))
-        self.around: tuple[str, str] | None = next(pairs, None)
-        self.opening_id = None if self.around is None else vocabulary[self.around[0]]
+        pairs = (pair for pair in IMAGE_MARKS if self.multimodal and all(mark in vocabulary for mark in pair))
+        self.image_marks: tuple[str, str] | None = next(pairs, None)
+        self.opening_id = None if self.image_marks is None else vocabulary[self.image_marks[0]]
         added = self.tokenizer.added_tokens_decoder.values()
         control = {str(token) for token in added if token.special} | set(self.tokenizer.all_special_tokens)
         self.ends = tuple(sorted(control | {str(token) for token in added}))
@@ -166,7 +170,7 @@ class Encoder:
         conversation is a prompt, and the generation prompt is appended. Raises as `encode`."""
         try:
             sample = yield from self._encode(conversation, context)
-        except (TemplateProblem, ImageProblem, Mismatch) as cause:
+        except (TemplateProblem, MediaProblem, Mismatch) as cause:
             raise BadSample(conversation.source, conversation.row, str(cause), conversation.id) from cause
         self._check_ids(sample)
         if len(sample.input_ids) <= self.seq_length:
@@ -178,13 +182,13 @@ class Encoder:
         files = (conversation.images, conversation.sounds, shown)
         # Without media one call gives the tokens and their offsets; with media the length of the text is checked first,
         # so that images of a row that is left out are never opened.
-        outputs = None if any(files) else (yield Wanted(text))
+        outputs = None if any(files) else (yield ProcessorRequest(text))
         reach = self._reachable_characters(conversation, text, outputs)
         before = max(context or 0, conversation.context_answers)
         wanted = [turn.learned for turn in conversation.turns if turn.role == "assistant"][before:]
         spans, lost = ([], 0) if context is None else self._learned_spans(text, turns, render, reach, wanted)
         if outputs is None:
-            outputs = yield Wanted(text, *files)
+            outputs = yield ProcessorRequest(text, *files)
         ids = as_array(outputs["input_ids"], np.int64)
         image_mask = self._image_mask(ids)
         if shown and outputs.get("text_replacement_offsets") is None:
@@ -203,7 +207,7 @@ class Encoder:
         labels[image_mask] = IGNORE
         sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost, shown)
         if context is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
-            raise Mismatch("its answers hold no token to learn from" + (LEFT % lost if lost else ""))
+            raise Mismatch("its answers hold no token to learn from" + (REASONING_FIX % lost if lost else ""))
         return sample
 
     def _learned_spans(
@@ -217,7 +221,7 @@ class Encoder:
         spans = self.answers.spans(text, turns, render, reach, context)
         return self.thinking.learned_spans(text, spans, turns, wanted)
 
-    def written(self, row: Any) -> Written:
+    def tokenizer_input(self, row: Any) -> TokenizerInput:
         """The text of a row that becomes tokens, before an image is opened. Raises as `encode`, and the errors of the
         template, an image or the processor."""
         conversation, *_, text, shown = self._render_row(row, 0)
@@ -225,14 +229,16 @@ class Encoder:
         if shown:
             place = re.escape(self.processor.video_token)
             text = re.sub(place, lambda _: self.processor.video_text(next(left)), text)
-        return Written(text, conversation.images, self.multimodal and not self.calls.bare(text), False)
+        return TokenizerInput(
+            text, conversation.images, self.multimodal and not self.calls.starts_with_bos(text), False
+        )
 
     def _render_row(
         self, conversation: Conversation, context: int | None
-    ) -> tuple[Conversation, tuple[str, ...], list[Message], Render, str, tuple[video.Film, ...]]:
+    ) -> tuple[Conversation, tuple[str, ...], list[Message], Render, str, tuple[video.FrameSelection, ...]]:
         """(the conversation, clipped to what may fit; the control tokens that it spells; its messages; the function
         that renders messages; the rendered text; its videos)."""
-        if conversation.images and not self.calls.sees:
+        if conversation.images and not self.calls.takes_images:
             what = "takes no images" if self.multimodal else "is text-only"
             raise Mismatch(f"holds an image, but the model {what}; use a vision-language model or other data")
         if any(isinstance(part, AudioRef) for turn in conversation.turns for part in turn.parts):
@@ -241,34 +247,36 @@ class Encoder:
             if not conversation.sounds:
                 raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
         shown = self._inspect_videos(conversation)
-        conversation = self._clip(self.thinking.with_reasoning(conversation), shown)
+        conversation = self._clip(self.thinking.normalize_reasoning(conversation), shown)
         control = self._control_tokens(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
-        text = rendered(turns, render, context is None)
-        if len(text) > max(self.seq_length * self.longest, COUNTED) and self.on_long != "cut":
+        text = render_messages(turns, render, context is None)
+        if len(text) > max(self.seq_length * self.max_token_chars, COUNTED_CHARS) and self.on_long != "cut":
             # Too long for any tokenization, and counting the tokens would take seconds or more.
-            long = f"is over {self.seq_length} tokens long ({len(text)} characters with its template), {self.limit}"
+            long = (
+                f"is over {self.seq_length} tokens long ({len(text)} characters with its template), {self.limit_text}"
+            )
             self._refuse_long(conversation, long)
         check_system(text, turns, render, context is None)
         if conversation.tools or any(turn.calls for turn in conversation.turns):
-            check_tools(conversation, text, rendered(turns, self._render, context is None))
+            check_tools(conversation, text, render_messages(turns, self._render, context is None))
         return conversation, control, turns, render, text, shown[: len(conversation.videos)]
 
-    def _inspect_videos(self, conversation: Conversation) -> tuple[video.Film, ...]:
+    def _inspect_videos(self, conversation: Conversation) -> tuple[video.FrameSelection, ...]:
         """The videos of a row with the frames to take. Raises `Mismatch` if the model takes no videos."""
         if not conversation.videos:
             return ()
         if self.calls.videos is None:
             raise Mismatch("holds a video, and videos of this model are not taken here; use a Qwen3-VL, Qwen2.5-VL or "
                            "InternVL, or other data")  # fmt: skip
-        films: list[video.Film] = []
+        films: list[video.FrameSelection] = []
         for file in conversation.videos:
             film = video.select_frames(file, self.calls.videos, self.calls.file_limits)
             if film.tokens > self.seq_length:
                 frames = f"{len(film.indices)} frames of {film.size[1]} x {film.size[0]} pixels"
-                self._refuse_long(conversation, f"has a video of {film.tokens} tokens ({frames}), {self.limit}; lower "
-                                  "data.video.fps, max_frames or max_pixels")  # fmt: skip
+                where = f"has a video of {film.tokens} tokens ({frames}), {self.limit_text}"
+                self._refuse_long(conversation, f"{where}; lower data.video.fps, max_frames or max_pixels")
             films.append(film)
             if sum(film.tokens for film in films) > self.seq_length and self.on_long == "cut":
                 break  # later videos are cut off in any case
@@ -276,7 +284,7 @@ class Encoder:
 
     def _sample(
         self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
-        control: tuple[str, ...], lost: int = 0, shown: Sequence[video.Film] = (),
+        control: tuple[str, ...], lost: int = 0, shown: Sequence[video.FrameSelection] = (),
     ) -> Sample:  # fmt: skip
         """The sample of a row, from the outputs of the processor."""
         ids = as_array(outputs["input_ids"], np.int64)
@@ -329,21 +337,21 @@ class Encoder:
             if any(mark in text for text in texts):
                 raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
         if self.calls.sound_limits is not None and any(SOUND in text for text in texts):
-            raise Mismatch(UNNAMED)
-        if self.calls.sees and any(VIDEO.placeholder in text for text in texts):
-            raise Mismatch(VIDEO.unnamed)
+            raise Mismatch(MISSING_FILE_TEXT)
+        if self.calls.takes_images and any(VIDEO.placeholder in text for text in texts):
+            raise Mismatch(VIDEO.missing_file_text)
         return tuple(dict.fromkeys(token for text in texts for token in self.control.findall(text)))
 
-    def _clip(self, conversation: C, shown: Sequence[video.Film] = ()) -> C:
+    def _clip(self, conversation: C, shown: Sequence[video.FrameSelection] = ()) -> C:
         """Refuse a conversation that cannot fit, or with on_long="cut" drop the part far beyond the cut."""
-        conversation = clip_reasoning(conversation, self.seq_length * self.longest)
+        conversation = clip_reasoning(conversation, self.seq_length * self.max_token_chars)
         videos = [film.tokens for film in shown]
-        clipped = clip_conversation(conversation, self.seq_length, self.longest, self.image_tokens, videos)
+        clipped = clip_conversation(conversation, self.seq_length, self.max_token_chars, self.image_tokens, videos)
         if clipped is conversation:
             return conversation
         characters = sum(len(turn.text) for turn in conversation.turns)
         holds = f"{len(conversation.turns)} turns, {characters} characters, {len(conversation.images)} images"
-        where = f"is over {self.seq_length} tokens long ({holds}), {self.limit}"
+        where = f"is over {self.seq_length} tokens long ({holds}), {self.limit_text}"
         if self.on_long != "cut" or conversation.sounds:
             self._refuse_long(conversation, where)
         if len(clipped.images) == 1 < len(conversation.images) and "row" in extra_inputs(self.processor).values():
@@ -362,7 +370,7 @@ class Encoder:
                 return int(count((height, width), alone))
             return int(self.processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"][0])
         except Exception as cause:
-            raise refusal(cause) from cause
+            raise processor_error(cause) from cause
 
     def _reachable_characters(
         self, conversation: Conversation, text: str, outputs: dict[str, Any] | None
@@ -382,15 +390,15 @@ class Encoder:
         return max(end for _, end in offsets[: self.seq_length])
 
     def _length_text(self, tokens: int, but: str = "") -> str:
-        return f"is {tokens} tokens long{but}, {self.limit}"
+        return f"is {tokens} tokens long{but}, {self.limit_text}"
 
     def _refuse_long(self, row: Conversation | Sample, where: str) -> NoReturn:
         file = row.file if isinstance(row, Sample) else row.source
         if row.sounds and self.on_long == "cut":
             where += "; a row with sound is not cut"
         if self.on_long == "error":
-            raise DataError(f"{file}, row {row.row}: {where}; {self.longer}, lower data.max_pixels, "
-                            f"or set data.on_long to {self.ways}")  # fmt: skip
+            raise DataError(f"{file}, row {row.row}: {where}; {self.length_fix}, lower data.max_pixels, "
+                            f"or set data.on_long to {self.on_long_options}")  # fmt: skip
         raise LongSample(file, row.row, where, row.id)
 
     def _check_ids(self, sample: Sample) -> None:
@@ -432,7 +440,7 @@ class Encoder:
 def _image_ids(processor: Any) -> frozenset[int]:
     """Every token that a placeholder can expand to, including marks around it that are part of the expansion."""
     ids = set(getattr(processor, "image_token_ids", None) or [])
-    ids |= {getattr(processor, name, None) for name in _PLACES}
+    ids |= {getattr(processor, name, None) for name in _IMAGE_TOKENS}
     return frozenset(int(i) for i in ids if i is not None)
 
 
@@ -448,8 +456,9 @@ def clip_conversation(
 ) -> C:  # fmt: skip
     """The conversation unchanged if it may fit into `tokens`; else its beginning, still too long to fit.
 
-    `longest`: characters of the longest token. `image_tokens(path, False)` is called for rows with several images, in
-    order, until there is no space left; a single image is limited by the processor. `video_tokens`: of each video.
+    `max_token_chars`: characters of the longest token. `image_tokens(path, False)` is called for rows with several
+    images, in order, until there is no space left; a single image is limited by the processor. `video_tokens`: of each
+    video.
     """
     room, turns, seen, shown = tokens * longest, [], 0, 0
     several = len(conversation.images) > 1

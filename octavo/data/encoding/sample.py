@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.data.errors import DataError
-from octavo.data.skip_report import CONTROL, left_out
+from octavo.data.skip_report import CONTROL_TOKENS, reasoning_notes
 
 IGNORE = -100
 COUNTED = ("token", "image", "pixels", "sound", "video", "patch", "row")
@@ -91,13 +91,15 @@ class Sample:
     def notes(self) -> list[tuple[str, str]]:
         """(action, reason) of each line for `skipped.jsonl` about a row that is used."""
         cut = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
-        return [*cut, *control_notes(self.control), *(left_out(self.lost) if self.lost else [])]
+        return [*cut, *control_notes(self.control), *(reasoning_notes(self.lost) if self.lost else [])]
 
 
 def control_notes(control: Sequence[str]) -> list[tuple[str, str]]:
     """(action, reason) for a row whose text spells control tokens; [] if it spells none."""
     spelt = ", ".join(map(repr, control))
-    return [(CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")] if control else []
+    return (
+        [(CONTROL_TOKENS, f"its text spells {spelt}, which the tokenizer takes for a control token")] if control else []
+    )
 
 
 def extra_inputs(processor: Any) -> Mapping[str, str]:

@@ -18,13 +18,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from octavo.data.encoding.loss_mask import READ_AS, Message, Render, TemplateProblem, rendered, texts_of
+from octavo.data.encoding.loss_mask import (
+    REASONING_FIELDS,
+    Message,
+    Render,
+    TemplateProblem,
+    message_texts,
+    render_messages,
+)
 from octavo.data.rows.conversations import Conversation, Text, Turn
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # marks that templates write around reasoning
 _CLOSES = tuple(closes for _, closes in TAGS)
-_ANY = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
-_ASKED, _THOUGHT, _SAID = "octavo asks", "octavo thinks", "octavo says"
+_ANY_TAG = re.compile("|".join(re.escape(tag) for pair in TAGS for tag in pair))
+_PROBE_QUESTION, _PROBE_REASONING, _PROBE_ANSWER = "octavo asks", "octavo thinks", "octavo says"
 
 
 class Thinking:
@@ -43,18 +50,18 @@ class Thinking:
     @cached_property
     def takes_reasoning(self) -> bool:
         """Whether the template takes the reasoning of a turn as a separate field."""
-        answer = {**self._message("assistant", _SAID), **dict.fromkeys(READ_AS, _THOUGHT)}
+        answer = {**self._message("assistant", _PROBE_ANSWER), **dict.fromkeys(REASONING_FIELDS, _PROBE_REASONING)}
         try:
-            return _THOUGHT in rendered([self._message("user", _ASKED), answer], self.render)
+            return _PROBE_REASONING in render_messages([self._message("user", _PROBE_QUESTION), answer], self.render)
         except TemplateProblem:
             return False
 
     @cached_property
     def closes_prompts(self) -> bool:
         """Whether its prompts end with a closed thinking block: then the model writes no reasoning after them."""
-        question = [self._message("user", _ASKED)]
+        question = [self._message("user", _PROBE_QUESTION)]
         try:
-            opening = rendered(question, self.render, True).removeprefix(rendered(question, self.render))
+            opening = render_messages(question, self.render, True).removeprefix(render_messages(question, self.render))
         except TemplateProblem:
             return False
         return opening.rstrip().endswith(_CLOSES)
@@ -62,10 +69,10 @@ class Thinking:
     def _message(self, role: str, text: str) -> Message:
         return {"role": role, "content": [{"type": "text", "text": text}] if self.parts else text}
 
-    def with_reasoning(self, conversation: Conversation) -> Conversation:
+    def normalize_reasoning(self, conversation: Conversation) -> Conversation:
         """The conversation with its reasoning in the form that the template reads. Raises `TemplateProblem` if the
         template has no place for it, and for turns whose reasoning cannot be separated from their words."""
-        if not any(turn.role == "assistant" and _thinks(turn) for turn in conversation.turns):
+        if not any(turn.role == "assistant" and _has_reasoning(turn) for turn in conversation.turns):
             return conversation
         turns = tuple(split_reasoning(turn, number) for number, turn in enumerate(conversation.turns, 1))
         for number, turn in enumerate(turns, 1):
@@ -108,20 +115,22 @@ class Thinking:
                 learned.append((start, start))
                 lost += 1
                 continue
-            begin = self._begin(whole, start, end, thought)
+            begin = self._find_loss_start(whole, start, end, thought)
             if thought:
-                self._check(begin > start, number)
+                self._check_learnable(begin > start, number)
             learned.append((begin, end))
         return learned, lost
 
     def _written_reasoning(self, written: str, message: Message, number: int, earlier: bool) -> str | None:
         """The reasoning of an answer that is in its rendering `written`, "" if it has none; None: it was left out.
         Raises `TemplateProblem` if words are missing, or reasoning of an answer that is not an `earlier` one."""
-        reasoning, said = message.get(READ_AS[0]), texts_of(message)
-        if reasoning is None and any(map(_ANY.search, said)):  # within its text, which the template writes or removes
+        reasoning, said = message.get(REASONING_FIELDS[0]), message_texts(message)
+        if reasoning is None and any(
+            map(_ANY_TAG.search, said)
+        ):  # within its text, which the template writes or removes
             turn = split_reasoning(Turn("assistant", tuple(map(Text, said))))
             reasoning, said = turn.reasoning, [part.text for part in turn.parts if isinstance(part, Text)]
-        for piece in (piece.strip() for text in said for piece in _ANY.split(text)):
+        for piece in (piece.strip() for text in said for piece in _ANY_TAG.split(text)):
             if piece not in written:
                 raise TemplateProblem(f"the chat template takes away words of message {number + 1}: {piece[:60]!r}")
         words = said[0].strip() if said else ""
@@ -135,7 +144,7 @@ class Thinking:
             )
         return None
 
-    def _check(self, masked: bool, number: int) -> None:
+    def _check_learnable(self, masked: bool, number: int) -> None:
         """Check that written reasoning can be learned, or masked, as configured. Raises `TemplateProblem`."""
         if self.mask_reasoning and not masked:
             marks = " or ".join(opens for opens, _ in TAGS)
@@ -150,7 +159,7 @@ class Thinking:
                 "remove the reasoning"
             )
 
-    def _begin(self, whole: str, start: int, end: int, thought: str) -> int:
+    def _find_loss_start(self, whole: str, start: int, end: int, thought: str) -> int:
         """Where the loss of the answer at `start` begins; `thought`: its written reasoning."""
         answer = whole[start:end]
         for opens, closes in TAGS:
@@ -232,5 +241,5 @@ def _last_question(messages: Sequence[Message]) -> int:
     return max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
 
 
-def _thinks(turn: Turn) -> bool:
-    return turn.reasoning is not None or _ANY.search(turn.text) is not None
+def _has_reasoning(turn: Turn) -> bool:
+    return turn.reasoning is not None or _ANY_TAG.search(turn.text) is not None

@@ -40,7 +40,7 @@ def media_runs(sample: Sample, image_mask: np.ndarray, place: int | None, openin
     grids = sample.extra.get("video_grid_thw")
     of_video = () if grids is None else grids.values.prod(axis=1).tolist()
     films = [Run(*film, patches, True) for film, patches in zip(sample.films, of_video, strict=True)]
-    return sorted([*films, *_of_images(sample, image_mask, place, opening)])
+    return sorted([*films, *_image_runs(sample, image_mask, place, opening)])
 
 
 def cut_position(runs: Sequence[Run], end: int) -> str:
@@ -50,7 +50,7 @@ def cut_position(runs: Sequence[Run], end: int) -> str:
     return f"the cut falls into {what}, which is removed whole, and " if hit else ""
 
 
-def _of_images(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
+def _image_runs(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
     if sample.pixel_values is None:
         return []
     ids, pixels, grid = sample.input_ids, len(sample.pixel_values), sample.image_grid_thw

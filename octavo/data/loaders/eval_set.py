@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from octavo.data.batching.collate import collate
-from octavo.data.loaders.loader import CACHE_BYTES, Encodes, Judge, Processed
+from octavo.data.loaders.loader import CACHE_BYTES, BadRowPolicy, EncodedRows, RowEncoder
 from octavo.data.skip_report import SkipReport
-from octavo.data.tasks.concat import Joined
-from octavo.data.tasks.sealed import Sealed
+from octavo.data.tasks.concat import JoinedDocuments
+from octavo.data.tasks.sealed import SealedRows
 from octavo.data.tasks.sources import Source
-from octavo.data.tasks.splitting import Split
+from octavo.data.tasks.splitting import SplitRows
 
 
 class EvalSet:
@@ -26,8 +26,8 @@ class EvalSet:
 
     def __init__(
         self,
-        sources: Sequence[Source | Split | Joined | Sealed],
-        encoder: Encodes,
+        sources: Sequence[Source | SplitRows | JoinedDocuments | SealedRows],
+        encoder: RowEncoder,
         micro_batch: int,
         rank: int = 0,
         world: int = 1,
@@ -40,12 +40,12 @@ class EvalSet:
         self.sources, self.encoder, self.micro_batch, self.rank, self.world = (
             tuple(sources), encoder, micro_batch, rank, world)  # fmt: skip
         self.collate, self.most = collate, most
-        self._judge = Judge(self.sources, on_bad, report_path)
-        self._processed = Processed(self.sources, encoder, cache_bytes)
+        self._policy = BadRowPolicy(self.sources, on_bad, report_path)
+        self._processed = EncodedRows(self.sources, encoder, cache_bytes)
 
     @property
     def report(self) -> SkipReport:
-        return self._judge.report
+        return self._policy.report
 
     @property
     def rows(self) -> int:
@@ -56,9 +56,9 @@ class EvalSet:
     def origin(self, file: str, row: int, answer: int | None) -> str:
         """A key for the subject of an answer, by which dependent answers are grouped: the key `source` of the row (a
         name, or one for each answer), else the names of its images, sounds and videos, else the row itself."""
-        sources = (source.source if isinstance(source, Split) else source for source in self.sources)
+        sources = (source.source if isinstance(source, SplitRows) else source for source in self.sources)
         rows = next(source for source in sources if source.name == file and row < len(source))
-        if isinstance(rows, Joined | Sealed):  # samples of several documents, or without any names
+        if isinstance(rows, JoinedDocuments | SealedRows):  # samples of several documents, or without any names
             return f"{file}:{row}"
         raw = rows.rows[row]
         named = raw.get("source") if isinstance(raw, dict) else None
@@ -77,5 +77,5 @@ class EvalSet:
         for turn in range(len(self)):
             first = (turn * self.world + self.rank) * self.micro_batch
             batch = places[first : first + self.micro_batch]
-            admitted = list(map(self._judge.admit, batch, self._processed[batch]))
+            admitted = list(map(self._policy.admit, batch, self._processed[batch]))
             yield self.collate([sample for sample in admitted if sample is not None], self.encoder.pad_id)

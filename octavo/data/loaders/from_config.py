@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from octavo.base import accelerator
-from octavo.data.batching.collate import Gather, micro_batches
+from octavo.data.batching.collate import Gather, make_micro_batches
 from octavo.data.errors import DataError
 from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.loader import Loader
@@ -18,16 +18,16 @@ from octavo.data.loaders.rows_from_config import (
     Rows,
     cache_folder,
     check_seals,
+    dataset_identity,
     encoder,
-    identity_of,
     preference_kind,
     preference_rows,
-    rows_to_learn,
+    rows_for_phase,
 )
 from octavo.data.loaders.token_counts import open_counts
 from octavo.data.order import Mixture
 from octavo.data.skip_report import SkipReport
-from octavo.data.tasks.concat import Joined
+from octavo.data.tasks.concat import JoinedDocuments
 from octavo.data.tasks.pairs import HeldOutEncoder, collate_labelled, collate_pairs, labelled_batches
 from octavo.data.tasks.prompts import PromptEncoder, number_prompts
 from octavo.data.tasks.sealed import SealedHeldOut, read_sealed
@@ -36,7 +36,7 @@ from octavo.data.tasks.sources import preferences, read
 if TYPE_CHECKING:
     from octavo.config import Config
 
-PAIRED: Gather = partial(micro_batches, collate=collate_pairs)
+GATHER_PAIRS: Gather = partial(make_micro_batches, collate=collate_pairs)
 WORKERS = 4  # the default with a GPU
 
 
@@ -63,12 +63,14 @@ def train_loader(
 ) -> Loader | PackLoader:
     """The training stream of a configuration: conversations, in phase pretrain also documents; with `data.packing` a
     stream of packs, which starts at `place` instead of `start_row`. Raises `DataError`."""
-    encodes, sources = rows_to_learn(cfg, processor, cfg.data.train, cfg.run.seed)
+    encodes, sources = rows_for_phase(cfg, processor, cfg.data.train, cfg.run.seed)
     mixture = Mixture(sources, [d.weight for d in cfg.data.train], cfg.run.seed)
     loader: Loader | PackLoader
     if cfg.data.packing:  # packs are planned from token counts, which the cache shares between ranks and runs
         pairs = zip(sources, cfg.data.train, strict=True)
-        known = [open_counts(source, encodes, cache_folder(cfg), identity_of(dataset)) for source, dataset in pairs]
+        known = [
+            open_counts(source, encodes, cache_folder(cfg), dataset_identity(dataset)) for source, dataset in pairs
+        ]
         loader = PackLoader(
             mixture, encodes, known, cfg.data.window, cfg.train.global_batch, rank, world, place, worker_count(cfg),
             cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout, shared=cfg.parallel.context,
@@ -78,7 +80,7 @@ def train_loader(
             mixture, encodes, cfg.train.micro_batch, cfg.train.global_batch, rank,
             world, start_row, worker_count(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
         )  # fmt: skip
-    _report_joined(sources, loader.report)
+    _report_documents(sources, loader.report)
     return loader
 
 
@@ -137,7 +139,8 @@ def pair_loader(
     return Loader(
         _mixture(cfg, sources), encodes, cfg.train.micro_batch, cfg.train.global_batch, rank, world, start_row,
         worker_count(cfg), cfg.data.on_bad_sample, report_path, timeout=cfg.run.timeout,
-        gather=partial(labelled_batches, longest=cfg.train.seq_length) if labelled else PAIRED, neighbours=labelled,
+        gather=partial(labelled_batches, longest=cfg.train.seq_length) if labelled else GATHER_PAIRS,
+        neighbours=labelled,
     )  # fmt: skip
 
 
@@ -170,11 +173,11 @@ def eval_set(
         cache = cache_folder(cfg)
         sources = [read(d, preferences(d, cache) or "conversations", cache) for d in cfg.data.eval]
     else:
-        encodes, sources = rows_to_learn(cfg, processor, cfg.data.eval, None)
+        encodes, sources = rows_for_phase(cfg, processor, cfg.data.eval, None)
     held_out = EvalSet(
         sources, encodes, micro_batch or cfg.train.micro_batch, rank, world, cfg.data.on_bad_sample, report_path
     )
-    _report_joined(sources, held_out.report)
+    _report_documents(sources, held_out.report)
     return held_out
 
 
@@ -213,7 +216,7 @@ def pair_set(
     )  # fmt: skip
 
 
-def _report_joined(sources: Iterable[Rows], report: SkipReport) -> None:
+def _report_documents(sources: Iterable[Rows], report: SkipReport) -> None:
     """Add the records of joined documents to the report of rows."""
-    for record in (record for source in sources if isinstance(source, Joined) for record in source.records):
+    for record in (record for source in sources if isinstance(source, JoinedDocuments) for record in source.records):
         report.add(record)

@@ -21,8 +21,8 @@ from octavo.data.batching import packing
 from octavo.data.batching.collate import Place, collate_pack
 from octavo.data.encoding.encode import Encoder
 from octavo.data.errors import BadSample, DataError
-from octavo.data.loaders.loader import AT_ONCE, CACHE_BYTES, Steps, run_workers
-from octavo.data.loaders.token_counts import Counts, Lengths
+from octavo.data.loaders.loader import CACHE_BYTES, ROWS_PER_CALL, StepStream, run_workers
+from octavo.data.loaders.token_counts import TokenCounts, WindowLengths
 from octavo.data.order import Mixture, permutation
 
 
@@ -37,7 +37,7 @@ class Pack(NamedTuple):
 _EMPTY = Pack((), ())
 
 
-class PackLoader(Steps):
+class PackLoader(StepStream):
     """Yields, for each step, the packs of this rank, each a micro-batch (`collate_pack`).
 
     Step t takes `global_batch` packs of the stream, from `place` on. They are distributed to the `world` ranks by cost;
@@ -46,14 +46,14 @@ class PackLoader(Steps):
 
     `place` is the position of the first pack after the yielded steps: (window, pack in it, checksum of the window's
     packs). To resume, pass the stored `place`. `known`: the token counts of each data set. `shared`: the number of
-    ranks that share the tokens of a pack. For the other arguments see `Steps`.
+    ranks that share the tokens of a pack. For the other arguments see `StepStream`.
     """
 
     def __init__(
         self,
         mixture: Mixture,
         encoder: Encoder,
-        known: Sequence[Counts],
+        known: Sequence[TokenCounts],
         window: int,
         global_batch: int,
         rank: int = 0,
@@ -70,7 +70,7 @@ class PackLoader(Steps):
             raise DataError(f"global_batch {global_batch}; give each step 1 or more packs")
         super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
         self.window, self.global_batch, self.place, self.shared = window, global_batch, place, shared
-        self._lengths = Lengths(mixture, encoder, window, known, place[0], rank, world, min(1, workers), timeout)
+        self._lengths = WindowLengths(mixture, encoder, window, known, place[0], rank, world, min(1, workers), timeout)
         self.packs = lru_cache(maxsize=4)(self._packs)
 
     @property
@@ -115,7 +115,7 @@ class PackLoader(Steps):
         stream = self._from(place)
         while True:
             step = list(islice(stream, self.global_batch))
-            mine = packing.deal([packing.cost(pack.lengths) for pack, _ in step], self.world)[self.rank]
+            mine = packing.assign_to_ranks([packing.pack_cost(pack.lengths) for pack, _ in step], self.world)[self.rank]
             yield [step[n][0] for n in mine], step[-1][1], crc32(repr([pack for pack, _ in step]).encode())
 
     def _from(self, place: tuple[int, int, int]) -> Iterator[tuple[Pack, tuple[int, int, int]]]:
@@ -137,7 +137,7 @@ class PackLoader(Steps):
             window, number = window + 1, 0
 
     def _stream(self) -> Generator[list[Any], None, None]:
-        chunks = _Chunks(self)
+        chunks = _RowChunks(self)
         if self.workers and self.rank < self.global_batch:  # higher ranks never have a row
             processed = run_workers(self._processed, chunks, self.workers, self.timeout)
         else:
@@ -148,17 +148,17 @@ class PackLoader(Steps):
                 spare = [_EMPTY] * (-(-self.global_batch // self.world) - len(mine))
                 batches = [self._batch(pack, rows, plan) for pack in [*mine, *spare]]
                 self.place = next_place
-                if self._ahead is not None:
+                if self._prefetcher is not None:
                     # The files of this window were downloaded when its tokens were counted.
-                    self._ahead.at(self._lengths.rows(next_place[0]).stop)
+                    self._prefetcher.at(self._lengths.rows(next_place[0]).stop)
                 yield batches
         finally:
-            if self._ahead is not None:
-                self._ahead.close()
+            if self._prefetcher is not None:
+                self._prefetcher.close()
             processed.close()
 
     def _batch(self, pack: Pack, rows: Iterator[tuple[Place, Any]], plan: int) -> dict[str, Any]:
-        admitted = [self._judge.admit(*self._check_length(*next(rows), room)) for room in pack.lengths]
+        admitted = [self._policy.admit(*self._check_length(*next(rows), room)) for room in pack.lengths]
         samples = [sample for sample in admitted if sample is not None]
         return collate_pack(samples, self.encoder.pad_id, self.encoder.seq_length, plan, self.shared)
 
@@ -173,10 +173,10 @@ class PackLoader(Steps):
         )  # fmt: skip
 
 
-class _Chunks:
+class _RowChunks:
     """The places of this rank's rows, in chunks that are encoded together; also the sampler of the worker processes."""
 
-    step = AT_ONCE
+    step = ROWS_PER_CALL
 
     def __init__(self, loader: PackLoader) -> None:
         self.loader, self.place = loader, loader.place
@@ -185,4 +185,4 @@ class _Chunks:
         for mine, _, _ in self.loader.steps(self.place):
             for pack in mine:
                 places = [self.loader.mixture.row(number) for number in pack.rows]
-                yield from (places[first : first + AT_ONCE] for first in range(0, len(places), AT_ONCE))
+                yield from (places[first : first + ROWS_PER_CALL] for first in range(0, len(places), ROWS_PER_CALL))

@@ -13,27 +13,27 @@ from octavo.base.seal_note import check_adapter, read_note
 from octavo.config.sections.text_types import is_url
 from octavo.config.sections.video import VideoSection
 from octavo.data.encoding.encode import Encoder
-from octavo.data.encoding.video import FileLimits, Shot, select_frames
+from octavo.data.encoding.video import DecodedVideo, FileLimits, select_frames
 from octavo.data.encoding.video import load as load_film
 from octavo.data.errors import DataError, Mismatch
 from octavo.data.order import Mixture
 from octavo.data.rows.video_refs import as_video
-from octavo.data.storage.cache import Say, quiet
+from octavo.data.storage.cache import Log, no_log
 from octavo.data.storage.remote import fingerprint
-from octavo.data.tasks.concat import Joined, is_plain_text, join
+from octavo.data.tasks.concat import JoinedDocuments, is_plain_text, join
 from octavo.data.tasks.documents import DocumentEncoder
 from octavo.data.tasks.pairs import LabelledEncoder, PairEncoder
 from octavo.data.tasks.prompts import COLUMNS
-from octavo.data.tasks.sealed import Sealed, SealedEncoder, SealedPairs, read_sealed
+from octavo.data.tasks.sealed import SealedEncoder, SealedPairs, SealedRows, read_sealed
 from octavo.data.tasks.sealed import check_sealed_config as check_sealed
 from octavo.data.tasks.sources import Source, open_dataset, preferences, read
-from octavo.data.tasks.splitting import Split, split
+from octavo.data.tasks.splitting import SplitRows, split
 
 if TYPE_CHECKING:
     from octavo.config import Config, Dataset
 
 E = TypeVar("E", bound=Encoder)
-Rows = Source | Split | Joined | Sealed
+Rows = Source | SplitRows | JoinedDocuments | SealedRows
 
 
 def check_seals(cfg: Config) -> None:
@@ -77,7 +77,7 @@ def file_limits(cfg: Config) -> FileLimits:
 
 def decode_videos(
     paths: Sequence[str], processor: Any, cfg: Config | None = None, fps: float | None = None
-) -> list[Shot]:
+) -> list[DecodedVideo]:
     """Videos by path, decoded for the model of this processor; `fps`: the rate of folders of frames. Raises
     `DataError`."""
     if not paths:
@@ -94,10 +94,12 @@ def decode_videos(
 
 def training_rows(cfg: Config, processor: Any) -> tuple[Encoder, list[Rows]]:
     """(encoder, rows) of `data.train` for SFT and pretraining. Raises `DataError`."""
-    return rows_to_learn(cfg, processor, cfg.data.train, cfg.run.seed)
+    return rows_for_phase(cfg, processor, cfg.data.train, cfg.run.seed)
 
 
-def rows_to_learn(cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None) -> tuple[Any, list[Rows]]:
+def rows_for_phase(
+    cfg: Config, processor: Any, datasets: Sequence[Dataset], seed: int | None
+) -> tuple[Any, list[Rows]]:
     """(encoder, rows) of these data sets for SFT and pretraining; `seed`: of the order of joined documents (None: file
     order). Raises `DataError`."""
     check_seals(cfg)
@@ -127,15 +129,15 @@ def preference_kind(cfg: Config, dataset: Dataset) -> str | None:
     return preferences(dataset, cache_folder(cfg))
 
 
-def conversation_rows(cfg: Config, dataset: Dataset, say: Say = quiet) -> Source | Split:
+def conversation_rows(cfg: Config, dataset: Dataset, say: Log = no_log) -> Source | SplitRows:
     """The rows of a data set for phase sft, split at their questions with `data.split_turns`."""
     source = read(dataset, cache=cache_folder(cfg))
-    return split(source, cache_folder(cfg), say, identity_of(dataset)) if cfg.data.split_turns else source
+    return split(source, cache_folder(cfg), say, dataset_identity(dataset)) if cfg.data.split_turns else source
 
 
 def document_rows(
-    cfg: Config, dataset: Dataset, encodes: DocumentEncoder, seed: int | None, say: Say = quiet
-) -> Source | Joined:
+    cfg: Config, dataset: Dataset, encodes: DocumentEncoder, seed: int | None, say: Log = no_log
+) -> Source | JoinedDocuments:
     """The rows of a data set for phase pretrain, joined if they are plain text. `seed`: of the order of documents."""
     source = read(dataset, "documents", cache_folder(cfg))
     if not cfg.data.join or not is_plain_text(source):
@@ -143,17 +145,17 @@ def document_rows(
     if dataset.shuffle_buffer is not None:
         raise DataError(f"{source.name}: joined documents are shuffled whole, so shuffle_buffer means nothing to them; "
                         "remove it, or set data.join: false")  # fmt: skip
-    return join(source, encodes, cfg.data.on_bad_sample, seed, cache_folder(cfg), say, identity_of(dataset))
+    return join(source, encodes, cfg.data.on_bad_sample, seed, cache_folder(cfg), say, dataset_identity(dataset))
 
 
-def identity_of(dataset: Dataset) -> str:
+def dataset_identity(dataset: Dataset) -> str:
     """A text of everything in a data set, except its file, that determines its rows."""
     of = [dataset.revision, dataset.split, dataset.subset] if is_name(dataset.path) else []
     of = [fingerprint(dataset.path)["sha256"]] if is_url(dataset.path) else of
     return json.dumps([dataset.columns, *of] if of else dataset.columns)
 
 
-def prepare(cfg: Config, processor: Any, say: Say) -> None:
+def prepare_datasets(cfg: Config, processor: Any, say: Log) -> None:
     """Write the cache files for the data sets, with progress messages, so that loaders find them. Raises
     `DataError`."""
     check_seals(cfg)
@@ -181,7 +183,7 @@ def count_epoch_rows(cfg: Config, processor: Callable[[], Any]) -> int:
     if cfg.data.sealed:
         sources = [read_sealed(d) for d in cfg.data.train]
     elif cfg.train.phase == "pretrain":
-        sources = rows_to_learn(cfg, processor(), cfg.data.train, cfg.run.seed)[1]
+        sources = rows_for_phase(cfg, processor(), cfg.data.train, cfg.run.seed)[1]
     elif cfg.data.split_turns:
         sources = [conversation_rows(cfg, d) for d in cfg.data.train]
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from octavo.data.errors import RowProblem, shown
+from octavo.data.errors import RowProblem, quote_value
 
 #: CSV cells that mean a missing value: the words that pandas writes for NaN, NaT, NA and None
 CELLS = frozenset(("nan", "NaN", "NaT", "<NA>", "None"))
@@ -46,6 +46,8 @@ def check_numbers(value: object, where: str) -> None:
         below: list[object] = []
         for one in level:
             if is_missing(one):
-                raise RowProblem(f"{where} has the number {shown(one)}, which JSON does not have; write null or a text")
+                raise RowProblem(
+                    f"{where} has the number {quote_value(one)}, which JSON does not have; write null or a text"
+                )
             below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
         level = below

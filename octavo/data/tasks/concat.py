@@ -28,14 +28,14 @@ from octavo.data.errors import BadSample, DataError, QuotingError
 from octavo.data.order import permutation
 from octavo.data.storage import cache
 from octavo.data.tasks.documents import Document, DocumentEncoder
-from octavo.data.tasks.sources import LOOKED_AT, Source
+from octavo.data.tasks.sources import DETECTION_ROWS, Source
 
-FORM = 1  # version of the file; incremented when the same documents give another file
-AT_ONCE = 1 << 20  # characters passed to the tokenizer in one call
+FORMAT_VERSION = 1  # version of the file; incremented when the same documents give another file
+CHARS_PER_CALL = 1 << 20  # characters passed to the tokenizer in one call
 _TRAILER = struct.Struct("<QQ")
 
 
-class Joined:
+class JoinedDocuments:
     """The documents of a data set as samples of up to `length` tokens: `len(joined)`, `joined[i]` (a `Sample`),
     `joined.records` (of rows that are left out or noted)."""
 
@@ -98,7 +98,7 @@ def is_plain_text(source: Source) -> bool:
     """Whether the first rows of a data set are plain text without images."""
     if source.format != "text":
         return False
-    for row in range(min(len(source), LOOKED_AT)):
+    for row in range(min(len(source), DETECTION_ROWS)):
         try:
             if source[row].images:
                 return False
@@ -109,8 +109,8 @@ def is_plain_text(source: Source) -> bool:
 
 def join(
     source: Source, encoder: DocumentEncoder, on_bad: str, seed: int | None, folder: Path | None = None,
-    say: cache.Say = cache.quiet, depends_on: str = "",
-) -> Joined:  # fmt: skip
+    say: cache.Log = cache.no_log, depends_on: str = "",
+) -> JoinedDocuments:  # fmt: skip
     """The documents of a source, joined; their tokens come from the cache or are computed now. `seed`: of their order
     (None: file order); `depends_on`: everything else in the data set's configuration that determines its rows.
 
@@ -122,34 +122,34 @@ def join(
         )
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
-        _write(source, encoder, on_bad, file, progress)
+        _write_file(source, encoder, on_bad, file, progress)
 
-    key = json.dumps([FORM, source.format, len(source), depends_on, _print_of(encoder)])
+    key = json.dumps([FORMAT_VERSION, source.format, len(source), depends_on, _tokenizer_fingerprint(encoder)])
     file = cache.cached_file(folder, source.rows.path, write, say, key, "tokens")
     vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, so not the number of tokens
-    joined = Joined(source.name, file, encoder.seq_length, seed, vocabulary)
+    joined = JoinedDocuments(source.name, file, encoder.seq_length, seed, vocabulary)
     bad = [record for record in joined.records if record["action"] == BadSample.action]
     if bad and on_bad == "error":
         raise BadSample(*(bad[0][key] for key in ("file", "row", "reason", "id")))
     return joined
 
 
-def _print_of(encoder: DocumentEncoder) -> str:
+def _tokenizer_fingerprint(encoder: DocumentEncoder) -> str:
     """Everything in a tokenizer that determines the tokens of a text."""
     tokenizer = encoder.tokenizer
     options = [getattr(tokenizer, "split_special_tokens", False), encoder.end_id, sorted(encoder.marks)]
     return json.dumps([tokenizers.__version__, tokenizer.backend_tokenizer.to_str(), options])
 
 
-def _write(
+def _write_file(
     source: Source, encoder: DocumentEncoder, on_bad: str, file: Path, progress: Callable[[float], None]
 ) -> None:
     dtype = np.dtype("<u2" if len(encoder.tokenizer) <= 1 << 16 else "<u4")
     edges = array("q", [0])
     records: list[dict[str, Any]] = []
     with open(file, "wb") as out:
-        for row, texts in _batches(source, encoder, on_bad, records):
-            for ids in encoder.tokens_of(texts):
+        for row, texts in _text_batches(source, encoder, on_bad, records):
+            for ids in encoder.tokenize(texts):
                 out.write(np.array(ids, dtype).tobytes())
                 edges.append(edges[-1] + len(ids))
             progress(row / len(source))
@@ -164,17 +164,18 @@ def _write(
         out.write(edges.tobytes() + about + _TRAILER.pack(len(edges), len(about)))
 
 
-def _batches(
+def _text_batches(
     source: Source, encoder: DocumentEncoder, on_bad: str, records: list[dict[str, Any]]
 ) -> Iterator[tuple[int, list[str]]]:
-    """(rows read so far, texts of about `AT_ONCE` characters); rows left out or noted are appended to `records`."""
+    """(rows read so far, texts of about `CHARS_PER_CALL` characters); rows left out or noted are appended to
+    `records`."""
     texts: list[str] = []
     size = 0
     for row in range(len(source)):
         try:
             document: Document = source[row]
             records += [{"file": source.name, "row": row, "id": document.id, "action": action, "reason": reason}
-                        for action, reason in encoder.notes_of(document)]  # fmt: skip
+                        for action, reason in encoder.collect_notes(document)]  # fmt: skip
         except BadSample as bad:
             if on_bad == "error":
                 raise
@@ -182,7 +183,7 @@ def _batches(
             continue
         texts.append(document.text)
         size += len(document.text)
-        if size >= AT_ONCE:
+        if size >= CHARS_PER_CALL:
             yield row + 1, texts
             texts, size = [], 0
     if texts:

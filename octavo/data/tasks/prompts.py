@@ -38,15 +38,15 @@ from octavo.data.rows.conversations import (
     Turn,
     bad_sample_context,
     check_turns,
-    conversation_of,
     is_learned,
+    make_conversation,
     parse,
+    quote_value,
+    read_reasoning,
     read_turns,
-    reasoning_of,
-    shown,
 )
 from octavo.data.rows.foreign import check_row, check_turn, check_turn_text, check_variables
-from octavo.data.rows.image_refs import ImageFile, Picture
+from octavo.data.rows.image_refs import ImageFile, InlineImage
 from octavo.data.rows.missing_values import is_missing
 from octavo.data.rows.video_refs import VIDEO, VideoRef
 
@@ -82,7 +82,7 @@ class PromptSample(Sample):
     @property
     def nbytes(self) -> int:
         """Memory of the arrays, and approximately of columns and files."""
-        files = sum(len(picture.data) for picture in self.pictures if isinstance(picture, Picture))
+        files = sum(len(picture.data) for picture in self.pictures if isinstance(picture, InlineImage))
         return super().nbytes + len(json.dumps(self.columns)) + files
 
 
@@ -90,7 +90,7 @@ class PromptEncoder(Encoder):
     """Encodes prompts. One that leaves no space for an answer of `reserve` tokens is left out or an error, never cut.
     Videos are converted to images, because the generation engine takes only images."""
 
-    ways = "drop"
+    on_long_options = "drop"
 
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
@@ -135,17 +135,17 @@ def parse_prompt(raw: object, format: str, *, file: str | Path, row: int, images
     """One decoded row as a `PromptRow`; `format`: "prompt", or a format of conversations. Raises `BadSample`."""
     with bad_sample_context(raw, file, row) as identity:
         check_variables(raw)
-        prompt, names, answer, reasoning = _read(raw, format)
+        prompt, names, answer, reasoning = _read_prompt(raw, format)
         fields = raw if isinstance(raw, dict) else {}
         columns = {key: _without_bytes(fields[key]) for key in extra_columns(fields, format)}
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
-        words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
-        asks = conversation_of(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
+        words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_to_message(turn) for turn in prompt]}
+        asks = make_conversation(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
         named = {"images": [str(path) for path in asks.images], "videos": [str(path) for path in asks.videos]}
         return PromptRow(asks, answer, columns | words | named, reasoning)
 
 
-def _read(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
+def _read_prompt(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
     """(the prompt of a row, the names of its images, the answer, the reasoning before it). Raises `RowProblem`."""
     # The answer comes from `answer`, else from `completion`, else from the last assistant turn.
     if format != "prompt":
@@ -153,14 +153,14 @@ def _read(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[
     elif isinstance(raw, dict) and "prompt" in raw:
         turns, names = read_prompt_turns(raw, as_messages(raw["prompt"], "user"))
     else:
-        raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
+        raise RowProblem(f"is {quote_value(raw)}; expected an object with 'prompt', as other rows of the file have")
     fields = raw if isinstance(raw, dict) else {}
     reasoning = None
     if fields.get("answer") is None:
         content, reasoning = _completion_text(fields.get("completion"))
-        answer = _reference(content)
+        answer = _parse_reference(content)
     else:
-        answer = _reference(fields["answer"])
+        answer = _parse_reference(fields["answer"])
     whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
     prompt, said = _split_answer(turns, answer is not None or whole)
     if answer is None and said is not None:
@@ -206,22 +206,22 @@ def parse_answered(raw: object, format: str, *, file: str | Path, row: int, imag
         turn = turn[-1] if isinstance(turn, list) and turn else turn
         if isinstance(turn, dict) and fields.get("answer") is None and not is_learned(turn, 1):
             raise RowProblem("has a completion that is context (weight 0), so there is nothing to learn from it")
-        answer = _answer(prompt.answer, prompt.reasoning)
+        answer = _answer_turn(prompt.answer, prompt.reasoning)
     return replace(prompt.conversation, turns=(*prompt.conversation.turns, answer))
 
 
-def turns_of(raw: object, format: str) -> list[Turn]:
+def read_answered_turns(raw: object, format: str) -> list[Turn]:
     """The turns of the conversation that `parse_answered` returns, without locating its files. Raises `RowProblem`."""
     if format != "prompt":
         turns = read_turns(raw, format)[0]
     else:
-        prompt, _, answer, reasoning = _read(raw, format)
-        turns = [*prompt, _answer(answer, reasoning)]
+        prompt, _, answer, reasoning = _read_prompt(raw, format)
+        turns = [*prompt, _answer_turn(answer, reasoning)]
     check_turns(turns)
     return turns
 
 
-def _answer(answer: str | list[str] | None, reasoning: str | None) -> Turn:
+def _answer_turn(answer: str | list[str] | None, reasoning: str | None) -> Turn:
     """The turn that answers a prompt, with the first answer if several are right. Raises `RowProblem`."""
     if answer is None:
         raise RowProblem("has a prompt and no answer to learn from or to compare with; give it one, or remove it")
@@ -304,25 +304,25 @@ def _completion_text(completion: object) -> tuple[object, str | None]:
     turns = completion if isinstance(completion, list) else [completion]
     if len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant":
         check_turn(turns[0], 1, "assistant")
-        return turns[0].get("content"), reasoning_of(turns[0], "assistant", 1)
+        return turns[0].get("content"), read_reasoning(turns[0], "assistant", 1)
     return completion, None
 
 
-def _reference(answer: object) -> str | list[str] | None:
+def _parse_reference(answer: object) -> str | list[str] | None:
     if isinstance(answer, list) and answer:
-        return [_text(one) for one in answer]
-    return None if answer is None else _text(answer)
+        return [_answer_text(one) for one in answer]
+    return None if answer is None else _answer_text(answer)
 
 
-def _text(answer: object) -> str:
+def _answer_text(answer: object) -> str:
     if isinstance(answer, str):
         return answer
     if isinstance(answer, int | float) and not isinstance(answer, bool) and not is_missing(answer):
         return repr(answer)
-    raise RowProblem(f"has the answer {shown(answer)}; expected {ANSWERS}")
+    raise RowProblem(f"has the answer {quote_value(answer)}; expected {ANSWERS}")
 
 
-def _message(turn: Turn) -> dict[str, str]:
+def _to_message(turn: Turn) -> dict[str, str]:
     words = {ImageRef: PLACEHOLDER, AudioRef: SOUND, VideoRef: VIDEO.placeholder}
     said = (part.text if isinstance(part, Text) else words[type(part)] for part in turn.parts)
     return {"role": turn.role, "content": "".join(said)}

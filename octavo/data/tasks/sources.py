@@ -10,21 +10,21 @@ import numpy as np
 
 from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url
-from octavo.data.errors import BadSample, DataError, QuotingError, shown
+from octavo.data.errors import BadSample, DataError, QuotingError, quote_value
 from octavo.data.formats import json_columns
 from octavo.data.formats.arrow_rows import Rows
 from octavo.data.formats.media_kinds import KEYS as MEDIA_KEYS
 from octavo.data.formats.registry import format_of
 from octavo.data.rows.conversations import ROLES, bad_sample_context, parse
-from octavo.data.rows.foreign import with_turns
-from octavo.data.rows.media import no_file
+from octavo.data.rows.foreign import parse_turn_lists
+from octavo.data.rows.media import is_null_file
 from octavo.data.rows.missing_values import clean_cells
-from octavo.data.storage.cache import Say, default_folder, quiet
+from octavo.data.storage.cache import Log, default_folder, no_log
 from octavo.data.storage.fetched import open_fetched
-from octavo.data.storage.hub_datasets import open_named, stream_named
+from octavo.data.storage.hub_datasets import open_hub_dataset, stream_hub_dataset
 from octavo.data.storage.open_rows import open_rows
 from octavo.data.tasks.documents import is_document, parse_document
-from octavo.data.tasks.pairs import parse_labelled, parse_pair, preference_kind_of
+from octavo.data.tasks.pairs import parse_labelled, parse_pair, row_preference_kind
 from octavo.data.tasks.prompts import extra_columns, parse_answered, parse_prompt
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # The number of first rows that are examined to detect a format. More than one, because a text-only row does not show
 # under which key images are listed.
-LOOKED_AT = 200
+DETECTION_ROWS = 200
 SHAREGPT = (*(ROLES["sharegpt"].keys() - ROLES["llava"].keys()),)  # roles that only sharegpt rows have
 # kind of rows -> parser
 KINDS: dict[str, Callable[..., Any]] = {
@@ -71,7 +71,7 @@ class Source:
 
     def raw(self, row: int) -> Any:
         """A row as in its file, without keys that are null."""
-        return present(self.rows[row])
+        return drop_nulls(self.rows[row])
 
     @property
     def shards(self) -> Sequence[int] | None:
@@ -94,16 +94,16 @@ def _has_cells(rows: Rows) -> bool:
     return format_of(str(rows.path) if suffix is None else suffix).cells
 
 
-def present(raw: Any) -> Any:
+def drop_nulls(raw: Any) -> Any:
     """A row without keys that are null: JSON may write them, and a table has every column in every row. A file with
     neither bytes nor path counts as null, and turns written as JSON text are parsed."""
     if not isinstance(raw, dict):
         return raw
-    return with_turns({key: value for key, value in raw.items()
-                       if value is not None and not (key in MEDIA_KEYS and no_file(value))})  # fmt: skip
+    return parse_turn_lists({key: value for key, value in raw.items()
+                       if value is not None and not (key in MEDIA_KEYS and is_null_file(value))})  # fmt: skip
 
 
-class Renamed:
+class RenamedRows:
     """Rows with keys renamed by `columns` (Octavo's key -> key in the file); a key that a renamed one replaces is
     dropped."""
 
@@ -117,7 +117,7 @@ class Renamed:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Any:
-        with json_columns.renaming(self._theirs):
+        with json_columns.use_column_names(self._theirs):
             raw = self.rows[row]
         return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
 
@@ -132,12 +132,12 @@ class Renamed:
         return {key: key for key in present_keys if key not in gone} | renamed
 
 
-def open_dataset(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Rows:
+def open_dataset(dataset: Dataset, cache: Path | None = None, say: Log = no_log) -> Rows:
     """The rows of a data set of the configuration, with renamed columns; `cache`: the folder of the cache (None: the
     default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
     if is_name(dataset.path):
-        opens = stream_named if dataset.stream else open_named
+        opens = stream_hub_dataset if dataset.stream else open_hub_dataset
         rows = opens(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
     elif is_url(dataset.path):
         limit = None if dataset.fetch_gb is None else int(dataset.fetch_gb * 1e9)
@@ -151,16 +151,16 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, say: Say = quiet) 
     if missing := [f"{ours}: {theirs}" for ours, theirs in dataset.columns.items() if first and theirs not in keys]:
         raise DataError(
             f"{rows.path}: columns names {', '.join(missing)}, which none of its first {len(first)} rows has; they "
-            f"have {shown(sorted(map(str, keys)))}"
+            f"have {quote_value(sorted(map(str, keys)))}"
         )
-    return Renamed(rows, dataset.columns)
+    return RenamedRows(rows, dataset.columns)
 
 
 def _first(rows: Rows) -> Iterator[Any]:
     """The first rows that can be read."""
-    for row in range(min(len(rows), LOOKED_AT)):
+    for row in range(min(len(rows), DETECTION_ROWS)):
         try:
-            yield present(rows[row])
+            yield drop_nulls(rows[row])
         except BadSample:  # reported when the row is used
             continue
 
@@ -191,24 +191,24 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
         if format != "auto":
             raise DataError(f"{rows.path}: format is {format}, and preferences are read by their keys; leave it out")
     elif format == "auto":
-        format = recognise(rows, kind == "prompts", kind == "documents")
+        format = detect_format(rows, kind == "prompts", kind == "documents")
     window = dataset.shuffle_buffer or getattr(rows, "window", None)
     return Source(rows, format, images, dataset.max_samples, kind, window)
 
 
 def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
     """`pairs` or `labelled`, by the first readable row of a data set; None: neither. Raises `DataError`."""
-    return next(map(preference_kind_of, _first(open_dataset(dataset, cache))), None)
+    return next(map(row_preference_kind, _first(open_dataset(dataset, cache))), None)
 
 
-def recognise(rows: Rows, prompts: bool = False, documents: bool = False) -> str:
+def detect_format(rows: Rows, prompts: bool = False, documents: bool = False) -> str:
     """Detect the format from the structure of the first rows; with `prompts` rows may be prompts without answers, with
     `documents` plain text. Raises `DataError` if the rows disagree or have no known structure."""
     evidence: dict[str, int] = {}
     plain: int | None = None
-    for row in range(min(len(rows), LOOKED_AT)):
+    for row in range(min(len(rows), DETECTION_ROWS)):
         try:
-            style = _style_of(present(rows[row]), prompts, documents)
+            style = _style_of(drop_nulls(rows[row]), prompts, documents)
         except BadSample:
             continue  # a broken line, reported when the row is used
         if style == "both":
@@ -272,7 +272,7 @@ def _plain(rows: Rows, documents: bool) -> str:
     if documents:
         return ", or plain text ('text', or 'texts' with 'images')"
     try:
-        return "; plain text is for `train.phase: pretrain`" if is_document(present(rows[0])) else ""
+        return "; plain text is for `train.phase: pretrain`" if is_document(drop_nulls(rows[0])) else ""
     except BadSample:
         return ""
 
@@ -282,4 +282,4 @@ def _keys(rows: Rows) -> str:
         first = rows[0]
     except BadSample as broken:
         return broken.reason
-    return f"an object with the keys {shown(sorted(first))}" if isinstance(first, dict) else shown(first)
+    return f"an object with the keys {quote_value(sorted(first))}" if isinstance(first, dict) else quote_value(first)
