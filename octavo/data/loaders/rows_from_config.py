@@ -129,14 +129,14 @@ def preference_kind(cfg: Config, dataset: Dataset) -> str | None:
     return preferences(dataset, cache_folder(cfg))
 
 
-def conversation_rows(cfg: Config, dataset: Dataset, say: Log = no_log) -> Source | SplitRows:
+def conversation_rows(cfg: Config, dataset: Dataset, log: Log = no_log) -> Source | SplitRows:
     """The rows of a data set for phase sft, split at their questions with `data.split_turns`."""
     source = read(dataset, cache=cache_folder(cfg))
-    return split(source, cache_folder(cfg), say, dataset_identity(dataset)) if cfg.data.split_turns else source
+    return split(source, cache_folder(cfg), log, dataset_identity(dataset)) if cfg.data.split_turns else source
 
 
 def document_rows(
-    cfg: Config, dataset: Dataset, encodes: DocumentEncoder, seed: int | None, say: Log = no_log
+    cfg: Config, dataset: Dataset, encodes: DocumentEncoder, seed: int | None, log: Log = no_log
 ) -> Source | JoinedDocuments:
     """The rows of a data set for phase pretrain, joined if they are plain text. `seed`: of the order of documents."""
     source = read(dataset, "documents", cache_folder(cfg))
@@ -145,7 +145,7 @@ def document_rows(
     if dataset.shuffle_buffer is not None:
         raise DataError(f"{source.name}: joined documents are shuffled whole, so shuffle_buffer means nothing to them; "
                         "remove it, or set data.join: false")  # fmt: skip
-    return join(source, encodes, cfg.data.on_bad_sample, seed, cache_folder(cfg), say, dataset_identity(dataset))
+    return join(source, encodes, cfg.data.on_bad_sample, seed, cache_folder(cfg), log, dataset_identity(dataset))
 
 
 def dataset_identity(dataset: Dataset) -> str:
@@ -155,18 +155,18 @@ def dataset_identity(dataset: Dataset) -> str:
     return json.dumps([dataset.columns, *of] if of else dataset.columns)
 
 
-def prepare_datasets(cfg: Config, processor: Any, say: Log) -> None:
+def prepare_datasets(cfg: Config, processor: Any, log: Log) -> None:
     """Write the cache files for the data sets, with progress messages, so that loaders find them. Raises
     `DataError`."""
     check_seals(cfg)
     if cfg.data.sealed:  # sealed rows need no cache files
         return
     for dataset in (*cfg.data.train, *cfg.data.eval):
-        open_dataset(dataset, cache_folder(cfg), say)
+        open_dataset(dataset, cache_folder(cfg), log)
         if cfg.train.phase == "pretrain":
-            document_rows(cfg, dataset, encoder(cfg, processor, DocumentEncoder), None, say)
+            document_rows(cfg, dataset, encoder(cfg, processor, DocumentEncoder), None, log)
         elif cfg.data.split_turns:
-            conversation_rows(cfg, dataset, say)
+            conversation_rows(cfg, dataset, log)
 
 
 def prompt_columns(cfg: Config, datasets: Iterable[Dataset]) -> list[str]:

@@ -41,7 +41,7 @@ MAX_PROCESSES = 8
 
 
 def open_rows(
-    path: str | Path, folder: Path | None = None, say: cache.Log = cache.no_log, stream: bool = False
+    path: str | Path, folder: Path | None = None, log: cache.Log = cache.no_log, stream: bool = False
 ) -> Rows:
     """Open a data file by its suffix, JSON and JSONL by their first characters; or a folder that `datasets` saved, or
     one with files of one kind, in the order of their names. `folder`: of the cache (None: the default). `stream`: rows
@@ -52,13 +52,13 @@ def open_rows(
     and as `cache.cached_file` does.
     """
     path = Path(path)
-    rows = _open_folder(path, folder, say, stream) if path.is_dir() else _open_file(path, folder, say, stream)
+    rows = _open_folder(path, folder, log, stream) if path.is_dir() else _open_file(path, folder, log, stream)
     if len(rows) == 0:
         raise DataError(f"{path} holds no rows; expected a JSON list of rows, one JSON object a line, or a table")
     return rows
 
 
-def _open_folder(path: Path, folder: Path | None, say: cache.Log, stream: bool) -> Rows:
+def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) -> Rows:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         if stream:
             raise DataError(f"{path}: what `datasets` saved is never copied; leave `stream` out")
@@ -72,11 +72,11 @@ def _open_folder(path: Path, folder: Path | None, say: cache.Log, stream: bool) 
         )
     few = len(files) <= MAX_FILES_IN_MEMORY and sum(file.stat().st_size for file in files) < MAX_BYTES_IN_MEMORY
     small = cache.SMALL_FILE if few else 0  # files converted in memory stay in memory
-    open_one = partial(_open_file, folder=folder, say=say, stream=stream, small=small)
+    open_one = partial(_open_file, folder=folder, log=log, stream=stream, small=small)
     form = registry.format_of(files[0])
     if form.indexed_only:
         _check_stream(path, form, stream)
-        _make_indexes(form, files, folder, say)
+        _make_indexes(form, files, folder, log)
         return Shards(path, files, open_one, [len(open_one(file)) for file in files], MAX_OPEN_FILES)
     counts = None if form.count_rows is None else [_counted(form, file) for file in files]
     return Shards(path, files, open_one, counts, None if small or stream else MAX_OPEN_FILES)
@@ -94,7 +94,7 @@ def _check_stream(path: Path, form: Format, stream: bool) -> None:
         raise DataError(f"{path}: rows of a {kind} are never copied; leave `stream` out")
 
 
-def _open_file(path: Path, folder: Path | None, say: cache.Log, stream: bool, small: int | None = None) -> Rows:
+def _open_file(path: Path, folder: Path | None, log: cache.Log, stream: bool, small: int | None = None) -> Rows:
     small = cache.SMALL_FILE if small is None else small
     try:
         with open_file(path, DataError) as file:
@@ -106,13 +106,13 @@ def _open_file(path: Path, folder: Path | None, say: cache.Log, stream: bool, sm
     form = registry.format_of(path)
     _check_stream(path, form, stream)
     if form.indexed_only:
-        _make_indexes(form, [path], folder, say)
+        _make_indexes(form, [path], folder, log)
         return form.open(path, _index(form, path, folder))
     if stream:
         return _stream(path, stat_key(path.stat()))
     if size < small and (rows := _in_memory(path, form, small)) is not None:
         return rows
-    return form.open(path, cache.cached_file(folder, path, partial(form.write, path), say))
+    return form.open(path, cache.cached_file(folder, path, partial(form.write, path), log))
 
 
 class _TooLarge(Exception):
@@ -147,17 +147,17 @@ def _index(form: Format, path: Path, folder: Path | None) -> Path:
     return cache.cached_file(folder, path, partial(form.write, path), cache.no_log, form="index")
 
 
-def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, say: cache.Log) -> None:
+def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, log: cache.Log) -> None:
     """Write the missing indexes, for many bytes in several processes, because the headers are parsed in Python. Raises
     as `_index` does."""
     plain = [file for file in files if not is_encrypted(file)]
-    file_digests.compute_digests(plain, cache.default_folder() if folder is None else folder, say)
+    file_digests.compute_digests(plain, cache.default_folder() if folder is None else folder, log)
     missing = [file for file in plain if not cache.path_in_cache(folder, file, form="index").is_file()]
     if not missing:
         return
     size = sum(file.stat().st_size for file in missing)
     kind = form.suffixes[0].removeprefix(".")
-    say(f"{missing[0].parent}: the rows of {len(missing)} {kind} file(s) ({size / 1e6:.0f} MB) are looked up, once")
+    log(f"{missing[0].parent}: the rows of {len(missing)} {kind} file(s) ({size / 1e6:.0f} MB) are looked up, once")
     processes = min(len(missing), MAX_PROCESSES, os.cpu_count() or 1)
     if size < PARALLEL_INDEX_BYTES or processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
         for file in missing:

@@ -132,7 +132,7 @@ class RenamedRows:
         return {key: key for key in present_keys if key not in gone} | renamed
 
 
-def open_dataset(dataset: Dataset, cache: Path | None = None, say: Log = no_log) -> Rows:
+def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log) -> Rows:
     """The rows of a data set of the configuration, with renamed columns; `cache`: the folder of the cache (None: the
     default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
@@ -141,9 +141,9 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, say: Log = no_log)
         rows = opens(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
     elif is_url(dataset.path):
         limit = None if dataset.fetch_gb is None else int(dataset.fetch_gb * 1e9)
-        rows = open_fetched(dataset.path, cache, say, limit)
+        rows = open_fetched(dataset.path, cache, log, limit)
     else:
-        rows = open_rows(dataset.path, cache, say, dataset.stream)
+        rows = open_rows(dataset.path, cache, log, dataset.stream)
     if not dataset.columns:
         return rows
     first = list(_first(rows))

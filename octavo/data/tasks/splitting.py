@@ -129,7 +129,7 @@ def take_turns(conversation: Conversation, stop: int, context: int) -> Conversat
 
 
 def split(
-    source: SplittableSource, folder: Path | None = None, say: cache.Log = cache.no_log, depends_on: str = ""
+    source: SplittableSource, folder: Path | None = None, log: cache.Log = cache.no_log, depends_on: str = ""
 ) -> SplitRows:
     """A source split at its questions; their numbers come from the cache or are counted now. `depends_on`: all else in
     the data set's configuration that determines its rows. Raises `DataError` if the cache cannot be used."""
@@ -144,4 +144,4 @@ def split(
         np.concatenate([[0], np.cumsum(counts)]).astype("<i8").tofile(file)
 
     key = json.dumps([FORMAT_VERSION, source.format, len(source), depends_on])
-    return SplitRows(source, cache.cached_file(folder, source.rows.path, write, say, key, "questions"))
+    return SplitRows(source, cache.cached_file(folder, source.rows.path, write, log, key, "questions"))
