@@ -22,8 +22,8 @@ from octavo.config.sections.names import (
 from octavo.config.sections.text_types import FilePath, Text
 
 PARTS = tuple(f"fp8.{name}" for name in COMPONENTS)
-_TWICE = listed(tuple(name for name, spec in SPECS.items() if spec.layouts > 1))
-_DEFAULTS = ", ".join(f"{form} for {listed(with_format(form))}" for form in FORMATS)
+_TWICE = join_words(tuple(name for name, spec in SPECS.items() if spec.layouts > 1))
+_DEFAULTS = ", ".join(f"{form} for {join_words(recipes_with_format(form))}" for form in FORMATS)
 
 
 class Component(Section):

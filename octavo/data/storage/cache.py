@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from octavo.base import atomic_write, suffixes
 from octavo.base.encryption import VaultError, check_folder, is_encrypted
-from octavo.base.encryption.anonymous_file import anonymous
+from octavo.base.encryption.anonymous_file import create_memory_file
 from octavo.base.hub import is_name
 from octavo.data import file_digests
 from octavo.data.errors import DataError
@@ -78,7 +78,7 @@ def cached_file(
                 if form in ("Arrow", "index"):  # just written, so it need not be validated
                     file_digests.note_valid(target, folder)
     except OSError as cause:
-        why = atomic_write.no_room(folder, cause) or getattr(cause, "strerror", None) or str(cause)
+        why = atomic_write.why_no_space(folder, cause) or getattr(cause, "strerror", None) or str(cause)
         raise DataError(
             f"{folder} cannot keep {Path(source).name} as {form}: {why}. Name a folder with room that can be written "
             "to in data.cache (or OCTAVO_CACHE)"
@@ -91,7 +91,7 @@ def _convert_in_memory(source: Path, write: Write, log: Log, depends_on: str, fo
     key = f"{_identity(source)}:{depends_on}:{form}"
     if key not in _IN_MEMORY:
         try:
-            handle, path = anonymous(f"{source}")
+            handle, path = create_memory_file(f"{source}")
             write(path, lambda share: None)
         except VaultError as cause:
             raise DataError(f"{cause}.") from cause

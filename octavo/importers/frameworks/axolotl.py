@@ -6,7 +6,7 @@ import math
 import re
 
 from octavo.base.hub import is_name
-from octavo.base.recipe_specs import named_in
+from octavo.base.recipe_specs import names_in_library
 from octavo.importers.common import model_and_data, steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
 from octavo.importers.frameworks import hf_trainer
@@ -487,7 +487,7 @@ def _fp8(draft: Draft, lora: bool) -> None:
         draft.dead(gather, "fp8_config.recipe", why="fp8 is off, and this key converts no layer by itself")
         model_and_data.no_fp8(draft)
         return
-    recipe = choice(draft, "fp8_config.recipe", named_in("torchao")) or "tensorwise"
+    recipe = choice(draft, "fp8_config.recipe", names_in_library("torchao")) or "tensorwise"
     draft.put("fp8.recipe", recipe, "fp8", "fp8_config.recipe", why="torchao, a scale a tensor by default")
     if draft.text("fp8_config.recipe") == "rowwise_with_gw_hp":
         draft.put("fp8.wgrad", "bf16", "fp8_config.recipe")

@@ -324,7 +324,7 @@ def _entry(draft: Draft, of: str, number: int, name: str, key: str, where: str, 
         why = f"to be filled in: the file that {where}/dataset_info.json gives for {name}, which is not here"
         draft.note(f"data.{of}.{number}.path is to be filled in: the data set {name}")
         return model_and_data.dataset(draft, of, number, f"{where}/{name}.json", key, "dataset_dir", hub=False, why=why)
-    safe_read.check_form(entry, _ENTRY, f"{where}/dataset_info.json: {name}", TranslateError)
+    safe_read.check_schema(entry, _ENTRY, f"{where}/dataset_info.json: {name}", TranslateError)
     if entry.get("file_name"):
         at = model_and_data.dataset(
             draft, of, number, str(Path(where) / entry["file_name"]), key, "dataset_dir", hub=False, why=name

@@ -78,7 +78,7 @@ def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: 
     checkpoint without fingerprints of it. Raises TrainError naming the files."""
     if saved is None:
         return
-    changed = [name for name in {**saved, **now} if compat.prints_differ(saved.get(name), now.get(name))]
+    changed = [name for name in {**saved, **now} if compat.fingerprints_differ(saved.get(name), now.get(name))]
     if not changed:
         return
     how = [
@@ -93,7 +93,7 @@ def same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], where: 
 
 
 def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    changed = [path for path, value in saved.items() if path in now and compat.prints_differ(now[path], value)]
+    changed = [path for path, value in saved.items() if path in now and compat.fingerprints_differ(now[path], value)]
     if changed:
         sizes = "; ".join(f"{path} had {saved[path]['size']} bytes, has {now[path]['size']} now" for path in changed)
         raise TrainError(
