@@ -45,12 +45,12 @@ def with_recipes(data: Any) -> Any:
         return data
     sections = {name: _raw(fp8.get(name)) for name in COMPONENTS}
     parts: dict[str, dict] = {name: part or {} for name, part in sections.items() if isinstance(part, dict | None)}
-    describe_value = [name for name in parts if sections[name] is not None and parts[name].get("recipe") != "off"]
+    configured = [name for name in parts if sections[name] is not None and parts[name].get("recipe") != "off"]
     wanted = {name: recipe for name, recipe in _implied_recipes(data).items() if name in parts}
     added = dict(fp8)
-    if "recipe" not in fp8 and describe_value:
+    if "recipe" not in fp8 and configured:
         added["recipe"] = "off"
-        wanted = {**dict.fromkeys(describe_value, DEFAULT_RECIPE), **wanted}
+        wanted = {**dict.fromkeys(configured, DEFAULT_RECIPE), **wanted}
     elif "foundation" in wanted and parts["foundation"].get("recipe") is None:
         added.setdefault("recipe", wanted.pop("foundation"))
     for name, recipe in wanted.items():

@@ -42,13 +42,13 @@ def _loaded(config: Sections) -> Iterator[Finding]:
             )
             fix = f"use {' or '.join(fitting)}, off (high precision, from the codes' values)"
             fix += f", or load_in_fp8: {other}" if other else ""
-            describe_value = f"fp8.{name}.recipe" if part and part.recipe is not None else "fp8.recipe"
-            yield finding(describe_value, f"{reason} ({name})", fix, where, f"fp8.{name}")
+            key = f"fp8.{name}.recipe" if part and part.recipe is not None else "fp8.recipe"
+            yield finding(key, f"{reason} ({name})", fix, where, f"fp8.{name}")
         param = fp8.param if part is None or part.param is None else part.param
         if param and config.lora is None:
-            describe_value = f"fp8.{name}.param" if part and part.param is not None else "fp8.param"
+            key = f"fp8.{name}.param" if part and part.param is not None else "fp8.param"
             reason = f"param keeps trained weights and their codes, and {name} has only codes (load_in_fp8)"
-            yield finding(describe_value, reason, f"use fp8.{name}.param: false", where, f"fp8.{name}")
+            yield finding(key, reason, f"use fp8.{name}.param: false", where, f"fp8.{name}")
     on = [name for name in COMPONENTS if fp8.recipe_of(name) != "off"]
     if fp8.plan is None and fp8.weight_codes == "recast" and kinds and on and set(on) <= set(kinds):
         reason = "has no effect on weights that are codes (model.load_in_fp8)"

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer
 
-from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, DEFAULT_RECIPE, listed, with_format
+from octavo.base.recipe_specs import CANDIDATES, DEFAULT_RECIPE, FORMATS, SPECS, join_words, recipes_with_format
 from octavo.config.sections.fp8_adapt import Adapt
 from octavo.config.sections.names import (
     COMPONENTS,

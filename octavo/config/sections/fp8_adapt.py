@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from octavo.base.recipe_specs import CURRENT_SCALING, COARSE_TO_FINE
+from octavo.base.recipe_specs import COARSE_TO_FINE, CURRENT_SCALING
 from octavo.config.sections.names import FROM_LIST, Section, canonical_name, one_of
 
 if TYPE_CHECKING:

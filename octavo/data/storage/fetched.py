@@ -58,7 +58,7 @@ class Store:
         return target
 
     def _storage_error(self, shard: Remote, cause: OSError) -> DataError:
-        why = atomic_write.no_room(self.folder, cause) or cause.strerror or str(cause)
+        why = atomic_write.why_no_space(self.folder, cause) or cause.strerror or str(cause)
         return DataError(
             f"{self.folder} cannot keep {shard.url} ({shard.size} bytes): {why}. Lower fetch_gb of this data set, "
             "or name a folder with room in data.cache (or OCTAVO_CACHE)"
