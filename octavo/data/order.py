@@ -1,14 +1,14 @@
-"""The order of rows with random access, computed from the seed only, so that a resume needs one number: of one data set
-(`FullShuffle`, `WindowShuffle`) and of a mixture of several.
+"""Row orders with random access, of one data set (`FullShuffle`, `WindowShuffle`) and of a mixture of several.
 
-The rows of a data set come epoch by epoch, all shuffled together or in two levels. Two levels are for sets of many
-files (shards), of which only a few can be available at a time:
+An order is computed from the seed only, so a resume needs one number: the position. The rows of a data set come epoch
+by epoch, either all shuffled together or in two levels. Two levels are for data sets of many files (shards), of which
+only a few can be available at a time:
 
     an epoch = its shards in a new order, concatenated and cut into windows of `window` rows
     a window = its rows in a new order
 
 So a window needs only the few shards that it covers, and memory holds the order of the shards and of two windows,
-however many rows there are. Both orders compute `row(epoch, position)` for any position without the previous ones.
+for any number of rows. Both classes compute `row(epoch, position)` for any position without the previous ones.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ PIECE = 1 << 10  # rows of a piece, which takes the place of a shard in a set wi
 
 
 def permutation(size: int, *key: int) -> np.ndarray:
-    """The numbers below `size` in an order that depends only on `key`, on any machine."""
+    """Return a permutation of range(size) that depends only on `key`, on any machine."""
     words = np.random.PCG64(np.random.SeedSequence([abs(k) for k in key])).random_raw(size)
     return np.argsort(words, kind="stable")
 
 
 class FullShuffle:
-    """All rows shuffled together: 8 bytes each."""
+    """Shuffles all rows together; takes 8 bytes per row."""
 
     def __init__(self, size: int, seed: int, source: int) -> None:
         self.size, self.seed, self.source = size, seed, source
         self._order = lru_cache(maxsize=2)(self._make)
 
     def row(self, epoch: int, position: int) -> int:
-        """The row at a position (from 0) of an epoch."""
+        """Return the row at a position (from 0) of an epoch."""
         return int(self._order(epoch)[position])
 
     def _make(self, epoch: int) -> np.ndarray:
@@ -52,8 +52,8 @@ class FullShuffle:
 
 
 class WindowShuffle:
-    """Shards of `sizes` rows in a new order each epoch, with rows shuffled within windows of `window` rows: 8 bytes a
-    row of a window, 24 a shard."""
+    """Shuffles shards of `sizes` rows in each epoch, and rows within windows of `window` rows. Takes 8 bytes per row of
+    a window and 24 per shard."""
 
     def __init__(self, sizes: Sequence[int] | np.ndarray, window: int, seed: int, source: int) -> None:
         self.sizes, self.window, self.seed, self.source = np.asarray(sizes, np.int64), window, seed, source
@@ -63,15 +63,15 @@ class WindowShuffle:
         self._rows = lru_cache(maxsize=2)(self._make_rows)
 
     def row(self, epoch: int, position: int) -> int:
-        """The row at a position (from 0) of an epoch."""
+        """Return the row at a position (from 0) of an epoch."""
         window, nth = divmod(position, self.window)
         place = window * self.window + int(self._rows(epoch, window)[nth])
         order, starts = self._shards(epoch)
-        at = int(np.searchsorted(starts, place, "right")) - 1
-        return int(self.first[order[at]]) + place - int(starts[at])
+        index = int(np.searchsorted(starts, place, "right")) - 1
+        return int(self.first[order[index]]) + place - int(starts[index])
 
     def shards(self, epoch: int, position: int) -> Iterator[int]:
-        """The shards of the window at a position, and then of the next window."""
+        """Yield the shards of the window at a position, then those of the next window."""
         for _ in range(2):
             if position >= self.size:
                 epoch, position = epoch + 1, 0
@@ -79,11 +79,11 @@ class WindowShuffle:
             stop = min(begin + self.window, self.size)
             order, starts = self._shards(epoch)
             first, last = np.searchsorted(starts, (begin, stop - 1), "right") - 1
-            yield from (int(order[at]) for at in range(first, last + 1) if self.sizes[order[at]])
+            yield from (int(order[index]) for index in range(first, last + 1) if self.sizes[order[index]])
             position = stop
 
     def _make_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """(shards in the order of the epoch, the position at which each begins)."""
+        """Return the shards in the order of the epoch, and the position at which each begins."""
         order = permutation(len(self.sizes), self.seed, 2, self.source, epoch)
         sizes = self.sizes[order]
         return order, np.cumsum(sizes) - sizes
@@ -132,7 +132,7 @@ class Mixture:
         self.sources = tuple(sources)
         weights = [1.0] * len(self.sources) if weights is None else list(weights)
         if not self.sources:
-            raise DataError("there is no data set to draw from; name at least one in data.train")
+            raise DataError("the mixture has no data set; name at least one in data.train")
         if len(weights) != len(self.sources) or not all(0 < weight < float("inf") for weight in weights):
             raise DataError(f"weights {weights} for {len(self.sources)} data set(s); give each a weight over 0")
         self.seed = seed
@@ -144,67 +144,70 @@ class Mixture:
         self._places = lru_cache(maxsize=2)(self._make_places)
 
     def row(self, n: int) -> tuple[int, int]:
-        """(index of the data set, row in it) of the n-th row, n from 0."""
+        """Return (index of the data set, row in it) for the n-th row, n from 0."""
         if n < 0:
             raise IndexError(f"row {n}; rows count from 0")
-        turn, place = divmod(n, self.round)
+        round_index, place = divmod(n, self.round)
         if len(self.sources) == 1:
-            return 0, self.orders[0].row(turn, place)
-        block = self._find_block(turn, place)
-        which, nth = self._places(turn, block)
-        place -= self._block_start(turn, block)
-        source = int(which[place])
-        epoch, position = divmod(turn * self.draws[source] + int(nth[place]), self.sizes[source])
+            return 0, self.orders[0].row(round_index, place)
+        block = self._find_block(round_index, place)
+        source_at, nth = self._places(round_index, block)
+        place -= self._block_start(round_index, block)
+        source = int(source_at[place])
+        epoch, position = divmod(round_index * self.draws[source] + int(nth[place]), self.sizes[source])
         return source, self.orders[source].row(epoch, position)
 
     def shards(self, n: int, sources: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """(data set, shard) of the files that the rows from the n-th on need of these data sets: of the current and the
-        next window of each; all files of a set that is shuffled as a whole."""
-        turn, place = divmod(n, self.round)
+        """Yield (data set, shard) for the files of these data sets that rows from the n-th on need: those of the
+        current and the next window, or all files of a data set that is shuffled as a whole."""
+        round_index, place = divmod(n, self.round)
         for source in sources:
             order = self.orders[source]
             if isinstance(order, WindowShuffle):
-                before = place if len(self.sources) == 1 else self._count_draws(turn, source, place)
-                epoch, position = divmod(turn * self.draws[source] + before, self.sizes[source])
+                before = place if len(self.sources) == 1 else self._count_draws(round_index, source, place)
+                epoch, position = divmod(round_index * self.draws[source] + before, self.sizes[source])
                 yield from ((source, shard) for shard in order.shards(epoch, position))
             else:
                 sizes = getattr(self.sources[source], "shards", None)
                 yield from ((source, shard) for shard, rows in enumerate([] if sizes is None else sizes) if rows)
 
-    def _count_draws(self, turn: int, source: int, place: int) -> int:
-        """The number of draws from a data set in a round before a place."""
-        block = self._find_block(turn, place)
-        which, _ = self._places(turn, block)
-        in_block = int(np.count_nonzero(which[: place - self._block_start(turn, block)] == source))
-        return self._draws_before(turn, source, block) + in_block
+    def _count_draws(self, round_index: int, source: int, place: int) -> int:
+        """Return the number of draws from a data set in a round before a place."""
+        block = self._find_block(round_index, place)
+        source_at, _ = self._places(round_index, block)
+        in_block = int(np.count_nonzero(source_at[: place - self._block_start(round_index, block)] == source))
+        return self._draws_before(round_index, source, block) + in_block
 
-    def _draws_before(self, turn: int, source: int, block: int) -> int:
-        """The number of draws from a data set in a round before a block. Each set has another offset, so that the draws
-        of several sets with few draws do not fall into the same blocks."""
-        return (block * self.draws[source] + (7919 * turn + 104729 * source) % self._blocks) // self._blocks
+    def _draws_before(self, round_index: int, source: int, block: int) -> int:
+        """Return the number of draws from a data set in a round before a block. Each data set has a different offset,
+        so that data sets with few draws do not all fall into the same blocks."""
+        return (block * self.draws[source] + (7919 * round_index + 104729 * source) % self._blocks) // self._blocks
 
-    def _block_start(self, turn: int, block: int) -> int:
-        return sum(self._draws_before(turn, source, block) for source in range(len(self.draws)))
+    def _block_start(self, round_index: int, block: int) -> int:
+        return sum(self._draws_before(round_index, source, block) for source in range(len(self.draws)))
 
-    def _find_block(self, turn: int, place: int) -> int:
-        """The last block that begins at or before a place of a round."""
+    def _find_block(self, round_index: int, place: int) -> int:
+        """Return the last block that begins at or before a place of a round."""
         low, high = 0, self._blocks
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._block_start(turn, middle) <= place else (low, middle)
+            low, high = (middle, high) if self._block_start(round_index, middle) <= place else (low, middle)
         return low
 
-    def _make_places(self, turn: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each place of a block: the data set, and the number of earlier draws from it in the round."""
-        begins, ends = ([self._draws_before(turn, s, b) for s in range(len(self.draws))] for b in (block, block + 1))
+    def _make_places(self, round_index: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return two arrays over the places of a block: the data set, and the number of earlier draws from it in the
+        round."""
+        begins, ends = (
+            [self._draws_before(round_index, s, b) for s in range(len(self.draws))] for b in (block, block + 1)
+        )
         counts = np.subtract(ends, begins)
-        which = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        key = (turn,) if self._blocks == 1 else (turn, block)
-        which = which[permutation(len(which), self.seed, 1, *key)]
-        nth = np.empty(len(which), dtype=np.int64)
+        source_at = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        key = (round_index,) if self._blocks == 1 else (round_index, block)
+        source_at = source_at[permutation(len(source_at), self.seed, 1, *key)]
+        nth = np.empty(len(source_at), dtype=np.int64)
         for source, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            nth[which == source] = np.arange(begin, end)
-        return which, nth
+            nth[source_at == source] = np.arange(begin, end)
+        return source_at, nth
 
     def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k != "_places"}
@@ -215,7 +218,7 @@ class Mixture:
 
 
 def _apportion(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers in proportion to `shares` that sum to `total`, by largest remainders; none is below one."""
+    """Return integers in proportion to `shares` that sum to `total`, by largest remainders; each is at least 1."""
     exact = np.asarray(shares, dtype=np.float64)
     exact = exact * (total / exact.sum())
     counts = np.floor(exact).astype(np.int64)

@@ -90,7 +90,7 @@ def test_a_file_that_changes_meanwhile_is_refused(folder, models, kept, monkeypa
         return plain(self, texts)
 
     monkeypatch.setattr(DocumentEncoder, "tokenize", slow)
-    with pytest.raises(DataError, match=r"rows.jsonl changed while it was read; start again when it is whole"):
+    with pytest.raises(DataError, match=r"rows.jsonl changed while it was read; start again when it is complete"):
         join(source, DocumentEncoder(models("qwen3"), 8), "error", None)
     assert not list(kept.glob("*.tokens")) and not list(kept.glob(".*"))
     with pytest.raises(DataError, match="changed while it was read; start again"):

@@ -412,7 +412,10 @@ def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
 
 
 def test_who_takes_no_videos_says_so(folder, processors, models):
-    for kind, said in (("gemma3", "videos of this model are not taken here"), ("qwen3", "videos of this model")):
+    for kind, said in (
+        ("gemma3", "videos are not supported for this model"),
+        ("qwen3", "videos are not supported for this model"),
+    ):
         with pytest.raises(BadSample, match=said):
             Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
     with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):

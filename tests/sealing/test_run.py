@@ -187,7 +187,7 @@ def test_worlds_are_not_mixed(place, tmp_path):
         (True, "model.path", place / "text", "is not sealed"),
         (False, "model.path", place / "text-twin", "to it plain rows are noise"),
         (True, "data.train", place / "text.jsonl", "is not sealed"),
-        (False, "data.train", place / "text-rows", "holds sealed rows"),
+        (False, "data.train", place / "text-rows", "contains sealed rows"),
     ):
         value = f"[{{path: {path}}}]" if key == "data.train" else path
         cfg = configured(place, "text", sealed, tmp_path / "run", f"{key}={value}")

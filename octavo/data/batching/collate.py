@@ -138,8 +138,8 @@ def collate_pack(
     total = sum(lengths)
     if total > capacity:
         raise ValueError(f"samples of {lengths} tokens do not fit into a pack of {capacity}")
-    whole = PACK_MULTIPLE * ranks
-    longest = -(-total // whole) * whole if samples else EMPTY_LENGTH * ranks
+    multiple = PACK_MULTIPLE * ranks
+    longest = -(-total // multiple) * multiple if samples else EMPTY_LENGTH * ranks
     longest = min(longest, capacity) if ranks == 1 and samples else longest
     ends = [0, *accumulate(lengths)] + [longest] * (longest > total)
 
@@ -169,11 +169,13 @@ def _token_types(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
     if not any(s.images or s.videos for s in samples):
         return {}
     by_sample = [{} if s.mm_token_type_ids is None else {"mm_token_type_ids": s.mm_token_type_ids} for s in samples]
-    for types, sample in zip(by_sample, samples, strict=True):
-        types |= {name: one.values for name, one in sample.extra.items() if one.per == "token"}
-    names = dict.fromkeys(name for types in by_sample for name in types)
+    for token_types, sample in zip(by_sample, samples, strict=True):
+        token_types |= {name: tensor.values for name, tensor in sample.extra.items() if tensor.per == "token"}
+    names = dict.fromkeys(name for token_types in by_sample for name in token_types)
     return {
-        name: [types.get(name, np.zeros_like(s.input_ids)) for types, s in zip(by_sample, samples, strict=True)]
+        name: [
+            token_types.get(name, np.zeros_like(s.input_ids)) for token_types, s in zip(by_sample, samples, strict=True)
+        ]
         for name in names
     }
 
@@ -188,7 +190,7 @@ def _make_meta(samples: Sequence[Sample]) -> Meta:
         patches=tuple(0 if s.pixel_values is None else len(s.pixel_values) for s in samples),
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
-        inputs={name: one.per for s in samples for name, one in s.extra.items()},
+        inputs={name: tensor.per for s in samples for name, tensor in s.extra.items()},
         sounds=tuple(s.sounds for s in samples),
         videos=tuple(s.videos for s in samples),
     )

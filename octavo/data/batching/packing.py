@@ -25,16 +25,16 @@ def pack(lengths: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
         number, length = bad[0]
         raise ValueError(f"sample {number} has {length} tokens; packs of {capacity} take samples of 1 to {capacity}")
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (free tokens, pack), the fullest first
+    free_space: list[tuple[int, int]] = []  # (free tokens, pack), the fullest first
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
         length = lengths[number]
-        place = bisect_left(rooms, (length, -1))
-        room, chosen = rooms.pop(place) if place < len(rooms) else (capacity, len(packs))
+        place = bisect_left(free_space, (length, -1))
+        space, chosen = free_space.pop(place) if place < len(free_space) else (capacity, len(packs))
         if chosen == len(packs):
             packs.append([])
         packs[chosen].append(number)
-        if room > length:
-            insort(rooms, (room - length, chosen))
+        if space > length:
+            insort(free_space, (space - length, chosen))
     return [tuple(sorted(numbers)) for numbers in packs]
 
 
@@ -47,14 +47,14 @@ def assign_to_ranks(costs: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
     """The packs of a step by rank: the most expensive first, each to the rank with the lowest cost so far, on a tie to
     the first. No rank has more packs than ceil(packs / ranks)."""
     loads = [0] * ranks
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    most = -(-len(costs) // ranks)
+    assigned: list[list[int]] = [[] for _ in range(ranks)]
+    max_packs = -(-len(costs) // ranks)
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):
-        free = (rank for rank in range(ranks) if len(dealt[rank]) < most)
-        rank = min(free, key=lambda rank: (loads[rank], rank))
-        dealt[rank].append(number)
+        candidates = (rank for rank in range(ranks) if len(assigned[rank]) < max_packs)
+        rank = min(candidates, key=lambda rank: (loads[rank], rank))
+        assigned[rank].append(number)
         loads[rank] += costs[number]
-    return [tuple(sorted(numbers)) for numbers in dealt]
+    return [tuple(sorted(numbers)) for numbers in assigned]
 
 
 def padding_share(packs: Sequence[Sequence[int]], lengths: Sequence[int], capacity: int) -> float:

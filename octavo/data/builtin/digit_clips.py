@@ -98,10 +98,10 @@ def _write(directory: Path, settings: dict[str, int], console: Console | None) -
             words = draws.random_raw(settings[part] * digits)
             picks = pool[(words % len(pool)).astype(np.int64)].reshape(-1, digits)
             rows = []
-            for index, several in enumerate(progress.track(picks, description=f"clips, {part}")):
+            for index, chosen in enumerate(progress.track(picks, description=f"clips, {part}")):
                 name = f"videos/{part}/{index:05d}.mp4"
-                encode(directory / name, np.repeat(greys[several], hold, axis=0))
-                rows.append(_row(f"{part}-{index:05d}", name, labels[several], several))
+                encode(directory / name, np.repeat(greys[chosen], hold, axis=0))
+                rows.append(_row(f"{part}-{index:05d}", name, labels[chosen], chosen))
             (directory / f"{part}.json").write_text(rows_as_json(rows))
     facts = {"example": json.dumps(rows[0], indent=1), "taken": RATE / hold * 2, "seen": 2}
     (directory / "README.md").write_text(CARD.format(**settings, **facts))

@@ -72,25 +72,25 @@ def _source(path: SoundFile) -> Path | BytesIO:
     return BytesIO(read_bytes(path, DataError)) if is_encrypted(path) else path
 
 
-def _resample(path: Path | InlineSound, samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Resample from `rate` to the rate `wanted`; the result has exactly `_resampled_length` samples, float32."""
-    with _optional_package(f"sound {path} has {rate} samples a second, the model takes {wanted}, and soxr resamples"):
+def _resample(path: Path | InlineSound, samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
+    """Resample from `rate` to the rate `new_rate`; the result has exactly `_resampled_length` samples, float32."""
+    with _optional_package(f"sound {path} has {rate} samples a second, the model takes {new_rate}, and soxr resamples"):
         import soxr
-    resampled = soxr.resample(samples, rate, wanted, quality="HQ")
-    length = _resampled_length(len(samples), rate, wanted)
+    resampled = soxr.resample(samples, rate, new_rate, quality="HQ")
+    length = _resampled_length(len(samples), rate, new_rate)
     return np.ascontiguousarray(np.pad(resampled[:length], (0, max(0, length - len(resampled)))), np.float32)
 
 
-def _resampled_length(samples: int, rate: int, wanted: int) -> int:
-    """The number of samples after resampling from `rate` to the rate `wanted`."""
-    return math.ceil(samples * wanted / rate)
+def _resampled_length(samples: int, rate: int, new_rate: int) -> int:
+    """The number of samples after resampling from `rate` to the rate `new_rate`."""
+    return math.ceil(samples * new_rate / rate)
 
 
 def _check(path: Path | InlineSound, file: Any, limits: Limits) -> None:
     if file.format not in FORMATS:
         raise Mismatch(f"sound {path} is {file.format}; convert it to wav or flac")
-    if file.format != "FLAC" and (lost := _missing_bytes(path)):
-        raise Mismatch(f"sound {path} is truncated: {lost} bytes fewer are there than its header says")
+    if file.format != "FLAC" and (missing := _missing_bytes(path)):
+        raise Mismatch(f"sound {path} is truncated: {missing} bytes fewer are there than its header says")
     if file.frames == (1 << 63) - 1:
         raise Mismatch(f"sound {path} has no length in its header, as if written into a pipe; write it again")
     if not RATES[0] <= file.samplerate <= RATES[1]:

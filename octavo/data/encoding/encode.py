@@ -136,7 +136,7 @@ class Encoder:
 
     def _check_template(self) -> None:
         """Raises `DataError` if there is no chat template."""
-        if all(getattr(one, "chat_template", None) is None for one in (self.processor, self.tokenizer)):
+        if all(getattr(part, "chat_template", None) is None for part in (self.processor, self.tokenizer)):
             raise DataError("the model's processor has no chat template, so conversations cannot be written for it; "
                             "add chat_template.jinja to the model folder")  # fmt: skip
 
@@ -178,8 +178,8 @@ class Encoder:
         return self._shorten(sample)
 
     def _encode(self, conversation: Conversation, context: int | None) -> Encoding[Sample]:
-        conversation, control, turns, render, text, shown = self._render_row(conversation, context)
-        files = (conversation.images, conversation.sounds, shown)
+        conversation, control, turns, render, text, videos = self._render_row(conversation, context)
+        files = (conversation.images, conversation.sounds, videos)
         # Without media one call gives the tokens and their offsets; with media the length of the text is checked first,
         # so that images of a row that is left out are never opened.
         outputs = None if any(files) else (yield ProcessorRequest(text))
@@ -191,7 +191,7 @@ class Encoder:
             outputs = yield ProcessorRequest(text, *files)
         ids = as_array(outputs["input_ids"], np.int64)
         image_mask = self._image_mask(ids)
-        if shown and outputs.get("text_replacement_offsets") is None:
+        if videos and outputs.get("text_replacement_offsets") is None:
             raise Mismatch(
                 "this version of transformers does not return the places of videos in a text; install a newer one"
             )
@@ -205,7 +205,7 @@ class Encoder:
         for start, end in answers:
             labels[start:end] = ids[start:end]
         labels[image_mask] = IGNORE
-        sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost, shown)
+        sample = self._sample(conversation, outputs, labels, tuple(answers), control, lost, videos)
         if context is not None and not (sample.labels != IGNORE).any() and len(ids) <= self.seq_length:
             raise Mismatch("its answers hold no token to learn from" + (REASONING_FIX % lost if lost else ""))
         return sample
@@ -224,9 +224,9 @@ class Encoder:
     def tokenizer_input(self, row: Any) -> TokenizerInput:
         """The text of a row that becomes tokens, before an image is opened. Raises as `encode`, and the errors of the
         template, an image or the processor."""
-        conversation, *_, text, shown = self._render_row(row, 0)
-        left = iter(shown)
-        if shown:
+        conversation, *_, text, videos = self._render_row(row, 0)
+        left = iter(videos)
+        if videos:
             place = re.escape(self.processor.video_token)
             text = re.sub(place, lambda _: self.processor.video_text(next(left)), text)
         return TokenizerInput(
@@ -246,8 +246,8 @@ class Encoder:
                 raise Mismatch("holds a sound, but the model takes none; use one that does (qwen2_audio) or other data")
             if not conversation.sounds:
                 raise Mismatch("holds a sound, which rows of this phase do not take; use train.phase: sft")
-        shown = self._inspect_videos(conversation)
-        conversation = self._clip(self.thinking.normalize_reasoning(conversation), shown)
+        videos = self._inspect_videos(conversation)
+        conversation = self._clip(self.thinking.normalize_reasoning(conversation), videos)
         control = self._control_tokens(conversation)
         turns = messages(conversation, parts=self.multimodal, system=self.system)
         render = partial(self._render, tools=conversation.tools) if conversation.tools else self._render
@@ -261,7 +261,7 @@ class Encoder:
         check_system(text, turns, render, context is None)
         if conversation.tools or any(turn.calls for turn in conversation.turns):
             check_tools(conversation, text, render_messages(turns, self._render, context is None))
-        return conversation, control, turns, render, text, shown[: len(conversation.videos)]
+        return conversation, control, turns, render, text, videos[: len(conversation.videos)]
 
     def _inspect_videos(self, conversation: Conversation) -> tuple[video.FrameSelection, ...]:
         """The videos of a row with the frames to take. Raises `Mismatch` if the model takes no videos."""
@@ -270,26 +270,26 @@ class Encoder:
         if self.calls.videos is None:
             raise Mismatch("holds a video, and videos of this model are not taken here; use a Qwen3-VL, Qwen2.5-VL or "
                            "InternVL, or other data")  # fmt: skip
-        films: list[video.FrameSelection] = []
+        selections: list[video.FrameSelection] = []
         for file in conversation.videos:
-            film = video.select_frames(file, self.calls.videos, self.calls.file_limits)
-            if film.tokens > self.seq_length:
-                frames = f"{len(film.indices)} frames of {film.size[1]} x {film.size[0]} pixels"
-                where = f"has a video of {film.tokens} tokens ({frames}), {self.limit_text}"
+            selection = video.select_frames(file, self.calls.videos, self.calls.file_limits)
+            if selection.tokens > self.seq_length:
+                frames = f"{len(selection.indices)} frames of {selection.size[1]} x {selection.size[0]} pixels"
+                where = f"has a video of {selection.tokens} tokens ({frames}), {self.limit_text}"
                 self._refuse_long(conversation, f"{where}; lower data.video.fps, max_frames or max_pixels")
-            films.append(film)
-            if sum(film.tokens for film in films) > self.seq_length and self.on_long == "cut":
+            selections.append(selection)
+            if sum(selection.tokens for selection in selections) > self.seq_length and self.on_long == "cut":
                 break  # later videos are cut off in any case
-        return tuple(films)
+        return tuple(selections)
 
     def _sample(
         self, row: Conversation, outputs: dict[str, Any], labels: np.ndarray, answers: tuple[tuple[int, int], ...],
-        control: tuple[str, ...], lost: int = 0, shown: Sequence[video.FrameSelection] = (),
+        control: tuple[str, ...], lost: int = 0, videos: Sequence[video.FrameSelection] = (),
     ) -> Sample:  # fmt: skip
         """The sample of a row, from the outputs of the processor."""
         ids = as_array(outputs["input_ids"], np.int64)
         labels[:1] = IGNORE  # nothing predicts the first token
-        frames = sum(len(film.indices) for film in shown) if getattr(self.processor, "frames_are_images", False) else 0
+        frames = sum(len(film.indices) for film in videos) if getattr(self.processor, "frames_are_images", False) else 0
         kinds, pixels, grid = (outputs.get(k) for k in ("mm_token_type_ids", "pixel_values", "image_grid_thw"))
         return Sample(
             ids,
@@ -303,7 +303,7 @@ class Encoder:
             control=control,
             lost=lost,
             extra=inputs_of_row(outputs, extra_inputs(self.processor))
-            if pixels is not None or row.sounds or shown
+            if pixels is not None or row.sounds or videos
             else {},
             places=media_spans(outputs) if frames else media_spans(outputs, "image"),
             films=() if frames else media_spans(outputs, "video"),
@@ -311,7 +311,7 @@ class Encoder:
             row=row.row,
             id=row.id,
             sounds=len(row.sounds),
-            videos=len(shown),
+            videos=len(videos),
         )
 
     def _render(self, turns: Sequence[Message], add_generation_prompt: bool, tools: Sequence[object] = ()) -> str:
@@ -331,8 +331,8 @@ class Encoder:
         `Mismatch` for a text that spells a media placeholder."""
         texts = [part.text for turn in conversation.turns for part in turn.parts if isinstance(part, Text)]
         texts += [turn.reasoning for turn in conversation.turns if turn.reasoning]
-        called = [turn.calls for turn in conversation.turns if turn.calls]
-        texts += [json.dumps(entry, ensure_ascii=False) for entry in (*called, conversation.tools) if entry]
+        calls = [turn.calls for turn in conversation.turns if turn.calls]
+        texts += [json.dumps(entry, ensure_ascii=False) for entry in (*calls, conversation.tools) if entry]
         for mark in sorted(self.marks):
             if any(mark in text for text in texts):
                 raise Mismatch(f"its text spells the model's own placeholder {mark!r}; remove it")
@@ -342,11 +342,13 @@ class Encoder:
             raise Mismatch(VIDEO.missing_file_text)
         return tuple(dict.fromkeys(token for text in texts for token in self.control.findall(text)))
 
-    def _clip(self, conversation: C, shown: Sequence[video.FrameSelection] = ()) -> C:
+    def _clip(self, conversation: C, videos: Sequence[video.FrameSelection] = ()) -> C:
         """Refuse a conversation that cannot fit, or with on_long="cut" drop the part far beyond the cut."""
         conversation = clip_reasoning(conversation, self.seq_length * self.max_token_chars)
-        videos = [film.tokens for film in shown]
-        clipped = clip_conversation(conversation, self.seq_length, self.max_token_chars, self.image_tokens, videos)
+        video_tokens = [selection.tokens for selection in videos]
+        clipped = clip_conversation(
+            conversation, self.seq_length, self.max_token_chars, self.image_tokens, video_tokens
+        )
         if clipped is conversation:
             return conversation
         characters = sum(len(turn.text) for turn in conversation.turns)
@@ -451,7 +453,7 @@ def _image_ids(processor: Any) -> frozenset[int]:
 
 
 def clip_conversation(
-    conversation: C, tokens: int, longest: int, image_tokens: Callable[[ImageFile, bool], int],
+    conversation: C, tokens: int, max_token_chars: int, image_tokens: Callable[[ImageFile, bool], int],
     video_tokens: Sequence[int] = (),
 ) -> C:  # fmt: skip
     """The conversation unchanged if it may fit into `tokens`; else its beginning, still too long to fit.
@@ -460,42 +462,47 @@ def clip_conversation(
     images, in order, until there is no space left; a single image is limited by the processor. `video_tokens`: of each
     video.
     """
-    room, turns, seen, shown = tokens * longest, [], 0, 0
-    several = len(conversation.images) > 1
+    chars_left, turns, num_images, num_videos = tokens * max_token_chars, [], 0, 0
+    has_several_images = len(conversation.images) > 1
     for turn in conversation.turns[: tokens + 1]:
         parts = []
         for part in turn.parts:
             if isinstance(part, Text):
-                part = Text(part.text[: room + 1])
-                room -= len(part.text)
+                part = Text(part.text[: chars_left + 1])
+                chars_left -= len(part.text)
             elif isinstance(part, VideoRef):
-                room -= longest * (video_tokens[shown] if shown < len(video_tokens) else 1)
-                shown += 1
+                chars_left -= max_token_chars * (video_tokens[num_videos] if num_videos < len(video_tokens) else 1)
+                num_videos += 1
             elif not isinstance(part, ImageRef):  # a sound; rows with sounds are never cut
-                room -= longest
+                chars_left -= max_token_chars
             else:
-                room -= longest * (image_tokens(conversation.images[seen], False) if several else 1)
-                seen += 1
+                chars_left -= max_token_chars * (
+                    image_tokens(conversation.images[num_images], False) if has_several_images else 1
+                )
+                num_images += 1
             parts.append(part)
-            if room < 0:
+            if chars_left < 0:
                 break
         turns.append(replace(turn, parts=tuple(parts)))
-        if room < 0:
+        if chars_left < 0:
             break
-    if room >= 0 and len(turns) <= tokens:
+    if chars_left >= 0 and len(turns) <= tokens:
         return conversation
     return replace(
-        conversation, turns=tuple(turns), images=conversation.images[:seen], videos=conversation.videos[:shown]
+        conversation,
+        turns=tuple(turns),
+        images=conversation.images[:num_images],
+        videos=conversation.videos[:num_videos],
     )
 
 
-def clip_reasoning(conversation: C, most: int) -> C:
-    """The conversation with at most `most` + 1 characters of reasoning in each turn: more cannot fit in any case. The
-    sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
-    if all(len(turn.reasoning or "") <= most for turn in conversation.turns):
+def clip_reasoning(conversation: C, max_chars: int) -> C:
+    """The conversation with at most `max_chars` + 1 characters of reasoning in each turn: more cannot fit in any case.
+    The sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
+    if all(len(turn.reasoning or "") <= max_chars for turn in conversation.turns):
         return conversation
 
-    def short(turn: Turn) -> Turn:
-        return turn if turn.reasoning is None else replace(turn, reasoning=turn.reasoning[: most + 1])
+    def clip(turn: Turn) -> Turn:
+        return turn if turn.reasoning is None else replace(turn, reasoning=turn.reasoning[: max_chars + 1])
 
-    return replace(conversation, turns=tuple(map(short, conversation.turns)))
+    return replace(conversation, turns=tuple(map(clip, conversation.turns)))

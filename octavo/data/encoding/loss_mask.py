@@ -140,33 +140,37 @@ def answer_spans(
             raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, whole))
         if reach is not None and len(prompt) >= reach:
             break
-        until = whole if number == len(messages) - 1 else _render(render, messages[: number + 1], False)
-        if not until.startswith(prompt):
-            raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, until))
-        end = _find_answer_end(whole, until, len(prompt), message)
+        up_to_answer = whole if number == len(messages) - 1 else _render(render, messages[: number + 1], False)
+        if not up_to_answer.startswith(prompt):
+            raise TemplateProblem(_prefix_problem(number, "the prompt before it", prompt, up_to_answer))
+        end = _find_answer_end(whole, up_to_answer, len(prompt), message)
         if end is None:
-            raise TemplateProblem(_prefix_problem(number, "the conversation up to its end", until, whole))
+            raise TemplateProblem(_prefix_problem(number, "the conversation up to its end", up_to_answer, whole))
         spans.append((len(prompt), trim_glue(whole, len(prompt), end, ends)))
     return spans
 
 
-def _find_answer_end(whole: str, until: str, start: int, message: Message) -> int | None:
+def _find_answer_end(whole: str, up_to_answer: str, start: int, message: Message) -> int | None:
     """The end in `whole` of the answer that begins at `start`; None if it cannot be located.
 
     Some templates (Qwen3's) write an empty thinking block only before the last answer, so that an earlier answer
     rendered as the last one differs from its final form. Then its words and what follows them must still be the same.
     """
-    if whole.startswith(until):
-        return len(until)
-    if message.get("tool_calls"):  # the template writes them: find the end of `until` that also follows in `whole`
-        same = (at for at in range(start, len(until)) if whole.startswith(until[at:], start))
-        at = next(same, len(until))
-        return start + len(until) - at if at < len(until) else None
+    if whole.startswith(up_to_answer):
+        return len(up_to_answer)
+    if message.get(
+        "tool_calls"
+    ):  # the template writes them: find the end of `up_to_answer` that also follows in `whole`
+        matches = (
+            position for position in range(start, len(up_to_answer)) if whole.startswith(up_to_answer[position:], start)
+        )
+        position = next(matches, len(up_to_answer))
+        return start + len(up_to_answer) - position if position < len(up_to_answer) else None
     words = message_text(message)
     for answer in (words, words.strip()):  # templates write it unchanged or stripped
-        at = until.rfind(answer)
-        if at >= start and whole.startswith(until[at:], start):
-            return start + len(until) - at
+        position = up_to_answer.rfind(answer)
+        if position >= start and whole.startswith(up_to_answer[position:], start):
+            return start + len(up_to_answer) - position
     return None
 
 
@@ -240,10 +244,10 @@ class Answers:
 
 
 class _Piece(NamedTuple):
-    """A text of a message that a mark can replace; a `spare` one, reasoning, may be missing in a rendering."""
+    """A text of a message that a mark can replace; a `is_optional` one, reasoning, may be missing in a rendering."""
 
     text: str
-    spare: bool = False
+    is_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -291,7 +295,7 @@ def _learn_shape(messages: Sequence[Message], render: Render, ends: Sequence[str
     in_whole = tuple(piece.text in whole for piece in pieces)
     texts = [piece.text for piece, written in zip(pieces, in_whole, strict=True) if written]
     places = [whole.find(text) for text in texts]
-    lost = any(not piece.spare for piece, written in zip(pieces, in_whole, strict=True) if not written)
+    lost = any(not piece.is_optional for piece, written in zip(pieces, in_whole, strict=True) if not written)
     # Without an end-of-turn token the end of an answer depends on the last words of a row, not on the shape.
     closed = [whole[start:end].endswith(tuple(ends)) for start, end in answers]
     if not all(closed) and (ended or any(closed)):
@@ -361,13 +365,13 @@ def _text_pieces(messages: Sequence[Message]) -> list[_Piece]:
     pieces: list[_Piece] = []
     for message in messages:
         content = message["content"]
-        said = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-        said = [text for text in said if text.strip()]
-        if not said and message.get("tool_calls"):
-            said = [message["tool_calls"][0]["function"]["name"]]
+        texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
+        texts = [text for text in texts if text.strip()]
+        if not texts and message.get("tool_calls"):
+            texts = [message["tool_calls"][0]["function"]["name"]]
         reasoning = message.get(REASONING_FIELDS[0]) or ""
-        pieces += [_Piece(reasoning, spare=True)] if reasoning.strip() else []
-        pieces += map(_Piece, said)
+        pieces += [_Piece(reasoning, is_optional=True)] if reasoning.strip() else []
+        pieces += map(_Piece, texts)
     return pieces
 
 
@@ -392,7 +396,7 @@ def _with_marks(message: Message, marks: Iterator[str]) -> Message:
 def _shape_key(message: Message) -> Hashable:
     """Everything in a message, except its texts, that may change what the template writes around them."""
     content = message["content"]
-    said = [content] if isinstance(content, str) else [part.get("text") for part in content]
-    texts = tuple(text is None or (text if not text.strip() else False) for text in said)
+    parts = [content] if isinstance(content, str) else [part.get("text") for part in content]
+    texts = tuple(text is None or (text if not text.strip() else False) for text in parts)
     reasoning = message.get(REASONING_FIELDS[0])
     return message["role"], isinstance(content, str), texts, reasoning if not (reasoning or "").strip() else False

@@ -56,19 +56,19 @@ def run_together(
     def advance(number: int, answered: Outputs | Exception | None) -> None:
         row = rows[number]
         try:
-            wanted = row.throw(answered) if isinstance(answered, Exception) else row.send(answered)  # type: ignore[arg-type]
+            request = row.throw(answered) if isinstance(answered, Exception) else row.send(answered)  # type: ignore[arg-type]
         except StopIteration as done:
             results[number] = done.value
         except DataError as bad:
             results[number] = bad
         else:
-            waiting.append((number, wanted))
+            waiting.append((number, request))
 
     for number in range(len(rows)):
         advance(number, None)
     while waiting:
         requests, waiting = waiting, []
-        for (number, _), answered in zip(requests, answer([wanted for _, wanted in requests]), strict=True):
+        for (number, _), answered in zip(requests, answer([request for _, request in requests]), strict=True):
             advance(number, answered)
     return results
 
@@ -97,12 +97,12 @@ class ProcessorCalls:
         """The tokenizer's output for texts that contain all their special tokens."""
         return dict(self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True))
 
-    def __call__(self, wanted: Sequence[ProcessorRequest]) -> list[Outputs | Exception]:
+    def __call__(self, requests: Sequence[ProcessorRequest]) -> list[Outputs | Exception]:
         """The outputs for each request, or the error of the processor or of a media file. Rows of one kind share a
         call, as far as `OPEN_PIXELS` allows; images are opened here, so that they stay decoded only during a call."""
-        results: list[Outputs | Exception] = [Mismatch("")] * len(wanted)
+        results: list[Outputs | Exception] = [Mismatch("")] * len(requests)
         groups: dict[tuple[bool, bool], list[_Row]] = {}
-        for number, (text, paths, sounds, videos) in enumerate(wanted):
+        for number, (text, paths, sounds, videos) in enumerate(requests):
             try:
                 self._check(text, len(paths), len(sounds), len(videos))
                 images = [load(path, self.max_image_megapixels) for path in paths]
@@ -193,8 +193,8 @@ class ProcessorCalls:
         if not self.multimodal:
             return self.tokens(texts)
         by_row = [row.images for row in rows]
-        apart = getattr(self.processor, "images_by_row", False)
-        images = by_row if apart and any(by_row) else [image for images in by_row for image in images]
+        grouped = getattr(self.processor, "images_by_row", False)
+        images = by_row if grouped and any(by_row) else [image for images in by_row for image in images]
         options = {"add_special_tokens": False} if self.starts_with_bos(texts[0]) else {}
         if not self.takes_images:
             sounds = [sound for row in rows for sound in row.sounds]
@@ -382,20 +382,23 @@ class Replacement(NamedTuple):
 
 def read_replacements(entries: Sequence[Mapping[str, Any]]) -> list[Replacement]:
     """`text_replacement_offsets` of one row."""
-    return [Replacement(tuple(one["span"]), tuple(one["new_span"]), str(one.get("type", "image"))) for one in entries]
+    return [
+        Replacement(tuple(entry["span"]), tuple(entry["new_span"]), str(entry.get("type", "image")))
+        for entry in entries
+    ]
 
 
-def true_runs(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of each run of True in `mask`; a new run begins at each position in `opens`."""
+def true_runs(mask: np.ndarray, boundaries: np.ndarray | None = None) -> list[tuple[int, int]]:
+    """(start, stop) of each run of True in `mask`; a new run begins at each position in `boundaries`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    if opens is None or not len(opens):
+    if boundaries is None or not len(boundaries):
         return runs
-    parted = []
+    split_runs = []
     for start, stop in runs:
-        cuts = [start, *(int(o) for o in opens if start < o < stop), stop]
-        parted += list(zip(cuts, cuts[1:], strict=False))
-    return parted
+        cuts = [start, *(int(boundary) for boundary in boundaries if start < boundary < stop), stop]
+        split_runs += list(zip(cuts, cuts[1:], strict=False))
+    return split_runs
 
 
 def token_offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:

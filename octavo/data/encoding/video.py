@@ -93,7 +93,7 @@ class DecodedVideo:
     frames: np.ndarray = field(repr=False, compare=False)
 
 
-def select_frames(file: VideoFile, takes: FrameSampler, limits: FileLimits = FileLimits()) -> FrameSelection:
+def select_frames(file: VideoFile, sampler: FrameSampler, limits: FileLimits = FileLimits()) -> FrameSelection:
     """Choose the frames of a video; decodes only the first frame. Raises `Mismatch` for a file that is broken,
     truncated, not a video, or over the limits; `DataError` if PyAV is not installed."""
     if isinstance(file, FrameFolder):
@@ -104,7 +104,7 @@ def select_frames(file: VideoFile, takes: FrameSampler, limits: FileLimits = Fil
                 f"video {file} is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"
             )
         height, width = _load_frame(names[0], limits.megapixels).shape[:2]
-        return _select(file, takes, limits, len(names), fps, height, width)
+        return _select(file, sampler, limits, len(names), fps, height, width)
     with _open_video(file, limits) as (container, stream):
         when, keys = _read_time_stamps(file, container, stream)
         if stream.time_base is None:
@@ -122,55 +122,65 @@ def select_frames(file: VideoFile, takes: FrameSampler, limits: FileLimits = Fil
             raise Mismatch(f"video {file} is truncated: {len(when)} frames of {length:.2f} s are there, and its header "
                            f"says {stream.frames or 'no number'} of {claimed:.2f} s")  # fmt: skip
         first = _upright_pixels(next(_frames_from(container, stream, int(when[0])), None), file)
-    film = _select(file, takes, limits, len(when), fps, *first.shape[:2])
-    return replace(film, when=when, keys=keys, tick=tick, megapixels=limits.megapixels)
+    selection = _select(file, sampler, limits, len(when), fps, *first.shape[:2])
+    return replace(selection, when=when, keys=keys, tick=tick, megapixels=limits.megapixels)
 
 
 def _select(
-    file: VideoFile, takes: FrameSampler, limits: FileLimits, total: int, fps: float, height: int, width: int
+    file: VideoFile, sampler: FrameSampler, limits: FileLimits, total: int, fps: float, height: int, width: int
 ) -> FrameSelection:
     if total / fps > limits.seconds:
         raise Mismatch(f"video {file} is {total / fps:.0f} s long, and {limits.seconds:g} are the most "
                        "(data.video.max_seconds)")  # fmt: skip
     try:
-        indices = takes.indices(total, fps)
-        size, tokens = takes.size(len(indices), height, width), takes.tokens(len(indices), height, width)
+        indices = sampler.indices(total, fps)
+        size, tokens = sampler.size(len(indices), height, width), sampler.tokens(len(indices), height, width)
     except ValueError as cause:
         raise Mismatch(f"video {file} {cause}") from cause
     return FrameSelection(file, total, fps, tuple(indices), size, tokens, shape=(height, width))
 
 
-def load(film: FrameSelection, limits: FileLimits = FileLimits()) -> DecodedVideo:
+def load(selection: FrameSelection, limits: FileLimits = FileLimits()) -> DecodedVideo:
     """Decode the chosen frames of a video. Raises as `select_frames` does."""
-    if isinstance(film.file, FrameFolder):
-        names = _list_frames(film.file, limits)
+    if isinstance(selection.file, FrameFolder):
+        names = _list_frames(selection.file, limits)
         pixels = {
             number: _resize(
-                _check_shape(_load_frame(names[number], limits.megapixels), film, names[number].name), film.size
+                _check_shape(_load_frame(names[number], limits.megapixels), selection, names[number].name),
+                selection.size,
             )
-            for number in film.indices
+            for number in selection.indices
         }
     else:
-        with _open_video(film.file, limits) as (container, stream):
-            pixels = _decode_frames(film, container, stream)
+        with _open_video(selection.file, limits) as (container, stream):
+            pixels = _decode_frames(selection, container, stream)
     return DecodedVideo(
-        film.total, film.fps, film.indices, film.size, np.stack([pixels[number] for number in film.indices])
+        selection.total,
+        selection.fps,
+        selection.indices,
+        selection.size,
+        np.stack([pixels[number] for number in selection.indices]),
     )
 
 
-def _decode_frames(film: FrameSelection, container: InputContainer, stream: VideoStream) -> dict[int, np.ndarray]:
+def _decode_frames(selection: FrameSelection, container: InputContainer, stream: VideoStream) -> dict[int, np.ndarray]:
     """Frame number -> pixels. Frames are decoded in order, with a seek wherever there is a key frame between two of
     them. Streams with intra refresh have key frames only by name: if one gives no picture, all frames are decoded from
     the first on."""
-    since = (film.when - film.when[0]) * film.tick
-    shown = np.searchsorted(since, np.array(film.indices) / film.fps + _TIME_TOLERANCE / film.fps, side="right") - 1
-    of_stamp: dict[int, list[int]] = {}
-    for number, place in zip(film.indices, shown.tolist(), strict=True):
-        of_stamp.setdefault(int(film.when[max(place, 0)]), []).append(number)
+    since = (selection.when - selection.when[0]) * selection.tick
+    frame_indices = (
+        np.searchsorted(
+            since, np.array(selection.indices) / selection.fps + _TIME_TOLERANCE / selection.fps, side="right"
+        )
+        - 1
+    )
+    numbers_by_stamp: dict[int, list[int]] = {}
+    for number, place in zip(selection.indices, frame_indices.tolist(), strict=True):
+        numbers_by_stamp.setdefault(int(selection.when[max(place, 0)]), []).append(number)
     decoded: dict[int, np.ndarray] = {}
     frames: Iterator[VideoFrame] = iter(())
-    first, at, keys = int(film.when[0]), None, film.keys
-    for stamp, numbers in sorted(of_stamp.items()):
+    first, at, keys = int(selection.when[0]), None, selection.keys
+    for stamp, numbers in sorted(numbers_by_stamp.items()):
         before = keys[keys <= stamp]
         key = int(before[-1]) if len(before) else first
         if at is None or key > at:
@@ -181,12 +191,12 @@ def _decode_frames(film: FrameSelection, container: InputContainer, stream: Vide
             frames = _frames_from(container, stream, first)
             frame = _frame_at(frames, stamp)
         if frame is None:
-            raise Mismatch(f"video {film.file} is broken: its frame {numbers[0]} cannot be decoded")
+            raise Mismatch(f"video {selection.file} is broken: its frame {numbers[0]} cannot be decoded")
         at = frame.pts
-        if frame.width * frame.height > film.megapixels * 1e6:
-            raise _size_error(film.file, frame.width, frame.height, film.megapixels)
-        pixels = _check_shape(_upright_pixels(frame, film.file), film, f"frame {numbers[0]}")
-        pixels = _resize(pixels, film.size)
+        if frame.width * frame.height > selection.megapixels * 1e6:
+            raise _size_error(selection.file, frame.width, frame.height, selection.megapixels)
+        pixels = _check_shape(_upright_pixels(frame, selection.file), selection, f"frame {numbers[0]}")
+        pixels = _resize(pixels, selection.size)
         decoded |= dict.fromkeys(numbers, pixels)
     return decoded
 
@@ -215,14 +225,14 @@ def _upright_pixels(frame: VideoFrame | None, file: VideoFile) -> np.ndarray:
         raise Mismatch(f"video {file} {cause}") from cause
 
 
-def _check_shape(pixels: np.ndarray, film: FrameSelection, name: str) -> np.ndarray:
+def _check_shape(pixels: np.ndarray, selection: FrameSelection, name: str) -> np.ndarray:
     """The pixels of a frame, if it is as large as the first; resizing another size would stretch it. Raises
     `Mismatch`."""
     height, width = pixels.shape[:2]
-    if (height, width) != film.shape:
+    if (height, width) != selection.shape:
         raise Mismatch(
-            f"video {film.file} has frames of two sizes: the first has {film.shape[1]} x {film.shape[0]} pixels, and "
-            f"{name} {width} x {height}; write all in one size"
+            f"video {selection.file} has frames of two sizes: the first has {selection.shape[1]} x "
+            f"{selection.shape[0]} pixels, and {name} {width} x {height}; write all in one size"
         )
     return pixels
 
@@ -299,11 +309,11 @@ def _open_video(file: VideoFile, limits: FileLimits) -> Iterator[tuple[InputCont
             raw.seek(0)
             with av.open(raw, mode="r", format=kind, metadata_errors="ignore") as container:
                 cover = av.stream.Disposition.attached_pic
-                shown = [one for one in container.streams.video if not one.disposition & cover]
-                if not shown:
+                streams = [candidate for candidate in container.streams.video if not candidate.disposition & cover]
+                if not streams:
                     content = "only sound" if container.streams.audio else "no stream of video"
                     raise Mismatch(f"video {file} holds {content}")
-                stream = shown[0]
+                stream = streams[0]
                 context = stream.codec_context
                 if context is None:
                     raise Mismatch(f"video {file} is coded in a way that PyAV does not decode; convert it")
@@ -337,21 +347,23 @@ def _list_frames(file: FrameFolder, limits: FileLimits) -> list[Path]:
     """The images of a folder, ordered by the numbers in their names. Raises `Mismatch`."""
     try:
         names = [path for path in file.path.iterdir() if path.suffix.lower() in IMAGES and not path.is_dir()]
-        away = [path for path in names if path.is_symlink() and path.resolve().parent != file.path.resolve()]
-        gone = [path for path in names if path not in away and not path.is_file()]
+        outside_links = [path for path in names if path.is_symlink() and path.resolve().parent != file.path.resolve()]
+        missing = [path for path in names if path not in outside_links and not path.is_file()]
     except (OSError, RuntimeError) as cause:  # a loop of links
         raise Mismatch(f"video {file} cannot be read ({cause})") from cause
-    if away:
-        raise Mismatch(f"video {file} is a folder whose {away[0].name} is a link out of it; copy the file there")
-    if gone:
-        raise Mismatch(f"video {file} is a folder whose {gone[0].name} is no file; restore or remove it")
+    if outside_links:
+        raise Mismatch(
+            f"video {file} is a folder whose {outside_links[0].name} is a link out of it; copy the file there"
+        )
+    if missing:
+        raise Mismatch(f"video {file} is a folder whose {missing[0].name} is no file; restore or remove it")
     if not names:
         raise Mismatch(f"video {file} is a folder without a frame ({', '.join(IMAGES)})")
     if len(names) > MAX_FRAMES:
         raise Mismatch(f"video {file} has over {MAX_FRAMES} frames; cut it")
-    of_stem = {path.stem: path for path in names}
-    if twice := next((path for path in names if of_stem[path.stem] != path), None):
-        raise Mismatch(f"video {file} has {twice.name} and {of_stem[twice.stem].name}, two frames of one name; remove "
+    by_stem = {path.stem: path for path in names}
+    if duplicate := next((path for path in names if by_stem[path.stem] != path), None):
+        raise Mismatch(f"video {file} has {duplicate.name} and {by_stem[duplicate.stem].name}, two frames of one name; remove "
                        "one")  # fmt: skip
     return sorted(names, key=lambda path: [(part.isdecimal(), int(part) if part.isdecimal() else 0, part)
                                            for part in DIGITS.split(path.name)])  # fmt: skip
@@ -388,8 +400,8 @@ def _rotate(pixels: np.ndarray, matrix: np.ndarray | None) -> np.ndarray:
         return pixels
     signs = np.rint(matrix)
     across, down = signs  # the images of x and y: each must be one axis, and not the same one
-    lone = all((np.abs(signs).sum(axis) == 1).all() for axis in (0, 1))
-    if np.abs(matrix - signs).max() > _MATRIX_TOLERANCE or not lone:
+    is_permutation = all((np.abs(signs).sum(axis) == 1).all() for axis in (0, 1))
+    if np.abs(matrix - signs).max() > _MATRIX_TOLERANCE or not is_permutation:
         rows = "; ".join(" ".join(f"{value:g}" for value in row) for row in matrix.round(3))
         raise ValueError(f"is to be shown by the matrix ({rows}), which is no quarter turn; write it again upright")
     if across[0]:

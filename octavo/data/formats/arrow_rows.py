@@ -85,9 +85,11 @@ class MappedTable:
     def _validate(self, file: Path) -> None:
         """Read the whole file and check it, once for each version of a file."""
         fetched = isinstance(self.path, str)  # in CACHE/fetched/SET, where reading sets the time of use of a file
-        home = file.parents[1] if fetched else self._notes_in(file)
+        notes_folder = file.parents[1] if fetched else self._notes_in(file)
         try:
-            file_digests.check_once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
+            file_digests.check_once(
+                file, notes_folder, lambda: columnar.check_file(file, self._damaged), ctime_varies=fetched
+            )
         except OSError as cause:
             if isinstance(cause, FileNotFoundError):  # another process removed it
                 raise
@@ -243,8 +245,8 @@ def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedA
         return column[0].as_py()
     except UNREADABLE as cause:
         if pa.types.is_temporal(column.type):
-            plainly = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
-            return column.cast(plainly).cast(pa.string())[0].as_py()
+            without_zone = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
+            return column.cast(without_zone).cast(pa.string())[0].as_py()
         raise BadSample(
             path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); mend the "
             "value, or leave out the row or the column"

@@ -199,14 +199,14 @@ def row_bytes(batch: pa.RecordBatch | pa.Table, texts: bool = False) -> np.ndarr
     return total
 
 
-def find_large_rows(batch: pa.RecordBatch | pa.Table, every: np.ndarray | None = None) -> dict[int, str]:
-    """Row -> why it is too large to decode. `every`: the result of `row_bytes`, if known."""
-    every = row_bytes(batch) if every is None else every
-    if not len(every) or every.max() <= min(TEXT_BYTES, ROW_BYTES):
+def find_large_rows(batch: pa.RecordBatch | pa.Table, sizes: np.ndarray | None = None) -> dict[int, str]:
+    """Row -> why it is too large to decode. `sizes`: the result of `row_bytes`, if known."""
+    sizes = row_bytes(batch) if sizes is None else sizes
+    if not len(sizes) or sizes.max() <= min(TEXT_BYTES, ROW_BYTES):
         return {}
     texts = row_bytes(batch, texts=True)
-    rows = np.flatnonzero((every > ROW_BYTES) | (texts > TEXT_BYTES))
-    return {int(row): describe_large_row(int(every[row]), int(texts[row])) for row in rows}
+    rows = np.flatnonzero((sizes > ROW_BYTES) | (texts > TEXT_BYTES))
+    return {int(row): describe_large_row(int(sizes[row]), int(texts[row])) for row in rows}
 
 
 def describe_large_row(size: int, texts: int) -> str:
@@ -229,8 +229,8 @@ def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:
         return np.where(used, each[indices], 0) if len(each) else np.zeros(count, np.int64)
     if pa.types.is_run_end_encoded(kind):
         ends = array.run_ends.to_numpy(zero_copy_only=False)
-        of = np.searchsorted(ends, np.arange(array.offset, array.offset + count), side="right")
-        return value_bytes(array.values, texts)[of]
+        run_index = np.searchsorted(ends, np.arange(array.offset, array.offset + count), side="right")
+        return value_bytes(array.values, texts)[run_index]
     if pa.types.is_struct(kind):
         return sum((value_bytes(array.field(n), texts) for n in range(kind.num_fields)), np.zeros(count, np.int64))
     if pa.types.is_union(kind):
@@ -277,7 +277,7 @@ def _union_bytes(array: pa.Array, texts: bool) -> np.ndarray:
     dense = array.type.mode == "dense"
     places = array.offsets.to_numpy(zero_copy_only=False) if dense else np.arange(len(array))
     for number, code in enumerate(array.type.type_codes):
-        mine = codes == code
-        if mine.any():
-            result[mine] = value_bytes(array.field(number), texts)[places[mine]]
+        selected = codes == code
+        if selected.any():
+            result[selected] = value_bytes(array.field(number), texts)[places[selected]]
     return result

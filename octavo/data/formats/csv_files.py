@@ -35,19 +35,19 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 def _find_places(path: Path) -> Iterator[Place]:
     """The places of the same rows in the file; the first is the line of names."""
-    at = begun = 0
+    at = row_start = 0
 
     def lines(file: BinaryIO) -> Iterator[str]:
         nonlocal at
-        for raw in (line for some in file for line in some.splitlines(keepends=True)):  # a bare CR also ends a line
+        for raw in (line for chunk in file for line in chunk.splitlines(keepends=True)):  # a bare CR also ends a line
             at += len(raw)
             yield raw.decode("utf-8-sig" if at == len(raw) else "utf-8", "surrogateescape")
 
     with open_file(path, DataError) as file:
         for _, cells, line in _read_cells(path, lines(file)):
             if cells:
-                yield Place(line, begun, at)
-            begun = at
+                yield Place(line, row_start, at)
+            row_start = at
 
 
 def stream(path: Path) -> Lines:

@@ -37,19 +37,23 @@ _TURN_KEYS = ({"role", "content"}, {"from", "value"})
 
 
 def _is_parts(value: object, text: str) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "type" in one for one in value)
+    return (
+        isinstance(value, list) and bool(value) and all(isinstance(entry, dict) and "type" in entry for entry in value)
+    )
 
 
 def _is_turns(value: object, text: str) -> bool:
     turns = value if isinstance(value, list) else [value]
-    return bool(turns) and all(isinstance(one, dict) and any(keys <= one.keys() for keys in _TURN_KEYS)
-                               for one in turns)  # fmt: skip
+    return bool(turns) and all(isinstance(entry, dict) and any(keys <= entry.keys() for keys in _TURN_KEYS)
+                               for entry in turns)  # fmt: skip
 
 
 def _is_answers(value: object, text: str) -> bool:
     """Whether it is a list of answers; a list with spaces between its entries was a text: `datasets` writes none."""
-    several = isinstance(value, list) and bool(value) and all(type(one) in (str, int, float) for one in value)
-    return several and not any(map(str.isspace, _STRING.sub("", text)))
+    is_answer_list = (
+        isinstance(value, list) and bool(value) and all(type(entry) in (str, int, float) for entry in value)
+    )
+    return is_answer_list and not any(map(str.isspace, _STRING.sub("", text)))
 
 
 def _no_value(value: object, text: str) -> bool:

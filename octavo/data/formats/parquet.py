@@ -70,18 +70,20 @@ def parquet_file(path: Path, open_file: Callable[[], Any] | None = None) -> Parq
             check_plain(path, DataError)
         source: Any = path if open_file is None else open_file()
         groups = _read_footer(path if open_file is None else source)
-        opened = partial(parquet.ParquetFile, page_checksum_verification=True)
-        file = opened(source)
+        open_parquet = partial(parquet.ParquetFile, page_checksum_verification=True)
+        file = open_parquet(source)
         names, columns = file.schema_arrow.names, [file.schema.column(n) for n in range(len(file.schema))]
         _check_sizes(path, groups, columns)
         if dictionaries := _dictionary_columns(groups, columns):
-            file = opened(source, metadata=file.metadata, read_dictionary=dictionaries)
+            file = open_parquet(source, metadata=file.metadata, read_dictionary=dictionaries)
     except DataError:
         raise
     except Exception as cause:  # pyarrow raises errors of many classes for a damaged file
         raise unreadable_error(path, cause) from cause
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise DataError(f"{path}: its columns are {names!r}, {', '.join(map(repr, twice))} more than once; rename one")
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        raise DataError(
+            f"{path}: its columns are {names!r}, {', '.join(map(repr, duplicates))} more than once; rename one"
+        )
     return Parquet(file, groups)
 
 
@@ -162,8 +164,8 @@ def write_rows(path: Path, target: Sink, progress: Callable[[float], None] = lam
 def _split_batch(path: Path, batch: pa.RecordBatch, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     """A batch of dictionaries converted to batches of plain values, each of at most `BATCH_BYTES` or one row."""
     # The size of each row is known before it is decoded, so no piece exceeds the bound in memory.
-    every = row_bytes(batch)
-    problems, start, until = find_large_rows(batch, every), 0, np.cumsum(np.minimum(every, BATCH_BYTES))
+    sizes = row_bytes(batch)
+    problems, start, until = find_large_rows(batch, sizes), 0, np.cumsum(np.minimum(sizes, BATCH_BYTES))
     while start < batch.num_rows:
         end = start + 1
         if start in problems:

@@ -48,7 +48,7 @@ def read_row_groups(file: BinaryIO) -> list[Group]:
     file.seek(size - 8 - length)
     try:
         footer = _Reader(file.read(length)).struct()
-        return [_read_group(one) for one in footer.get(4, [])]
+        return [_read_group(group) for group in footer.get(4, [])]
     except (IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError, struct.error) as cause:
         raise ValueError(f"its footer is damaged ({type(cause).__name__})") from cause
 
@@ -56,9 +56,9 @@ def read_row_groups(file: BinaryIO) -> list[Group]:
 def _read_group(group: dict[int, Any]) -> Group:
     chunks = []
     for column in group[1]:
-        about = column[3]
-        path = b".".join(about[3]).decode()
-        chunks.append(Chunk(path, int(about[5]), int(about[7]), int(about[6]), tuple(map(int, about[2]))))
+        metadata = column[3]
+        path = b".".join(metadata[3]).decode()
+        chunks.append(Chunk(path, int(metadata[5]), int(metadata[7]), int(metadata[6]), tuple(map(int, metadata[2]))))
     return Group(int(group[3]), int(group[2]), tuple(chunks))
 
 

@@ -39,11 +39,11 @@ class Place(NamedTuple):
 
 
 class ByteReader:
-    """Reads bytes of a file by position: `pieces.read(start, size)`. The file is opened at the first read. `used`: it
-    is in a store that sets its access time, which changes its ctime."""
+    """Reads bytes of a file by position: `pieces.read(start, size)`. The file is opened at the first read. `in_store`:
+    it is in a store that sets its access time, which changes its ctime."""
 
-    def __init__(self, path: Path, used: bool = False) -> None:
-        self.path, self._used = path, used
+    def __init__(self, path: Path, in_store: bool = False) -> None:
+        self.path, self._used = path, in_store
         self._file: int | None = None
         self._plain: Reader | None = None  # of an encrypted file
         self._at = self._file_key(os.stat(path))
@@ -66,7 +66,7 @@ class ByteReader:
         an encrypted file that is damaged."""
         file = self.open()
         if self._file_key(os.fstat(file)) != self._at:
-            raise DataError(f"{self.path} changed while it was read; start again when it is whole")
+            raise DataError(f"{self.path} changed while it was read; start again when it is complete")
         return os.pread(file, size, start) if self._plain is None else self._plain.read_at(start, size)
 
     def __getstate__(self) -> dict[str, object]:
@@ -186,6 +186,6 @@ class Groups:
 
     def _read(self, number: int) -> _Group:
         if self._stat is not None and stat_key(os.stat(self.path))[:3] != self._stat:
-            raise DataError(f"{self.path} changed while it was read; start again when it is whole")
+            raise DataError(f"{self.path} changed while it was read; start again when it is complete")
         table = read_group(self.path, self._file(), number)
         return _Group(table, find_large_rows(table))

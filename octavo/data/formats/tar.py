@@ -53,7 +53,7 @@ class TarRows(MappedTable):
     def __init__(self, path: Path | str, index: Path | pa.Buffer, file: Path | None = None) -> None:
         super().__init__(path, index)
         self.file = Path(path) if file is None else file
-        self._pieces = ByteReader(self.file, used=file is not None)
+        self._pieces = ByteReader(self.file, in_store=file is not None)
         self._pieces.open()
 
     def keys(self) -> set[str]:
@@ -85,14 +85,14 @@ class TarRows(MappedTable):
         if not fields and not images:
             names = ", ".join(f"{key}.{member.kind}" for member in members)
             raise BadSample(self.path, row, f"holds {names}; a row has a json, a txt or an image", key)
-        said = fields.pop("json", {})
-        said = {"messages": said} if isinstance(said, list) else said
-        if not isinstance(said, dict):
+        raw_json = fields.pop("json", {})
+        raw_json = {"messages": raw_json} if isinstance(raw_json, list) else raw_json
+        if not isinstance(raw_json, dict):
             raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
         # Keys of the json take precedence over files with the same name.
         texts = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
-        raw = _with_files({"id": key} | texts | said, key, images, IMAGE.keys)
-        if said:
+        raw = _with_files({"id": key} | texts | raw_json, key, images, IMAGE.keys)
+        if raw_json:
             raw = _with_files(_with_files(raw, key, sounds, SOUND.keys), key, videos, VIDEO.keys)
         elif videos:
             raise BadSample(self.path, row, f"holds {next(iter(videos))} and no json; say what is asked of it", key)
@@ -118,20 +118,22 @@ def _with_files(
 ) -> dict[str, Any]:
     """A row with its images (sounds, videos) in place of their names; if it names none, under the first of `keys` for
     one file, under the second for several."""
-    called = {name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")}
+    kind_by_name = {
+        name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")
+    }
     used: set[str] = set()
 
-    def placed(value: Any, at: str = "") -> Any:
+    def place(value: Any, field: str = "") -> Any:
         if isinstance(value, dict):
-            return {name: placed(entry, name) for name, entry in value.items()}
+            return {name: place(entry, name) for name, entry in value.items()}
         if isinstance(value, list):
-            return [placed(entry, at) for entry in value]
-        if at in keys and isinstance(value, str) and value in called:
-            used.add(called[value])
-            return files[called[value]]
+            return [place(entry, field) for entry in value]
+        if field in keys and isinstance(value, str) and value in kind_by_name:
+            used.add(kind_by_name[value])
+            return files[kind_by_name[value]]
         return value
 
-    raw = placed(raw)
+    raw = place(raw)
     unused = {kind: file for kind, file in files.items() if kind not in used}
     named = [kind for kind in unused if "." in kind and not kind.partition(".")[0].isdecimal()]
     raw = {**{kind: unused.pop(kind) for kind in named}, **raw}

@@ -99,8 +99,8 @@ def _describe_damage(path: Path, last: str, at: int, total: int, why: str) -> st
 def _open_tar(path: Path, file: BinaryIO) -> tarfile.TarFile:
     head = file.read(8)
     file.seek(0)
-    if packed := next((name for mark, name in _COMPRESSIONS.items() if head.startswith(mark)), None):
-        raise DataError(f"{path} is compressed ({packed}), and rows of a tar are read by position; unpack it once, "
+    if compression := next((name for mark, name in _COMPRESSIONS.items() if head.startswith(mark)), None):
+        raise DataError(f"{path} is compressed ({compression}), and rows of a tar are read by position; unpack it once, "
                         "because images are already compressed")  # fmt: skip
     try:
         return tarfile.open(fileobj=file, mode="r:")

@@ -69,11 +69,11 @@ class EncodedRows(Dataset):
 
     def __init__(self, sources: tuple[Any, ...], encoder: RowEncoder, cache_bytes: int = CACHE_BYTES) -> None:
         self.sources, self.encoder, self.cache_bytes = sources, encoder, cache_bytes
-        self._kept: OrderedDict[tuple[int, int], EncodedRow | DataError] = OrderedDict()
+        self._cache: OrderedDict[tuple[int, int], EncodedRow | DataError] = OrderedDict()
         self._bytes = 0
 
     def __getitem__(self, places: Sequence[Place]) -> list[EncodedRow | DataError]:
-        rows = {place: self._kept[place] for place in places if place in self._kept}
+        rows = {place: self._cache[place] for place in places if place in self._cache}
         read: dict[Place, Any] = {}
         for source, row in dict.fromkeys(place for place in places if place not in rows):
             try:
@@ -87,16 +87,16 @@ class EncodedRows(Dataset):
         return [rows[place] for place in places]
 
     def _keep(self, place: Place, encoded: EncodedRow | DataError) -> None:
-        if place in self._kept:
-            self._kept.move_to_end(place)
+        if place in self._cache:
+            self._cache.move_to_end(place)
             return
         size = _size(encoded)
         if size > self.cache_bytes:
             return
-        self._kept[place] = encoded
+        self._cache[place] = encoded
         self._bytes += size
         while self._bytes > self.cache_bytes:
-            _, old = self._kept.popitem(last=False)
+            _, old = self._cache.popitem(last=False)
             self._bytes -= _size(old)
 
 
@@ -126,8 +126,8 @@ class BadRowPolicy:
         has no good row at all."""
         if not isinstance(encoded, DataError):
             for action, reason in encoded.notes:
-                named = {"file": encoded.file, "row": encoded.row, "id": encoded.id}
-                self._list(place, {**named, "action": action, "reason": reason})
+                row_info = {"file": encoded.file, "row": encoded.row, "id": encoded.id}
+                self._list(place, {**row_info, "action": action, "reason": reason})
             return encoded
         if not isinstance(encoded, BadSample) or (self.on_bad == "error" and not isinstance(encoded, LongSample)):
             raise encoded
@@ -169,7 +169,7 @@ class StepStream:
         self.mixture, self.encoder, self.rank, self.world = mixture, encoder, rank, world
         self.workers, self.timeout = workers, timeout
         self._policy = BadRowPolicy(mixture.sources, on_bad, report_path)
-        self._processed = EncodedRows(mixture.sources, encoder, 0 if workers else cache_bytes)
+        self._encoded = EncodedRows(mixture.sources, encoder, 0 if workers else cache_bytes)
         self._prefetcher = make_prefetcher(mixture)
         self._steps: Generator[list[Any], None, None] | None = None
 
@@ -208,8 +208,8 @@ class Loader(StepStream):
     arguments see `StepStream`.
 
     `gather(rows, micro_batch, pad_id)` receives (number in the stream, sample or None) for each row of the step; with
-    `neighbours` and several ranks also `before=`, the nearest sample before them in the step, which is cyclic (None:
-    the other ranks have none).
+    `needs_previous` and several ranks also `before=`, the nearest sample before them in the step, which is cyclic
+    (None: the other ranks have none).
     """
 
     def __init__(
@@ -227,43 +227,49 @@ class Loader(StepStream):
         cache_bytes: int = CACHE_BYTES,
         timeout: float = math.inf,
         gather: Gather = make_micro_batches,
-        neighbours: bool = False,
+        needs_previous: bool = False,
     ) -> None:
         if micro_batch < 1 or global_batch < 1:
             raise DataError(f"global_batch {global_batch} in micro-batches of {micro_batch}; give each 1 or more rows")
         super().__init__(mixture, encoder, rank, world, workers, on_bad, report_path, cache_bytes, timeout)
         self.micro_batch, self.global_batch, self.rows, self.gather = micro_batch, global_batch, start_row, gather
         first, stop = (global_batch * nth // world for nth in (rank, rank + 1))
-        self.mine = range(first, stop)  # this rank's rows of each step
-        self.others = global_batch - len(self.mine) if neighbours else 0  # number of candidates for `before`
+        self.local_rows = range(first, stop)  # this rank's rows of each step
+        self.num_candidates = (
+            global_batch - len(self.local_rows) if needs_previous else 0
+        )  # number of candidates for `before`
 
     def at(self, number: int) -> Any:
         """The encoded row with this number in the stream. Raises its error."""
-        [encoded] = self._processed[[self.mixture.row(number)]]
+        [encoded] = self._encoded[[self.mixture.row(number)]]
         if isinstance(encoded, DataError):
             raise encoded
         return encoded
 
     def _stream(self) -> Generator[list[Any], None, None]:
-        first = self.mine.start
-        others = [(first - n) % self.global_batch for n in range(1, self.others + 1)]  # nearest row first
-        numbers = [*self.mine, *others[:1]]
-        spare = [(-1, None)] * (-(-self.global_batch // self.world) - len(self.mine))  # if other ranks have one more
+        first = self.local_rows.start
+        candidates = [(first - n) % self.global_batch for n in range(1, self.num_candidates + 1)]  # nearest row first
+        numbers = [*self.local_rows, *candidates[:1]]
+        padding = [(-1, None)] * (
+            -(-self.global_batch // self.world) - len(self.local_rows)
+        )  # if other ranks have one more
         places = _RowPlaces(self.mixture, self.rows, numbers, self.global_batch)
         chunks = _RowChunks(places, len(numbers))
         if self.workers and numbers:
-            processed = run_workers(self._processed, chunks, self.workers, self.timeout)
+            processed = run_workers(self._encoded, chunks, self.workers, self.timeout)
         else:
-            processed = (list(zip(chunk, self._processed[chunk], strict=True)) for chunk in chunks)
+            processed = (list(zip(chunk, self._encoded[chunk], strict=True)) for chunk in chunks)
         rows = itertools.chain.from_iterable(processed)
         try:
             while True:
-                taken = [(self.rows + n, self._policy.admit(*next(rows))) for n in numbers]
-                neighbour = {"before": taken.pop()[1] or self._nearest(others[1:])} if others else {}
-                gathered = self.gather(taken + spare, self.micro_batch, self.encoder.pad_id, **neighbour)
+                admitted = [(self.rows + n, self._policy.admit(*next(rows))) for n in numbers]
+                extra = {"before": admitted.pop()[1] or self._nearest(candidates[1:])} if candidates else {}
+                gathered = self.gather(admitted + padding, self.micro_batch, self.encoder.pad_id, **extra)
                 self.rows += self.global_batch
                 if self._prefetcher is not None:
-                    self._prefetcher.at(self.rows)  # not before the first step: its thread must start after the forks
+                    self._prefetcher.prefetch_from(
+                        self.rows
+                    )  # not before the first step: its thread must start after the forks
                 yield gathered
         finally:
             if self._prefetcher is not None:
@@ -273,7 +279,7 @@ class Loader(StepStream):
     def _nearest(self, numbers: Sequence[int]) -> Any:
         """The first of these rows of the step that is not left out; rarely needed, and so read in this process."""
         places = (self.mixture.row(self.rows + n) for n in numbers)
-        return next(filter(None, (self._policy.admit(place, *self._processed[[place]]) for place in places)), None)
+        return next(filter(None, (self._policy.admit(place, *self._encoded[[place]]) for place in places)), None)
 
 
 class _RowPlaces:
@@ -325,7 +331,7 @@ def run_workers(
     """(place, result of `processed` for it) in order, computed by worker processes, each up to `ahead` chunks in
     advance (None: about :data:`PREFETCH_ROWS` rows). Raises WorkerDied, with the worker and the fix, if a worker dies
     or delivers no rows within `timeout` seconds."""
-    outer = signal.getsignal(signal.SIGCHLD)
+    handler = signal.getsignal(signal.SIGCHLD)
     stream = iter(
         DataLoader(
             _PlacedRows(processed),
@@ -343,11 +349,11 @@ def run_workers(
     # Torch reports a worker's death by an exception from a signal handler, which may interrupt any code of the trainer,
     # a checkpoint for example. Without the handler `next` detects it within five seconds.
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, outer)
+        signal.signal(signal.SIGCHLD, handler)
     processes = list(getattr(stream, "_workers", ()))
     try:
         for number in itertools.count():
-            patience = time.monotonic() + TIMEOUT_SHARE * timeout
+            deadline = time.monotonic() + TIMEOUT_SHARE * timeout
             while True:
                 try:
                     item = next(stream)
@@ -355,13 +361,13 @@ def run_workers(
                 except RuntimeError as cause:
                     if "timed out" not in str(cause):
                         raise _worker_error(cause, processes) from cause
-                    if time.monotonic() > patience:
+                    if time.monotonic() > deadline:
                         raise _hang_error(processed, chunks, number, processes, timeout) from cause
             yield item
     finally:
-        shut = getattr(stream, "_shutdown_workers", None)
-        if shut is not None:
-            shut()
+        shutdown = getattr(stream, "_shutdown_workers", None)
+        if shutdown is not None:
+            shutdown()
 
 
 def _init_worker(worker: int) -> None:
@@ -397,9 +403,9 @@ def _worker_error(cause: RuntimeError, processes: list[Any]) -> RuntimeError:
     dead = [(n, process) for n, process in enumerate(processes) if not process.is_alive() and process.exitcode != 0]
     if not dead:
         return cause
-    named = ", ".join(f"worker {n} (pid {process.pid}, {_describe_exit(process.exitcode)})" for n, process in dead)
+    workers = ", ".join(f"worker {n} (pid {process.pid}, {_describe_exit(process.exitcode)})" for n, process in dead)
     return WorkerDied(
-        f"data {named} died. A kill (signal 9) is mostly the machine running out of memory: lower data.workers or "
+        f"data {workers} died. A kill (signal 9) is mostly the machine running out of memory: lower data.workers or "
         f"data.max_pixels. To see the error itself, set data.workers=0, which reads in the training process"
     )
 
@@ -410,10 +416,10 @@ def _hang_error(processed: Any, chunks: ChunkSampler, number: int, processes: li
     rows: dict[int, list[int]] = {}
     for source, row in next(itertools.islice(iter(chunks), number, None)):
         rows.setdefault(source, []).append(row)
-    named = ", ".join(f"{', '.join(map(str, listed))} of {processed.sources[n].name}" for n, listed in rows.items())
+    row_names = ", ".join(f"{', '.join(map(str, listed))} of {processed.sources[n].name}" for n, listed in rows.items())
     processes[worker].kill()
     return WorkerDied(
-        f"data worker {worker} (pid {processes[worker].pid}) hangs: it did not bring row {named} "
+        f"data worker {worker} (pid {processes[worker].pid}) hangs: it did not bring row {row_names} "
         f"in {TIMEOUT_SHARE * timeout:g} s (run.timeout: {timeout:g} s). Check these rows "
         "and their images (does their file system answer?), or raise run.timeout"
     )

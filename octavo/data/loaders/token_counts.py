@@ -49,19 +49,19 @@ def count_tokens(encoder: Encoder, rows: Sequence[Any]) -> list[int]:
         if isinstance(row, Sample | DataError):
             continue
         try:
-            written = encoder.tokenizer_input(row)
-            alone = len(written.images) == 1
-            grown = sum(encoder.image_tokens(image, alone) - 1 for image in written.images)
+            tokenizer_input = encoder.tokenizer_input(row)
+            is_only_image = len(tokenizer_input.images) == 1
+            added = sum(encoder.image_tokens(image, is_only_image) - 1 for image in tokenizer_input.images)
         except (DataError, MediaProblem, Mismatch, TemplateProblem):
             continue
-        texts.setdefault(written.special, []).append((number, written, grown))
+        texts.setdefault(tokenizer_input.special, []).append((number, tokenizer_input, added))
     for special, group in texts.items():
-        for (number, written, grown), ids in zip(group, _tokenize(encoder, special, group), strict=True):
+        for (number, tokenizer_input, added), ids in zip(group, _tokenize(encoder, special, group), strict=True):
             if ids is not None:
-                ends = written.ended and ids[-1:] != [encoder.tokenizer.eos_token_id]
-                lengths[number] = len(ids) + grown + ends
-    most = encoder.seq_length if encoder.on_long == "cut" else 0
-    return [length if length <= encoder.seq_length else most for length in lengths]
+                end_token = tokenizer_input.ended and ids[-1:] != [encoder.tokenizer.eos_token_id]
+                lengths[number] = len(ids) + added + end_token
+    max_tokens = encoder.seq_length if encoder.on_long == "cut" else 0
+    return [length if length <= encoder.seq_length else max_tokens for length in lengths]
 
 
 def _tokenize(
@@ -70,20 +70,20 @@ def _tokenize(
     """The tokens of texts, None for a text that the tokenizer refuses."""
     try:
         with single_thread():
-            texts = [written.text for _, written, _ in group]
+            texts = [tokenizer_input.text for _, tokenizer_input, _ in group]
             return list(encoder.tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"])
     except Exception:  # tokenizers may raise anything for a bad row; the others are then tokenized one by one
-        return [None] if len(group) == 1 else [ids for one in group for ids in _tokenize(encoder, special, [one])]
+        return [None] if len(group) == 1 else [ids for entry in group for ids in _tokenize(encoder, special, [entry])]
 
 
 class TokenCounts:
-    """The known token counts of a data set: up to `most`, `LEFT_OUT` for a row that is left out, 0 for an uncounted
-    row.
+    """The known token counts of a data set: up to `max_tokens`, `LEFT_OUT` for a row that is left out, 0 for an
+    uncounted row.
     `file`: shared by all processes that count (None: only in memory, for samples that need no counting). Raises
     DataError for a file of another size."""
 
-    def __init__(self, rows: int, most: int, file: Path | None = None) -> None:
-        self._read, self._most, self._file = np.zeros(rows, np.int32), most, file
+    def __init__(self, rows: int, max_tokens: int, file: Path | None = None) -> None:
+        self._read, self._max_tokens, self._file = np.zeros(rows, np.int32), max_tokens, file
         self._map()
 
     def _map(self) -> None:
@@ -105,12 +105,12 @@ class TokenCounts:
     def __getitem__(self, row: int) -> int:
         if not self._read[row] and self._shared is not None:
             count = self._shared[row]
-            self._read[row] = count if count == LEFT_OUT or 0 < count <= self._most else 0
+            self._read[row] = count if count == LEFT_OUT or 0 < count <= self._max_tokens else 0
         return int(self._read[row])
 
-    def add(self, counted: Iterable[tuple[int, int]]) -> None:
+    def add(self, counts: Iterable[tuple[int, int]]) -> None:
         """Store (row, tokens or `LEFT_OUT`) of counted rows."""
-        new = [(row, tokens) for row, tokens in counted if self[row] != tokens]
+        new = [(row, tokens) for row, tokens in counts if self[row] != tokens]
         for row, tokens in new:
             self._read[row] = tokens
         if self._file is None or not new:
@@ -133,23 +133,23 @@ def open_counts(
     encoder. Raises DataError if the cache cannot be used."""
     if isinstance(source, JoinedDocuments | SealedRows):
         return TokenCounts(len(source), encoder.seq_length)
-    of, questions = (source.source, len(source)) if isinstance(source, SplitRows) else (source, None)
-    length = len(of.rows) if questions is None else questions
+    base, questions = (source.source, len(source)) if isinstance(source, SplitRows) else (source, None)
+    length = len(base.rows) if questions is None else questions
 
     def write(file: Path, progress: Callable[[float], None]) -> None:
         np.zeros(length, "<i4").tofile(file)
 
-    what = [of.kind, of.format, str(of.images), *([] if questions is None else ["split", len(of)])]
+    what = [base.kind, base.format, str(base.images), *([] if questions is None else ["split", len(base)])]
     key = json.dumps([FORMAT_VERSION, length, *what, depends_on, _encoder_fingerprint(encoder)])
     return TokenCounts(
-        length, encoder.seq_length, cache.cached_file(folder, of.rows.path, write, depends_on=key, form="counts")
+        length, encoder.seq_length, cache.cached_file(folder, base.rows.path, write, depends_on=key, form="counts")
     )
 
 
 def _encoder_fingerprint(encoder: Encoder) -> str:
     """Everything in an encoder that determines the number of tokens of a row."""
     processor, tokenizer = encoder.processor, encoder.tokenizer
-    templates = [getattr(one, "chat_template", None) for one in (processor, tokenizer)]
+    templates = [getattr(part, "chat_template", None) for part in (processor, tokenizer)]
     pixels = getattr(processor, "image_processor", None)
     settings = [
         type(encoder).__name__,
@@ -161,9 +161,11 @@ def _encoder_fingerprint(encoder: Encoder) -> str:
     settings += [dict(getattr(processor, "template_args", {}))]
     videos = getattr(processor, "videos", None)
     settings += [] if videos is None else [repr(videos), repr(encoder.calls.file_limits)]
-    of_image = None if pixels is None else [type(processor).__name__, pixels.to_dict()]
+    image_settings = None if pixels is None else [type(processor).__name__, pixels.to_dict()]
     versions = [transformers.__version__, tokenizers.__version__]
-    return json.dumps([*settings, templates, tokenizer.backend_tokenizer.to_str(), of_image, *versions], default=str)
+    return json.dumps(
+        [*settings, templates, tokenizer.backend_tokenizer.to_str(), image_settings, *versions], default=str
+    )
 
 
 class _TokenCounter:
@@ -176,7 +178,7 @@ class _TokenCounter:
         new = [place for place in dict.fromkeys(places) if not self.known[place[0]][place[1]]]
         lengths = count_tokens(self.encoder, [self._row(*place) for place in new])
         counted = {place: count or LEFT_OUT for place, count in zip(new, lengths, strict=True)}
-        record_counts(self.known, counted.items())
+        store_counts(self.known, counted.items())
         return [counted.get(place) or self.known[place[0]][place[1]] for place in places]
 
     def _row(self, source: int, row: int) -> Any:
@@ -186,11 +188,11 @@ class _TokenCounter:
             return bad
 
 
-def record_counts(known: Sequence[TokenCounts], counted: Iterable[tuple[Place, int]]) -> None:
+def store_counts(known: Sequence[TokenCounts], counted: Iterable[tuple[Place, int]]) -> None:
     """Store new counts with the known counts of their data sets."""
     counted = list(counted)
-    for number, of in enumerate(known):
-        of.add((row, count) for (source, row), count in counted if source == number)
+    for number, counts in enumerate(known):
+        counts.add((row, count) for (source, row), count in counted if source == number)
 
 
 class WindowLengths:
@@ -219,7 +221,7 @@ class WindowLengths:
     def places(self, window: int) -> list[Place]:
         return [self.mixture.row(number) for number in self.rows(window)]
 
-    def of(self, window: int) -> list[int]:
+    def lengths(self, window: int) -> list[int]:
         """The number of tokens of each row of a window; 0 for rows that are left out."""
         places = self.places(window)
         if window != self.next:  # an earlier window, whose rows have been counted
@@ -228,7 +230,7 @@ class WindowLengths:
         counted = dict(chain.from_iterable(next(self._stream) for _ in range(0, len(places), ROWS_PER_CALL)))
         self.next += 1
         if self.workers:  # the worker stored them only in the file, if that can be written
-            record_counts(self._counter.known, counted.items())
+            store_counts(self._counter.known, counted.items())
         return [max(0, counted[place]) for place in places]
 
     def _count_windows(self) -> Any:

@@ -165,13 +165,14 @@ def _place_media(raw: object, turns: Sequence[Turn]) -> list[Turn]:
 
 def _system_turn(raw: object, turns: Sequence[Turn]) -> list[Turn]:
     """The turn for the key `system` of a row, unless a turn already has its text. Raises `RowProblem`."""
-    words = _get_text(raw, "system") if isinstance(raw, dict) else ""
-    said = [turn.text for turn in turns if turn.role == "system"]
-    if words and said and said != [words]:
+    text = _get_text(raw, "system") if isinstance(raw, dict) else ""
+    system_texts = [turn.text for turn in turns if turn.role == "system"]
+    if text and system_texts and system_texts != [text]:
         raise RowProblem(
-            f"has the system {quote_value(words)}, and a turn of the system says {quote_value(said[0])}; keep one"
+            f"has the system {quote_value(text)}, and a turn of the system says {quote_value(system_texts[0])}; keep "
+            "one"
         )
-    return [Turn("system", (Text(words),))] if words and not said else []
+    return [Turn("system", (Text(text),))] if text and not system_texts else []
 
 
 def alpaca_messages(raw: dict[str, Any]) -> list[dict[str, str]]:
@@ -183,20 +184,22 @@ def alpaca_messages(raw: dict[str, Any]) -> list[dict[str, str]]:
         raise RowProblem("has an empty 'instruction' and no 'input', so nothing is asked; fill one, or remove the row")
     history = raw.get("history") or []
     if not isinstance(history, list) or any(
-        not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(said, str) for said in pair)
+        not isinstance(pair, list)
+        or len(pair) != 2
+        or not all(isinstance(history_turns, str) for history_turns in pair)
         for pair in history
     ):
         raise RowProblem(f"has the history {quote_value(history)}; expected a list of [question, answer]")
-    said = [("user" if n == 0 else "assistant", words) for pair in history for n, words in enumerate(pair)]
+    history_turns = [("user" if n == 0 else "assistant", text) for pair in history for n, text in enumerate(pair)]
     turns = [("system", system)] if system else []
-    return [{"role": role, "content": content} for role, content in (*turns, *said, ("user", question))]
+    return [{"role": role, "content": content} for role, content in (*turns, *history_turns, ("user", question))]
 
 
 def _get_text(raw: dict[str, Any], key: str) -> str:
-    words = "" if raw.get(key) is None else raw[key]
-    if not isinstance(words, str):
-        raise RowProblem(f"{key!r} is {quote_value(words)}; expected text")
-    return words
+    text = "" if raw.get(key) is None else raw[key]
+    if not isinstance(text, str):
+        raise RowProblem(f"{key!r} is {quote_value(text)}; expected text")
+    return text
 
 
 def find_images(names: Sequence[Name], folder: Path) -> tuple[ImageFile, ...]:
@@ -210,7 +213,7 @@ def _read_value_turns(row: object, format: str) -> tuple[list[Turn], list[Name]]
     raw = require_object(row)
     key = _find_turn_key(raw, ("conversations", "messages") if format == "sharegpt" else ("conversations",), format)
     names = image_names(raw, format)
-    left = iter(range(len(names)))
+    image_indices = iter(range(len(names)))
     turns, seen = [], 0
     for number, turn in enumerate(_require_list(raw[key], key), 1):
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str) or "from" not in turn:
@@ -226,7 +229,7 @@ def _read_value_turns(row: object, format: str) -> tuple[list[Turn], list[Name]]
             continue
         seen += turn["value"].count(PLACEHOLDER)
         learned = is_learned(turn, number)
-        turns.append(Turn(role, split_at_images(turn["value"], left), reasoning=reasoning, learned=learned))
+        turns.append(Turn(role, split_at_images(turn["value"], image_indices), reasoning=reasoning, learned=learned))
     check_image_count(seen, len(names))
     return turns, names
 
@@ -237,11 +240,11 @@ def _read_message_turns(row: object) -> tuple[list[Turn], list[Name]]:
     key = _find_turn_key(raw, ("messages", "conversations", "conversation"), "messages")
     listed = image_names(raw, "sharegpt") if ("images" in raw or "image" in raw) else None
     names: list[Name] = [] if listed is None else listed
-    left = iter(range(len(names)))
+    image_indices = iter(range(len(names)))
     turns, seen = [], 0
     for number, turn in enumerate(_require_list(raw[key], key), 1):
-        called = turn.get("tool_calls") if isinstance(turn, dict) else None
-        calls = () if called in (None, "", []) else parse_calls(called, f"turn {number}")
+        raw_calls = turn.get("tool_calls") if isinstance(turn, dict) else None
+        calls = () if raw_calls in (None, "", []) else parse_calls(raw_calls, f"turn {number}")
         if not isinstance(turn, dict) or "role" not in turn or ("content" not in turn and not calls):
             raise RowProblem(f"turn {number} is {quote_value(turn)}; expected {{'role': ..., 'content': ...}}")
         _check_keys(turn, number, ("function_call",), "tool_calls")
@@ -268,12 +271,12 @@ def _read_message_turns(row: object) -> tuple[list[Turn], list[Name]]:
             foreign.check_part(part, number, role)
             if text is not None and listed is not None:
                 seen += text.count(PLACEHOLDER)
-                parts.extend(split_at_images(text, left))
+                parts.extend(split_at_images(text, image_indices))
             elif text is not None:
                 parts.append(Text(text))
             elif image is None:  # {"type": "image"}: the next of the row's list
                 seen += 1
-                parts.append(ImageRef(next(left, -1)))
+                parts.append(ImageRef(next(image_indices, -1)))
             elif listed is not None:
                 raise RowProblem(f"turn {number} names an image and the row has an image list too; keep one of them")
             else:
@@ -349,13 +352,13 @@ def _parse_part(part: object, number: int) -> tuple[str | None, Name | None]:
     return None, name
 
 
-def split_at_images(text: str, left: Iterator[int]) -> tuple[Text | ImageRef, ...]:
-    """Split a text at its placeholders; each takes the next image index from `left` (-1 if none is left, which
+def split_at_images(text: str, image_indices: Iterator[int]) -> tuple[Text | ImageRef, ...]:
+    """Split a text at its placeholders; each takes the next image index from `image_indices` (-1 if none is left, which
     `check_image_count` refuses later)."""
     parts: list[Text | ImageRef] = []
     for number, piece in enumerate(text.split(PLACEHOLDER)):
         if number:
-            parts.append(ImageRef(next(left, -1)))
+            parts.append(ImageRef(next(image_indices, -1)))
         if piece:
             parts.append(Text(piece))
     return tuple(parts)
@@ -369,7 +372,7 @@ def image_names(raw: dict[str, Any], format: str) -> list[Name]:
     if format == "llava" and "images" in listed:
         raise RowProblem("has 'images', but llava rows write 'image'; set format: sharegpt for this data set")
     for key, value in listed.items():
-        names = [parse_file(one, InlineImage) for one in (value if isinstance(value, list) else [value])]
+        names = [parse_file(file, InlineImage) for file in (value if isinstance(value, list) else [value])]
         if (valid := [name for name in names if name is not None]) != names:
             raise RowProblem(f"{key!r} is {quote_value(value)}; expected a file name or a list of file names")
         return valid
@@ -405,12 +408,12 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
     `RowProblem`."""
     if not turns:
         raise RowProblem("the conversation is empty")
-    spoken = [turn for turn in turns if turn.role != "system"]
-    answers = [turn for turn in spoken if turn.role == "assistant"]
+    dialogue = [turn for turn in turns if turn.role != "system"]
+    answers = [turn for turn in dialogue if turn.role == "assistant"]
     if answered and not any(turn.learned for turn in answers):
         none = "no assistant turn that is learned (weight 0)" if answers else "no assistant turn"
         raise RowProblem(f"has {none}, so there is nothing to learn from it")
-    if spoken and spoken[0].role == "assistant":
+    if dialogue and dialogue[0].role == "assistant":
         raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
     for number, turn in enumerate(turns, 1):
         if has_lone_surrogate(turn.text + (turn.reasoning or "")):

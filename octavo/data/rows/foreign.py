@@ -42,13 +42,13 @@ _ROW_KEYS = ("loss_mask", "loss_scale", "loss_weight", "train_detail", "training
 def check_turn(turn: dict[str, Any], number: int, role: str) -> None:
     """Check that no key of another framework contradicts the rule that assistant turns are learned. Raises
     `RowProblem`."""
-    for key, says in _LEARNED.items():
+    for key, parse in _LEARNED.items():
         value = turn.get(key)
-        if value in (None, "", []) or says(value) == (role == "assistant"):
+        if value in (None, "", []) or parse(value) == (role == "assistant"):
             continue
         if role == "assistant":
-            part = " and parts of a turn cannot be chosen" if isinstance(value, list) else ""
-            fix = f"{CONTEXT},{part or ' all others are learned'}"
+            hint = " and parts of a turn cannot be chosen" if isinstance(value, list) else ""
+            fix = f"{CONTEXT},{hint or ' all others are learned'}"
         else:
             fix = "only turns of an assistant are learned"
         raise RowProblem(f"turn {number}, of the {role}, has the {key} {quote_value(value)}, which is not read: {fix}")
@@ -109,7 +109,7 @@ def _is_mask(value: object) -> bool:
     or is a list of 0 and 1. It may also be a file name, or polygons."""
     if isinstance(value, str):
         return value.strip().lower() in ("assistant", "gpt", "model", "bot", "system", "none")
-    return isinstance(value, list) and bool(value) and all(_parse_flag(one) is not None for one in value)
+    return isinstance(value, list) and bool(value) and all(_parse_flag(entry) is not None for entry in value)
 
 
 def check_texts(texts: Iterable[str]) -> None:
@@ -125,7 +125,7 @@ def check_texts(texts: Iterable[str]) -> None:
 
 def check_part_text(text: str, where: str) -> None:
     """Check that the text of a turn is not a list of parts written as JSON. Raises `RowProblem`."""
-    if _is_json_list(text, lambda one: one.get("type") in _PART_TYPES and len(one) > 1):
+    if _is_json_list(text, lambda entry: entry.get("type") in _PART_TYPES and len(entry) > 1):
         raise RowProblem(
             f"{where} is a list of parts written as JSON text ({quote_value(text)}); write the list itself (a Json() "
             "column of datasets is read as such). If the text is meant, write it as one part of type text"
@@ -134,15 +134,15 @@ def check_part_text(text: str, where: str) -> None:
 
 def check_turn_text(text: str) -> None:
     """Check that the text of one turn is not a list of turns written as JSON. Raises `RowProblem`."""
-    if _is_json_list(text, lambda one: {"role", "content"} <= one.keys() or {"from", "value"} <= one.keys()):
+    if _is_json_list(text, lambda entry: {"role", "content"} <= entry.keys() or {"from", "value"} <= entry.keys()):
         raise RowProblem(
             f"has turns written as JSON text ({quote_value(text)}); write the list itself (a Json() column of datasets "
             "is read as such). If the text is meant, write it as the content of one turn"
         )
 
 
-def _is_json_list(text: str, entry: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether a text is a JSON list of objects for which `entry` is true."""
+def _is_json_list(text: str, matches: Callable[[dict[str, Any]], bool]) -> bool:
+    """Whether a text is a JSON list of objects for which `matches` is true."""
     head = text[:64].lstrip()
     if not head.startswith("[") or not head[1:].lstrip().startswith("{"):
         return False
@@ -150,7 +150,7 @@ def _is_json_list(text: str, entry: Callable[[dict[str, Any]], bool]) -> bool:
         value = parse_json(text, "the text", Unreadable, list)
     except Unreadable:
         return False
-    return all(isinstance(one, dict) and entry(one) for one in value)
+    return all(isinstance(entry, dict) and matches(entry) for entry in value)
 
 
 def parse_turn_lists(raw: dict[str, Any]) -> dict[str, Any]:

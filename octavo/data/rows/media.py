@@ -181,7 +181,7 @@ class MediaType:
         if len(lists) > 1:
             raise RowProblem(f"has both {self.keys[0]!r} and {self.keys[1]!r}; keep one of them")
         for key, value in lists.items():
-            names = [parse_file(one, self.inline) for one in (value if isinstance(value, list) else [value])]
+            names = [parse_file(file, self.inline) for file in (value if isinstance(value, list) else [value])]
             if (valid := [name for name in names if name]) != names:
                 decoded = isinstance(value, dict) and "array" in value
                 hint = " (decoded samples are not taken: keep the file, datasets.Audio(decode=False))"

@@ -44,10 +44,10 @@ def check_numbers(value: object, where: str) -> None:
     level: list[object] = [value]
     while level:
         below: list[object] = []
-        for one in level:
-            if is_missing(one):
+        for entry in level:
+            if is_missing(entry):
                 raise RowProblem(
-                    f"{where} has the number {quote_value(one)}, which JSON does not have; write null or a text"
+                    f"{where} has the number {quote_value(entry)}, which JSON does not have; write null or a text"
                 )
-            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+            below += entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
         level = below

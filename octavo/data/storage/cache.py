@@ -74,14 +74,14 @@ def cached_file(
                 _convert(target, source, write, log, form)
                 if _identity(source) != before and path_in_cache(folder, source, depends_on, form) != target:
                     target.unlink()
-                    raise DataError(f"{source} changed while it was read; start again when it is whole")
+                    raise DataError(f"{source} changed while it was read; start again when it is complete")
                 if form in ("Arrow", "index"):  # just written, so it need not be validated
                     file_digests.note_valid(target, folder)
     except OSError as cause:
-        why = atomic_write.why_no_space(folder, cause) or getattr(cause, "strerror", None) or str(cause)
+        reason = atomic_write.why_no_space(folder, cause) or getattr(cause, "strerror", None) or str(cause)
         raise DataError(
-            f"{folder} cannot keep {Path(source).name} as {form}: {why}. Name a folder with room that can be written "
-            "to in data.cache (or OCTAVO_CACHE)"
+            f"{folder} cannot keep {Path(source).name} as {form}: {reason}. Name a folder with room that can be "
+            "written to in data.cache (or OCTAVO_CACHE)"
         ) from cause
     return target
 
@@ -111,14 +111,14 @@ def path_in_cache(
     content = str(source)
     if not _is_remote(source):
         files = list_row_files(Path(source))
-        of_each = zip(files, file_digests.compute_digests(files, folder, log), strict=True)
-        content = ";".join(f"{file.resolve()}:{one.size}:{one.sha256}" for file, one in of_each)
+        digests = zip(files, file_digests.compute_digests(files, folder, log), strict=True)
+        content = ";".join(f"{file.resolve()}:{digest.size}:{digest.sha256}" for file, digest in digests)
     name = hashlib.sha256(f"{FORMAT_VERSION}:{content}:{depends_on}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
     return folder / f"{name}.{form.lower()}"
 
 
 def _convert(target: Path, source: Path | str, write: Write, log: Log, form: str) -> None:
-    aside = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
+    temporary = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     file, last = Path(source), time.monotonic()
     size = file.stat().st_size / 1e6 if file.is_file() else 0.0
 
@@ -130,11 +130,11 @@ def _convert(target: Path, source: Path | str, write: Write, log: Log, form: str
 
     log(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
     try:
-        write(aside, progress)
-        atomic_write.sync(aside)
-        publish(aside, target)
+        write(temporary, progress)
+        atomic_write.sync(temporary)
+        publish(temporary, target)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -181,21 +181,21 @@ def list_row_files(source: Path) -> list[Path]:
     with os.scandir(source) as entries:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in ends and e.name[0] != ".")
     files = [source / name for name in select_row_files(names)]
-    if lost := next((file for file in files if not file.exists()), None):
-        raise DataError(f"{lost} is a link to a file that is not there; bring it back, or remove the link")
+    if dangling := next((file for file in files if not file.exists()), None):
+        raise DataError(f"{dangling} is a link to a file that is not there; bring it back, or remove the link")
     return [file for file in files if file.is_file()]
 
 
 def select_row_files(names: Sequence[str]) -> list[str]:
     """The names in a folder that are row files, or Arrow files of `datasets`. Formats that are not converted, such as
     tars, count only if there are no others, except the `index.json` with the row counts of tars."""
-    converted, staying = (
+    converted_suffixes, indexed_suffixes = (
         (*registry.row_suffixes(indexed_only=False), *suffixes.ARROW),
         registry.row_suffixes(indexed_only=True),
     )
-    usual = [name for name in names if Path(name).suffix.lower() in converted]
-    tars = [name for name in names if Path(name).suffix.lower() in staying]
-    return tars if tars and not {*usual} - {INDEX} else usual
+    converted_files = [name for name in names if Path(name).suffix.lower() in converted_suffixes]
+    indexed_files = [name for name in names if Path(name).suffix.lower() in indexed_suffixes]
+    return indexed_files if indexed_files and not {*converted_files} - {INDEX} else converted_files
 
 
 def _identity(source: Path | str) -> str:

@@ -48,8 +48,8 @@ class Store:
         try:
             if not self._touch(target):
                 self.folder.mkdir(parents=True, exist_ok=True)
-                with cache.lock(self.folder / f".{shard.key}.lock", wait) as mine:
-                    if not mine:
+                with cache.lock(self.folder / f".{shard.key}.lock", wait) as acquired:
+                    if not acquired:
                         return None
                     if not self._touch(target):
                         self._fetch(shard, target)
@@ -71,16 +71,16 @@ class Store:
         target = folder / f"{shard.key}.index"
         if not target.is_file():
             folder.mkdir(parents=True, exist_ok=True)
-            aside = folder / f".{shard.key}.{uuid4().hex}.tmp"
+            temporary = folder / f".{shard.key}.{uuid4().hex}.tmp"
             try:
-                format_of(shard.url).write(file, aside)
-                cache.publish(aside, target)
+                format_of(shard.url).write(file, temporary)
+                cache.publish(temporary, target)
             except OSError as cause:
                 if isinstance(cause, FileNotFoundError):
                     raise
                 raise self._storage_error(shard, cause) from cause
             finally:
-                aside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
         return target
 
     def _touch(self, target: Path) -> bool:
@@ -92,20 +92,20 @@ class Store:
         return True
 
     def _fetch(self, shard: Remote, target: Path) -> None:
-        aside = self.folder / f".{shard.key}.{uuid4().hex}.tmp{shard.suffix}"
-        result, indexed_only = aside, format_of(shard.url).indexed_only
+        temporary = self.folder / f".{shard.key}.{uuid4().hex}.tmp{shard.suffix}"
+        result, indexed_only = temporary, format_of(shard.url).indexed_only
         try:
-            with self._reserve(shard, shard.size), open(aside, "wb") as file:
+            with self._reserve(shard, shard.size), open(temporary, "wb") as file:
                 file.truncate(shard.size)  # a sparse file: it reserves its size in the sums of other processes
-            remote.download(shard, aside)
+            remote.download(shard, temporary)
             if not indexed_only:
-                result = aside.with_suffix(".arrow")
-                _convert(shard, aside, result)
+                result = temporary.with_suffix(".arrow")
+                _convert(shard, temporary, result)
             atomic_write.sync(result)
-            with self._reserve(shard, result.stat().st_size, aside, result):
+            with self._reserve(shard, result.stat().st_size, temporary, result):
                 cache.publish(result, target)
         finally:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             result.unlink(missing_ok=True)
         if not indexed_only:  # just written, so it need not be validated
             with contextlib.suppress(FileNotFoundError):  # another process evicted it
@@ -121,12 +121,12 @@ class Store:
                             f"{self.limit / 1e9:.3g}; raise it, or cut the data into smaller files")  # fmt: skip
         with cache.lock(self.folder / ".room.lock"):
             files = {path: stat for path, stat in _list_store(self.folder) if path not in counted}
-            drop = sum(stat.st_size for stat in files.values()) + size - self.limit
+            excess = sum(stat.st_size for stat in files.values()) + size - self.limit
             for path, stat in sorted(files.items(), key=lambda item: item[1].st_atime_ns):
-                under_way = ".tmp" in path.name
-                if (drop > 0 and not under_way) or (under_way and stat.st_mtime < time.time() - _STALE_SECONDS):
+                is_partial = ".tmp" in path.name
+                if (excess > 0 and not is_partial) or (is_partial and stat.st_mtime < time.time() - _STALE_SECONDS):
                     path.unlink(missing_ok=True)
-                    drop -= stat.st_size
+                    excess -= stat.st_size
             yield
 
 
@@ -212,15 +212,15 @@ def open_fetched(url: str, folder: Path | None, log: cache.Log = cache.no_log, l
 
 def _row_counts(store: Store, url: str, files: Sequence[Remote], log: cache.Log) -> list[int]:
     """The number of rows in each file, from the store or counted now."""
-    named = sha256("".join(shard.key for shard in files).encode()).hexdigest()[:20]
-    stored = store.folder.with_name(f"{named}.rows")
+    files_key = sha256("".join(shard.key for shard in files).encode()).hexdigest()[:20]
+    stored = store.folder.with_name(f"{files_key}.rows")
     if stored.is_file():
         counts = read_json(stored, DataError, wanted=list)
         if len(counts) == len(files) and all(type(count) is int and count >= 0 for count in counts):
             return list(counts)
     count_rows = format_of(files[0].url).count_rows
-    of_footer = count_rows is not None
-    download = "" if of_footer else ", for which each is downloaded"
+    has_footer = count_rows is not None
+    download = "" if has_footer else ", for which each is downloaded"
     log(f"{url}: the rows of {len(files)} file(s) are counted, once{download}")
 
     def count(shard: Remote) -> int:
@@ -230,7 +230,7 @@ def _row_counts(store: Store, url: str, files: Sequence[Remote], log: cache.Log)
 
     # While it is counted, a file is in the store twice: as downloaded, and as Arrow.
     room = store.limit // (2 * max(1, *(shard.size for shard in files)))
-    with ThreadPoolExecutor(PARALLEL_COUNTS if of_footer else max(1, min(PARALLEL_COUNTS, room))) as pool:
+    with ThreadPoolExecutor(PARALLEL_COUNTS if has_footer else max(1, min(PARALLEL_COUNTS, room))) as pool:
         counts = [*pool.map(count, files)]
     store.folder.mkdir(parents=True, exist_ok=True)
     atomic_write.write_bytes(stored, json.dumps(counts).encode(), shared=True)

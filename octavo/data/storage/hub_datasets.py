@@ -104,8 +104,8 @@ def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
     splits."""
     import datasets
 
-    if lost := next(filter(is_encrypted, sorted(path.iterdir())), None):
-        raise DataError(f"{lost} is encrypted, and what `datasets` saved is mapped from the disk. Save it as parquet "
+    if encrypted := next(filter(is_encrypted, sorted(path.iterdir())), None):
+        raise DataError(f"{encrypted} is encrypted, and what `datasets` saved is mapped from the disk. Save it as parquet "
                         "(Dataset.to_parquet) and encrypt that")  # fmt: skip
     if (path / "dataset_dict.json").is_file():
         splits = sorted(entry.name for entry in path.iterdir() if (entry / "state.json").is_file())

@@ -66,23 +66,25 @@ def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) 
     files = [file for file in cache.list_row_files(path) if file.suffix.lower() in registry.row_suffixes()]
     kinds = sorted({file.suffix.lower() for file in files})
     if len(kinds) != 1:
-        held = f"files of several kinds ({', '.join(kinds)})" if kinds else "none of them"
+        content = f"files of several kinds ({', '.join(kinds)})" if kinds else "none of them"
         raise DataError(
-            f"{path} is a folder with {held}. Check data.path in the configuration: it must name {EXPECTED}"
+            f"{path} is a folder with {content}. Check data.path in the configuration: it must name {EXPECTED}"
         )
-    few = len(files) <= MAX_FILES_IN_MEMORY and sum(file.stat().st_size for file in files) < MAX_BYTES_IN_MEMORY
-    small = cache.SMALL_FILE if few else 0  # files converted in memory stay in memory
-    open_one = partial(_open_file, folder=folder, log=log, stream=stream, small=small)
+    fits_in_memory = (
+        len(files) <= MAX_FILES_IN_MEMORY and sum(file.stat().st_size for file in files) < MAX_BYTES_IN_MEMORY
+    )
+    small = cache.SMALL_FILE if fits_in_memory else 0  # files converted in memory stay in memory
+    open_file_rows = partial(_open_file, folder=folder, log=log, stream=stream, small=small)
     form = registry.format_of(files[0])
     if form.indexed_only:
         _check_stream(path, form, stream)
         _make_indexes(form, files, folder, log)
-        return Shards(path, files, open_one, [len(open_one(file)) for file in files], MAX_OPEN_FILES)
-    counts = None if form.count_rows is None else [_counted(form, file) for file in files]
-    return Shards(path, files, open_one, counts, None if small or stream else MAX_OPEN_FILES)
+        return Shards(path, files, open_file_rows, [len(open_file_rows(file)) for file in files], MAX_OPEN_FILES)
+    counts = None if form.count_rows is None else [_count_rows(form, file) for file in files]
+    return Shards(path, files, open_file_rows, counts, None if small or stream else MAX_OPEN_FILES)
 
 
-def _counted(form: Format, file: Path) -> int:
+def _count_rows(form: Format, file: Path) -> int:
     assert form.count_rows is not None
     with open_file(file, DataError, buffering=0) as opened:
         return form.count_rows(file, opened)

@@ -68,8 +68,8 @@ def list_files(url: str) -> tuple[Remote, ...]:
         raise DataError(f"{url} is of a kind that holds no rows ({', '.join(kinds) or 'without an ending'}); there are "
                         f"{', '.join(registry.row_suffixes())}")  # fmt: skip
     if len({remote.suffix for remote in files}) != 1:
-        held = ", ".join(sorted({remote.suffix for remote in files})) or "none"
-        raise DataError(f"{url} has files of rows of these kinds: {held}; it must have files of one kind")
+        kinds_text = ", ".join(sorted({remote.suffix for remote in files})) or "none"
+        raise DataError(f"{url} has files of rows of these kinds: {kinds_text}; it must have files of one kind")
     return tuple(files)
 
 
@@ -226,9 +226,9 @@ def _list_files(url: str) -> list[Remote]:
     if _RANGE.search(url):
         return _numbered_files(url)
     system, path = _open_filesystem(url)
-    about = system.info(path)
-    if about["type"] != "directory":
-        return [_remote_file(system, url, about)]
+    info = system.info(path)
+    if info["type"] != "directory":
+        return [_remote_file(system, url, info)]
     inside = {Path(entry["name"]).name: entry for entry in system.ls(path, detail=True) if entry["type"] == "file"}
     names = cache.select_row_files(sorted(name for name in inside if not name.startswith(".")))
     files = [_remote_file(system, system.unstrip_protocol(inside[name]["name"]), inside[name]) for name in names]
@@ -245,13 +245,13 @@ def _numbered_files(url: str) -> list[Remote]:
     system, path = _open_filesystem(folder)
     inside = {entry["name"].rpartition("/")[2]: entry for entry in system.ls(path, detail=True)}
     files = []
-    for one in _expand_numbers(url):
-        name = one.rpartition("/")[2]
-        if one.rpartition("/")[0] != folder:
+    for file_url in _expand_numbers(url):
+        name = file_url.rpartition("/")[2]
+        if file_url.rpartition("/")[0] != folder:
             raise DataError(f"{url}: numbers {{..}} are only possible in a file name; give each folder a data set")
         if name not in inside:
-            raise DataError(f"{one} is missing, which {url} names; there are {len(inside)} files in its folder")
-        files.append(_remote_file(system, one, inside[name]))
+            raise DataError(f"{file_url} is missing, which {url} names; there are {len(inside)} files in its folder")
+        files.append(_remote_file(system, file_url, inside[name]))
     return files
 
 
@@ -264,13 +264,13 @@ def _expand_numbers(url: str) -> Iterator[str]:
         yield from _expand_numbers(url[: match.start()] + f"{number:0{len(first)}}" + url[match.end() :])
 
 
-def _remote_file(system: Any, url: str, about: dict[str, Any]) -> Remote:
-    if about.get("size") is None:
+def _remote_file(system: Any, url: str, info: dict[str, Any]) -> Remote:
+    if info.get("size") is None:
         raise DataError(f"{url}: its server does not say how many bytes it has; copy it here and name the file")
-    mark = next((str(about[name]) for name in _MARKS if about.get(name) is not None), "")
-    if "ino" in about:  # a local file: a copy may keep the mtime, but gets another inode or ctime
-        mark += f"{_MARK_SEPARATOR}{about.get('created')}{_MARK_SEPARATOR}{about['ino']}"
-    return Remote(url, int(about["size"]), mark)
+    mark = next((str(info[name]) for name in _MARKS if info.get(name) is not None), "")
+    if "ino" in info:  # a local file: a copy may keep the mtime, but gets another inode or ctime
+        mark += f"{_MARK_SEPARATOR}{info.get('created')}{_MARK_SEPARATOR}{info['ino']}"
+    return Remote(url, int(info["size"]), mark)
 
 
 def _with_row_counts(files: Sequence[Remote], url: str, index: bytes) -> list[Remote]:
@@ -280,7 +280,11 @@ def _with_row_counts(files: Sequence[Remote], url: str, index: bytes) -> list[Re
     check_schema(content, _SHARDS, where, DataError)
     rows = {entry["url"].rpartition("/")[2]: entry["nsamples"] for entry in content["shardlist"]}
     by_name = {remote.url.rpartition("/")[2]: remote for remote in files}
-    if apart := sorted({*rows} ^ {*by_name}):
-        how = "is missing, and the index names it" if apart[0] in rows else "is there, and the index does not name it"
-        raise DataError(f"{where} does not match these files: {apart[0]} {how} ({len(apart)} such); write it again")
+    if unmatched := sorted({*rows} ^ {*by_name}):
+        difference = (
+            "is missing, and the index names it" if unmatched[0] in rows else "is there, and the index does not name it"
+        )
+        raise DataError(
+            f"{where} does not match these files: {unmatched[0]} {difference} ({len(unmatched)} such); write it again"
+        )
     return [remote._replace(rows=rows[name]) for name, remote in by_name.items()]

@@ -71,13 +71,13 @@ class JoinedDocuments:
         try:
             with open(self.file, "rb") as file:
                 size = file.seek(-_TRAILER.size, 2) + _TRAILER.size
-                edges, about_size = _TRAILER.unpack(file.read())
-                at = file.seek(size - _TRAILER.size - about_size - 8 * edges)
+                edges, trailer_size = _TRAILER.unpack(file.read())
+                at = file.seek(size - _TRAILER.size - trailer_size - 8 * edges)
                 self._edges: np.ndarray = np.memmap(self.file, np.int64, "r", at, (edges,))
                 file.seek(8 * edges, 1)
-                about = json.loads(file.read(about_size))
-            self.records: list[dict[str, Any]] = about["records"]
-            self._ids = np.memmap(self.file, np.dtype(about["dtype"]), "r", 0, (int(self._edges[-1]),))
+                trailer = json.loads(file.read(trailer_size))
+            self.records: list[dict[str, Any]] = trailer["records"]
+            self._ids = np.memmap(self.file, np.dtype(trailer["dtype"]), "r", 0, (int(self._edges[-1]),))
             if at - self._ids.nbytes not in range(8):
                 raise ValueError(f"{self._ids.nbytes} bytes of tokens were written, {at} are there")
         except (OSError, ValueError, KeyError, struct.error) as cause:
@@ -160,8 +160,8 @@ def _write_file(
                 f"because it {last['reason']}"
             )
         out.write(b"\0" * (-out.tell() % 8))
-        about = json.dumps({"dtype": dtype.str, "records": records}).encode()
-        out.write(edges.tobytes() + about + _TRAILER.pack(len(edges), len(about)))
+        trailer = json.dumps({"dtype": dtype.str, "records": records}).encode()
+        out.write(edges.tobytes() + trailer + _TRAILER.pack(len(edges), len(trailer)))
 
 
 def _text_batches(

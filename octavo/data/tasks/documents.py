@@ -75,9 +75,9 @@ def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images:
             raise RowProblem(f"has the keys {quote_value(sorted(map(str, raw)))}; {EXPECTED}")
         parts, names = _read_interleaved(raw) if "texts" in raw else _read_single_text(raw)
         # Refused rather than ignored: a document would train without the medium that its text is about.
-        if held := next((kind for kind in (SOUND, VIDEO) if kind.listed_files(raw)), None):
+        if medium := next((kind for kind in (SOUND, VIDEO) if kind.listed_files(raw)), None):
             raise RowProblem(
-                f"is a text with a {held.noun}, and texts hold none in this version; write it as turns, for sft"
+                f"is a text with a {medium.noun}, and texts hold none in this version; write it as turns, for sft"
             )
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():

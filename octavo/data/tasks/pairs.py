@@ -139,11 +139,11 @@ class PairEncoder(_AnswerEncoder):
         chosen = yield from super().encoding(row.chosen, row.context_answers)
         rejected = yield from super().encoding(row.rejected, row.context_answers)
         if np.array_equal(chosen.input_ids, rejected.input_ids):
-            why = f"chosen and rejected are the same {len(chosen.input_ids)} tokens"
+            reason = f"chosen and rejected are the same {len(chosen.input_ids)} tokens"
             if chosen.cut:
-                raise LongSample(chosen.file, chosen.row, f"{why}; {self.limit_text}", chosen.id)
-            why += ": the chat template or the tokenizer removes the difference of their texts"
-            raise BadSample(chosen.file, chosen.row, why, chosen.id)
+                raise LongSample(chosen.file, chosen.row, f"{reason}; {self.limit_text}", chosen.id)
+            reason += ": the chat template or the tokenizer removes the difference of their texts"
+            raise BadSample(chosen.file, chosen.row, reason, chosen.id)
         return Pair(chosen, rejected)
 
 
@@ -190,11 +190,11 @@ def parse_pair(raw: object, format: str, *, file: str | Path, row: int, images: 
         if not isinstance(raw, dict) or "chosen" not in raw or "rejected" not in raw:
             raise RowProblem(f"has {_describe_keys(raw)}; {EXPECTED}")
         check_row(raw)
-        whole = {side: as_messages(raw[side], "assistant") for side in ("chosen", "rejected")}
-        if not all(map(_is_conversation, whole.values())):
+        conversations = {side: as_messages(raw[side], "assistant") for side in ("chosen", "rejected")}
+        if not all(map(_is_conversation, conversations.values())):
             prompt = _read_prompt(raw)
-            whole = {side: prompt + answer for side, answer in whole.items()}
-        sides = {side: read_prompt_turns(raw, messages) for side, messages in whole.items()}
+            conversations = {side: prompt + answer for side, answer in conversations.items()}
+        sides = {side: read_prompt_turns(raw, messages) for side, messages in conversations.items()}
         for turns, _ in sides.values():
             check_turns(turns)
         shared = _count_shared_answers(*sides.values())
@@ -211,8 +211,10 @@ def parse_labelled(raw: object, format: str, *, file: str | Path, row: int, imag
             raise RowProblem(f"has {problem}; expected 'label', true or false, with 'prompt' and 'completion' or turns")
         check_row(raw)
         answer = "output" if "instruction" in raw and "completion" not in raw else "completion"
-        said = as_messages(raw[answer], "assistant") if answer in raw else []
-        turns, names = read_prompt_turns(raw, said if _is_conversation(said) else _read_prompt(raw) + said)
+        answer_turns = as_messages(raw[answer], "assistant") if answer in raw else []
+        turns, names = read_prompt_turns(
+            raw, answer_turns if _is_conversation(answer_turns) else _read_prompt(raw) + answer_turns
+        )
         check_turns(turns)
         if turns[-1].role != "assistant":
             raise RowProblem(f"ends with a turn of the {turns[-1].role}; the answer that is labelled must end it")
@@ -249,11 +251,13 @@ def labelled_batches(
     sample before this rank's first row (None: no other rank has one, and it is this rank's last row). Tokens over
     `longest` are cut. If a step has only one row, its crossed answer has no labels.
     """
-    mine = [sample for _, sample in rows if sample is not None]
+    samples = [sample for _, sample in rows if sample is not None]
     # The source of each crossed answer: this rank's rows shifted by one.
-    others = [before or sample for sample in mine[-1:]] + mine[:-1]
-    alone = before is None and len(mine) == 1
-    paired = [(n, sample and (sample, _cross_answer(sample, others.pop(0), longest, alone))) for n, sample in rows]
+    answer_sources = [before or sample for sample in samples[-1:]] + samples[:-1]
+    alone = before is None and len(samples) == 1
+    paired = [
+        (n, sample and (sample, _cross_answer(sample, answer_sources.pop(0), longest, alone))) for n, sample in rows
+    ]
     return make_micro_batches(paired, micro_batch, pad_id, _collate_labelled)
 
 
@@ -269,17 +273,17 @@ def _collate_labelled(pairs: Sequence[tuple[LabelledSample, Sample]], pad_id: in
     return batch | {"desirable": good, "crossed": collate([crossed for _, crossed in pairs], pad_id)}
 
 
-def _cross_answer(sample: Sample, other: Sample, most: int, single: bool) -> Sample:
-    """The prompt of `sample` with the answer of `other`, at most `most` tokens; `single`: without labels."""
-    start, theirs = _answer_start(sample), _answer_start(other)
-    answer = other.input_ids[theirs:]
-    ids = np.concatenate([sample.input_ids[:start], answer])[:most]
-    labels = np.concatenate([np.full_like(ids[:start], IGNORE), other.labels[theirs:]])[:most]
+def _cross_answer(sample: Sample, other: Sample, max_length: int, single: bool) -> Sample:
+    """The prompt of `sample` with the answer of `other`, at most `max_length` tokens; `single`: without labels."""
+    start, answer_start = _answer_start(sample), _answer_start(other)
+    answer = other.input_ids[answer_start:]
+    ids = np.concatenate([sample.input_ids[:start], answer])[:max_length]
+    labels = np.concatenate([np.full_like(ids[:start], IGNORE), other.labels[answer_start:]])[:max_length]
     if single:
         labels[:] = IGNORE
     kinds = None
     if sample.mm_token_type_ids is not None:
-        kinds = np.concatenate([sample.mm_token_type_ids[:start], np.zeros_like(answer)])[:most]
+        kinds = np.concatenate([sample.mm_token_type_ids[:start], np.zeros_like(answer)])[:max_length]
     return replace(
         sample, input_ids=ids, labels=labels, mm_token_type_ids=kinds, answers=((start, len(ids)),), control=(),
         extra=with_answer_tokens(sample.extra, start, len(ids) - start),

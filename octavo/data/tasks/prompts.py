@@ -101,12 +101,12 @@ class PromptEncoder(Encoder):
 
     def encoding(self, row: PromptRow) -> Encoding[PromptSample]:  # type: ignore[override]
         """Generator that encodes a prompt. Raises as `Encoder.encode` does."""
-        asks = row.conversation
-        if asks.videos and (why := getattr(self.processor, "why_not_images", None)):
+        conversation = row.conversation
+        if conversation.videos and (why := getattr(self.processor, "why_not_images", None)):
             why = f"holds a video, which the generation engine does not take: {why}; use a Qwen3-VL or InternVL"
-            raise BadSample(asks.source, asks.row, why, asks.id)
-        sample = self._videos_as_images((yield from super().encoding(asks, None)))
-        return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=asks.images)
+            raise BadSample(conversation.source, conversation.row, why, conversation.id)
+        sample = self._videos_as_images((yield from super().encoding(conversation, None)))
+        return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=conversation.images)
 
     def _videos_as_images(self, sample: Sample) -> Sample:
         """A sample with the frames of its videos as images."""
@@ -116,7 +116,7 @@ class PromptEncoder(Encoder):
         assert kinds is not None  # processors that take videos return token types
         arrays = {"input_ids": sample.input_ids[None], "mm_token_type_ids": kinds[None],
                   "pixel_values": sample.pixel_values, "image_grid_thw": sample.image_grid_thw}  # fmt: skip
-        arrays |= {name: one.values for name, one in sample.extra.items()}
+        arrays |= {name: entry.values for name, entry in sample.extra.items()}
         converted = self.processor.as_images({name: torch.from_numpy(x) for name, x in arrays.items() if x is not None})
         return replace(
             sample,
@@ -125,7 +125,7 @@ class PromptEncoder(Encoder):
             pixel_values=converted["pixel_values"].numpy(),
             image_grid_thw=converted["image_grid_thw"].numpy(),
             images=len(converted["image_grid_thw"]),
-            extra={name: one for name, one in sample.extra.items() if name in converted},
+            extra={name: entry for name, entry in sample.extra.items() if name in converted},
             films=(),
             videos=0,
         )
@@ -140,9 +140,12 @@ def parse_prompt(raw: object, format: str, *, file: str | Path, row: int, images
         columns = {key: _without_bytes(fields[key]) for key in extra_columns(fields, format)}
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
         words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_to_message(turn) for turn in prompt]}
-        asks = make_conversation(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
-        named = {"images": [str(path) for path in asks.images], "videos": [str(path) for path in asks.videos]}
-        return PromptRow(asks, answer, columns | words | named, reasoning)
+        conversation = make_conversation(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
+        named = {
+            "images": [str(path) for path in conversation.images],
+            "videos": [str(path) for path in conversation.videos],
+        }
+        return PromptRow(conversation, answer, columns | words | named, reasoning)
 
 
 def _read_prompt(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
@@ -161,10 +164,10 @@ def _read_prompt(raw: object, format: str) -> tuple[list[Turn], list[Name], str 
         answer = _parse_reference(content)
     else:
         answer = _parse_reference(fields["answer"])
-    whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
-    prompt, said = _split_answer(turns, answer is not None or whole)
-    if answer is None and said is not None:
-        answer, reasoning = said.text, said.reasoning
+    ends_with_question = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
+    prompt, answer_turn = _split_answer(turns, answer is not None or ends_with_question)
+    if answer is None and answer_turn is not None:
+        answer, reasoning = answer_turn.text, answer_turn.reasoning
     if "completions" in fields:
         raise RowProblem("has a key 'completions', the name of the argument of rewards for generated text; rename it")
     return prompt, names, answer, reasoning
@@ -283,20 +286,22 @@ def _places_images(turn: object) -> bool:
 def _split_answer(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | None]:
     """(the prompt, the answer after it or None): split before the last assistant turn; if the row has an answer in
     another key (`answered`), only if an assistant turn ends the conversation. Raises `RowProblem`."""
-    spoken = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
-    cut = bool(spoken) and (not answered or spoken[-1] == len(turns) - 1)
-    prompt = list(turns[: spoken[-1]] if cut else turns)
-    said = turns[spoken[-1]] if cut else None
-    check_turns([*prompt, said] if said else prompt, answered=False)
-    if said is not None and said.calls:
+    assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+    has_answer_turn = bool(assistant_turns) and (not answered or assistant_turns[-1] == len(turns) - 1)
+    prompt = list(turns[: assistant_turns[-1]] if has_answer_turn else turns)
+    answer_turn = turns[assistant_turns[-1]] if has_answer_turn else None
+    check_turns([*prompt, answer_turn] if answer_turn else prompt, answered=False)
+    if answer_turn is not None and answer_turn.calls:
         raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
-    if said is not None and (held := next((part for part in said.parts if not isinstance(part, Text)), None)):
-        what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(held), "a video")
+    if answer_turn is not None and (
+        media_part := next((part for part in answer_turn.parts if not isinstance(part, Text)), None)
+    ):
+        what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(media_part), "a video")
         raise RowProblem(f"has {what} in its last answer, and completions are text; name the reference in 'answer'")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
         raise RowProblem(f"has a prompt that {ends}; it must end with the user's or a tool's")
-    return prompt, said
+    return prompt, answer_turn
 
 
 def _completion_text(completion: object) -> tuple[object, str | None]:
@@ -310,7 +315,7 @@ def _completion_text(completion: object) -> tuple[object, str | None]:
 
 def _parse_reference(answer: object) -> str | list[str] | None:
     if isinstance(answer, list) and answer:
-        return [_answer_text(one) for one in answer]
+        return [_answer_text(entry) for entry in answer]
     return None if answer is None else _answer_text(answer)
 
 
@@ -323,6 +328,6 @@ def _answer_text(answer: object) -> str:
 
 
 def _to_message(turn: Turn) -> dict[str, str]:
-    words = {ImageRef: PLACEHOLDER, AudioRef: SOUND, VideoRef: VIDEO.placeholder}
-    said = (part.text if isinstance(part, Text) else words[type(part)] for part in turn.parts)
-    return {"role": turn.role, "content": "".join(said)}
+    placeholders = {ImageRef: PLACEHOLDER, AudioRef: SOUND, VideoRef: VIDEO.placeholder}
+    texts = (part.text if isinstance(part, Text) else placeholders[type(part)] for part in turn.parts)
+    return {"role": turn.role, "content": "".join(texts)}

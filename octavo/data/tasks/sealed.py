@@ -55,7 +55,7 @@ _DTYPES = {"int64": np.int64, "float32": np.float32}
 def to_row(sample: Sample) -> dict[str, Any]:
     """A sample as a row, without its file, row number, id and notes about its text."""
     fields = ((name, "", getattr(sample, name)) for name in SAMPLE_FIELDS)
-    extra = ((name, one.per, one.values) for name, one in sample.extra.items())
+    extra = ((name, tensor.per, tensor.values) for name, tensor in sample.extra.items())
     return {
         "left": None,
         "input_ids": sample.input_ids.astype(np.int32),
@@ -125,14 +125,14 @@ class SealedRows(MappedTable):
             raise ValueError("its labels are not its tokens")
         arrays: dict[str, np.ndarray] = {}
         extra: dict[str, Input] = {}
-        for one in fields["tensors"]:
-            values = np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"]).copy()
-            if one["name"] in SAMPLE_FIELDS:
-                arrays[one["name"]] = values
-            elif one["per"] in COUNTED:
-                extra[one["name"]] = Input(one["per"], values)
+        for tensor in fields["tensors"]:
+            values = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"]).copy()
+            if tensor["name"] in SAMPLE_FIELDS:
+                arrays[tensor["name"]] = values
+            elif tensor["per"] in COUNTED:
+                extra[tensor["name"]] = Input(tensor["per"], values)
             else:
-                raise ValueError(f"{one['name']!r} counts {one['per']!r}")
+                raise ValueError(f"{tensor['name']!r} counts {tensor['per']!r}")
         return Sample(
             ids, labels, images=fields["images"], answers=_pairs(fields["answers"]), length=fields["length"],
             lost=fields["lost"], extra=extra, places=_pairs(fields["places"]), file=self.name, row=row,
@@ -187,11 +187,11 @@ class SealedEncoder:
         return [self._check_length(row) for row in rows]
 
     def _check_length(self, row: Sample | Pair) -> Sample | Pair | LongSample:
-        longest = max(len(one.input_ids) for one in samples_of(row))
+        longest = max(len(tensor.input_ids) for tensor in samples_of(row))
         if longest <= self.seq_length:
             return row
-        why = f"is {longest} tokens long, train.seq_length is {self.seq_length}"
-        return LongSample(row.file, row.row, f"{why}; sealed rows are not cut: seal them with that seq_length")
+        reason = f"is {longest} tokens long, train.seq_length is {self.seq_length}"
+        return LongSample(row.file, row.row, f"{reason}; sealed rows are not cut: seal them with that seq_length")
 
 
 class SealedHeldOut(SealedEncoder):

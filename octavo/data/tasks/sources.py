@@ -109,7 +109,7 @@ class RenamedRows:
 
     def __init__(self, rows: Rows, columns: Mapping[str, str]) -> None:
         self.path, self.rows, self._columns = rows.path, rows, columns
-        self._theirs = {theirs: ours for ours, theirs in columns.items()}
+        self._new_names = {old_name: new_name for new_name, old_name in columns.items()}
         self.shards: Sequence[int] | None = getattr(rows, "shards", None)
         self.window: int | None = getattr(rows, "window", None)
 
@@ -117,19 +117,19 @@ class RenamedRows:
         return len(self.rows)
 
     def __getitem__(self, row: int) -> Any:
-        with json_columns.use_column_names(self._theirs):
+        with json_columns.use_column_names(self._new_names):
             raw = self.rows[row]
-        return {ours: raw[key] for ours, key in self._ours(raw).items()} if isinstance(raw, dict) else raw
+        return {new_name: raw[key] for new_name, key in self._kept_keys(raw).items()} if isinstance(raw, dict) else raw
 
     def keys(self) -> set[str]:
-        return {*self._ours(self.rows.keys())}
+        return {*self._kept_keys(self.rows.keys())}
 
-    def _ours(self, keys: Iterable[str]) -> dict[str, str]:
+    def _kept_keys(self, keys: Iterable[str]) -> dict[str, str]:
         """New name -> key in the file, for each key that remains."""
-        gone = {*self._columns, *self._columns.values()}
+        replaced = {*self._columns, *self._columns.values()}
         present_keys = [*keys]
-        renamed = {ours: key for ours, key in self._columns.items() if key in present_keys}
-        return {key: key for key in present_keys if key not in gone} | renamed
+        renamed = {new_name: key for new_name, key in self._columns.items() if key in present_keys}
+        return {key: key for key in present_keys if key not in replaced} | renamed
 
 
 def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log) -> Rows:
@@ -137,8 +137,8 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log)
     default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
     if is_name(dataset.path):
-        opens = stream_hub_dataset if dataset.stream else open_hub_dataset
-        rows = opens(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
+        open_hub_rows = stream_hub_dataset if dataset.stream else open_hub_dataset
+        rows = open_hub_rows(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
     elif is_url(dataset.path):
         limit = None if dataset.fetch_gb is None else int(dataset.fetch_gb * 1e9)
         rows = open_fetched(dataset.path, cache, log, limit)
@@ -146,9 +146,11 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log)
         rows = open_rows(dataset.path, cache, log, dataset.stream)
     if not dataset.columns:
         return rows
-    first = list(_first(rows))
+    first = list(_readable_rows(rows))
     keys = {key for raw in first if isinstance(raw, dict) for key in raw}
-    if missing := [f"{ours}: {theirs}" for ours, theirs in dataset.columns.items() if first and theirs not in keys]:
+    if missing := [
+        f"{new_name}: {old_name}" for new_name, old_name in dataset.columns.items() if first and old_name not in keys
+    ]:
         raise DataError(
             f"{rows.path}: columns names {', '.join(missing)}, which none of its first {len(first)} rows has; they "
             f"have {quote_value(sorted(map(str, keys)))}"
@@ -156,7 +158,7 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log)
     return RenamedRows(rows, dataset.columns)
 
 
-def _first(rows: Rows) -> Iterator[Any]:
+def _readable_rows(rows: Rows) -> Iterator[Any]:
     """The first rows that can be read."""
     for row in range(min(len(rows), DETECTION_ROWS)):
         try:
@@ -198,17 +200,17 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
 
 def preferences(dataset: Dataset, cache: Path | None = None) -> str | None:
     """`pairs` or `labelled`, by the first readable row of a data set; None: neither. Raises `DataError`."""
-    return next(map(row_preference_kind, _first(open_dataset(dataset, cache))), None)
+    return next(map(row_preference_kind, _readable_rows(open_dataset(dataset, cache))), None)
 
 
 def detect_format(rows: Rows, prompts: bool = False, documents: bool = False) -> str:
     """Detect the format from the structure of the first rows; with `prompts` rows may be prompts without answers, with
     `documents` plain text. Raises `DataError` if the rows disagree or have no known structure."""
     evidence: dict[str, int] = {}
-    plain: int | None = None
+    first_plain: int | None = None
     for row in range(min(len(rows), DETECTION_ROWS)):
         try:
-            style = _style_of(drop_nulls(rows[row]), prompts, documents)
+            style = _detect_style(drop_nulls(rows[row]), prompts, documents)
         except BadSample:
             continue  # a broken line, reported when the row is used
         if style == "both":
@@ -217,26 +219,26 @@ def detect_format(rows: Rows, prompts: bool = False, documents: bool = False) ->
                 f"role/content); set `format` for this data set"
             )
         if style == "from/value":
-            plain = row if plain is None else plain
+            first_plain = row if first_plain is None else first_plain
         elif style is not None:
             evidence.setdefault(style, row)
-    if plain is not None and evidence.keys() & {"messages", "text"}:
-        evidence.setdefault("llava", plain)
+    if first_plain is not None and evidence.keys() & {"messages", "text"}:
+        evidence.setdefault("llava", first_plain)
     if len(evidence) > 1:
         rows_named = ", ".join(f"row {row} reads as {name}" for name, row in sorted(evidence.items()))
         raise DataError(f"{rows.path}: the format is ambiguous ({rows_named}); set `format` for this data set")
     if evidence:
         return next(iter(evidence))
-    if plain is not None:
+    if first_plain is not None:
         return "llava"  # text-only rows so far, which llava and sharegpt parse alike
     raise QuotingError(
         f"{rows.path}: no row looks like a conversation (the first is {_keys(rows)}); expected LLaVA "
         "('conversations' with from/value), ShareGPT, 'messages' with role/content, alpaca (instruction, output), or "
-        f"prompt with answer or completion{_plain(rows, documents)}"
+        f"prompt with answer or completion{_plain_text_hint(rows, documents)}"
     )
 
 
-def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
+def _detect_style(raw: Any, prompts: bool, documents: bool) -> str | None:
     """The format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt" and
     "text" if it is one and the phase allows it, None if it is no conversation."""
     # The order of the tests matters: a row may have the keys of several formats.
@@ -252,13 +254,13 @@ def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
     if not keys and "instruction" in raw and "output" in raw:
         return "alpaca"
     turns = [turn for key in keys for turn in raw[key] if isinstance(turn, dict)]
-    spoken = any("from" in turn and "value" in turn for turn in turns)
-    chatted = any("role" in turn and "content" in turn for turn in turns)
-    if spoken and chatted:
+    has_values = any("from" in turn and "value" in turn for turn in turns)
+    has_roles = any("role" in turn and "content" in turn for turn in turns)
+    if has_values and has_roles:
         return "both"
-    if chatted:
+    if has_roles:
         return "messages"
-    if not spoken:
+    if not has_values:
         return "text" if documents and is_document(raw) else None
     if raw.get("images") or "messages" in keys or any(turn.get("from") in SHAREGPT for turn in turns):
         return "sharegpt"
@@ -267,7 +269,7 @@ def _style_of(raw: Any, prompts: bool, documents: bool) -> str | None:
     return "from/value"
 
 
-def _plain(rows: Rows, documents: bool) -> str:
+def _plain_text_hint(rows: Rows, documents: bool) -> str:
     """The part about plain text of the error for rows that are no conversations."""
     if documents:
         return ", or plain text ('text', or 'texts' with 'images')"

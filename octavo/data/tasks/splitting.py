@@ -88,13 +88,13 @@ class SplitRows:
         return row, number - int(self._begins[row])
 
     def __getitem__(self, number: int) -> Conversation:
-        row, nth = self.place(number)
+        row, question_index = self.place(number)
         conversation = self.source[row]
         stops, counted = find_questions(conversation.turns), int(self._begins[row + 1] - self._begins[row])
         if len(stops) != counted:
             raise DataError(f"{self.name}, row {row}: has {len(stops)} question(s), and had {counted} when they were "
                             f"counted; begin a new run without {self.file}")  # fmt: skip
-        return take_turns(conversation, *stops[nth])
+        return take_turns(conversation, *stops[question_index])
 
     @property
     def shards(self) -> Sequence[int] | None:
