@@ -17,9 +17,9 @@ from octavo.base.encryption.key import buffer_key_file
 from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
-from octavo.config.sections.names import Format, RecipeName, one_word
+from octavo.config.sections.names import Format, RecipeName, canonical_name
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import named
+from octavo.config.yaml.problems import describe_value
 
 #: command -> arguments that name what it writes
 TARGETS = {
@@ -44,7 +44,7 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
     # flags that users of other trainers know; each is another name of an override
     group = parser.add_argument_group("FP8 of the whole model (as fp8.recipe=, fp8.format=, fp8.param=true)")
     names = _names(RecipeName)
-    group.add_argument("--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=", ".join(names))
+    group.add_argument("--fp8-recipe", metavar="NAME", type=canonical_name, choices=names, help=", ".join(names))
     group.add_argument("--fp8-format", metavar="NAME", choices=_names(Format), help=", ".join(_names(Format)))
     group.add_argument("--fp8-param-gather", action="store_true", help="keep FP8 weights and gather them in FP8")
 
@@ -202,14 +202,14 @@ def share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 10:
-        raise argparse.ArgumentTypeError(f"expected a share above 0, such as 0.02, found {named(text)}")
+        raise argparse.ArgumentTypeError(f"expected a share above 0, such as 0.02, found {describe_value(text)}")
     return value
 
 
 def _whole(text: str, least: int) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < least:
         bound = "below a billion" if text.isdecimal() and len(text) > 9 else f"of at least {least}"
-        raise argparse.ArgumentTypeError(f"expected a whole number {bound}, found {named(text)}")
+        raise argparse.ArgumentTypeError(f"expected a whole number {bound}, found {describe_value(text)}")
     return int(text)
 
 

@@ -25,8 +25,8 @@ from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
 from octavo.config.sections import names
-from octavo.config.sections.names import one_word
-from octavo.config.sections.video import FRAMES_A_SECOND, frames_a_second
+from octavo.config.sections.names import canonical_name
+from octavo.config.sections.video import FPS_RANGE, parse_fps
 
 PLACE, VIDEO = "<image>", "<video>"  # as rows of training data write them
 FROZEN = (*names.FROZEN, "off")
@@ -86,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _rate(text: str) -> float:
     """An argparse type: frames a second."""
-    if (rate := frames_a_second(text)) is None:
-        raise argparse.ArgumentTypeError(f"expected {FRAMES_A_SECOND}, found {text!r}")
+    if (rate := parse_fps(text)) is None:
+        raise argparse.ArgumentTypeError(f"expected {FPS_RANGE}, found {text!r}")
     return rate
 
 
@@ -106,12 +106,16 @@ def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") ->
     """Add the options of opening a target, which generate and eval share."""
     recipes, kinds = ", ".join(RECIPES), ", ".join(FROZEN)
     parser.add_argument(
-        "--recipe", metavar="NAME", type=one_word, choices=RECIPES, help=f"FP8 recipe of the whole model: {recipes}"
+        "--recipe",
+        metavar="NAME",
+        type=canonical_name,
+        choices=RECIPES,
+        help=f"FP8 recipe of the whole model: {recipes}",
     )
     parser.add_argument("--backend", metavar="NAME", default="auto", help="kernels, e.g. reference (octavo doctor)")
     parser.add_argument("--base", metavar=base, help="for adapters: a base other than the one they name")
     parser.add_argument(
-        "--load-in-fp8", metavar="NAME", type=one_word, choices=FROZEN, help=f"quantize while loading: {kinds}"
+        "--load-in-fp8", metavar="NAME", type=canonical_name, choices=FROZEN, help=f"quantize while loading: {kinds}"
     )
     parser.add_argument(
         "--step", type=arguments.positive, metavar="N", help="for a run: this checkpoint instead of the newest"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # commands import torch only when they need it
     from torch import nn
 from octavo.config import load_config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.yaml.problems import named, nearest
+from octavo.config.yaml.problems import describe_value, nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -399,8 +399,8 @@ def _axes(text: str) -> list[str]:
         name, _, number = pair.partition("=")
         if name not in AXES or not (number.isdecimal() or number == "auto") or len(number) > 6:
             raise argparse.ArgumentTypeError(
-                f"expected axes with their sizes, e.g. replicate=2,shard=8,context=4,expert=8, found {named(pair)}; "
-                f"axes are {', '.join(AXES)}"
+                "expected axes with their sizes, e.g. replicate=2,shard=8,context=4,expert=8, found "
+                f"{describe_value(pair)}; axes are {', '.join(AXES)}"
             )
     return pairs
 
@@ -412,7 +412,8 @@ def _tokens(text: str) -> dict[str, int]:
         name, _, number = (part.strip() for part in pair.partition("="))
         if not name or not number.isdecimal() or len(number) > 12 or name in counts:
             raise argparse.ArgumentTypeError(
-                f"expected each part once with a whole number below 10**12, e.g. foundation=8192, found {named(pair)}"
+                "expected each part once with a whole number below 10**12, e.g. foundation=8192, found "
+                f"{describe_value(pair)}"
             )
         counts[name] = int(number)
     return counts

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from octavo.base import safe_read
 from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import ConfigError, Place, Problem, named, nearest
+from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value, nearest
 from octavo.importers.common.key_outcomes import Kind, Row, Setting
 from octavo.importers.errors import TranslateError
 from octavo.importers.source.keys import Foreign, SourceKey
@@ -235,7 +235,7 @@ class Draft:
     def refuse(self, key: str, why: str) -> NoReturn:
         """Raise TranslateError for a kind of run that is not translated: any substitute would be another run."""
         entry = self.source_keys[key]
-        raise TranslateError(f"{entry.place}: {key}: {named(entry.value)} is not translated: {why}.")
+        raise TranslateError(f"{entry.place}: {key}: {describe_value(entry.value)} is not translated: {why}.")
 
     def wrong(self, key: str, wanted: str, fix: str = "") -> None:
         """Record an invalid value as an error, with its line."""
@@ -344,7 +344,9 @@ class Draft:
 
     def _wrong(self, key: str, wanted: str, fix: str = "") -> Any:
         entry = self.source_keys[key]
-        problem = Problem(entry.place, key, f"{named(entry.value)}, where {wanted} belongs", fix or "correct it there")
+        problem = Problem(
+            entry.place, key, f"{describe_value(entry.value)}, where {wanted} belongs", fix or "correct it there"
+        )
         self.problems[problem] = None
         return None
 

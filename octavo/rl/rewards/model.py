@@ -15,7 +15,7 @@ from octavo import data, fp8
 from octavo.base import accelerator
 from octavo.base.model_families import trained_families
 from octavo.data.encoding.sample import IGNORE, Sample, inputs_of_processor
-from octavo.data.errors import ImageProblem
+from octavo.data.errors import MediaProblem
 from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import load as opened
 from octavo.models import ModelError, describe, encode_conversation, freeze_all, load, load_processor, read_config
@@ -69,7 +69,7 @@ class RewardModel:
 
     def __call__(self, completions: Sequence[str], columns: dict[str, list[Any]]) -> list[float | str]:
         """A number for each completion, or the reason why there is none. Columns: `messages` (turns) or `prompt` (a
-        text), and `images` (files or :class:`octavo.data.rows.image_refs.Picture`, one for each `<image>` in the
+        text), and `images` (files or :class:`octavo.data.rows.image_refs.InlineImage`, one for each `<image>` in the
         turns). A text model refuses rows with images, which it cannot see."""
         values: list[float | str] = []
         for first in range(0, len(completions), self.batch):
@@ -107,7 +107,7 @@ class RewardModel:
             encoded = encode_conversation(
                 self.processor, [*turns, answer], [images[file] for file in files], answered=True
             )
-        except (ModelError, ImageProblem) as cause:
+        except (ModelError, MediaProblem) as cause:
             return str(cause)
         arrays = {key: value.numpy() for key, value in encoded.items()}
         ids, kinds = arrays["input_ids"][0], arrays.get("mm_token_type_ids")

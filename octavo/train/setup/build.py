@@ -31,7 +31,7 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
 from octavo.data.loaders.eval_set import EvalSet
-from octavo.data.loaders.rows_from_config import prepare
+from octavo.data.loaders.rows_from_config import prepare_datasets
 from octavo.fp8.planning import Schedule
 from octavo.models.folder.folder import check_companions
 from octavo.train.forward import attention_kernel, routing
@@ -80,7 +80,7 @@ def build(
     seed_everything(cfg.run.seed + world.rank)
     processor = _processor(cfg, world, start)
     settings = data_settings(cfg)
-    prepare(settings, processor, log)
+    prepare_datasets(settings, processor, log)
     planned = _plan(cfg, world, start, settings, processor, log, describe_plan)
     data = _data(settings, processor, world, start, phase)
     built = _model(cfg, world, context, data, planned, log)
