@@ -375,7 +375,7 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
 
     tokens = count()
     rank_tokens = tokens.shared(cfg.parallel.context)
-    with terminal.progress("measuring", bytes=False, elsewhere=_note_measured) as progress:
+    with terminal.progress("measuring", bytes=False, fallback=_note_measured) as progress:
         measurements = planning.measured(
             cfg, model, family, accelerator.default_device(), rank_tokens, progress, args.cache
         )
