@@ -12,10 +12,10 @@ Kind = Literal["translated", "default", "none", "dead", "unknown"]
 #: kind -> the heading of its part of a report
 HEADINGS: dict[Kind, str] = {
     "translated": "Translated",
-    "default": "As Octavo does anyway",
-    "none": "Without equivalent here",
-    "dead": "Did nothing there",
-    "unknown": "Not known there",
+    "default": "Already the default",
+    "none": "No equivalent",
+    "dead": "Had no effect",
+    "unknown": "Unknown keys",
 }
 
 
@@ -31,7 +31,7 @@ class Row:
     kind: Kind
     why: str = ""
     targets: tuple[tuple[str, Any], ...] = ()
-    apart: bool = False
+    affects_training: bool = True
 
     def extend(self, why: str, target: tuple[str, Any] | None = None) -> None:
         """Add a second reason or target of the same key."""
