@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.adapters.errors import AdapterError
 from octavo.fp8 import moe
-from octavo.fp8.dense import Source, source_of
+from octavo.fp8.dense import Source, get_source
 from octavo.fp8.kernels import Groups
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _adapted_class() -> type[nn.Module]:
 def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
     """s B_e A_e x for every expert's rows x [R, K], summed over active adapters -> [R, N]; padding rows are
     undefined."""
-    source = source_of(x)
+    source = get_source(x)
     parts = [
         _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, source)
         for adapter in _active(wrapper)

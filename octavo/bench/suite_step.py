@@ -213,7 +213,7 @@ class Budget:
     def _mark(self, part: str) -> None:
         """Mark that ``part`` runs from here on."""
         if self._has_events:
-            moment: Any = accelerator.event(self.device, timing=True)
+            moment: Any = accelerator.new_event(self.device, timing=True)
             moment.record(accelerator.current_stream(self.device))
         else:
             moment = time.perf_counter()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from octavo.base import encryption, environment, hub, target_folder
-from octavo.base.encryption.key import keep_source
+from octavo.base.encryption.key import buffer_key_file
 from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
@@ -100,7 +100,7 @@ def require_files(cfg: Config, file: str | None) -> Config:
     """The configuration with local folders for names on the hub. Raises UsageError that lists every missing file and
     every missing package of a tracker."""
     cfg, lost = resolve_files(cfg, file)
-    if (why := environment.missing_trackers(cfg.run.trackers)) is not None:
+    if (why := environment.why_no_trackers(cfg.run.trackers)) is not None:
         lost.append(why)
     if lost:
         raise UsageError("\n".join(lost))
@@ -177,7 +177,7 @@ def use_key(args: argparse.Namespace) -> None:
         os.environ.pop(encryption.VALUE, None)
         os.environ[encryption.FILE] = os.path.abspath(args.key_file)
     if hasattr(args, "key_file") and os.environ.get(encryption.FILE):
-        keep_source()
+        buffer_key_file()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -241,7 +241,7 @@ def _of_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
         return [], None
     from octavo import rl
 
-    return rl.sentences(cfg, ranks), rl.reference_of(cfg)
+    return rl.describe_step(cfg, ranks), rl.reference_kind(cfg)
 
 
 _HINT = (
@@ -340,7 +340,7 @@ def _attention(cfg: Any, model: Any) -> Any:
     from octavo.train.forward import attention_kernel
 
     return attention_kernel.choices(
-        cfg, attention_kernel.heads_of(model.config, cfg.train.seq_length), accelerator.here()
+        cfg, attention_kernel.heads_of(model.config, cfg.train.seq_length), accelerator.default_device()
     )
 
 
@@ -362,7 +362,7 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
 def _need_a_gpu() -> None:
     from octavo.base import accelerator
 
-    if not accelerator.is_gpu(accelerator.here()):
+    if not accelerator.is_gpu(accelerator.default_device()):
         raise arguments.UsageError(
             "--measure needs a GPU: on a CPU FP8 is emulated, and its times say nothing about where it pays. Measure "
             "on the machine that will train; without --measure, recipe auto uses the table in docs/plan.md"
@@ -376,7 +376,9 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
     tokens = count()
     rank_tokens = tokens.shared(cfg.parallel.context)
     with terminal.progress("measuring", bytes=False, elsewhere=_note_measured) as progress:
-        measurements = planning.measured(cfg, model, family, accelerator.here(), rank_tokens, progress, args.cache)
+        measurements = planning.measured(
+            cfg, model, family, accelerator.default_device(), rank_tokens, progress, args.cache
+        )
     return tokens, measurements
 
 

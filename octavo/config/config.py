@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
-from octavo.base.recipe_specs import USUAL
+from octavo.base.recipe_specs import DEFAULT_RECIPE
 from octavo.config.rules.general import check
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.model import for_foundation
@@ -50,7 +50,7 @@ def with_recipes(data: Any) -> Any:
     added = dict(fp8)
     if "recipe" not in fp8 and named:
         added["recipe"] = "off"
-        wanted = {**dict.fromkeys(named, USUAL), **wanted}
+        wanted = {**dict.fromkeys(named, DEFAULT_RECIPE), **wanted}
     elif "foundation" in wanted and parts["foundation"].get("recipe") is None:
         added.setdefault("recipe", wanted.pop("foundation"))
     for name, recipe in wanted.items():
@@ -61,7 +61,7 @@ def with_recipes(data: Any) -> Any:
 
 def of_whole_model(data: dict[str, Any]) -> Any:
     """The recipe of the whole model if FP8 is requested without a recipe."""
-    return _implied(data).get("foundation", USUAL)
+    return _implied(data).get("foundation", DEFAULT_RECIPE)
 
 
 def _implied(data: dict[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from octavo.base.recipe_specs import USUAL, listed
+from octavo.base.recipe_specs import DEFAULT_RECIPE, join_words
 from octavo.config.config import Config
 from octavo.config.sections.model import AttentionSection, Kernel
 from octavo.config.sections.names import FROZEN, RECIPES
@@ -129,8 +129,8 @@ def _short_form(path: Path, value: str) -> str:
     close, kind = nearest(value, ("none", "selective", "full")), nearest(value, FROZEN)
     return {
         "foundation": (f"did you mean {kind}? " if kind else "")
-        + f"use {listed(FROZEN, 'or')}, or a mapping such as {{foundation: {USUAL}}}",
-        "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else USUAL}}}",
+        + f"use {join_words(FROZEN, 'or')}, or a mapping such as {{foundation: {DEFAULT_RECIPE}}}",
+        "recipe": f"write {{recipe: {value if value in (*RECIPES, 'auto') else DEFAULT_RECIPE}}}",
         "path": f"write {{path: {value}}}",
         "every": "use true, false, or a mapping such as {every: 25}",
         "match": f'write {{match: "{value}", recipe: off}}',

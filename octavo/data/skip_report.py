@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from octavo.base import encryption
-from octavo.base.safe_read import kind_of
+from octavo.base.safe_read import describe_file_type
 from octavo.data.errors import DataError
 
 # Actions of rows that are noted and trained on unchanged:
@@ -65,7 +65,7 @@ class SkipReport:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and (what := kind_of(self.path)):
+        if self.path.exists() and (what := describe_file_type(self.path)):
             raise DataError(f"{self.path} is {what}, and rows that are left out are listed in it; remove it")
         with self.path.open("ab+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -73,7 +73,7 @@ class SkipReport:
             if key not in self._listed:
                 # A file name may have bytes that are not UTF-8; they are escaped as JSON does ("\\udcff").
                 line = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-                file.write(encryption.encrypted_line(line) if self._encrypted else line)
+                file.write(encryption.encrypt_line(line) if self._encrypted else line)
                 file.flush()
 
     def _catch_up(self, file: BinaryIO) -> None:
@@ -85,7 +85,7 @@ class SkipReport:
         self._read += len(text)
         for line in text.splitlines():
             try:
-                record = json.loads(encryption.decrypted_line(line, self.path) if self._encrypted else line)
+                record = json.loads(encryption.decrypt_line(line, self.path) if self._encrypted else line)
                 self._listed.add(_key(record))
             except (ValueError, KeyError, TypeError, RecursionError, encryption.Damaged):
                 continue

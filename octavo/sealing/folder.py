@@ -23,7 +23,7 @@ from octavo.base import atomic_write
 from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
-from octavo.checkpoint.hf_folder import LARGEST, plan_parts
+from octavo.checkpoint.hf_folder import MAX_FILE_BYTES, plan_parts
 from octavo.models.folder.folder import companions, copy_companions, one_folder, read_companion, read_json
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
@@ -79,7 +79,7 @@ def seal_model(
     axes = structure(stock.model)
     orders = axes.draw(key)
     difference = check(source, key, largest)
-    with atomic_write.folder(target, SealError) as folder:
+    with atomic_write.new_folder(target, SealError) as folder:
         tensors, size = _weights(source, folder, stock, axes, orders, permute.sealed, progress)
         _write_configs(source, folder, orders, back=False)
         write_tokenizer(source, folder, orders["vocab"])
@@ -117,7 +117,7 @@ def unseal_model(
     stock = Matrices(models.empty(source))
     axes = structure(stock.model)
     orders = axes.draw(key)
-    with atomic_write.folder(target, SealError) as folder:
+    with atomic_write.new_folder(target, SealError) as folder:
         tensors, size = _weights(source, folder, stock, axes, orders, permute.plain, progress)
         if like is not None:
             copy_companions(Path(like), folder)
@@ -162,7 +162,7 @@ def _weights(
     group_of = {name: part.parameters for part in parts for name in part.parameters}
     waiting: dict[str, Tensor] = {}
     done = 0
-    with Shards(folder, tensors, LARGEST) as shards:
+    with Shards(folder, tensors, MAX_FILE_BYTES) as shards:
         for name, value in models.stream(source):
             pieces: Iterable[tuple[str, Tensor]] = ()
             if not isinstance(value, Tensor):

@@ -57,7 +57,7 @@ def written(folder: Path, kind: str) -> Path:
 def encrypted(path: Path) -> Path:
     target = path.parent / "encrypted" / path.name
     target.parent.mkdir(exist_ok=True)
-    target.write_bytes(encryption.encrypted(path.read_bytes(), 4096))
+    target.write_bytes(encryption.encrypt(path.read_bytes(), 4096))
     return target
 
 
@@ -97,7 +97,7 @@ def test_damage_and_a_missing_key_end_the_run_by_name(tmp_path, monkeypatch, kin
 
 def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_path):
     path = tmp_path / "a.png"
-    path.write_bytes(encryption.encrypted(image("red")))
+    path.write_bytes(encryption.encrypt(image("red")))
     assert load(path).getpixel((0, 0)) == (255, 0, 0)
     raw = bytearray(path.read_bytes())
     raw[-20] ^= 1

@@ -69,5 +69,5 @@ def test_every_format_has_endings_of_its_own_and_no_repository_is_called_so():
     endings = registry.endings()
     assert len({*endings}) == len(endings) and {*endings} == {*suffixes.ROWS}
     assert registry.endings(stays=True) == suffixes.TAR
-    assert not any(is_name(f"folder/rows{end}") for end in suffixes.NAMED) and is_name("folder/rows.en")
+    assert not any(is_name(f"folder/rows{end}") for end in suffixes.ALL_FILES) and is_name("folder/rows.en")
     assert registry.format_of("x").suffixes == registry.format_of("x.JSON").suffixes

@@ -54,7 +54,7 @@ def test_what_a_script_leaves_open_stands_in_the_file_as_to_be_filled_in(tmp_pat
     (line,) = [line for line in made.content.split("\n") if "micro_batch:" in line]
     assert "TODO" in line and "the framework's default" not in line
     for key in ("output_dir", "seed"):  # nothing that --set could name
-        assert row(made, key).kind == "none" and "write the value there" in row(made, key).why
+        assert row(made, key).kind == "none" and "write the value into the script" in row(made, key).why
     given = script(tmp_path, RUN.format(flags=flags), variables={"SLURM_NODES": "4"})
     assert load_config_text(given.content, base=tmp_path).train.micro_batch == 16
 

@@ -191,7 +191,7 @@ def before_metrics_of_encrypted(folder: Path) -> None:
         found = run(stepper, *given)
         if stepper.number == STEP:
             with (Path(stepper.cfg.run.dir) / f"{COMPLETIONS}.aes").open("ab") as file:
-                file.write(encryption.encrypted_line(b'{"step": 3, "comp')[:60])
+                file.write(encryption.encrypt_line(b'{"step": 3, "comp')[:60])
             die()
         return found
 
@@ -207,7 +207,7 @@ def test_an_encrypted_run_that_was_killed_goes_on_as_if_nothing_had_been(reinfor
     assert rl.run(override(cfg, ["run.resume=auto"])).status == "finished"
     lines = [
         [
-            encryption.decrypted_line(line, "")
+            encryption.decrypt_line(line, "")
             for line in (Path(c.run.dir) / f"{COMPLETIONS}.aes").read_bytes().splitlines()
         ]
         for c in (cfg, whole)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from octavo.checkpoint.stock_model import Linear, Stock
+from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.findings import LOADERS, Findings
 from octavo.checkpoint.verify.headers import Held
 from octavo.models.folder.quantization import Quantization, by_parts, by_pattern, by_target, exact
@@ -39,7 +39,9 @@ def skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ..
     return any(rule(name, q.skipped) for name in names)
 
 
-def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed: bool, findings: Findings) -> None:
+def check_skips(
+    known: Mapping[str, Held], stock: StockModel, q: Quantization, listed: bool, findings: Findings
+) -> None:
     """Check each layer by each loader's rule, and report entries of the list that match nothing.
 
     listed   whether config.json has a skip list
@@ -70,7 +72,7 @@ def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed
     _check_entries(stock, q, key, findings)
 
 
-def _layers(known: Mapping[str, Held], stock: Stock) -> Iterable[tuple[str, Linear]]:
+def _layers(known: Mapping[str, Held], stock: StockModel) -> Iterable[tuple[str, Linear]]:
     """Yield the layers of the model: experts one by one if they are stored so, else the stack as one layer."""
     single = {one for name, ones in stock.stacked.items() if name in known for one in ones}
     for name, layer in stock.linears.items():
@@ -94,7 +96,7 @@ def _culprit(layer: Linear, q: Quantization) -> str:
     return ""
 
 
-def _check_entries(stock: Stock, q: Quantization, key: str, findings: Findings) -> None:
+def _check_entries(stock: StockModel, q: Quantization, key: str, findings: Findings) -> None:
     classes = {cls.__name__ for module in stock.model.modules() for cls in type(module).__mro__}
     for entry in q.skipped:
         known = {entry, f"model.{entry}", entry.removesuffix(".weight")}

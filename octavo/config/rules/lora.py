@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.base.recipe_specs import FITTING
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config.rules.findings import Finding, finding, glob_problem
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.fp8 import PARTS
@@ -31,10 +31,10 @@ def _loaded(config: Sections) -> Iterator[Finding]:
             yield finding(where, reason, fix, "lora", "model.freeze")
         if fp8.plan is not None:  # the plan names the recipes; it is compared with the codes when it is loaded
             continue
-        recipe, fitting = fp8.recipe_of(name), FITTING[kind]
+        recipe, fitting = fp8.recipe_of(name), RECIPES_OF_KIND[kind]
         part = getattr(fp8, name)
         if recipe not in (*fitting, "off"):
-            other = next((recipes[0] for recipes in FITTING.values() if recipe in recipes), None)
+            other = next((recipes[0] for recipes in RECIPES_OF_KIND.values() if recipe in recipes), None)
             reason = (
                 "auto chooses a recipe, and codes fit only some"
                 if recipe == "auto"

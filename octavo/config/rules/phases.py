@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.base.recipe_specs import BY_ROW, SPECS, listed
+from octavo.base.recipe_specs import PER_TOKEN, SPECS, join_words
 from octavo.config.rules.findings import Finding, finding
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.names import Section
@@ -115,7 +115,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
         yield finding("rl.stale", reason, "use `stale: 0`, or remove invariant", "rl.invariant")
     if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].spans_rows:
         reason = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
-        yield finding("fp8.recipe", reason, f"use {listed(BY_ROW, 'or')}, or remove invariant", "rl.invariant")
+        yield finding("fp8.recipe", reason, f"use {join_words(PER_TOKEN, 'or')}, or remove invariant", "rl.invariant")
     if rl.reference == "disk":
         reason = "completions are new in every step, so the reference cannot be computed before the first"
         yield finding("rl.reference", reason, "use copy, or base with adapters (lora)", "train.phase")

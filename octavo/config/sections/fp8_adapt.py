@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from octavo.base.recipe_specs import CURRENT, LADDER
+from octavo.base.recipe_specs import COARSE_TO_FINE, CURRENT_SCALING
 from octavo.config.sections.names import FROM_LIST, Section, one_of, one_word
 
 if TYPE_CHECKING:
     _Name = str
 else:
-    _Name = one_of(*CURRENT)
+    _Name = one_of(*CURRENT_SCALING)
 _Rung = Annotated[_Name, BeforeValidator(one_word)]
 
 
@@ -29,7 +29,7 @@ class AdaptSection(Section):
     recipes: Annotated[tuple[_Rung, ...] | None, FROM_LIST] = Field(
         default=None,
         description="Recipes to try, in this order, between the plan's recipe and high precision; [] for none. Absent: "
-        f"the recipes with smaller blocks, which come after it in {', '.join(LADDER)}.",
+        f"the recipes with smaller blocks, which come after it in {', '.join(COARSE_TO_FINE)}.",
     )
     sqnr_e4m3: float = Field(default=25.0, ge=0, le=60, description="Least SQNR of operands in E4M3, in dB.")
     sqnr_e5m2: float = Field(default=20.0, ge=0, le=60, description="Least SQNR of operands in E5M2, in dB.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from octavo.base.recipe_specs import CURRENT, FORMATS, NAME_OF_KIND, NAMES, SPECS
+from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, NAME_OF_KIND, NAMES, SPECS
 
 
 def one_of(*words: str) -> Any:
@@ -43,7 +43,7 @@ else:
     Format = one_of(*FORMATS)
     RecipeName = one_of(*RECIPES, "auto")
     CandidateName = one_of(*NAMES)
-    HeadName = one_of("off", *CURRENT)
+    HeadName = one_of("off", *CURRENT_SCALING)
     FrozenName = one_of(*FROZEN)
 Gemm = Literal["fp8", "bf16"]
 

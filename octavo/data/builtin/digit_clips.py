@@ -79,7 +79,7 @@ def write(
     if not target_folder.is_free(directory):
         check_existing(directory, settings, "videos", "mp4", ("",))
         return paths
-    with atomic_write.folder(directory, DataError, replace=False) as new_folder:
+    with atomic_write.new_folder(directory, DataError, replace=False) as new_folder:
         _write(new_folder, settings, console)
         atomic_write.sync_tree(new_folder)
     return paths

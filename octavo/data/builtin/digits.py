@@ -100,7 +100,7 @@ def write(
         kinds = ("", "_text", "_captions", "_prompts")
         check_existing(directory, settings, "images", "png", kinds)
         return paths
-    with atomic_write.folder(directory, DataError, replace=False) as new_folder:
+    with atomic_write.new_folder(directory, DataError, replace=False) as new_folder:
         _write(new_folder, settings, console)
         atomic_write.sync_tree(new_folder)
     return paths

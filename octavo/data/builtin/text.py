@@ -69,7 +69,7 @@ def write(directory: str | Path) -> TextSet:
     if not target_folder.is_free(directory):
         rows = _check_existing(directory, settings)
     else:
-        with atomic_write.folder(directory, DataError, replace=False) as new_folder:
+        with atomic_write.new_folder(directory, DataError, replace=False) as new_folder:
             rows = _write(new_folder, settings)
             atomic_write.sync_tree(new_folder)
     return TextSet(directory, directory / "train.jsonl", directory / "test.jsonl", rows)

@@ -45,7 +45,7 @@ def worker_count(cfg: Config) -> int:
     :data:`WORKERS`, or fewer if the machine has fewer cores for each of its ranks, and 0 on a CPU."""
     if cfg.data.workers is not None:
         return cfg.data.workers
-    if not accelerator.count():
+    if not accelerator.device_count():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(0, min(WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from octavo.base import atomic_write
-from octavo.base.safe_read import COUNT, TEXT, check_form, first_line, parse_json
+from octavo.base.safe_read import COUNT, TEXT, check_schema, first_line, parse_json
 from octavo.data.errors import DataError
 from octavo.data.formats import registry
 from octavo.data.storage import cache
@@ -125,7 +125,7 @@ def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
                     f"{url} cannot be had ({_why(cause)}); check the URL and who may read it, or copy it here and name "
                     "the folder"
                 ) from cause
-            if atomic_write.no_room(Path(), cause):
+            if atomic_write.why_no_space(Path(), cause):
                 raise
             why = _why(cause)
             report(f"{url}: try {tries} of {TRIES} failed ({why})")
@@ -277,7 +277,7 @@ def _with_row_counts(files: Sequence[Remote], url: str, index: bytes) -> list[Re
     """Files with the row counts in WebDataset's index. Raises `DataError` if it lists other files."""
     where = f"{url}/{cache.INDEX}"
     content = parse_json(index.decode("utf-8", "replace"), where, DataError)
-    check_form(content, _SHARDS, where, DataError)
+    check_schema(content, _SHARDS, where, DataError)
     rows = {entry["url"].rpartition("/")[2]: entry["nsamples"] for entry in content["shardlist"]}
     by_name = {remote.url.rpartition("/")[2]: remote for remote in files}
     if apart := sorted({*rows} ^ {*by_name}):

@@ -30,7 +30,7 @@ from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.measuring.cases import _PRECISION, HIGH, Case, Entry, Measured, MeasureError, candidates
 from octavo.fp8.measuring.timing import Timed, time_calls
-from octavo.fp8.metrics import SOUND
+from octavo.fp8.metrics import SOUND_DIFF
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.weights.cache import invalidate
 
@@ -98,7 +98,7 @@ class _Bench:
     def __init__(self, case: Case, device: torch.device, experts: nn.Module | None) -> None:
         self.case, self.device = case, device
         dtype = {v: k for k, v in _PRECISION.items()}.get(case.weights, torch.float32)
-        self.low = accelerator.low_precision(device) or torch.float32
+        self.low = accelerator.autocast_dtype(device) or torch.float32
         if case.kind == "experts":
             if experts is None:
                 raise MeasureError(f"{case} needs its module of experts.")
@@ -147,7 +147,7 @@ class _Bench:
         return run
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return accelerator.autocast(self.device, accelerator.low_precision(self.device))
+        return accelerator.autocast(self.device, accelerator.autocast_dtype(self.device))
 
 
 def _over(stock: nn.Module, site: Site) -> Linear:
@@ -188,8 +188,8 @@ def _unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str | None:
         if not bool(a.isfinite().all()):
             return f"{what} is not finite"
         far = _far(a.detach(), b.detach())
-        if not far < SOUND:
-            return f"{what} is far from high precision: calc_diff {far:.2g}, sound is below {SOUND}"
+        if not far < SOUND_DIFF:
+            return f"{what} is far from high precision: calc_diff {far:.2g}, sound is below {SOUND_DIFF}"
     return None
 
 

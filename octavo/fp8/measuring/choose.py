@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from octavo.base.recipe_specs import CANDIDATES, RANKED, SPECS, USUAL, fastest_on
+from octavo.base.recipe_specs import CANDIDATES, DEFAULT_RECIPE, RANKED, SPECS, fastest_on
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.cases import Entry, Measured
 
@@ -86,7 +86,7 @@ def by_table(
     """(recipe or None, reason) from the table in this module's docstring; ``shape`` is (N, K), ``sm`` None on a CPU."""
     n, k = shape
     if sm is None:
-        preferred = USUAL
+        preferred = DEFAULT_RECIPE
     elif sm < (8, 9):
         return None, f"auto, not measured: no FP8 in hardware at compute capability {sm[0]}.{sm[1]}"
     else:

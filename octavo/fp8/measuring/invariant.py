@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import nn
 
-from octavo.base.recipe_specs import BY_ROW, listed
+from octavo.base.recipe_specs import PER_TOKEN, join_words
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
@@ -27,7 +27,7 @@ from octavo.fp8.moe.experts import Experts
 _OWN = ("flash_attention", "flex_attention", "paged", "eager", "kernels-community")
 """Prefixes of the names of transformers' attention implementations that are not torch's ``sdpa``."""
 
-_BY_ROW = listed(BY_ROW, "or")
+_BY_ROW = join_words(PER_TOKEN, "or")
 
 
 def batch_invariant(model: nn.Module) -> AbstractContextManager[object]:

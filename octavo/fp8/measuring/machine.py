@@ -37,7 +37,7 @@ class Machine:
             return cls(CPU, torch=torch.__version__, backends=versions)
         properties = accelerator.properties(device)
         where = (properties["name"], properties.get("capability"), _driver() if accelerator.is_gpu(device) else None)
-        return cls(*where, torch.__version__, accelerator.toolkit(), versions)
+        return cls(*where, torch.__version__, accelerator.cuda_version(), versions)
 
     @property
     def emulated(self) -> bool:

@@ -52,10 +52,10 @@ class StreamCopies:
     """Copies on a stream of their own, from and to memory that is pinned where the device has that."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.stream = device, accelerator.stream(device)
+        self.device, self.stream = device, accelerator.new_stream(device)
 
     def out(self, here: Tensor) -> tuple[Tensor, torch.Event]:
-        on_host = accelerator.pinned(here.shape, here.dtype, self.device)
+        on_host = accelerator.empty_pinned(here.shape, here.dtype, self.device)
         return on_host, self._copy(on_host, here)
 
     def back(self, on_host: Tensor) -> tuple[Tensor, torch.Event]:

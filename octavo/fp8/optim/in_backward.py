@@ -125,7 +125,7 @@ class UpdateInBackward:
         factor = clip_factor(norm, clip, undo)
         if before and self._model is not None:  # the same scales again, and one entry a step
             delayed.load_scaling_state(self._model, before)
-        with self._pass(lambda p: self.optimizer.update([p], factor)), recorder.muted():
+        with self._pass(lambda p: self.optimizer.update([p], factor)), recorder.mute_reports():
             backward(False)
         self._finish()
         return Updated(norm, True)
@@ -230,9 +230,9 @@ class _Watch:
 
     def add(self, norm: Tensor) -> None:
         if accelerator.why_no_streams(norm.device) is None:
-            here = accelerator.pinned((), norm.dtype, norm.device)
+            here = accelerator.empty_pinned((), norm.dtype, norm.device)
             here.copy_(norm, non_blocking=True)
-            event = accelerator.event(norm.device)
+            event = accelerator.new_event(norm.device)
             event.record(accelerator.current_stream(norm.device))
             self._under_way.append((here, event))
         else:

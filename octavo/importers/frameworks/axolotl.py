@@ -6,7 +6,7 @@ import math
 import re
 
 from octavo.base.hub import is_name
-from octavo.base.recipe_specs import named_in
+from octavo.base.recipe_specs import names_in_library
 from octavo.importers.common import model_and_data, steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
 from octavo.importers.frameworks import hf_trainer
@@ -502,7 +502,7 @@ def _translate_fp8(draft: Draft, lora: bool) -> None:
         draft.mark_ignored(gather, "fp8_config.recipe", why="fp8 is off, and this key alone has no effect")
         model_and_data.disable_fp8_if_unset(draft)
         return
-    recipe = choice(draft, "fp8_config.recipe", named_in("torchao")) or "tensorwise"
+    recipe = choice(draft, "fp8_config.recipe", names_in_library("torchao")) or "tensorwise"
     draft.set("fp8.recipe", recipe, "fp8", "fp8_config.recipe", why="torchao; one scale per tensor by default")
     if draft.text("fp8_config.recipe") == "rowwise_with_gw_hp":
         draft.set("fp8.wgrad", "bf16", "fp8_config.recipe")

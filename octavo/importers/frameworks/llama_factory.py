@@ -342,7 +342,7 @@ def _add_dataset_entry(draft: Draft, of: str, number: int, name: str, key: str, 
         return model_and_data.add_dataset(
             draft, of, number, f"{where}/{name}.json", key, "dataset_dir", hub=False, why=why
         )
-    safe_read.check_form(entry, _ENTRY, f"{where}/dataset_info.json: {name}", TranslateError)
+    safe_read.check_schema(entry, _ENTRY, f"{where}/dataset_info.json: {name}", TranslateError)
     if entry.get("file_name"):
         at = model_and_data.add_dataset(
             draft, of, number, str(Path(where) / entry["file_name"]), key, "dataset_dir", hub=False, why=name

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from octavo.base.recipe_specs import named_in
+from octavo.base.recipe_specs import names_in_library
 from octavo.importers.common import steps_and_schedule
 from octavo.importers.common.draft import Draft, choice
 from octavo.importers.common.prefixed_keys import PrefixedDraft
 
-RECIPES = named_in("Megatron")
+RECIPES = names_in_library("Megatron")
 _STATES = {"fp32": "fp32", "bf16": "bf16", "fp8": "fp8", "fp16": None}
 
 #: the effect of these flags on loading in Megatron

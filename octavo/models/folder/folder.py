@@ -70,8 +70,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 #: tables of rotary embeddings: only in them must `factor` be above zero
 _ROPE = ("rope_scaling", "rope_parameters")
 _MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers; transformers writes infinity
-_WHOLE = safe_read.Is(lambda value: type(value) is int, "a whole number")
-_POSITIVE = safe_read.Is(lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1")
+_WHOLE = safe_read.ValueCheck(lambda value: type(value) is int, "a whole number")
+_POSITIVE = safe_read.ValueCheck(
+    lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1"
+)
 #: fields of generation_config.json that transformers checks only when it generates
 _GENERATION = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "max_new_tokens", "max_length"), _POSITIVE),
@@ -236,7 +238,7 @@ def check_generation_config(folder: Path) -> None:
                 raise ModelError(f"{file}: {key} is {named!r:.80}; it is the number of a token, or a list of numbers.")
             if type(rows) is int and one >= rows:
                 raise ModelError(f"{file}: {key} names token {one}, and the vocabulary of config.json ends at {rows}.")
-    safe_read.check_form(settings, _GENERATION, file, ModelError)
+    safe_read.check_schema(settings, _GENERATION, file, ModelError)
     with stock(f"{file} cannot be used"):
         GenerationConfig.from_dict(settings).validate()
 
@@ -333,7 +335,7 @@ def check_companions(folder: Path, copied: bool = False) -> None:
     files.
 
     copied: the files will be copied, so links out of the folder are refused too: they might publish other files. The
-    blobs of a hub's cache count as inside (`safe_read.outside`).
+    blobs of a hub's cache count as inside (`safe_read.link_target_outside`).
     """
     for file in companions(folder):
         if copied:
@@ -344,7 +346,7 @@ def check_companions(folder: Path, copied: bool = False) -> None:
 
 def refuse_outside(file: Path, folder: Path) -> None:
     """Raise ModelError for a file that is a link out of the folder and would be copied."""
-    if (target := safe_read.outside(file, folder)) is not None:
+    if (target := safe_read.link_target_outside(file, folder)) is not None:
         raise ModelError(
             f"{safe_read.printable(file)} is a link out of its folder, to {safe_read.printable(target)}, and no other "
             "folder's file is copied. Replace the link by the file, if it should be copied."
@@ -369,7 +371,7 @@ def copy_companions(source: Path, target: Path, encrypted: encryption.Folder | N
         copied = target / file.relative_to(source)
         copied.parent.mkdir(exist_ok=True)
         raw = read_companion(file)
-        encryption.put(copied, raw, encrypted)
+        encryption.write_file(copied, raw, encrypted)
 
 
 def write_config(
@@ -399,7 +401,7 @@ def write_config(
         config["dtype"] = name
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
-    encryption.put(target / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
+    encryption.write_file(target / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
 
 
 def summary(error: BaseException) -> str:

@@ -145,7 +145,7 @@ def state_end(source: Path, written: Path, encrypted: encryption.Folder | None =
         raw = read_json(_home(source) / "config.json")
         settings = {key: raw[key] for key in _FROM_CONFIG if raw.get(key) is not None}
     settings["eos_token_id"] = ends_with(source, learned)
-    encryption.put(file, (json.dumps(settings, indent=2) + "\n").encode(), encrypted)
+    encryption.write_file(file, (json.dumps(settings, indent=2) + "\n").encode(), encrypted)
     return learned
 
 

@@ -50,7 +50,7 @@ def write(
     if target.exists() and not target.is_dir():
         raise ModelError(f"{target} is a file; name a directory that is new, empty, or written by this command.")
     if target_folder.is_free(target):
-        with atomic_write.folder(target, ModelError, replace=False) as folder:
+        with atomic_write.new_folder(target, ModelError, replace=False) as folder:
             _write_all(family, folder, seed, size, texts)  # no fsync: the checkpoint can be written again from its seed
     else:
         with tempfile.TemporaryDirectory(prefix="octavo-") as scratch:

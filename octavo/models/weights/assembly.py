@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from octavo import fp8
 from octavo.base import accelerator
-from octavo.base.recipe_specs import NAME_OF_KIND, kind_of_word
+from octavo.base.recipe_specs import NAME_OF_KIND, parse_kind
 from octavo.fp8.policy import Row
 from octavo.fp8.weights import FROZEN
 from octavo.models.errors import ModelError
@@ -45,7 +45,7 @@ def requested_kinds(load_in_fp8: str | bool | Mapping[str, str | None] | None) -
     if load_in_fp8 is not None and not isinstance(load_in_fp8, str | Mapping):
         raise ModelError(f"load_in_fp8={load_in_fp8!r}: give {names}, or one of them for each component.")
     stated = {"foundation": load_in_fp8} if isinstance(load_in_fp8, str) else dict(load_in_fp8 or {})
-    kinds = {component: kind_of_word(str(kind)) for component, kind in stated.items() if kind is not None}
+    kinds = {component: parse_kind(str(kind)) for component, kind in stated.items() if kind is not None}
     for component, kind in kinds.items():
         if component not in WITHOUT_HEAD:
             raise ModelError(f"load_in_fp8 names {component!r}; the components are {', '.join(WITHOUT_HEAD)}.")
@@ -81,7 +81,7 @@ def prepare(
     dtype: torch.dtype,
     device: torch.device,
     keep_fp8: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Prepared:
     """The model of a folder, before its weights; arguments as for `octavo.models.load`. Raises ModelError for all
     errors that headers show."""
@@ -90,11 +90,11 @@ def prepare(
     paired, mapping, weights = map_tensors(folder, model, shards, quantization, keep_fp8)
     kinds = _kinds(folder, weights, mapping, wanted, quantization, keep_fp8)
     for note in paired.notes:
-        say(note)
+        log(note)
     for taken, other in mapping.twice:
-        say(f"{folder} offers one parameter twice: took {taken}, {taken.dtype}, not {other}, {other.dtype}")
+        log(f"{folder} offers one parameter twice: took {taken}, {taken.dtype}, not {other}, {other.dtype}")
     if wanted and not keep_fp8 and quantization is not None:
-        say("keep_fp8=False: codes on disk are dequantized, and the layers of load_in_fp8 are quantized again")
+        log("keep_fp8=False: codes on disk are dequantized, and the layers of load_in_fp8 are quantized again")
     dtypes = dtypes_of(model, dtype)
     return Prepared(
         model, mapping, Stream(shards, model, paired.scales, quantization, kinds, dtypes, device, keep_fp8=keep_fp8)
@@ -102,13 +102,13 @@ def prepare(
 
 
 def assemble(
-    folder: Path, prepared: Prepared, device: torch.device, say: Callable[[str], None],
+    folder: Path, prepared: Prepared, device: torch.device, log: Callable[[str], None],
     progress: Callable[[int, int], None] | None,
 ) -> PreTrainedModel:  # fmt: skip
     """The model with its weights, read as a stream. Raises ModelError for errors that only values show."""
     _fill(prepared.stream, prepared.sources.origins, progress)
     for note in prepared.stream.notes:
-        say(note)
+        log(note)
     model = finish(prepared.model, folder, prepared.sources)
     if left := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise ModelError(_no_values(folder, left))

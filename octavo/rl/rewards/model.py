@@ -49,7 +49,7 @@ class RewardModel:
                 f"{folder} holds {kind} with num_labels {config.num_labels}, and a reward model is a "
                 "...ForSequenceClassification with num_labels 1; name one that was trained to give rewards"
             )
-        dtype = accelerator.low_precision(self.device) or torch.float32
+        dtype = accelerator.autocast_dtype(self.device) or torch.float32
         self.model = load(folder, dtype, self.device, load_in_fp8=load_in_fp8, scores=True)
         family = describe(self.model)
         policy = fitting(self.model, family)  # None without FP8 codes: the model stays in high precision

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from octavo.base import encryption
-from octavo.base.seal_note import ONE_PURPOSE, fingerprint, read_note
+from octavo.base.seal_note import ONE_KEY_ONE_PURPOSE, fingerprint, read_note
 from octavo.checkpoint.run_state.files import STATE
 from octavo.config import Config
 from octavo.data.errors import BadSample
@@ -27,13 +27,15 @@ def check(cfg: Config) -> None:
     _refuse_shown_key(cfg)
     if cfg.run.encrypt:
         try:
-            encryption.find()
+            encryption.find_key()
         except encryption.VaultError as error:
             raise TrainError(f"run.encrypt: {error}") from error
         for folder in _folders(cfg):
             note = read_note(folder, TrainError)
             if note is not None and note.key == fingerprint(encryption.process_secret()):
-                raise TrainError(f"run.encrypt: {folder} was sealed with the key for encrypted files. {ONE_PURPOSE}")
+                raise TrainError(
+                    f"run.encrypt: {folder} was sealed with the key for encrypted files. {ONE_KEY_ONE_PURPOSE}"
+                )
         return
     for key, file in _inputs(cfg):
         if encryption.is_encrypted(file):

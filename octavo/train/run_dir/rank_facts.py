@@ -64,9 +64,9 @@ def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = No
     facts |= {key: json.dumps(_name(key, value)) for key, value in places.items() if not os.path.exists(value)}
     facts |= {f"file of {name}": digest[:16] for name, digest in prints.items()}
     facts |= _versions()
-    facts["device"] = accelerator.here().type
+    facts["device"] = accelerator.default_device().type
     if cfg.run.encrypt:  # otherwise the first save would fail, after the steps before it
-        facts["id of the key"] = encryption.find().id.hex()
+        facts["id of the key"] = encryption.find_key().id.hex()
     facts |= {f"variable {name}": os.environ[name] for name in env_vars.VARIABLES["numbers"] if name in os.environ}
     return {key: value if len(value) <= 80 else f"{value[:60]}... ({_digest(value.encode())})" for key, value in
             facts.items() if not _any(key, LOCAL)}  # fmt: skip

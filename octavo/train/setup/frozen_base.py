@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octavo import fp8, models
 from octavo.adapters.experts import stock_name
-from octavo.base.recipe_specs import FITTING
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_bytes, frozen_weights, full, is_frozen, master_of, plain
@@ -112,7 +112,7 @@ def _not_cast_twice(requested: Mapping[str, fp8.CastSpec], stored: Mapping[str, 
 def into_codes(model: nn.Module, plan: fp8.Plan) -> None:
     """Quantize the weights of all layers that a plan has in FP8 with a recipe for frozen codes; except the head, whose
     weight may be tied to the embedding."""
-    kinds = {recipe: kind for kind, fitting in FITTING.items() for recipe in fitting}
+    kinds = {recipe: kind for kind, fitting in RECIPES_OF_KIND.items() for recipe in fitting}
     for row in plan.rows:
         if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
             continue
