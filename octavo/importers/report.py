@@ -1,4 +1,4 @@
-"""The report about a translated file: the outcome of every key, and what is left to do."""
+"""The report on a translated file: the outcome of every key, and notes on what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from octavo.importers.translation import Translation
 _INTRODUCTIONS: dict[Kind, str] = {
     "translated": "Each key and the Octavo setting that it became.",
     "default": "Octavo already behaves as these keys request.",
-    "none": "Octavo has no equivalent, so the run will differ from the original here.",
+    "none": "Octavo has no equivalent setting. The note gives the reason, and what to use instead.",
     "dead": "These keys had no effect in the original run.",
     "unknown": "Octavo knows no such key of this framework: it is misspelled, or from a version that Octavo does not "
     "know.",
@@ -47,8 +47,8 @@ def lost_line(translation: Translation) -> str:
 
 
 def markdown(translation: Translation) -> str:
-    """Return the report as a Markdown page: problems and lost keys first, then a table for each outcome."""
-    # Problems and lost keys come first: they are what the user must act on.
+    """Return the report as a Markdown page with problems, lost keys, and a table for each outcome."""
+    # Problems and lost keys come first because the user must act on them.
     counts = translation.counts
     lines = [f"# Translation of {translation.sources} ({translation.framework})", ""]
     lines += [
@@ -58,7 +58,7 @@ def markdown(translation: Translation) -> str:
         "",
     ]
     if translation.problems:
-        lines += ["## Octavo refuses this file as it is", ""]
+        lines += ["## Octavo rejects this file as written", ""]
         lines += [
             f"- `{problem.key}`: {_cell(problem.reason)}; {_cell(problem.fix)}" for problem in translation.problems
         ] + [""]
@@ -67,7 +67,7 @@ def markdown(translation: Translation) -> str:
         lines += ["These keys affect training results. Each is listed below with the reason."]
         lines += ["", *[f"- `{_cell(key)}`" for key in translation.lost_keys], ""]
     if translation.notes:
-        lines += ["## To know, and to do", "", *[f"- {_cell(note)}" for note in translation.notes], ""]
+        lines += ["## Notes", "", *[f"- {_cell(note)}" for note in translation.notes], ""]
     for kind, heading in HEADINGS.items():
         rows = [row for row in translation.rows if row.kind == kind]
         if rows:
@@ -133,7 +133,7 @@ def to_json(translation: Translation) -> dict[str, Any]:
             }
             for row in translation.rows
         ],
-        # The names of the keys stay as they are: scripts read this document.
+        # Scripts read this document, so its keys keep their names.
         "given_twice": [
             {"key": entry.key, "value": entry.value, "place": str(entry.place), "why": why}
             for entry, why in translation.overridden

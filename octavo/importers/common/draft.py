@@ -1,9 +1,9 @@
-"""The draft of a translation: it reads the keys of the other framework, sets Octavo's, and records the outcome of each.
+"""The draft of a translation: reads keys of the source framework, sets keys of Octavo, and records each outcome.
 
-The module of a framework reads values (:meth:`Draft.number`, ``flag``, ``text``, ...), sets keys of Octavo (``put``),
-or says why it does not (``same``, ``none``, ``dead``, ``table``). Every key that it reads, or names in a table, exists
-in that framework; any other key is reported as unknown. So no separate list of names can disagree with the code, and no
-key can be forgotten.
+The module of a framework reads values (:meth:`Draft.number`, ``flag``, ``text``, ...), sets keys of Octavo (``set``),
+or records why it does not (``mark_default``, ``mark_unsupported``, ``mark_ignored``, ``mark_many``). Every key that it
+reads or names in a table exists in that framework; any other key is reported as unknown. So there is no separate list
+of names that could disagree with the code, and no key is forgotten.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from octavo.importers.errors import TranslateError
 from octavo.importers.source.keys import SourceConfig, SourceKey
 from octavo.importers.source.root_folder import Folder
 
-#: reasons for keys whose value a script or a file leaves open
+#: reasons for keys without a known value
 _OPEN = "the script does not set this variable ({}); pass --set {}=VALUE"
 _RUN = (
     "the value is only known when the script runs ({}), and the importer runs nothing; write the value into the script"
 )
 _REFERS = "the value refers to {}, which is only known at run time"
 _EMPTY = "empty, same as absent"
-#: bound on numbers: larger ones are mistakes, and products of them could overflow a float
+#: limit of numbers: larger ones are mistakes, and their products could overflow a float
 LARGEST = float(1 << 63)
-#: maximum words of one key, and of unknown keys that are compared with all known ones (each takes milliseconds)
+#: maximum number of words of a key, and of unknown keys that get a suggestion (each takes milliseconds)
 _MAX_WORDS, _MAX_SUGGESTIONS = 10_000, 40
 _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False, "1": True, "0": False}
 
@@ -45,10 +45,10 @@ _FLAGS = {"true": True, "false": False, "yes": True, "no": False, "on": True, "o
 class Draft:
     """A translation in progress.
 
-    folder  the folder that relative paths start from; nothing outside it is read
-    out     the file that will be written
-    world   the number of processes, if the user gave it
-    sizes   the number of rows of the data, if the user gave it
+    folder          the folder that relative paths start from; files outside it are not read
+    out             the output file
+    num_processes   the number of processes, or None if the user did not set it
+    num_rows        the number of rows of the data, or None if unknown
 
     An invalid value (a word instead of a number) is recorded with its line, and reading continues with the default, so
     that all such values are reported at once: :meth:`finish` raises for them.
@@ -96,11 +96,11 @@ class Draft:
         return key in self.source_keys and self.source_keys[key].bare
 
     def number(self, key: str, default: float | None = None) -> Any:
-        """Return a number; ``default`` if there is none. 0 counts as a value."""
+        """Return a number, or ``default`` if the key has no value. 0 is a value."""
         return self._number(key, self.value(key), default)
 
     def number_in(self, key: str, name: str) -> Any:
-        """Return a number in a mapping (:meth:`mapping`); None if it has none with that name."""
+        """Return a number of a mapping (:meth:`mapping`), or None if it has no such name."""
         inner = f"{key}.{name}"
         return self._number(inner if inner in self.source_keys else key, self.mapping(key).get(name), None)
 
@@ -117,7 +117,7 @@ class Draft:
         return default
 
     def integer(self, key: str, default: int | None = None) -> Any:
-        """Return a whole number; ``default`` if there is none."""
+        """Return a whole number, or ``default`` if the key has no value."""
         value = self.number(key, default)
         if value is None or value == int(value):
             return None if value is None else int(value)
@@ -138,7 +138,7 @@ class Draft:
         return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
     def words(self, key: str, split: str = ",") -> list[str]:
-        """Return several words: from a list, or from a text that ``split`` separates."""
+        """Return a list of words, from a list or from a text separated by ``split``."""
         value = self.value(key)
         if value is None:
             return []
@@ -149,21 +149,21 @@ class Draft:
         return words if len(words) <= _MAX_WORDS else self._add_problem(key, f"at most {_MAX_WORDS:,} words") or []
 
     def scalar(self, key: str) -> Any:
-        """Return a single value of any kind: a word, a number, true or false."""
+        """Return a single value: a word, a number, or a boolean."""
         value = self.value(key)
         if isinstance(value, dict | list) or (isinstance(value, float) and not math.isfinite(value)):
             return self._add_problem(key, "a word, a number, true or false")
         return value
 
     def numbers(self, key: str) -> list[float]:
-        """Return several numbers: from a list, or from a text with commas."""
+        """Return a list of numbers, from a list or from a comma-separated text."""
         numbers = [as_number(word) for word in self.words(key)]
         if any(isinstance(value, str) or not abs(value) <= LARGEST for value in numbers):
             return self._add_problem(key, "numbers") or []
         return [float(value) for value in numbers]
 
     def mapping(self, key: str) -> dict[str, Any]:
-        """Return a mapping: one in YAML, whose keys are separate leaves that are collected here, or JSON in a text."""
+        """Return a mapping, from JSON in a text or from the leaves of a YAML mapping."""
         value = self.value(key)
         if isinstance(value, str):
             try:
@@ -189,7 +189,7 @@ class Draft:
         return [f"{prefix}.{head}" for head in sorted(numbers, key=lambda head: (len(head), head))]
 
     def add(self, entries: Iterable[SourceKey], prefix: str) -> None:
-        """Add the keys of a further file, which a key names."""
+        """Add the keys of another file that a key names."""
         for entry in entries:
             self.source_keys.setdefault(f"{prefix}{entry.key}", replace(entry, key=f"{prefix}{entry.key}"))
         self._order = {key: number for number, key in enumerate(self.source_keys)}
@@ -198,8 +198,8 @@ class Draft:
     # ---- setting keys, and the outcome of each
 
     def set(self, target: str, value: Any, *keys: str, why: str = "") -> None:
-        """Set Octavo's key ``target``. Its value comes from ``keys``; if none of them is present, it is the default of
-        the other framework."""
+        """Set Octavo's key ``target``. Its value comes from ``keys``, or is the framework's default if none of them is
+        present."""
         self.read_keys.update(key for key in keys if key)
         source = tuple(self.source_keys[key] for key in dict.fromkeys(keys) if self.has(key))
         before = self.settings.get(target)
@@ -215,19 +215,19 @@ class Draft:
             self._add_outcome(entry, "translated", why, (target, value))
 
     def set_outside(self, what: str, value: Any, *keys: str, why: str = "") -> None:
-        """Record keys that become something outside the file: a command-line option, an environment variable."""
+        """Record keys that become a command-line option or an environment variable instead of a key of the file."""
         self.read_keys.update(keys)
         for key in keys:
             if self.has(key):
                 self._add_outcome(self.source_keys[key], "translated", why, (what, value))
 
     def mark_default(self, *keys: str, why: str) -> None:
-        """Record keys that ask for what Octavo does anyway."""
+        """Record keys that request Octavo's default behavior."""
         self._mark("default", keys, why)
 
     def mark_unsupported(self, *keys: str, why: str, affects_training: bool = True) -> None:
-        """Record keys without equivalent: why, and what to do instead. ``apart``: no number of the training depends on
-        them."""
+        """Record keys without an equivalent, with the reason and the alternative. Keys with ``affects_training=False``
+        never count as lost."""
         self._mark("none", keys, why)
         for key in () if affects_training else keys:
             if key in self.rows:
@@ -238,16 +238,17 @@ class Draft:
         self._mark("dead", keys, why)
 
     def refuse(self, key: str, why: str) -> NoReturn:
-        """Raise TranslateError for a kind of run that is not translated: any substitute would be another run."""
+        """Raise TranslateError for a kind of run that cannot be translated."""
         entry = self.source_keys[key]
-        raise TranslateError(f"{entry.place}: {key}: {named(entry.value)} is not translated: {why}.")
+        raise TranslateError(f"{entry.place}: {key}: {named(entry.value)} cannot be translated: {why}.")
 
     def mark_invalid(self, key: str, wanted: str, fix: str = "") -> None:
         """Record an invalid value as an error, with its line."""
         self._add_problem(key, wanted, fix)
 
     def mark_many(self, kind: Kind, reasons: Mapping[str, str]) -> None:
-        """Record reasons, each for its keys (or globs), for keys that have no outcome yet."""
+        """Record the outcome of keys (or globs) that have none yet. ``reasons``: reason -> names separated by
+        spaces."""
         for why, names in reasons.items():
             for name in names.split():
                 self.read_keys.add(name)
@@ -255,14 +256,14 @@ class Draft:
                     self._mark(kind, (name,), why, late=True)
             if patterns := [name for name in names.split() if any(sign in name for sign in "*?[")]:
                 self.patterns += patterns
-                # A key that was read and is open gets its own reason in `finish`.
+                # A key that was read but has no known value gets its reason in `finish`.
                 matches = [
                     k
                     for k in filter(_compile_globs(patterns), self.source_keys)
                     if not (k in self.read_keys and self.source_keys[k].open)
                 ]
                 self._mark(kind, matches, why, late=True)
-                for key in matches:  # environment variables that no code here reads
+                for key in matches:  # environment variables that are not read above
                     if key.startswith("$") and key in self.rows:
                         self.rows[key].affects_training = False
 
@@ -273,7 +274,7 @@ class Draft:
             self.notes.append(text)
 
     def path(self, text: str, *, hub: bool = True) -> str:
-        """Return a path of the other framework relative to the folder of the file that is written."""
+        """Return a path of the source, relative to the folder of the output file."""
         if not text or text.startswith(("/", "~", "$")) or is_url(text):
             return text
         if hub and is_name(text, self.root) and not self.folder.exists(text):
@@ -281,7 +282,8 @@ class Draft:
         return os.path.relpath(self.root / text, self.out_dir)
 
     def finish(self) -> None:
-        """Record all keys without an outcome as open, empty or unknown. Raises ConfigError for invalid values."""
+        """Record the outcome of all remaining keys: no known value, empty, or unknown. Raises ConfigError for invalid
+        values."""
         if self.problems:
             raise ConfigError([*self.problems])
         shared = self.settings.get("parallel.context")
@@ -321,7 +323,7 @@ class Draft:
     # ---- helpers
 
     def _note_unsure(self) -> None:
-        """Add a note for each line of a script that was not followed, with the keys that it may change."""
+        """Add a note for each line of a script that was not evaluated, with the keys that it may change."""
         changed: dict[tuple[str, int], list[str]] = {}
         for entry in self.source_keys.values():
             for line in entry.unsure:
@@ -359,12 +361,12 @@ class Draft:
 
 
 def _compile_globs(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Return a function that matches a text against several globs, as one expression: a file may have 50,000 keys."""
+    """Compile globs to one regular expression, because a file may have 50,000 keys. Returns its match function."""
     return re.compile("|".join(map(fnmatch.translate, patterns)) or r"(?!)").match
 
 
 def as_number(text: str) -> float | str:
-    """Convert a text to a number if it is one. PyYAML reads 1e-4 as a text, and all frameworks convert it."""
+    """Convert a text to a number if possible. PyYAML reads 1e-4 as a text, and all frameworks convert it."""
     try:
         number = float(text.strip().replace("_", ""))
     except ValueError:
@@ -373,7 +375,7 @@ def as_number(text: str) -> float | str:
 
 
 def choice(draft: Draft, key: str, known: Mapping[str, Any]) -> Any:
-    """Return the meaning of one of several words; an unknown word is an error that names the nearest one."""
+    """Return the value that ``known`` has for a word. An unknown word is an error that suggests the closest one."""
     word = draft.text(key)
     if word is None:
         return None

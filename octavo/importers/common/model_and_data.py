@@ -1,4 +1,4 @@
-"""Settings that all frameworks have in some form: the model, adapters, frozen components, packing, and missing FP8."""
+"""Settings that all frameworks have: the model, adapters, frozen components, packing, and FP8 if it is not set."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEES = re.compile(
 )
 #: maximum number of data sets of one file
 _MOST_SETS = 1000
-#: pixels of the side of an image token: two by two patches of 16 or 14
+#: side of an image token in pixels: two by two patches of 16 or 14
 _SIDES = {r"qwen-?3([-_]?vl|\.[5-9])": 32, r"qwen-?2(\.?5)?[-_]?vl": 28}
 #: components that training can freeze, in Octavo's order
 TOWERS = ("image_encoder", "foundation")
@@ -28,7 +28,7 @@ COMPONENTS = ("image_encoder", "image_projector", "foundation")
 
 
 def set_model_path(draft: Draft, *keys: str, why: str = "") -> str | None:
-    """Set model.path from the first of these keys that is present; without one it is left to be filled in."""
+    """Set model.path from the first of these keys that is present, or to a placeholder."""
     for key in keys:
         if word := draft.text(key):
             draft.set("model.path", draft.path(word), key, why=why)
@@ -39,15 +39,15 @@ def set_model_path(draft: Draft, *keys: str, why: str = "") -> str | None:
 
 
 def read_config(draft: Draft, path: str | None) -> dict[str, Any]:
-    """Return config.json of a model's folder; {} if the folder is not on this machine."""
+    """Return config.json of a model folder, or {} if the folder is not on this machine."""
     if path is None or is_name(path, draft.root):
         return {}
     return draft.folder.json(path, "config.json")
 
 
 def has_vision(draft: Draft, path: str | None) -> bool:
-    """Whether a model has a vision tower, by its config.json if that is on this machine; otherwise by its name, with a
-    note."""
+    """Return whether a model has a vision tower, by its config.json if that is on this machine, otherwise by its name,
+    with a note."""
     if path is None:
         return False
     config = read_config(draft, path)
@@ -61,8 +61,8 @@ def has_vision(draft: Draft, path: str | None) -> bool:
 
 
 def video_family(draft: Draft, path: str | None) -> str | None:
-    """Return the family of a model that Octavo trains with videos, by `model_type` of config.json if that is on this
-    machine, else by the model's name; None for other models."""
+    """Return the family of a model that Octavo can train on videos, by `model_type` of config.json if that is on this
+    machine, otherwise by the model's name; or None."""
     families = video_families()
     if kind := str(read_config(draft, path).get("model_type") or ""):
         return next((name for name in families if kind.startswith(name)), None)
@@ -74,7 +74,7 @@ _COPY = re.compile(r"([-_.](mcore|dcp|mm|hf|megatron|torch_dist|converted|(tp|pp
 
 
 def is_same_model(path: str, model: str) -> bool:
-    """Whether a checkpoint in another layout seems by its name to be a copy of a model's folder:
+    """Return whether a checkpoint in another layout seems by its name to be a copy of a model folder:
     ``ckpt/mm/Qwen3-VL-8B-dcp`` for ``Qwen/Qwen3-VL-8B``."""
     names = []
     for text in (path, model):
@@ -84,7 +84,7 @@ def is_same_model(path: str, model: str) -> bool:
 
 
 def image_token_side(draft: Draft, path: str | None) -> int | None:
-    """Return the pixels of the side of an image token, for models with a variable number of tokens per image; None if
+    """Return the side of an image token in pixels, for models with a variable number of tokens per image, or None if
     unknown."""
     vision = get_mapping(read_config(draft, path), "vision_config")
     if (patch := get_positive_int(vision, "patch_size")) and (merged := get_positive_int(vision, "spatial_merge_size")):
@@ -124,7 +124,7 @@ VIDEO_DEFAULTS = {"fps": 2.0, "max_frames": 128, "max_pixels": 256 * 256, "min_p
 
 
 def mark_last_answer_loss(draft: Draft, key: str) -> None:
-    """Report that a loss only on the last answer is set in the rows."""
+    """Record that a loss on the last answer only must be set in the rows."""
     draft.mark_unsupported(
         key,
         why="all answers have loss; weight: 0 removes it from an earlier answer of a row, and data.split_turns makes "
@@ -140,9 +140,9 @@ def set_lora(
     targets: list[str],
     *,
     keys: dict[str, str],
-    but: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> None:
-    """Set adapters. ``targets``: components, or names of modules; ``but``: components whose modules get no adapters
+    """Set adapters. ``targets``: components or names of modules; ``exclude``: components whose modules get no adapters
     even if a name matches."""
     draft.set("lora.rank", rank, keys.get("rank", ""))
     draft.set("lora.alpha", float(alpha), keys.get("alpha", ""))
@@ -150,12 +150,12 @@ def set_lora(
     named = [word for word in targets if word not in COMPONENTS]
     chosen = [word for word in targets if word in COMPONENTS] + globs(named)
     draft.set("lora.targets", chosen, keys.get("targets", ""))
-    if named and but:
-        draft.set("lora.exclude", list(but), why="these components may have modules of the same names")
+    if named and exclude:
+        draft.set("lora.exclude", list(exclude), why="these components may have modules of the same names")
 
 
 def _set_dropout(draft: Draft, share: float, key: str) -> None:
-    """Translate the dropout of adapters. Phase preference has none: it would be in the policy and not in its reference.
+    """Translate the dropout of adapters. Phase preference has none: the policy would have it but not the reference.
 
     TRL's trainers for DPO, KTO, ORPO and CPO switch all dropout off (``disable_dropout`` is true by default), and so do
     LLaMA-Factory's and ms-swift's; Megatron's have no such switch."""
@@ -191,12 +191,12 @@ def set_lora_variants(draft: Draft, keys: dict[str, str], rslora: str = "", dora
 
 
 def set_packing(draft: Draft, *keys: str, why: str = "") -> None:
-    """Turn packing on."""
+    """Enable packing."""
     draft.set("data.packing", True, *keys, why=why or "samples of a pack do not attend to each other")
 
 
 def translate_packing(draft: Draft, phase: str, key: str) -> bool:
-    """Translate the one flag for packing, whose meaning depends on the phase. Returns whether rows are packed."""
+    """Translate the packing flag, whose meaning depends on the phase. Returns whether rows are packed."""
     on = draft.flag(key)
     if phase == "sft" and on:
         set_packing(draft, key)
@@ -211,7 +211,7 @@ def translate_packing(draft: Draft, phase: str, key: str) -> bool:
 
 
 def disable_fp8_if_unset(draft: Draft) -> None:
-    """Turn FP8 off if no key requested it, so that the run stays the same."""
+    """Disable FP8 if no key requested it, so that the run stays the same."""
     if not any(target.startswith(("fp8.", "model.load_in_fp8")) for target in draft.settings):
         draft.set("fp8.recipe", "off", why="the source did not use FP8; blockwise is Octavo's default")
         draft.add_note(
@@ -221,7 +221,7 @@ def disable_fp8_if_unset(draft: Draft) -> None:
 
 
 def set_quantized_base(draft: Draft, key: str, bits: int) -> None:
-    """Translate a quantized base: 8 bits become FP8 codes; 4 bits have no equivalent, and FP8 codes are the nearest."""
+    """Translate a quantized base: 8 bits become FP8 codes, which are also the closest to 4 bits."""
     if bits == 8:
         draft.set("model.load_in_fp8", "rowwise", key, why="8 bits; GEMMs run in FP8 with one scale per row")
     else:
@@ -243,8 +243,8 @@ def add_dataset(draft: Draft, of: str, number: int, path: str, *keys: str, hub: 
 
 
 def set_streaming(draft: Draft, at: str, key: str, why: str = "") -> bool:
-    """Stream a data set if possible; returns whether it is. A single JSON list, which a .json file is unless it is on
-    this machine and begins otherwise, has no rows that could be read one by one."""
+    """Stream a data set if possible, and return whether it is. A single JSON list, which a .json file is unless it is
+    on this machine and begins otherwise, has no rows that could be read one by one."""
     path = draft.dataset_paths.get(at, "")
     begins = draft.folder.first_character(path)
     if begins == "[" or (not begins and path.endswith(".json")):
@@ -256,7 +256,7 @@ def set_streaming(draft: Draft, at: str, key: str, why: str = "") -> bool:
 
 
 def set_attention_kernel(draft: Draft, key: str, known: Mapping[str, str], packed: bool) -> None:
-    """Translate the name of an attention kernel; ``org/name`` is a kernel of the hub."""
+    """Translate the name of an attention kernel; ``org/name`` is a kernel from the hub."""
     word = draft.text(key) or ""
     if "/" in word:
         if match := re.search(r"flash-attn-?([23])", word):
@@ -270,7 +270,7 @@ def set_attention_kernel(draft: Draft, key: str, known: Mapping[str, str], packe
 
 
 def set_attention(draft: Draft, key: str, name: str, packed: bool) -> None:
-    """Set model.attention, to an equivalent kernel if packs do not support the given one."""
+    """Set model.attention, to an equivalent kernel if packing does not support the requested one."""
     why = ""
     if packed and name.startswith("flash_attention"):
         name, why = "sdpa", "packs use torch's flash attention automatically"

@@ -1,4 +1,4 @@
-"""The same keys with a prefix: ``lr`` for ``training.lr``."""
+"""Access to keys with a common prefix: ``lr`` for ``training.lr``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from octavo.importers.common.draft import Draft
 
 
 class PrefixedDraft:
-    """A draft limited to a section of the source file; ``PrefixedDraft(draft)("lr")`` is the full name of a key.
+    """A draft limited to a section of the source file; calling it with ``"lr"`` returns the full name of the key.
 
     names   keys that another version renamed -> their names in this file
     """

@@ -1,4 +1,4 @@
-"""The length of a run, the size of a step, and the schedule of the learning rate, which all frameworks have."""
+"""Settings that all frameworks have: the length of a run, batch sizes, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _VISIBLE = ("$CUDA_VISIBLE_DEVICES", "$ASCEND_RT_VISIBLE_DEVICES")
 
 
 def _launch_count(draft: Draft, key: str) -> int | None:
-    """Return a number of hosts or of processes. ``gpu``, ``auto`` and ``1:4`` are only known when the run starts."""
+    """Return a number of hosts or of processes, or None for ``gpu``, ``auto`` and ``1:4``, which are resolved at
+    startup."""
     if re.fullmatch(r"gpu|cpu|auto|[0-9]+:[0-9]+", draft.text(key) or "") is None:
         return positive_count(draft, key)
     draft.add_note(f"{key} is {draft.text(key)}, which is resolved when the run starts; set --world N")
@@ -68,7 +69,7 @@ def set_batch_size(draft: Draft, micro: int, accumulation: int, ranks: int, *key
 
 
 def positive_count(draft: Draft, key: str) -> int | None:
-    """Return a number of rows or of micro-batches; a number below 1 is an error."""
+    """Return a number that must be at least 1, or None; anything else is recorded as invalid."""
     count = draft.integer(key)
     if count is not None and count < 1:
         draft.mark_invalid(key, "a whole number of at least 1")
@@ -77,7 +78,7 @@ def positive_count(draft: Draft, key: str) -> int | None:
 
 
 def count_rows(draft: Draft, *names: str) -> int | None:
-    """Count the rows of a local JSON or JSON Lines file; None for a missing, large or other file."""
+    """Count the rows of a local JSON or JSON Lines file; returns None for missing, large and other files."""
     file = draft.folder.file(*names)
     if file is None or file.stat().st_size > _COUNTED:
         return None
@@ -92,7 +93,7 @@ def count_rows(draft: Draft, *names: str) -> int | None:
 
 
 def steps_per_epoch(draft: Draft, ranks: int) -> int | None:
-    """Return the steps of one epoch if the number of rows is known, from the user or by counting."""
+    """Return the number of steps per epoch, or None if the number of rows is unknown."""
     total = draft.settings.get("train.global_batch")
     if draft.num_rows is None or total is None or "data.packing" in draft.settings:
         return None
@@ -100,7 +101,7 @@ def steps_per_epoch(draft: Draft, ranks: int) -> int | None:
 
 
 def set_length(draft: Draft, steps: int | None, epochs: float | None, step_key: str, epoch_key: str) -> None:
-    """Set the length of the run. Steps win over epochs if both are given, as in all trainers translated here."""
+    """Set the length of the run. Steps take precedence over epochs, as in all trainers translated here."""
     if steps is not None and steps > 0:
         draft.set("train.steps", steps, step_key)
         if draft.has(epoch_key):
@@ -112,7 +113,7 @@ def set_length(draft: Draft, steps: int | None, epochs: float | None, step_key: 
 
 
 def total_steps(draft: Draft, ranks: int) -> int | None:
-    """Return the steps of the whole run if they are known now."""
+    """Return the number of steps of the run, or None if it is unknown."""
     if (setting := draft.settings.get("train.steps")) is not None:
         return int(setting.value)
     epochs, one = draft.settings.get("train.epochs"), steps_per_epoch(draft, ranks)
@@ -120,7 +121,7 @@ def total_steps(draft: Draft, ranks: int) -> int | None:
 
 
 def _describe_fix(draft: Draft, target: str) -> str:
-    """Return what to do about a fraction of an unknown number of steps."""
+    """Return advice on a fraction of an unknown number of steps."""
     if "data.packing" in draft.settings:
         return f"set {target}; octavo train prints the number of steps per epoch of packs"
     return f"set --rows N, or set {target}"
@@ -137,7 +138,7 @@ def set_warmup(
     """Set the warm-up in steps. A fraction of the run (or of ``of`` steps) is converted if its length is known."""
     steps = draft.number(steps_key)
     share = draft.number(ratio_key)
-    if steps is not None and 0 < steps < 1:  # transformers 5 takes a share there
+    if steps is not None and 0 < steps < 1:  # transformers 5 accepts a fraction
         steps, share, ratio_key = None, steps, steps_key
     if steps:
         draft.set("train.warmup", int(steps), steps_key)
@@ -156,7 +157,7 @@ def set_warmup(
 
 
 def set_interval(draft: Draft, target: str, key: str, ranks: int, fallback: int | None = None) -> None:
-    """Set the steps between events; a value below 1 is a fraction of the run."""
+    """Set an interval in steps; a value below 1 is a fraction of the run."""
     value = draft.number(key)
     if value is None:
         if fallback is not None:

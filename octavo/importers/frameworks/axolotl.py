@@ -118,7 +118,7 @@ def translate(draft: Draft) -> None:
         draft.set("model.init", "random", "reinit_weights")
     if revision := draft.text("revision_of_model"):
         draft.set("model.revision", revision, "revision_of_model")
-    seeing = model_and_data.has_vision(draft, path)
+    has_tower = model_and_data.has_vision(draft, path)
     phase = _translate_phase(draft)
     packed = model_and_data.translate_packing(draft, phase, "sample_packing")
     # Plugins for losses and kernels have equivalents; any other plugin is reported by the table.
@@ -128,7 +128,7 @@ def translate(draft: Draft) -> None:
             why="the loss never materializes full logits, and norms are fused where that is faster (fp8.fuse)",
         )
     _mark_trained_turns(draft)
-    lora = _translate_adapters(draft, seeing)
+    lora = _translate_adapters(draft, has_tower)
     _translate_attention(draft, packed)
     _translate_data(draft, phase)
     context = _translate_context_parallel(draft, packed)
@@ -213,12 +213,12 @@ def _translate_phase(draft: Draft) -> str:
     return "preference"
 
 
-def _translate_adapters(draft: Draft, seeing: bool) -> bool:
+def _translate_adapters(draft: Draft, has_tower: bool) -> bool:
     word = draft.text("adapter")
     bits = 4 if draft.flag("load_in_4bit") else 8 if draft.flag("load_in_8bit") else None
     draft.mark_default(*[key for key in ("load_in_4bit", "load_in_8bit") if draft.flag(key) is False], why="off")
     if word is None:
-        if seeing and draft.flag("freeze_mm_modules"):
+        if has_tower and draft.flag("freeze_mm_modules"):
             seen = model_and_data.COMPONENTS[:2]
             model_and_data.set_freeze(draft, dict.fromkeys(seen, ("freeze_mm_modules",)))
         elif draft.flag("freeze_mm_modules"):
@@ -244,13 +244,13 @@ def _translate_adapters(draft: Draft, seeing: bool) -> bool:
         )
     apart = draft.flag("freeze_mm_modules")
     components = (
-        ["foundation"] if apart or pattern or not seeing else ["foundation", "image_encoder", "image_projector"]
+        ["foundation"] if apart or pattern or not has_tower else ["foundation", "image_encoder", "image_projector"]
     )
     draft.mark_default("freeze_mm_modules", why="only the language model gets adapters" if apart else "off")
     chosen = components if everything or pattern else targets
     alpha = draft.number("lora_alpha", 16)
-    but = model_and_data.COMPONENTS[:2] if seeing and apart and not everything else ()
-    model_and_data.set_lora(draft, rank, alpha, draft.number("lora_dropout", 0.0), chosen, keys=keys, but=but)
+    exclude = model_and_data.COMPONENTS[:2] if has_tower and apart and not everything else ()
+    model_and_data.set_lora(draft, rank, alpha, draft.number("lora_dropout", 0.0), chosen, keys=keys, exclude=exclude)
     model_and_data.set_lora_variants(draft, keys, "peft_use_rslora", "peft_use_dora")
     if adapter := draft.text("lora_model_dir"):
         draft.set("lora.adapter", draft.path(adapter), "lora_model_dir")

@@ -72,13 +72,13 @@ def translate(draft: Draft) -> None:
     stage = choice(draft, "stage", {name: name for name in _PHASES}) or "sft"
     kind = choice(draft, "finetuning_type", {n: n for n in ("lora", "full", "freeze", "oft")}) or "lora"
     world = steps_and_schedule.count_processes(draft)
-    seeing = _translate_model(draft, kind)
+    has_tower = _translate_model(draft, kind)
     # The order matters: adapters and losses depend on the phase, batch sizes on packing.
     phase = _translate_phase(draft, stage)
     path = draft.text("model_name_or_path")
-    kind = _translate_adapters(draft, kind, seeing, path)
+    kind = _translate_adapters(draft, kind, has_tower, path)
     _translate_data(draft, phase)
-    if seeing or any(key.startswith("video_") for key in draft.source_keys):
+    if has_tower or any(key.startswith("video_") for key in draft.source_keys):
         film = {ours: f"video_{theirs}" for ours, theirs in model_and_data.VIDEO_KEYS.items()}
         model_and_data.set_video(
             draft, model_and_data.video_family(draft, path), phase, film, model_and_data.VIDEO_DEFAULTS
@@ -87,10 +87,10 @@ def translate(draft: Draft) -> None:
     ranks = _count_data_parallel(draft, world, kind)
     hf_trainer.set_steps(draft, _DEFAULTS, ranks, packed)
     if phase != "preference":
-        loss = "microbatch" if seeing else "token"
+        loss = "microbatch" if has_tower else "token"
         why = (
             "with a processor LLaMA-Factory averages the loss per micro-batch"
-            if seeing
+            if has_tower
             else "mean over the tokens of the whole step"
         )
         draft.set("train.loss", loss, why=why)
@@ -137,10 +137,10 @@ def _translate_model(draft: Draft, kind: str) -> bool:
     for side in ("max", "min"):
         if (pixels := draft.integer(f"image_{side}_pixels")) is not None:
             draft.set(f"data.{side}_pixels", pixels, f"image_{side}_pixels")
-    seeing = model_and_data.has_vision(draft, path)
-    if seeing and not draft.has("image_max_pixels"):
+    has_tower = model_and_data.has_vision(draft, path)
+    if has_tower and not draft.has("image_max_pixels"):
         draft.set("data.max_pixels", 768 * 768, why="the framework's default")
-    return seeing
+    return has_tower
 
 
 def _translate_phase(draft: Draft, stage: str) -> str:
@@ -227,7 +227,7 @@ def _reaches_projector(draft: Draft, path: str | None, trained: list[str]) -> bo
     return False
 
 
-def _translate_adapters(draft: Draft, kind: str, seeing: bool, path: str | None) -> str:
+def _translate_adapters(draft: Draft, kind: str, has_tower: bool, path: str | None) -> str:
     """Translate the adapters. Returns the resulting kind of training."""
     requested = kind
     if kind == "oft":
@@ -238,7 +238,7 @@ def _translate_adapters(draft: Draft, kind: str, seeing: bool, path: str | None)
     # An absent flag means its default, which freezes the tower and the projector.
     frozen = {key: defaults[key] if (value := draft.flag(key)) is None else value for key in defaults}
     names = dict(zip(defaults, model_and_data.COMPONENTS, strict=True))
-    if not seeing:
+    if not has_tower:
         draft.mark_ignored(*defaults, why="a text model has no vision tower or projector")
     elif kind == "lora":
         trained = [names[key] for key in reversed(defaults) if not frozen[key]]
@@ -251,21 +251,21 @@ def _translate_adapters(draft: Draft, kind: str, seeing: bool, path: str | None)
         targets = draft.words("lora_target") or ["all"]
         everything = targets == ["all"]
         if everything:
-            reached = seeing and _reaches_projector(draft, path, trained)
+            reached = has_tower and _reaches_projector(draft, path, trained)
             left = () if reached else ("image_projector",)
-            targets = [name for name in trained if name not in left] if seeing else ["foundation"]
-            for key in defaults if seeing else ():
+            targets = [name for name in trained if name not in left] if has_tower else ["foundation"]
+            for key in defaults if has_tower else ():
                 if not frozen[key] and names[key] in targets:
                     why = "all selects its layers by name" if names[key] == "image_projector" else ""
                     draft.set("lora.targets", targets, key, why=why)
-            if seeing and not frozen["freeze_multi_modal_projector"] and not reached:
+            if has_tower and not frozen["freeze_multi_modal_projector"] and not reached:
                 draft.mark_ignored(
                     "freeze_multi_modal_projector", why="lora_target: all does not select the projector's layers"
                 )
         keys = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target"}
-        but = [names[key] for key in defaults if seeing and not everything and frozen[key]]
+        exclude = [names[key] for key in defaults if has_tower and not everything and frozen[key]]
         alpha, dropout = draft.number("lora_alpha", 2 * rank), draft.number("lora_dropout", 0.0)
-        model_and_data.set_lora(draft, rank, alpha, dropout, targets, keys=keys, but=but)
+        model_and_data.set_lora(draft, rank, alpha, dropout, targets, keys=keys, exclude=exclude)
         model_and_data.set_lora_variants(draft, keys, "use_rslora", "use_dora")
         if adapter := draft.words("adapter_name_or_path"):
             draft.set("lora.adapter", draft.path(adapter[0]), "adapter_name_or_path")

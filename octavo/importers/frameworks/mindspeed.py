@@ -30,7 +30,7 @@ NONE = {
     "rows need no preprocessing; they are cached as Arrow (data.cache)": "data.*.cache_dir data.*.overwrite_cache "
     "data.*.preprocessing_* data.dataset_param.dataset_type data.*.use_fast_tokenizer data.*.split_special_tokens "
     "data.*.preprocess_on_fly data.*.fix_mistral_regex data.*.trust_remote_code",
-    "the order of rows depends only on run.seed, not on the number of workers": "data.dataloader_param.*",
+    "only data.workers is configurable; the order of rows depends only on run.seed": "data.dataloader_param.*",
     "PMCC permutes weights and rows to hide them; Octavo seals folders with keys instead": "*use_pmcc_data",
     "config.json selects the model class": "model.model_id model.*.model_id",
     "full recomputation keeps only the input of each block": "model.skip_*_recompute",
@@ -275,7 +275,7 @@ def _translate_lora(draft: Draft, flags: bool) -> bool:
         u.number(names["dropout"], 0.0),
         chosen,
         keys=keys,
-        but=["image_encoder"],
+        exclude=["image_encoder"],
     )
     if u is new:
         u.mark_default("enable", why="the lora section enables it")

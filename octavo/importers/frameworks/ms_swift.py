@@ -129,11 +129,11 @@ def translate(draft: Draft) -> None:
         draft.refuse(
             "task_type", f"{task} is not language modeling: embeddings, classifiers and rerankers are not implemented"
         )
-    seeing = model_and_data.has_vision(draft, path or draft.text("load") or draft.text("mcore_model"))
+    has_tower = model_and_data.has_vision(draft, path or draft.text("load") or draft.text("mcore_model"))
     phase = _translate_phase(draft)
     packed = model_and_data.translate_packing(draft, phase, "packing")
     _translate_data(draft, phase, path)
-    lora = _translate_adapters(draft, seeing)
+    lora = _translate_adapters(draft, has_tower)
     _translate_model(draft, packed)
     u = _translate_megatron(draft, world, packed, lora, phase) if mega else None
     if u is None:
@@ -281,18 +281,18 @@ def _translate_loss_scale(draft: Draft, phase: str) -> None:
         )
 
 
-def _translate_adapters(draft: Draft, seeing: bool) -> bool:
+def _translate_adapters(draft: Draft, has_tower: bool) -> bool:
     key = "tuner_type" if "tuner_type" in draft.source_keys else "train_type"
     kind = draft.text(key) or ("full" if "megatron" in draft.command else "lora")
     frozen = {name: bool(default if (flag := draft.flag(name)) is None else flag)
               for name, default in (("freeze_llm", False), ("freeze_vit", True), ("freeze_aligner", True))}  # fmt: skip
     ours = {"freeze_vit": "image_encoder", "freeze_aligner": "image_projector", "freeze_llm": "foundation"}
     draft.read_keys.update(("tuner_type", "train_type"))
-    if not seeing:
+    if not has_tower:
         draft.mark_ignored(*frozen, why="a text model has no vision tower or projector")
     if kind == "full":
         draft.mark_default(key, why="no lora section")
-        if seeing:
+        if has_tower:
             model_and_data.set_freeze(draft, {ours[name]: (name,) for name, on in frozen.items() if on})
             draft.mark_default(*[name for name, on in frozen.items() if not on], why="trained")
         return False
@@ -313,7 +313,7 @@ def _translate_adapters(draft: Draft, seeing: bool) -> bool:
         draft.mark_ignored(*frozen, why="not used with lora_llm")
         everything, targets = True, ["foundation"]
     elif everything:
-        targets = [ours[name] for name, on in frozen.items() if not on] if seeing else ["foundation"]
+        targets = [ours[name] for name, on in frozen.items() if not on] if has_tower else ["foundation"]
     # Megatron fuses layers that are separate in Hugging Face models.
     odd = [
         word
@@ -330,9 +330,9 @@ def _translate_adapters(draft: Draft, seeing: bool) -> bool:
             draft.mark_unsupported("target_modules", why=f"{', '.join(left)}: embeddings and routers get no adapters")
     rank, alpha = draft.integer("lora_rank", 8), draft.number("lora_alpha", 32)
     model_and_data.set_lora(draft, rank, alpha, draft.number("lora_dropout", 0.05), targets, keys=keys)
-    if everything and seeing and kind != "lora_llm":
+    if everything and has_tower and kind != "lora_llm":
         draft.set("lora.targets", targets, *frozen)
-    elif seeing and kind != "lora_llm":
+    elif has_tower and kind != "lora_llm":
         draft.mark_ignored(
             *frozen, why="only used with target_modules: all-linear; module names match in all components"
         )
