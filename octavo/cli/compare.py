@@ -22,7 +22,7 @@ from typing import Any
 from octavo.base import target_folder
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import RECIPES, Config, override
-from octavo.config.sections.names import one_word
+from octavo.config.sections.names import canonical_name
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.yaml.problems import nearest
 
@@ -85,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
     options["factorial"] = components
     if args.power:
         return print_design(design.design(cfg, recipes, directory, **options), args.json)
-    how = {"jobs": args.jobs, "nproc": nproc, "tell": plan_printer(args.verbose)}
+    how = {"jobs": args.jobs, "nproc": nproc, "describe_plan": plan_printer(args.verbose)}
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **options, **how)
     code = print_verdict(verdict, args.json)
-    say = terminal.note if args.json else print
+    log = terminal.note if args.json else print
     for component in factorial_cells.costly(verdict.effects):
-        say(f"{component} costs more than its margin; to find the cause: {_bisect(component, args, verdict.data)}")
-    say(f"report: {Path(directory) / 'report' / 'report.html'}")
-    say(f"next: {_next(code, args, cfg)}")
+        log(f"{component} costs more than its margin; to find the cause: {_bisect(component, args, verdict.data)}")
+    log(f"report: {Path(directory) / 'report' / 'report.html'}")
+    log(f"next: {_next(code, args, cfg)}")
     return code
 
 
@@ -152,7 +152,7 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
     """The recipes to try, each checked against the configuration before the first run."""
     if text is None:
         return None
-    names = list(dict.fromkeys(one_word(name.strip()) for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(canonical_name(name.strip()) for name in text.split(",") if name.strip()))
     if not names:
         raise arguments.UsageError("--recipes is empty; name at least one, e.g. --recipes blockwise")
     for name in names:

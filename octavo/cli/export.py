@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with terminal.progress("export") as progress:
         done = export_model(
             args.source, args.directory, args.format, include=args.include, largest=largest, step=args.step,
-            device=device(args.device), say=terminal.note if args.json else terminal.say, progress=progress,
+            device=device(args.device), log=terminal.note if args.json else terminal.say, progress=progress,
         )  # fmt: skip
     if args.json:
         terminal.show_json(done.to_json())
@@ -72,8 +72,8 @@ def device(name: str | None) -> str | None:
     try:
         kind = torch.device(name).type
     except RuntimeError:
-        raise arguments.UsageError(f"--device {name} is no device; name cpu or {accelerator.CARD}") from None
-    if kind not in ("cpu", accelerator.here().type):
+        raise arguments.UsageError(f"--device {name} is no device; name cpu or {accelerator.ABSENT_GPU}") from None
+    if kind not in ("cpu", accelerator.default_device().type):
         raise arguments.UsageError(
             f"--device {name}: this machine has none that can be used; leave it out, or name cpu"
         )

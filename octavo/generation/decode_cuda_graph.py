@@ -53,15 +53,15 @@ class _Captured:
 
 
 class Replayed:
-    """Decodes by replaying graphs. `graph` creates the object that captures a step (None: a CUDA graph); `say` gets the
-    reason if steps run without one."""
+    """Decodes by replaying graphs. `graph` creates the object that captures a step (None: a CUDA graph); `log` receives
+    the reason if steps run without one."""
 
     def __init__(
         self, caller: Caller, cache: Cache, slots: Slots, sampling: Sampling, forced: Tensor | None,
-        say: Callable[[str], None] = lambda text: None, graph: Callable[[], Graph] | None = None,
+        log: Callable[[str], None] = lambda text: None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.slots, self.sampling, self.forced = caller, cache, slots, sampling, forced
-        self.say, self.graph, self.replays = say, graph, 0
+        self.log, self.graph, self.replays = log, graph, 0
         size = (len(slots), _NUMBERS + slots.pages.shape[1])
         gpu = caller.device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=gpu)
@@ -117,7 +117,7 @@ class Replayed:
         memory."""
         assert self.graph is not None
         try:
-            with observe.muted(), forbid_synchronization(self.caller.device):
+            with observe.mute_reports(), forbid_synchronization(self.caller.device):
                 self.step(rows)
             graph = self.graph()
             with observe.record_gemms() as tape, assume_constant_weights():
@@ -131,7 +131,7 @@ class Replayed:
     def _go_eagerly(self, why: str) -> None:
         self._eager = True
         self._captured.clear()
-        self.say(f"generation: decodes without a CUDA graph: {why}")
+        self.log(f"generation: decodes without a CUDA graph: {why}")
 
 
 def why_eager(caller: Caller) -> str | None:

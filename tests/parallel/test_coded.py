@@ -35,5 +35,5 @@ def test_codes_go_where_they_are_exact_and_no_gemm_wants_the_values():
     assert WireFormat.for_inputs(block, 128) == WireFormat.for_gradients(block, 256) == WireFormat(CastSpec())
     refused = [(block, 96), (fp8.recipe("rowwise"), 128), (fp8.recipe("blockwise", wgrad="bf16"), 128), (None, 128)]
     assert [WireFormat.for_inputs(recipe, piece) for recipe, piece in refused] == [None] * 4
-    with pytest.raises(WorldError, match="no layer casts what ranks exchange"):
+    with pytest.raises(WorldError, match="no layer casts exchanged values"):
         send_codes(torch.nn.Linear(2, 2), World(size=2, layout=Layout(context=2)), 128)

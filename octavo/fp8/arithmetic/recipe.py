@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from octavo.base import recipe_specs
-from octavo.base.recipe_specs import CURRENT, FORMATS, SPECS
+from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, SPECS
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.errors import Fp8Error
 
@@ -29,7 +29,7 @@ RECIPES = recipe_specs.NAMES
 """The names that :func:`recipe` knows."""
 
 GEMMS = ("fwd", "dgrad", "wgrad")
-PRECISIONS = ("fp8", "bf16", *CURRENT)
+PRECISIONS = ("fp8", "bf16", *CURRENT_SCALING)
 """The precisions that a recipe may choose for one of its GEMMs."""
 
 
@@ -129,7 +129,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
             f"recipe {name!r}: format={chosen!r} does not exist; use 'e4m3' (for all) or 'hybrid' (E5M2 for dy)."
         )
     if chosen not in spec.formats:
-        others = ", ".join(recipe_specs.with_format(chosen))
+        others = ", ".join(recipe_specs.recipes_with_format(chosen))
         raise RecipeError(
             f"recipe {name!r} with format={chosen!r} cannot be: it scales each {max(spec.blocks[2])} values of dy, so "
             f"E5M2's range buys nothing and costs a digit. Use format={spec.formats[0]!r}, or another recipe "
@@ -140,9 +140,9 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
         if precision not in PRECISIONS:
             raise RecipeError(
                 f"recipe {name!r}: {gemm}={precision!r} is not a precision; use 'fp8' or 'bf16', or the recipe whose "
-                f"casts it has ({', '.join(CURRENT)})."
+                f"casts it has ({', '.join(CURRENT_SCALING)})."
             )
-        if spec.delayed and precision in CURRENT:
+        if spec.delayed and precision in CURRENT_SCALING:
             raise RecipeError(
                 f"recipe {name!r}: {gemm}={precision!r} cannot be: the histories of a layer serve all of its GEMMs. "
                 "Use 'fp8' or 'bf16'."
@@ -173,7 +173,7 @@ def _gemm_precisions(of: Recipe) -> dict[str, str]:
         elif plain is None or plain.gemm(name) == casts:
             words[name] = "fp8"
         else:
-            words[name] = next((other for other in CURRENT if recipe(other).gemm(name) == casts), "fp8")
+            words[name] = next((other for other in CURRENT_SCALING if recipe(other).gemm(name) == casts), "fp8")
     return words
 
 

@@ -40,7 +40,7 @@ def _sqrt_via_fp64(x: Tensor, out: Tensor | None) -> Tensor:
 
 def _has_exact_sqrt(device: torch.device) -> bool:
     """Whether a device's own root is used: CUDA's is exactly rounded, and without fp64 there is no alternative."""
-    return accelerator.is_gpu(device) or device.type == "meta" or not accelerator.holds(device, torch.float64)
+    return accelerator.is_gpu(device) or device.type == "meta" or not accelerator.supports_dtype(device, torch.float64)
 
 
 @cache

@@ -53,7 +53,7 @@ from octavo.fp8.dense.swap import (
     planned_layer,
     swap,
 )
-from octavo.fp8.invariance import active
+from octavo.fp8.invariance import is_active
 from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole
@@ -164,7 +164,7 @@ class GatedMlp(SwappedModule):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if recorder.watching() or _has_global_hooks() or not is_supported_input(x) or active():
+        if recorder.is_watching() or _has_global_hooks() or not is_supported_input(x) or is_active():
             return False
         if act is None or has_hooks(act) or len(self._modules) != len(_CHILD_NAMES):
             return False
@@ -214,7 +214,7 @@ class _Mlp(torch.autograd.Function):
             recorder.begin(site.name, dgrad, wgrad, call.grad)
             for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
-        seen[0].shown = seen[1].shown = False  # dgate and dup are cast without being written
+        seen[0].shows_operands = seen[1].shows_operands = False  # dgate and dup are cast without being written
         source, way = Input(x, gate), DENSE_OPS if call.grad else INFERENCE_OPS
 
         def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:

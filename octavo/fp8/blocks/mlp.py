@@ -44,7 +44,7 @@ from octavo.fp8.blocks.probe import (
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.inputs import Source, get_source, with_source, without_autocast
 from octavo.fp8.dense.swap import SwappedModule, has_hooks, is_supported_input, make_trial_module, swap
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.weights.shards import is_plain_tensor, is_whole
 
 Act = Callable[[Tensor], Tensor]
 
@@ -165,7 +165,7 @@ def run_mlp(module: nn.Module, mlp_parts: MlpParts, x: Tensor) -> Tensor | None:
     if not all(is_idle(m) for name, m in module._modules.items() if name not in mlp_parts.names):
         return None
     inner = [module._modules[name](x) for name in mlp_parts.first]  # type: ignore[misc]
-    if not all(ordinary(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
+    if not all(is_plain_tensor(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
         h = act(inner[0])
         return last(h * inner[1] if len(inner) == 2 else h)
     h, source = activation_product(act, *inner)

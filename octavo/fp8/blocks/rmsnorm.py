@@ -52,7 +52,7 @@ from octavo.fp8.dense.swap import (
     planned_layer,
     swap,
 )
-from octavo.fp8.invariance import active, kernels_for
+from octavo.fp8.invariance import is_active, kernels_for
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights.shards import is_whole
 
@@ -233,7 +233,7 @@ class RmsNorm(SwappedModule):
             return None
         if x.dtype not in sources.DTYPES or weight.dtype not in sources.DTYPES:
             return None
-        if kernels_for(x) is not None and active():
+        if kernels_for(x) is not None and is_active():
             return None  # whose sums follow from the codes that are wanted, and so from whether it trains
         # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
         layers = [m for m in self._feeds if isinstance(m, Linear) and m._site.x != (None, None)]

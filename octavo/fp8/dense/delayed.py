@@ -31,7 +31,7 @@ from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair
 from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 
 PREFIX = "fp8_amax_"  # followed by "x" or "dy", and by "_<parameter>" in modules of experts
 HISTORIES_KEY = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
@@ -59,7 +59,7 @@ class DelayedScaling(NamedTuple):
     histories: dict[str, Tensor]
     suffix: str
 
-    def begin(self, x: Tensor, slot: int | None, training: bool, seen: Seen) -> DelayedCasts:
+    def begin(self, x: Tensor, slot: int | None, training: bool, seen: LayerRecord) -> DelayedCasts:
         """Return the casts of one forward and its backward; they record their amaxes only in training."""
         return DelayedCasts(self.history(slot or 0, x.device), training and seen.counted, seen.recompute)
 
@@ -280,7 +280,7 @@ def _odd_multipliers(x: Tensor) -> Tensor:
     rows, device = x.shape[0], x.device
     if x.is_meta or is_capturing(x.device) or torch._C._len_torch_dispatch_stack():
         return torch.arange(1, 2 * rows, 2, device=device)
-    stream = 0 if device.type == "cpu" else accelerator.stream_number(device)
+    stream = 0 if device.type == "cpu" else accelerator.stream_id(device)
     histories = _odd_multiplier_cache.get((device, stream))
     if histories is None or histories.shape[0] < rows:
         with torch.inference_mode(False):

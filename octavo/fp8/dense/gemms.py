@@ -25,10 +25,10 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.dense import compiled
 from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix
-from octavo.fp8.invariance import active, row_linear
+from octavo.fp8.invariance import is_active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
 from octavo.fp8.kernels.self_check import kernel_checks, run_checks
-from octavo.fp8.observe.recorder import HIGH, Result, Seen
+from octavo.fp8.observe.recorder import HIGH, LayerRecord, Result
 from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
 
 
@@ -51,7 +51,7 @@ class ScaledCasts(Protocol):
 class Scaling(Protocol):
     """A source of scales for x and dy that replaces the current amax."""
 
-    def begin(self, x: Tensor, slot: int | None, training: bool, observer: Seen) -> ScaledCasts: ...
+    def begin(self, x: Tensor, slot: int | None, training: bool, record: LayerRecord) -> ScaledCasts: ...
 
     def move_to(self, device: torch.device) -> None: ...
 
@@ -135,7 +135,7 @@ class DenseOps:
         return backend.gemm_wgrad(dy, x, dtype)
 
     def high_fwd(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        product = row_linear if torch._C._len_torch_function_stack() and active() else F.linear
+        product = row_linear if torch._C._len_torch_function_stack() and is_active() else F.linear
         return product(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def high_dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -147,20 +147,20 @@ class DenseOps:
     def bias_grad(self, dy: Tensor) -> Tensor:
         return dy.sum(0, dtype=torch.float32)
 
-    def operand(self, observer: Seen, role: str, x: Tensor, q: Quantized) -> None:
-        observer.operand(role, x, q)
+    def operand(self, record: LayerRecord, role: str, x: Tensor, q: Quantized) -> None:
+        record.operand(role, x, q)
 
-    def weight(self, observer: Seen, w: Tensor, q: Quantized) -> None:
-        observer.operand("w", w, q)
+    def weight(self, record: LayerRecord, w: Tensor, q: Quantized) -> None:
+        record.operand("w", w, q)
 
-    def gradient(self, observer: Seen, dw: Tensor, dy: Tensor, x: Tensor) -> None:
-        observer.gradient(dw, dy, x)
+    def gradient(self, record: LayerRecord, dw: Tensor, dy: Tensor, x: Tensor) -> None:
+        record.gradient(dw, dy, x)
 
-    def product(self, observer: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
-        observer.product(gemm, a, b)
+    def product(self, record: LayerRecord, gemm: str, a: Tensor, b: Tensor) -> None:
+        record.product(gemm, a, b)
 
-    def result(self, observer: Seen, result: Result) -> None:
-        observer.result(result)
+    def result(self, record: LayerRecord, result: Result) -> None:
+        record.result(result)
 
 
 class InferenceOps(DenseOps):
@@ -185,7 +185,7 @@ def get_weight_codes(
 
 def fwd(
     site: Site, ops: DenseOps, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
-    bias: Tensor | None, dtype: torch.dtype, observer: Seen,
+    bias: Tensor | None, dtype: torch.dtype, record: LayerRecord,
 ) -> tuple[Tensor, Quantized | None]:  # fmt: skip
     """Return (y [M, N] in ``dtype``, the codes of w or None if the backward need not save them).
 
@@ -193,27 +193,27 @@ def fwd(
     of w if dgrad uses them too and they were cast during a graph capture, when no cache holds codes.
     """
     gemm = site.recipe.fwd
-    if observer.judged and not observer.recompute and x is not None and has_values(weight):
-        ops.product(observer, "fwd", x.matrix(), part.of(weight))
+    if record.is_observed and not record.recompute and x is not None and has_values(weight):
+        ops.product(record, "fwd", x.matrix(), part.of(weight))
     if gemm is None or x_q is None:
         assert x is not None
-        if observer.heard:
-            observer.gemm("fwd", HIGH, ops.flops(x.rows, *part.shape(weight)))
+        if record.has_counters:
+            record.gemm("fwd", HIGH, ops.flops(x.rows, *part.shape(weight)))
         return ops.high_fwd(x.high_precision(), part.of(weight), bias), None
     backend = site.selections["fwd"].backend
     w_q = get_weight_codes(site, ops, "fwd", weight, part, gemm.b)
-    if observer.watched and not observer.recompute and x is not None:
-        ops.operand(observer, "x", x.matrix(), x_q)
+    if record.keeps_x and not record.recompute and x is not None:
+        ops.operand(record, "x", x.matrix(), x_q)
         if has_values(weight):
-            ops.weight(observer, part.of(weight), w_q)
-    if observer.heard:
-        observer.gemm("fwd", backend.name, ops.flops(x_q.data.shape[0], *part.shape(weight)))
+            ops.weight(record, part.of(weight), w_q)
+    if record.has_counters:
+        record.gemm("fwd", backend.name, ops.flops(x_q.data.shape[0], *part.shape(weight)))
     y = ops.fwd(backend, x_q, w_q, dtype, bias)
-    if "fwd" in observer.checked:
+    if "fwd" in record.checked_gemms:
         # Observers may rerun the GEMM, or compare it with its operands in high precision.
         exact, w = None if x is None else x.matrix(), part.of(weight) if has_values(weight) else None
         rerun, uses_history = partial(ops.fwd, backend, x_q, w_q, dtype, bias), site.scaling is not None
-        ops.result(observer, Result("fwd", backend.name, exact, x_q, w, w_q, uses_history, bias, y, rerun))
+        ops.result(record, Result("fwd", backend.name, exact, x_q, w, w_q, uses_history, bias, y, rerun))
     return y, w_q if site.codes.captured and site.shares_weight else None
 
 
@@ -226,29 +226,29 @@ def dgrad(
     part: WeightSlice,
     w_q: Quantized | None,
     dtype: torch.dtype,
-    observer: Seen,
+    record: LayerRecord,
 ) -> Tensor:
     """Return dx [M, K] in ``dtype``. ``w_q`` holds the codes of w if the forward saved them."""
     gemm = site.recipe.dgrad
-    if observer.judged and has_values(weight):
-        ops.product(observer, "dgrad", dy, part.of(weight))
+    if record.is_observed and has_values(weight):
+        ops.product(record, "dgrad", dy, part.of(weight))
     if gemm is None or dy_q is None:
-        if observer.counters:
-            observer.gemm("dgrad", HIGH, ops.flops(dy.shape[0], *part.shape(weight)))
+        if record.counters:
+            record.gemm("dgrad", HIGH, ops.flops(dy.shape[0], *part.shape(weight)))
         return ops.high_dgrad(dy, part.of(weight))
     if w_q is None:
         # From the cache if the weight has not changed; after resharding, a new cast of the gathered weight.
         w_q = get_weight_codes(site, ops, "dgrad", weight, part, gemm.b)
     backend = site.selections["dgrad"].backend
-    if observer.watched:
-        ops.operand(observer, "dy", dy, dy_q)
-    if observer.counters:
-        observer.gemm("dgrad", backend.name, ops.flops(dy.shape[0], *part.shape(weight)))
+    if record.keeps_x:
+        ops.operand(record, "dy", dy, dy_q)
+    if record.counters:
+        record.gemm("dgrad", backend.name, ops.flops(dy.shape[0], *part.shape(weight)))
     dx = ops.dgrad(backend, dy_q, w_q, dtype)
-    if "dgrad" in observer.checked:
-        shown, w = dy if observer.shown else None, part.of(weight) if has_values(weight) else None
+    if "dgrad" in record.checked_gemms:
+        shown, w = dy if record.shows_operands else None, part.of(weight) if has_values(weight) else None
         rerun, uses_history = partial(ops.dgrad, backend, dy_q, w_q, dtype), site.scaling is not None
-        ops.result(observer, Result("dgrad", backend.name, shown, dy_q, w, w_q, uses_history, None, dx, rerun))
+        ops.result(record, Result("dgrad", backend.name, shown, dy_q, w, w_q, uses_history, None, dx, rerun))
     return dx
 
 
@@ -260,32 +260,32 @@ def wgrad(
     x: Quantized | Tensor,
     exact: Tensor | None,
     dtype: torch.dtype,
-    observer: Seen,
+    record: LayerRecord,
 ) -> Tensor:
     """Return dw [N, K] in ``dtype``. ``x`` is the operand that the forward saved; ``exact`` is x in high precision, for
     observers."""
     if dy_q is None or not isinstance(x, Quantized):
         assert isinstance(x, Tensor)
-        if observer.judged:
-            ops.product(observer, "wgrad", dy, x)
-        if observer.counters:
-            observer.gemm("wgrad", HIGH, ops.flops(dy.shape[0], dy.shape[1], x.shape[1]))
+        if record.is_observed:
+            ops.product(record, "wgrad", dy, x)
+        if record.counters:
+            record.gemm("wgrad", HIGH, ops.flops(dy.shape[0], dy.shape[1], x.shape[1]))
         return ops.high_wgrad(dy, x, dtype)
     backend = site.selections["wgrad"].backend
-    if observer.counters:
-        observer.gemm("wgrad", backend.name, ops.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
+    if record.counters:
+        record.gemm("wgrad", backend.name, ops.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
     dw = ops.wgrad(backend, dy_q, x, dtype)
-    if "wgrad" in observer.checked:
-        shown, uses_history = dy if observer.shown else None, site.scaling is not None
+    if "wgrad" in record.checked_gemms:
+        shown, uses_history = dy if record.shows_operands else None, site.scaling is not None
         rerun = partial(ops.wgrad, backend, dy_q, x, dtype)
-        ops.result(observer, Result("wgrad", backend.name, shown, dy_q, exact, x, uses_history, None, dw, rerun))
-    if observer.judged and exact is not None:
-        ops.product(observer, "wgrad", dy, exact)
+        ops.result(record, Result("wgrad", backend.name, shown, dy_q, exact, x, uses_history, None, dw, rerun))
+    if record.is_observed and exact is not None:
+        ops.product(record, "wgrad", dy, exact)
     # wgrad casts x and dy separately, along their rows, so both operands are reported again.
-    if observer.watched and exact is not None:
-        ops.operand(observer, "x_wgrad", exact, x)
-        ops.operand(observer, "dy_wgrad", dy, dy_q)
-        ops.gradient(observer, dw, dy, exact)
+    if record.keeps_x and exact is not None:
+        ops.operand(record, "x_wgrad", exact, x)
+        ops.operand(record, "dy_wgrad", dy, dy_q)
+        ops.gradient(record, dw, dy, exact)
     return dw
 
 

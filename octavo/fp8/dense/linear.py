@@ -38,9 +38,9 @@ from octavo.fp8.arithmetic.recipe import recipe as named_recipe
 from octavo.fp8.dense import compiled, gemms
 from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, DenseOps, ScaledCasts, Site, select_backends
 from octavo.fp8.dense.inputs import Input, Source, without_autocast
-from octavo.fp8.invariance import active
+from octavo.fp8.invariance import is_active
 from octavo.fp8.observe import recorder
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 from octavo.fp8.weights.shards import is_whole
 
@@ -86,18 +86,13 @@ class _ThreeGemms(torch.autograd.Function):
         site, ops = args.site, args.ops
         needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if args.grad else _NO_GRADS
         ctx.needs = needs_x, needs_w, needs_b
-        ctx.observer = observer = recorder.begin(site.name, needs_x, needs_w, args.grad, ops.sizes)
+        ctx.record = record = recorder.begin(site.name, needs_x, needs_w, args.grad, ops.sizes)
         operand = Input(x, site if args.share_codes else None, cast=ops.cast)
         with operand.autocast_off:
-            ctx.scaling, x_q, saved = _cast_x(operand, args, observer, needs_w)
-            y, w_q = gemms.fwd(site, ops, operand, x_q, args.weight, args.part, bias, operand.dtype, observer)
-        ctx.site, ctx.part, ctx.ops, ctx.restore, ctx.drop_codes = (
-            site,
-            args.part,
-            ops,
-            saved.restore,
-            operand.drop_codes,
-        )
+            ctx.scaling, x_q, saved = _cast_x(operand, args, record, needs_w)
+            y, w_q = gemms.fwd(site, ops, operand, x_q, args.weight, args.part, bias, operand.dtype, record)
+        ctx.site, ctx.part, ctx.ops = site, args.part, ops
+        ctx.restore, ctx.drop_codes = saved.restore, operand.drop_codes
         ctx.save_for_backward(*ops.tensors, *_weight_tensors(args, w_q, needs_x), *saved.tensors)
         ctx.w_spec, ctx.dtype = None if w_q is None else w_q.spec, operand.dtype
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
@@ -108,7 +103,7 @@ class _ThreeGemms(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.drop_codes()
-        (needs_x, needs_w, needs_b), site, observer = ctx.needs, ctx.site, ctx.observer
+        (needs_x, needs_w, needs_b), site, record = ctx.needs, ctx.site, ctx.record
         ops, tensors = ctx.ops.restore(ctx.saved_tensors)
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         dy_MN = dy if dy.dim() == 2 else dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
@@ -121,11 +116,11 @@ class _ThreeGemms(torch.autograd.Function):
                 if ctx.w_spec is not None:
                     w_q = Quantized(tensors.pop(0), tensors.pop(0), ctx.w_spec)
                 # Rounded to the dtype of the GEMMs first, as the gradient of autocast's copy would be.
-                dx = gemms.dgrad(site, ops, dy_MN, dy_row, weight, ctx.part, w_q, ctx.dtype, observer)
+                dx = gemms.dgrad(site, ops, dy_MN, dy_row, weight, ctx.part, w_q, ctx.dtype, record)
                 dx = (dx if dx.shape == ctx.x_shape else dx.view(ctx.x_shape)).to(x_dtype)
             if needs_w:
                 x, exact = ctx.restore(ops, tensors)
-                dw = gemms.wgrad(site, ops, dy_MN, dy_col, x, exact, w_dtype, observer)
+                dw = gemms.wgrad(site, ops, dy_MN, dy_col, x, exact, w_dtype, record)
             if needs_b:
                 db = ops.bias_grad(dy_MN).to(b_dtype)
         return dx, dw, db, None
@@ -145,7 +140,7 @@ class SavedInput(NamedTuple):
 
 
 def _cast_x(
-    x: Input, args: GemmArgs, observer: Seen, needs_w: bool
+    x: Input, args: GemmArgs, record: LayerRecord, needs_w: bool
 ) -> tuple[ScaledCasts | None, Quantized | None, SavedInput]:
     """Cast x for fwd and wgrad.
 
@@ -155,7 +150,7 @@ def _cast_x(
     site, source = args.site, x.source if needs_w else None
     if needs_w and source is None and args.source is not None:
         source = args.source(x.tensor, x.dtype)
-    scaling = None if site.scaling is None else site.scaling.begin(x.tensor, args.part.slot, args.training, observer)
+    scaling = None if site.scaling is None else site.scaling.begin(x.tensor, args.part.slot, args.training, record)
     cast = x.codes if scaling is None else partial(scaling.cast_x, x)
     col_request = site.x.col if needs_w and (source is None or scaling is not None) else None
     x_q, x_col = cast(site.x.row, col_request)
@@ -167,7 +162,7 @@ def _cast_x(
         return scaling, x_q, SavedInput((*source.tensors, *scale), recompute)
     if x_col is None:
         return scaling, x_q, SavedInput((x.high_precision(),), _restore_x)
-    exact = (x.matrix(),) if observer.watched else ()
+    exact = (x.matrix(),) if record.keeps_x else ()
     return scaling, x_q, SavedInput((x_col.data, x_col.scale, *exact), partial(_restore_codes, x_col.spec))
 
 
@@ -254,7 +249,7 @@ class Linear(CachesWeights, nn.Linear):
         module.__class__ = cls
         assert isinstance(module, cls)
         compiled.record_weight_kind(module)
-        module.own_weights()
+        module.register_caches()
         return module
 
     @property
@@ -280,7 +275,7 @@ class Linear(CachesWeights, nn.Linear):
         grad = torch.is_grad_enabled()
         ops = DENSE_OPS if grad else INFERENCE_OPS
         args = GemmArgs(self._site, self.weight, WHOLE_WEIGHT, grad, self.training, ops, source=self._source)
-        if torch._C._len_torch_function_stack() and active():
+        if torch._C._len_torch_function_stack() and is_active():
             with torch._C.DisableTorchFunction():  # intercepting a call takes longer than most calls
                 return three_gemms(input, self.weight, self.bias, args)
         return three_gemms(input, self.weight, self.bias, args)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.inputs import is_functorch_active
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.weights.shards import ordinary
+from octavo.fp8.weights.shards import is_plain_tensor
 
 STOCK_KEY = "_as_stock"
 """The key in the ``__dict__`` of a swapped module that temporarily runs the stock forward without changing its
@@ -137,4 +137,4 @@ def make_trial_module(module: nn.Module, parameters: dict[str, Any], modules: di
 def is_supported_input(x: Tensor) -> bool:
     """True if a replacement forward supports x: a nonempty plain tensor, outside of transforms of torch.func, which
     the gradients of replaced modules do not support."""
-    return ordinary(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not is_functorch_active()
+    return is_plain_tensor(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not is_functorch_active()

@@ -205,7 +205,7 @@ def _may_run(device: torch.device) -> bool:
     first rank of a node."""
     if device.type == "meta" or os.environ.get("LOCAL_RANK", "0") != "0" or torch.compiler.is_compiling():
         return False
-    if device.type != "cpu" and not accelerator.has_own_memory(accelerator.here()):
+    if device.type != "cpu" and not accelerator.has_own_memory(accelerator.default_device()):
         return False
     return not is_capturing(device)
 

@@ -30,7 +30,7 @@ from octavo.fp8.dense.linear import GemmArgs, three_gemms_unchecked
 from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, select_expert
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend, Selection
 from octavo.fp8.moe import grouped_high
-from octavo.fp8.observe.recorder import Result, Seen
+from octavo.fp8.observe.recorder import LayerRecord, Result
 from octavo.fp8.weights.shards import is_whole
 
 
@@ -105,24 +105,24 @@ class Grouped(DenseOps):
 
     # Figures of each expert with rows: they read values and wait for the device in any case.
 
-    def operand(self, seen: Seen, role: str, x: Tensor, q: Quantized) -> None:
+    def operand(self, seen: LayerRecord, role: str, x: Tensor, q: Quantized) -> None:
         for expert, span in expert_spans(self.groups):
             seen.operand(role, x[span], select_expert(q, expert, span))
 
-    def weight(self, seen: Seen, w: Tensor, q: Quantized) -> None:
+    def weight(self, seen: LayerRecord, w: Tensor, q: Quantized) -> None:
         for expert, _ in expert_spans(self.groups):
             seen.operand("w", w[expert], Quantized(q.data[expert], q.scale[expert], q.spec))
 
-    def gradient(self, seen: Seen, dw: Tensor, dy: Tensor, x: Tensor) -> None:
+    def gradient(self, seen: LayerRecord, dw: Tensor, dy: Tensor, x: Tensor) -> None:
         dw = self._stored(dw)  # [E, N, K] again
         for expert, span in expert_spans(self.groups):
             seen.gradient(dw[expert], dy[span], x[span])
 
-    def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
+    def product(self, seen: LayerRecord, gemm: str, a: Tensor, b: Tensor) -> None:
         for expert, span in expert_spans(self.groups):
             seen.product(gemm, a[span], b[span] if gemm == "wgrad" else b[expert])
 
-    def result(self, seen: Seen, product: Result) -> None:
+    def result(self, seen: LayerRecord, product: Result) -> None:
         """Report the result of one expert with rows, which the checker picks."""
         filled = list(expert_spans(self.groups))
         if not filled:
@@ -163,7 +163,7 @@ def grouped_gemms(x: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
     return three_gemms_unchecked(x, call.weight, bias, call)
 
 
-def one_by_one(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
+def run_each_expert(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
     """(``run(expert, its rows)`` of every expert with rows, where its rows are, else zeros; how many experts ran).
 
     With no row at all the first expert runs on none, so that its weights belong to the graph. Waits for the device.

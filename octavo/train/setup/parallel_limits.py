@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from octavo import fp8
 from octavo.config import Config
 from octavo.fp8.dense import WireFormat
-from octavo.parallel import SENDS_NO_CODES, Layout, WorldError, check_experts, ulysses_of
+from octavo.parallel import NO_CODED_EXCHANGE, Layout, WorldError, check_experts, ulysses_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,10 +20,10 @@ def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> No
     and plan do not support. ``model`` may be on the meta device; it is not converted yet."""
     if ranks == 1:
         return
-    layout = Layout.of(ranks, cfg.parallel)
+    layout = Layout.from_section(ranks, cfg.parallel)
     text = model.config.get_text_config()
     if layout.context > 1:
-        ulysses_of(layout.context, cfg.parallel.ulysses, text.num_attention_heads)
+        ulysses_size(layout.context, cfg.parallel.ulysses, text.num_attention_heads)
     if layout.expert > 1:
         recipes = {row.row.module: row.recipe for row in plan.rows if row.kind == "experts"}
         late = {name: recipe.summary() for name, recipe in recipes.items() if recipe and recipe.delayed is not None}
@@ -32,7 +32,7 @@ def check(cfg: Config, model: PreTrainedModel, plan: fp8.Plan, ranks: int) -> No
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         outputs, *rest = (layers for layers, _ in coded(plan, size, text.hidden_size))
         if not (outputs and layout.context > 1) and not (any(rest) and layout.expert > 1):
-            raise WorldError(SENDS_NO_CODES)
+            raise WorldError(NO_CODED_EXCHANGE)
 
 
 def coded(plan: fp8.Plan, head_dim: int, hidden: int) -> list[tuple[int, float]]:

@@ -74,6 +74,6 @@ def test_a_plan_tries_each_kind_once(monkeypatch) -> None:
         rmsnorm, "_run_stock", lambda *given, real=rmsnorm._run_stock: calls.append(given) or real(*given)
     )
     norms = nn.ModuleDict({f"norm{i}": Norm(offset=float(i == 2)) for i in range(6)})
-    found = planning.blocks_of(norms, (), on=False, saving=("foundation",))
+    found = planning.plan_blocks(norms, (), on=False, saving=("foundation",))
     assert [block.saves for block in found] == [True, True, False, True, True, True]
     assert "Gemma" in found[2].why and len(calls) == 2

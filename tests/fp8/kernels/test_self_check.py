@@ -20,7 +20,7 @@ from octavo.fp8.dense import compiled_check
 from octavo.fp8.kernels import registry, self_check
 from octavo.fp8.kernels.self_check import Mismatch, SelfCheckError
 from octavo.fp8.optim import engine
-from octavo.fp8.planning import kernels_of
+from octavo.fp8.planning import collect_kernel_checks
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 CPU = torch.device("cpu")
@@ -85,13 +85,13 @@ def test_tested_versions_check_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_plan_is_checked_once_for_a_machine(newer: pytest.MonkeyPatch) -> None:
     model, plan = network()
-    names = list(kernels_of([plan], CPU))
+    names = list(collect_kernel_checks([plan], CPU))
     assert names == [
         *(f"{gemm} of rowwise e4m3 on triton" for gemm in ("fwd", "dgrad", "wgrad")),
         "a compiled layer of rowwise e4m3 on triton",
     ]
     random = torch.get_rng_state()
-    assert ran(kernels_of([plan], CPU), limit=float("inf")) == tuple(names)
+    assert ran(collect_kernel_checks([plan], CPU), limit=float("inf")) == tuple(names)
     assert torch.equal(torch.get_rng_state(), random)
     (entry,) = json.loads(self_check.record_file().read_text())["machines"]
     assert entry["passed"] == sorted(names) and "triton 3" in entry["machine"]["versions"]
@@ -225,12 +225,12 @@ def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPa
     newer.setattr(engine, "run_checks", lambda checks, device: self_check.run_checks(checks, CPU))
     newer.setattr(engine, "adamw_checks", lambda name, device: self_check.adamw_checks(name, CPU))
     newer.setattr(engine, "select", lambda op, **_: registry.Selection(TRITON, "", ()))
-    assert engine.engine(torch.device("meta")) == TRITON.adamw
+    assert engine.select_engine(torch.device("meta")) == TRITON.adamw
     newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "adamw", errs)
     with pytest.raises(SelfCheckError, match=r"adamw on triton computes wrongly: weight with states in fp8 at \[7\]"):
-        engine.engine(torch.device("meta"))
+        engine.select_engine(torch.device("meta"))
 
 
 def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.torch_backend import make_product, multiply
-from octavo.fp8.planning.table import padding
+from octavo.fp8.planning.table import compute_padding
 
 ALL = ("fwd", "dgrad", "wgrad")
 
@@ -31,7 +31,7 @@ ALL = ("fwd", "dgrad", "wgrad")
 )
 def test_padding_is_that_of_the_buffers(recipe, shape, sizes):
     made = fp8.recipe(recipe)
-    found = padding(made, shape, ALL)
+    found = compute_padding(made, shape, ALL)
     assert found.sizes == sizes
     assert (found.part > 0) == (shape != sizes)
     buffer, real = layout.codes_buffer(*shape, made.dgrad.b, 0, torch.device("cpu"))
@@ -54,7 +54,7 @@ def test_the_cost_is_what_products_are_handed(recipe, shape):
             codes.append(Quantized(data, scale, spec))
         product = make_product(gemm, *codes)
         flops = product.a.shape[0] * product.a.shape[1] * product.b.shape[1]
-        named = (padding(made, shape, (gemm,)).part + 1) * tokens * n * k
+        named = (compute_padding(made, shape, (gemm,)).part + 1) * tokens * n * k
         # dy's rows in wgrad, N, are handed over as they are where each has a scale or all have one
         few = named * (1 - n / layout.round_up(n, 16)) if gemm == "wgrad" else 0
         assert named - few - 1 <= flops <= named + 1
@@ -89,10 +89,10 @@ def test_the_cost_counts_the_head_on_both_sides():
 
 def test_the_cost_is_counted_by_gemm():
     made = fp8.recipe("blockwise")
-    alone = [padding(made, (3420, 1280), (gemm,)).part for gemm in ALL]
+    alone = [compute_padding(made, (3420, 1280), (gemm,)).part for gemm in ALL]
     assert alone == pytest.approx([3424 / 3420 - 1, 3456 / 3420 - 1, 3424 / 3420 - 1])
-    assert padding(made, (3420, 1280), ALL).part == pytest.approx(sum(alone) / 3)
-    assert padding(fp8.recipe("blockwise", fwd="bf16"), (3420, 1280), ("fwd",)) == ((3420, 1280), 0.0)
+    assert compute_padding(made, (3420, 1280), ALL).part == pytest.approx(sum(alone) / 3)
+    assert compute_padding(fp8.recipe("blockwise", fwd="bf16"), (3420, 1280), ("fwd",)) == ((3420, 1280), 0.0)
 
 
 def test_a_plan_names_layer_size_and_cost():

@@ -13,7 +13,7 @@ from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.kernels import deepgemm_backend, names, registry, torch_backend
 from octavo.fp8.kernels.layout import ALIGN, k_major
-from octavo.fp8.planning.frozen import fitted
+from octavo.fp8.planning.frozen import recipe_for_codes
 from octavo.fp8.weights import codes_of_frozen, frozen_from_codes
 
 RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
@@ -83,7 +83,7 @@ def test_codes_are_brought_into_line_for_any_tensor_core(kind: str, n: int, k: i
 
 
 def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = fitted(fp8.recipe("blockwise"), fp8.CastSpec("e4m3", (128, 128), "fp32"))
+    own = recipe_for_codes(fp8.recipe("blockwise"), fp8.CastSpec("e4m3", (128, 128), "fp32"))
     assert own is not None and own.fwd.b.scale == own.dgrad.b.scale == "fp32" and own.wgrad.b.scale == "pow2"
     monkeypatch.setattr(deepgemm_backend, "_why_not", lambda *_: None)
     made, cuda = registry.get("deepgemm"), torch.device("cuda")
