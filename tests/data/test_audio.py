@@ -120,15 +120,15 @@ def test_what_no_row_may_say(folder, names, text, said):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("long.wav", r"is too long: 1.00 s, and the model takes 0.06 to 1 s"),  # stock code cuts it, without a word
+        ("long.wav", r"is too long: 1.00 s; the model takes 0.06 to 1 s"),  # stock code cuts it, without a word
         ("one_token.wav", "is too short"),  # which the model would take for a placeholder that has not grown
         ("empty.wav", "is empty"),
-        ("slowest.wav", "has 100 samples a second, and 4000 to 384000 are read"),
+        ("slowest.wav", "has 100 samples per second, outside the range of 4000 to 384000"),
         ("almost.wav", "is too long: 1.00 s"),  # a sample of the model's more
         ("nan.wav", "no numbers"),
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
-        ("cut.wav", "is truncated: 80.. bytes fewer are there"),  # libsndfile takes the half that is there
+        ("cut.wav", "is truncated: 80.. bytes fewer than its header"),  # libsndfile takes the half that is there
         ("piped.flac", "has no length in its header"),
         ("noise.wav", "cannot be decoded"),
     ],
@@ -245,9 +245,9 @@ def test_rows_with_sound_are_not_cut(folder, processor):
 
 def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, processor, tmp_path):
     tiny.write("qwen3", tmp_path / "text", size="mini")
-    with pytest.raises(BadSample, match="holds a sound, but the model takes none"):
+    with pytest.raises(BadSample, match="has a sound, but the model takes no audio"):
         Encoder(models.load_processor(tmp_path / "text"), 128).encode(row(folder, "half.wav"))
-    with pytest.raises(BadSample, match="spells the model's own placeholder"):
+    with pytest.raises(BadSample, match="contains the model's placeholder"):
         Encoder(processor, 128).encode(row(folder, text="<|AUDIO|>what?"))
     with pytest.raises(models.ModelError, match="1 sounds were given for 0 placeholders"):
         processor(text=["none"], audio=[np.zeros(4000, np.float32)])
@@ -257,7 +257,7 @@ def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, p
 
 def test_without_their_packages_the_run_ends_with_what_to_install(folder, processor, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "soxr", None)
-    with pytest.raises(DataError, match="the model takes 16000, and soxr resamples, .*octavo.audio") as other:
+    with pytest.raises(DataError, match="to 16000 samples per second, .*octavo.audio") as other:
         audio_files.load(folder / "slow.wav", audio_files.Limits(RATE, 961, RATE))
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
     with pytest.raises(DataError, match=r"pip install 'octavo\[audio\]'") as caught:

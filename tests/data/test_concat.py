@@ -51,7 +51,7 @@ def test_every_token_once_and_any_sample_at_once(folder, models, family):
     assert mixed == again and mixed != other and sorted(mixed) == sorted(other)
     at = [i + 1 for i, token in enumerate(mixed) if token == tokenizer.eos_token_id]
     assert sorted(mixed[a:b] for a, b in zip([0, *at], at, strict=False)) == sorted(single)
-    with pytest.raises(IndexError, match="makes .* samples of 5 tokens, asked for 999"):
+    with pytest.raises(IndexError, match="has .* samples of 5 tokens; 999 was requested"):
         join(source, DocumentEncoder(models(family), 5), "error", 1)[999]
     with pytest.raises(DataError, match="seq_length is 1, and joined documents need 2"):
         join(source, DocumentEncoder(models(family), 1), "error", 1)
@@ -132,7 +132,7 @@ def test_bad_rows_are_named_when_made_and_when_found(folder, models):
     with pytest.raises(BadSample, match=r"row 1 \(id seven\): 'text' is 7; expected a text"):
         join(source, encoder, "error", None)
     empty = read(folder, {"text": ""}, {"text": "a <|image_pad|>"}, name="bad.jsonl", format="text")
-    with pytest.raises(DataError, match=r"every one of its 2 rows was left out; the last one \(row 1\) because it its"):
+    with pytest.raises(DataError, match=r"all 2 rows were left out; the last one \(row 1\) because it its"):
         join(empty, encoder, "skip", None)
 
 

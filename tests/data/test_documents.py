@@ -150,10 +150,10 @@ def test_what_cannot_be_encoded_is_named(folder, models):
     source = read(
         folder, {"text": "see <image>", "image": image}, {"text": "a <|image_pad|> b"}, {"text": "a <|im_end|> b"}
     )
-    with pytest.raises(BadSample, match="row 0: holds an image, but the model is text-only"):
+    with pytest.raises(BadSample, match="row 0: has an image, but the model is text-only"):
         DocumentEncoder(models("qwen3"), 64).encode(source[0])
     encoder = DocumentEncoder(models("qwen3_vl"), 64)
-    with pytest.raises(BadSample, match=r"row 1: its text spells the model's own placeholder '<\|image_pad\|>'"):
+    with pytest.raises(BadSample, match=r"row 1: its text contains the model's placeholder '<\|image_pad\|>'"):
         encoder.encode(source[1])
     assert encoder.encode(source[2]).control == ("<|im_end|>",)
     processor = copy.deepcopy(models("qwen3"))

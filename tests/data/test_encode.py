@@ -81,7 +81,7 @@ def test_text_only(folder, models, family):
     assert [text.strip() for text in spoken(encoder, sample)] == [f"none{end}", f"quite{end}"]
     bos = encoder.tokenizer.bos_token_id
     assert bos is None or (sample.input_ids == bos).sum() == 2  # one each turn, by the template, none by the tokenizer
-    with pytest.raises(BadSample, match="row 0 .*holds an image, but the model is text-only"):
+    with pytest.raises(BadSample, match="row 0 .*has an image, but the model is text-only"):
         encoder.encode(source[0])
 
 
@@ -164,7 +164,7 @@ def test_bad_images_and_words_name_their_row(folder, models):
     for row, message in (
         (0, "cannot be decoded"),
         (1, "processor refuses it: .*aspect ratio"),
-        (2, "spells the model's"),
+        (2, "contains the model's"),
     ):
         with pytest.raises(BadSample, match=rf"rows\.json, row {row} \(id r\): .*{message}"):
             encoder.encode(source[row])
@@ -183,7 +183,7 @@ def test_two_user_turns_where_the_template_refuses(folder, models):
     strict.tokenizer.chat_template = (
         "{% if messages[1].role == 'user' %}{{ raise_exception('must alternate') }}{% endif %}"
     )
-    with pytest.raises(BadSample, match=r"row 0: the chat template refuses the roles .*must alternate"):
+    with pytest.raises(BadSample, match=r"row 0: the chat template rejects the roles .*must alternate"):
         Encoder(strict, 64).encode(source[0])
 
 
@@ -245,7 +245,7 @@ def test_words_that_spell_control_tokens_are_told(folder, models):
     assert encoder.encode(source[0]).control == ("<|im_end|>", "<|im_start|>")
     assert encoder.encode(source[1]).control == ()
     for word, family in (("<|vision_start|>", "qwen3_vl"), ("<img>", "internvl"), ("<|video_pad|>", "qwen2_5_vl")):
-        with pytest.raises(BadSample, match="row 0.*spells the model's own placeholder '" + word.replace("|", r"\|")):
+        with pytest.raises(BadSample, match="row 0.*contains the model's placeholder '" + word.replace("|", r"\|")):
             Encoder(models(family), 64).encode(folder.read([folder.llava(f"an {word} tag", "x")], f"{family}.json")[0])
 
 
@@ -254,5 +254,5 @@ def test_a_processor_that_fails_fails_for_one_row(folder, models, monkeypatch):
     encoder = Encoder(models("qwen3_vl"), 512)
     broken = copy.copy(encoder.processor.image_processor)
     monkeypatch.setattr(type(broken), "__call__", lambda *_, **__: [][1])
-    with pytest.raises(BadSample, match="row 1 .*: the processor refuses it: IndexError: list index"):
+    with pytest.raises(BadSample, match="row 1 .*: the processor rejects it: IndexError: list index"):
         encoder.encode(source[1])

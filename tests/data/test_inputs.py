@@ -221,8 +221,8 @@ def test_what_the_collation_does_not_know_is_refused_by_name(loaded, source):
         assert isinstance(found, DataError)
         return str(found)
 
-    assert "returns target_sizes, which Octavo does not pass on to the model" in call({"target_sizes": [1]})
-    assert "gives image_sizes of 2 for 3 (image), so that rows would take each other's" in call(
+    assert "returns target_sizes, which Octavo does not pass to the model" in call({"target_sizes": [1]})
+    assert "returns image_sizes of length 2 for 3 (image), so rows would get each other's" in call(
         {"image_sizes": np.zeros((2, 2))}
     )
     check_lengths({"image_sizes": [1, 2]}, {"image_sizes": "image"}, {"image": 2})

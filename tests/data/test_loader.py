@@ -162,7 +162,7 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
     assert [place for _ in range(3) for place, _ in next(stream)] == [(0, row) for row in range(6)]
     pids = sorted(child.pid for child in multiprocessing.active_children())
     with pytest.raises(
-        WorkerDied, match=r"data worker 1 \(pid (\d+)\) hangs: it did not bring row 6, 7 of .*/.*json "
+        WorkerDied, match=r"data worker 1 \(pid (\d+)\) hangs: it did not return row 6, 7 of .*/.*json "
     ) as seen:
         next(stream)
     assert "in 1.5 s (run.timeout: 2 s)" in str(seen.value) and str(pids[1]) in str(seen.value)
@@ -246,7 +246,7 @@ def test_no_row_ends_a_run_that_leaves_bad_ones_out(folder, encoder, name):
     stream = loader(folder.read(file), encoder, global_batch=1, micro_batch=1, on_bad="skip", report_path=listed)
     steps(stream, len(texts))
     assert stream.report.counts == {"skipped": 5, "dropped": 2, "with control tokens": 1}
-    assert "spells '<|im_end|>', which the tokenizer takes" in stream.report.first["with control tokens"]["reason"]
+    assert "contains '<|im_end|>', which the tokenizer reads" in stream.report.first["with control tokens"]["reason"]
     held = EvalSet([folder.read(file)], encoder, 4, on_bad="skip")
     assert sum(batch["meta"].samples for batch in held) == 2 and held.report.counts == stream.report.counts
     found = {line["row"]: line["action"] for line in map(json.loads, listed.read_text().splitlines())}
@@ -301,7 +301,7 @@ def test_an_empty_micro_batch_is_a_masked_row(folder, source, encoder):
 def test_only_bad_rows_is_an_error(folder, source, encoder):
     bad = folder.read([{"conversations": []}] * 3, format="llava")
     stream = Loader(Mixture([source, bad]), encoder, 1, 1, on_bad="skip")
-    with pytest.raises(DataError, match=r"every one of its 3 rows was left out; .*the conversation is empty"):
+    with pytest.raises(DataError, match=r"all 3 rows were left out; .*the conversation is empty"):
         steps(stream, 30)
 
 

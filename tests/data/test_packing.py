@@ -276,7 +276,7 @@ def test_a_row_that_is_mended_changes_no_pack_of_a_run_that_goes_on(folder, mode
     file.write_bytes(data)
     again = take(stream(source, encoder, cache, place=begun.place, on_bad="skip", window=40), 5)
     assert [rows(step) for step in again] == [rows(step) for step in whole[3:8]]
-    with pytest.raises(DataError, match="of the order make other packs than they did when this checkpoint"):
+    with pytest.raises(DataError, match="of the order are packed differently from when this checkpoint"):
         take(stream(source, encoder, tmp_path / "another", place=begun.place, on_bad="skip", window=40), 1)
 
 
@@ -289,7 +289,7 @@ def test_rows_that_are_left_out_are_listed_by_whoever_has_their_pack(folder, mod
     assert loader.report.counts == {"dropped": 1} and report.read_text().count("\n") == 1
     assert 7 not in [row for step in steps for one in rows(step) for row in one]
     every = [folder.llava("long " * 90, str(n)) for n in range(3)]
-    with pytest.raises(DataError, match="every one of its 3 rows was left out"):
+    with pytest.raises(DataError, match="all 3 rows were left out"):
         take(stream(folder.read(every, "long.json"), Encoder(models("qwen3"), 64), window=2), 3)
 
 

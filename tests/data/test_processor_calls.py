@@ -95,7 +95,7 @@ def test_an_image_never_goes_to_another_row(folder, models):
     source, encoder = folder.read(listed), Encoder(processor, 512)
     made = encoder.encode_all([source[row] for row in range(3)])
     assert [isinstance(found, BadSample) for found in made] == [True, True, False]
-    assert "the chat template writes 2 places for its 1 image(s)" in str(made[0])
+    assert "the chat template writes 2 placeholders for 1 image(s)" in str(made[0])
     assert same(made[2], encoder.encode(source[2]))
 
 

@@ -179,7 +179,7 @@ def test_tokens_are_those_of_the_stock_processor(folder, models, family):
 
 def test_what_a_model_cannot_see_is_refused(folder, models):
     row = prompts(folder, [{"prompt": "Which?", "image": folder.image(), "answer": "x"}])[0]
-    with pytest.raises(BadSample, match="row 0: holds an image, but the model is text-only; use a vision-language"):
+    with pytest.raises(BadSample, match="row 0: has an image, but the model is text-only; use a vision-language"):
         PromptEncoder(models("qwen3"), 100).encode(row)
 
 
@@ -193,7 +193,7 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
     row = prompts(folder, [{"prompt": "word " * 50, "answer": "x"}])[0]
     tokens = len(PromptEncoder(models("qwen3"), 4000).encode(row).input_ids)
     assert len(PromptEncoder(models("qwen3"), tokens + 16, reserve=16).encode(row).input_ids) == tokens
-    room = rf"is {tokens} tokens long, seq_length is {tokens + 15}, 16 of it are kept for the answer"
+    room = rf"is {tokens} tokens long, seq_length is {tokens + 15}, 16 of it are reserved for the answer"
     with pytest.raises(LongSample, match=room):
         PromptEncoder(models("qwen3"), tokens + 15, reserve=16).encode(row)
     with pytest.raises(DataError, match=rf"{room}; raise train.seq_length, .* or set data.on_long to drop$"):
@@ -202,7 +202,7 @@ def test_a_prompt_leaves_room_for_its_answer(folder, models):
         PromptEncoder(models("qwen3"), 100, on_long="cut")
     with pytest.raises(DataError, match="train_on_prompt is true, and only completions are learned from"):
         PromptEncoder(models("qwen3"), 100, train_on_prompt=True)
-    with pytest.raises(DataError, match="seq_length is 16, 16 of it are kept .* nothing is left for a prompt"):
+    with pytest.raises(DataError, match="seq_length is 16, 16 of it are reserved .* no token is left for a prompt"):
         PromptEncoder(models("qwen3"), 16, reserve=16)
 
 

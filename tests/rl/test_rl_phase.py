@@ -326,7 +326,7 @@ def test_what_makes_no_sense_is_refused(reinforcing: Make, over: list[str], key:
 
 @pytest.mark.usefixtures("seen")
 def test_images_for_a_model_without_eyes_are_refused_by_row(reinforcing: Make, place: Path):
-    with pytest.raises(DataError, match="row .*holds an image, but the model is text-only"):
+    with pytest.raises(DataError, match="row .*has an image, but the model is text-only"):
         rl.run(reinforcing(f"model.path={place / 'text'}"))
 
 

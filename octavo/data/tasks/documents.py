@@ -174,7 +174,7 @@ class DocumentEncoder(Encoder):
             super()._check_template()
             return (yield from super()._encode(row, context))
         if row.images and not self.calls.takes_images:
-            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+            raise Mismatch("has an image, but the model is text-only; use a vision-language model or other data")
         document = self._clip(row)
         control = self._control_tokens(document)
         if not document.images:
@@ -195,7 +195,7 @@ class DocumentEncoder(Encoder):
             super()._check_template()
             return super().tokenizer_input(row)
         if row.images and not self.calls.takes_images:
-            raise Mismatch("holds an image, but the model is text-only; use a vision-language model or other data")
+            raise Mismatch("has an image, but the model is text-only; use a vision-language model or other data")
         document = self._clip(row)
         text = self._with_placeholders(document)
         return TokenizerInput(text, document.images, not (document.images and self.calls.starts_with_bos(text)), True)
