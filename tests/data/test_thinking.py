@@ -195,9 +195,7 @@ def test_reasoning_that_never_ends_or_leads_nowhere_is_refused(folder, encoder):
     """What was cut off while it thought would be learned as an answer behind an empty block."""
     made = encoder("qwen3_5")
     for answer in ("<think>\nr1", ("r1", "<think>r2"), "<think>r1</think><think>r2</think>a1"):
-        with pytest.raises(
-            BadSample, match="turn 2 has text that begins with <think>: reasoning without an end, or"
-        ):
+        with pytest.raises(BadSample, match="turn 2 has text that begins with <think>: reasoning without an end, or"):
             made.encode(folder.read([row(answer)])[0])
     for template in ("qwen3_5", "qwen3_vl"):
         with pytest.raises(BadSample, match="turn 2 is an assistant turn without text after its reasoning"):

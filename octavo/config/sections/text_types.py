@@ -26,12 +26,12 @@ def path_problem(text: str) -> str | None:
 
 
 def is_url(text: str) -> bool:
-    """Whether a path is a URL, such as s3://bucket/folder."""
+    """Return True if a path is a URL, such as s3://bucket/folder."""
     return _URL.match(text) is not None
 
 
 def is_reward_path(word: str) -> bool:
-    """Whether the name of a reward is a function of a Python file or a folder, not a built-in reward."""
+    """Return True if the name of a reward is a function of a Python file or a folder, not a built-in reward."""
     return ".py:" in word or "/" in word or word.startswith((".", "~"))
 
 

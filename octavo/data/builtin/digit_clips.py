@@ -109,7 +109,7 @@ def _write(directory: Path, settings: dict[str, int], console: Console | None) -
 
 
 def _row(identity: str, video: str, digits: np.ndarray, samples: np.ndarray) -> dict[str, object]:
-    """A LLaVA row; ``samples``: the numbers of the handwritten samples in the clip."""
+    """Return a LLaVA row; ``samples``: the numbers of the handwritten samples in the clip."""
     turns = [
         {"from": "human", "value": f"<video>{QUESTION}"},
         {"from": "gpt", "value": " ".join(map(str, digits))},

@@ -76,7 +76,7 @@ def write(directory: str | Path) -> TextSet:
 
 
 def _check_existing(directory: Path, settings: dict[str, object]) -> dict[str, int]:
-    """The number of rows by part, of a directory with these settings. Raises `DataError` for any other."""
+    """Return the number of rows by part, of a directory with these settings. Raises `DataError` for any other."""
     fix = "choose another directory, or remove this one"
     try:
         existing = read_json(directory / "settings.json")

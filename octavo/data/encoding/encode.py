@@ -508,8 +508,8 @@ def clip_conversation(
 
 
 def clip_reasoning(conversation: C, max_chars: int) -> C:
-    """The conversation with at most `max_chars` + 1 characters of reasoning in each turn: more cannot fit in any case.
-    The sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
+    """Return the conversation with at most `max_chars` + 1 characters of reasoning in each turn: more cannot fit in any
+    case. The sum over turns is no bound, because templates leave out the reasoning of earlier turns."""
     if all(len(turn.reasoning or "") <= max_chars for turn in conversation.turns):
         return conversation
 

@@ -202,19 +202,20 @@ def _decode_frames(selection: FrameSelection, container: InputContainer, stream:
 
 
 def _frames_from(container: InputContainer, stream: VideoStream, stamp: int) -> Iterator[VideoFrame]:
-    """Frames from the key frame at a time stamp on."""
+    """Decode frames, starting from the key frame at a time stamp."""
     container.seek(stamp, stream=stream, backward=True)
     return container.decode(stream)
 
 
 def _frame_at(frames: Iterator[VideoFrame], stamp: int) -> VideoFrame | None:
-    """The next frame with this time stamp; None if there is none."""
+    """Return the next frame with this time stamp, or None if there is none."""
     frame = next((frame for frame in frames if frame.pts is not None and frame.pts >= stamp), None)
     return frame if frame is not None and frame.pts == stamp else None
 
 
 def _upright_pixels(frame: VideoFrame | None, file: VideoFile) -> np.ndarray:
-    """The pixels [H, W, 3] of a frame after its display matrix: phones store how they were held, and mirroring."""
+    """Return the pixels [H, W, 3] of a frame after its display matrix: phones store how they were held, and
+    mirroring."""
     if frame is None:
         raise Mismatch(f"video {file} holds no frame that can be decoded")
     if getattr(frame, "is_corrupt", False):
@@ -226,7 +227,7 @@ def _upright_pixels(frame: VideoFrame | None, file: VideoFile) -> np.ndarray:
 
 
 def _check_shape(pixels: np.ndarray, selection: FrameSelection, name: str) -> np.ndarray:
-    """The pixels of a frame, if it is as large as the first; resizing another size would stretch it. Raises
+    """Return the pixels of a frame if it is as large as the first; resizing another size would stretch it. Raises
     `Mismatch`."""
     height, width = pixels.shape[:2]
     if (height, width) != selection.shape:
@@ -268,7 +269,8 @@ def _read_time_stamps(file: VideoFile, container: InputContainer, stream: VideoS
 
 
 def _frame_rate(file: VideoFile, stream: VideoStream, when: np.ndarray, tick: float) -> float:
-    """Frames a second: the rate in the header if the time stamps agree with it, else the rate by time stamps."""
+    """Return the frames per second: the rate in the header if the time stamps agree with it, else the rate by time
+    stamps."""
     stated = float(stream.average_rate or 0)
     measured = (len(when) - 1) / ((when[-1] - when[0]) * tick) if len(when) > 1 else stated
     since = (when - when[0]) * tick
@@ -331,7 +333,7 @@ def _open_video(file: VideoFile, limits: FileLimits) -> Iterator[tuple[InputCont
 
 
 def _open_bytes(file: Path) -> BinaryIO:
-    """An open file, decrypted chunk by chunk if it is encrypted. Raises DataError if its key is missing."""
+    """Open a file; an encrypted one is decrypted chunk by chunk. Raises DataError if its key is missing."""
     if is_encrypted(file):
         return open_file(file, DataError)
     check_plain(file, DataError)
@@ -344,7 +346,7 @@ def _size_error(file: VideoFile, width: int, height: int, most: float) -> Mismat
 
 
 def _list_frames(file: FrameFolder, limits: FileLimits) -> list[Path]:
-    """The images of a folder, ordered by the numbers in their names. Raises `Mismatch`."""
+    """Return the images of a folder, ordered by the numbers in their names. Raises `Mismatch`."""
     try:
         names = [path for path in file.path.iterdir() if path.suffix.lower() in IMAGES and not path.is_dir()]
         outside_links = [path for path in names if path.is_symlink() and path.resolve().parent != file.path.resolve()]
@@ -384,7 +386,7 @@ def _load_frame(path: Path, megapixels: float) -> np.ndarray:
 
 
 def _display_matrix(frame: VideoFrame) -> np.ndarray | None:
-    """[[a, b], [c, d]] of a frame, scaled to at most 1; None if it has none, or only zeros."""
+    """Return [[a, b], [c, d]] of a frame, scaled to at most 1, or None if the frame has no matrix or only zeros."""
     for data in cast("Iterable[SideData]", frame.side_data):  # PyAV's stub has a dict of str here
         if data.type.name == "DISPLAYMATRIX":
             values = np.frombuffer(bytes(data), np.int32).astype(np.float64)[[0, 1, 3, 4]].reshape(2, 2)

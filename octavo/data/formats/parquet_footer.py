@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
 
 def read_row_groups(file: BinaryIO) -> list[Group]:
-    """The row groups of a parquet file. Raises ValueError for an invalid footer."""
+    """Return the row groups of a parquet file. Raises ValueError for an invalid footer."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 8))
     tail = file.read(8)

@@ -57,7 +57,7 @@ class TarRows(MappedTable):
         self._pieces.open()
 
     def keys(self) -> set[str]:
-        """All keys of the rows; reads all rows."""
+        """Return all keys of the rows; reads all rows."""
         return collect_keys(self)
 
     def __getitem__(self, row: int) -> Any:
@@ -68,7 +68,7 @@ class TarRows(MappedTable):
         return self._build_row(row, entry["key"], members)
 
     def _build_row(self, row: int, key: str, members: Sequence[Member]) -> dict[str, Any]:
-        """The row of a key from its files. Raises `BadSample`."""
+        """Return the row of a key from its files. Raises `BadSample`."""
         fields: dict[str, Any] = {}
         images: dict[str, dict[str, Any]] = {}
         sounds: dict[str, dict[str, Any]] = {}
@@ -116,8 +116,8 @@ class TarRows(MappedTable):
 def _with_files(
     raw: dict[str, Any], key: str, files: dict[str, dict[str, Any]], keys: tuple[str, str]
 ) -> dict[str, Any]:
-    """A row with its images (sounds, videos) in place of their names; if it names none, under the first of `keys` for
-    one file, under the second for several."""
+    """Return a row with its images (sounds, videos) in place of their names; if it names none, under the first of
+    `keys` for one file, under the second for several."""
     kind_by_name = {
         name: kind for kind in files for name in (kind, f"{key}.{kind}", f"{key.rpartition('/')[2]}.{kind}")
     }
@@ -159,7 +159,7 @@ def write_index(path: Path, sink: Sink, progress: Callable[[float], None] = lamb
 
 
 def _index_rows(path: Path) -> Iterator[tuple[str, list[str], list[int], list[int], str | None]]:
-    """The index entry of each row, in the order of the first files of the rows."""
+    """Yield the index entry of each row, in the order of the first files of the rows."""
     rows: dict[str, list[Member]] = {}
     problems: dict[str, str] = {}
     for name, start, size, problem in read_entries(path):

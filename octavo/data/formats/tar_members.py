@@ -35,7 +35,7 @@ class _Header(NamedTuple):
 
 
 def read_entries(path: Path) -> Iterator[Entry]:
-    """The files of a tar in order, up to the place where it is broken. Raises `DataError` if it is not a tar."""
+    """Yield the files of a tar in order, up to the place where it is broken. Raises `DataError` if it is not a tar."""
     at, last = 0, "its beginning"
     with open_file(path, DataError) as file, open_file(path, DataError) as read, _open_tar(path, read) as archive:
         total = size_of(file)
@@ -73,7 +73,7 @@ def _find_end_problem(file: BinaryIO, at: int) -> str | None:
 
 
 def _next_header(archive: tarfile.TarFile) -> _Header | None:
-    """The next header; None at the end, and at a header that `tarfile` cannot read."""
+    """Read the next header; return None at the end, and at a header that `tarfile` cannot read."""
     info = archive.next()
     archive.members.clear()  # type: ignore[attr-defined]  # tarfile would keep all headers in memory
     if info is None:

@@ -21,7 +21,7 @@ _PART_TYPES = ("text", "image", "image_url", "audio", "video", "video_url", "inp
 
 
 def _parse_flag(value: object) -> bool | None:
-    """A bool, or 0 and 1 as one; None for another value."""
+    """Return a bool, or 0 or 1 as a bool; None for any other value."""
     return bool(value) if isinstance(value, bool | int | float) and value in (0, 1) else None
 
 
@@ -105,8 +105,8 @@ def check_row(raw: object) -> None:
 
 
 def _is_mask(value: object) -> bool:
-    """Whether the key `mask` of a row chooses what is learned: it names a role other than the user that is not learned,
-    or is a list of 0 and 1. It may also be a file name, or polygons."""
+    """Return True if the key `mask` of a row chooses what is learned: it names a role other than the user that is not
+    learned, or is a list of 0 and 1. It may also be a file name, or polygons."""
     if isinstance(value, str):
         return value.strip().lower() in ("assistant", "gpt", "model", "bot", "system", "none")
     return isinstance(value, list) and bool(value) and all(_parse_flag(entry) is not None for entry in value)
@@ -142,7 +142,7 @@ def check_turn_text(text: str) -> None:
 
 
 def _is_json_list(text: str, matches: Callable[[dict[str, Any]], bool]) -> bool:
-    """Whether a text is a JSON list of objects for which `matches` is true."""
+    """Return True if a text is a JSON list of objects for which `matches` is true."""
     head = text[:64].lstrip()
     if not head.startswith("[") or not head[1:].lstrip().startswith("{"):
         return False
@@ -154,7 +154,7 @@ def _is_json_list(text: str, matches: Callable[[dict[str, Any]], bool]) -> bool:
 
 
 def parse_turn_lists(raw: dict[str, Any]) -> dict[str, Any]:
-    """A row whose turns, if they are JSON text, are parsed to a list: CSV has no other way to hold a list."""
+    """Return a row whose turns, if they are JSON text, are parsed to a list: CSV has no other way to hold a list."""
     texts = {key: raw[key] for key in _TURN_LISTS if isinstance(raw.get(key), str) and raw[key].lstrip()[:1] == "["}
     for key, text in texts.items():
         try:

@@ -34,7 +34,7 @@ ImageFile = Path | InlineImage
 
 @cache
 def _supported_formats() -> list[str]:
-    """The `FORMATS` that the installed Pillow supports."""
+    """Return the `FORMATS` that the installed Pillow supports."""
     Image.init()
     return [name for name in FORMATS if name in Image.OPEN]
 
@@ -57,7 +57,8 @@ def load(path: str | ImageFile, max_megapixels: float = 100.0) -> Image.Image:
 
 
 def size(path: str | ImageFile, max_megapixels: float = 100.0) -> tuple[int, int]:
-    """(width, height) from the header, with the EXIF orientation applied. Raises `MediaProblem` as `load` does."""
+    """Return (width, height) from the header, with the EXIF orientation applied. Raises `MediaProblem` as `load`
+    does."""
     with _open_image(path, max_megapixels) as image:
         exif = Image.Exif()
         exif.load(image.info.get("exif") or b"")  # getexif() would decode a PNG to read data after its pixels

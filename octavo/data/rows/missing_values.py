@@ -20,13 +20,13 @@ _TEXTS = {"text": ("text",), "prompt": _PROMPT, "alpaca": _ALPACA, "auto": (*_PR
 
 
 def is_missing(value: object) -> bool:
-    """Whether a value is NaN or infinite."""
+    """Return True if a value is NaN or infinite."""
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def clean_cells(raw: Any, format: str) -> Any:
-    """A CSV row without blank answers, which pandas writes for a missing one. Raises `RowProblem` for other missing
-    values that would be read as text."""
+    """Return a CSV row without blank answers, which pandas writes for a missing one. Raises `RowProblem` for other
+    missing values that would be read as text."""
     if not isinstance(raw, dict):
         return raw
     for key in _TEXTS.get(format, ("system",)):

@@ -26,7 +26,8 @@ from octavo.data.storage.shards import Shards
 
 
 def open_hub_dataset(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
-    """The rows of a split, from the library's cache or downloaded now. Raises DataError if they are not available."""
+    """Open the rows of a split, from the library's cache or downloaded now. Raises DataError if they are not
+    available."""
     import datasets
 
     try:
@@ -39,7 +40,8 @@ def open_hub_dataset(name: str, revision: str | None, split: str, subset: str | 
 
 @lru_cache(maxsize=64)
 def stream_hub_dataset(name: str, revision: str | None, split: str, subset: str | None) -> Rows:
-    """The same rows, streamed. Raises DataError as :func:`open_hub_dataset`, and for files that are not parquet."""
+    """Open the rows of a split as a stream. Raises DataError as :func:`open_hub_dataset` does, and for files that are
+    not parquet."""
     import datasets
     import huggingface_hub
 
@@ -100,8 +102,8 @@ def validate(file: Path, folder: Path | None) -> None:
 
 
 def open_saved(path: Path, folder: Path | None = None) -> DatasetRows:
-    """The rows of a folder that `Dataset.save_to_disk` wrote. Raises DataError if it cannot be read or has several
-    splits."""
+    """Open the rows of a folder that `Dataset.save_to_disk` wrote. Raises DataError if it cannot be read or has
+    several splits."""
     import datasets
 
     if encrypted := next(filter(is_encrypted, sorted(path.iterdir())), None):

@@ -122,7 +122,7 @@ class _TooLarge(Exception):
 
 
 def _in_memory(path: Path, form: Format, small: int) -> Rows | None:
-    """The rows of a small file, converted in memory; None if they take more than four times `small` bytes."""
+    """Return the rows of a small file, converted in memory, or None if they take more than four times `small` bytes."""
     sink = pa.BufferOutputStream()
 
     def bounded(share: float) -> None:
@@ -137,15 +137,16 @@ def _in_memory(path: Path, form: Format, small: int) -> Rows | None:
 
 @lru_cache(maxsize=64)
 def _stream(path: Path, stat: Stat) -> Rows:
-    """The rows of a streamed file; cached, so that several readers of one version share the positions of its rows."""
+    """Open the rows of a streamed file. Cached, so that several readers of one version share the positions of its
+    rows."""
     stream = registry.format_of(path).stream
     assert stream is not None
     return stream(path)
 
 
 def _index(form: Format, path: Path, folder: Path | None) -> Path:
-    """The index of a file that is not converted, from the cache or written now. Raises `DataError` if the file is of
-    another kind, and as `cache.cached_file` does."""
+    """Return the index of a file that is not converted, from the cache or written now. Raises `DataError` if the file
+    is of another kind, and as `cache.cached_file` does."""
     return cache.cached_file(folder, path, partial(form.write, path), cache.no_log, form="index")
 
 

@@ -60,9 +60,9 @@ class Remote(NamedTuple):
 
 @lru_cache(maxsize=64)
 def list_files(url: str) -> tuple[Remote, ...]:
-    """The row files at a URL: one file, numbered files (`shard-{000..127}.tar`), or the files of a folder by name. If a
-    folder of tars has an `index.json` as WebDataset writes it, they have the row counts in it. Raises `DataError`. The
-    server is queried once in a process."""
+    """Return the row files at a URL: one file, numbered files (`shard-{000..127}.tar`), or the files of a folder by
+    name. If a folder of tars has an `index.json` as WebDataset writes it, they have the row counts in it. Raises
+    `DataError`. The server is queried once in a process."""
     files = _with_retries(url, lambda watch: _list_files(url))
     if kinds := sorted({remote.suffix for remote in files} - {*registry.row_suffixes()}):
         raise DataError(f"{url} is of a kind that holds no rows ({', '.join(kinds) or 'without an ending'}); there are "
@@ -74,7 +74,7 @@ def list_files(url: str) -> tuple[Remote, ...]:
 
 
 def fingerprint(url: str) -> dict[str, Any]:
-    """{"size": total bytes, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
+    """Return {"size": total bytes, "sha256": of names, sizes and marks} of the files at a URL. Raises `DataError`."""
     files = list_files(url)
     marks = [(remote.url, remote.size, remote.mark.partition(_MARK_SEPARATOR)[0]) for remote in files]
     digest = hashlib.sha256(json.dumps(marks).encode("utf-8", "surrogatepass"))
@@ -82,7 +82,7 @@ def fingerprint(url: str) -> dict[str, Any]:
 
 
 def local_files(url: str) -> list[Path]:
-    """The local files at a `file://` URL; [] for another URL. Raises `DataError`."""
+    """Return the local files at a `file://` URL; [] for another URL. Raises `DataError`."""
     if not url.startswith("file://"):
         return []
     return [Path(remote.url.removeprefix("file://")) for remote in list_files(url)]
@@ -94,7 +94,7 @@ def download(remote: Remote, to: Path) -> None:
 
 
 def read(url: str, work: Callable[[Any], _T]) -> _T:
-    """The result of `work` for a file at a URL, opened for random access. Raises `DataError`."""
+    """Return the result of `work` for a file at a URL, opened for random access. Raises `DataError`."""
 
     def opened(watch: _Watch) -> _T:
         system, path = _open_filesystem(url)
@@ -138,15 +138,16 @@ def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
 
 
 def _describe_failure(cause: Exception) -> str:
-    """The reason of a failure in one line; for a FileNotFoundError the server's error that caused it, if any."""
+    """Return the reason of a failure in one line; for a FileNotFoundError, that of the server error that caused it, if
+    any."""
     if isinstance(cause, _TemporaryError):
         return str(cause)
     return first_line(cause.__cause__ if isinstance(cause, _PERMANENT_ERRORS) and cause.__cause__ else cause)[:300]
 
 
 def _is_network_error(cause: BaseException) -> bool:
-    """Whether a FileNotFoundError comes from a failed server: fsspec's HTTP raises it for any error, with that error as
-    its cause. Only the status 404 or 410 means a missing file."""
+    """Return True if a FileNotFoundError comes from a failed server: fsspec's HTTP raises it for any error, with that
+    error as its cause. Only the status 404 or 410 means a missing file."""
     before = cause.__cause__
     status = getattr(before, "status", None)
     if isinstance(status, int):
@@ -196,7 +197,7 @@ def _run_watched(work: Callable[[_Watch], _T], block: int) -> _T:
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:
-    """(file system, path in it), created for each call, because a forked process must not use its parent's
+    """Return (file system, path in it), created for each call, because a forked process must not use its parent's
     connections."""
     import fsspec
 
@@ -240,7 +241,7 @@ def _list_files(url: str) -> list[Remote]:
 
 
 def _numbered_files(url: str) -> list[Remote]:
-    """The files of a URL with `{000..127}`, from one listing of their folder."""
+    """Return the files of a URL with `{000..127}`, from one listing of their folder."""
     folder = url[: url.index("{")].rpartition("/")[0]
     system, path = _open_filesystem(folder)
     inside = {entry["name"].rpartition("/")[2]: entry for entry in system.ls(path, detail=True)}

@@ -168,7 +168,7 @@ def _write_file(
 def _text_batches(
     source: Source, encoder: DocumentEncoder, on_bad: str, records: list[dict[str, Any]]
 ) -> Iterator[tuple[int, list[str]]]:
-    """(rows read so far, texts of about `CHARS_PER_CALL` characters); rows left out or noted are appended to
+    """Yield (rows read so far, texts of about `CHARS_PER_CALL` characters); rows left out or noted are appended to
     `records`."""
     texts: list[str] = []
     size = 0

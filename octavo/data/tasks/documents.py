@@ -62,7 +62,7 @@ class Document(Conversation):
 
 
 def is_document(raw: object) -> bool:
-    """Whether a row has a key of plain text."""
+    """Return True if a row has a key of plain text."""
     return isinstance(raw, dict) and ("text" in raw or "texts" in raw)
 
 
@@ -157,7 +157,8 @@ class DocumentEncoder(Encoder):
         return row if isinstance(row, Sample) else (yield from super().encoding(row, context))
 
     def collect_notes(self, document: Document) -> list[tuple[str, str]]:
-        """(action, reason) of notes about a document that is joined with others. Raises `BadSample` if it cannot be
+        """Return the (action, reason) notes about a document that is joined with others. Raises `BadSample` if it
+        cannot be
         joined: for an image, or text that spells a media placeholder."""
         try:
             if document.images:
@@ -201,17 +202,17 @@ class DocumentEncoder(Encoder):
         return TokenizerInput(text, document.images, not (document.images and self.calls.starts_with_bos(text)), True)
 
     def _with_placeholders(self, document: Document) -> str:
-        """The text of a document with a placeholder for each image."""
+        """Return the text of a document with a placeholder for each image."""
         parts = document.turns[0].parts
         return "".join(part.text if isinstance(part, Text) else self.image_placeholder for part in parts)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """The tokens of texts, each followed by the end token."""
+        """Tokenize texts; each is followed by the end token."""
         outputs = self.tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)
         return [ids if ids and ids[-1] == self.end_id else [*ids, self.end_id] for ids in outputs["input_ids"]]
 
     def _with_end_token(self, outputs: Outputs) -> Outputs:
-        """The per-token outputs of a processor, extended by the end token; {} if it is there already."""
+        """Return the per-token outputs of a processor, extended by the end token; {} if it is there already."""
         if outputs["input_ids"][-1] == self.end_id:
             return {}
         kinds = [name for name, per in extra_inputs(self.processor).items() if per == "token"]

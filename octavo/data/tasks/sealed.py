@@ -53,7 +53,7 @@ _DTYPES = {"int64": np.int64, "float32": np.float32}
 
 
 def to_row(sample: Sample) -> dict[str, Any]:
-    """A sample as a row, without its file, row number, id and notes about its text."""
+    """Convert a sample to a row, without its file, row number, id and notes about its text."""
     fields = ((name, "", getattr(sample, name)) for name in SAMPLE_FIELDS)
     extra = ((name, tensor.per, tensor.values) for name, tensor in sample.extra.items())
     return {
@@ -72,7 +72,7 @@ def to_row(sample: Sample) -> dict[str, Any]:
 
 
 def dropped_row(action: str) -> dict[str, Any]:
-    """The row for one that was left out."""
+    """Return the sealed row in place of a row that was left out."""
     return dict.fromkeys(SCHEMA.names) | {"left": action}
 
 
@@ -155,7 +155,7 @@ def _pairs(ends: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _plain_file(file: Path) -> Path:
-    """The path of the file, or for an encrypted one of its plain text in memory. Raises `DataError`."""
+    """Return the path of the file, or for an encrypted one of its plain text in memory. Raises `DataError`."""
 
     def decrypt(target: Path, progress: Callable[[float], None]) -> None:
         with safe_read.open_file(file, DataError) as stored, target.open("wb") as out:
@@ -183,7 +183,7 @@ class SealedEncoder:
         return next((token for token in ids if token is not None), 0)
 
     def encode_all(self, rows: Sequence[Sample | Pair]) -> list[Sample | Pair | LongSample]:
-        """The rows, with a `LongSample` in place of each that is too long."""
+        """Return the rows, with a `LongSample` in place of each that is too long."""
         return [self._check_length(row) for row in rows]
 
     def _check_length(self, row: Sample | Pair) -> Sample | Pair | LongSample:
@@ -202,17 +202,17 @@ class SealedHeldOut(SealedEncoder):
 
 
 def samples_of(row: Sample | Pair) -> tuple[Sample, ...]:
-    """The sample, or the chosen and the rejected sample of a pair."""
+    """Return the sample, or the chosen and the rejected sample of a pair."""
     return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
 
 
 def contains_pairs(note: Note | None) -> bool:
-    """Whether a sealed data set contains pairs."""
+    """Return True if a sealed data set contains pairs."""
     return note is not None and note.details.get("phase") == "preference"
 
 
 def read_sealed(dataset: Dataset) -> SealedRows:
-    """The rows of a sealed data set of the configuration. Raises `DataError`."""
+    """Open the rows of a sealed data set of the configuration. Raises `DataError`."""
     folder = Path(dataset.path)
     if not (folder / ROWS).is_file():
         raise DataError(f"{folder} holds no {ROWS}, and data.sealed is true. `octavo seal data` writes such folders")

@@ -70,7 +70,7 @@ class Source:
         return self._parse(raw, self.format, file=self.rows.path, row=row, images=self.images)
 
     def raw(self, row: int) -> Any:
-        """A row as in its file, without keys that are null."""
+        """Return a row as in its file, without null keys."""
         return drop_nulls(self.rows[row])
 
     @property
@@ -83,20 +83,20 @@ class Source:
         return np.diff(ends, prepend=0)
 
     def columns(self) -> list[str]:
-        """The columns for rewards that any row has, in addition to the columns of every prompt."""
+        """Return the columns for rewards that any row has, in addition to the columns of every prompt."""
         return extra_columns(self.rows.keys(), self.format)
 
 
 def _has_cells(rows: Rows) -> bool:
-    """Whether rows come from a format in which every value is a text, such as CSV."""
+    """Return True if rows come from a format in which every value is a text, such as CSV."""
     rows = getattr(rows, "rows", rows)  # unwrap rows with renamed columns
     suffix = getattr(rows, "suffix", None)  # of `Shards`, whose path is a folder
     return format_of(str(rows.path) if suffix is None else suffix).cells
 
 
 def drop_nulls(raw: Any) -> Any:
-    """A row without keys that are null: JSON may write them, and a table has every column in every row. A file with
-    neither bytes nor path counts as null, and turns written as JSON text are parsed."""
+    """Return a row without null keys: JSON may write them, and a table has every column in every row. A file
+    with neither bytes nor path counts as null, and turns written as JSON text are parsed."""
     if not isinstance(raw, dict):
         return raw
     return parse_turn_lists({key: value for key, value in raw.items()
@@ -133,8 +133,8 @@ class RenamedRows:
 
 
 def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log) -> Rows:
-    """The rows of a data set of the configuration, with renamed columns; `cache`: the folder of the cache (None: the
-    default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
+    """Open the rows of a data set of the configuration, with renamed columns; `cache` is the folder of the cache (None:
+    the default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
     if is_name(dataset.path):
         open_hub_rows = stream_hub_dataset if dataset.stream else open_hub_dataset
@@ -159,7 +159,7 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log)
 
 
 def _readable_rows(rows: Rows) -> Iterator[Any]:
-    """The first rows that can be read."""
+    """Yield the first rows that can be read."""
     for row in range(min(len(rows), DETECTION_ROWS)):
         try:
             yield drop_nulls(rows[row])
@@ -239,8 +239,8 @@ def detect_format(rows: Rows, prompts: bool = False, documents: bool = False) ->
 
 
 def _detect_style(raw: Any, prompts: bool, documents: bool) -> str | None:
-    """The format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt" and
-    "text" if it is one and the phase allows it, None if it is no conversation."""
+    """Return the format of a row; "from/value" if it may be llava or sharegpt, "both" if its turns are mixed, "prompt"
+    and "text" if it is one and the phase allows it, None if it is no conversation."""
     # The order of the tests matters: a row may have the keys of several formats.
     if prompts and isinstance(raw, dict) and "prompt" in raw:
         return "prompt"
@@ -270,7 +270,7 @@ def _detect_style(raw: Any, prompts: bool, documents: bool) -> str | None:
 
 
 def _plain_text_hint(rows: Rows, documents: bool) -> str:
-    """The part about plain text of the error for rows that are no conversations."""
+    """Return the part about plain text of the error for rows that are not conversations."""
     if documents:
         return ", or plain text ('text', or 'texts' with 'images')"
     try:
