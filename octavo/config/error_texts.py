@@ -53,7 +53,7 @@ def describe_error(detail: ErrorDetails, path: Path) -> tuple[str, str]:
             options
         )
     if kind in ("half_character", "string_unicode"):
-        return "holds half a character (a lone surrogate, U+D800 to U+DFFF)", "write the whole one"
+        return "contains a lone surrogate (U+D800 to U+DFFF)", "replace it by a complete character"
     words = path in (("train", "recompute"), ("model", "load_in_fp8"), ("model", "attention"))
     mapping = "a word or a mapping" if words else "a mapping"
     expected = {

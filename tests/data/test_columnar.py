@@ -120,7 +120,7 @@ def test_offsets_of_every_layout_are_looked_at(tmp_path, column, words, at):
     file = kept(tmp_path, pa.table({"x": column}))
     assert len(ColumnRows(file, file)) == len(column)
     flipped(file, words, at)
-    with pytest.raises(DataError, match=r"x\.arrow is no whole Arrow file any more \(ArrowInvalid: .*\); delete it"):
+    with pytest.raises(DataError, match=r"x\.arrow is not a valid Arrow file \(ArrowInvalid: .*\); delete it"):
         ColumnRows(file, file)
 
 
@@ -146,7 +146,7 @@ def test_texts_that_are_no_utf8_are_the_fault_of_their_row(tmp_path):
     with pytest.raises(BadSample, match="row 1: its column 'a'"):
         rows[1]
     flipped(file, [0, 1, 3], 1)
-    with pytest.raises(DataError, match="is no whole Arrow file any more"):
+    with pytest.raises(DataError, match="is not a valid Arrow file"):
         ColumnRows(file, file)
 
 
@@ -230,9 +230,9 @@ def test_a_cell_that_is_too_large_is_a_bad_row(tmp_path, small_limits, stream):
     rows = open_rows(tmp_path / "a.parquet", stream=stream)
     assert len(rows) == 4 and rows.keys() == {"text", "n", "raw"}
     assert rows[0] == {"text": "a", "n": 1, "raw": b"1"} and rows[3]["text"] == values[3]
-    with pytest.raises(BadSample, match=r"a\.parquet, row 1: has 20001 bytes of text, and 20000 are the most; split"):
+    with pytest.raises(BadSample, match=r"a\.parquet, row 1: has 20001 bytes of text, over the limit of 20000; split"):
         rows[1]
-    with pytest.raises(BadSample, match=r"a\.parquet, row 2: takes 600\d\d bytes, and 50000 are the most; split or"):
+    with pytest.raises(BadSample, match=r"a\.parquet, row 2: takes 600\d\d bytes, over the limit of 50000; split or"):
         rows[2]
 
 
@@ -249,7 +249,7 @@ def test_a_repeated_dictionary_of_an_arrow_file(tmp_path, small_limits):
     lists = pa.ListArray.from_arrays(pa.array([0, 2, 60], pa.int32()), names)
     file = kept(tmp_path, pa.table({"x": lists}))
     assert columnar.find_large_rows(pa.ipc.open_file(str(file)).read_all()) == {
-        1: "has 290000 bytes of text, and 20000 are the most; split or remove it"
+        1: "has 290000 bytes of text, over the limit of 20000; split or remove it"
     }
 
 
@@ -318,7 +318,7 @@ def test_a_damaged_footer_is_named(tmp_path, damage):
     else:
         raw[-8:-4] = (len(raw) - 20).to_bytes(4, "little")
     file.write_bytes(raw)
-    with pytest.raises(DataError, match=r"a\.parquet is no parquet file that can be read \(.*\); copy or download"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable parquet file \(.*\); copy or download"):
         open_rows(file)
 
 

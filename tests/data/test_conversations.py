@@ -43,7 +43,7 @@ def test_sharegpt(folder):
     other = {"messages": row["conversations"], "images": [image]}
     assert folder.read([other]).format == "sharegpt" and folder.read([other])[0].turns == source[0].turns
     assert folder.read([{**row, "system": "Be short"}])[0].turns == source[0].turns
-    with pytest.raises(BadSample, match="has the system 'Be long', and a turn of the system says 'Be short'; keep one"):
+    with pytest.raises(BadSample, match="has the system 'Be long', but a system turn has 'Be short'; keep one"):
         folder.read([{**row, "system": "Be long"}], "two.json")[0]
 
 
@@ -98,7 +98,7 @@ def test_a_placeholder_in_messages_needs_an_image_list(folder):
 def test_max_samples_takes_the_first_and_the_end_is_the_end(folder):
     source = folder.read([folder.llava(str(n), "a") for n in range(5)], max_samples=2)
     assert len(source) == 2 and source[1].turns[0].text == "1"
-    with pytest.raises(IndexError, match="has 2 rows, asked for row 2"):
+    with pytest.raises(IndexError, match="has 2 rows; row 2 was requested"):
         source[2]
 
 
@@ -203,7 +203,7 @@ def test_text_rows_first_do_not_hide_the_format(folder):
 
 def test_rows_of_another_reader_are_judged_too(folder):
     half = {"conversations": [ASK, {"from": "gpt", "value": "\ud800"}]}
-    with pytest.raises(BadSample, match="turn 2 holds half a character"):
+    with pytest.raises(BadSample, match="turn 2 contains a lone surrogate"):
         parse(half, "llava", file="f", row=0, images=folder.path)
     named = {
         "conversations": [{"from": "human", "value": "<image>"}, ANSWER],

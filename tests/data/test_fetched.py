@@ -223,7 +223,7 @@ def test_a_fetch_that_breaks_is_tried_again_and_then_named(in_memory, tmp_path, 
     flaky = Flaky(monkeypatch, how, 3)
     assert len(open_shard(store, shard)) == 10 and flaky.tries == 4
     flaky = Flaky(monkeypatch, how, 99)
-    with pytest.raises(DataError, match=r"memory://.*part-02\.jsonl cannot be had, in 4 tries \(.*(reset|100 by)"):
+    with pytest.raises(DataError, match=r"memory://.*part-02\.jsonl could not be read in 4 tries \(.*(reset|100 by)"):
         open_shard(store, remote.list_files(in_memory)[2])
     assert flaky.tries == 4 and not [*store.folder.glob(".*.tmp*")]
 
@@ -235,10 +235,10 @@ def test_a_file_that_went_or_changed_is_named(in_memory, tmp_path):
     system, name = fsspec.filesystem("memory"), f"/{tmp_path.name}/part-0"
     again = open_fetched(in_memory, tmp_path / "own")
     system.rm(f"{name}3.jsonl")
-    with pytest.raises(DataError, match=r"part-03\.jsonl cannot be had \(FileNotFoundError.*; check the URL"):
+    with pytest.raises(DataError, match=r"part-03\.jsonl cannot be read \(FileNotFoundError.*; check the URL"):
         again[35]
     system.pipe(f"{name}4.jsonl", b"{}\n")
-    with pytest.raises(DataError, match=r"part-04\.jsonl cannot be had, in 4 tries \(3 bytes came, and it has"):
+    with pytest.raises(DataError, match=r"part-04\.jsonl could not be read in 4 tries \(3 bytes received, expected"):
         again[45]
     remote.list_files.cache_clear()
     before, fresh = remote.fingerprint(in_memory), open_fetched(in_memory, tmp_path / "own")
@@ -275,9 +275,9 @@ def test_an_index_is_held_to_its_files(tmp_path):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("memory://nowhere", r"memory://nowhere cannot be had \(FileNotFoundError"),
-        ("nosuch://x/y", r"nosuch://x/y cannot be had \(ValueError: Protocol not known: nosuch"),
-        ("file:///etc/hostname", "is of a kind that holds no rows"),
+        ("memory://nowhere", r"memory://nowhere cannot be read \(FileNotFoundError"),
+        ("nosuch://x/y", r"nosuch://x/y cannot be read \(ValueError: Protocol not known: nosuch"),
+        ("file:///etc/hostname", "has a format that is not supported"),
     ],
 )
 def test_what_cannot_be_had(url, message):

@@ -16,7 +16,7 @@ PART = [{"begin_offset": 0, "end_offset": 1, "train": False}]
      ("training", False), ("train_detail", PART), ("mask", True), ("mask", 0), ("masked", True)],
 )  # fmt: skip
 def test_what_says_that_a_turn_is_not_learned(folder, key, value):
-    said = rf"row 0: turn 2, of the assistant, has the {key} .*, which is not read: .*\"weight\": 0"
+    said = rf"row 0: turn 2, of the assistant, has the {key} .*, which is not supported: .*\"weight\": 0"
     gpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a", key: value}]
     for row, kind, format in (
         ({"messages": [USER, {**SAID, key: value}]}, "conversations", "messages"),

@@ -81,7 +81,7 @@ def test_an_empty_cell_is_no_right_answer(folder):
     (folder.path / "shards" / "rows.tsv").write_text("prompt\tanswer\nq\t\nq\t5\n")
     source = folder.read(folder.path / "shards", kind="prompts")
     assert [source[row].answer for row in (0, 1)] == [None, "5"]
-    with pytest.raises(BadSample, match="row 0: has a prompt and no answer to learn from"):
+    with pytest.raises(BadSample, match="row 0: has a prompt without an answer"):
         folder.read(folder.path / "shards")[0]
 
 

@@ -58,11 +58,11 @@ def test_jsonl_survives_pickling_and_names_the_broken_line(folder):
     ("content", "message"),
     [
         (b"", r"is empty \(0 bytes\)"),
-        (b"[]", r"holds no rows"),
+        (b"[]", r"has no rows"),
         (b"\n  \n", r"is not JSON"),
         (b'{"data": [1], "info": 2}', r"top level is an object with the keys 'data', 'info'; it must be a list"),
         (b'"text"', r"top level is a str; it must be a list"),
-        (b'[{"a": 1},\n {"b" 2}]', r"is not JSON: .* at line 2, column 7; mend it there"),
+        (b'[{"a": 1},\n {"b" 2}]', r"is not JSON: .* at line 2, column 7; fix it there"),
         (b'[{"a": "\xff"}]', r"is not UTF-8 text: byte 8 \(line 1\) is 0xff\. Save it as UTF-8"),
         ('[{"a": 1}]'.encode("utf-16"), r"is not UTF-8 text: byte 0 \(line 1\)"),
         (b"[" * 100_000, r"Nested too deeply, and never closed at line 1, column 2"),
@@ -115,7 +115,7 @@ def test_lines_that_are_not_utf8_or_too_long_and_a_file_that_changes(folder, mon
         BadSample, match=r"row 1: line 2 is not UTF-8 \(its byte 7\); save it as UTF-8, for example with `i"
     ):
         rows[1]
-    with pytest.raises(BadSample, match=r"row 2: line 3 has 109 bytes, and 40 are the most; split or remove it"):
+    with pytest.raises(BadSample, match=r"row 2: line 3 has 109 bytes, over the limit of 40; split or remove it"):
         rows[2]
     path.write_bytes(GOOD)
     if stream:
@@ -181,7 +181,7 @@ def test_a_damaged_offset_in_the_cache_is_named(folder, kind, monkeypatch):
     whole = kept.read_bytes()
     assert whole.count(sizes) == 1
     kept.write_bytes(whole.replace(sizes, wrong))
-    message = rf"{kept.name} is no whole Arrow file any more \(ArrowInvalid: .*\); delete it"
+    message = rf"{kept.name} is not a valid Arrow file \(ArrowInvalid: .*\); delete it"
     with pytest.raises(DataError, match=message):
         open_rows(path, folder.path / "cache")
     monkeypatch.setattr("octavo.data.formats.columnar.check_file", lambda *file: None)
@@ -214,7 +214,7 @@ def test_a_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
     again, kept = open_rows(path, where), list(where.glob("*.arrow"))
     assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])
-    with pytest.raises(DataError, match=r"arrow is no whole Arrow file any more .*; delete it"):
+    with pytest.raises(DataError, match=r"arrow is not a valid Arrow file .*; delete it"):
         open_rows(path, where)
 
 

@@ -126,7 +126,7 @@ def test_bad_pairs_are_named(folder, row, reason):
 
 
 def test_a_format_is_not_taken_and_ignored(folder):
-    with pytest.raises(DataError, match="format is llava, and preferences are read by their keys; leave it out"):
+    with pytest.raises(DataError, match="format is llava, but preferences are detected by their keys; remove it"):
         pairs(folder, [ONE["messages"]], format="llava")
 
 

@@ -93,7 +93,7 @@ SAVED = {
     "palette, PNG": (palette(255, 128, 0), "png", {}),
 }
 REFUSED = {
-    "signed 8 bits": (tiff("<", 8, bytes(3), 3, form=2), "is a TIFF of signed integers, which names no black"),
+    "signed 8 bits": (tiff("<", 8, bytes(3), 3, form=2), "is a TIFF of signed integers, which defines no black"),
     "signed 16 bits": (tiff("<", 16, bytes(6), 3, form=2), "is a TIFF of signed integers"),
     "signed 32 bits": (tiff("<", 32, bytes(12), 3, form=2), "is a TIFF of signed integers"),
     "light": (
@@ -109,7 +109,7 @@ REFUSED = {
     "infinite": (tiff("<", 32, grey("<f4", [0, np.inf, 1]), 3, form=3), "holds F values from 0 to inf"),
     "key of 16 bits": (
         png(16, 2, bytes(18), 3, bytes(6)),
-        "names a transparent colour in 16 bits, of which 8 are read",
+        "has a 16-bit transparent color, of which 8 bits are read",
     ),
 }
 

@@ -43,7 +43,7 @@ def test_sft_rows_give_their_last_answer(folder):
     two = prompts(folder, [{"messages": chat + drawn + chat[1:] + said, "images": [image]},
                            {"messages": chat + drawn, "images": [image]}, behind])  # fmt: skip
     assert len(two[0].conversation.images) == 1 and two[2].conversation.images == ()
-    with pytest.raises(BadSample, match="row 1: has an image in its last answer, and completions are text"):
+    with pytest.raises(BadSample, match="row 1: has an image in its last answer, but completions are text"):
         two[1]
 
 
@@ -66,7 +66,7 @@ def test_held_out_rows_end_with_their_answer(folder):
     number, several, none = (lambda n=n: prompts(folder, rows, kind="conversations")[n] for n in range(3))
     assert [(turn.role, turn.text) for turn in number().turns] == [("user", "6 x 7?"), ("assistant", "42")]
     assert several().turns[-1].text == "seven" and len(several().images) == 1
-    with pytest.raises(BadSample, match=r"row 2: has a prompt and no answer to learn from"):
+    with pytest.raises(BadSample, match=r"row 2: has a prompt without an answer"):
         none()
     sft = [folder.llava("<image>\nWhat?", "One", "And now?", "Two", image=image)]
     assert prompts(folder, sft, kind="conversations")[0] == prompts(folder, sft, kind="conversations")[0]

@@ -102,7 +102,7 @@ def test_a_server_that_fails_is_tried_again(url, said, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 3)
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
-    why = f"answered {how}" if how.isdecimal() else r"bytes( or more)? came, and it has 18"
+    why = f"answered {how}" if how.isdecimal() else r"bytes( or more)? received, expected 18"
     assert len(said) == 3 and all(f"rows.jsonl: try {n} of 4 failed (" in text for n, text in enumerate(said, 1))
     assert all(re.search(why, text) for text in said), said
 
@@ -110,7 +110,7 @@ def test_a_server_that_fails_is_tried_again(url, said, monkeypatch, how):
 @pytest.mark.parametrize("how", ("500", "shorter", "longer"))
 def test_a_server_that_always_fails_is_named_in_the_end(url, said, monkeypatch, how, tmp_path):
     monkeypatch.setattr(Server, "answers", [how] * 99)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(.*\); check that this machine"):
+    with pytest.raises(DataError, match=r"rows\.jsonl could not be read in 4 tries \(.*\); check that this machine"):
         open_fetched(url, None)
     assert len(said) == 4 and not [*tmp_path.glob("cache/fetched/*/.*tmp*")]
 
@@ -118,7 +118,7 @@ def test_a_server_that_always_fails_is_named_in_the_end(url, said, monkeypatch, 
 @pytest.mark.parametrize("how", ("404", "410", "403"))
 def test_a_file_that_is_missing_is_not_asked_for_again(url, said, monkeypatch, how):
     monkeypatch.setattr(Server, "answers", [how] * 99)
-    said_by_it = rf"rows\.jsonl cannot be had \(Status: the server answered {how}\); check the URL and who may read it"
+    said_by_it = rf"rows\.jsonl cannot be read \(Status: the server answered {how}\); check the URL and who may read it"
     with pytest.raises(DataError, match=said_by_it):
         open_fetched(url, None)
     assert not said and len(Server.answers) == 98
@@ -131,13 +131,13 @@ def test_a_silent_server_is_given_up_and_asked_again(url, said, monkeypatch):
     monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
-    assert said and "rows.jsonl: try 1 of 4 failed (nothing came for 0.05 s)" in said[0]
+    assert said and "rows.jsonl: try 1 of 4 failed (no data received for 0.05 s)" in said[0]
 
 
 def test_a_server_that_never_answers_ends_in_a_sentence(url, said, monkeypatch):
     monkeypatch.setattr(Server, "answers", ["silent"] * 99)
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(nothing came for 0\.05 s\)"):
+    with pytest.raises(DataError, match=r"rows\.jsonl could not be read in 4 tries \(no data received for 0\.05 s\)"):
         open_fetched(url, None)
     assert len(said) == 4
 

@@ -249,7 +249,7 @@ def test_columns_have_their_own_names(folder):
     source = folder.read(rows, kind="prompts", columns={"prompt": "question", "answer": "solution"})
     assert source[1].answer == "a1" and source[1].conversation.turns[0].text == "q"
     assert source[1].columns["level"] == 1 and not {"question", "solution"} & source[1].columns.keys()
-    with pytest.raises(DataError, match=r"columns names answer: truth, which none of its first 2 rows has; they have"):
+    with pytest.raises(DataError, match=r"columns names answer: truth, but none of its first 2 rows has it; they have"):
         folder.read(rows, kind="prompts", columns={"answer": "truth"})
 
 
@@ -283,8 +283,8 @@ def test_an_alpaca_row_with_all_it_may_have(folder):
         ("x.csv", b'a,b\n1,2\n3,"\xff"\n', r"row 1: line 3 holds half a character"),
         ("x.csv", b"a,a\n1,2\n", r"its first line is \['a', 'a'\]; it must name every column, each once"),
         ("x.csv", b'a,b\n1,"2\n', r"is no CSV file: unexpected end of data \(line 2\)"),
-        ("x.csv", b"a,b\n", "holds no rows"),
-        ("x.parquet", b"PAR1no table", r"x\.parquet is no parquet file that can be read"),
+        ("x.csv", b"a,b\n", "has no rows"),
+        ("x.parquet", b"PAR1no table", r"x\.parquet is not a readable parquet file"),
     ],
 )
 @pytest.mark.parametrize("stream", (False, True))
@@ -301,29 +301,29 @@ def test_a_broken_page_is_the_files_fault(folder, small, monkeypatch):
     path = saved(folder, TEXT, "parquet")
     data = path.read_bytes()
     path.write_bytes(data[:4] + b"\xff" * 60 + data[64:])
-    with pytest.raises(DataError, match=r"rows\.parquet is no parquet file that can be read"):
+    with pytest.raises(DataError, match=r"rows\.parquet is not a readable parquet file"):
         open_rows(path, folder.path / "cache")
 
 
 def test_folders_that_cannot_be_used(folder):
     (folder.path / "shards").mkdir()
     (folder.path / "shards" / "a.parquet").write_bytes(b"no")
-    with pytest.raises(DataError, match=r"a\.parquet is no parquet file that can be read"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable parquet file"):
         open_rows(folder.path / "shards")
     folder.json(TEXT, "shards/b.json")
     with pytest.raises(DataError, match=r"shards is a folder with files of several kinds \(\.json, \.parquet\)"):
         open_rows(folder.path / "shards")
     path = saved(folder, TEXT, "saved")
-    with pytest.raises(DataError, match="what `datasets` saved is never copied; leave `stream` out"):
+    with pytest.raises(DataError, match="folders of `datasets` are never copied; remove `stream`"):
         open_rows(path, stream=True)
     both = folder.path / "both"
     datasets.DatasetDict(train=datasets.load_from_disk(str(path))).save_to_disk(str(both))
-    with pytest.raises(DataError, match=r"holds several splits: name the folder of one of them, such as .*both/train"):
+    with pytest.raises(DataError, match=r"has several splits; name the folder of one of them, such as .*both/train"):
         open_rows(both)
     state = json.loads((path / "state.json").read_text())
     state["_data_files"] = [{"filename": "gone.arrow"}]
     (path / "state.json").write_text(json.dumps(state))
-    with pytest.raises(DataError, match=r"is no folder of `datasets` that can be read \(FileNotFoundError"):
+    with pytest.raises(DataError, match=r"is not a readable folder of `datasets` \(FileNotFoundError"):
         open_rows(path)
 
 

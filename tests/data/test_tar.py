@@ -138,7 +138,7 @@ def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
     path.write_bytes(data + data)
     assert "data follows its end, as in concatenated tars" in why(open_rows(path), 4)
     (tmp_path / "b.tar").symlink_to(tmp_path / "gone.tar")
-    with pytest.raises(DataError, match=r"b\.tar is a link to a file that is not there"):
+    with pytest.raises(DataError, match=r"b\.tar is a link to a missing file"):
         open_rows(tmp_path)
 
 
@@ -146,7 +146,7 @@ def test_a_file_that_is_cut_off_is_one_bad_row(tmp_path):
     ("files", "reason"),
     [
         ([("1.json", "{")], "its 1.json is not JSON: Expecting"),
-        ([("1.json", "3")], "its 1.json is no object and no list of turns"),
+        ([("1.json", "3")], "its 1.json is neither an object nor a list of turns"),
         ([("1.json", b'"\xff"')], "its 1.json is not UTF-8"),
         ([("1.txt", b"\xff")], r"its 1.txt is not UTF-8 (its byte 0)"),
         ([("1.npy", b"x"), ("1.pkl", b"y")], "holds 1.npy, 1.pkl; a row has a json, a txt or an image"),
@@ -173,9 +173,9 @@ def test_videos_and_links_are_refused_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x1f\x8b\x08rest", r"a\.tar is compressed \(gzip\), and rows of a tar are read by position; unpack"),
-        (b"no tar" * 200, r"a\.tar is no tar file that can be read"),
-        (bytes(1024), "holds no rows"),
+        (b"\x1f\x8b\x08rest", r"a\.tar is compressed \(gzip\), but rows of a tar are read by position; decompress"),
+        (b"no tar" * 200, r"a\.tar is not a readable tar file"),
+        (bytes(1024), "has no rows"),
     ],
 )
 def test_what_is_no_tar(tmp_path, content, message):
@@ -188,7 +188,7 @@ def test_a_damaged_index_is_named(tmp_path):
     rows = open_rows(packed(tmp_path / "a.tar", ("1.txt", "a")), tmp_path / "cache")
     (index,) = (tmp_path / "cache").glob("*.index")
     index.write_bytes(index.read_bytes()[:50])
-    with pytest.raises(DataError, match=r"\.index is no whole Arrow file any more .*; delete it"):
+    with pytest.raises(DataError, match=r"\.index is not a valid Arrow file .*; delete it"):
         open_rows(tmp_path / "a.tar", tmp_path / "cache")
     assert rows.path.name == "a.tar"
 
@@ -220,5 +220,5 @@ def test_a_tar_damaged_anywhere_is_read_or_named(tmp_path, damage, end):
 def test_rows_of_tars_are_not_asked_to_stream(tmp_path):
     path = packed(tmp_path / "a.tar", ("0.json", talk("q", "a")))
     for named in (path, tmp_path):
-        with pytest.raises(DataError, match="are never copied; leave `stream` out"):
+        with pytest.raises(DataError, match="are never copied; remove `stream`"):
             open_rows(named, stream=True)

@@ -49,7 +49,7 @@ def test_the_same_is_accepted_and_nothing_is_overwritten(made, tmp_path, capsys)
         text.write(tmp_path)
     (tmp_path / "mine").unlink()
     (tmp_path / "settings.json").write_text('{"layout": 1, "python": "2.7.18"}')
-    with pytest.raises(DataError, match=r"holds another text set \(python: 2.7.18 there, 3"):
+    with pytest.raises(DataError, match=r"contains a different text set \(python: 2.7.18 there, 3"):
         text.write(tmp_path)
     (tmp_path / "settings.json").write_text((made.directory / "settings.json").read_text())
     with pytest.raises(DataError, match=rf"not complete \(0 of {made.rows['train']} rows of train\); remove it"):

@@ -154,7 +154,7 @@ def test_a_video_is_named_in_every_layout(folder):
         (("https://x/y.mp4",), {}, "is not a local file"),
         ((3,), {}, "'video' is 3; expected a file of video or a folder of frames"),
         *(
-            (("frames",), {"fps": fps}, "has the fps .*; expected frames a second, a number above 0, at most 1000")
+            (("frames",), {"fps": fps}, "has the fps .*; expected frames per second, a number above 0 and at most 1000")
             for fps in (0, -1, True, "fast", float("nan"), 1001, [4])
         ),
         (("a.mp4",), {"fps": 2}, "has the fps 2, and no folder of frames, .* set data.video.fps"),
@@ -209,7 +209,7 @@ def test_key_frames_in_name_alone_give_way_to_the_first(tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "endless.mp4")
-    with pytest.raises(Mismatch, match="is no file"):
+    with pytest.raises(Mismatch, match="is not a file"):
         video_files.select_frames(tmp_path / "endless.mp4", Every())
 
 
@@ -224,15 +224,15 @@ def test_odd_names_of_frames(tmp_path):
     names = [path.name for path in video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())]
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir()) and names.index("1.png") == 0
     (tmp_path / "2.png").symlink_to("gone.png")  # a frame that is not there is no shorter video
-    with pytest.raises(Mismatch, match="2.png is no file; restore or remove it"):
+    with pytest.raises(Mismatch, match="2.png is not a file; restore or remove it"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     (tmp_path / "2.png").symlink_to("2.png")
-    with pytest.raises(Mismatch, match="2.png is no file|cannot be read"):
+    with pytest.raises(Mismatch, match="2.png is not a file|cannot be read"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     Image.new("RGB", (8, 8)).save(tmp_path / "10.jpg")
-    with pytest.raises(Mismatch, match="two frames of one name; remove one"):
+    with pytest.raises(Mismatch, match="two frames with one name; remove one"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
 
 
@@ -305,7 +305,9 @@ def test_a_video_is_upright(tmp_path, matrix, shown):
 @pytest.mark.parametrize("matrix", ((0.7, 0.7, -0.7, 0.7), (1, 0.5, 0, 1), (1, 0, 1, 0), (1, 0, 0, 0)))
 def test_a_video_that_is_shown_aslant_is_refused(tmp_path, matrix):
     _turned(tmp_path / "t.mp4", matrix)
-    with pytest.raises(Mismatch, match=r"t\.mp4 is to be shown by the matrix \(.*\), which is no quarter turn"):
+    with pytest.raises(
+        Mismatch, match=r"t\.mp4 has the display matrix \(.*\), which is not a multiple of a quarter turn"
+    ):
         video_files.select_frames(tmp_path / "t.mp4", Every())
 
 
@@ -368,15 +370,15 @@ def test_pixels_are_resized_as_the_stock_classes_do(tmp_path):
     [
         ("cut.mp4", {}, "cannot be decoded|is truncated"),
         ("cut.webm", {}, "cannot be decoded|is truncated"),
-        ("noise.mp4", {}, "cannot be decoded|holds no"),
+        ("noise.mp4", {}, "cannot be decoded|has no"),
         ("empty.mp4", {}, "is empty"),
-        ("text.mp4", {}, "none of mp4, mov, webm and mkv"),
+        ("text.mp4", {}, "not mp4, mov, webm or mkv"),
         ("sound.mp4", {}, "holds only sound"),
         ("nothing", {}, "a folder without a frame"),
         ("frames", {}, "is a folder of frames without a rate; give the row `fps`, or set data.video.folder_fps"),
-        ("a.mp4", {"seconds": 2.0}, "is 3 s long, and 2 are the most .data.video.max_seconds"),
-        ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, and 2 are the most"),
-        ("a.mp4", {"megabytes": 1e-4}, "MB, and 0.0001 are the most .data.video.max_megabytes"),
+        ("a.mp4", {"seconds": 2.0}, "is 3 s long, over the limit of 2 s .data.video.max_seconds"),
+        ("frames", {"seconds": 2.0, "folder_fps": 1.0}, "is 12 s long, over the limit of 2 s"),
+        ("a.mp4", {"megabytes": 1e-4}, "MB, over the limit of 0.0001 .data.video.max_megabytes"),
         ("a.mp4", {"megapixels": 1e-4}, "frames of 16 x 16 pixels, over the limit of 0.0001 megapixels"),
     ],
 )
@@ -457,7 +459,7 @@ def test_both_answers_of_a_pair_are_about_its_video(folder, processors):
             for name, one in of.extra.items():
                 assert np.array_equal(own.extra[name].values, one.values)
     labelled = {"prompt": "a", "completion": [{"role": "assistant", "content": "<video>b"}], "label": True}
-    with pytest.raises(BadSample, match="a video in the answer that is labelled, and answers are text"):
+    with pytest.raises(BadSample, match="a video in the answer that is labelled, but answers are text"):
         parse_labelled({**labelled, "video": "a.mp4"}, "labelled", file="rows", row=3, images=folder)
 
 
@@ -560,7 +562,7 @@ def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
 def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
     shutil.copytree(folder / "frames", tmp_path / "f")
     (tmp_path / "f" / "f99.png").symlink_to(folder / "i.png")
-    with pytest.raises(Mismatch, match="whose f99.png is a link out of it; copy the file there"):
+    with pytest.raises(Mismatch, match="whose f99.png is a link to a file outside it; copy the file there"):
         video_files.select_frames(FrameFolder(tmp_path / "f", 4.0), Every())
 
 

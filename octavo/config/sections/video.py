@@ -9,7 +9,7 @@ from pydantic import Field
 from octavo.config.sections.names import Section
 
 MAX_FPS = 1000
-FPS_RANGE = f"frames a second, a number above 0, at most {MAX_FPS}"
+FPS_RANGE = f"frames per second, a number above 0 and at most {MAX_FPS}"
 
 
 def parse_fps(value: Any) -> float | None:

@@ -89,7 +89,7 @@ def read_text(text: str, source: str, fix: str | None = None) -> Document:
         instead = fix or "write at least `model`, `data` and `train`, or `extends: other.yaml`"
         return _mark_broken(document, source, None, "the file is empty", instead)
     if not isinstance(value, dict):
-        reason = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
+        reason = f"the top level of the file is {'a list' if isinstance(value, list) else 'a single value'}"
         instead = fix or "write a mapping: `model:`, `data:`, `train:` at the left margin"
         return _mark_broken(document, source, node.start_mark.line + 1, reason, instead)
     document.value = value
@@ -250,7 +250,7 @@ def _describe_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int | Non
     if "undefined alias" in problem:
         return line, f"{problem} (an unquoted * begins an alias)", 'put a glob in quotes: "**.layers.0.**"'
     if "another document" in problem:
-        return line, "a second document begins (---)", "keep one document a file"
+        return line, "a second document begins (---)", "keep one document per file"
     if "mapping values are not allowed" in problem:
         return (
             line,

@@ -117,7 +117,7 @@ def check_existing(directory: Path, settings: dict[str, int], folder: str, endin
     if existing != settings:
         differ = [key for key in settings if existing.get(key) != settings[key]]
         changed = "; ".join(f"{key}: {existing.get(key)} there, {settings[key]} asked" for key in differ)
-        raise DataError(f"{directory} holds a digits set with other settings ({changed}); {fix}")
+        raise DataError(f"{directory} contains a digits set with different settings ({changed}); {fix}")
     for part in ("train", "test"):
         files = len(list((directory / folder / part).glob(f"*.{ending}")))
         expected = [kind for kind in kinds if part == "train" or kind != "_prompts"]

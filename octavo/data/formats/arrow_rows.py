@@ -100,7 +100,7 @@ class MappedTable:
         return file.parent
 
     def _damaged(self, cause: Exception) -> DataError:
-        return DataError(f"{self.kept} is no whole Arrow file any more ({columnar.error_line(cause)}); delete it")
+        return DataError(f"{self.kept} is not a valid Arrow file ({columnar.error_line(cause)}); delete it")
 
     def _row(self, row: int) -> pa.RecordBatch:
         """One row, as a batch of length 1. Raises `DataError`."""
@@ -187,7 +187,7 @@ def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | 
             "`iconv -f ENCODING -t UTF-8`"
         ) from cause  # fmt: skip
     except Unreadable as cause:
-        raise BadSample(path, row, f"{cause} Mend or remove the row.") from cause
+        raise BadSample(path, row, f"{cause} Fix or remove the row.") from cause
 
 
 def collect_keys(rows: Rows) -> set[str]:
@@ -238,7 +238,7 @@ def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_c
     try:
         return json_columns.parse_values(value, places, f"its JSON column {name!r}", json_columns.octavo_name(name))
     except Unreadable as cause:
-        raise BadSample(path, row, f"{cause} Mend the value, or leave out the row or the column.") from cause
+        raise BadSample(path, row, f"{cause} Fix the value, or remove the row or the column.") from cause
 
 
 def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedArray) -> Any:
@@ -249,8 +249,8 @@ def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedA
             without_zone = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
             return column.cast(without_zone).cast(pa.string())[0].as_py()
         raise BadSample(
-            path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); mend the "
-            "value, or leave out the row or the column"
+            path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); fix the "
+            "value, or remove the row or the column"
         ) from cause  # fmt: skip
 
 

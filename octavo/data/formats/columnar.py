@@ -101,7 +101,7 @@ def check_compressed(file: pa.NativeFile) -> None:
             if total > COMPRESSED:
                 raise ValueError(
                     f"its compressed buffers take {total} bytes or more decoded, of {stored} in the file, and "
-                    f"{COMPRESSED} are the most; save it without compression, or as parquet"
+                    f"the limit is {COMPRESSED}; save it without compression, or as parquet"
                 )
 
 
@@ -213,8 +213,8 @@ def find_large_rows(batch: pa.RecordBatch | pa.Table, sizes: np.ndarray | None =
 def describe_large_row(size: int, texts: int) -> str:
     """Return the reason for a row of `size` bytes, `texts` of them text, that is too large."""
     if texts > TEXT_BYTES:
-        return f"has {texts} bytes of text, and {TEXT_BYTES} are the most; split or remove it"
-    return f"takes {size} bytes, and {ROW_BYTES} are the most; split or remove it"
+        return f"has {texts} bytes of text, over the limit of {TEXT_BYTES}; split or remove it"
+    return f"takes {size} bytes, over the limit of {ROW_BYTES}; split or remove it"
 
 
 def value_bytes(array: pa.Array, texts: bool = False) -> np.ndarray:

@@ -103,4 +103,4 @@ def _read_cells(path: Path, lines: Iterable[str]) -> Iterator[tuple[list[str], l
             for cells in reader:
                 yield names, cells, reader.line_num
     except csv.Error as cause:
-        raise DataError(f"{path} is no CSV file: {cause} (line {reader.line_num}); mend it there") from cause
+        raise DataError(f"{path} is no CSV file: {cause} (line {reader.line_num}); fix it there") from cause

@@ -1,4 +1,4 @@
-"""Rows of JSON files as texts: a list, or one object a line.
+"""Rows of JSON files as texts: a list, or one object per line.
 
 Any fault within a row affects only that row; a file is refused only if the structure of its list is broken.
 """
@@ -43,7 +43,7 @@ def stream(path: Path) -> Lines:
     if not _is_jsonl(path):
         raise DataError(
             f"{path}: `stream` needs rows that can be read one by one, and this is one JSON list. Save it as JSONL (an "
-            "object a line), CSV or parquet, or leave `stream` out"
+            "object a line), CSV or parquet, or remove `stream`"
         )
     places = (
         Place(number, start, end, None if end - start <= ROW_BYTES else _describe_long_line(end - start))
@@ -54,7 +54,7 @@ def stream(path: Path) -> Lines:
 
 
 def _describe_long_line(size: int) -> str:
-    return f"has {size} bytes, and {ROW_BYTES} are the most; split or remove it"
+    return f"has {size} bytes, over the limit of {ROW_BYTES}; split or remove it"
 
 
 def _numbered_lines(path: Path) -> Iterator[tuple[int, int, int, bytes]]:
@@ -93,11 +93,11 @@ def _read_list(path: Path) -> Iterator[Text]:
     except json.JSONDecodeError as cause:
         raise DataError(
             f"{path} is not JSON: {cause.msg} at line {cause.lineno}, column {cause.colno}; "
-            f"mend it there, or if it is one JSON object a line, name it .jsonl"
+            f"mend it there, or if it is one JSON object per line, name it .jsonl"
         ) from cause
     except _NotAList as cause:
         raise DataError(
-            f"{path}: the top level is {cause}; it must be a list of rows (or one object a line, as .jsonl)"
+            f"{path}: the top level is {cause}; it must be a list of rows (or one object per line, as .jsonl)"
         ) from cause
 
 

@@ -32,7 +32,7 @@ MAX_RATIO = 1000
 
 def unreadable_error(path: Path | str, cause: Exception) -> DataError:
     """Return the error for a parquet file that the library cannot read, for any of its errors."""
-    return DataError(f"{path} is no parquet file that can be read ({error_line(cause)}); copy or download it again")
+    return DataError(f"{path} is not a readable parquet file ({error_line(cause)}); copy or download it again")
 
 
 class Parquet(NamedTuple):

@@ -88,14 +88,16 @@ class TarRows(MappedTable):
         raw_json = fields.pop("json", {})
         raw_json = {"messages": raw_json} if isinstance(raw_json, list) else raw_json
         if not isinstance(raw_json, dict):
-            raise BadSample(self.path, row, f"its {key}.json is no object and no list of turns", key)
+            raise BadSample(self.path, row, f"its {key}.json is neither an object nor a list of turns", key)
         # Keys of the json take precedence over files with the same name.
         texts = {"text" if kind == "txt" else kind: value for kind, value in fields.items()}
         raw = _with_files({"id": key} | texts | raw_json, key, images, IMAGE.keys)
         if raw_json:
             raw = _with_files(_with_files(raw, key, sounds, SOUND.keys), key, videos, VIDEO.keys)
         elif videos:
-            raise BadSample(self.path, row, f"holds {next(iter(videos))} and no json; say what is asked of it", key)
+            raise BadSample(
+                self.path, row, f"holds {next(iter(videos))} and no json; add a json with the question", key
+            )
         return raw
 
     def _text(self, row: int, name: str, data: bytes, ending: str) -> str | int:

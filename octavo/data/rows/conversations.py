@@ -169,8 +169,7 @@ def _system_turn(raw: object, turns: Sequence[Turn]) -> list[Turn]:
     system_texts = [turn.text for turn in turns if turn.role == "system"]
     if text and system_texts and system_texts != [text]:
         raise RowProblem(
-            f"has the system {quote_value(text)}, and a turn of the system says {quote_value(system_texts[0])}; keep "
-            "one"
+            f"has the system {quote_value(text)}, but a system turn has {quote_value(system_texts[0])}; keep one"
         )
     return [Turn("system", (Text(text),))] if text and not system_texts else []
 
@@ -182,7 +181,9 @@ def alpaca_messages(raw: dict[str, Any]) -> list[dict[str, str]]:
     system, *pieces = (_get_text(raw, key) for key in ("system", "instruction", "input"))
     question = "\n".join(filter(None, pieces))
     if not question.strip() and not raw.get("image") and not raw.get("images"):  # the question may be only an image
-        raise RowProblem("has an empty 'instruction' and no 'input', so nothing is asked; fill one, or remove the row")
+        raise RowProblem(
+            "has an empty 'instruction' and no 'input', so there is no question; fill one, or remove the row"
+        )
     history = raw.get("history") or []
     if not isinstance(history, list) or any(
         not isinstance(pair, list)
@@ -300,7 +301,7 @@ def _check_keys(turn: dict[str, Any], number: int, calls: Sequence[str], instead
     """Check that a turn has no keys that would be ignored: tool calls in the style of another format, or files. Raises
     `RowProblem`."""
     if key := next((key for key in calls if turn.get(key)), None):
-        raise RowProblem(f"turn {number} has {key}, which rows of this kind do not read; write calls as {instead}")
+        raise RowProblem(f"turn {number} has {key}, which rows of this format do not support; write calls as {instead}")
     if key := next((key for key in media_kinds.KEYS if turn.get(key)), None):
         raise RowProblem(f"turn {number} has {key}; list files in the row, or write the content as parts")
 
@@ -400,7 +401,8 @@ def _map_role(name: object, format: str, number: int) -> str:
 def check_image_count(placeholders: int, images: int) -> None:
     if placeholders != images:
         raise RowProblem(
-            f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); they must be as many"
+            f"has {placeholders} {PLACEHOLDER} placeholder(s) in its text and {images} image(s); the numbers must be "
+            "equal"
         )
 
 
@@ -415,10 +417,10 @@ def check_turns(turns: Sequence[Turn], answered: bool = True) -> None:
         none = "no assistant turn that is learned (weight 0)" if answers else "no assistant turn"
         raise RowProblem(f"has {none}, so there is nothing to learn from it")
     if dialogue and dialogue[0].role == "assistant":
-        raise RowProblem("begins with an assistant turn; there is no prompt that it answers")
+        raise RowProblem("begins with an assistant turn; there is no prompt before it")
     for number, turn in enumerate(turns, 1):
         if has_lone_surrogate(turn.text + (turn.reasoning or "")):
-            raise RowProblem(f"turn {number} holds half a character (a lone surrogate); mend its text")
+            raise RowProblem(f"turn {number} contains a lone surrogate (half of a UTF-16 pair); fix its text")
         if turn.role == "assistant" and not turn.text.strip() and not turn.calls:
             raise RowProblem(f"turn {number} is an assistant turn without text")
     foreign.check_texts(text for turn in turns for text in (turn.text, turn.reasoning or ""))

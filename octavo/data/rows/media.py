@@ -65,7 +65,8 @@ def locate(root: Path, name: str, what: str = "image", folders: bool = False) ->
     scheme = name.split(":", 1)[0].lower()
     if scheme in ("http", "https", "ftp", "s3", "gs", "hf", "data") and ":" in name:
         raise MediaProblem(
-            f"{what} {name[:80]!r} is not a local file; Octavo fetches nothing: download it into the image folder"
+            f"{what} {name[:80]!r} is not a local file, and Octavo does not download images; copy it into the image "
+            "folder"
         )
     if not name or "\0" in name:
         raise MediaProblem(f"{what} name {name!r} is not a file name")
@@ -78,7 +79,7 @@ def locate(root: Path, name: str, what: str = "image", folders: bool = False) ->
             path = path.resolve()
         exists = path.is_file() or (folders and path.is_dir())
     except (OSError, RuntimeError, ValueError) as cause:  # a name too long, a loop of links, a lone surrogate
-        raise MediaProblem(f"{what} {name[:80]!r} cannot be looked up ({cause})") from cause
+        raise MediaProblem(f"{what} {name[:80]!r} cannot be resolved ({cause})") from cause
     if not path.is_relative_to(root):
         raise MediaProblem(
             f"{what} {name!r} is outside the image folder {root} (at {path}); "
@@ -172,7 +173,7 @@ class MediaType:
         if places != len(names):
             raise RowProblem(
                 f"has {places} {self.placeholder} placeholder(s) in its text and {len(names)} {self.noun}(s); they "
-                "must be as many"
+                "numbers must be equal"
             )
         return out
 

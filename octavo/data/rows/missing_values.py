@@ -33,7 +33,7 @@ def clean_cells(raw: Any, format: str) -> Any:
         if isinstance(raw.get(key), str) and raw[key].strip() in CELLS:
             raise RowProblem(
                 f"{key!r} is the cell {raw[key].strip()}, as pandas writes a missing value; fill it or remove the row, "
-                "and if the word is meant, write the rows as JSONL"
+                "or write the rows as JSONL if the word is intended"
             )
     blank = {key for key in ("answer", "completion") if isinstance(raw.get(key), str) and not raw[key].strip()}
     return {key: value for key, value in raw.items() if key not in blank} if blank else raw

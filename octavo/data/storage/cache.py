@@ -184,7 +184,7 @@ def list_row_files(source: Path) -> list[Path]:
         names = sorted(e.name for e in entries if Path(e.name).suffix.lower() in ends and e.name[0] != ".")
     files = [source / name for name in select_row_files(names)]
     if dangling := next((file for file in files if not file.exists()), None):
-        raise DataError(f"{dangling} is a link to a file that is not there; bring it back, or remove the link")
+        raise DataError(f"{dangling} is a link to a missing file; restore the file, or remove the link")
     return [file for file in files if file.is_file()]
 
 

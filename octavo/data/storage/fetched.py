@@ -191,7 +191,9 @@ def open_shard(store: Store, shard: Remote) -> Rows:
             continue
         except DataError as cause:
             raise DataError(f"{shard.url}, kept as {cause}") from cause
-    raise DataError(f"{shard.url} is removed as soon as it comes; raise fetch_gb of its data set, which others share")
+    raise DataError(
+        f"{shard.url} is evicted as soon as it is downloaded; raise fetch_gb of its data set, which processes share"
+    )
 
 
 def open_fetched(url: str, folder: Path | None, log: cache.Log = cache.no_log, limit: int | None = None) -> FetchedRows:
@@ -208,7 +210,7 @@ def open_fetched(url: str, folder: Path | None, log: cache.Log = cache.no_log, l
         counts = _row_counts(store, url, files, log)
     rows = FetchedRows(url, store, files, counts)
     if len(rows) == 0:
-        raise DataError(f"{url} holds no rows")
+        raise DataError(f"{url} has no rows")
     return rows
 
 

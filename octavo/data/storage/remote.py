@@ -65,7 +65,7 @@ def list_files(url: str) -> tuple[Remote, ...]:
     `DataError`. The server is queried once in a process."""
     files = _with_retries(url, lambda watch: _list_files(url))
     if kinds := sorted({remote.suffix for remote in files} - {*registry.row_suffixes()}):
-        raise DataError(f"{url} is of a kind that holds no rows ({', '.join(kinds) or 'without an ending'}); there are "
+        raise DataError(f"{url} has a format that is not supported ({', '.join(kinds) or 'without an ending'}); there are "
                         f"{', '.join(registry.row_suffixes())}")  # fmt: skip
     if len({remote.suffix for remote in files}) != 1:
         kinds_text = ", ".join(sorted({remote.suffix for remote in files})) or "none"
@@ -122,7 +122,7 @@ def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
         except Exception as cause:  # errors of many classes, of the network and of the package for the protocol
             if isinstance(cause, _PERMANENT_ERRORS) and not _is_network_error(cause):
                 raise DataError(
-                    f"{url} cannot be had ({_describe_failure(cause)}); check the URL and who may read it, or copy it "
+                    f"{url} cannot be read ({_describe_failure(cause)}); check the URL and who may read it, or copy it "
                     "here and name the folder"
                 ) from cause
             if atomic_write.why_no_space(Path(), cause):
@@ -131,7 +131,7 @@ def _with_retries(url: str, work: Callable[[_Watch], _T]) -> _T:
             report(f"{url}: try {tries} of {TRIES} failed ({why})")
             if tries == TRIES:
                 raise DataError(
-                    f"{url} cannot be had, in {TRIES} tries ({why}); check that this machine reaches it"
+                    f"{url} could not be read in {TRIES} tries ({why}); check that this machine reaches it"
                 ) from cause
             time.sleep(RETRY_SECONDS * 2 ** (tries - 1))
     raise AssertionError
@@ -189,7 +189,7 @@ def _run_watched(work: Callable[[_Watch], _T], block: int) -> _T:
                 if watch.ended.is_set():
                     break
                 watch.abandoned = True
-            raise _TemporaryError(f"nothing came for {STALL_SECONDS:g} s")
+            raise _TemporaryError(f"no data received for {STALL_SECONDS:g} s")
         watch.progressed.clear()
     if errors:
         raise errors[0]
@@ -220,7 +220,7 @@ def _copy(remote: Remote, to: Path, watch: _Watch) -> None:
                 break
         if out.tell() != remote.size:
             at_least = " or more" if out.tell() > remote.size else ""
-            raise _TemporaryError(f"{out.tell()} bytes{at_least} came, and it has {remote.size}")
+            raise _TemporaryError(f"{out.tell()} bytes{at_least} received, expected {remote.size}")
 
 
 def _list_files(url: str) -> list[Remote]:

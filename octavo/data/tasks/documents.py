@@ -77,13 +77,13 @@ def parse_document(raw: Any, format: str, *, file: str | Path, row: int, images:
         # Refused rather than ignored: a document would train without the medium that its text is about.
         if medium := next((kind for kind in (SOUND, VIDEO) if kind.listed_files(raw)), None):
             raise RowProblem(
-                f"is a text with a {medium.noun}, and texts hold none in this version; write it as turns, for sft"
+                f"is a text with a {medium.noun}, which plain text does not support; write it as turns, for sft"
             )
         turn = Turn("assistant", tuple(parts))
         if not turn.text.strip():
-            raise RowProblem("has a text of no letters; there is nothing to learn from it")
+            raise RowProblem("has a text without characters, so there is nothing to learn")
         if has_lone_surrogate(turn.text):
-            raise RowProblem("its text holds half a character (a lone surrogate); mend it")
+            raise RowProblem("its text contains a lone surrogate (half of a UTF-16 pair); fix it")
         return Document((turn,), find_images(names, images), str(file), row, identity)
 
 
@@ -163,7 +163,7 @@ class DocumentEncoder(Encoder):
         try:
             if document.images:
                 raise Mismatch(
-                    "holds an image, and the first rows of this data set hold none, so its documents are joined; set "
+                    "has an image, but the first rows of this data set have none, so its documents are joined; set "
                     "data.join: false"
                 )
             return control_notes(self._control_tokens(document))

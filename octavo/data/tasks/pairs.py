@@ -128,7 +128,7 @@ class _AnswerEncoder(Encoder):
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
         if self.train_on_prompt:
-            raise DataError("data.train_on_prompt is true, and preferences are about answers; leave it out")
+            raise DataError("data.train_on_prompt is true, but preferences compare answers; remove it")
 
 
 class PairEncoder(_AnswerEncoder):
@@ -217,10 +217,12 @@ def parse_labelled(raw: object, format: str, *, file: str | Path, row: int, imag
         )
         check_turns(turns)
         if turns[-1].role != "assistant":
-            raise RowProblem(f"ends with a turn of the {turns[-1].role}; the answer that is labelled must end it")
+            raise RowProblem(
+                f"ends with a turn of the {turns[-1].role}; the answer that is labelled must be the last turn"
+            )
         for kind, what in ((ImageRef, "an image"), (VideoRef, "a video")):
             if any(isinstance(part, kind) for part in turns[-1].parts):
-                raise RowProblem(f"has {what} in the answer that is labelled, and answers are text; remove it")
+                raise RowProblem(f"has {what} in the answer that is labelled, but answers are text; remove it")
         context = sum(turn.role == "assistant" for turn in turns) - 1
         return LabelledRow(_conversation(raw, (turns, names), str(file), row, identity, images), context, label)
 
@@ -322,15 +324,15 @@ def _count_shared_answers(chosen: TurnsAndNames, rejected: TurnsAndNames) -> int
     if differ := [pair for pair in zip(chosen[1][:images], rejected[1][:images], strict=True) if len({*pair}) == 2]:
         raise RowProblem(
             f"has the image {quote_value(differ[0][0])} in the prompt of chosen and {quote_value(differ[0][1])} in the "
-            "prompt of rejected; both must answer one prompt"
+            "prompt of rejected; both must answer the same prompt"
         )
     if len(first) == len(second) == shared:
         raise RowProblem("has the same answer as chosen and rejected, so there is nothing to prefer")
     following = [turns[shared].role if shared < len(turns) else "nothing" for turns in (first, second)]
     if shared == 0 or following != ["assistant"] * 2:
         raise RowProblem(
-            f"has a chosen and a rejected that share {shared} turn(s) and go on with {' and '.join(following)}; both "
-            "must answer one prompt, with a turn of the assistant"
+            f"has a chosen and a rejected that share {shared} turn(s) and continue with {' and '.join(following)}; "
+            "both must answer the same prompt with an assistant turn"
         )
     return sum(turn.role == "assistant" for turn in first[:shared])
 

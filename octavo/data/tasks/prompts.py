@@ -95,15 +95,17 @@ class PromptEncoder(Encoder):
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
         if self.on_long == "cut":
-            raise DataError("data.on_long is cut, and the end of a prompt is what is asked; set it to drop or error")
+            raise DataError(
+                "data.on_long is cut, which would cut the question at the end of a prompt; set it to drop or error"
+            )
         if self.train_on_prompt:
-            raise DataError("data.train_on_prompt is true, and only completions are learned from; leave it out")
+            raise DataError("data.train_on_prompt is true, but only completions are learned; remove it")
 
     def encoding(self, row: PromptRow) -> Encoding[PromptSample]:  # type: ignore[override]
         """Generator that encodes a prompt. Raises as `Encoder.encode` does."""
         conversation = row.conversation
         if conversation.videos and (why := getattr(self.processor, "why_not_images", None)):
-            why = f"holds a video, which the generation engine does not take: {why}; use a Qwen3-VL or InternVL"
+            why = f"has a video, which the generation engine does not support: {why}; use Qwen3-VL or InternVL"
             raise BadSample(conversation.source, conversation.row, why, conversation.id)
         sample = self._videos_as_images((yield from super().encoding(conversation, None)))
         return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=conversation.images)
@@ -229,7 +231,7 @@ def read_answered_turns(raw: object, format: str) -> list[Turn]:
 def _answer_turn(answer: str | list[str] | None, reasoning: str | None) -> Turn:
     """Return the turn that answers a prompt, with the first answer if several are right. Raises `RowProblem`."""
     if answer is None:
-        raise RowProblem("has a prompt and no answer to learn from or to compare with; give it one, or remove it")
+        raise RowProblem("has a prompt without an answer; add one, or remove the row")
     return Turn("assistant", (Text(answer if isinstance(answer, str) else answer[0]),), reasoning=reasoning)
 
 
@@ -295,15 +297,15 @@ def _split_answer(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Tu
     answer_turn = turns[assistant_turns[-1]] if has_answer_turn else None
     check_turns([*prompt, answer_turn] if answer_turn else prompt, answered=False)
     if answer_turn is not None and answer_turn.calls:
-        raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
+        raise RowProblem("calls a tool in its last answer, but completions are text; put the reference into 'answer'")
     if answer_turn is not None and (
         media_part := next((part for part in answer_turn.parts if not isinstance(part, Text)), None)
     ):
         what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(media_part), "a video")
-        raise RowProblem(f"has {what} in its last answer, and completions are text; name the reference in 'answer'")
+        raise RowProblem(f"has {what} in its last answer, but completions are text; put the reference into 'answer'")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
-        raise RowProblem(f"has a prompt that {ends}; it must end with the user's or a tool's")
+        raise RowProblem(f"has a prompt that {ends}; it must end with a user or tool turn")
     return prompt, answer_turn
 
 

@@ -87,12 +87,12 @@ class SealedRows(MappedTable):
     def __init__(self, folder: Path, limit: int | None = None) -> None:
         super().__init__(folder, _plain_file(folder / ROWS))
         if (schema := self._table.schema) != SCHEMA:
-            raise DataError(f"{folder / ROWS} holds no sealed rows (columns {', '.join(schema.names)[:200]})")
+            raise DataError(f"{folder / ROWS} has no sealed rows (columns {', '.join(schema.names)[:200]})")
         self.name, self._limit = str(folder), limit
 
     def _damaged(self, cause: Exception) -> DataError:
         return DataError(
-            f"{Path(self.path) / ROWS} holds no whole Arrow file ({error_line(cause)}); seal the data again"
+            f"{Path(self.path) / ROWS} is not a valid Arrow file ({error_line(cause)}); seal the data again"
         )
 
     def _notes_in(self, file: Path) -> Path:
@@ -108,7 +108,7 @@ class SealedRows(MappedTable):
     def _read(self, row: int, part: int) -> Sample:
         """Part `part` of a row. Raises `BadSample` for a row that was left out, `DataError` for a damaged one."""
         if not 0 <= row < len(self):
-            raise IndexError(f"{self.name} has {len(self)} rows, asked for row {row}")
+            raise IndexError(f"{self.name} has {len(self)} rows; row {row} was requested")
         columns = self._row(row * self.each + part).columns
         values = {name: column[0].as_py() for name, column in zip(SCHEMA.names, columns, strict=True)}
         if values["left"] is not None:
@@ -215,7 +215,7 @@ def read_sealed(dataset: Dataset) -> SealedRows:
     """Open the rows of a sealed data set of the configuration. Raises `DataError`."""
     folder = Path(dataset.path)
     if not (folder / ROWS).is_file():
-        raise DataError(f"{folder} holds no {ROWS}, and data.sealed is true. `octavo seal data` writes such folders")
+        raise DataError(f"{folder} has no {ROWS}, but data.sealed is true. `octavo seal data` writes such folders")
     kind = SealedPairs if contains_pairs(read_note(folder, DataError)) else SealedRows
     return kind(folder, dataset.max_samples)
 
@@ -225,21 +225,21 @@ def check_sealed_config(cfg: Config) -> None:
     model = read_note(cfg.model.path, DataError) if Path(cfg.model.path).is_dir() else None
     notes = list(_notes([*cfg.data.train, *cfg.data.eval]))
     if model is None:
-        raise DataError(f"data.sealed is true, and {cfg.model.path} is not sealed (it has no {NOTE}): to it sealed "
-                        "rows are noise. Name the folder that `octavo seal model` wrote")  # fmt: skip
+        raise DataError(f"data.sealed is true, and {cfg.model.path} is not sealed (it has no {NOTE}), so sealed "
+                        "rows are noise to it. Name a folder that `octavo seal model` wrote")  # fmt: skip
     for path, note in notes:
         if note is None:
             raise DataError(f"data.sealed is true, and {path} is not sealed: it has no {NOTE}. `octavo seal data`")
         if note.of != "data":
-            raise DataError(f"{path} is a sealed {note.of}, and no data set")
+            raise DataError(f"{path} is a sealed {note.of}, not a data set")
         if note.key != model.key:
-            raise DataError(f"{path} was sealed with the key {note.key}, and {cfg.model.path} with {model.key}: to "
+            raise DataError(f"{path} was sealed with the key {note.key}, and {cfg.model.path} with {model.key}, so to "
                             "each other they are noise. Seal one of them again")  # fmt: skip
     preference = cfg.train.phase == "preference"
     for number, (path, note) in enumerate(notes):
         if contains_pairs(note) != preference and (contains_pairs(note) or number < len(cfg.data.train)):
             content = "pairs" if contains_pairs(note) else "no pairs"
-            raise DataError(f"{path} holds {content}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
+            raise DataError(f"{path} has {content}, but this run is of phase {cfg.train.phase}. `octavo seal data` "
                             f"makes rows of a phase: give it train.phase={cfg.train.phase}")  # fmt: skip
 
 

@@ -62,7 +62,7 @@ class Source:
 
     def __getitem__(self, row: int) -> Any:
         if not 0 <= row < self._length:
-            raise IndexError(f"{self.name} has {self._length} rows, asked for row {row}")
+            raise IndexError(f"{self.name} has {self._length} rows; row {row} was requested")
         raw = self.raw(row)
         if self._cells:
             with bad_sample_context(raw, self.rows.path, row):
@@ -152,7 +152,7 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = no_log)
         f"{new_name}: {old_name}" for new_name, old_name in dataset.columns.items() if first and old_name not in keys
     ]:
         raise DataError(
-            f"{rows.path}: columns names {', '.join(missing)}, which none of its first {len(first)} rows has; they "
+            f"{rows.path}: columns names {', '.join(missing)}, but none of its first {len(first)} rows has it; they "
             f"have {quote_value(sorted(map(str, keys)))}"
         )
     return RenamedRows(rows, dataset.columns)
@@ -182,7 +182,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
             images.mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             raise DataError(
-                f"{images} cannot be created ({cause.strerror}); name a folder that can be in data.cache"
+                f"{images} cannot be created ({cause.strerror}); set data.cache to a folder that can be created"
             ) from cause
     else:
         images = Path(rows.path) if Path(rows.path).is_dir() else Path(rows.path).parent
@@ -191,7 +191,7 @@ def read(dataset: Dataset, kind: str = "conversations", cache: Path | None = Non
     format: str = dataset.format
     if kind in ("pairs", "labelled"):
         if format != "auto":
-            raise DataError(f"{rows.path}: format is {format}, and preferences are read by their keys; leave it out")
+            raise DataError(f"{rows.path}: format is {format}, but preferences are detected by their keys; remove it")
     elif format == "auto":
         format = detect_format(rows, kind == "prompts", kind == "documents")
     window = dataset.shuffle_buffer or getattr(rows, "window", None)

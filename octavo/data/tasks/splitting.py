@@ -83,7 +83,7 @@ class SplitRows:
 
     def place(self, number: int) -> tuple[int, int]:
         if not 0 <= number < len(self):
-            raise IndexError(f"{self.name} makes {len(self)} rows of its questions, asked for row {number}")
+            raise IndexError(f"{self.name} makes {len(self)} rows; row {number} was requested")
         row = int(np.searchsorted(self._begins, number, "right")) - 1
         return row, number - int(self._begins[row])
 
