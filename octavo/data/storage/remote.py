@@ -65,11 +65,13 @@ def list_files(url: str) -> tuple[Remote, ...]:
     `DataError`. The server is queried once in a process."""
     files = _with_retries(url, lambda watch: _list_files(url))
     if kinds := sorted({remote.suffix for remote in files} - {*registry.row_suffixes()}):
-        raise DataError(f"{url} has a format that is not supported ({', '.join(kinds) or 'without an ending'}); there are "
-                        f"{', '.join(registry.row_suffixes())}")  # fmt: skip
+        raise DataError(
+            f"{url} has a format that is not supported ({', '.join(kinds) or 'without a suffix'}); supported are "
+            f"{', '.join(registry.row_suffixes())}"
+        )
     if len({remote.suffix for remote in files}) != 1:
         kinds_text = ", ".join(sorted({remote.suffix for remote in files})) or "none"
-        raise DataError(f"{url} has files of rows of these kinds: {kinds_text}; it must have files of one kind")
+        raise DataError(f"{url} has files of several formats ({kinds_text}); all must have one format")
     return tuple(files)
 
 
