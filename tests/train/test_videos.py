@@ -75,7 +75,7 @@ def test_a_run_and_its_folder_are_asked_about_a_clip(here, result, capsys):
     for words, found in (
         (["--video", str(clip), "--prompt", "<video> and <video>?"], "2 places for videos"),
         (["--video", str(here / "none.mp4"), "--prompt", "a"], "there is no video"),
-        (["--video", str(here / "clips" / "train.json"), "--prompt", "a"], "none of mp4, mov, webm and mkv"),
+        (["--video", str(here / "clips" / "train.json"), "--prompt", "a"], "not mp4, mov, webm or mkv"),
     ):
         assert main(["generate", str(here / "run/hf"), *words]) != 0
         assert found in capsys.readouterr().err
