@@ -12,7 +12,7 @@ each. For a weight of E experts, W_e [N, K] as its GEMM multiplies by it, and ad
 product transposed. :func:`factors` reads both forms.)
 
 PEFT replaces W by W + s B A, for all experts, in every forward: this is impossible for FP8 codes, and the sum is as
-large as the layer. :func:`adopt` keeps PEFT's modules, names, configuration and files and replaces the forward of the
+large as the layer. :func:`replace_forwards` keeps PEFT's modules, names, configuration and files and replaces the forward of the
 outer wrapper: on the rows that :mod:`octavo.fp8.moe.experts` sorts by expert,
 
     y_e = base(x_e) + s (x_e A_e^T) B_e^T
@@ -22,7 +22,7 @@ are s x_e A_e^T [R, r], and x only if the base cannot recompute it: for gate_up_
 row for each of their experts, for down_proj the FP8 codes of gate and up if activations are saved in FP8. Experts
 without tokens get gradients of zero.
 
-PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A has no place for them. :func:`refuse` does
+PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A has no place for them. :func:`check_settings` does
 the same, because no program could read a file with them.
 """
 
@@ -50,7 +50,7 @@ def stock_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
-def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The three-dimensional parameters of a model's experts by stock name: the allowed ``target_parameters``."""
     parameters: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -78,7 +78,7 @@ def sort_parameters(model: nn.Module) -> None:
                 module._parameters[name] = module._parameters.pop(name)
 
 
-def refuse(names: Iterable[str], lora: LoraSection) -> None:
+def check_settings(names: Iterable[str], lora: LoraSection) -> None:
     """Raise AdapterError for dropout and DoRA if there are ``names`` of parameters of experts, whose adapters cannot
     have them."""
     first = next(iter(names), None)
@@ -113,7 +113,7 @@ def factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
     return up.mT, down.mT  # PEFT before 0.19: A is for the first dimension of the parameter, which is N
 
 
-def adopt(model: nn.Module) -> int:
+def replace_forwards(model: nn.Module) -> int:
     """Replace the forward of experts that PEFT wrapped, in place; returns the number of modules of experts.
 
     The wrappers and their parameters remain PEFT's. May be called again. Raises AdapterError for wrapped parameters of
@@ -166,7 +166,7 @@ def _adapted_class() -> type[nn.Module]:
             base.__dict__[moe.BESIDE] = {
                 name: partial(low_rank, wrapper)
                 for name, wrapper in wrappers(self).items()
-                if not (wrapper.disable_adapters or wrapper.merged) and _active(wrapper)
+                if not (wrapper.disable_adapters or wrapper.merged) and _active_adapters(wrapper)
             }
             try:
                 return base(*args, **kwargs)
@@ -184,12 +184,12 @@ def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
     source = source_of(x)
     parts = [
         _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, source)
-        for adapter in _active(wrapper)
+        for adapter in _active_adapters(wrapper)
     ]
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
 
 
-def _active(wrapper: Any) -> list[str]:
+def _active_adapters(wrapper: Any) -> list[str]:
     return [adapter for adapter in wrapper.active_adapters if adapter in wrapper.lora_A]
 
 
@@ -201,8 +201,8 @@ class _LowRank(torch.autograd.Function):
         ctx: Any, x: Tensor, down: Tensor, up: Tensor, scale: float, groups: Groups, source: Source | None
     ) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            h = moe.grouped_fwd(x, _dense(down, x.dtype), None, groups) * scale
-            y = moe.grouped_fwd(h, _dense(up, x.dtype), None, groups)
+            h = moe.grouped_fwd(x, _contiguous_factor(down, x.dtype), None, groups) * scale
+            y = moe.grouped_fwd(h, _contiguous_factor(up, x.dtype), None, groups)
         saved = (x,) if source is None else source.tensors
         ctx.remake = None if source is None else source.remake
         ctx.save_for_backward(*groups[:3], h, down, up, *(saved if ctx.needs_input_grad[1] else ()))
@@ -220,16 +220,16 @@ class _LowRank(torch.autograd.Function):
             if needs_up:
                 dup = moe.grouped_wgrad(dy, h, groups, up.dtype)
             if needs_x or needs_down:
-                dh = moe.grouped_dgrad(dy, _dense(up, dy.dtype), groups) * ctx.scale
+                dh = moe.grouped_dgrad(dy, _contiguous_factor(up, dy.dtype), groups) * ctx.scale
             if needs_down:
                 x = saved[0] if ctx.remake is None else ctx.remake(*saved).to(ctx.dtype)
                 ddown = moe.grouped_wgrad(dh, x, groups, down.dtype)
             if needs_x:
-                dx = moe.grouped_dgrad(dh, _dense(down, dy.dtype), groups)
+                dx = moe.grouped_dgrad(dh, _contiguous_factor(down, dy.dtype), groups)
         return dx, ddown, dup, None, None, None
 
 
-def _dense(factor: Tensor, dtype: torch.dtype) -> Tensor:
+def _contiguous_factor(factor: Tensor, dtype: torch.dtype) -> Tensor:
     """A factor as grouped GEMMs need it: contiguous rows."""
     return factor.to(dtype).contiguous()
 

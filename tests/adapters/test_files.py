@@ -147,7 +147,7 @@ def test_what_cannot_be_honoured_is_refused(fields: dict, says: str, copy: Path,
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
 def placed(file: Path, what: str) -> None:
@@ -181,7 +181,7 @@ def test_damaged_folders_are_refused(damage, says: str, copy: Path, folder) -> N
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_tensors_that_do_not_fit_are_named(change, says: str, copy: Path, folder
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
 def test_a_state_is_filled_whole_or_not_at_all(folder) -> None:

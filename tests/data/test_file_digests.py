@@ -192,9 +192,9 @@ def test_weights_replaced_with_their_time_are_other_weights(tmp_path):
     old.parent.mkdir()
     old.write_bytes(b"1"), new.write_bytes(b"2")
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
-    before = convert._identity(old.parent)
+    before = convert._source_identity(old.parent)
     in_place(old, new)
-    assert convert._identity(old.parent) != before
+    assert convert._source_identity(old.parent) != before
 
 
 def test_several_files_are_read_at_a_time_and_said_once(tmp_path, monkeypatch):

@@ -107,7 +107,7 @@ def test_an_update_is_what_plain_fp64_says(reinforcing: Make, monkeypatch, head,
     rl.run(cfg)
     stepper, rollout = seen.stepper, seen.stepper.rollout
     stock = models.load(cfg.model.path, dtype=torch.float32).double()
-    layers = adapters.attached(stepper.model)
+    layers = adapters.adapted_layers(stepper.model)
     (batch,) = micro_batches(rollout, [2, 0, 3, 1], 16, 1, stepper.pad_id)
     keep, target, _ = stepper.judged(batch, 1.0)
     rows, mask = [*batch["experience"].rows], target != losses.IGNORE

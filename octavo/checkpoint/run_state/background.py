@@ -37,7 +37,7 @@ class World(Ranks, Protocol):
     def with_own_group(self) -> World: ...
 
 
-class Background:
+class BackgroundSaver:
     """Runs one save at a time in a thread. Every method except `close` is a collective.
 
     encrypt   write encrypted files
