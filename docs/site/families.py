@@ -13,7 +13,7 @@ from octavo.models.custom.register import is_own
 from octavo.models.folder.folder import quiet
 from octavo.models.forward.packed import why_not_packed
 from octavo.models.forward.survey import COLUMNS, TRAINS, Surveyed, config_classes, summary, survey, whole
-from octavo.parallel import Images, WorldError
+from octavo.parallel import ImageSharding, WorldError
 
 PAGE = Path(__file__).resolve().parents[1] / "families.md"
 HEAD = """# Families
@@ -99,7 +99,7 @@ def _trained(model_type: str) -> list[str]:
 def _shared(model: transformers.PreTrainedModel, family: models.Family) -> str:
     """Whether ranks may share a packed row (`parallel.context`)."""
     try:
-        Images(model, family, None)
+        ImageSharding(model, family, None)
     except WorldError as error:
         return "no: " + str(error).partition(": ")[2].partition(". ")[0]
     return "yes"

@@ -28,7 +28,7 @@ Log = Callable[[str], None]
 
 
 def attach(
-    model: nn.Module, family: Family | None, lora: LoraSection, say: Log = lambda text: None, seed: int = 0,
+    model: nn.Module, family: Family | None, lora: LoraSection, log: Log = lambda text: None, seed: int = 0,
     device: torch.device | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
     """Attach an adapter without effect (B = 0) to every target of ``lora``, and make only adapters trainable.
@@ -39,23 +39,23 @@ def attach(
     `device`: the device of adapters whose base is on the meta device; None: they are on the meta device, too.
 
     Returns the names of the targets. Raises AdapterError, before the model is changed, for targets that
-    :func:`~octavo.adapters.targets.resolve_targets` refuses, dropout or DoRA with experts, DoRA with dropout, a model that
-    has adapters, and a folder that does not fit.
+    :func:`~octavo.adapters.targets.resolve_targets` refuses, dropout or DoRA with experts, DoRA with dropout, a model
+    that has adapters, and a folder that does not fit.
     """
     config = _lora_config(lora)
-    names = _select_targets(model, family, lora, config, say)
+    names = _select_targets(model, family, lora, config, log)
     state = None if lora.adapter is None else read_continued(lora, model, names)
     inject(model, config, names, DTYPES[lora.dtype], seed, device=device)
     if state is not None:
         load_adapter_state(model, state, where=str(lora.adapter))
-    say(_summary(model, lora, names))
+    log(_summary(model, lora, names))
     return names
 
 
 def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0, device: torch.device | None = None) -> None:
     """Attach a second adapter, also without effect and trainable, to the layers that :func:`attach` adapted: a second
-    model on the same base (PPO's critic). It is active only inside :func:`octavo.adapters.inject.use_second_adapter`, and is not in
-    the files of the first. Raises AdapterError without a first adapter.
+    model on the same base (PPO's critic). It is active only inside :func:`octavo.adapters.inject.use_second_adapter`,
+    and is not in the files of the first. Raises AdapterError without a first adapter.
     """
     configs = getattr(model, "peft_config", {})
     if NAME not in configs:
@@ -93,7 +93,7 @@ def _lora_config(lora: LoraSection) -> Any:
 
 
 def _select_targets(
-    model: nn.Module, family: Family | None, lora: LoraSection, config: Any, say: Log
+    model: nn.Module, family: Family | None, lora: LoraSection, config: Any, log: Log
 ) -> tuple[str, ...]:
     """The names of the targets, which are also set in ``config``. Raises every error of :func:`attach` that does not
     depend on a folder."""
@@ -116,7 +116,7 @@ def _select_targets(
     lost = set(names_lost_by_peft(model, config))
     if lost:
         first = min(lost)
-        say(
+        log(
             f"LoRA leaves out {len(lost)} layers ({first}, ...): for model type {model.config.model_type!r} PEFT reads "  # type: ignore[union-attr]
             "their names as names of experts in older checkpoints, and would load the adapter into wrong weights"
         )

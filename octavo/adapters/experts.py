@@ -12,8 +12,8 @@ each. For a weight of E experts, W_e [N, K] as its GEMM multiplies by it, and ad
 product transposed. :func:`factors` reads both forms.)
 
 PEFT replaces W by W + s B A, for all experts, in every forward: this is impossible for FP8 codes, and the sum is as
-large as the layer. :func:`replace_forwards` keeps PEFT's modules, names, configuration and files and replaces the forward of the
-outer wrapper: on the rows that :mod:`octavo.fp8.moe.experts` sorts by expert,
+large as the layer. :func:`replace_forwards` keeps PEFT's modules, names, configuration and files and replaces the
+forward of the outer wrapper: on the rows that :mod:`octavo.fp8.moe.experts` sorts by expert,
 
     y_e = base(x_e) + s (x_e A_e^T) B_e^T
 
@@ -22,8 +22,8 @@ are s x_e A_e^T [R, r], and x only if the base cannot recompute it: for gate_up_
 row for each of their experts, for down_proj the FP8 codes of gate and up if activations are saved in FP8. Experts
 without tokens get gradients of zero.
 
-PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A has no place for them. :func:`check_settings` does
-the same, because no program could read a file with them.
+PEFT refuses dropout, DoRA and a bias for such parameters, because W + s B A has no place for them.
+:func:`check_settings` does the same, because no program could read a file with them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.adapters.errors import AdapterError
 from octavo.fp8 import moe
-from octavo.fp8.dense import Source, source_of
+from octavo.fp8.dense import Source, get_source
 from octavo.fp8.kernels import Groups
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _adapted_class() -> type[nn.Module]:
 def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
     """s B_e A_e x for every expert's rows x [R, K], summed over active adapters -> [R, N]; padding rows are
     undefined."""
-    source = source_of(x)
+    source = get_source(x)
     parts = [
         _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, source)
         for adapter in _active_adapters(wrapper)

@@ -238,7 +238,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     return state
 
 
-def load(model: nn.Module, directory: str | Path, say: Log = lambda text: None, dtype: str = "fp32") -> tuple[str, ...]:
+def load(model: nn.Module, directory: str | Path, log: Log = lambda text: None, dtype: str = "fp32") -> tuple[str, ...]:
     """Attach the adapter of a folder to a stock or an FP8 model. Returns the names of the adapted layers.
 
     dtype: fp32 or bf16, the dtype of A and B. Only the adapters require gradients afterwards; dropout is as in the
@@ -258,7 +258,7 @@ def load(model: nn.Module, directory: str | Path, say: Log = lambda text: None, 
     resolved.exclude_modules = resolved.layers_to_transform = resolved.layers_pattern = None
     inject(model, resolved, names, DTYPES[dtype], seed=0)
     load_adapter_state(model, state, where=str(directory))
-    say(f"adapter {directory}: rank {config.r}, alpha {config.lora_alpha:g}, on {len(names)} layers")
+    log(f"adapter {directory}: rank {config.r}, alpha {config.lora_alpha:g}, on {len(names)} layers")
     return names
 
 

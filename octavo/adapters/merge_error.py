@@ -16,8 +16,8 @@ the noise of every cast to FP8 is added, 2 to 3 % of W, several times the change
 
 So a merge is judged by two figures, in which each weight counts by its relative energy |D|^2 / |W|^2:
 
-- ``kept`` of at least :data:`MIN_KEPT`. Around a trained optimum the loss is quadratic along D: at strength t the merged
-  model loses (1 - t)^2 of the gain of training. 0.9 loses 1 %, 0.75 6 %, 0.5 a quarter.
+- ``kept`` of at least :data:`MIN_KEPT`. Around a trained optimum the loss is quadratic along D: at strength t the
+  merged model loses (1 - t)^2 of the gain of training. 0.9 loses 1 %, 0.75 6 %, 0.5 a quarter.
 - ``drowned`` of at most 1: error * sqrt(r / K). For an input along its directions, a D of rank r has the output
   |D| / sqrt(r), and the rounding noise, spread over all K directions, has |D' - D| / sqrt(K). Above 1 the noise is
   larger than the adapter's output even for the inputs with the largest output.

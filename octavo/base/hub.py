@@ -39,7 +39,7 @@ def is_name(text: str, folder: str | Path | None = None) -> bool:
     return not (Path(text) if folder is None else Path(folder) / text.partition("/")[0]).exists()
 
 
-def resolve_names(cfg: Any, say: Log) -> Any:
+def resolve_names(cfg: Any, log: Log) -> Any:
     """An `octavo.config.Config` with resolved names: `model.path` is a folder, and data sets have the newest revision.
     A configuration without names is returned unchanged.
 
@@ -49,21 +49,21 @@ def resolve_names(cfg: Any, say: Log) -> Any:
     model, data = cfg.model, cfg.data
     if is_name(model.path):
         kind = None if model.revision is not None else model.load_in_fp8.kinds.get("foundation")
-        folder = model_folder(model.path, model.revision, kind, say)
+        folder = model_folder(model.path, model.revision, kind, log)
         model = model.model_copy(update={"path": str(folder), "revision": None})
-    parts = {of: tuple(_pin_revision(entry, say) for entry in getattr(data, of)) for of in ("train", "eval")}
+    parts = {of: tuple(_pin_revision(entry, log) for entry in getattr(data, of)) for of in ("train", "eval")}
     if model is cfg.model and parts == {of: getattr(data, of) for of in parts}:
         return cfg
     return cfg.model_copy(update={"model": model, "data": data.model_copy(update=parts)})
 
 
-def model_folder(name: str, revision: str | None, kind: str | None, say: Log) -> Path:
+def model_folder(name: str, revision: str | None, kind: str | None, log: Log) -> Path:
     """The folder of a model, or of its published twin with codes of `kind` (row, block, tensor; None: no twin)."""
     called = NAME_OF_KIND.get(kind or "", kind)
     sha, why = _resolve_sha(name, revision, "model")
     for twin in (name + ending for ending in FP8_SUFFIXES.get(kind or "", ()) if "fp8" not in name.lower()):
-        if (taken := _find_fp8_model(twin, str(kind), sha is not None, say)) is not None:
-            say(
+        if (taken := _find_fp8_model(twin, str(kind), sha is not None, log)) is not None:
+            log(
                 f"model.path {name}: {_describe_revision(taken)} is taken, its published FP8 twin ({called}, "
                 "load_in_fp8)"
             )
@@ -72,11 +72,11 @@ def model_folder(name: str, revision: str | None, kind: str | None, say: Log) ->
         folder = _download(name, sha)
     elif (cached := _cached_folder(name, revision)) is not None:
         folder = cached
-        say(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
+        log(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
     else:
         raise HubError(_unreachable_error(name, revision, "model", why))
     no_twin = "" if kind is None else f"; no published FP8 twin of the kind {called} was found, so it is quantized here"
-    say(f"model.path {name}: {_describe_revision(folder)} is taken{no_twin}")
+    log(f"model.path {name}: {_describe_revision(folder)} is taken{no_twin}")
     return folder
 
 
@@ -94,14 +94,14 @@ def _describe_revision(folder: Path) -> str:
     return f"{source['name']} at {source['revision'][:12]}"
 
 
-def _pin_revision(entry: Any, say: Log) -> Any:
+def _pin_revision(entry: Any, log: Log) -> Any:
     """A data set with the SHA of its revision."""
     if not is_name(entry.path) or (entry.revision is not None and re.fullmatch("[0-9a-f]{40}", entry.revision)):
         return entry
     sha, why = _resolve_sha(entry.path, entry.revision, "dataset")
     if sha is None:
         raise HubError(_unreachable_error(entry.path, entry.revision, "dataset", why))
-    say(f"data set {entry.path}: revision {sha[:12]} is taken")
+    log(f"data set {entry.path}: revision {sha[:12]} is taken")
     return entry.model_copy(update={"revision": sha})
 
 
@@ -165,7 +165,7 @@ def _unreachable_error(name: str, revision: str | None, kind: str, why: str) -> 
     )
 
 
-def _find_fp8_model(name: str, kind: str, reachable: bool, say: Log) -> Path | None:
+def _find_fp8_model(name: str, kind: str, reachable: bool, log: Log) -> Path | None:
     """The folder of a repository whose weights are codes of `kind`; None where there is none. If the hub is not
     `reachable`, only the cache is searched."""
     from huggingface_hub import errors, hf_hub_download
@@ -182,11 +182,11 @@ def _find_fp8_model(name: str, kind: str, reachable: bool, say: Log) -> Path | N
         sha, why = None, first_line(cause)[:160]
     if cached is None and sha is None:
         if why:
-            say(f"note: whether there is {name} cannot be asked now ({why}); it is not taken")
+            log(f"note: whether there is {name} cannot be asked now ({why}); it is not taken")
         return None
     held = declared_kind(config if cached is None else cached / "config.json")
     if held != kind:
-        say(
+        log(
             f"note: {name} is not taken: its codes are "
             f"{'of no kind known here' if held is None else NAME_OF_KIND[held]}"
         )

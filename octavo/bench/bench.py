@@ -40,7 +40,7 @@ class Bench:
     budget         seconds that a suite may take; it starts no case and builds no candidate that would exceed them by
                    the mean of the earlier ones (None: no limit)
     shape, tokens  the model of the layer and step suites, and the tokens of a call; None: the suite's defaults
-    say            receives each case when it begins
+    log            called with each case when it begins
     begins         receives the case and the candidates that are built or timed next
     on_result      receives the result after each case
     skip           (case, name) of candidates that are skipped, because an earlier process timed them or died of them
@@ -49,7 +49,7 @@ class Bench:
     device: torch.device
     small: bool = False
     budget: float | None = None
-    say: Callable[[str], None] = lambda text: None
+    log: Callable[[str], None] = lambda text: None
     shape: str | None = None
     tokens: int | None = None
     layers: int | None = None
@@ -107,7 +107,7 @@ class Bench:
             self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s is too short for {which}")
             self.on_result(self.result)
             return
-        self.say(f"{suite} {name}: {', '.join(candidates)}")
+        self.log(f"{suite} {name}: {', '.join(candidates)}")
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         for candidate, build in candidates.items():

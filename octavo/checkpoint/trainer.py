@@ -47,11 +47,11 @@ class Fp8Callback(TrainerCallback, ExportableState):
     computes in another precision than the policy, and raises RuntimeError for stale FP8 codes, naming the layer.
 
     trainer  its ``ref_model`` is checked (:func:`octavo.fp8.proof.reference_note`); None: there is no reference model
-    say      called with messages for the user when training begins
+    log      called with messages for the user when training begins
     """
 
-    def __init__(self, trainer: Any = None, say: Callable[[str], None] = warnings.warn) -> None:
-        self._trainer, self._say = trainer, say
+    def __init__(self, trainer: Any = None, log: Callable[[str], None] = warnings.warn) -> None:
+        self._trainer, self._log = trainer, log
         self._model: nn.Module | None = None
         self._checks = 0  # number of checks of codes so far
         self._exchanged = False  # whether a callback may have written weights since the last check
@@ -72,14 +72,14 @@ class Fp8Callback(TrainerCallback, ExportableState):
         reference = getattr(self._trainer, "ref_model", None)
         note = None if reference is None else reference_note(model, reference)
         if note is not None:
-            self._say(note)
+            self._log(note)
         saved = _saved_callbacks(state).get(type(self).__name__, {}).get("attributes", {}).get("histories")
         if state.global_step and saved is not None:
             fp8.load_scaling_state(
                 model, {name: torch.tensor(rows, dtype=torch.float32) for name, rows in saved.items()}
             )
         elif state.global_step and fp8.scaling_state(model):
-            self._say(
+            self._log(
                 f"the checkpoint of step {state.global_step} was written without Fp8Callback and holds no amax "
                 "histories: the first steps scale by the current amax instead of the delayed one, so this run is not "
                 "bit for bit the one that was interrupted. From here on they are saved"

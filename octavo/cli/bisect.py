@@ -48,12 +48,12 @@ def run(args: argparse.Namespace) -> int:
     answer = bisect.bisect(
         cfg, directory, args.by, args.margin, args.steps, args.start, terminal.console(stderr=args.json), args.fresh
     )
-    say = terminal.note if args.json else print
+    log = terminal.note if args.json else print
     if args.json:
         terminal.show_json(bisect.document(answer))
     else:
         print(answer.sentence)
-    say(f"page: {directory / 'bisect.html'}")
+    log(f"page: {directory / 'bisect.html'}")
     if answer.works is not None:
-        say(f"next: octavo train {directory / 'works.yaml'}")
+        log(f"next: octavo train {directory / 'works.yaml'}")
     return int(answer.status == bisect.UNSOLVED)

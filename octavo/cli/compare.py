@@ -85,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
     options["factorial"] = components
     if args.power:
         return print_design(design.design(cfg, recipes, directory, **options), args.json)
-    how = {"jobs": args.jobs, "nproc": nproc, "tell": plan_printer(args.verbose)}
+    how = {"jobs": args.jobs, "nproc": nproc, "describe_plan": plan_printer(args.verbose)}
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **options, **how)
     code = print_verdict(verdict, args.json)
-    say = terminal.note if args.json else print
+    log = terminal.note if args.json else print
     for component in factorial_cells.costly(verdict.effects):
-        say(f"{component} costs more than its margin; to find the cause: {_bisect(component, args, verdict.data)}")
-    say(f"report: {Path(directory) / 'report' / 'report.html'}")
-    say(f"next: {_next(code, args, cfg)}")
+        log(f"{component} costs more than its margin; to find the cause: {_bisect(component, args, verdict.data)}")
+    log(f"report: {Path(directory) / 'report' / 'report.html'}")
+    log(f"next: {_next(code, args, cfg)}")
     return code
 
 

@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> int:
         return families(args)
     from octavo import doctor
 
-    say = (lambda text: terminal.note(f"{text} ...")) if sys.stderr.isatty() else (lambda text: None)
+    log = (lambda text: terminal.note(f"{text} ...")) if sys.stderr.isatty() else (lambda text: None)
     with arguments.importing():
-        report = doctor.examine(say)
+        report = doctor.examine(log)
     if args.json:
         terminal.show_json(report.to_json())
     else:

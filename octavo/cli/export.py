@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     with terminal.progress("export") as progress:
         done = export_model(
             args.source, args.directory, args.format, include=args.include, largest=largest, step=args.step,
-            device=device(args.device), say=terminal.note if args.json else terminal.say, progress=progress,
+            device=device(args.device), log=terminal.note if args.json else terminal.say, progress=progress,
         )  # fmt: skip
     if args.json:
         terminal.show_json(done.to_json())

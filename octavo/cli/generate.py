@@ -219,7 +219,7 @@ def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tu
     from octavo.train.forward.forward import autocast_dtype
 
     model, processor, notes = target.open(
-        load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, say=terminal.note
+        load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, log=terminal.note
     )
     if args.template_arg:
         chat.set_template_args(processor, {**processor.template_args, **dict(args.template_arg)}, target.base)
@@ -242,7 +242,7 @@ def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tu
     context = generation.Context(autocast=low)
     with fp8.count_gemms() as counts:
         answers = generation.answers(
-            model, processor, conversations, sampling, context, samples=args.samples, kv=args.kv, say=terminal.note
+            model, processor, conversations, sampling, context, samples=args.samples, kv=args.kv, log=terminal.note
         )
     return answers, counts.total(fp8=True), notes
 

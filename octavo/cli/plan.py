@@ -241,7 +241,7 @@ def _of_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
         return [], None
     from octavo import rl
 
-    return rl.sentences(cfg, ranks), rl.reference_of(cfg)
+    return rl.describe_step(cfg, ranks), rl.reference_kind(cfg)
 
 
 _HINT = (

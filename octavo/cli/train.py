@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc != 1 and (count := launch_ranks.how_many(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
-        Layout.of(count, cfg.parallel)  # refuse a wrong mesh once, not on each rank
+        Layout.from_section(count, cfg.parallel)  # refuse a wrong mesh once, not on each rank
         return launch_ranks.launch(_words(args), count)
     with arguments.importing():
         from octavo import rl
         from octavo.report.run.live_page import Page
 
     page, console = Page(), terminal.console(stderr=args.json)
-    result = rl.run(cfg, console=console, tell=plan_printer(args.verbose, page.expect), watchers=[page])
+    result = rl.run(cfg, console=console, describe_plan=plan_printer(args.verbose, page.expect), watchers=[page])
     if os.environ.get("RANK", "0") == "0":  # torchrun starts this for each rank; only rank 0 prints
         if args.json:
             terminal.show_json(dataclasses.asdict(result))
@@ -75,14 +75,14 @@ def plan_printer(
     from octavo.cli.plan import layers
     from octavo.train.loop.summary import in_full, summary
 
-    def tell(planned: Any) -> list[str]:
+    def describe_plan(planned: Any) -> list[str]:
         cfg = planned.cfg
         with_phase = dataclasses.replace(
-            planned, reference=rl.reference_of(cfg), steps=rl.sentences(cfg, planned.ranks)
+            planned, reference=rl.reference_kind(cfg), steps=rl.describe_step(cfg, planned.ranks)
         )
         return in_full(with_phase, layers, predicted) if verbose else summary(with_phase, predicted)
 
-    return tell
+    return describe_plan
 
 
 def print_result(result: Any) -> None:

@@ -34,7 +34,7 @@ AT_ONCE = 4  # files that are read in parallel
 RECENT = 2 * 10**9
 _PIECE = 1 << 20
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Stat = tuple[int, int, int, int]
 _CTIME = 2  # index of the ctime in a Stat
 
@@ -53,7 +53,7 @@ def stat_of(result: os.stat_result) -> Stat:
     return result.st_size, result.st_mtime_ns, result.st_ctime_ns, result.st_ino
 
 
-def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -> list[Content]:
+def digests(files: Sequence[Path], folder: Path, log: Log = lambda text: None) -> list[Content]:
     """The digest of each file, from the notes in `folder` (of the cache) or computed now, several files in parallel.
 
     Raises `DataError` if a file cannot be read, or changes while it is read.
@@ -63,7 +63,7 @@ def digests(files: Sequence[Path], folder: Path, say: Say = lambda text: None) -
     result = [Content(n["stat"][0], n["sha256"], n["head"]) if n else None for n in noted]
     size = sum(files[n].stat().st_size for n in new)
     if size > HEAD:
-        say(f"{files[new[0]]}{f' and {len(new) - 1} more' * (len(new) > 1)}: {size / 1e9:.3g} GB are read for a digest "
+        log(f"{files[new[0]]}{f' and {len(new) - 1} more' * (len(new) > 1)}: {size / 1e9:.3g} GB are read for a digest "
             "of their content, once")  # fmt: skip
     with ThreadPoolExecutor(AT_ONCE) if len(new) > 1 else contextlib.nullcontext() as pool:
         run = map if pool is None else pool.map

@@ -36,9 +36,9 @@ def versions_tested(device: str | None = None) -> Check:
 
     device = device or str(accelerator.default_device())
 
-    here = ", ".join(f"{package} {version}" for package, version in kernels.installed().items())
+    here = ", ".join(f"{package} {version}" for package, version in kernels.installed_versions().items())
     most = ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in kernels.TESTED.items())
-    if not (phrases := kernels.newer()):
+    if not (phrases := kernels.find_untested()):
         return Check("fp8", "versions", OK, f"{here}: tested versions (up to {most}), no kernel needs checking")
     try:
         count = _check_kernels(device)
@@ -62,10 +62,10 @@ def _check_kernels(device: str) -> int:
 
     on = torch.device(device)
     layers = torch.nn.ModuleList([torch.nn.Linear(INPUTS, INPUTS, device=on)])
-    checks = planning.kernels_of([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
+    checks = planning.collect_kernel_checks([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
     chosen = select("adamw", recipe_or_spec=fp8.CastSpec(), device=on).backend.name
     checks |= kernels.adamw_checks(chosen, on)
-    kernels.ensure(checks, on, limit=float("inf"))
+    kernels.run_checks(checks, on, limit=float("inf"))
     return len(checks)
 
 
@@ -118,7 +118,7 @@ def _more(backend: str, device: str) -> str:
 
 
 def _try(backend: str, recipe_name: str, device: str) -> Check:
-    from octavo.fp8.metrics import SOUND
+    from octavo.fp8.metrics import SOUND_DIFF
 
     name = f"{backend} {recipe_name} on {device}"
     means = f"fp8.recipe: {recipe_name} cannot be trusted here"
@@ -127,7 +127,7 @@ def _try(backend: str, recipe_name: str, device: str) -> Check:
         worst = _run(backend, recipe_name, device)
     except Exception as error:  # kernels may raise anything; the error is shown as the result
         return Check("fp8", name, FAIL, first_line(error), means, fix)
-    bad = [f"{what} {diff:.2g}" for what, diff in worst.items() if not diff < SOUND]
+    bad = [f"{what} {diff:.2g}" for what, diff in worst.items() if not diff < SOUND_DIFF]
     if bad:
         return Check("fp8", name, FAIL, f"far from high precision: calc_diff of {', '.join(bad)}", means, fix)
     return Check("fp8", name, OK, "calc_diff " + ", ".join(f"{what} {diff:.1e}" for what, diff in worst.items()))

@@ -36,7 +36,7 @@ class Batch:
 
     def __init__(
         self, caller: Caller, cache: Cache, slots: int, prompts: Sequence[Prompt], sampling: Sampling, group: int,
-        stops: Stops, forced: Tensor | None = None, say: Callable[[str], None] = lambda text: None,
+        stops: Stops, forced: Tensor | None = None, log: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.sampling, self.stops = caller, cache, sampling, stops
         self.forced = forced  # int64 [T]: taken in place of the tokens that the model would choose
@@ -46,7 +46,7 @@ class Batch:
         self.next_tokens: Callable[[np.ndarray], Tensor] = (
             Gathered(caller, cache, self.slots, sampling, forced)
             if cache.kernels is None or caller.invariant
-            else Replayed(caller, cache, self.slots, sampling, forced, say)
+            else Replayed(caller, cache, self.slots, sampling, forced, log)
         )
         self.waiting = [Group(index, prompt, group) for index, prompt in enumerate(prompts)][::-1]
         self.open: Group | None = None  # a prompt that has run, with samples that wait for slots or pages

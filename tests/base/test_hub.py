@@ -127,7 +127,7 @@ def test_what_is_taken_trains_and_is_written_down(folders, cache, tmp_path, ther
 def test_load_takes_names_too(folders, cache):
     put(cache, "an/Original", folders / "plain")
     said: list[str] = []
-    assert octavo.load("an/Original", say=said.append).config.model_type == "qwen3" and "is taken" in said[-1]
+    assert octavo.load("an/Original", log=said.append).config.model_type == "qwen3" and "is taken" in said[-1]
 
 
 def test_with_a_network_the_newest_revision_is_fetched_without_code(folders, cache, tmp_path, online, monkeypatch):

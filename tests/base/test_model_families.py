@@ -18,7 +18,7 @@ from octavo.models.processors import stock
 from octavo.models.tiny import special_tokens, tiny
 from octavo.models.tiny.configs import CHECKPOINTS
 from octavo.models.tiny.parts import PAIRS, processor_files, qwen_vision, text, vision_ids
-from octavo.parallel import Images
+from octavo.parallel import ImageSharding
 from tests.models.conftest import batch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,7 +107,7 @@ def test_a_family_is_added_by_its_record_its_processor_and_its_small_checkpoint(
     loss.backward()
     assert loss.isfinite() and all(p.grad is not None for p in model.parameters())
     assert sum(models.vision_of(model.config).patches(inputs)) == len(inputs["pixel_values"])
-    assert Images(model, models.describe(model), None) is not None
+    assert ImageSharding(model, models.describe(model), None) is not None
     found = survey.look_at(Exaone4_5_Config)
     assert found.here == survey.TRAINS and found.why.startswith("not packed, has layers of sliding_attention")
     page = runpy.run_path(str(ROOT / "docs/site/families.py"))["page"]([found])

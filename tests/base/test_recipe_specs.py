@@ -188,7 +188,7 @@ def _known() -> dict[str, bool]:
         and any("tilewise cast weights twice" in note for note in by_time.notes),
         "auto": "tilewise" in policy.candidates,
         "bisect": "tilewise everywhere" in coarse and rule.recipe == "tilewise",
-        "ladder": ladder.finer("blockwise") == ("tilewise",),
+        "ladder": ladder.finer_recipes("blockwise") == ("tilewise",),
         "configuration": {asked.recipe, asked.lm_head.recipe, *asked.candidates, *asked.adapt.recipes}
         == {"tilewise"} and "rowwise, mxfp8 and tilewise" in config.schema_text(),
         "default candidates": cfg.fp8.candidates == policy.candidates,

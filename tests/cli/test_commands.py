@@ -392,7 +392,7 @@ def test_compare_takes_what_the_report_offers():
     from octavo import report
     from octavo.report.trial import demo
 
-    assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "tell", "factorial"} <= set(
+    assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "describe_plan", "factorial"} <= set(
         inspect.signature(report.compare).parameters
     )
     assert {"directory", "steps", "fresh", "console"} <= set(inspect.signature(demo.run).parameters)
@@ -422,14 +422,14 @@ def test_doctor_shows_and_judges(monkeypatch, capsys):
     )
     bad = (Check("fp8", "reference rowwise", FAIL, "boom", "cannot be trusted", "use another"),)
     low = (Check("storage", "/dev/shm", WARN, "0.1 GiB free", "workers may die", "data.workers: 0"),)
-    monkeypatch.setattr(doctor, "examine", lambda say: Report(good + low, {}))
+    monkeypatch.setattr(doctor, "examine", lambda log: Report(good + low, {}))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "warn: /dev/shm: 0.1 GiB free\n  means: workers may die\n  fix:   data.workers: 0\n" in out
     assert "get it" not in out and out.endswith("Everything that is required works.\n")
     assert main(["doctor", "--all"]) == 0
     assert "fix:   get it" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "examine", lambda say: Report(good + bad, {"python": "3"}))
+    monkeypatch.setattr(doctor, "examine", lambda log: Report(good + bad, {"python": "3"}))
     assert main(["doctor"]) == 1
     assert "1 required thing does not work: reference rowwise." in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 1

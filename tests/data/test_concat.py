@@ -68,7 +68,7 @@ def test_tokens_are_made_once(folder, models, kept, monkeypatch):
     def made(length=7, family="qwen3", **more):
         encoder = DocumentEncoder(models(family), length)
         found = folder.read(source.rows.path, kind="documents", **more)
-        return stream(join(found, encoder, "error", None, say=said.append))
+        return stream(join(found, encoder, "error", None, log=said.append))
 
     first = made()
     assert calls == [4, 2] and "rows.jsonl (0 MB) is converted to tokens, once" in said[0] and len(said) == 1

@@ -94,10 +94,10 @@ def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, 
     (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools leave it
     said: list[str] = []
     monkeypatch.setattr("octavo.data.storage.open_rows.MUCH", 0)  # by processes
-    assert len(open_rows(folder.path / "tars", say=said.append)) == 9
+    assert len(open_rows(folder.path / "tars", log=said.append)) == 9
     assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
     source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
-    assert len(open_rows(folder.path / "tars", say=said.append)) == 9 and said == []
+    assert len(open_rows(folder.path / "tars", log=said.append)) == 9 and said == []
     assert [file.name for file in cache.files_of(folder.path / "tars")] == [f"part-{n}.tar" for n in range(3)]
     assert source.shards.tolist() == [3, 3, 3]
     truth = folder.read(rows)

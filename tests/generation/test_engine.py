@@ -406,7 +406,7 @@ def test_an_image_for_a_text_only_model_and_a_model_of_its_own_attention(made):
     model = with_alibi(models.load(model.name_or_path))
     said: list[str] = []
     greedy = Sampling(3, temperature=0)
-    got = generation.answers(model, processor, [(asked, [])], greedy, say=said.append)
+    got = generation.answers(model, processor, [(asked, [])], greedy, log=said.append)
     assert got == [[models.generate(model, processor, asked, [], 3)]] and "adds ALiBi's bias" in said[0]
     with pytest.raises(GenerationError, match="it only answers greedily"):
         generation.answers(model, processor, [(asked, [])], Sampling(3))

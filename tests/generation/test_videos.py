@@ -25,7 +25,7 @@ def test_answers_about_a_video_are_those_of_transformers(tmp_path, kind):
     asked = [{"role": "user", "content": [{"type": "video"}, words]}], [], [shot]
     plain = [{"role": "user", "content": [words]}], []
     said: list[str] = []
-    found = generation.answers(model, processor, [asked, plain], Sampling(6, temperature=0), say=said.append)
+    found = generation.answers(model, processor, [asked, plain], Sampling(6, temperature=0), log=said.append)
     assert found[0] == [models.generate(model, processor, asked[0], (), 6, [shot])]
     assert found[1] == [models.generate(model, processor, plain[0], (), 6)]
     assert bool(said) == (kind == "qwen2_5_vl")

@@ -109,7 +109,7 @@ def test_a_template_that_closes_with_a_stop_needs_no_other(base: Callable[..., P
 def test_exports_and_hf_name_both(base: Callable[..., Path], tmp_path: Path) -> None:
     folder, said = base("qwen3"), []
     number = models.load_tokenizer(folder).convert_tokens_to_ids("<|im_end|>")
-    done = export_model(folder, tmp_path / "served", "fp8-dynamic", say=said.append)
+    done = export_model(folder, tmp_path / "served", "fp8-dynamic", log=said.append)
     assert ends(tmp_path / "served") == [7, number] and done.end == stop_tokens.EndToken(number, "<|im_end|>")
     assert f"generation_config.json names <|im_end|> ({number}) as an end token too" in "\n".join(said)
     assert done.to_json()["end_token_added"] == {"id": number, "text": "<|im_end|>"}

@@ -190,5 +190,5 @@ def test_a_rank_reads_its_shards_and_the_rest_of_blocks_that_are_cut(folders: Fo
 def test_a_parameter_that_nothing_fills_is_an_error(folders: Folders):
     unread = models.defer(folders([CASES["values"]]) / "qwen3")
     unread.prepared.sources.origins.pop()
-    with pytest.raises(WorldError, match="1 parameters were sharded without values and got none, first model"):
+    with pytest.raises(WorldError, match="1 parameters were sharded without values and not filled, first model"):
         fill(unread.model, unread, World())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from octavo.rl.objectives.advantages import ADVANTAGES, EPS, informative, leave_one_out
-from octavo.rl.objectives.penalties import kl, overlong
+from octavo.rl.objectives.penalties import kl, overlong_penalty
 from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, grpo, policy_loss
 from tests.rl.batches import close, leaf
 
@@ -77,7 +77,7 @@ def test_bad_rewards_are_refused(name: str) -> None:
 def test_the_buffer_of_the_punishment_lies_within_the_length() -> None:
     for buffer in (-1, 21):
         with pytest.raises(ValueError, match=f"0 to 20 tokens.*{buffer}"):
-            overlong(torch.tensor([3]), 20, buffer)
+            overlong_penalty(torch.tensor([3]), 20, buffer)
 
 
 # --- The KL, over all tokens of a small vocabulary, each as often as the policy draws it ------------------------------

@@ -23,7 +23,7 @@ def rollout(*numbers: int) -> Rollout:
 
 
 def test_groups_that_are_kept_and_put_together_keep_what_is_theirs() -> None:
-    found = rollout(1, 2, 3).of([2, 0]).and_then(rollout(4, 5).of([1]))
+    found = rollout(1, 2, 3).of([2, 0]).concatenate(rollout(4, 5).of([1]))
     assert [prompt.number for prompt in found.prompts] == [3, 1, 5] and found.group == 2
     first = [10 * found.prompts[c.prompt].number + c.sample for c in found.completions]
     assert first == [30, 31, 10, 11, 50, 51] == [c.tokens[0] for c in found.completions]

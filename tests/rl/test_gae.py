@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.rl.objectives import gae
-from octavo.rl.objectives.metrics import add_up
+from octavo.rl.objectives.metrics import combine_figures
 from octavo.rl.objectives.penalties import kl
 from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, policy_loss
 from octavo.rl.objectives.registry import ALGORITHMS
@@ -146,7 +146,7 @@ def test_parts_add_up() -> None:
     loss.backward(), total.backward()
     close(total, loss)
     close(apart.grad, values.grad)
-    for name, value in add_up(part[1] for part in parts).items():
+    for name, value in combine_figures(part[1] for part in parts).items():
         close(value, figures[name])
 
 
@@ -159,7 +159,7 @@ def test_advantages_do_not_depend_on_micro_batches() -> None:
     parts = [[x[p] for p in rows] + [torch.full((2, 3), math.nan)] for x in (rewards, then)]
     wide = [torch.nn.functional.pad(x[0], (2, 1)) for x in parts]  # a prompt before, padding behind
     masks_ = [torch.nn.functional.pad(b.mask[rows[0]], (2, 1)), b.mask[rows[1]], torch.zeros(2, 3)]
-    found = gae.gae_of_parts([wide[0], *parts[0][1:]], [wide[1], *parts[1][1:]], masks_, 0.9, 0.8)
+    found = gae.gae_of_micro_batches([wide[0], *parts[0][1:]], [wide[1], *parts[1][1:]], masks_, 0.9, 0.8)
     for n in (0, 1):
         assert found[0][n][:, 2:-1].equal(whole[n][rows[0]]) and found[1][n].equal(whole[n][rows[1]])
         assert found[2][n].shape == (2, 3) and not found[2][n].any()

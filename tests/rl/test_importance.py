@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from octavo.rl.objectives.importance import LIMITS, Correction, gap, weights
-from octavo.rl.objectives.metrics import add_up, whole
+from octavo.rl.objectives.metrics import combine_figures, whole
 from tests.rl.batches import batch, close
 from tests.rl.test_metrics import Alone
 
@@ -108,7 +108,7 @@ def test_parts_add_up_in_any_order(level: str, action: str) -> None:
     close(torch.cat([part[0] for part in each]), found[sum(parts, [])])
     figures |= gap(b.old_logps, b.ref_logps, b.mask, counts(b.mask)[0])
     gaps = [gap(b.old_logps[p], b.ref_logps[p], b.mask[p], counts(b.mask)[0]) for p in parts]
-    summed = add_up([part[1] for part in each] + gaps)
+    summed = combine_figures([part[1] for part in each] + gaps)
     assert summed.keys() == figures.keys()
     for name, value in figures.items():
         close(summed[name], value)

@@ -43,7 +43,7 @@ def predicted(cfg: Config, batches: list[dict]) -> Footprint:
     model, family = planning.model_of(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
     tokens = Tokens(counts, length, patches // images)
-    return Footprints(cfg, model, family, plan, tokens, device="cpu", copy=rl.reference_of(cfg) == "copy").of(cfg)
+    return Footprints(cfg, model, family, plan, tokens, device="cpu", copy=rl.reference_kind(cfg) == "copy").of(cfg)
 
 
 def agree(found: dict[str, int], want: Footprint) -> None:
@@ -126,7 +126,9 @@ def test_a_rollout_takes_as_many_sequences_as_there_is_room_for(reinforcing: Mak
         monkeypatch.setattr(rollout, "free_bytes", lambda device, free=free: free)
         monkeypatch.setattr(rollout, "slots_for", room)
         if name == "one":
-            with pytest.raises(TrainError, match=r"0.0 MB are free for the rollout, and one completion .*rl.kv: fp8"):
+            with pytest.raises(
+                TrainError, match=r"the rollout has 0.0 MB of free memory, but one completion .*rl.kv: fp8"
+            ):
                 rl.run(cfg)
             continue
         rl.run(cfg)

@@ -13,7 +13,7 @@ from torch import Tensor
 from octavo.data import PromptSample
 from octavo.generation import Completion
 from octavo.parallel import World
-from octavo.rl.objectives.metrics import add_up, highest, kind, lowest, whole
+from octavo.rl.objectives.metrics import combine_figures, highest, kind, lowest, whole
 from octavo.rl.rollout.experience import Rollout
 from octavo.rl.rollout.rollout import group_figures
 
@@ -64,11 +64,11 @@ def test_parts_and_ranks_give_what_the_whole_gives() -> None:
     values = [[0.5, -3.0], [], [2.5], [1.0, 1.0, 4.0]]
     flat = [v for part in values for v in part]
     parts = [figures(part, len(flat)) for part in values]
-    assert whole(add_up(parts), Alone()) == whole(figures(flat, len(flat)), Alone())
+    assert whole(combine_figures(parts), Alone()) == whole(figures(flat, len(flat)), Alone())
     ranks, found = Two(), {}
 
     def rank(number: int) -> None:
-        found[number] = whole(add_up(parts[2 * number : 2 * number + 2]), ranks)
+        found[number] = whole(combine_figures(parts[2 * number : 2 * number + 2]), ranks)
 
     threads = [threading.Thread(target=rank, args=(n,)) for n in (0, 1)]
     for thread in threads:

@@ -199,7 +199,7 @@ def test_truncated_completions_are_masked() -> None:
     cut, lengths = [False, True, False, True], [3, 5, 5, 2]
     output, _ = oracle.scored(oracle.GRPOTrainer, rewards(1, 4), lengths, truncated=cut)
     whole = torch.arange(5) < torch.tensor(lengths)[:, None]
-    ours = penalties.without_truncated(whole, torch.tensor(cut))
+    ours = penalties.mask_out_truncated(whole, torch.tensor(cut))
     assert ours.long().equal(output["completion_mask"]) and 0 < ours.sum() < whole.sum()
 
 
@@ -228,4 +228,4 @@ def test_overlong_punishment(longest: int, buffer: int) -> None:
 
     lengths = list(range(1, longest + 4))
     theirs = get_soft_overlong_punishment(longest, buffer)(completion_ids=[[0] * n for n in lengths])
-    close(penalties.overlong(torch.tensor(lengths), longest, buffer), torch.tensor(theirs, dtype=torch.float32))
+    close(penalties.overlong_penalty(torch.tensor(lengths), longest, buffer), torch.tensor(theirs, dtype=torch.float32))

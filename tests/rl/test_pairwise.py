@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.rl.objectives import kto as kto_file
 from octavo.rl.objectives.kto import FIGURES, AnswerCounts, baseline, kto
-from octavo.rl.objectives.metrics import add_up
+from octavo.rl.objectives.metrics import combine_figures
 from octavo.rl.objectives.pairwise import PairCounts, Pairs, answer_logps, dpo, orpo, simpo
 from octavo.rl.objectives.registry import PREFERENCES
 from tests.rl import oracle
@@ -159,7 +159,7 @@ def test_micro_batches_add_up_and_order_does_not_matter(name: str) -> None:
     total.backward()
     close(total, whole)
     close(apart.grad, at_once.grad)
-    summed = add_up(part[1] for part in parts)
+    summed = combine_figures(part[1] for part in parts)
     assert summed.keys() == figures.keys()
     for figure, value in figures.items():
         close(summed[figure], value)
@@ -221,7 +221,7 @@ def test_kto_of_nothing_and_in_parts(desirable: bool) -> None:
     whole, figures = kto(sums, tokens, ref, label, z, counts)
     parts = [kto(sums[p], tokens[p], ref[p], label[p], z, counts) for p in (slice(4, 6), slice(0, 4))]
     close(parts[0][0] + parts[1][0], whole)
-    for figure, value in add_up(part[1] for part in parts).items():
+    for figure, value in combine_figures(part[1] for part in parts).items():
         close(value, figures[figure])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from octavo.rl.objectives import advantages, gae
-from octavo.rl.objectives.metrics import add_up, whole
+from octavo.rl.objectives.metrics import combine_figures, whole
 from octavo.rl.objectives.policy_losses import Batch, Clip, Counts, policy_loss
 from octavo.rl.objectives.registry import ALGORITHMS, Algorithm
 from tests.rl.batches import batch, close, leaf, masks
@@ -137,7 +137,7 @@ def test_micro_batches_add_up(algorithm: Algorithm, cut: list[int]) -> None:
     loss.backward()
     close(total, loss)
     close(apart.grad, at_once.grad)
-    summed = add_up(p[1] for p in parts)
+    summed = combine_figures(p[1] for p in parts)
     assert summed.keys() == figures.keys()
     for name, value in figures.items():
         close(summed[name], value)

@@ -139,14 +139,14 @@ def test_a_reward_that_raises_on_one_rank_ends_both_and_says_why(reinforcing: Ma
 
 
 def _write(rank: int) -> None:
-    cut = RlStepper._cut
+    cut = RlStepper._make_micro_batches
 
     def writing(stepper, rollout):
         if rank == 1 and stepper.number == 2:
             stepper.model.get_submodule(LAYER).weight.to_local().data[0, 5] += 1e-3
         return cut(stepper, rollout)
 
-    RlStepper._cut = writing
+    RlStepper._make_micro_batches = writing
 
 
 def _perturb(rank: int) -> None:

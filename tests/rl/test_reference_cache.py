@@ -177,4 +177,4 @@ def test_where_nothing_can_be_computed_before_it_is_refused(preferring: Make, ov
 
 def test_the_plan_says_that_it_takes_no_memory(preferring: Make):
     cfg = preferring(DISK)
-    assert rl.reference_of(cfg) == "disk" and "kept on disk, no memory" in rl.sentences(cfg)[1]
+    assert rl.reference_kind(cfg) == "disk" and "kept on disk, no memory" in rl.describe_step(cfg)[1]

@@ -179,9 +179,9 @@ def test_faults_are_named_with_their_rows(make, function, completions, reason, r
     lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=limit)
     table = lenient.score(completions, columns, where)
     assert [row for row, _, _ in table.bad] == rows and np.isnan(table.each["mine"][rows]).all()
-    (sentence,), counts = lenient.taken()
+    (sentence,), counts = lenient.take_reports()
     assert sentence.startswith(str(seen.value).partition(". Fix")[0] + ". They count 0;")
-    assert counts == {"mine": len(rows)} and lenient.taken() == ([], {})
+    assert counts == {"mine": len(rows)} and lenient.take_reports() == ([], {})
     assert np.isfinite(table.totals).all() and (table.totals[rows] == 2.0).all()
     if function == "mixed":
         assert table.each["mine"][:3].tolist() == [1.0, 1.0, 0.5]

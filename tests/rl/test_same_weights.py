@@ -65,14 +65,14 @@ def to_frozen(layer: nn.Module) -> None:
 def test_weights_that_change_between_rollout_and_update_stop_the_run(
     reinforcing: Make, monkeypatch: pytest.MonkeyPatch, write: Callable, over: tuple[str, ...], found: str
 ):
-    cut = RlStepper._cut
+    cut = RlStepper._make_micro_batches
 
     def writing(stepper: RlStepper, rollout):
         if stepper.number == 2:
             write(stepper.model.get_submodule(LAYER))
         return cut(stepper, rollout)
 
-    monkeypatch.setattr(RlStepper, "_cut", writing)
+    monkeypatch.setattr(RlStepper, "_make_micro_batches", writing)
     cfg = reinforcing(*over)
     with pytest.raises(
         fp8.ProofError, match=r"step 2: weights changed between its rollout and its update: " + LAYER
@@ -83,15 +83,15 @@ def test_weights_that_change_between_rollout_and_update_stop_the_run(
 
 
 def test_further_rollouts_of_a_step_are_by_the_same_weights(reinforcing: Make, monkeypatch: pytest.MonkeyPatch):
-    roll = RlStepper._roll
+    roll = RlStepper._generate_and_score
 
     def writing(stepper: RlStepper, *given):
         found = roll(stepper, *given)
         unseen(stepper.model.get_submodule(LAYER))
         return found
 
-    monkeypatch.setattr(RlStepper, "_roll", writing)
-    with pytest.raises(fp8.ProofError, match="between its first rollout and a further one"):
+    monkeypatch.setattr(RlStepper, "_generate_and_score", writing)
+    with pytest.raises(fp8.ProofError, match="between its first rollout and a later one"):
         rl.run(reinforcing("rl.algorithm=dapo"))
 
 
@@ -181,8 +181,10 @@ def test_modules_are_compared_call_by_call():
 
     with torch.no_grad():
         same = first_difference(model, lambda: model(x), lambda: generate(0.0), rounding(torch.float32))
-        assert same is None or not same.beyond
+        assert same is None or not same.exceeds_rounding
         found = first_difference(model, lambda: model(x), lambda: generate(1.0), rounding(torch.float32))
-        assert found.beyond and found.where == "the model (in the input of its shared)" and found.by > 0.1
+        assert (
+            found.exceeds_rounding and found.module == "the model (in the input of its shared)" and found.distance > 0.1
+        )
         nan = first_difference(model, lambda: model(x), lambda: generate(float("nan")), rounding(torch.float32))
-        assert nan.by == float("inf")
+        assert nan.distance == float("inf")

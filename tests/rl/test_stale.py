@@ -18,7 +18,7 @@ from octavo.parallel import World
 from octavo.rl.phases.completions_log import COMPLETIONS
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.rollout.experience import Rollout
-from octavo.rl.rollout.stale_queue import Written, restore_pending
+from octavo.rl.rollout.stale_queue import VersionedRollout, restore_pending
 from octavo.train import TrainError
 from tests.rl.test_rl_phase import LORA, rows_of
 from tests.rl.test_same_weights import LAYER, unseen
@@ -76,7 +76,7 @@ def test_what_waits_is_there_again_after_a_stop(reinforcing: Make, over: tuple[s
 @pytest.mark.parametrize(
     ("where", "found"),
     [
-        ("_cut", "between its (first rollout and a further one|rollout and its update)"),
+        ("_make_micro_batches", "between its (first rollout and a later one|rollout and its update)"),
         ("next_rollout", "the update before it"),
     ],
 )
@@ -99,7 +99,7 @@ def test_weights_that_somebody_else_writes_to_are_seen(
 def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
     """Each prompt once, in their order, with all that is known of its completions."""
 
-    def written(numbers: list[int]) -> Written:
+    def written(numbers: list[int]) -> VersionedRollout:
         prompts = [prompt(number) for number in numbers]
         said = [
             Completion(
@@ -115,7 +115,7 @@ def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
         ]
         rewards = np.array([n + g / 10 for n in numbers for g in (0, 1)])
         old = [np.full(len(c.tokens), -c.tokens[0] / 3, np.float32) for c in said]
-        return Written(
+        return VersionedRollout(
             Rollout(prompts, said, [text(c.tokens) for c in said], rewards, {"a": rewards}, old=old), {"x": 1.5}, 4
         )
 
@@ -143,7 +143,7 @@ def test_other_ranks_than_wrote_it_deal_out_what_waits_anew():
         assert rollout.old[row].tolist() == [np.float32(-number / 3)] * 3 and part.figures == {"x": 1.5}
     assert restore_pending({}, prompt, text, World()) is None
     extra["pending.0.about"] = extra["pending.0.about"][:-3]
-    with pytest.raises(TrainError, match="completions that wait for their step are damaged"):
+    with pytest.raises(TrainError, match="pending completions of the checkpoint are damaged"):
         restore_pending(extra, prompt, text, World(rank=0, size=3))
 
 

@@ -107,7 +107,7 @@ def test_a_rank_that_hangs_is_named_and_a_signal_ends_it(make, started) -> None:
         process.join(30)
     assert [process.exitcode for process in both] == [1, 143], said(cfg, 0) + said(cfg, 1)
     assert "a collective failed on rank 0 of 2 at step 3, forward and backward (run.timeout: 8 s)" in said(cfg, 0)
-    assert "rank 1 has not come further than step 3, forward and backward (train/test_hangs.py:" in said(cfg, 0)
+    assert "rank 1 has not got past step 3, forward and backward (train/test_hangs.py:" in said(cfg, 0)
     assert "rank 1 hangs: SIGTERM came 8 s ago (run.timeout), and this process has not ended" in said(cfg, 1)
     assert "in before_step" in said(cfg, 1)
     assert saved(cfg) == [2]

@@ -249,5 +249,5 @@ def test_a_run_goes_on_by_its_plan_whatever_its_configuration_means_today(make):
     proof = json.loads((first.dir / "proof.json").read_text())
     assert proof["shares"]["image_projector"] == 0.0 and proof["shares"]["foundation"] == 1.0
     assert json.loads(file.read_text()) == plan
-    loaded = train.load_run(first.dir, say=lambda text: None)[0]
+    loaded = train.load_run(first.dir, log=lambda text: None)[0]
     assert not any(isinstance(m, fp8.Linear) for name, m in loaded.named_modules() if "merger" in name)

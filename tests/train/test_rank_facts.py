@@ -183,8 +183,10 @@ def test_ranks_that_differ_end_before_the_first_step(own: Make, what: str):
 
 @pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
 def test_a_rank_that_waits_for_others_says_so(own: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("octavo.parallel.world.SOON", 0.1)
+    monkeypatch.setattr("octavo.parallel.world.NOTICE_SECONDS", 0.1)
     cfg = own("run.timeout=2")
     ((code, said),) = started([(2, cfg, ())], ranks.free_port())
     assert code == 1 and "Traceback" not in said
-    assert "rank 0 of 2 has waited 0.1 s for one of its 1 other ranks" in said and "had not come: 1" in said
+    assert (
+        "rank 0 of 2 has waited 0.1 s for one of its 1 other ranks" in said and "did not appear within 1.8 s: 1" in said
+    )

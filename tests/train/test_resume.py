@@ -446,7 +446,7 @@ def test_an_evaluation_names_the_step_that_was_loaded_and_what_was_passed_over(m
     whole = train.run(make("run.save_every=2", "train.steps=3"))
     next((whole.dir / "checkpoints" / "step_3").glob("*.distcp")).write_bytes(b"")
     messages: list[str] = []
-    assert train.evaluate_run(whole.dir, say=messages.append)["step"] == 2
+    assert train.evaluate_run(whole.dir, log=messages.append)["step"] == 2
     assert [line for line in messages if "is skipped" in line] == messages[:1]
     assert "step_3 is skipped" in messages[0]
     with pytest.warns(UserWarning, match="step_3 is skipped"):

@@ -74,7 +74,7 @@ def hf_to_dcp(
     to_bf16: bool = False,
     tie_weights: bool = False,
     workers: int | None = None,
-    say: Log = lambda text: None,
+    log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> ConversionResult:
     """Write a Hugging Face folder as a DCP checkpoint.
@@ -94,7 +94,7 @@ def hf_to_dcp(
     prefix = "base_model.model.model." if lora_base else "model."
     options = {"lora_base": lora_base, "to_bf16": to_bf16, "tie_weights": tie_weights}
     return _to_dcp(
-        "hf_to_dcp", folder, quantization, lambda name: prefix + name, destination, options, workers, say, progress
+        "hf_to_dcp", folder, quantization, lambda name: prefix + name, destination, options, workers, log, progress
     )
 
 
@@ -104,14 +104,14 @@ def lora_hf_to_dcp(
     *,
     to_bf16: bool = False,
     workers: int | None = None,
-    say: Log = lambda text: None,
+    log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> ConversionResult:
     """Write a PEFT adapter folder as a DCP checkpoint. See `hf_to_dcp`."""
     source, destination = _check_paths(source, destination)
     folder = folders.read_folder(source, adapter=True)
     options = {"to_bf16": to_bf16}
-    return _to_dcp("lora_hf_to_dcp", folder, None, dcp.adapter_key, destination, options, workers, say, progress)
+    return _to_dcp("lora_hf_to_dcp", folder, None, dcp.adapter_key, destination, options, workers, log, progress)
 
 
 def dcp_to_hf(
@@ -121,7 +121,7 @@ def dcp_to_hf(
     to_bf16: bool = False,
     like: str | Path | None = None,
     workers: int | None = None,
-    say: Log = lambda text: None,
+    log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> ConversionResult:
     """Write a DCP checkpoint as a Hugging Face folder (or a PEFT adapter folder).
@@ -139,7 +139,7 @@ def dcp_to_hf(
         raise CheckpointError(
             f"{directory} was converted by Octavo and knows the folder that it came from; leave out --like {like}"
         )
-    plan = plan_converted(directory, manifest) if manifest is not None else plan_foreign(directory, like, say)
+    plan = plan_converted(directory, manifest) if manifest is not None else plan_foreign(directory, like, log)
     shards, opens, places, folder = plan.shards, plan.opens, plan.place, plan.folder
     if to_bf16:
         quantization = read_quantization(folder.path) if (folder.path / CONFIG).is_file() else None
@@ -156,7 +156,7 @@ def dcp_to_hf(
         def whole(part: int, note: Any) -> bool:
             return is_intact(work.made / shards[part].file, shards[part], note)
 
-        resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, say, progress)
+        resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
         _copy_companions(folder, work.made, plan.sums)
         if to_bf16:
             _write_bf16_config(folder, shards, work.made)
@@ -183,7 +183,7 @@ def _to_dcp(
     destination: Path,
     options: Mapping[str, Any],
     workers: int | None,
-    say: Log,
+    log: Log,
     progress: Progress,
 ) -> ConversionResult:
     """Write a folder as a DCP checkpoint. `key` maps a tensor's name in the folder to its key under `model` in DCP."""
@@ -196,7 +196,7 @@ def _to_dcp(
     if options.get("tie_weights"):
         keys |= _add_tied_head(keys, key, folder.path)
     if folder.left:
-        say(f"not copied: {', '.join(folder.left[:4])}{' ...' if len(folder.left) > 4 else ''}")
+        log(f"not copied: {', '.join(folder.left[:4])}{' ...' if len(folder.left) > 4 else ''}")
     with begin_work(destination, {"command": command, "source": _source_identity(folder.path), **options}) as work:
         release = work.made / dcp.RELEASE
         release.mkdir(exist_ok=True)
@@ -208,7 +208,7 @@ def _to_dcp(
         def whole(part: int, note: Any) -> bool:
             return dcp.is_intact(release, [dcp.WrittenTensor.from_json(one) for one in note])
 
-        resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, say, progress)
+        resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
         written = [[dcp.WrittenTensor.from_json(one) for one in work.finished(part)] for part in range(len(shards))]
         dcp.write_metadata(release, (one for part in written for one in part))
         (work.made / dcp.LATEST).write_text(dcp.RELEASE, encoding="utf-8")

@@ -71,7 +71,7 @@ def plan_converted(directory: Path, manifest: Mapping[str, Any]) -> FolderPlan:
     )
 
 
-def plan_foreign(directory: Path, like: str | Path | None, say: Log) -> FolderPlan:
+def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPlan:
     """Plan to write a checkpoint of another program in the form of the folder `like`."""
     if like is None:
         raise CheckpointError(
@@ -98,8 +98,8 @@ def plan_foreign(directory: Path, like: str | Path | None, say: Log) -> FolderPl
         same = all(dtype == entry.dtype for (_, dtype, _), entry in zip(tensors, shard.entries, strict=True))
         shards.append(shard if same else compose(shard.file, tensors))
     if spare := sorted(set(reader.keys()) - set(keys.values())):
-        say(f"skipped, because {like_folder} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
-    say("not converted by Octavo: there are no checksums to compare")
+        log(f"skipped, because {like_folder} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
+    log("not converted by Octavo: there are no checksums to compare")
 
     @contextmanager
     def opens(entry: Entry) -> Iterator[torch.Tensor]:

@@ -170,7 +170,7 @@ def export(
     largest: int = MAX_FILE_BYTES,
     device: torch.device | str | None = None,
     protect: Iterable[str | Path] = (),
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
     written: OnWrite = lambda name, slot, rows, value: None,
 ) -> ExportResult:
@@ -188,7 +188,7 @@ def export(
         largest: maximum bytes of a file; a larger tensor gets a file of its own.
         device: device of the casts; None: the device of the values.
         protect: folders that the values come from, which must not be replaced.
-        say: called with sentences about the outcome.
+        log: called with messages about the result.
         progress: called with bytes done, total bytes, and the tensor written last.
         written: called with each value before it is written (:data:`OnWrite`); an exception ends the export, which
             then leaves no files.
@@ -225,7 +225,7 @@ def export(
         atomic_write.sync_tree(folder)
         check_target(target, [])  # again, because files may have been added during the export
     for sentence in done.sentences():
-        say(sentence)
+        log(sentence)
     return done
 
 

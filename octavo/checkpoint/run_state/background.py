@@ -34,7 +34,7 @@ class World(Ranks, Protocol):
 
     @property
     def group(self) -> ProcessGroup | None: ...
-    def with_own_group(self) -> World: ...
+    def with_separate_group(self) -> World: ...
 
 
 class BackgroundSaver:
@@ -44,7 +44,7 @@ class BackgroundSaver:
     """
 
     def __init__(self, world: World, device: torch.device, encrypt: bool = False) -> None:
-        self._world, self._save_world, self._device, self._encrypt = world, world.with_own_group(), device, encrypt
+        self._world, self._save_world, self._device, self._encrypt = world, world.with_separate_group(), device, encrypt
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._path: Path | None = None

@@ -1,8 +1,8 @@
 """The optimizer's part of a run state: tensors by parameter name, and hyper-parameters by group as JSON.
 
 torch's optimizers keep tensors of the parameter's shape, as DTensors if the parameter is one. `fp8.AdamW` also keeps
-values for groups of 128 elements, which do not align with FSDP2's shards; DCP gets those as `ShardedRows`. `load_state_dict`
-is not used, because it would need a second copy of the state in memory.
+values for groups of 128 elements, which do not align with FSDP2's shards; DCP gets those as `ShardedRows`.
+`load_state_dict` is not used, because it would need a second copy of the state in memory.
 """
 
 from __future__ import annotations

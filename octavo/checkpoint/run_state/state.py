@@ -49,15 +49,15 @@ class RestoredState:
     ranks: int
 
 
-def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str], None] | None = None) -> Path | None:
+def latest(directory: str | os.PathLike[str], world: Ranks, log: Callable[[str], None] | None = None) -> Path | None:
     """Return the newest good checkpoint, with every file compared with its checksum; None if there is no checkpoint.
 
-    Checkpoints that are damaged, or hold NaN or infinity, are skipped, with a call of `say` (on rank 0). A collective:
+    Checkpoints that are damaged, or hold NaN or infinity, are skipped, with a call of `log` (on rank 0). A collective:
     rank 0 searches, and all ranks get its result. Raises CheckpointError if there are checkpoints but none is good:
     silently starting over would be wrong.
     """
     directory = Path(directory)
-    outcome = world.gather_objects(_find_newest(directory, say) if world.rank == 0 else {})[0]
+    outcome = world.gather_objects(_find_newest(directory, log) if world.rank == 0 else {})[0]
     if outcome["step"] is not None:
         return files.step_path(directory, outcome["step"])
     if outcome["problems"]:
@@ -68,7 +68,7 @@ def latest(directory: str | os.PathLike[str], world: Ranks, say: Callable[[str],
     return None
 
 
-def _find_newest(directory: Path, say: Callable[[str], None] | None) -> dict[str, Any]:
+def _find_newest(directory: Path, log: Callable[[str], None] | None) -> dict[str, Any]:
     problems: list[str] = []
     try:
         files.restore_previous(directory)
@@ -89,8 +89,8 @@ def _find_newest(directory: Path, say: Callable[[str], None] | None) -> dict[str
         if bad is None:
             return {"step": step, "problems": problems}
         problems.append(bad)
-        if say is not None:
-            say(f"checkpoint step_{step} is skipped: {bad}")
+        if log is not None:
+            log(f"checkpoint step_{step} is skipped: {bad}")
     return {"step": None, "problems": problems}
 
 

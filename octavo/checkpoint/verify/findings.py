@@ -1,4 +1,5 @@
-"""The results of a verification: findings, verdicts of loaders, errors against a reference, and `VerifyResult` with all.
+"""The results of a verification: findings, verdicts of loaders, errors against a reference, and `VerifyResult` with
+all.
 
 A finding is one sentence that names the file and the tensor and ends with the fix. ``fail`` means that something is
 wrong; ``warn`` that the folder loads, with a consequence that the user should know.

@@ -18,7 +18,7 @@ from octavo.data.encoding.video import load as load_film
 from octavo.data.errors import DataError, Mismatch
 from octavo.data.order import Mixture
 from octavo.data.rows.video_refs import as_video
-from octavo.data.storage.cache import Say, quiet
+from octavo.data.storage.cache import Log, quiet
 from octavo.data.storage.remote import fingerprint
 from octavo.data.tasks.concat import Joined, is_plain_text, join
 from octavo.data.tasks.documents import DocumentEncoder
@@ -127,14 +127,14 @@ def preference_kind(cfg: Config, dataset: Dataset) -> str | None:
     return preferences(dataset, cache_folder(cfg))
 
 
-def conversation_rows(cfg: Config, dataset: Dataset, say: Say = quiet) -> Source | Split:
+def conversation_rows(cfg: Config, dataset: Dataset, log: Log = quiet) -> Source | Split:
     """The rows of a data set for phase sft, split at their questions with `data.split_turns`."""
     source = read(dataset, cache=cache_folder(cfg))
-    return split(source, cache_folder(cfg), say, identity_of(dataset)) if cfg.data.split_turns else source
+    return split(source, cache_folder(cfg), log, identity_of(dataset)) if cfg.data.split_turns else source
 
 
 def document_rows(
-    cfg: Config, dataset: Dataset, encodes: DocumentEncoder, seed: int | None, say: Say = quiet
+    cfg: Config, dataset: Dataset, encodes: DocumentEncoder, seed: int | None, log: Log = quiet
 ) -> Source | Joined:
     """The rows of a data set for phase pretrain, joined if they are plain text. `seed`: of the order of documents."""
     source = read(dataset, "documents", cache_folder(cfg))
@@ -143,7 +143,7 @@ def document_rows(
     if dataset.shuffle_buffer is not None:
         raise DataError(f"{source.name}: joined documents are shuffled whole, so shuffle_buffer means nothing to them; "
                         "remove it, or set data.join: false")  # fmt: skip
-    return join(source, encodes, cfg.data.on_bad_sample, seed, cache_folder(cfg), say, identity_of(dataset))
+    return join(source, encodes, cfg.data.on_bad_sample, seed, cache_folder(cfg), log, identity_of(dataset))
 
 
 def identity_of(dataset: Dataset) -> str:
@@ -153,18 +153,18 @@ def identity_of(dataset: Dataset) -> str:
     return json.dumps([dataset.columns, *of] if of else dataset.columns)
 
 
-def prepare(cfg: Config, processor: Any, say: Say) -> None:
+def prepare(cfg: Config, processor: Any, log: Log) -> None:
     """Write the cache files for the data sets, with progress messages, so that loaders find them. Raises
     `DataError`."""
     check_seals(cfg)
     if cfg.data.sealed:  # sealed rows need no cache files
         return
     for dataset in (*cfg.data.train, *cfg.data.eval):
-        open_dataset(dataset, cache_folder(cfg), say)
+        open_dataset(dataset, cache_folder(cfg), log)
         if cfg.train.phase == "pretrain":
-            document_rows(cfg, dataset, encoder(cfg, processor, DocumentEncoder), None, say)
+            document_rows(cfg, dataset, encoder(cfg, processor, DocumentEncoder), None, log)
         elif cfg.data.split_turns:
-            conversation_rows(cfg, dataset, say)
+            conversation_rows(cfg, dataset, log)
 
 
 def prompt_columns(cfg: Config, datasets: Iterable[Dataset]) -> list[str]:

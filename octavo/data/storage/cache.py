@@ -36,7 +36,7 @@ SMALL = 4 << 20  # a data file with fewer bytes is converted in memory, in a fra
 INDEX = "index.json"  # in a folder of tars
 EVERY = 5.0  # seconds between progress messages of a conversion
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Write = Callable[[Path, Callable[[float], None]], None]
 """Writes the converted data file to a path, and reports the share that is done from time to time."""
 
@@ -53,7 +53,7 @@ def default_folder() -> Path:
 
 
 def cached_file(
-    folder: Path | None, source: Path | str, write: Write, say: Say = quiet, depends_on: str = "", form: str = "Arrow"
+    folder: Path | None, source: Path | str, write: Write, log: Log = quiet, depends_on: str = "", form: str = "Arrow"
 ) -> Path:
     """The cache file that `write` creates from `source` (a str for a URL), written now if it is missing. `folder`: of
     the cache (None: the default); `depends_on`: other inputs of the content; `form`: its type, in a word.
@@ -61,9 +61,9 @@ def cached_file(
     Raises DataError if the folder cannot be written or the disk is full, and if `source` changes meanwhile.
     """
     if isinstance(source, Path) and any(map(is_encrypted, files_of(source))):
-        return _in_memory(source, write, say, depends_on, form)
+        return _in_memory(source, write, log, depends_on, form)
     before = _identity(source)
-    target = path_in_cache(folder, source, depends_on, form, say)
+    target = path_in_cache(folder, source, depends_on, form, log)
     folder = target.parent
     if target.is_file():
         return target
@@ -71,7 +71,7 @@ def cached_file(
         folder.mkdir(parents=True, exist_ok=True)
         with lock(target.with_suffix(".lock")):
             if not target.is_file():
-                _make(target, source, write, say, form)
+                _make(target, source, write, log, form)
                 if _identity(source) != before and path_in_cache(folder, source, depends_on, form) != target:
                     target.unlink()
                     raise DataError(f"{source} changed while it was read; start again when it is whole")
@@ -86,7 +86,7 @@ def cached_file(
     return target
 
 
-def _in_memory(source: Path, write: Write, say: Say, depends_on: str, form: str) -> Path:
+def _in_memory(source: Path, write: Write, log: Log, depends_on: str, form: str) -> Path:
     """The converted form of an encrypted file, in memory while this process lives: plain text is never on a disk."""
     key = f"{_identity(source)}:{depends_on}:{form}"
     if key not in _MADE:
@@ -96,7 +96,7 @@ def _in_memory(source: Path, write: Write, say: Say, depends_on: str, form: str)
         except VaultError as cause:
             raise DataError(f"{cause}.") from cause
         _MADE[key] = path
-        say(f"{source.name} is encrypted: {os.fstat(handle).st_size / 1e6:.1f} MB of {form} made of it are in memory")
+        log(f"{source.name} is encrypted: {os.fstat(handle).st_size / 1e6:.1f} MB of {form} made of it are in memory")
     return _MADE[key]
 
 
@@ -104,20 +104,20 @@ _MADE: dict[str, Path] = {}  # files in memory of this process, open while it li
 
 
 def path_in_cache(
-    folder: Path | None, source: Path | str, depends_on: str = "", form: str = "Arrow", say: Say = quiet
+    folder: Path | None, source: Path | str, depends_on: str = "", form: str = "Arrow", log: Log = quiet
 ) -> Path:  # fmt: skip
     """The path of the cache file for a source, which may not exist yet. Raises `DataError` for an unreadable source."""
     folder = default_folder() if folder is None else folder
     content = str(source)
     if not _named_elsewhere(source):
         files = files_of(Path(source))
-        of_each = zip(files, file_digests.digests(files, folder, say), strict=True)
+        of_each = zip(files, file_digests.digests(files, folder, log), strict=True)
         content = ";".join(f"{file.resolve()}:{one.size}:{one.sha256}" for file, one in of_each)
     name = hashlib.sha256(f"{FORM}:{content}:{depends_on}".encode("utf-8", "surrogatepass")).hexdigest()[:20]
     return folder / f"{name}.{form.lower()}"
 
 
-def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -> None:
+def _make(target: Path, source: Path | str, write: Write, log: Log, form: str) -> None:
     aside = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     file, last = Path(source), time.monotonic()
     size = file.stat().st_size / 1e6 if file.is_file() else 0.0
@@ -126,9 +126,9 @@ def _make(target: Path, source: Path | str, write: Write, say: Say, form: str) -
         nonlocal last
         if time.monotonic() - last > EVERY:
             last = time.monotonic()
-            say(f"{file.name} ({size:.0f} MB): {share:.0%} converted to {form}")
+            log(f"{file.name} ({size:.0f} MB): {share:.0%} converted to {form}")
 
-    say(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
+    log(f"{file.name} ({size:.0f} MB) is converted to {form}, once, into {target.parent}")
     try:
         write(aside, progress)
         atomic_write.sync(aside)

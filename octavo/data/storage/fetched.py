@@ -193,7 +193,7 @@ def open_shard(store: Store, shard: Remote) -> Rows:
     raise DataError(f"{shard.url} is removed as soon as it comes; raise fetch_gb of its data set, which others share")
 
 
-def open_fetched(url: str, folder: Path | None, say: cache.Say = cache.quiet, limit: int | None = None) -> Fetched:
+def open_fetched(url: str, folder: Path | None, log: cache.Log = cache.quiet, limit: int | None = None) -> Fetched:
     """The rows of the files at a URL; `limit`: bytes of them that may be stored here. Raises `DataError`.
 
     The number of rows in each file comes from `index.json` or the parquet footers; else each file is downloaded to
@@ -203,14 +203,14 @@ def open_fetched(url: str, folder: Path | None, say: cache.Say = cache.quiet, li
     store = Store(folder / "fetched" / sha256(url.encode("utf-8", "surrogatepass")).hexdigest()[:20], limit or BYTES)
     counts = [shard.rows for shard in files if shard.rows is not None]
     if len(counts) < len(files):
-        counts = _counts(store, url, files, say)
+        counts = _counts(store, url, files, log)
     rows = Fetched(url, store, files, counts)
     if len(rows) == 0:
         raise DataError(f"{url} holds no rows")
     return rows
 
 
-def _counts(store: Store, url: str, files: Sequence[Remote], say: cache.Say) -> list[int]:
+def _counts(store: Store, url: str, files: Sequence[Remote], log: cache.Log) -> list[int]:
     """The number of rows in each file, from the store or counted now."""
     named = sha256("".join(shard.key for shard in files).encode()).hexdigest()[:20]
     stored = store.folder.with_name(f"{named}.rows")
@@ -221,7 +221,7 @@ def _counts(store: Store, url: str, files: Sequence[Remote], say: cache.Say) -> 
     count_rows = format_of(files[0].url).count_rows
     of_footer = count_rows is not None
     download = "" if of_footer else ", for which each is downloaded"
-    say(f"{url}: the rows of {len(files)} file(s) are counted, once{download}")
+    log(f"{url}: the rows of {len(files)} file(s) are counted, once{download}")
 
     def count(shard: Remote) -> int:
         if count_rows is None:

@@ -37,7 +37,7 @@ MUCH = 64 << 20  # from this many bytes on, tars are indexed by several processe
 MOST_PROCESSES = 8
 
 
-def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cache.quiet, stream: bool = False) -> Rows:
+def open_rows(path: str | Path, folder: Path | None = None, log: cache.Log = cache.quiet, stream: bool = False) -> Rows:
     """Open a data file by its suffix, JSON and JSONL by their first characters; or a folder that `datasets` saved, or
     one with files of one kind, in the order of their names. `folder`: of the cache (None: the default). `stream`: rows
     are read from the original files, and nothing is written into the cache.
@@ -47,13 +47,13 @@ def open_rows(path: str | Path, folder: Path | None = None, say: cache.Say = cac
     and as `cache.cached_file` does.
     """
     path = Path(path)
-    rows = _open_folder(path, folder, say, stream) if path.is_dir() else _open_file(path, folder, say, stream)
+    rows = _open_folder(path, folder, log, stream) if path.is_dir() else _open_file(path, folder, log, stream)
     if len(rows) == 0:
         raise DataError(f"{path} holds no rows; expected a JSON list of rows, one JSON object a line, or a table")
     return rows
 
 
-def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) -> Rows:
+def _open_folder(path: Path, folder: Path | None, log: cache.Log, stream: bool) -> Rows:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         if stream:
             raise DataError(f"{path}: what `datasets` saved is never copied; leave `stream` out")
@@ -67,11 +67,11 @@ def _open_folder(path: Path, folder: Path | None, say: cache.Say, stream: bool) 
         )
     few = len(files) <= FEW and sum(file.stat().st_size for file in files) < TOGETHER
     small = cache.SMALL if few else 0  # files converted in memory stay in memory
-    open_one = partial(_open_file, folder=folder, say=say, stream=stream, small=small)
+    open_one = partial(_open_file, folder=folder, log=log, stream=stream, small=small)
     form = registry.format_of(files[0])
     if form.stays:
         _check_stream(path, form, stream)
-        _make_indexes(form, files, folder, say)
+        _make_indexes(form, files, folder, log)
         return Shards(path, files, open_one, [len(open_one(file)) for file in files], OPEN)
     counts = None if form.count_rows is None else [_counted(form, file) for file in files]
     return Shards(path, files, open_one, counts, None if small or stream else OPEN)
@@ -89,7 +89,7 @@ def _check_stream(path: Path, form: Format, stream: bool) -> None:
         raise DataError(f"{path}: rows of a {kind} are never copied; leave `stream` out")
 
 
-def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, small: int | None = None) -> Rows:
+def _open_file(path: Path, folder: Path | None, log: cache.Log, stream: bool, small: int | None = None) -> Rows:
     small = cache.SMALL if small is None else small
     try:
         with open_file(path, DataError) as file:
@@ -101,13 +101,13 @@ def _open_file(path: Path, folder: Path | None, say: cache.Say, stream: bool, sm
     form = registry.format_of(path)
     _check_stream(path, form, stream)
     if form.stays:
-        _make_indexes(form, [path], folder, say)
+        _make_indexes(form, [path], folder, log)
         return form.open(path, _index(form, path, folder))
     if stream:
         return _stream(path, stat_of(path.stat()))
     if size < small and (rows := _in_memory(path, form, small)) is not None:
         return rows
-    return form.open(path, cache.cached_file(folder, path, partial(form.write, path), say))
+    return form.open(path, cache.cached_file(folder, path, partial(form.write, path), log))
 
 
 class _TooMuch(Exception):
@@ -142,17 +142,17 @@ def _index(form: Format, path: Path, folder: Path | None) -> Path:
     return cache.cached_file(folder, path, partial(form.write, path), cache.quiet, form="index")
 
 
-def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, say: cache.Say) -> None:
+def _make_indexes(form: Format, files: Sequence[Path], folder: Path | None, log: cache.Log) -> None:
     """Write the missing indexes, for many bytes in several processes, because the headers are parsed in Python. Raises
     as `_index` does."""
     plain = [file for file in files if not is_encrypted(file)]
-    file_digests.digests(plain, cache.default_folder() if folder is None else folder, say)
+    file_digests.digests(plain, cache.default_folder() if folder is None else folder, log)
     missing = [file for file in plain if not cache.path_in_cache(folder, file, form="index").is_file()]
     if not missing:
         return
     size = sum(file.stat().st_size for file in missing)
     kind = form.suffixes[0].removeprefix(".")
-    say(f"{missing[0].parent}: the rows of {len(missing)} {kind} file(s) ({size / 1e6:.0f} MB) are looked up, once")
+    log(f"{missing[0].parent}: the rows of {len(missing)} {kind} file(s) ({size / 1e6:.0f} MB) are looked up, once")
     processes = min(len(missing), MOST_PROCESSES, os.cpu_count() or 1)
     if size < MUCH or processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
         for file in missing:

@@ -109,7 +109,7 @@ def is_plain_text(source: Source) -> bool:
 
 def join(
     source: Source, encoder: DocumentEncoder, on_bad: str, seed: int | None, folder: Path | None = None,
-    say: cache.Say = cache.quiet, depends_on: str = "",
+    log: cache.Log = cache.quiet, depends_on: str = "",
 ) -> Joined:  # fmt: skip
     """The documents of a source, joined; their tokens come from the cache or are computed now. `seed`: of their order
     (None: file order); `depends_on`: everything else in the data set's configuration that determines its rows.
@@ -125,7 +125,7 @@ def join(
         _write(source, encoder, on_bad, file, progress)
 
     key = json.dumps([FORM, source.format, len(source), depends_on, _print_of(encoder)])
-    file = cache.cached_file(folder, source.rows.path, write, say, key, "tokens")
+    file = cache.cached_file(folder, source.rows.path, write, log, key, "tokens")
     vocabulary = max(encoder.tokenizer.get_vocab().values()) + 1  # ids may have gaps, so not the number of tokens
     joined = Joined(source.name, file, encoder.seq_length, seed, vocabulary)
     bad = [record for record in joined.records if record["action"] == BadSample.action]

@@ -19,7 +19,7 @@ from octavo.data.rows.conversations import ROLES, bad_sample_context, parse
 from octavo.data.rows.foreign import with_turns
 from octavo.data.rows.media import no_file
 from octavo.data.rows.missing_values import clean_cells
-from octavo.data.storage.cache import Say, default_folder, quiet
+from octavo.data.storage.cache import Log, default_folder, quiet
 from octavo.data.storage.fetched import open_fetched
 from octavo.data.storage.hub_datasets import open_named, stream_named
 from octavo.data.storage.open_rows import open_rows
@@ -132,7 +132,7 @@ class Renamed:
         return {key: key for key in present_keys if key not in gone} | renamed
 
 
-def open_dataset(dataset: Dataset, cache: Path | None = None, say: Say = quiet) -> Rows:
+def open_dataset(dataset: Dataset, cache: Path | None = None, log: Log = quiet) -> Rows:
     """The rows of a data set of the configuration, with renamed columns; `cache`: the folder of the cache (None: the
     default). Raises `DataError`, also if none of the first rows has a column that the data set names."""
     rows: Rows
@@ -141,9 +141,9 @@ def open_dataset(dataset: Dataset, cache: Path | None = None, say: Say = quiet) 
         rows = opens(dataset.path, dataset.revision, dataset.split or "train", dataset.subset)
     elif is_url(dataset.path):
         limit = None if dataset.fetch_gb is None else int(dataset.fetch_gb * 1e9)
-        rows = open_fetched(dataset.path, cache, say, limit)
+        rows = open_fetched(dataset.path, cache, log, limit)
     else:
-        rows = open_rows(dataset.path, cache, say, dataset.stream)
+        rows = open_rows(dataset.path, cache, log, dataset.stream)
     if not dataset.columns:
         return rows
     first = list(_first(rows))

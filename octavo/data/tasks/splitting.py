@@ -128,7 +128,7 @@ def first_turns(conversation: Conversation, stop: int, context: int) -> Conversa
     return replace(conversation, turns=turns, context_answers=context, **files)
 
 
-def split(source: SplitSource, folder: Path | None = None, say: cache.Say = cache.quiet, depends_on: str = "") -> Split:
+def split(source: SplitSource, folder: Path | None = None, log: cache.Log = cache.quiet, depends_on: str = "") -> Split:
     """A source split at its questions; their numbers come from the cache or are counted now. `depends_on`: all else in
     the data set's configuration that determines its rows. Raises `DataError` if the cache cannot be used."""
 
@@ -142,4 +142,4 @@ def split(source: SplitSource, folder: Path | None = None, say: cache.Say = cach
         np.concatenate([[0], np.cumsum(counts)]).astype("<i8").tofile(file)
 
     key = json.dumps([FORM, source.format, len(source), depends_on])
-    return Split(source, cache.cached_file(folder, source.rows.path, write, say, key, "questions"))
+    return Split(source, cache.cached_file(folder, source.rows.path, write, log, key, "questions"))

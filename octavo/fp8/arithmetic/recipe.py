@@ -98,11 +98,13 @@ class Recipe:
 
     def words(self) -> dict[str, str]:
         """The precision of each GEMM: fp8 (its own casts), bf16, or the recipe whose casts that GEMM has."""
-        return _words(self)
+        return _gemm_precisions(self)
 
     def short(self) -> str:
         """One line for ``extra_repr``: name, format, and the GEMMs with other casts or in high precision."""
-        return " ".join([self.name, self.format, *(f"{g}={word}" for g, word in _words(self).items() if word != "fp8")])
+        return " ".join(
+            [self.name, self.format, *(f"{g}={word}" for g, word in _gemm_precisions(self).items() if word != "fp8")]
+        )
 
     def __str__(self) -> str:
         return self.short()
@@ -119,7 +121,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
     Raises RecipeError for an unknown name, format or precision, an invalid combination, and no GEMM in FP8.
     """
     if name not in RECIPES:
-        raise RecipeError(_unknown(name))
+        raise RecipeError(_unknown_recipe_message(name))
     spec = SPECS[name]
     chosen = spec.formats[0] if format is None else format
     if chosen not in FORMATS:
@@ -162,7 +164,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
 
 
 @lru_cache(maxsize=1024)
-def _words(of: Recipe) -> dict[str, str]:
+def _gemm_precisions(of: Recipe) -> dict[str, str]:
     plain, words = recipe(of.name, of.format) if of.name in RECIPES else None, {}
     for name in GEMMS:
         casts = of.gemm(name)
@@ -175,7 +177,7 @@ def _words(of: Recipe) -> dict[str, str]:
     return words
 
 
-def _unknown(name: object) -> str:
+def _unknown_recipe_message(name: object) -> str:
     if name == "off":
         return "'off' is the absence of a recipe: leave the layer out of the plan, or use torch.nn.functional.linear."
     near = difflib.get_close_matches(str(name), RECIPES, n=1)

@@ -19,18 +19,19 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized, dequantize
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.registry import quantize
 
-CODING = "_coding"
-"""The key in the __dict__ of an attention module whose output is sent to other ranks as codes: a :class:`Coding`."""
+WIRE_FORMAT_KEY = "_coding"
+"""The key in the __dict__ of an attention module whose output is sent to other ranks as codes: a
+:class:`WireFormat`."""
 
 
 @dataclass(frozen=True)
-class Coding:
+class WireFormat:
     """The cast of a layer whose operand may be sent as codes."""
 
     spec: CastSpec
 
     @classmethod
-    def of_x(cls, recipe: Recipe | None, piece: int) -> Coding | None:
+    def of_x(cls, recipe: Recipe | None, piece: int) -> WireFormat | None:
         """The encoding of a layer's input, whose rows are split into pieces of ``piece`` columns; None if codes would
         not be exact, or a GEMM needs the values."""
         if recipe is None or recipe.fwd is None or recipe.wgrad is None:
@@ -38,14 +39,14 @@ class Coding:
         return cls._of(recipe.fwd.a, piece)
 
     @classmethod
-    def of_dy(cls, recipe: Recipe | None, piece: int) -> Coding | None:
+    def of_dy(cls, recipe: Recipe | None, piece: int) -> WireFormat | None:
         """The encoding of the gradient of a layer's output, as :meth:`of_x`."""
         if recipe is None or recipe.dgrad is None or recipe.wgrad is None:
             return None
         return cls._of(recipe.dgrad.a, piece)
 
     @classmethod
-    def _of(cls, spec: CastSpec, piece: int) -> Coding | None:
+    def _of(cls, spec: CastSpec, piece: int) -> WireFormat | None:
         rows, columns = spec.block
         exact = rows == 1 and columns > 0 and piece % columns == 0 and spec.scale in ("pow2", "e8m0")
         return cls(spec) if exact else None

@@ -31,13 +31,16 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.groups import TILE, Groups
-from octavo.fp8.kernels.layout import CONTRACTED, Operand, Relay, experts_k_major, k_major, padded_scales
+from octavo.fp8.kernels.layout import CONTRACTED, CopyToLayout, Operand, experts_k_major, k_major, padded_scales
 from octavo.fp8.kernels.registry import GEMMS, GemmOnlyBackend, get
-from octavo.fp8.kernels.torch_backend import finish, kind_of
+from octavo.fp8.kernels.torch_backend import add_bias_and_round, scaling_kind
 
 SOURCE = "github.com/deepseek-ai/DeepGEMM"
-NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
-SQUARES, LINES = (1, 128, 128), (1, 1, 128)  # DeepGEMM's "recipes": block sides along m, n and k
+REQUIRED_FUNCTIONS = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
+RECIPE_BLOCK_WEIGHTS, RECIPE_ROW_BLOCKS = (
+    (1, 128, 128),
+    (1, 1, 128),
+)  # DeepGEMM's "recipes": block sides along m, n and k
 
 
 class DeepGemmBackend(GemmOnlyBackend):
@@ -84,18 +87,20 @@ class DeepGemmBackend(GemmOnlyBackend):
         squares = b_q.spec.block == (128, 128)
         if squares and bias is None and out_dtype is torch.bfloat16:
             out = torch.empty(shape, dtype=out_dtype, device=a.codes.device)
-            _library().fp8_gemm_nt((a.codes, padded_scales(a)), (b.codes, b.scale.contiguous()), out, recipe=SQUARES)
+            _import_deep_gemm().fp8_gemm_nt(
+                (a.codes, padded_scales(a)), (b.codes, b.scale.contiguous()), out, recipe=RECIPE_BLOCK_WEIGHTS
+            )
             return out[:rows, :cols].contiguous()
         # This form adds to its output, so that the output begins with zeros.
         out = torch.zeros(shape, dtype=torch.float32, device=a.codes.device)
-        scale_b = _repeated(b) if squares else padded_scales(b)
+        scale_b = _repeat_block_scales(b) if squares else padded_scales(b)
         # DeepGEMM compiles a kernel for each value of these sizes. Weights have few; the number of tokens, k in wgrad,
         # changes from step to step.
         fixed = "mn" if op == "wgrad" else "nk"
-        _library().fp8_gemm_nt(
-            (a.codes, padded_scales(a)), (b.codes, scale_b), out, c=out, recipe=LINES, compiled_dims=fixed
+        _import_deep_gemm().fp8_gemm_nt(
+            (a.codes, padded_scales(a)), (b.codes, scale_b), out, c=out, recipe=RECIPE_ROW_BLOCKS, compiled_dims=fixed
         )
-        return finish(out[:rows, :cols], bias, out_dtype)
+        return add_bias_and_round(out[:rows, :cols], bias, out_dtype)
 
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
@@ -130,11 +135,11 @@ def why_not_on_gpu(capability: tuple[int, int]) -> str | None:
 def _why_not_library() -> str | None:
     """Why the installed deep_gemm cannot be used (it is broken, or another project of that name), None if it can."""
     try:
-        module = _library()
+        module = _import_deep_gemm()
     except Exception as error:  # any error of the import is the reason, and is shown
         lines_ = str(error).strip().splitlines() or [""]
         return f"deep_gemm does not import: {type(error).__name__}: {lines_[0]}"
-    missing = [name for name in NEEDED if not hasattr(module, name)]
+    missing = [name for name in REQUIRED_FUNCTIONS if not hasattr(module, name)]
     if missing:
         return f"the deep_gemm installed has no {missing[0]}: it is not {SOURCE} 2.0 or later (PyPI's deep-gemm is not)"
     if TILE % module.get_mk_alignment_for_contiguous_layout():
@@ -144,25 +149,25 @@ def _why_not_library() -> str | None:
 
 def _why_not_casts(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> str | None:
     formats, scales = {a.format, b.format}, {a.scale, b.scale}
-    if kind_of(op, a, b) not in ("block", "line") or formats != {"e4m3"} or not scales <= {"pow2", "fp32"}:
+    if scaling_kind(op, a, b) not in ("block", "line") or formats != {"e4m3"} or not scales <= {"pow2", "fp32"}:
         return f"it multiplies E4M3 with pow2 scales of 1x128 by 128x128 or 1x128, not {a} by {b}"
-    if "fp32" in scales and not _any_scale(device.type, device.index):
+    if "fp32" in scales and not _supports_fp32_scales(device.type, device.index):
         return f"on this GPU DeepGEMM keeps only the exponents of scales, and scales of {a} by {b} have more bits"
     return None
 
 
 @lru_cache(maxsize=64)
-def _any_scale(kind: str, index: int | None) -> bool:
+def _supports_fp32_scales(kind: str, index: int | None) -> bool:
     """Whether scales may be any fp32 number, as in checkpoints: on Hopper. On Blackwell the library converts them to
     UE8M0."""
     return kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] == 9
 
 
-def _library() -> ModuleType:
+def _import_deep_gemm() -> ModuleType:
     return importlib.import_module("deep_gemm")
 
 
-def _repeated(operand: Operand) -> Tensor:
+def _repeat_block_scales(operand: Operand) -> Tensor:
     """The scales of 128x128 blocks as scales of 1x128 blocks, [padded free, blocks]: repeated for each row."""
     rows = operand.codes.shape[0]
     spread = operand.scale.t()[:, :, None].expand(-1, -1, 128).flatten(1)  # [blocks, free blocks * 128]
@@ -171,7 +176,9 @@ def _repeated(operand: Operand) -> Tensor:
     return scales.t()
 
 
-def _grouped(relay: Relay, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+def _grouped(
+    relay: CopyToLayout, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype
+) -> Tensor:
     """Rows [R, contracted] of all experts times each expert's weight; zeros where no expert owns the tile."""
     dim = CONTRACTED[op][1]
     fits = a_q.data.dim() == 2 and w_q.data.dim() == 3 and a_q.data.shape[1] == w_q.data.shape[1 + dim]
@@ -183,8 +190,8 @@ def _grouped(relay: Relay, op: str, a_q: Quantized, w_q: Quantized, groups: Grou
     if not (w.free and w.contracted and groups.experts):
         return out[:, : w.free]
     experts = groups.tiles[:, None].expand(-1, TILE).reshape(-1)
-    _library().m_grouped_fp8_gemm_nt_contiguous(
-        (a.codes, padded_scales(a)), (w.codes, w.scale.contiguous()), out, experts, recipe=SQUARES
+    _import_deep_gemm().m_grouped_fp8_gemm_nt_contiguous(
+        (a.codes, padded_scales(a)), (w.codes, w.scale.contiguous()), out, experts, recipe=RECIPE_BLOCK_WEIGHTS
     )
     return out[:, : w.free].contiguous()
 

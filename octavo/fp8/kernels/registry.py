@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.errors import Fp8Error
-from octavo.fp8.arithmetic.moments import Agree
+from octavo.fp8.arithmetic.moments import MaxOverRanks
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels import layout
 from octavo.fp8.kernels.groups import Groups
@@ -103,7 +103,7 @@ class Backend:
     def relay(self, q: Quantized, contract: int) -> Quantized:
         """q [rows, columns], or weights of experts [E, N, K], with its codes copied into the layout for a contraction
         of dimension ``contract`` of each matrix."""
-        return layout.relay(q, contract)
+        return layout.copy_to_layout(q, contract)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """y [M, N] = x [M, K] @ w [N, K].T + bias [N], the bias added in fp32 before the one rounding."""
@@ -187,9 +187,9 @@ class Backend:
         raise self._missing("swiglu_backward")
 
     def adamw(
-        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
+        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None = None
     ) -> None:
-        """One step of AdamW, in place: see ``octavo.fp8.arithmetic.adamw.reference``."""
+        """One step of AdamW, in place: see ``octavo.fp8.arithmetic.adamw.reference_step``."""
         raise self._missing("adamw")
 
     def _missing(self, op: str) -> BackendError:
@@ -356,10 +356,10 @@ def select(
         why_not = backend.supports(op, recipe_or_spec, device, shape)
         if why_not is None:
             return Selection(backend, "requested by name", ())
-        others = _instead(op, recipe_or_spec, device, shape, skip=requested)
+        others = _describe_alternatives(op, recipe_or_spec, device, shape, skip=requested)
         raise BackendError(
             f"Backend {requested!r} was asked for {op} with {recipe_or_spec} on {device}"
-            f"{_of(shape)} and cannot do it: {why_not}. {others}"
+            f"{_format_shape(shape)} and cannot do it: {why_not}. {others}"
         )
     # Reasons are collected even when a backend is found: plans show why a faster one was not taken.
     rejected: list[tuple[str, str]] = []
@@ -371,17 +371,17 @@ def select(
             return Selection(backend, reason, tuple(rejected))
         rejected.append((name, why_not))
     raise BackendError(
-        f"No backend can do {op} with {recipe_or_spec} on {device}{_of(shape)}: "
+        f"No backend can do {op} with {recipe_or_spec} on {device}{_format_shape(shape)}: "
         + "; ".join(f"{name}: {why}" for name, why in rejected)
         + ". Choose another recipe or device, or keep this GEMM in BF16."
     )
 
 
-def _of(shape: Sequence[int | None] | None) -> str:
+def _format_shape(shape: Sequence[int | None] | None) -> str:
     return "" if shape is None else f" for shape ({', '.join('?' if size is None else str(size) for size in shape)})"
 
 
-def _instead(
+def _describe_alternatives(
     op: str, what: Recipe | CastSpec, device: torch.device, shape: Sequence[int | None] | None, skip: str
 ) -> str:
     """The backends that support the op, and why the others do not, as sentences."""

@@ -30,7 +30,7 @@ from octavo.fp8.dense.linear import Linear
 from octavo.fp8.kernels.registry import Selection
 from octavo.fp8.measuring.cases import _PRECISION, HIGH, Case, Entry, Measured, MeasureError, candidates
 from octavo.fp8.measuring.timing import Timed, time_calls
-from octavo.fp8.metrics import SOUND
+from octavo.fp8.metrics import SOUND_DIFF
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.weights.cache import invalidate
 
@@ -188,8 +188,8 @@ def _unhealthy(ours: Sequence[Tensor], truth: Sequence[Tensor]) -> str | None:
         if not bool(a.isfinite().all()):
             return f"{what} is not finite"
         far = _far(a.detach(), b.detach())
-        if not far < SOUND:
-            return f"{what} is far from high precision: calc_diff {far:.2g}, sound is below {SOUND}"
+        if not far < SOUND_DIFF:
+            return f"{what} is far from high precision: calc_diff {far:.2g}, sound is below {SOUND_DIFF}"
     return None
 
 

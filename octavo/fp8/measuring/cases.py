@@ -12,7 +12,7 @@ from torch import nn
 
 from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.dense.gemms import select_layer_backends
 from octavo.fp8.kernels import registry
 from octavo.fp8.kernels.registry import BackendError, Selection
 from octavo.fp8.measuring.machine import Machine
@@ -182,7 +182,7 @@ def candidates(
         able: dict[str, dict[str, Selection]] = {}
         for name in names:
             try:
-                chosen = backends_for(recipe, device, shape, name, case.kind)
+                chosen = select_layer_backends(recipe, device, shape, name, case.kind)
             except BackendError:
                 continue
             able.setdefault(" + ".join(dict.fromkeys(s.backend.name for s in chosen.values())), chosen)

@@ -21,7 +21,7 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.measuring.bench import Timer, by_the_clock, measure_case
 from octavo.fp8.measuring.cases import HIGH, Case, Measured, MeasureError, Measurements, candidates, cases_of
 from octavo.fp8.measuring.machine import Machine
-from octavo.fp8.policy.decisions import decisions, device_of
+from octavo.fp8.policy.decisions import decide_layers, device_of
 from octavo.fp8.policy.policy import Policy
 
 _FORMAT = 1
@@ -106,7 +106,7 @@ def measure(
         )
     where = device_of(model) if device is None else torch.device(device)
     machine = Machine.here(where) if machine is None else machine
-    decided = decisions(model, policy, components, tokens)
+    decided = decide_layers(model, policy, components, tokens)
     cases = cases_of(model, [row for row, _, _ in decided], tokens)
     modules = dict(model.named_modules())
     todo: dict[Case, dict[Recipe, None]] = {}

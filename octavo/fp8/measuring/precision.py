@@ -12,7 +12,7 @@ from torch import nn
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.dense.swap import STOCK, Swapped
+from octavo.fp8.dense.swap import STOCK_KEY, SwappedModule
 from octavo.fp8.moe.experts import Experts
 
 
@@ -29,18 +29,18 @@ def high_precision(model: nn.Module) -> Iterator[None]:
     try:
         for module in model.modules():
             kind: Any = type(module)
-            precise = isinstance(module, Swapped) and kind.precise
+            precise = isinstance(module, SwappedModule) and kind.precise
             if precise and not isinstance(module, Linear):
                 continue
             if kind is Linear:
                 classes.append((module, kind))
                 _become(module, nn.Linear)
-            elif isinstance(module, Experts | Swapped) and "_stock" in kind.__dict__ and not precise:
+            elif isinstance(module, Experts | SwappedModule) and "_stock" in kind.__dict__ and not precise:
                 classes.append((module, kind))
                 _become(module, kind._stock)
-            elif isinstance(module, Swapped) and not precise:
+            elif isinstance(module, SwappedModule) and not precise:
                 changed.append((module, {}))
-                module.__dict__[STOCK] = True
+                module.__dict__[STOCK_KEY] = True
             elif isinstance(module, Linear | Experts):
                 # Somebody put a class of its own on top, which must stay: fully_shard on the layer itself, a head that
                 # gives losses.
@@ -52,7 +52,7 @@ def high_precision(model: nn.Module) -> Iterator[None]:
         for module, kind in classes:
             _become(module, kind)
         for module, held in changed:
-            module.__dict__.pop(STOCK, None)
+            module.__dict__.pop(STOCK_KEY, None)
             module.__dict__.update(held)
 
 

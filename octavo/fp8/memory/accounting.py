@@ -165,7 +165,7 @@ class Accountant:
     def report(self) -> SavedBytes:
         if self._end is not None:
             return self._end
-        inputs.forget()
+        inputs.drop_entries()
         gc.collect()
         owned = {storage._cdata for tensor in self._owned() for _, storage in _parts(tensor)}
         on_host = all(p.device.type == "cpu" for p in self.model.parameters())
@@ -194,13 +194,13 @@ class Accountant:
 
     # --- what happens during the forward ------------------------------------------------------------------------------
 
-    @recorder.only_watches
+    @recorder.observer_hook
     def _enter(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
             outer_name, outer_block = self._path[-1] if self._path else ("", "")
             self._path.append((self._names.get(module, outer_name), self._blocks.get(module, outer_block)))
 
-    @recorder.only_watches
+    @recorder.observer_hook
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._path:
             self._path.pop()

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.dense.swap import Swapped, hooked, probe, swap
+from octavo.fp8.dense.swap import SwappedModule, has_hooks, make_trial_module, swap
 from octavo.fp8.memory.chunked_loss import head_log_probs, head_losses
 
 
@@ -81,7 +81,7 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.storage_offset(), tensor.untyped_storage()._cdata
 
 
-class ChunkedHead(Swapped):
+class ChunkedHead(SwappedModule):
     """An ``nn.Linear`` head; see the module's docstring. Made by :func:`chunk_head`."""
 
     prefix = "Chunked"
@@ -155,7 +155,7 @@ def chunk_head(model: nn.Module) -> ChunkedHead | str:
     if type(head) not in (nn.Linear, Linear):
         kind = type(head)
         return f"its head is a {kind.__module__}.{kind.__qualname__}, not a plain nn.Linear"
-    if hooked(head):
+    if has_hooks(head):
         return "its head has hooks, or a forward of its own, which expect logits there"
     assert isinstance(head, nn.Linear)
     reason = _why_logits_differ(model, head)
@@ -212,7 +212,7 @@ def _why_logits_differ(model: nn.Module, head: nn.Linear) -> str | None:
     inputs |= {"use_cache": False} if "use_cache" in known else {}
     with torch.no_grad():
         try:
-            out = type(parent).forward(probe(parent, {}, children), **inputs)
+            out = type(parent).forward(make_trial_module(parent, {}, children), **inputs)
         except Exception as error:  # a forward that is not known may fail in any way
             return f"the forward of {name} fails on a replacement of its body ({type(error).__name__}: {error})"
     logits = getattr(out, "logits", None)

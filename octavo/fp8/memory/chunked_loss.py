@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.base import accelerator
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import compute_dtype, transformed, without_autocast
+from octavo.fp8.dense.inputs import compute_dtype, is_functorch_active, without_autocast
 from octavo.fp8.invariance import active
 from octavo.fp8.memory.head_gemms import Call, Head, begin, wide_of, width_in_fp8
 from octavo.fp8.weights.shards import is_whole
@@ -205,7 +205,7 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None) 
             "hidden states or weight are a DTensor, of which this rank holds a part; call this where FSDP has gathered "
             "them (octavo.fp8.memory.chunked_head does, inside the model's forward)"
         )
-    if transformed():
+    if is_functorch_active():
         raise RuntimeError(
             "losses without logits were asked for under a transform of torch.func (grad, vmap, jvp, ...), and they are "
             "differentiated by torch.autograd only; any leading dimensions will do in place of vmap"

@@ -22,10 +22,10 @@ from torch import Tensor
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense import gemms
-from octavo.fp8.dense.gemms import DENSE, Site
-from octavo.fp8.dense.inputs import Input, Pair, cast_matrix
+from octavo.fp8.dense.gemms import DENSE_OPS, Site
+from octavo.fp8.dense.inputs import Input, QuantizedPair, cast_matrix
 from octavo.fp8.observe import recorder
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import WeightSlice
 
 _BLOCK = 128  # the side of the widest blocks of scales
@@ -111,7 +111,9 @@ class Fp8:
     taken.
     """
 
-    def __init__(self, weight: Tensor, call: Call, h: Tensor | None, codes: Pair, seen: list[Seen]) -> None:
+    def __init__(
+        self, weight: Tensor, call: Call, h: Tensor | None, codes: QuantizedPair, seen: list[LayerRecord]
+    ) -> None:
         assert call.site is not None
         self.weight, self.call, self.site, self.h, self.codes, self.seen = weight, call, call.site, h, codes, seen
         self.given = None if h is None else Input(h, None, call.low)
@@ -121,7 +123,7 @@ class Fp8:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """What the backward needs of h."""
-        whole = None in self.site.x or any(s.watched for s in self.seen)
+        whole = None in self.site.x or any(s.keeps_x for s in self.seen)
         held = [t for q in self.codes if q is not None for t in (q.data, q.scale)]
         return (*held, self.h) if whole and self.h is not None else tuple(held)
 
@@ -133,7 +135,7 @@ class Fp8:
         seen = recorder.begin(self.site.name, False, False, True) if self.again else self.seen[self._number(block)]
         part = WeightSlice(rows=(block.start, block.stop))
         low = self.call.low
-        return gemms.fwd(self.site, DENSE, self.given, self.codes[0], self.weight, part, bias, low, seen)[0]
+        return gemms.fwd(self.site, DENSE_OPS, self.given, self.codes[0], self.weight, part, bias, low, seen)[0]
 
     def gradients(self, dx: Tensor, block: slice, dh: Tensor | None, dw: Tensor | None) -> None:
         site, seen, low = self.site, self.seen[self._number(block)], self.call.low
@@ -141,18 +143,18 @@ class Fp8:
         row, col = cast_matrix(dx, site.dy.row if dh is not None else None, site.dy.col if dw is not None else None)
         if dh is not None:
             part = WeightSlice(rows=(block.start, block.stop))
-            dh += gemms.dgrad(site, DENSE, dx, row, self.weight, part, None, dh.dtype, seen)
+            dh += gemms.dgrad(site, DENSE_OPS, dx, row, self.weight, part, None, dh.dtype, seen)
         if dw is not None:
             x = self.h if self.codes[1] is None else self.codes[1]
             assert x is not None
-            dw.copy_(gemms.wgrad(site, DENSE, dx, col, x, self.h, dw.dtype, seen))
+            dw.copy_(gemms.wgrad(site, DENSE_OPS, dx, col, x, self.h, dw.dtype, seen))
 
     def _number(self, block: slice) -> int:
         return block.start // self.call.width
 
 
 def _restored(
-    call: Call, specs: Sequence[CastSpec | None], seen: list[Seen], weight: Tensor, tensors: Sequence[Tensor]
+    call: Call, specs: Sequence[CastSpec | None], seen: list[LayerRecord], weight: Tensor, tensors: Sequence[Tensor]
 ) -> Fp8:
     """A head in its backward, of what was saved."""
     left = list(tensors)

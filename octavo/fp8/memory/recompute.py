@@ -38,7 +38,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from octavo.fp8.dense.swap import Swapped
+from octavo.fp8.dense.swap import SwappedModule
 from octavo.fp8.invariance import again
 
 CHOICES = ("none", "selective", "full")
@@ -94,7 +94,7 @@ def _saves_much(module: nn.Module) -> bool:
     """Whether a module saves more than its input: torch's LayerNorm does not, nor do the norms of this package."""
     if next(module.parameters(), None) is None:
         return False
-    return not (_is_norm(module) and isinstance(module, (Swapped, nn.LayerNorm)))
+    return not (_is_norm(module) and isinstance(module, (SwappedModule, nn.LayerNorm)))
 
 
 def _is_norm(module: nn.Module) -> bool:

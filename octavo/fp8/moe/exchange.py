@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.dense.wire import Coding
+from octavo.fp8.dense.wire import WireFormat
 from octavo.fp8.moe.rows import ToPairs, ToRows
 from octavo.fp8.weights.shards import experts_here
 
@@ -63,15 +63,15 @@ class Exchange:
 
     group: Any
     ranks: int
-    rows: Coding | None = None
-    gradients: Coding | None = None
+    rows: WireFormat | None = None
+    gradients: WireFormat | None = None
 
     def coded(self, module: Any) -> Exchange:
         """The same, with codes for what the FP8 layers of a module of experts (:class:`octavo.fp8.moe.Experts`) cast
         anyway."""
         up, down = (module._sites[name] for name in ("gate_up_proj", "down_proj"))
         width = module._parameters["gate_up_proj"].shape[1 if getattr(module, "is_transposed", False) else 2]
-        return replace(self, rows=Coding.of_x(up.recipe, width), gradients=Coding.of_dy(down.recipe, width))
+        return replace(self, rows=WireFormat.of_x(up.recipe, width), gradients=WireFormat.of_dy(down.recipe, width))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         return self  # a group is no value
@@ -100,8 +100,8 @@ class _Exchanged(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any, coding: Coding | None,
-        backward: Coding | None,
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any, coding: WireFormat | None,
+        backward: WireFormat | None,
     ) -> Tensor:  # fmt: skip
         ctx.back = received, sent, group, backward
         return _exchanged(rows, sent, received, group, coding)
@@ -112,7 +112,7 @@ class _Exchanged(torch.autograd.Function):
         return _exchanged(dy, *ctx.back), None, None, None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, coding: Coding | None) -> Tensor:
+def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, coding: WireFormat | None) -> Tensor:
     message = rows.contiguous() if coding is None else coding.pack(rows)
     received_rows = message.new_empty(sum(received), message.shape[1])
     dist.all_to_all_single(received_rows, message, received, sent, group=group)

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.blocks import mlp
-from octavo.fp8.blocks.probe import random, trial
+from octavo.fp8.blocks.probe import cache_trial, make_generator
 from octavo.fp8.dense import delayed, sources
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.dense.inputs import Source, compute_dtype, with_source
-from octavo.fp8.dense.linear import Call, three_gemms
-from octavo.fp8.dense.swap import put
-from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.dense.linear import GemmArgs, three_gemms
+from octavo.fp8.dense.swap import add_attribute
+from octavo.fp8.kernels.groups import Groups, group_rows
 from octavo.fp8.moe.exchange import EXCHANGE, Exchange, parameter
 from octavo.fp8.moe.grouped import Grouped, grouped_gemms, one_by_one, why_not_grouped
 from octavo.fp8.moe.rows import ToPairs, ToRows, rows_of
@@ -105,10 +105,10 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
     return None
 
 
-@trial
+@cache_trial
 def stand_in_matches(module: nn.Module) -> str | None:
     """The same for experts without values: two random ones of their size answer, in the same module."""
-    twin, generator = copy.copy(module), random()
+    twin, generator = copy.copy(module), make_generator()
     twin.__dict__["_parameters"] = {
         name: None if p is None else nn.Parameter(torch.randn(2, *p.shape[1:], generator=generator).to(p.dtype) / 16)
         for name, p in module._parameters.items()
@@ -134,7 +134,7 @@ class Experts(CachesWeights):
             if site.recipe.delayed is not None:
                 weight = module._parameters[name]
                 assert weight is not None
-                delayed.attach(module, site, slots=weight.shape[0], suffix=f"_{name}")
+                delayed.attach_histories(module, site, slots=weight.shape[0], suffix=f"_{name}")
         return module
 
     @property
@@ -180,17 +180,17 @@ class Experts(CachesWeights):
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
         if why_not_grouped(site.recipe, site.selections, x.device) is None:
             way = Grouped(groups, transposed)
-            call = Call(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
+            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
             return grouped_gemms(x, bias, call)
         weights, biases = _matrices(self, name), _biases(self, name)
 
         def run(expert: int, rows: Tensor) -> Tensor:
             part = WeightSlice(expert, transposed)
-            call = Call(site, weight, part, grad, self.training)
+            call = GemmArgs(site, weight, part, grad, self.training)
             return three_gemms(rows, weights[expert], biases[expert], call)
 
         y, ran = one_by_one(x, groups, run)
-        recorder.idle(site.name, groups.experts - ran)
+        recorder.record_idle_experts(site.name, groups.experts - ran)
         return y
 
     def extra_repr(self) -> str:
@@ -261,7 +261,7 @@ def mixture(
         dealt = exchange.deal(chosen, weight.shape[0] * exchange.ranks)
         tokens, chosen, top_k = dealt.to_experts(hidden, top_k, dtype), dealt.experts, 1
     # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
-    groups, pair_of, row_of = route(chosen, weight.shape[0])
+    groups, pair_of, row_of = group_rows(chosen, weight.shape[0])
     x = ToRows.apply(tokens, pair_of, row_of, top_k, dtype)
     gate = partial(_gate, module)
     if beside is None or weight.requires_grad:
@@ -298,14 +298,14 @@ MARK = "_saves_rows"
 
 
 def mark(experts: nn.Module) -> None:
-    put(experts, MARK, True)
+    add_attribute(experts, MARK, True)
 
 
 def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
     """down(gate(gate_up)), on what FP8 holds of gate_up [R, 2I]."""
     if gate_up.dtype not in sources.DTYPES or not gate_up.numel():
         return down(gate(gate_up))
-    h, source = mlp.product(gate, gate_up)
+    h, source = mlp.activation_product(gate, gate_up)
     if source is None:
         return down(h)
     with with_source(h, source):
@@ -322,18 +322,18 @@ def weighted(pairs: Tensor, weights: Tensor) -> Tensor:
 class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, weights: Tensor) -> Tensor:
-        saved = sources.keep(pairs) if ctx.needs_input_grad[1] else None
+        saved = sources.encode_activation(pairs) if ctx.needs_input_grad[1] else None
         ctx.dtypes = pairs.dtype, weights.dtype
-        sources.save(ctx, weights=weights, pairs=saved)
+        sources.save_named(ctx, weights=weights, pairs=saved)
         return pairs * weights
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weights, saved = sources.saved(ctx).values()
+        weights, saved = sources.load_saved(ctx).values()
         dpairs = (dy * weights).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
         dweights = None
         if saved is not None:
-            pairs = sources.value(saved, ctx.dtypes[0])
+            pairs = sources.decode_activation(saved, ctx.dtypes[0])
             dweights = (dy * pairs).sum(1, keepdim=True).to(ctx.dtypes[1])
         return dpairs, dweights

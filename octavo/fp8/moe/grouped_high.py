@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from octavo.base import accelerator
-from octavo.fp8.kernels.groups import TILE, Groups, real_rows, spans
+from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, real_rows
 
 _WIDTH = 8  # torch's grouped product loads 16 bytes at a time: rows of both operands begin at multiples of that
 
@@ -46,7 +46,7 @@ def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tens
         # Nothing is written for an expert without rows.
         return torch.where((groups.sizes > 0).view(-1, 1, 1), dw, 0).to(out_dtype)
     dw = dy.new_zeros(groups.experts, dy.shape[1], x.shape[1], dtype=out_dtype)
-    for expert, span in spans(groups):
+    for expert, span in expert_spans(groups):
         dw[expert] = dy[span].t() @ x[span]
     return dw
 
@@ -71,7 +71,7 @@ def without_padding(x: Tensor, groups: Groups) -> Tensor:
 def _each(x: Tensor, cols: int, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> Tensor:
     """``run(expert, its rows)`` where the rows of x lie, [R, cols]; zeros in padding rows."""
     y = x.new_zeros(x.shape[0], cols)
-    for expert, span in spans(groups):
+    for expert, span in expert_spans(groups):
         y[span] = run(expert, x[span])
     return y
 

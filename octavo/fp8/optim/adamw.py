@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.adamw import MASTERS, Hyper, Piece
-from octavo.fp8.arithmetic.moments import STATES, Agree
+from octavo.fp8.arithmetic.moments import STATES, MaxOverRanks
 from octavo.fp8.arithmetic.philox import LIMIT
 from octavo.fp8.optim import convert, layout, sharded
 from octavo.fp8.optim import state_dict as state_dict_
@@ -188,9 +188,11 @@ class AdamW(torch.optim.Optimizer):
             step=int(state["step"]),
         )
 
-    def run(self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+    def run(
+        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None
+    ) -> None:
         """Step pieces of one device, in place. ``factor`` multiplies every gradient. ``agree``: see ``moments.encode``;
-        it is given one column for each of :func:`~octavo.fp8.arithmetic.adamw.edges`, in that order."""
+        it is given one column for each of :func:`~octavo.fp8.arithmetic.adamw.find_edges`, in that order."""
         engine(pieces[0].weight.device)(pieces, hyper, factor, agree)
 
     def fresh(self, p: Tensor, group: Group) -> dict[str, Tensor]:

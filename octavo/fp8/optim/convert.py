@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.fp8.arithmetic import master, moments
-from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree, StateSpec
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, MaxOverRanks, StateSpec
 from octavo.fp8.optim import sharded
 from octavo.fp8.optim.layout import Group, like, state_specs, touched
 from octavo.fp8.weights.shards import Span, is_dtensor, plain, span
@@ -175,7 +175,7 @@ def encode(parameter: Tensor, group: Group, state: Mapping[str, Tensor], m: Tens
     cut = sharded.cut_groups(parameter) if sharded.is_cut(parameter, states) else ()
     edges = [g for g in sorted({first, last - 1}) if g in cut and first < last]
 
-    def store(rows: list[tuple[int, int]], agree: Agree | None) -> None:
+    def store(rows: list[tuple[int, int]], agree: MaxOverRanks | None) -> None:
         m_table, v_table = (torch.cat([_table(x, mine, a, b) for a, b in rows]) for x in (m, v))
         chance = torch.full_like(m_table, _NEAREST, dtype=torch.int32)
         new = moments.encode(states, m_table, v_table, chance, agree)

@@ -21,7 +21,7 @@ from octavo.fp8.arithmetic import moments, philox
 from octavo.fp8.arithmetic.adamw import CPU_CHUNK as CHUNK
 from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars
 from octavo.fp8.arithmetic.moments import GROUP
-from octavo.fp8.arithmetic.root import root
+from octavo.fp8.arithmetic.root import sqrt
 
 _INF = math.inf
 _NAN = 0x7FC00000
@@ -105,7 +105,7 @@ class _Scratch:
         # not add_(..., alpha=): that rounds once where the formula rounds twice
         m.mul_(s.beta1).add_(torch.mul(grad, s.rest1, out=t))
         v.mul_(s.beta2).add_(torch.mul(grad, s.rest2, out=t).mul_(grad))
-        root(v, t).mul_(s.root).add_(s.eps)
+        sqrt(v, t).mul_(s.root).add_(s.eps)
         w.mul_(s.decay).sub_(torch.mul(m, s.pace, out=g).div_(t))
 
         if not exact:
@@ -132,7 +132,7 @@ class _Scratch:
         m.copy_(torch.bitwise_right_shift(codes, 1, out=byte))
         m.mul_(torch.abs(m, out=t).add_(32.0))  # small integers, exact in fp32, too
         _rows(m).mul_(scale[:, None])
-        m.mul_(root(v, t))
+        m.mul_(sqrt(v, t))
 
     def _encode(self, m: Tensor, v: Tensor, r: Tensor, t: Tensor, u: Tensor, stored: _Stored) -> None:
         """Their bytes from m and v; r, t and u are written over."""
@@ -156,7 +156,7 @@ class _Scratch:
             torch.ne(bits, 0, out=a)  # 1 or 0
             b.mul_(a)
             t.view(torch.int32).mul_(a)
-        torch.div(m, root(t, t), out=r)
+        torch.div(m, sqrt(t, t), out=r)
         if zeros:
             r.masked_fill_(a == 0, 0.0)
         torch.abs(r, out=t)
@@ -171,7 +171,7 @@ class _Scratch:
             bound = amax.view(torch.int32) & _MAGNITUDE
             scale.copy_(moments.r_scale(bound))
             _rows(t).mul_(moments.r_grid(bound)[:, None])
-        root(t.add_(256.0), t).sub_(16.0).round_().clamp_(max=63.0)
+        sqrt(t.add_(256.0), t).sub_(16.0).round_().clamp_(max=63.0)
         if not plain:
             _rows(t).masked_fill_((bound >= 0x7F800000)[:, None], 0.0)
         byte, lowest = (x[: m.numel()] for x in self._bytes)

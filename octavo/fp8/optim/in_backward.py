@@ -125,7 +125,7 @@ class UpdateInBackward:
         factor = clip_factor(norm, clip, undo)
         if before and self._model is not None:  # the same scales again, and one entry a step
             delayed.load_scaling_state(self._model, before)
-        with self._pass(lambda p: self.optimizer.update([p], factor)), recorder.muted():
+        with self._pass(lambda p: self.optimizer.update([p], factor)), recorder.mute_reports():
             backward(False)
         self._finish()
         return Updated(norm, True)

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from octavo.base import accelerator
-from octavo.fp8.arithmetic.adamw import Hyper, Piece, edges, part, whole
-from octavo.fp8.arithmetic.moments import GROUP, Agree
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, find_edges, slice_piece, whole_groups
+from octavo.fp8.arithmetic.moments import GROUP, MaxOverRanks
 from octavo.fp8.optim.adamw import AdamW
 from octavo.fp8.optim.engine import Engine, engine
 from octavo.fp8.optim.layout import Group
@@ -176,15 +176,15 @@ class Offload:
         pieces: Sequence[Piece],
         hyper: Hyper,
         factor: float | Tensor | None,
-        agree: Agree | None,
+        agree: MaxOverRanks | None,
         engine: Engine,
     ) -> None:
         """``engine(pieces, hyper, factor, agree)`` batch by batch, with states that are on the device for that time.
 
         Groups that several ranks share (``agree``) are asked for once: all of them are the last batch, a few rows.
         """
-        cut = [] if agree is None else [part(e.piece, e.first, e.last) for e in edges(pieces)]
-        batches = list(self._batches(pieces if agree is None else map(whole, pieces)))
+        cut = [] if agree is None else [slice_piece(e.piece, e.first, e.last) for e in find_edges(pieces)]
+        batches = list(self._batches(pieces if agree is None else map(whole_groups, pieces)))
         if cut:
             batches.append(_batch(cut))
         for i, batch in enumerate(batches):
@@ -259,7 +259,7 @@ class Offload:
         first = 0
         while first < count:
             last = min(first + step - (piece.start + first) % GROUP, count)
-            yield part(piece, first, last)
+            yield slice_piece(piece, first, last)
             first = last
 
 
@@ -294,7 +294,9 @@ class OffloadedAdamW(AdamW):
                 state[name] = _local(x, on_host) if is_dtensor(x) else on_host
         return state
 
-    def run(self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+    def run(
+        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None
+    ) -> None:
         """As AdamW's, with states that come to the device of their weight and go back."""
         device = pieces[0].weight.device
         of(device).step(pieces, hyper, factor, agree, engine(device))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.adamw import Hyper, Piece
-from octavo.fp8.arithmetic.adamw import edges as edges_of
+from octavo.fp8.arithmetic.adamw import find_edges as edges_of
 from octavo.fp8.arithmetic.moments import GROUP
 from octavo.fp8.optim.engine import Engine
 from octavo.fp8.weights.shards import borders, is_dtensor, sharded_over

@@ -90,9 +90,17 @@ def lines(rows: Iterable[PlanRow]) -> list[tuple[str, ...]]:
     """The cells under :data:`HEAD`, one line for layers that differ only in their numbers."""
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in rows:
-        key = (template(row.name), row.component, row.row.shape, row.recipe, row.reason, row.row.frozen, _backend(row))
+        key = (
+            template(row.name),
+            row.component,
+            row.row.shape,
+            row.recipe,
+            row.reason,
+            row.row.frozen,
+            _backend_names(row),
+        )
         groups.setdefault(key, []).append(row)
-    return [_line(alike) for alike in groups.values()]
+    return [_make_line(alike) for alike in groups.values()]
 
 
 def fold(names: Iterable[str]) -> str:
@@ -115,7 +123,7 @@ def _fold_segment(values: list[str]) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def _line(rows: list[PlanRow]) -> tuple[str, ...]:
+def _make_line(rows: list[PlanRow]) -> tuple[str, ...]:
     row = rows[0]
     shape = f"{row.shape[0]} x {row.shape[1]}"
     if row.row.experts is not None:
@@ -127,10 +135,18 @@ def _line(rows: list[PlanRow]) -> tuple[str, ...]:
     if row.row.tied:
         notes.append(f"tied to {row.row.tied[0]}")
     recipe = row.recipe.short() if row.recipe is not None else "-"
-    return row.component, fold(r.name for r in rows), shape, str(len(rows)), recipe, _backend(row), "; ".join(notes)
+    return (
+        row.component,
+        fold(r.name for r in rows),
+        shape,
+        str(len(rows)),
+        recipe,
+        _backend_names(row),
+        "; ".join(notes),
+    )
 
 
-def _backend(row: PlanRow) -> str:
+def _backend_names(row: PlanRow) -> str:
     return ", ".join(dict.fromkeys(s.backend.name for s in row.selections.values())) or "-"
 
 
@@ -151,14 +167,16 @@ def totals(rows: Sequence[PlanRow]) -> list[str]:
     return out
 
 
-def padded(rows: Sequence[PlanRow]) -> list[str]:
+def describe_padding(rows: Sequence[PlanRow]) -> list[str]:
     """Which layers have sizes that tensor cores do not take as they are, and what that costs: a sentence for all, and
     one for each of the most expensive kinds; none where every size is taken as it is."""
     kinds: dict[tuple[str, tuple[int, int], Padding, tuple[str, ...]], list[PlanRow]] = {}
     for row in rows:
         runs = {gemm: s.backend for gemm, s in row.selections.items() if gemm != "wgrad" or not row.row.frozen}
-        if row.recipe is not None and (padded_to := padding(row.recipe, row.shape, tuple(runs))).part:
-            kinds.setdefault((template(row.name), row.shape, padded_to, copied(row.shape, runs)), []).append(row)
+        if row.recipe is not None and (padded_to := compute_padding(row.recipe, row.shape, tuple(runs))).part:
+            kinds.setdefault((template(row.name), row.shape, padded_to, copied_results(row.shape, runs)), []).append(
+                row
+            )
     if not kinds:
         return []
     flops = {key: key[2].part * sum(row.fp8_flops for row in alike) for key, alike in kinds.items()}
@@ -169,11 +187,11 @@ def padded(rows: Sequence[PlanRow]) -> list[str]:
     part = _percent(sum(flops.values()) / total)
     return [
         f"{count} have sizes that tensor cores take filled up with zeros, {part} of all layers' FLOPs more{rest}",
-        *(f"{fold(row.name for row in kinds[key])}: {_as(*key[1:])}" for key in shown),
+        *(f"{fold(row.name for row in kinds[key])}: {_padding_text(*key[1:])}" for key in shown),
     ]
 
 
-def _as(shape: tuple[int, int], padded_to: Padding, cut: Sequence[str]) -> str:
+def _padding_text(shape: tuple[int, int], padded_to: Padding, cut: Sequence[str]) -> str:
     (n, k), (wide, deep) = shape, padded_to.sizes
     copies = f", {' and '.join(cut)} copied out" if cut else ""
     return f"{n} x {k} as {wide} x {deep}, {_percent(padded_to.part)} more{copies}"
@@ -192,7 +210,7 @@ class Padding(NamedTuple):
     part: float
 
 
-def padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Padding:
+def compute_padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Padding:
     """What a weight [N, K] is filled up to in the GEMMs (of fwd, dgrad, wgrad) that the recipe runs in FP8."""
     n, k = shape
     sizes_of_gemms = []
@@ -212,7 +230,7 @@ def padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Pad
     return Padding((max(a for a, _ in sizes_of_gemms), max(b for _, b in sizes_of_gemms)), part)
 
 
-def copied(shape: tuple[int, int], backends: Mapping[str, Backend]) -> tuple[str, ...]:
+def copied_results(shape: tuple[int, int], backends: Mapping[str, Backend]) -> tuple[str, ...]:
     """Which results (y, dx, dw) of a weight [N, K] are copied out of wider ones, by the backend of each GEMM."""
     n, k = shape
     widths = {"fwd": ("y", n), "dgrad": ("dx", k), "wgrad": ("dw", k)}

@@ -95,9 +95,9 @@ class Check:
             self._gemms.setdefault(site.layer, set()).add(site.gemm)
 
     @contextmanager
-    def attached(self) -> Iterator[Check]:
+    def attach(self) -> Iterator[Check]:
         """Check what runs inside, a forward and its backward."""
-        with recorder.attached(checker=self):
+        with recorder.attach(checker=self):
             yield self
 
     def look_at_codes(self, model: nn.Module) -> None:

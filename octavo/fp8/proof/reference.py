@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import nn
 
 from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.fp8.planning.exchange import sites_of
+from octavo.fp8.planning.exchange import get_sites
 from octavo.fp8.weights.cache import CachesWeights
 from octavo.fp8.weights.frozen import codes_cast
 
@@ -66,7 +66,7 @@ def _operands(model: nn.Module) -> dict[str, _Operands]:
     """Parameter, by its name in the stock model -> how its layer computes, for all that are not in high precision."""
     operands = {}
     for path, module in model.named_modules():
-        sites = sites_of(module) if isinstance(module, CachesWeights) else {}
+        sites = get_sites(module) if isinstance(module, CachesWeights) else {}
         for name, weight in module.named_parameters(recurse=False):
             codes, fwd = codes_cast(weight), None if name not in sites else sites[name].recipe.fwd
             if codes is not None or fwd is not None:

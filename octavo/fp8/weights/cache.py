@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.kernels.capture import capturing, lasting
+from octavo.fp8.kernels.capture import are_weights_constant, is_capturing
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights import versions as clock
 from octavo.fp8.weights.fp8_tensor import Fp8Weight, Held, master_of
@@ -166,7 +166,7 @@ class WeightCache:
             codes = parameter.codes(spec, part.slot)
             if codes is not None:
                 return codes if forward or not shared else self._of_frozen(parameter, part, codes, backend)
-        self.captured = _capturing(parameter) and not (lasting() and self._holds(parameter, part, spec))
+        self.captured = _capturing(parameter) and not (are_weights_constant() and self._holds(parameter, part, spec))
         cast = cast or backend.quantize
         if isinstance(parameter, Fp8Weight) and parameter.frozen:  # a cast that differs from its codes is not cached
             self.casts += 1
@@ -241,7 +241,7 @@ class WeightCache:
 
 
 def _capturing(weight: Tensor) -> bool:
-    return weight.device.type != "cpu" and capturing(weight.device)
+    return weight.device.type != "cpu" and is_capturing(weight.device)
 
 
 def _forget(address: int, codes: WeightCache | None = None) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize_with_scale, scale_from_amax
 from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.kernels.layout import as_bytes, ceil_div, grid_of
+from octavo.fp8.kernels.layout import as_bytes, ceil_div, grid_shape
 from octavo.fp8.kernels.registry import Backend
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def _exchange(values: Tensor, needs: Sequence[Need], shards: Shards, mesh: Devic
     """For every need the amaxes [1, column blocks] of its cut blocks, over all ranks."""
     cols = values.shape[1]
     cuts = [shards.cut(need.spec.block[0]) for need in needs]
-    widths = [grid_of(1, cols, need.spec)[1] for need in needs]
+    widths = [grid_shape(1, cols, need.spec)[1] for need in needs]
     if not any(cuts):
         return [{} for _ in needs]
     # Patterns of amaxes as integers: they order like amaxes, with NaN last.
@@ -295,9 +295,9 @@ def shapes(need: Need, whole: torch.Size, shards: Shards) -> tuple[torch.Size, t
     """The shapes of what one rank sends: codes and scales."""
     if len(whole) == 3:
         n, k = (whole[2], whole[1]) if need.transposed else (whole[1], whole[2])
-        return torch.Size((shards.chunk, n, k)), torch.Size((shards.chunk, *grid_of(n, k, need.spec)))
+        return torch.Size((shards.chunk, n, k)), torch.Size((shards.chunk, *grid_shape(n, k, need.spec)))
     blocks = shards.blocks(need.spec.block[0])
-    return torch.Size((shards.chunk, whole[1])), torch.Size((blocks, grid_of(1, whole[1], need.spec)[1]))
+    return torch.Size((shards.chunk, whole[1])), torch.Size((blocks, grid_shape(1, whole[1], need.spec)[1]))
 
 
 def _scale_dtype(need: Need) -> torch.dtype:

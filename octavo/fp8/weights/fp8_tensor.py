@@ -15,9 +15,9 @@ An :class:`Fp8Weight` is in one of three states:
   (``weight.float()``, as in DoRA) gets temporary values.
 
 ``param: true`` converts the weights of FP8 GEMMs to weights with a master
-(:func:`octavo.fp8.planning.apply.exchange`). In one process this changes no result; since forward and dgrad read only
-codes, FSDP2 can gather codes and scales instead of 2 or 4 bytes per parameter: 1 byte with one cast of the weight
-(blockwise, tensorwise), 2 with two (rowwise, mxfp8).
+(:func:`octavo.fp8.planning.apply.convert_to_fp8_weights`). In one process this changes no result; since forward and
+dgrad read only codes, FSDP2 can gather codes and scales instead of 2 or 4 bytes per parameter: 1 byte with one cast of
+the weight (blockwise, tensorwise), 2 with two (rowwise, mxfp8).
 
 GEMMs read codes. Other code that reads values from a weight of codes gets them by an explicit dequantize, freed with
 the result (a layer inside ``fp8.high_precision``, a GEMM that a recipe keeps out of FP8, autocast); writing raises.

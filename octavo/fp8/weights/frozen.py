@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from octavo.base.recipe_specs import FROZEN_BLOCKS, NAME_OF_KIND, SPECS
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.kernels.layout import grid_of
+from octavo.fp8.kernels.layout import grid_shape
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.weights.fp8_codes import Codes, Source
 from octavo.fp8.weights.fp8_rows import Need, Shards, assembled, gather, shard_mesh
@@ -63,7 +63,7 @@ def frozen_from_codes(
             f"A frozen weight takes codes of {spec.fmt.dtype} with two or three dimensions; found {codes.dtype} of "
             f"shape {list(codes.shape)}."
         )
-    wanted = (*codes.shape[:-2], *grid_of(codes.shape[-2], codes.shape[-1], spec))
+    wanted = (*codes.shape[:-2], *grid_shape(codes.shape[-2], codes.shape[-1], spec))
     if tuple(scale.shape) != wanted or scale.dtype is not torch.float32:
         raise ValueError(
             f"Codes of shape {list(codes.shape)} in blocks of {spec.block} have scales of shape {list(wanted)} in "
@@ -109,7 +109,7 @@ def freeze_weight(
     if values.is_meta:
         matrix = values.mT if transposed else values
         codes = torch.empty(matrix.shape, dtype=spec.fmt.dtype, device="meta")
-        scale = torch.empty((*matrix.shape[:-2], *grid_of(matrix.shape[-2], matrix.shape[-1], spec)), device="meta")
+        scale = torch.empty((*matrix.shape[:-2], *grid_shape(matrix.shape[-2], matrix.shape[-1], spec)), device="meta")
         return frozen_from_codes(codes, scale, spec, dtype or values.dtype, transposed)
     q = Need(spec, get("reference"), 1, transposed).cast(values.detach())
     return frozen_from_codes(q.data, q.scale, spec, dtype or values.dtype, transposed)
@@ -199,7 +199,7 @@ def _nothing(frozen: Codes, device: torch.device) -> Quantized:
     """Codes and scales of a weight without rows."""
     (need,), whole, _ = frozen.source
     n, k = (whole[-1], whole[-2]) if need.transposed else (whole[-2], whole[-1])
-    lead, grid = ((0,), grid_of(n, k, need.spec)) if len(whole) == 3 else ((), (0, grid_of(1, k, need.spec)[1]))
+    lead, grid = ((0,), grid_shape(n, k, need.spec)) if len(whole) == 3 else ((), (0, grid_shape(1, k, need.spec)[1]))
     codes = torch.empty((*lead, n, k) if lead else (0, k), dtype=need.spec.fmt.dtype, device=device)
     return Quantized(codes, torch.empty((*lead, *grid), device=device), need.spec)
 

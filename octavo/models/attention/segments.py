@@ -40,10 +40,10 @@ INSTEAD = "Set data.packing: false"
 class Share(Protocol):
     """This rank's share of a row (`parallel.Context`)."""
 
-    def part(self, length: int) -> slice:
+    def local_slice(self, length: int) -> slice:
         """This rank's tokens of a row of `length` tokens."""
 
-    def queries(self, length: int) -> tuple[int, int]:
+    def query_range(self, length: int) -> tuple[int, int]:
         """[first, last) of the tokens whose queries this rank computes."""
 
     def attend(
@@ -79,7 +79,7 @@ class Segments:
     @classmethod
     def of(cls, edges: Sequence[int], device: torch.device | str = "cpu", share: Share | None = None) -> Segments:
         """The segments of a row whose samples end at ``edges``, which begin with 0 and end with T."""
-        first, last = (0, edges[-1]) if share is None else share.queries(edges[-1])
+        first, last = (0, edges[-1]) if share is None else share.query_range(edges[-1])
         inside = ((a, b) for a, b in pairwise(edges) if a < last and b > first)
         spans = tuple(Span(a, max(a, first), min(b, last)) for a, b in inside)
         queries, keys = [span.last - span.first for span in spans], [span.last - span.start for span in spans]
@@ -118,7 +118,7 @@ class Segments:
         """Tokens of the row that this rank has."""
         if self.share is None:
             return self.edges[-1]
-        part = self.share.part(self.edges[-1])
+        part = self.share.local_slice(self.edges[-1])
         return int(part.stop - part.start)
 
 

@@ -81,7 +81,7 @@ def prepare(
     dtype: torch.dtype,
     device: torch.device,
     keep_fp8: bool,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Prepared:
     """The model of a folder, before its weights; arguments as for `octavo.models.load`. Raises ModelError for all
     errors that headers show."""
@@ -90,11 +90,11 @@ def prepare(
     paired, mapping, weights = map_tensors(folder, model, shards, quantization, keep_fp8)
     kinds = _kinds(folder, weights, mapping, wanted, quantization, keep_fp8)
     for note in paired.notes:
-        say(note)
+        log(note)
     for taken, other in mapping.twice:
-        say(f"{folder} offers one parameter twice: took {taken}, {taken.dtype}, not {other}, {other.dtype}")
+        log(f"{folder} offers one parameter twice: took {taken}, {taken.dtype}, not {other}, {other.dtype}")
     if wanted and not keep_fp8 and quantization is not None:
-        say("keep_fp8=False: codes on disk are dequantized, and the layers of load_in_fp8 are quantized again")
+        log("keep_fp8=False: codes on disk are dequantized, and the layers of load_in_fp8 are quantized again")
     dtypes = dtypes_of(model, dtype)
     return Prepared(
         model, mapping, Stream(shards, model, paired.scales, quantization, kinds, dtypes, device, keep_fp8=keep_fp8)
@@ -102,13 +102,13 @@ def prepare(
 
 
 def assemble(
-    folder: Path, prepared: Prepared, device: torch.device, say: Callable[[str], None],
+    folder: Path, prepared: Prepared, device: torch.device, log: Callable[[str], None],
     progress: Callable[[int, int], None] | None,
 ) -> PreTrainedModel:  # fmt: skip
     """The model with its weights, read as a stream. Raises ModelError for errors that only values show."""
     _fill(prepared.stream, prepared.sources.origins, progress)
     for note in prepared.stream.notes:
-        say(note)
+        log(note)
     model = finish(prepared.model, folder, prepared.sources)
     if left := [name for name, tensor in model.named_parameters() if tensor.is_meta]:
         raise ModelError(_no_values(folder, left))

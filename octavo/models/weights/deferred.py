@@ -39,7 +39,7 @@ class Deferred:
     prepared: Prepared
     homes: Mapping[str, tuple[nn.Module, str]]
     split: bool
-    say: Callable[[str], None] = lambda text: None
+    log: Callable[[str], None] = lambda text: None
 
     def fill(self, window: Window, place: Place, largest: Callable[[Tensor], Tensor]) -> int:
         """Read the rows of `window` of each parameter, pass them to `place`, and return the bytes that were read.
@@ -72,7 +72,7 @@ class Deferred:
                 trimmed = trim_after(stream.shards.taken, trimmed)
         stream.finish()
         for note in stream.notes:
-            self.say(note)
+            self.log(note)
         return stream.shards.taken - before
 
     def _of_parameters(self) -> list[Origin]:
@@ -86,13 +86,13 @@ def defer(
     load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
     keep_fp8: bool = True,
     split: bool = False,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> Deferred:
     """The model of `models.load` with these arguments, or with `split` of `models.load_split`, before its parameters
     are read. Raises ModelError for all errors that do not depend on values."""
     folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
-    quantization, shards = open_folder(folder, say)
+    quantization, shards = open_folder(folder, log)
     if split:
         dtype, keep_fp8, kinds = torch.bfloat16, False, {}
         split = quantization is not None or any(entry.dtype in WIDE for entry in shards.stored.values())
@@ -101,7 +101,7 @@ def defer(
     def build() -> PreTrainedModel:
         return skeleton(config, dtype)
 
-    prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
+    prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, log)
     model, stream = prepared.model, prepared.stream
     if any(origin.converter is not None for origin in prepared.sources.origins):
         stream.rules = build()  # an unchanged model for transformers' rules: `model` is changed before it is filled
@@ -119,7 +119,7 @@ def defer(
         stream.dtype_of = lambda name: torch.float32
     finish(model, folder, prepared.sources)
     move_buffers(model, on)
-    return Deferred(model, prepared, homes_of(model, names), split, say)
+    return Deferred(model, prepared, homes_of(model, names), split, log)
 
 
 def homes_of(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[nn.Module, str]]:

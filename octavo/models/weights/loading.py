@@ -53,7 +53,7 @@ def load(
     attn_implementation: str | None = None,
     load_in_fp8: str | bool | Mapping[str, str | None] | None = None,
     keep_fp8: bool = True,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int], None] | None = None,
     scores: bool = False,
 ) -> PreTrainedModel:
@@ -68,7 +68,7 @@ def load(
                          image_encoder, image_projector. Embeddings, the output projection, routers, norms and the patch
                          embedding are not quantized
     keep_fp8             for a folder in FP8: True keeps the codes (frozen weights), False dequantizes them to `dtype`
-    say                  called with notes for the user: which of two sets of weights was used, what was not used
+    log                  called with notes for the user: which of two sets of weights was used, what was not used
     progress             called with (bytes read, total bytes) after every parameter, if FP8 is involved
     scores               build the model that scores texts (sequence classification, a reward model), not the one that
                          generates
@@ -79,7 +79,7 @@ def load(
     """
     folder, kinds = Path(path), requested_kinds(load_in_fp8)
     config = read_config(folder)
-    quantization, shards = open_folder(folder, say)
+    quantization, shards = open_folder(folder, log)
     codes = quantization is not None or any(entry.is_codes for entry in shards.stored.values())
     cached = any(map(is_cache_scale, shards.stored))
     # Everything that from_pretrained would load wrongly or not at all is assembled by Octavo.
@@ -87,16 +87,16 @@ def load(
         on = torch.device(device)
         with shards:
             build = partial(skeleton, config, dtype, attn_implementation, scores)
-            prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, say)
-            return assemble(folder, prepared, on, say, progress)
+            prepared = prepare(folder, build, shards, quantization, kinds, dtype, on, keep_fp8, log)
+            return assemble(folder, prepared, on, log, progress)
     if any(not entry.dtype.is_floating_point for entry in shards.stored.values()):
         # transformers casts integers to floating point: `map_tensors` refuses them for parameters.
         map_tensors(folder, skeleton(config, dtype, None, scores), shards, quantization, keep_fp8)
     return accelerator.move(_load_stock(folder, config, dtype, attn_implementation, scores), torch.device(device))
 
 
-def open_folder(folder: Path, say: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
-    """The quantization of a model folder and its tensors; `say` is called with a note if it has two sets of weights.
+def open_folder(folder: Path, log: Callable[[str], None]) -> tuple[Quantization | None, Shards]:
+    """The quantization of a model folder and its tensors; `log` is called with a note if it has two sets of weights.
     Raises ModelError for a folder that also contains an adapter, or that lacks files."""
     check_companions(folder)
     if os.path.lexists(folder / "adapter_config.json"):
@@ -107,7 +107,7 @@ def open_folder(folder: Path, say: Callable[[str], None]) -> tuple[Quantization 
     quantization = read_quantization(folder)
     shards, notes = open_weights(folder, quantization is not None)
     for note in notes:
-        say(note)
+        log(note)
     return quantization, shards
 
 

@@ -21,14 +21,14 @@ from octavo.data.loaders.rows_from_config import prompt_columns
 from octavo.models.folder.folder import at
 from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.rl.phases.completions_log import CompletionsLog
-from octavo.rl.phases.reference import reference_for
+from octavo.rl.phases.reference import make_reference
 from octavo.rl.phases.reward_errors import RewardErrors
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.phases.settings import Settings
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.rollout import evaluate_held_out
-from octavo.rl.rollout.same_weights import PROVEN
+from octavo.rl.rollout.same_weights import ROLLOUT_PROOF
 from octavo.train import TrainError
 from octavo.train.forward.evaluation import Answer
 from octavo.train.run_dir.run_dir import PLAN, PROOF, read_json
@@ -58,7 +58,7 @@ class RlPhase(Phase):
     def check(self, cfg: Config) -> None:
         super().check(cfg)
         if self.rewards is None:  # a reward that cannot be used is an error before the run directory exists
-            self.rewards = rewards_of(Settings.of(cfg).section)
+            self.rewards = make_rewards(Settings.of(cfg).section)
 
     def prints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
@@ -105,7 +105,7 @@ class RlPhase(Phase):
         return {**figures, **rewards}
 
     def stepper(
-        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+        self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
     ) -> RlStepper:
         assert self.rewards is not None and self._loader is not None
         settings, world, forward = Settings.of(plain.cfg), plain.world, plain.forward
@@ -120,11 +120,11 @@ class RlPhase(Phase):
             kv=section.kv,
             pages=section.pages,
             invariant=section.invariant,
-            say=say,
+            log=log,
         )
-        reference = reference_for(section.reference, plain, directory / PLAN, say) if settings.beta else None
+        reference = make_reference(section.reference, plain, directory / PLAN, log) if settings.beta else None
         if self.rewards.on_bad == "zero":
-            self.reward_errors = RewardErrors(self.rewards, world, say, step, plain.cfg.run.encrypt)
+            self.reward_errors = RewardErrors(self.rewards, world, log, step, plain.cfg.run.encrypt)
         stepper = RlStepper.of(
             plain,
             roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
@@ -133,11 +133,11 @@ class RlPhase(Phase):
             log=CompletionsLog(directory, section.show, plain.cfg.run.encrypt) if world.is_main else None,
         )
         proof = read_json(directory / PROOF) or {}
-        safe_read.check_schema(proof, {"rollouts": PROVEN}, directory / PROOF, TrainError)
-        stepper.same.resume(proof.get("rollouts") or {}, step)
+        safe_read.check_schema(proof, {"rollouts": ROLLOUT_PROOF}, directory / PROOF, TrainError)
+        stepper.weight_check.resume(proof.get("rollouts") or {}, step)
         return stepper
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         assert isinstance(stepper, RlStepper)
         if stepper.log is not None:
             stepper.log.begin(step)
@@ -145,7 +145,7 @@ class RlPhase(Phase):
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
         """The steps whose weights were proven to be those that wrote their completions, `stale` updates before."""
         assert isinstance(stepper, RlStepper)
-        proven = stepper.same.report(stepper.world)
+        proven = stepper.weight_check.report(stepper.world)
         return {"rollouts": {**proven, "stale": stepper.settings.section.stale}} if proven else {}
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ def _end_tokens(file: Path) -> str:
     return "" if tokens is None else json.dumps(tokens)
 
 
-def rewards_of(rl: RlSection) -> Rewards:
+def make_rewards(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section; their paths are absolute."""
     entries = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
     kind = accelerator.default_device()

@@ -142,7 +142,7 @@ class Worker:
             self.close()
             raise WorkerError(f"gave no answer within {timeout:g} s, and was ended") from None
         except OSError as cause:
-            raise WorkerError(f"ended its process ({self._fate()})") from cause
+            raise WorkerError(f"ended its process ({self._describe_exit()})") from cause
         line = bytes(self._rest[:end])
         del self._rest[: end + 1]
         try:
@@ -162,7 +162,7 @@ class Worker:
         self.close()
         return WorkerError(f"wrote {what} to the socket of its process, and was ended. Print to stdout or to a file")
 
-    def _fate(self) -> str:
+    def _describe_exit(self) -> str:
         """How the process ended; its watcher reports it within a second."""
         assert self._process is not None
         try:

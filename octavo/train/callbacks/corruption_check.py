@@ -67,7 +67,7 @@ class Checking(Callback):
         check, run.job.stepper.check = run.job.stepper.check, None
         if check is None:
             return
-        run.world.at(f"step {step.number}, gathering what its check found")
+        run.world.set_phase(f"step {step.number}, gathering what its check found")
         counts = asdict(check.done)
         mine = {"done": counts, "faults": _located_faults(run, check), "stale": check.stale}
         by_rank = run.world.gather_objects(mine)

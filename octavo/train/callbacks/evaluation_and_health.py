@@ -170,7 +170,7 @@ class Evaluation(Callback):
 
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None
-        run.world.at(f"step {run.step}, evaluating")
+        run.world.set_phase(f"step {run.step}, evaluating")
         refuse_weights(run.model, run.world, f"after step {run.step}")
         shown: list[Answer] = []
         run.eval = run.job.phase.evaluate(run.job.stepper, run.job.evalset, shown)

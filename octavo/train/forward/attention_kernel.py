@@ -183,7 +183,7 @@ def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
         parts = heads_of(models.read_config(cfg.model.path), cfg.train.seq_length)
         return [{**asdict(choice), "rejected": dict(choice.rejected)} for choice in choices(cfg, parts, world.device)]
 
-    return tuple(Choice(**choice) for choice in world.from_main(work))
+    return tuple(Choice(**choice) for choice in world.run_on_main(work))
 
 
 def kept_of(chosen: Sequence[Choice]) -> Any:

@@ -13,7 +13,7 @@ from octavo.checkpoint import compat
 from octavo.config import Config
 from octavo.config.sections.text_types import is_url
 from octavo.data.file_digests import Content, content_of, digests
-from octavo.data.storage.cache import Say, default_folder, files_of, quiet
+from octavo.data.storage.cache import Log, default_folder, files_of, quiet
 from octavo.data.storage.remote import fingerprint, local_files
 from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
@@ -29,7 +29,7 @@ Prints = Mapping[str, Mapping[str, Any]]
 determine the run's numbers."""
 
 
-def fingerprints(cfg: Config, say: Say = quiet) -> dict[str, dict[str, Any]]:
+def fingerprints(cfg: Config, log: Log = quiet) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
     as {"size": bytes, "sha256": of its first 64 MiB, "whole": of all}; a data folder likewise, over its files with
     rows. Digests of data files are computed once and cached (:mod:`octavo.data.file_digests`).
@@ -40,11 +40,11 @@ def fingerprints(cfg: Config, say: Say = quiet) -> dict[str, dict[str, Any]]:
     paths = dict.fromkeys(source.path for source in [*cfg.data.train, *cfg.data.eval])
     folder = default_folder() if cfg.data.cache is None else Path(cfg.data.cache)
     here = [path for path in paths if Path(path).is_file() or Path(path).is_dir()]
-    of_data = {path: _of_data(Path(path), folder, say) for path in here}
+    of_data = {path: _of_data(Path(path), folder, log) for path in here}
     for url in filter(is_url, paths):
         of_data[url] = fingerprint(url)
         if files := local_files(url):
-            of_data[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, say)])
+            of_data[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, log)])
     return {"data": of_data, "model": of_folder(Path(cfg.model.path))}
 
 
@@ -103,9 +103,9 @@ def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
         )
 
 
-def _of_data(path: Path, folder: Path, say: Say = quiet) -> dict[str, Any]:
+def _of_data(path: Path, folder: Path, log: Log = quiet) -> dict[str, Any]:
     files = [path] if path.is_file() else files_of(path)
-    every = {file.name: one for file, one in zip(files, digests(files, folder, say), strict=True)}
+    every = {file.name: one for file, one in zip(files, digests(files, folder, log), strict=True)}
     if path.is_file():
         return _printed(every[path.name])
     heads = {name: {"size": one.size, "sha256": one.head} for name, one in every.items()}

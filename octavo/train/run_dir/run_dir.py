@@ -180,7 +180,7 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 
 def enter(
-    cfg: Config, world: World, say: Callable[[str], None], lock: RunLock, prints: Mapping[str, str] | None = None
+    cfg: Config, world: World, log: Callable[[str], None], lock: RunLock, prints: Mapping[str, str] | None = None
 ) -> Start:
     """Create or reopen `run.dir` as `run.resume` says, and `lock` it on the main rank. A collective.
 
@@ -201,32 +201,32 @@ def enter(
     the model folder that have changed since the checkpoint, naming them.
     """
     directory = Path(cfg.run.dir)
-    known = world.from_main(lambda: _locked(cfg, directory, lock, say))
+    known = world.run_on_main(lambda: _locked(cfg, directory, lock, log))
     if dead := known.get("dead"):
-        say(f"{directory} has a result, but {dead}: the run has not finished, and continues from its good checkpoints")
+        log(f"{directory} has a result, but {dead}: the run has not finished, and continues from its good checkpoints")
     if known["result"] is not None:
         return Start(directory, result=known["result"])
     if cfg.run.resume not in ("never", "auto"):
         chosen: Path | None = Path(cfg.run.resume)
     elif known["run"]:
-        chosen = checkpoint.latest(directory / CHECKPOINTS, world, say)
+        chosen = checkpoint.latest(directory / CHECKPOINTS, world, log)
     else:
         chosen = None
     forked = chosen is None and cfg.run.fork is not None
     if forked:
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
-    first = None if begins_with is None else start_from.find(begins_with, cfg, world, say)
-    prepared = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
+    first = None if begins_with is None else start_from.find(begins_with, cfg, world, log)
+    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, log))
     if known["run"] and chosen is None:
-        say(f"{directory} holds a run that has no checkpoint yet; it starts from the beginning")
+        log(f"{directory} holds a run that has no checkpoint yet; it starts from the beginning")
     prepared["place"] = tuple(prepared["place"])  # JSON has no tuples
     return Start(directory, chosen, forked=forked, **prepared)
 
 
-def settle(start: Start, world: World, say: Callable[[str], None] = lambda text: None) -> None:
+def settle(start: Start, world: World, log: Callable[[str], None] = lambda text: None) -> None:
     """Remove what lies after the point from which the run continues: its result, later checkpoints, later metrics.
-    Among its checkpoints, files that it did not write stay, and `say` gets their names. A collective.
+    Among its checkpoints, files that it did not write stay, and `log` receives their names. A collective.
 
     Called after the checkpoint is loaded, so that an unreadable one costs nothing. Checkpoints are removed before
     their metrics: after a kill in between, `auto` must not continue from a checkpoint without its metrics.
@@ -246,21 +246,21 @@ def settle(start: Start, world: World, say: Callable[[str], None] = lambda text:
                 raise TrainError(f"{problems[0]}: run.resume=auto would continue from it. Delete it, and start again")
         for place in (folder, start.directory / MILESTONES):
             if others := checkpoint.foreign_entries(place):
-                say(
+                log(
                     f"note: the run did not write these in {place}, and neither reads nor deletes them: "
                     f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.MOVED_SUFFIX}"
                 )
         truncate_metrics(start.directory / METRICS, start.step)
         truncate_metrics(start.directory / ADAPT, start.step)
 
-    world.from_main(remove)
+    world.run_on_main(remove)
 
 
-def _locked(cfg: Config, directory: Path, lock: RunLock, say: Callable[[str], None]) -> dict[str, Any]:
+def _locked(cfg: Config, directory: Path, lock: RunLock, log: Callable[[str], None]) -> dict[str, Any]:
     """What the directory holds, read under its lock."""
     if not (directory / LOCK).exists():
         _look(cfg, directory)  # so that a refused directory gets no lock file
-    lock.take(directory, say)
+    lock.take(directory, log)
     state = _look(cfg, directory)
     dead = None if state["result"] is None else _dead(directory, state["result"])
     return state if dead is None else {"run": True, "result": None, "dead": dead}
@@ -338,14 +338,14 @@ def _prepare(
     first: Path | None,
     forked: bool,
     prints: Mapping[str, str] | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; returns fields of `Start`."""
     step, rows, place, files = (
         0,
         0,
         (0, 0, 0),
-        {**input_fingerprints.fingerprints(cfg, say), "phase": dict(prints or {})},
+        {**input_fingerprints.fingerprints(cfg, log), "phase": dict(prints or {})},
     )
     begun = None if first is None else start_from.note(first)
     if chosen is not None:

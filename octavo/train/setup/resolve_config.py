@@ -37,23 +37,23 @@ def resolve_recipe(cfg: Config) -> Config:
     return cfg.model_copy(update={"fp8": section})
 
 
-def resolve_steps(cfg: Config, say: Callable[[str], None] = lambda text: None) -> Config:
+def resolve_steps(cfg: Config, log: Callable[[str], None] = lambda text: None) -> Config:
     """Return the configuration with `train.epochs` converted to steps; the last step may go beyond the epochs.
 
-    Reads the data, all of it where rows are packed. `say` prints what was counted. Raises DataError, and ConfigError
+    Reads the data, all of it where rows are packed. `log` prints what was counted. Raises DataError, and ConfigError
     for settings such as a warm-up that need more steps.
     """
     epochs, batch = cfg.train.epochs, cfg.train.global_batch
     if epochs is None:
         return cfg
     if cfg.data.packing:
-        say("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
+        log("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
         unit, total = "packs", float(count_packs(data_settings(cfg), processor_of(cfg), epochs))
     else:
         unit, total = "rows", epochs * count_epoch_rows(cfg, partial(processor_of, cfg))
     steps = max(1, math.ceil(round(total / batch, 9)))  # rounded because 0.1 of 30 rows is 3.0000000000000004
     each = round(total / epochs, 1)
-    say(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
+    log(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
     return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
 
 

@@ -46,7 +46,7 @@ def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
         run_dir.write_json(start.directory / run_dir.PLAN, plan)
         return str(start.directory.resolve() / run_dir.PLAN)
 
-    return Path(world.from_main(find))
+    return Path(world.run_on_main(find))
 
 
 def keep_plan(
@@ -70,7 +70,7 @@ def keep_plan(
 
 
 def resume(
-    stepper: Stepper, start: run_dir.Start, say: Callable[[str], None], frozen: frozen_base.Base | None = None
+    stepper: Stepper, start: run_dir.Start, log: Callable[[str], None], frozen: frozen_base.Base | None = None
 ) -> run_dir.Progress:
     """Load the checkpoint that the run starts from, if any.
 
@@ -79,7 +79,7 @@ def resume(
     """
     if start.checkpoint is None:
         if start.first is not None:
-            _fill_weights(stepper, Path(start.first["path"]), frozen, say)
+            _fill_weights(stepper, Path(start.first["path"]), frozen, log)
         return run_dir.Progress()
     world = stepper.world
     if frozen is not None and frozen.whole and not start.forked:  # a fork may store its base in FP8
@@ -87,7 +87,7 @@ def resume(
         frozen_base.same(before, frozen.whole, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
     if note := note_on_old_coat(stepper.optimizer):
-        say(f"note: {start.checkpoint}: {note}")
+        log(f"note: {start.checkpoint}: {note}")
     if not start.forked:  # a fork starts new amax histories
         fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
     if stepper.update.scale is not None and (scale := restored.counters.get("loss_scale")):
@@ -97,27 +97,27 @@ def resume(
     before = (restored.ranks, restored.counters["threads"])
     now = (world.size, torch.get_num_threads())
     if before != now:
-        say(
+        log(
             f"saved by {before[0]} rank(s) of {before[1]} thread(s), continued on {now[0]} of {now[1]}: sums are "
             "computed in another order, so losses agree closely but not bit for bit"
         )
     return run_dir.Progress.of(restored.counters)
 
 
-def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None, say: Callable[[str], None]) -> None:
+def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None, log: Callable[[str], None]) -> None:
     """Load the weights of a checkpoint, including the critic's where both runs have one; a collective."""
     cfg, before = stepper.cfg, read_state(path)["counters"]
     if frozen is not None and frozen.whole and before.get("base"):
         saved = (before.get("settings") or {}).get("model") or {}
         now = cfg.model_dump(mode="json")["model"]
         if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
-            say(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
+            log(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
         else:
             frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
     read = checkpoint.load_weights(
         path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
     )
-    say(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
+    log(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
 
 
 def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, edges, reference
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, find_edges, reference_step
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, STATES
 from octavo.fp8.optim import cpu
 from octavo.fp8.optim.engine import on_cpu
@@ -56,7 +56,7 @@ def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
         if bad is not None:
             g[7] = g[cpu.CHUNK + 9000] = g[2 * cpu.CHUNK + 6] = bad
             g[n - 500 : n - 100] = bad
-        for engine, weight, state in zip((reference, on_cpu), weights, both, strict=True):
+        for engine, weight, state in zip((reference_step, on_cpu), weights, both, strict=True):
             engine([Piece(weight, g, state, 0, 3, step)], Hyper(1e-3, states=states, master="bf16+16"), None, None)
         assert same(*weights)
         for name in both[0]:
@@ -77,7 +77,7 @@ def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dty
         g = gradient(n, step)
         if step == 4:
             g[5000], g[9000] = float("nan"), float("inf")
-        for engine, weight, state in zip((reference, on_cpu), weights, both, strict=True):
+        for engine, weight, state in zip((reference_step, on_cpu), weights, both, strict=True):
             engine([Piece(weight, g, state, start, 3, step)], hyper, 0.7, None)
         assert same(*weights)
         for name in both[0]:
@@ -190,7 +190,7 @@ def test_a_learning_rate_in_a_tensor_gives_the_same_numbers():
 def test_edges_are_the_groups_that_a_piece_holds_in_part():
     def cut(n, start):
         w = torch.zeros(n)
-        return [tuple(e)[1:] for e in edges([Piece(w, w, {}, start, 0, 1)])]
+        return [tuple(e)[1:] for e in find_edges([Piece(w, w, {}, start, 0, 1)])]
 
     assert cut(256, 0) == [] and cut(0, 5) == []
     assert cut(1, 0) == [(0, 1, 0, 0, 0)]

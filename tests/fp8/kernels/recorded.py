@@ -75,7 +75,7 @@ def operand(spec: CastSpec, contract: int, *shape: int) -> Quantized:
     """A matrix [rows, columns] or weights [E, N, K], as this project's casts write it for a contraction of dimension
     ``contract``; on the meta device."""
     *experts, rows, cols = shape
-    blocks = layout.grid_of(rows, cols, spec)
+    blocks = layout.grid_shape(rows, cols, spec)
     dtype = E8M0 if spec.scale == "e8m0" else torch.float32
     scale = torch.empty(*experts, *blocks, dtype=dtype, device="meta")
     if experts:

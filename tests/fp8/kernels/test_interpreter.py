@@ -23,7 +23,7 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.moments import LAYOUT
 from octavo.fp8.kernels import layout, registry
-from octavo.fp8.kernels.groups import route
+from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, launch
 from octavo.fp8.kernels.triton_kernels.bits import widen
@@ -103,7 +103,7 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
     one = x[:16, :128].contiguous().nan_to_num()
     across, down = CastSpec(block=(1, -1)), CastSpec(block=(-1, 1))
     q, whole = cast.quantize(one, across), CastSpec(block=(-1, -1), scale="fp32")
-    groups = route(torch.tensor([0, 1, 1, 0, 2]), 2).groups
+    groups = group_rows(torch.tensor([0, 1, 1, 0, 2]), 2).groups
     held, weights = torch.ones(groups.rows, 32), torch.ones(2, 16, 32)
     first = registry.get("reference")
     rows, experts = first.quantize_rows(held, ROW, groups), first.quantize_experts(weights, CastSpec(block=(128, 128)))

@@ -12,7 +12,7 @@ from octavo import fp8
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.invariance import KERNELS, devices, row_mm
 from octavo.fp8.invariance.attention import Seen, _forward, attention
-from octavo.fp8.kernels.groups import route
+from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import gemm, row_attention, row_products, row_sums, rows, tiles
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
@@ -132,10 +132,10 @@ def test_fp8_products_have_one_tile(title: str, row_kernels: None) -> None:
     assert not seen["decode_kernel"]
     assert torch.equal(gemm.gemm(triton.quantize(x, casts.a, 1), 1, w, 1, torch.float32, gpu=Gpu(0, 200)), y)
     experts = triton.quantize_experts(random(2, 40, 140, seed=2), casts.b)
-    groups, _, row_of = route(torch.arange(128) % 2, 2)
+    groups, _, row_of = group_rows(torch.arange(128) % 2, 2)
     given = torch.zeros(groups.rows, 140).index_copy_(0, row_of, x)
     every = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, groups), experts, groups, torch.float32)
-    fewer, _, place = route(torch.tensor([1]), 2)
+    fewer, _, place = group_rows(torch.tensor([1]), 2)
     given = torch.zeros(fewer.rows, 140).index_copy_(0, place, x[17:18])
     one = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, fewer), experts, fewer, torch.float32)
     assert torch.equal(one[place], every[row_of[17:18]])

@@ -161,7 +161,7 @@ def test_who_must_be_named():
     rows = {r.name: r for r in fp8.plan(model, fp8.Policy(rules=(fp8.Rule("lm_head", "rowwise"),))).rows}
     assert rows["lm_head"].recipe.name == "rowwise"
     for wrong in ({"recipe": "auto"}, {"recipe": "delayed"}, {"recipe": "blockwise", "param": True}):
-        with pytest.raises(fp8.PlanError, match=r"lm_head.*asks for what a head cannot do. Give it a recipe"):
+        with pytest.raises(fp8.PlanError, match=r"lm_head.*is not supported for a head. Name a recipe"):
             fp8.Policy(components={"lm_head": wrong})
     delayed = fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", rules=(fp8.Rule("lm_head", "delayed"),))))
     assert "delayed scaling" in str(chunk_head(delayed))

@@ -171,7 +171,7 @@ ERRORS = [
     ({"rules": [{"match": "a..b"}]}, "A rule cannot be read.*empty segment"),
     ({"rules": [{"match": "visual.patch_embed", "recipe": "rowwise"}]}, "asks for FP8, but none.*embedding stays"),
     ({"rules": [{"match": "odd", "recipe": "rowwise"}]}, "Custom is a subclass"),
-    ({"components": {"lm_head": {"recipe": "delayed"}}}, "component 'lm_head'.*what a head cannot do"),
+    ({"components": {"lm_head": {"recipe": "delayed"}}}, "component 'lm_head'.*is not supported for a head"),
     ({"components": {"audio": {"recipe": "rowwise"}}}, "component 'audio' was asked for.*it has image_encoder, "),
     ({"rules": [{"match": "**", "recipe": "off"}]}, "FP8 was asked for and nothing.*would run in it.*'off'"),
     ({"recipe": "blockwize"}, "recipe 'blockwize' does not exist; use one of off, tensorwise"),

@@ -89,7 +89,7 @@ def trained(
         y = model["one"](x)
         y.pow(2).mean().backward()
     else:
-        with check.attached():
+        with check.attach():
             y = model["one"](x)
             if between is not None:
                 between(y)
@@ -122,10 +122,10 @@ def test_layers_that_nobody_asked_for_pay_nothing() -> None:
     check = Check([Site("another", "fwd")])
     trained("blockwise", check)
     assert check.done.products == 0
-    with check.attached():
-        assert not recorder.begin("one", True, True, True).watched
-        assert not recorder.watching(), "blocks stay fused"
-        with pytest.raises(RuntimeError, match="one checker"), Check(ALL).attached():
+    with check.attach():
+        assert not recorder.begin("one", True, True, True).keeps_x
+        assert not recorder.is_watching(), "blocks stay fused"
+        with pytest.raises(RuntimeError, match="one checker"), Check(ALL).attach():
             pass
 
 

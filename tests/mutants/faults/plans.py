@@ -44,7 +44,7 @@ area(
     ),
     (
         "shared-input-never-forgotten", "fp8/shared_input.py",
-        "for memo in list(_memos): memo.entry = None", "for memo in (): memo.entry = None",
+        "for memo in list(_thread_caches): memo.entry = None", "for memo in (): memo.entry = None",
         "codes of an input outlive an optimizer step",
         "fp8/dense/test_inputs.py",
     ),

@@ -494,7 +494,7 @@ area(
     ),
     (
         "dead-host-holds-its-lock", "train/run_dir/run_lock.py",
-        "if (holder.elsewhere and _beats(path, say)) or not (free or holder.elsewhere):", "if not free:",
+        "if (holder.elsewhere and _beats(path, log)) or not (free or holder.elsewhere):", "if not free:",
         "a run cannot go on where its host died, and two hosts without locks train in one directory",
         "train/test_run_lock.py",
     ),

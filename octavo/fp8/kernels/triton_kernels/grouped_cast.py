@@ -45,7 +45,7 @@ def quantize_rows_both(x: Tensor, row: CastSpec, col: CastSpec, groups: Groups) 
 
 
 def _check(x: Tensor, groups: Groups) -> None:
-    reference.castable(x)
+    reference.check_castable(x)
     if x.dim() != 2 or x.shape[0] != groups.rows:
         raise CastError(
             f"quantize_rows: x has shape {list(x.shape)}, but its groups hold {groups.rows} rows; "
@@ -68,7 +68,7 @@ def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
     """See ``Backend.quantize_experts``: all experts in one launch, three where rows, columns or all share a scale and
     no tile holds them. Raises CastError if w is not [E, N, K], or cannot be cast.
     """
-    reference.castable(w)
+    reference.check_castable(w)
     if w.dim() != 3:
         raise CastError(f"quantize_experts: weights have shape {list(w.shape)}; give [experts, outputs, inputs].")
     out = cast.run(w.detach(), ((spec, contract),))[0]

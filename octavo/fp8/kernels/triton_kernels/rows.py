@@ -14,7 +14,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.invariance import ROWS_OF_TRIAL, InvarianceError, prove
-from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.kernels.groups import Groups, group_rows
 from octavo.fp8.kernels.triton_kernels import cast, gemm, grouped, grouped_cast, row_attention, row_products, row_sums
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -127,7 +127,7 @@ def fp8_grouped_product(
         other = grouped_cast.quantize_experts(weights, w.spec)
 
         def run(which: Tensor) -> Tensor:
-            laid = route((which % _EXPERTS).to(device), _EXPERTS)
+            laid = group_rows((which % _EXPERTS).to(device), _EXPERTS)
             rows = trial.new_zeros(laid.groups.rows, inner).index_copy_(0, laid.row_of, trial[which])
             codes = grouped_cast.quantize_rows(rows, x.spec, laid.groups)
             return grouped.fwd(codes, other, laid.groups, dtype, fixed=True)[laid.row_of]
