@@ -67,8 +67,8 @@ def attach_second(model: nn.Module, lora: LoraSection, seed: int = 0, device: to
 
 
 def check(model: nn.Module, family: Family | None, lora: LoraSection) -> tuple[str, ...]:
-    """The names of the targets of :func:`attach`, and its errors; nothing is attached. The model may be on the meta
-    device, so that a plan can report the errors of a run before the base is read."""
+    """Return the names of the targets of :func:`attach`, and its errors; nothing is attached. The model may be on the
+    meta device, so that a plan can report the errors of a run before the base is read."""
     names = _select_targets(model, family, lora, _lora_config(lora), lambda text: None)
     if lora.adapter is not None:
         read_continued(lora, model, names)
@@ -95,8 +95,8 @@ def _lora_config(lora: LoraSection) -> Any:
 def _select_targets(
     model: nn.Module, family: Family | None, lora: LoraSection, config: Any, log: Log
 ) -> tuple[str, ...]:
-    """The names of the targets, which are also set in ``config``. Raises every error of :func:`attach` that does not
-    depend on a folder."""
+    """Return the names of the targets, which are also set in ``config``. Raises every error of :func:`attach` that does
+    not depend on a folder."""
     if adapted_layers(model):
         raise AdapterError("the model has adapters already, and takes one set. Load it again, or use these.")
     names = resolve_targets(model, family, lora.targets, lora.exclude)

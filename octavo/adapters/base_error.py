@@ -62,7 +62,7 @@ class BaseErrors:
         )
 
     def __str__(self) -> str:
-        """The summary, and one line for each kind of layer."""
+        """Return the summary, and one line for each kind of layer."""
         kinds: dict[str, list[WeightError]] = {}
         for row in self.rows:
             kinds.setdefault(template(row.name), []).append(row)

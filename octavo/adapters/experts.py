@@ -46,12 +46,12 @@ if TYPE_CHECKING:
 
 
 def stock_name(name: str) -> str:
-    """The name of a module or parameter without adapters, that is without PEFT's ``base_layer``."""
+    """Return the name of a module or parameter without adapters, that is without PEFT's ``base_layer``."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The three-dimensional parameters of a model's experts by stock name: the allowed ``target_parameters``."""
+    """Return the three-dimensional parameters of a model's experts by stock name: the allowed ``target_parameters``."""
     parameters: dict[str, nn.Parameter] = {}
     for name, module in model.named_modules():
         if moe.is_experts(module):
@@ -63,7 +63,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def why_not(module: nn.Module) -> str | None:
-    """Why the rows of these experts cannot be computed one by one, as adapters require; None if they can."""
+    """Return why the rows of these experts cannot be computed one by one, as adapters require; None if they can."""
     if isinstance(module, moe.Experts):  # was compared with the stock module when it was converted
         return None
     return moe.why_not(module) or (None if _is_meta(module) else moe.matches_stock(module))
@@ -102,8 +102,8 @@ def wrappers(outer: nn.Module) -> dict[str, Any]:
 
 
 def factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """(A [E, r, K], B [E, N, r]) of one adapter, so that W_e [N, K] + s B_e A_e is the adapted weight of expert e, in
-    GEMM orientation for every storage. Views of PEFT's parameters, through which gradients flow."""
+    """Return (A [E, r, K], B [E, N, r]) of one adapter, so that W_e [N, K] + s B_e A_e is the adapted weight of expert
+    e, in GEMM orientation for every storage. Views of PEFT's parameters, through which gradients flow."""
     a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
     experts = wrapper.num_experts
     down, up = a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts).permute(2, 0, 1)
@@ -159,7 +159,7 @@ def _adapted_class() -> type[nn.Module]:
     class AdaptedExperts(ParamWrapper):
         @torch._disable_dynamo
         def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-            """The forward of the module of experts; see the docstring of :mod:`octavo.adapters.experts`."""
+            """Return the forward of the module of experts; see the docstring of :mod:`octavo.adapters.experts`."""
             base = self.get_base_layer()
             # The base calls these functions at its projections. An attribute, because stock experts pass no arguments
             # through; deleted afterwards, so that a call of the base by itself has no adapters.
@@ -230,12 +230,12 @@ class _LowRank(torch.autograd.Function):
 
 
 def _contiguous_factor(factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A factor as grouped GEMMs need it: contiguous rows."""
+    """Return a factor as grouped GEMMs need it: contiguous rows."""
     return factor.to(dtype).contiguous()
 
 
 def _is_wrapper(module: object) -> bool:
-    """Whether this is PEFT's wrapper of a parameter; tested by name, so that PEFT is not imported for it."""
+    """Return whether this is PEFT's wrapper of a parameter; tested by name, so that PEFT is not imported for it."""
     return any(cls.__name__ == "ParamWrapper" for cls in type(module).__mro__)
 
 

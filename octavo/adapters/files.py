@@ -86,8 +86,8 @@ Log = Callable[[str], None]
 
 
 def adapter_state(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' values by their names in PEFT's files, sharing memory with the parameters as in a state dict. For a
-    sharded model all ranks must call it together, and get whole tensors.
+    """Return the adapters' values by their names in PEFT's files, sharing memory with the parameters as in a state
+    dict. For a sharded model all ranks must call it together, and get whole tensors.
 
     Raises AdapterError for a model without adapters.
     """
@@ -138,7 +138,7 @@ def save(
 
 
 def _config_document(model: nn.Module, base: str) -> dict[str, object]:
-    """The content of adapter_config.json: LoraConfig's fields, with sets sorted."""
+    """Return the content of adapter_config.json: LoraConfig's fields, with sets sorted."""
     configs = getattr(model, "peft_config", None)
     if not isinstance(configs, dict) or NAME not in configs:
         raise AdapterError("the model has no adapters; octavo.adapters.attach attaches some.")
@@ -159,7 +159,7 @@ def _to_json(value: Any) -> Any:
 
 
 def read_config(directory: str | Path) -> LoraConfig:
-    """The LoraConfig of an adapter's folder, if Octavo implements it exactly.
+    """Return the LoraConfig of an adapter's folder, if Octavo implements it exactly.
 
     Raises AdapterError for a folder that is no adapter's, JSON that cannot be read, another kind of adapter (IA3,
     prompt tuning, ...) and fields whose effect Octavo does not implement.
@@ -212,7 +212,7 @@ def read_config(directory: str | Path) -> LoraConfig:
 
 
 def read_state(directory: str | Path) -> dict[str, Tensor]:
-    """The tensors of an adapter's folder. Raises AdapterError for pickles, files that cannot be read, NaN and
+    """Return the tensors of an adapter's folder. Raises AdapterError for pickles, files that cannot be read, NaN and
     infinity."""
     folder = Path(directory)
     file = folder / WEIGHTS
@@ -291,8 +291,8 @@ def _check_tensors(where: str, wanted: Mapping[str, tuple[int, ...]], present: M
 
 
 def _check_fit(model: nn.Module, config: LoraConfig, state: Mapping[str, Tensor], where: Path) -> tuple[str, ...]:
-    """The targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors that the
-    targets need."""
+    """Return the targets of a folder in model order. Raises AdapterError unless its tensors are exactly the tensors
+    that the targets need."""
     # PEFT resolves the names, so that the same modules are adapted as in PEFT; the shapes are then checked exactly.
     from peft.tuners.tuners_utils import check_target_module_exists
 
@@ -366,7 +366,7 @@ def _adapter_shapes(
 
 
 def read_continued(lora: LoraSection, model: nn.Module, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The tensors of ``lora.adapter``. Raises AdapterError if its settings differ from ``lora``."""
+    """Return the tensors of ``lora.adapter``. Raises AdapterError if its settings differ from ``lora``."""
     assert lora.adapter is not None
     folder = Path(lora.adapter)
     config, state = read_config(folder), read_state(folder)

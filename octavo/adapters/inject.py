@@ -111,12 +111,13 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter of this name belongs to an adapter that :func:`attach` or :func:`attach_second` added."""
+    """Return whether a parameter of this name belongs to an adapter that :func:`attach` or :func:`attach_second`
+    added."""
     return _belongs_to(NAME, name) or is_second_parameter(name)
 
 
 def is_second_parameter(name: str) -> bool:
-    """Whether a parameter of this name belongs to a second adapter."""
+    """Return whether a parameter of this name belongs to a second adapter."""
     return _belongs_to(SECOND, name)
 
 
@@ -125,7 +126,7 @@ def _belongs_to(adapter: str, name: str) -> bool:
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of the adapters of a model, by name, without a second adapter's."""
+    """Return the parameters of the adapters of a model, by name, without a second adapter's."""
     return ((name, p) for name, p in model.named_parameters() if _belongs_to(NAME, name))
 
 
@@ -166,7 +167,7 @@ def use_second_adapter(model: nn.Module) -> Iterator[None]:
 
 
 def state_name(name: str) -> str:
-    """A parameter's name in PEFT's files."""
+    """Return a parameter's name in PEFT's files."""
     name = name.replace(f".{NAME}.", ".")
     if name.endswith("lora_magnitude_vector.weight"):
         name = name.removesuffix(".weight")
@@ -174,7 +175,7 @@ def state_name(name: str) -> str:
 
 
 def copy_config(config: LoraConfig) -> LoraConfig:
-    """A copy of a LoraConfig without its registered classes."""
+    """Return a copy of a LoraConfig without its registered classes."""
     twin = copy.copy(config)
     twin._custom_modules = None
     return twin

@@ -86,7 +86,7 @@ class Linear(PeftLinear):
 
 @torch.no_grad()
 def row_norms(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """The 2-norms [N] of the rows of W + scale B A in fp32; W [N, K] is dequantized temporarily."""
+    """Return the 2-norms [N] of the rows of W + scale B A in fp32; W [N, K] is dequantized temporarily."""
     if weight.is_meta:  # a model that is only planned
         return torch.empty(weight.shape[0], device="meta")
     values = weight.values() if isinstance(weight, Fp8Weight) else weight.detach()

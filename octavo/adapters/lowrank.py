@@ -40,7 +40,7 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: 
 
 
 def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float) -> Tensor:
-    """The same in operators that a compiler can trace; the compiler decides what is saved."""
+    """Return the same in operators that a compiler can trace; the compiler decides what is saved."""
     dropped = torch.nn.functional.dropout(x, dropout) if dropout else x
     dropped = dropped.to(y.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
     h = dropped @ a.to(y.dtype).t()

@@ -78,7 +78,7 @@ class AdaptedWeight:
         return out
 
     def whole(self, dtype: torch.dtype) -> Tensor:
-        """The merged parameter as the stock model stores it, each value rounded once."""
+        """Return the merged parameter as the stock model stores it, each value rounded once."""
         if self.count is None:
             return self.folded().to(dtype)
         n, k = self.shape
@@ -88,7 +88,7 @@ class AdaptedWeight:
         return out.mT if self.transposed else out
 
     def _factors(self, slot: int | None) -> tuple[Tensor, Tensor]:
-        """A [r, K] and B [N, r] in fp32."""
+        """Return a [r, K] and B [N, r] in fp32."""
         if slot is None:
             a, b = self.layer.lora_A[NAME].weight, self.layer.lora_B[NAME].weight
         else:
@@ -98,7 +98,7 @@ class AdaptedWeight:
 
 
 def adapted_weights(model: nn.Module, base: nn.Module | None = None) -> dict[str, AdaptedWeight]:
-    """The adapted weights of a model by stock name, in model order.
+    """Return the adapted weights of a model by stock name, in model order.
 
     base: a stock model to merge into, instead of the model's own base.
 
@@ -129,7 +129,7 @@ def adapted_weights(model: nn.Module, base: nn.Module | None = None) -> dict[str
 def merged_weights(
     model: nn.Module, dtype: torch.dtype = torch.bfloat16, base: nn.Module | None = None
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
-    """(stock name, value) of every parameter and persistent buffer, with adapters merged; tied ones once.
+    """Return (stock name, value) of every parameter and persistent buffer, with adapters merged; tied ones once.
 
     Adapted weights are W' as the stock model stores them, computed in fp32 and rounded once to ``dtype``, one at a
     time. All others are unchanged: frozen weights are their codes ([N, K], or [E, N, K] for experts), parameters and

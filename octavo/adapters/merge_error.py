@@ -146,7 +146,7 @@ class MergeErrors:
     # Results ---------------------------------------------------------------------------------------------------------
 
     def in_fp8(self) -> list[WeightErrors]:
-        """The weights that were written as codes and that the adapter changes."""
+        """Return the weights that were written as codes and that the adapter changes."""
         return [w for w in self.weights.values() if w.fp8 and w.delta]
 
     @property
@@ -172,7 +172,8 @@ class MergeErrors:
         return self.kept < MIN_KEPT or self.drowned > MAX_NOISE_RATIO
 
     def worst(self, count: int = 3) -> list[WeightErrors]:
-        """The weights with the smallest ``kept``, or if that is above the limit, with the largest ``drowned``."""
+        """Return the weights with the smallest ``kept``, or if that is above the limit, with the largest
+        ``drowned``."""
         if self.kept < MIN_KEPT:
             return sorted(self.in_fp8(), key=lambda w: w.kept)[:count]
         return sorted(self.in_fp8(), key=lambda w: -w.drowned)[:count]

@@ -42,7 +42,8 @@ UNADAPTABLE: Mapping[str, str] = {
 def resolve_targets(
     model: nn.Module, family: Family | None, targets: Sequence[str], exclude: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The names of the layers to adapt, in model order: modules, and parameters for experts ("...experts.down_proj").
+    """Return the names of the layers to adapt, in model order: modules, and parameters for experts
+    ("...experts.down_proj").
 
     family   the components of modules; None uses conventional names
     targets  components, globs or suffixes; each must match a layer that can have an adapter
@@ -119,7 +120,7 @@ def _suggest_names(pattern: str, rows: Sequence[Row]) -> str:
 
 
 def split_targets(model: nn.Module, names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(modules, parameters of experts) among target names."""
+    """Return (modules, parameters of experts) among target names."""
     of_experts = experts.expert_parameters(model)
     return [n for n in names if n not in of_experts], [n for n in names if n in of_experts]
 

@@ -45,8 +45,9 @@ class DeviceError(ValueError):
 
 
 def default_device() -> torch.device:
-    """The device type that this process computes on, without an index: torch's accelerator if it is available and
-    supports FP8 dtypes, else the CPU. :data:`VARIABLE` overrides it. Raises DeviceError if that device is missing."""
+    """Return the device type that this process computes on, without an index: torch's accelerator if it is available
+    and supports FP8 dtypes, else the CPU. :data:`VARIABLE` overrides it. Raises DeviceError if that device is
+    missing."""
     accelerator = detect()
     if requested_type := os.environ.get(VARIABLE):
         if requested_type == CPU.type:
@@ -64,13 +65,13 @@ def detect() -> torch.device | None:
 
 
 def why_unused(device: torch.device) -> str | None:
-    """Why an accelerator is used only if :data:`VARIABLE` names it; None: it is used by default."""
+    """Return why an accelerator is used only if :data:`VARIABLE` names it; None: it is used by default."""
     lacks = missing_fp8(device)
     return lacks and f"{lacks}; {VARIABLE}={device.type} uses it in high precision only"
 
 
 def missing_fp8(device: torch.device) -> str | None:
-    """The FP8 dtypes that tensors on this device cannot have, as a clause; None: it has them all."""
+    """Return the FP8 dtypes that tensors on this device cannot have, as a clause; None: it has them all."""
     lacks = [_dtype_name(dtype) for dtype in FP8 if not supports_dtype(device, dtype)]
     return f"{device.type} holds no {' and no '.join(lacks)}" if lacks else None
 
@@ -99,23 +100,23 @@ def set_current(device: torch.device) -> None:
 
 
 def has_own_memory(device: torch.device) -> bool:
-    """Whether it runs asynchronously, in its own memory: every device except ``cpu`` and ``meta``."""
+    """Return whether it runs asynchronously, in its own memory: every device except ``cpu`` and ``meta``."""
     return device.type not in ("cpu", "meta")
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether torch calls it ``cuda``: an NVIDIA GPU, or an AMD GPU where torch is built for ROCm
+    """Return whether torch calls it ``cuda``: an NVIDIA GPU, or an AMD GPU where torch is built for ROCm
     (:func:`rocm_version`). For kernels and libraries that support only these."""
     return device.type == "cuda"
 
 
 def rocm_version() -> str | None:
-    """The version of ROCm that this torch is built with, which calls AMD GPUs ``cuda``; None: it has none."""
+    """Return the version of ROCm that this torch is built with, which calls AMD GPUs ``cuda``; None: it has none."""
     return torch.version.hip
 
 
 def cuda_version() -> str | None:
-    """The version of CUDA that this torch is built with."""
+    """Return the version of CUDA that this torch is built with."""
     return torch.version.cuda
 
 
@@ -127,7 +128,7 @@ def compute_capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def properties(device: torch.device) -> dict[str, Any]:
-    """The name, and what torch's module reports besides: memory_bytes, multiprocessors, capability (NVIDIA),
+    """Return the name, and what torch's module reports besides: memory_bytes, multiprocessors, capability (NVIDIA),
     architecture (AMD)."""
     reported = _driver_properties(device)
     sm = compute_capability(device)
@@ -176,7 +177,7 @@ def module(device: torch.device) -> Any:
 
 
 def supports_dtype(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tensors of this dtype can be allocated there, cast from fp32 and read as bytes."""
+    """Return whether tensors of this dtype can be allocated there, cast from fp32 and read as bytes."""
     # Not tried where torch always has FP8: the attempt would initialize CUDA, and this process may still fork.
     return not has_own_memory(device) or is_gpu(device) or _supports_dtype(device.type, dtype)
 
@@ -191,8 +192,8 @@ def _supports_dtype(kind: str, dtype: torch.dtype) -> bool:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that high precision runs in: BF16 by autocast, or None for fp32 where torch has no autocast for the
-    device, and on the CPU, which is not faster in BF16."""
+    """Return the dtype that high precision runs in: BF16 by autocast, or None for fp32 where torch has no autocast for
+    the device, and on the CPU, which is not faster in BF16."""
     if not has_own_memory(device):
         return None
     return torch.bfloat16 if is_gpu(device) or _autocasts_to_bf16(device.type) else None
@@ -200,7 +201,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 @lru_cache(maxsize=8)
 def _autocasts_to_bf16(kind: str) -> bool:
-    """Whether a matrix product under autocast is BF16 there: autocast accepts device types that it has no rules for."""
+    """Return whether a matrix product under autocast is BF16 there: autocast accepts device types that it has no rules
+    for."""
 
     def attempt() -> None:
         with torch.autocast(kind, dtype=torch.bfloat16):
@@ -217,7 +219,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 
 def supports_fp32_product(device: torch.device) -> bool:
-    """Whether BF16 matrices can be multiplied with an fp32 result (``torch.mm(..., out_dtype=)``)."""
+    """Return whether BF16 matrices can be multiplied with an fp32 result (``torch.mm(..., out_dtype=)``)."""
     return is_gpu(device) or (has_own_memory(device) and _supports_fp32_product(device.type))
 
 
@@ -228,7 +230,8 @@ def _supports_fp32_product(kind: str) -> bool:
 
 
 def accepts_parameter_data(device: torch.device) -> bool:
-    """Whether ``parameter.data`` on the CPU can be set to a tensor there, as for the devices that torch knows."""
+    """Return whether ``parameter.data`` on the CPU can be set to a tensor there, as for the devices that torch
+    knows."""
     return not has_own_memory(device) or is_gpu(device) or _accepts_parameter_data(device.type)
 
 
@@ -258,7 +261,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def why_no_streams(device: torch.device) -> str | None:
-    """Why copies cannot overlap computation there; None: it has streams and events."""
+    """Return why copies cannot overlap computation there; None: it has streams and events."""
     if not has_own_memory(device):
         return f"{device.type} has no memory of its own"
     return None if is_gpu(device) else _why_no_streams(device.type)
@@ -278,18 +281,18 @@ def _why_no_streams(kind: str) -> str | None:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """A new stream; ``with`` makes it the current one."""
+    """Return a new stream; ``with`` makes it the current one."""
     return torch.Stream(device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """The stream that work is queued on now."""
+    """Return the stream that work is queued on now."""
     return torch.accelerator.current_stream(device)
 
 
 def module_has_streams() -> bool:
-    """Whether the module of torch's accelerator, used or not, has ``current_stream``: libraries that copy tensors
-    before they write them (DCP) call it."""
+    """Return whether the module of torch's accelerator, used or not, has ``current_stream``: libraries that copy
+    tensors before they write them (DCP) call it."""
     device = detect()
     return device is None or hasattr(module(device), "current_stream")
 
@@ -300,12 +303,12 @@ def set_stream(new: torch.Stream) -> None:
 
 
 def stream_id(device: torch.device) -> int:
-    """The id of the current stream among the streams of the device; 0 on the CPU."""
+    """Return the id of the current stream among the streams of the device; 0 on the CPU."""
     return current_stream(device).stream_id if has_own_memory(device) else 0
 
 
 def new_event(device: torch.device, timing: bool = False) -> torch.Event:
-    """A new event."""
+    """Return a new event."""
     return torch.Event(device, enable_timing=timing)
 
 
@@ -318,8 +321,8 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """The peak number of bytes that tensors occupied there since :func:`reset_peak`; None where the device does not
-    count them."""
+    """Return the peak number of bytes that tensors occupied there since :func:`reset_peak`; None where the device does
+    not count them."""
     return _read_memory_stat(device, torch.accelerator.max_memory_allocated)
 
 
@@ -373,7 +376,7 @@ def empty_pinned(size: tuple[int, ...] | torch.Size, dtype: torch.dtype, device:
 
 
 def can_pin_memory(device: torch.device) -> bool:
-    """Whether host memory can be pinned for it."""
+    """Return whether host memory can be pinned for it."""
     return has_own_memory(device) and (is_gpu(device) or _can_pin_memory(device.type))
 
 
@@ -396,7 +399,7 @@ def unpin(memory: Tensor) -> None:
 
 
 def allocator() -> str | None:
-    """The allocator of GPU memory: native, cudaMallocAsync or a library's; None where there is no GPU."""
+    """Return the allocator of GPU memory: native, cudaMallocAsync or a library's; None where there is no GPU."""
     device = detect()
     return torch.cuda.get_allocator_backend() if device is not None and is_gpu(device) else None
 
@@ -405,7 +408,8 @@ def allocator() -> str | None:
 
 
 def rng_state(device: torch.device) -> Tensor | None:
-    """The state of the device's random number generator, uint8 on the host; None on the CPU, and where it has none."""
+    """Return the state of the device's random number generator, uint8 on the host; None on the CPU, and where it has
+    none."""
     reader = getattr(module(device), "get_rng_state", None) if has_own_memory(device) else None
     return None if reader is None else reader(device)
 
@@ -416,8 +420,8 @@ def set_rng_state(state: Tensor, device: torch.device) -> None:
 
 
 def collective_backend(device: torch.device) -> str:
-    """The backend of collectives of tensors there, from torch's table: nccl, xccl, hccl, gloo. Raises DeviceError where
-    no backend is registered for the device."""
+    """Return the backend of collectives of tensors there, from torch's table: nccl, xccl, hccl, gloo. Raises
+    DeviceError where no backend is registered for the device."""
     try:
         return torch.distributed.get_default_backend_for_device(device)
     except ValueError as error:
@@ -428,19 +432,19 @@ def collective_backend(device: torch.device) -> str:
 
 
 def nccl_version(device: torch.device) -> str | None:
-    """The version of NCCL (RCCL on AMD GPUs); None where another backend runs the collectives."""
+    """Return the version of NCCL (RCCL on AMD GPUs); None where another backend runs the collectives."""
     if not is_gpu(device) or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def has_flight_recorder(device: torch.device) -> bool:
-    """Whether the last collectives are recorded (torch's flight recorder, of NCCL)."""
+    """Return whether the last collectives are recorded (torch's flight recorder, of NCCL)."""
     return is_gpu(device)
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether steps can be captured and replayed: graphs are written for CUDA only."""
+    """Return whether steps can be captured and replayed: graphs are written for CUDA only."""
     return is_gpu(device)
 
 
@@ -448,7 +452,7 @@ def has_graphs(device: torch.device) -> bool:
 
 
 def list_abilities(device: torch.device) -> dict[str, bool]:
-    """All abilities of a device by name, as ``octavo doctor`` prints and docs/devices.md lists them."""
+    """Return all abilities of a device by name, as ``octavo doctor`` prints and docs/devices.md lists them."""
     return {
         "FP8 dtypes": all(supports_dtype(device, dtype) for dtype in FP8),
         "float64": supports_dtype(device, torch.float64),
@@ -463,7 +467,7 @@ def list_abilities(device: torch.device) -> dict[str, bool]:
 
 
 def _failure_text(attempt: Callable[[], object]) -> str | None:
-    """The message of an attempt's exception, in one line; None: it worked."""
+    """Return the message of an attempt's exception, in one line; None: it worked."""
     try:
         attempt()
     except Exception as error:  # backends raise exceptions of any class for a missing ability

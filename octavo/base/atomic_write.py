@@ -139,7 +139,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def why_no_space(path: Path, error: BaseException) -> str | None:
-    """Why a write to `path` failed for lack of space, or None where it failed for another reason.
+    """Return why a write to `path` failed for lack of space, or None where it failed for another reason.
 
     safetensors gives the errno only in its text. Torch's archive writer reports a short write as its own inconsistency;
     the errno is at most in the exception before it, and lost where that crossed ranks. Then the free space of the disk

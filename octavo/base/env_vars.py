@@ -41,7 +41,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 
 
 def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables of :data:`VARIABLES` that are set, with their values."""
+    """Return the variables of :data:`VARIABLES` that are set, with their values."""
     return {name: environ[name] for names in VARIABLES.values() for name in names if name in environ}
 
 
@@ -50,7 +50,7 @@ def _affinity() -> list[int] | None:
 
 
 def _torch_setting(read: Callable[[Any], object]) -> Callable[[], object]:
-    """A reader of a setting of torch, which imports torch only when it is called."""
+    """Return a reader of a setting of torch, which imports torch only when it is called."""
 
     def setting() -> object:
         import torch

@@ -67,8 +67,8 @@ class Problem:
 
 
 def describe() -> dict[str, Any]:
-    """The record of this machine, which JSON can hold: octavo, python, os, cpu, memory, torch, gpus, packages; the
-    variables and settings of :mod:`octavo.base.env_vars`.
+    """Return the record of this machine, which JSON can hold: octavo, python, os, cpu, memory, torch, gpus, packages;
+    the variables and settings of :mod:`octavo.base.env_vars`.
 
     Memory is in bytes. Takes a fraction of a second once torch is imported. Never raises; ``unread`` maps values that
     could not be read to the cause.
@@ -103,18 +103,19 @@ def describe() -> dict[str, Any]:
 
 @functools.cache
 def _cached(reader: Callable[[], Any]) -> Any:
-    """The result of a reader, cached for values that do not change while a process runs: its code and packages."""
+    """Return the result of a reader, cached for values that do not change while a process runs: its code and
+    packages."""
     return reader()
 
 
 def versions() -> dict[str, str]:
-    """The installed version of every package that Octavo needs or can use. Nothing is imported."""
+    """Return the installed version of every package that Octavo needs or can use. Nothing is imported."""
     numbers = {name: version(name) for name in (*REQUIRED, *OPTIONAL)}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, from its metadata; None where it is not installed."""
+    """Return the installed version of a package, from its metadata; None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -133,7 +134,7 @@ def package_problems() -> list[Problem]:
 
 
 def why_no_trackers(names: Sequence[str]) -> str | None:
-    """Why trackers cannot be used: the packages that are not installed, and the command that installs them."""
+    """Return why trackers cannot be used: the packages that are not installed, and the command that installs them."""
     lost = [name for name in names if version(name) is None and version(f"{name}-skinny") is None]
     if not lost:
         return None
@@ -144,7 +145,7 @@ def why_no_trackers(names: Sequence[str]) -> str | None:
 
 
 def is_in_range(installed: str, needed: str) -> bool:
-    """Whether a version is in a range such as ``>=2.11,<2.14``; suffixes (``+cpu``, ``a0``) are ignored."""
+    """Return whether a version is in a range such as ``>=2.11,<2.14``; suffixes (``+cpu``, ``a0``) are ignored."""
     number = _parse_release(installed)
     for clause in needed.split(","):
         match = re.fullmatch(r"\s*(>=|<)\s*([0-9.]+)\s*", clause)
@@ -218,7 +219,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    """The GPUs of NVIDIA and AMD; :func:`_accelerator` describes the device that this process computes on."""
+    """Return the GPUs of NVIDIA and AMD; :func:`_accelerator` describes the device that this process computes on."""
     from octavo.base import accelerator
 
     device = accelerator.detect()
@@ -226,7 +227,8 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _accelerator() -> dict[str, Any]:
-    """The device that this process computes on, of any vendor, and the abilities it lacks; for a CPU only its type."""
+    """Return the device that this process computes on, of any vendor, and the abilities it lacks; for a CPU only its
+    type."""
     from octavo.base import accelerator
 
     device, detected = accelerator.default_device(), accelerator.detect()
@@ -263,8 +265,8 @@ def _detect_drivers() -> list[str]:
 
 
 def describe_device(device: torch.device) -> str:
-    """A torch device with what distinguishes it from others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; for a CPU its
-    model. Values that the driver does not report are left out."""
+    """Return a torch device with what distinguishes it from others: ``cuda:3 (NVIDIA H100, UUID ..., PCI ...)``; for a
+    CPU its model. Values that the driver does not report are left out."""
     from octavo.base import accelerator
 
     if not accelerator.has_own_memory(device):

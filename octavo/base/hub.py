@@ -32,7 +32,8 @@ class HubError(ValueError):
 
 
 def is_name(text: str, folder: str | Path | None = None) -> bool:
-    """Whether a path is a repository's name: two words with a slash between, and no existing file or folder. With the
+    """Return whether a path is a repository's name: two words with a slash between, and no existing file or folder.
+    With the
     `folder` of a configuration, a path into an existing folder is not a name either, but probably a misspelled path."""
     if not _NAME.fullmatch(text) or text.lower().endswith(suffixes.ALL_FILES) or ".." in text:
         return False
@@ -40,8 +41,8 @@ def is_name(text: str, folder: str | Path | None = None) -> bool:
 
 
 def resolve_names(cfg: Any, log: Log) -> Any:
-    """An `octavo.config.Config` with resolved names: `model.path` is a folder, and data sets have the newest revision.
-    A configuration without names is returned unchanged.
+    """Return an `octavo.config.Config` with resolved names: `model.path` is a folder, and data sets have the newest
+    revision. A configuration without names is returned unchanged.
 
     With `model.load_in_fp8`, a published FP8 twin with weights of the language model's kind replaces quantization on
     this machine, unless `model.revision` pins the weights. Raises HubError.
@@ -58,7 +59,8 @@ def resolve_names(cfg: Any, log: Log) -> Any:
 
 
 def model_folder(name: str, revision: str | None, kind: str | None, log: Log) -> Path:
-    """The folder of a model, or of its published twin with codes of `kind` (row, block, tensor; None: no twin)."""
+    """Return the folder of a model, or of its published twin with codes of `kind` (row, block, tensor; None: no
+    twin)."""
     called = NAME_OF_KIND.get(kind or "", kind)
     sha, why = _resolve_sha(name, revision, "model")
     for twin in (name + ending for ending in FP8_SUFFIXES.get(kind or "", ()) if "fp8" not in name.lower()):
@@ -95,7 +97,7 @@ def _describe_revision(folder: Path) -> str:
 
 
 def _pin_revision(entry: Any, log: Log) -> Any:
-    """A data set with the SHA of its revision."""
+    """Return a data set with the SHA of its revision."""
     if not is_name(entry.path) or (entry.revision is not None and re.fullmatch("[0-9a-f]{40}", entry.revision)):
         return entry
     sha, why = _resolve_sha(entry.path, entry.revision, "dataset")
@@ -106,8 +108,8 @@ def _pin_revision(entry: Any, log: Log) -> Any:
 
 
 def _resolve_sha(name: str, revision: str | None, kind: str) -> tuple[str | None, str]:
-    """(SHA of the revision, ""), or (None, reason) where the hub does not answer. Raises HubError where it does not
-    exist or access is denied."""
+    """Return (SHA of the revision, ""), or (None, reason) where the hub does not answer. Raises HubError where it does
+    not exist or access is denied."""
     from huggingface_hub import HfApi, errors
 
     at = "" if revision is None else f" at the revision {revision!r}"
@@ -127,7 +129,7 @@ def _resolve_sha(name: str, revision: str | None, kind: str) -> tuple[str | None
 
 
 def _download(name: str, sha: str) -> Path:
-    """The folder of a model, downloaded now if it is not in the cache."""
+    """Return the folder of a model, downloaded now if it is not in the cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -140,7 +142,7 @@ def _download(name: str, sha: str) -> Path:
 
 
 def _cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a model in the hub's cache, if it contains weights."""
+    """Return the folder of a model in the hub's cache, if it contains weights."""
     from huggingface_hub import errors, snapshot_download
 
     try:
@@ -166,7 +168,7 @@ def _unreachable_error(name: str, revision: str | None, kind: str, why: str) -> 
 
 
 def _find_fp8_model(name: str, kind: str, reachable: bool, log: Log) -> Path | None:
-    """The folder of a repository whose weights are codes of `kind`; None where there is none. If the hub is not
+    """Return the folder of a repository whose weights are codes of `kind`; None where there is none. If the hub is not
     `reachable`, only the cache is searched."""
     from huggingface_hub import errors, hf_hub_download
 
@@ -195,8 +197,8 @@ def _find_fp8_model(name: str, kind: str, reachable: bool, log: Log) -> Path | N
 
 
 def declared_kind(config: Path) -> str | None:
-    """The kind of codes (row, block, tensor) that a model's config.json declares; None for another or none. Loading the
-    model checks it in full."""
+    """Return the kind of codes (row, block, tensor) that a model's config.json declares; None for another or none.
+    Loading the model checks it in full."""
     try:
         values = json.loads(config.read_text())
         section = values.get("quantization_config") or (values.get("text_config") or {}).get("quantization_config")

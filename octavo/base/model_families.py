@@ -181,11 +181,11 @@ def video_families() -> dict[str, VideoRecord]:
 
 
 def trains_on(model_type: object, *media: Media) -> bool:
-    """Whether models with this `model_type` in config.json train on one of these media."""
+    """Return whether models with this `model_type` in config.json train on one of these media."""
     record = RECORDS.get(model_type) if isinstance(model_type, str) else None
     return record is not None and record.trains and record.media in media
 
 
 def attends_both_ways(model_type: str) -> bool:
-    """Whether tokens of an image attend to later ones in models of this `model_type`."""
+    """Return whether tokens of an image attend to later ones in models of this `model_type`."""
     return model_type in RECORDS and RECORDS[model_type].images_attend_both_ways

@@ -63,17 +63,17 @@ class RecipeSpec:
 
     @property
     def by_tensor(self) -> bool:
-        """Whether x or dy has one scale for the whole tensor, which differs between ranks."""
+        """True if x or dy has one scale for the whole tensor, which differs between ranks."""
         return TENSOR in (self.blocks[0], self.blocks[2])
 
     @property
     def spans_rows(self) -> bool:
-        """Whether tokens share scales in the forward pass, so that a token's result depends on its batch."""
+        """True if tokens share scales in the forward pass, so that a token's result depends on its batch."""
         return self.delayed or self.blocks[0][0] != 1
 
     @property
     def everywhere(self) -> bool:
-        """Whether every GPU with FP8 hardware multiplies by its scales."""
+        """True if every GPU with FP8 hardware multiplies by its scales."""
         return self.native <= (8, 9)
 
 
@@ -142,23 +142,24 @@ NAME_OF_KIND: Mapping[str, str] = MappingProxyType({kind: names[0] for kind, nam
 
 
 def recipes_with_format(form: str) -> tuple[str, ...]:
-    """The recipes with this default format."""
+    """Return the recipes with this default format."""
     return tuple(name for name, spec in SPECS.items() if spec.formats[0] == form)
 
 
 def parse_kind(word: str) -> str:
-    """The kind of frozen weights for a recipe's name or the kind itself; any other word unchanged."""
+    """Return the kind of frozen weights for a recipe's name or the kind itself; any other word unchanged."""
     return next((kind for kind, name in NAME_OF_KIND.items() if name == word), word)
 
 
 def fastest_on(major: int) -> str:
-    """The documented choice for GPUs of a major compute capability; newer ones than the table get its newest entry."""
+    """Return the documented choice for GPUs of a major compute capability; newer ones than the table get its newest
+    entry."""
     by_major = {number: name for name, spec in SPECS.items() for number in spec.fastest_on}
     return by_major.get(major, by_major[max(by_major)])
 
 
 def names_in_library(library: str) -> dict[str, str]:
-    """A library's names of recipes -> Octavo's names."""
+    """Return a library's names of recipes -> Octavo's names."""
     return {theirs: name for name, spec in SPECS.items() for of, theirs in spec.elsewhere if of == library}
 
 

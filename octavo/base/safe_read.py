@@ -65,7 +65,7 @@ def describe_file_type(path: str | os.PathLike[str]) -> str | None:
 
 
 def open_file(path: str | os.PathLike[str], error: type[Exception] = Unreadable, buffering: int = -1) -> BinaryIO:
-    """A regular file, opened for reading bytes; an encrypted one is decrypted.
+    """Return a regular file, opened for reading bytes; an encrypted one is decrypted.
 
     Raises `error` for a path that is missing, not a regular file, not permitted or not valid, and for an encrypted file
     that is damaged or has no key. A chunk that turns out to be damaged later raises VaultError, which is an OSError.
@@ -112,7 +112,7 @@ def size_of(file: BinaryIO) -> int:
 
 
 def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = MAX_BYTES) -> bytes:
-    """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer file."""
+    """Return a whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer file."""
     with open_file(path, error, buffering=0) as file:
         size = size_of(file)
         pieces, left = [], limit + 1
@@ -133,7 +133,7 @@ def read_text(
     limit: int = MAX_BYTES,
     encoding: str = "utf-8",
 ) -> str:
-    """The text of a file (`encoding`: utf-8, or utf-8-sig to drop a byte order mark). Raises `error`."""
+    """Return the text of a file (`encoding`: utf-8, or utf-8-sig to drop a byte order mark). Raises `error`."""
     return decode(read_bytes(path, error, limit), path, error, encoding)
 
 
@@ -155,12 +155,12 @@ def read_json(
     limit: int = MAX_BYTES,
     wanted: type | None = dict,
 ) -> Any:
-    """The JSON value of a file, of the type `wanted` (None: any type). Raises `error`."""
+    """Return the JSON value of a file, of the type `wanted` (None: any type). Raises `error`."""
     return parse_json(read_text(path, error, limit), path, error, wanted)
 
 
 def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wanted: type | None = dict) -> Any:
-    """A JSON value that is safe to walk through, copy, convert and write again.
+    """Return a JSON value that is safe to walk through, copy, convert and write again.
 
     Raises `error` with `where`: for text that is not JSON, with line and column; for brackets nested deeper than DEPTH,
     whole numbers of more than DIGITS digits and lone surrogates (which no file and no tokenizer accepts); and for a
@@ -191,7 +191,7 @@ def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wa
 
 
 def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable) -> Iterator[tuple[int, Any]]:
-    """(number from 1, object) of each line that is not blank, in a file of JSON lines that a program appends to.
+    """Yield (number from 1, object) of each line that is not blank, in a file of JSON lines that a program appends to.
 
     An incomplete last line, as a kill leaves it, is left out. Raises `error`, with the number, for any other line that
     is not an object.
@@ -208,7 +208,7 @@ def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """The same value with None for NaN and infinities, which JSON cannot write."""
+    """Return the same value with None for NaN and infinities, which JSON cannot write."""
     if isinstance(value, Mapping):
         return {key: replace_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -229,7 +229,8 @@ def _parse_int(digits: str) -> int:
 
 
 def _why_unsafe(root: object) -> str | None:
-    """Why JSON would crash code that walks through it; None if it would not. Walks by level, not by recursion."""
+    """Return why JSON would crash code that walks through it; None if it would not. Walks by level, not by
+    recursion."""
     level, depth = [root], 0
     while level:
         below: list[object] = []
@@ -293,7 +294,7 @@ def check_schema(value: Any, form: Any, where: object, error: type[Exception] = 
 
 
 def link_target_outside(path: Path, folder: Path) -> Path | None:
-    """The target of a path in a folder, if links lead out of the folder; None if it stays inside.
+    """Return the target of a path in a folder, if links lead out of the folder; None if it stays inside.
 
     A snapshot in the Hugging Face hub's cache consists of links into the blobs of the same repository
     (`REPO/snapshots/REVISION/config.json -> REPO/blobs/HASH`), which count as inside.

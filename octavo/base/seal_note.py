@@ -51,7 +51,7 @@ def fingerprint(secret: bytes) -> str:
 
 
 def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note | None:
-    """The note of a folder; None where it has none. Raises `error` for a note that cannot be read."""
+    """Return the note of a folder; None where it has none. Raises `error` for a note that cannot be read."""
     file = Path(folder) / NOTE
     if not os.path.lexists(file):
         return None
@@ -78,7 +78,7 @@ def write_note(folder: Path, note: Note) -> None:
 
 
 def note_bytes(note: Note) -> bytes:
-    """The bytes of a note's file."""
+    """Return the bytes of a note's file."""
     return (
         json.dumps({"octavo_sealed": FORMAT, "of": note.of, "key": note.key, **note.details}, indent=1) + "\n"
     ).encode()

@@ -45,17 +45,18 @@ def check_target(target: str | os.PathLike[str], refused: type[Exception]) -> No
 
 
 def contents(target: Path) -> list[str]:
-    """The names in a folder, except leftovers of a file system or a killed command; [] if not a folder."""
+    """Return the names in a folder, except leftovers of a file system or a killed command; [] if not a folder."""
     return sorted(name for name in os.listdir(target) if name not in _IGNORED_ENTRIES) if target.is_dir() else []
 
 
 def is_free(target: Path) -> bool:
-    """Whether the path does not exist, or is an empty folder."""
+    """Return whether the path does not exist, or is an empty folder."""
     return not target.exists() or (target.is_dir() and not contents(target))
 
 
 def is_fixed(target: Path) -> bool:
-    """Whether it is a folder that a rename cannot replace: a mount point, or one in a folder without write access."""
+    """Return whether it is a folder that a rename cannot replace: a mount point, or one in a folder without write
+    access."""
     if not target.is_dir():
         return False
     return os.path.ismount(target) or str(target) in _mount_points() or not os.access(target.parent, os.W_OK)

@@ -81,7 +81,7 @@ class _AdapterPermuter:
         self.orders, self.config, self.move = orders, config, move
 
     def moved(self, name: str, value: Tensor) -> Tensor:
-        """The tensor of an adapter by its name in the file, permuted like its layer's axes."""
+        """Return the tensor of an adapter by its name in the file, permuted like its layer's axes."""
         path, _, kind = name.removeprefix(_PREFIX).rpartition(".lora_")
         depth = path.count(".base_layer")
         module = path.replace(".base_layer", "")
@@ -101,7 +101,7 @@ class _AdapterPermuter:
         return self._experts(value, layout, first, transposed)
 
     def _experts(self, value: Tensor, layout: Layout, first: bool, transposed: bool) -> Tensor:
-        """A [r E, K], expert by expert, or B [N, r E], whose columns are ordered by rank, then by expert."""
+        """Return a [r E, K], expert by expert, or B [N, r E], whose columns are ordered by rank, then by expert."""
         experts = len(layout.each)
 
         def axis(axes: tuple[Axis, ...]) -> Axis:

@@ -33,7 +33,7 @@ _FORWARD = {"input_ids", "attention_mask", "mm_token_type_ids", "pixel_values", 
 
 
 def check_structure(folder: Path, key: Key, largest: int | None = None) -> float | None:
-    """The largest difference of logits relative to the largest logit; None if even the few blocks take more than
+    """Return the largest difference of logits relative to the largest logit; None if even the few blocks take more than
     `largest` bytes (None: a quarter of this machine's memory). Raises SealError if plain and sealed differ."""
     if largest is None:
         largest = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // SHARE
@@ -70,17 +70,17 @@ def check_structure(folder: Path, key: Key, largest: int | None = None) -> float
 
 
 def patch_size(config: Any) -> tuple[int, int]:
-    """(height, width) of a patch in pixels; (1, 1) for a model without vision."""
+    """Return (height, width) of a patch in pixels; (1, 1) for a model without vision."""
     return models.vision_of(config).patch if getattr(config, "vision_config", None) is not None else (1, 1)
 
 
 def seal_config(config: Any, vocab: np.ndarray) -> Any:
-    """The configuration with token ids of the sealed vocabulary."""
+    """Return the configuration with token ids of the sealed vocabulary."""
     return type(config).from_dict(replace_token_ids(config.to_dict(), vocab))
 
 
 def _shorten(config: Any) -> Any:
-    """The configuration with the fewest blocks that include every kind of parameter."""
+    """Return the configuration with the fewest blocks that include every kind of parameter."""
     whole = _parameter_kinds(config)
     for layers in (2, 4, 8, 16):
         try:

@@ -42,7 +42,7 @@ class Fp8Weights:
     quantization: Quantization | None = None
 
     def tensors(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """(name, dtype, shape) of their tensors on disk."""
+        """Yield (name, dtype, shape) of their tensors on disk."""
         for m in (m for pieces in self.matrices.values() for m in pieces):
             yield m.name, torch.float8_e4m3fn, m.shape
             yield _scale_name(m, self.quantization), *self.scales[_scale_name(m, self.quantization)]
@@ -50,8 +50,8 @@ class Fp8Weights:
     def moved(
         self, name: str, value: fp8.Quantized, layout: Layout, orders: Orders, move: Permute, turned: bool
     ) -> Iterator[tuple[str, Tensor]]:
-        """(name on disk, tensor) of permuted codes [N, K] or [E, N, K] and their scales. `turned`: the layout is of a
-        parameter that is stored as [E, K, N]."""
+        """Yield (name on disk, tensor) of permuted codes [N, K] or [E, N, K] and their scales. `turned`: the layout is
+        of a parameter that is stored as [E, K, N]."""
         assert self.quantization is not None
         if turned:
             layout = Layout(layout.axes, each=tuple(axes[::-1] for axes in layout.each))
@@ -74,8 +74,8 @@ class Fp8Weights:
 
 
 def find_fp8_weights(folder: Path, stock: Matrices, axes: Structure) -> Fp8Weights:
-    """The FP8 weights of a folder, from headers only. Raises SealError for codes that cannot be permuted with their
-    scales, naming the tensor."""
+    """Return the FP8 weights of a folder, from headers only. Raises SealError for codes that cannot be permuted with
+    their scales, naming the tensor."""
     quantization = read_quantization(folder)
     if quantization is None:
         return Fp8Weights({}, {})

@@ -41,14 +41,14 @@ def shuffle(items: Sequence[int], words: Iterator[int]) -> list[int]:
 
 
 def draw_order(key: Key, label: str, size: int) -> np.ndarray:
-    """An arbitrary order of `size` items, for axes without FP8 scales."""
+    """Return an arbitrary order of `size` items, for axes without FP8 scales."""
     return np.asarray(shuffle(range(size), key.words(label)), dtype=np.int64)
 
 
 def draw_block_order(
     key: Key, label: str, size: int, uses: Iterable[Use], blocks: Sequence[int] = BLOCKS
 ) -> np.ndarray:
-    """An order of `size` items that keeps the blocks of all uses together."""
+    """Return an order of `size` items that keeps the blocks of all uses together."""
     distinct, words = sorted(set(uses)), key.words(label)
     runs = {block // gcd(block, unit) for block in blocks for unit, _ in distinct} | {1}
     order = np.arange(size, dtype=np.int64)
@@ -65,7 +65,7 @@ def draw_block_order(
 
 
 def _exchange_key(number: int, run: int, uses: Sequence[Use], blocks: Sequence[int]) -> tuple[object, ...]:
-    """A key that is equal for two runs of items if they may be exchanged."""
+    """Return a key that is equal for two runs of items if they may be exchanged."""
     kind: list[object] = []
     for unit, offset in uses:
         length, start = run * unit, offset + number * run * unit
@@ -79,7 +79,7 @@ def _exchange_key(number: int, run: int, uses: Sequence[Use], blocks: Sequence[i
 def draw_head_orders(
     key: Key, label: str, groups: int, each: int, of_groups: Iterable[Use], of_heads: Iterable[Use]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(order of the groups, order of all heads): permutes groups, and heads within their group.
+    """Return (order of the groups, order of all heads): permutes groups, and heads within their group.
 
     groups     heads of keys and values, each shared by the `each` query heads of its group
     of_groups  uses of the groups, (head_dim, offset)
@@ -96,7 +96,7 @@ def draw_head_orders(
 
 
 def invert(order: np.ndarray) -> np.ndarray:
-    """The inverse of a permutation."""
+    """Return the inverse of a permutation."""
     back = np.empty_like(order)
     back[order] = np.arange(len(order))
     return back

@@ -127,7 +127,7 @@ def unseal_model(
 
 
 def check_sealed_with(folder: str | Path, key: Key) -> Note:
-    """The note of a sealed folder. Raises SealError if it is not sealed, or with another key."""
+    """Return the note of a sealed folder. Raises SealError if it is not sealed, or with another key."""
     note = read_note(folder, SealError)
     if note is None:
         state = f"is not sealed: it has no {NOTE}" if Path(folder).is_dir() else "is not a folder; name an existing one"
@@ -181,8 +181,8 @@ def _write_weights(
 
 
 def _stored_shape(shape: tuple[int, ...], stored: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape of a tensor on disk: for experts that are published transposed to how transformers saves them, as
-    [E, K, N], the source's shape."""
+    """Return the shape of a tensor on disk: for experts that are published transposed to how transformers saves them,
+    as [E, K, N], the source's shape."""
     return stored if stored == (*shape[:-2], *shape[:-3:-1]) and len(shape) == 3 else shape
 
 

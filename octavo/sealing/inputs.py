@@ -56,7 +56,7 @@ def permute_bins(values: np.ndarray, order: np.ndarray) -> np.ndarray:
 def seal_batch(
     inputs: Mapping[str, Any], orders: Mapping[str, np.ndarray], patch: tuple[int, int]
 ) -> dict[str, np.ndarray]:
-    """The outputs of a processor, sealed, as arrays by name."""
+    """Return the outputs of a processor, sealed, as arrays by name."""
     out = {name: np.asarray(values) for name, values in inputs.items()}
     for name in ("input_ids", "labels"):
         if name in out:
@@ -80,7 +80,7 @@ def replace_token_ids(raw: Any, vocab: np.ndarray, back: bool = False, key: str 
 
 
 def find_token_ids(raw: Any, key: str = "") -> set[int]:
-    """The token ids in a configuration."""
+    """Return the token ids in a configuration."""
     if isinstance(raw, dict):
         return set().union(*(find_token_ids(value, str(name)) for name, value in raw.items()))
     if isinstance(raw, list):

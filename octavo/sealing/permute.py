@@ -62,7 +62,7 @@ def source_positions(axis: Axis, orders: Orders) -> np.ndarray | None:
 
 
 def axis_size(axis: Axis, sizes: Mapping[str, int]) -> int:
-    """The number of positions of an axis."""
+    """Return the number of positions of an axis."""
     return sum(sizes[name] * unit for name, unit in axis)
 
 
@@ -101,7 +101,7 @@ def _permute_axes(tensor: Tensor, axes: tuple[Axis, ...], orders: Orders, back: 
 
 
 def _block_order(order: np.ndarray, width: int) -> np.ndarray:
-    """The order of blocks of `width` positions. Raises SealError if one does not stay together."""
+    """Return the order of blocks of `width` positions. Raises SealError if one does not stay together."""
     blocks: np.ndarray = order[::width] // width
     if (order // width != blocks.repeat(width)[: len(order)]).any():
         raise SealError(f"an axis of {len(order)} has scales for blocks of {width}, which the permutation would split")

@@ -96,7 +96,7 @@ def seal_data(
 
 
 def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> Config:
-    """The configuration of a run on the data; only its settings of rows are used."""
+    """Return the configuration of a run on the data; only its settings of rows are used."""
     pairs = [f"model.path={model}", "train.steps=1", "run.dir=unused", *settings]
     cfg = load_config(None, [*pairs, f"data.train=[{{path: {str(source)!r}}}]"])
     if cfg.train.phase not in ("sft", "pretrain", "preference"):
@@ -111,7 +111,7 @@ def _configuration(source: str | Path, model: Path, settings: Sequence[str]) -> 
 
 
 def _encode_rows(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample | Pair | str]]:
-    """The samples of all rows in order, a few at a time; for a row that is left out, the reason as a word."""
+    """Yield the samples of all rows in order, a few at a time; for a row that is left out, the reason as a word."""
     for first in range(0, len(rows), BATCH_ROWS):
         read: list[Any] = []
         for number in range(first, min(first + BATCH_ROWS, len(rows))):
@@ -126,14 +126,14 @@ def _encode_rows(rows: Any, encoder: Any, on_bad: str) -> Iterator[list[Sample |
 
 
 def _drop_reason(bad: DataError, on_bad: str) -> str:
-    """The reason for which a row is left out, as a word; raises the error if it may not be."""
+    """Return the reason for which a row is left out, as a word; raises the error if it may not be."""
     if not isinstance(bad, BadSample) or (on_bad == "error" and not isinstance(bad, LongSample)):
         raise bad
     return bad.action
 
 
 def _row_entries(row: Sample | Pair | str, pairs: bool) -> Sequence[Sample | str]:
-    """The entries of a row in the file; a pair has two, also if it is left out."""
+    """Return the entries of a row in the file; a pair has two, also if it is left out."""
     return (row,) * (1 + pairs) if isinstance(row, str) else samples_of(row)
 
 

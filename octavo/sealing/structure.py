@@ -71,8 +71,8 @@ class Structure:
 
 
 def read_structure(model: nn.Module) -> Structure:
-    """The structure of a stock model, which may be on the meta device. Raises SealError, naming the tensor, for a
-    tensor without a rule or with unexpected sizes."""
+    """Return the structure of a stock model, which may be on the meta device. Raises SealError, naming the tensor, for
+    a tensor without a rule or with unexpected sizes."""
     return _StructureReader(model).read()
 
 
@@ -150,7 +150,7 @@ class _StructureReader:
     # Words -----------------------------------------------------------------------------------------------------------
 
     def _axis(self, word: str, places: int, subject: str, name: str) -> Axis:
-        """The axis for a word of a rule, with so many positions."""
+        """Return the axis for a word of a rule, with so many positions."""
         if word == "-" or (word.endswith("?") and places == self._head_dim(subject)):
             return FIXED
         word = word.removesuffix("?")
@@ -179,11 +179,11 @@ class _StructureReader:
         return stretches
 
     def _size(self, label: str, places: int, name: str) -> int:
-        """The number of items of a permutation; a new one has as many as there are positions."""
+        """Return the number of items of a permutation; a new one has as many as there are positions."""
         return self.found.sizes.setdefault(label, places)
 
     def _label(self, word: str, subject: str) -> str:
-        """The name of the permutation for a word at this parameter."""
+        """Return the name of the permutation for a word at this parameter."""
         parent = subject.rpartition(".")[0]
         if word == "own":
             return self._part(subject)
@@ -228,7 +228,7 @@ class _StructureReader:
         )
 
     def _head_dim(self, subject: str) -> int:
-        """The head size of this attention."""
+        """Return the head size of this attention."""
         config = self._config(subject)
         return int(getattr(config, "head_dim", None) or config.hidden_size // _number_of_heads(config, *_HEADS))
 

@@ -36,13 +36,13 @@ _STOCK_NAMES = ("bos_token", "eos_token", "pad_token", "sep_token", "cls_token",
 
 
 def sealed_word(number: int) -> str:
-    """The word of a token of the sealed vocabulary."""
+    """Return the word of a token of the sealed vocabulary."""
     return f"t{number}"
 
 
 def named_tokens(tokenizer: Any, model: str | Path) -> dict[int, str]:
-    """The tokens of a plain model that keep their names: control tokens, and those in config.json, such as NVILA's line
-    break."""
+    """Return the tokens of a plain model that keep their names: control tokens, and those in config.json, such as
+    NVILA's line break."""
     control = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     also = {number: tokenizer.decode([number]) for number in find_token_ids(read_json(Path(model) / "config.json"))}
     return {number: name for number, name in {**also, **control}.items() if name}
@@ -61,7 +61,7 @@ def write_tokenizer(source: Path, folder: Path, vocab: np.ndarray) -> None:
 def build_word_tokenizer(
     words: Mapping[str, int], control: Mapping[str, int], like: PreTrainedTokenizerBase
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of words separated by spaces.
+    """Return a tokenizer of words separated by spaces.
 
     words    word -> id, of all tokens
     control  word -> id of control tokens, which are recognized without spaces
@@ -86,7 +86,8 @@ def build_word_tokenizer(
 
 
 def seal_text(text: str, model: str | Path, key: Key) -> str:
-    """A question as words of the sealed model, in the plain model's chat template, up to the start of the answer.
+    """Return a question as words of the sealed model, in the plain model's chat template, up to the start of the
+    answer.
     `model`: the plain folder."""
     processor: Any = models.load_processor(model)
     turns = [{"role": "user", "content": text}]
@@ -98,7 +99,7 @@ def seal_text(text: str, model: str | Path, key: Key) -> str:
 
 
 def unseal_text(words: str, model: str | Path, key: Key) -> str:
-    """The plain text of a sealed model's words. Raises SealError for an unknown word."""
+    """Return the plain text of a sealed model's words. Raises SealError for an unknown word."""
     tokenizer: Any = models.load_tokenizer(model)
     numbers = {name: number for number, name in named_tokens(tokenizer, model).items()}
     vocab = _vocabulary_order(model, key)

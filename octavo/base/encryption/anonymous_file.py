@@ -17,7 +17,8 @@ from octavo.base.encryption.reader import is_encrypted
 
 
 def create_memory_file(what: str) -> tuple[int, Path]:
-    """A new empty file in memory: its handle, which the caller closes, and its path. Raises VaultError, which names
+    """Return a new empty file in memory: its handle, which the caller closes, and its path. Raises VaultError, which
+    names
     `what` the file is for, where this system has none."""
     if not hasattr(os, "memfd_create"):
         raise VaultError(

@@ -47,6 +47,6 @@ def append_lines(file: Path, lines: Iterable[str]) -> None:
 
 
 def is_encrypted_lines(path: Path) -> bool:
-    """Whether a file holds encrypted lines."""
+    """Return whether a file holds encrypted lines."""
     with path.open("rb") as file:
         return file.read(len(_MARK)) == _MARK

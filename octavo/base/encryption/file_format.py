@@ -79,7 +79,7 @@ class Cipher:
 
 
 def new_cipher(key: Key, chunk: int = CHUNK, place: Place | None = None) -> Cipher:
-    """The cipher, with its header, of a new file."""
+    """Return the cipher, with its header, of a new file."""
     assert chunk in _CHUNK_SIZES, chunk
     head = MAGIC + chunk.to_bytes(4, "big") + key.id
     salt = os.urandom(32)
@@ -93,7 +93,8 @@ def new_cipher(key: Key, chunk: int = CHUNK, place: Place | None = None) -> Ciph
 
 
 def read_cipher(key: Key, header: bytes, path: object) -> Cipher:
-    """The cipher of a file that begins with these bytes: `MAX_HEADER_BYTES` of them, or all if the file is shorter.
+    """Return the cipher of a file that begins with these bytes: `MAX_HEADER_BYTES` of them, or all if the file is
+    shorter.
     Raises WrongKey and Damaged, which name the `path`."""
     from cryptography.exceptions import InvalidTag
 
@@ -130,7 +131,8 @@ def read_cipher(key: Key, header: bytes, path: object) -> Cipher:
 
 
 def header_tag(header: bytes) -> bytes:
-    """The tag of an encrypted file's header, unverified: it needs no key. `header`: the first bytes of the file."""
+    """Return the tag of an encrypted file's header, unverified: it needs no key. `header`: the first bytes of the
+    file."""
     end = SALTED_BYTES
     if header[7:8] != bytes([VERSION_1]):
         length = int.from_bytes(header[SALTED_BYTES : SALTED_BYTES + 2], "big")
@@ -139,8 +141,8 @@ def header_tag(header: bytes) -> bytes:
 
 
 def looks_encrypted(head: bytes, key: Key) -> bool:
-    """Whether the first bytes of a file without the magic bytes look like a damaged encrypted file: most of the magic
-    bytes, their beginning, or the id of the key."""
+    """Return whether the first bytes of a file without the magic bytes look like a damaged encrypted file: most of the
+    magic bytes, their beginning, or the id of the key."""
     if len(head) < len(MAGIC):
         return bool(head) and MAGIC.startswith(head[:7])
     same = sum(one == other for one, other in zip(head, MAGIC[:7], strict=False))

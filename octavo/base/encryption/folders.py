@@ -41,7 +41,7 @@ class Folder:
         self.root, self.identity, self._key = root, identity or os.urandom(16), key
 
     def place(self, path: Path) -> file_format.Place:
-        """The place that a file at this path is bound to. Raises VaultError for a path that is too long."""
+        """Return the place that a file at this path is bound to. Raises VaultError for a path that is too long."""
         name = os.fsencode(path.relative_to(self.root))
         if len(name) > file_format.MAX_NAME_BYTES:
             raise VaultError(
@@ -71,7 +71,7 @@ def write_file(path: Path, plain: bytes, folder: Folder | None) -> None:
 
 
 def find_root(path: str | os.PathLike[str]) -> Path | None:
-    """The nearest folder with a list that contains a path or is the path; None where there is none.
+    """Return the nearest folder with a list that contains a path or is the path; None where there is none.
 
     The path is taken as it is spelled, so that a link in place of a file is detected. Only if that is in no such folder
     are its links resolved.
@@ -147,7 +147,7 @@ def check_plain(path: str | os.PathLike[str], error: type[Exception]) -> None:
 
 
 def _folder_id(root: Path, key: Key | None) -> bytes | None:
-    """The id of a folder, by the header of its list."""
+    """Return the id of a folder, by the header of its list."""
     key, stat = key or find_key(), os.stat(root / LIST)
     return _read_folder_id(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
@@ -178,7 +178,7 @@ def _check_unbound(path: str | os.PathLike[str], reader: Reader | None, key: Key
 
 
 def has_list(folder: Path) -> bool:
-    """Whether a folder was encrypted as a whole."""
+    """Return whether a folder was encrypted as a whole."""
     return os.path.lexists(folder / LIST)
 
 
@@ -226,7 +226,7 @@ def _walk_names(folder: bytes, deep: bool, head: bytes = b"") -> Iterator[bytes]
 def open_decrypted(
     handle: int, path: str | os.PathLike[str], buffering: int = -1, key: Key | None = None, shown: object = None
 ) -> BinaryIO:
-    """A file object that reads the plain text of the encrypted file at a path, with a buffer of one chunk unless
+    """Return a file object that reads the plain text of the encrypted file at a path, with a buffer of one chunk unless
     `buffering` is 0. It takes over the handle, unless this raises. `shown`: the path as messages quote it.
 
     Raises VaultError, also for a file that is not the one that was encrypted at this path (:func:`check_file`).

@@ -60,7 +60,8 @@ class Key:
 
 
 def find_key() -> Key:
-    """The key of this process, which writes no core file from now on. Raises NoKey as :func:`process_secret` does."""
+    """Return the key of this process, which writes no core file from now on. Raises NoKey as :func:`process_secret`
+    does."""
     file, value = _source()
     source = file or hashlib.sha256((value or "").encode()).hexdigest()
     if source not in _cached:
@@ -71,8 +72,8 @@ def find_key() -> Key:
 
 
 def process_secret() -> bytes:
-    """The 32 bytes that this process has as its key; it writes no core file from now on. Raises NoKey for no key, for
-    two, and for a value that is not a key."""
+    """Return the 32 bytes that this process has as its key; it writes no core file from now on. Raises NoKey for no
+    key, for two, and for a value that is not a key."""
     file, value = _source()
     # A core file would contain the key. A limit of 0 applies to files only: with 1 Linux also pipes none to a program.
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
@@ -108,7 +109,7 @@ def _is_pipe(path: str) -> bool:
 
 
 def _source() -> tuple[str | None, str | None]:
-    """The file of the key and the key as text, of which one is set."""
+    """Return the file of the key and the key as text, of which one is set."""
     buffer_key_file()
     file, value = os.environ.get(FILE), os.environ.get(VALUE)
     if not file and not value:
@@ -122,13 +123,13 @@ _cached: dict[str, Key] = {}  # the key of this process, by its source
 
 
 def from_file(path: str | os.PathLike[str]) -> Key:
-    """The key in a file. Raises NoKey as :func:`read_secret` does."""
+    """Return the key in a file. Raises NoKey as :func:`read_secret` does."""
     return Key(read_secret(path))
 
 
 def read_secret(path: str | os.PathLike[str]) -> bytes:
-    """The 32 bytes in a key file; put them into a class that does not print them. Raises NoKey for a file that is
-    missing, that all users may read, or that holds no key."""
+    """Return the 32 bytes in a key file; put them into a class that does not print them. Raises NoKey for a file that
+    is missing, that all users may read, or that holds no key."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as cause:
@@ -169,7 +170,8 @@ def new_secret(path: str | os.PathLike[str]) -> bytes:
 
 
 def environment_without_key() -> dict[str, str]:
-    """The environment for a process that runs third-party code: without variables whose names begin with OCTAVO_KEY."""
+    """Return the environment for a process that runs third-party code: without variables whose names begin with
+    OCTAVO_KEY."""
     return {name: value for name, value in os.environ.items() if not name.upper().startswith(VALUE)}
 
 
@@ -180,7 +182,8 @@ def _refuse_repeated(secret: bytes, where: str) -> None:
 
 
 def _decode_secret(raw: bytes, where: str) -> bytes:
-    """The key in the bytes of a file or variable: hex, base64 or raw. Raises NoKey, which quotes none of them."""
+    """Return the key in the bytes of a file or variable: hex, base64 or raw. Raises NoKey, which quotes none of
+    them."""
     secret = _parse_secret(raw, where)
     _refuse_repeated(secret, f"the key in {where}" if where == VALUE else where)
     return secret
@@ -203,7 +206,7 @@ def _parse_secret(raw: bytes, where: str) -> bytes:
 
 
 def _import_cryptography() -> tuple[ModuleType, type[HKDF]]:
-    """The hashes and HKDF of `cryptography`. Raises NoKey where it is not installed."""
+    """Return the hashes and HKDF of `cryptography`. Raises NoKey where it is not installed."""
     try:
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF

@@ -19,14 +19,14 @@ _version_1_files: dict[
 
 
 def pop_version_1_files() -> list[str]:
-    """The files of version 1, which are not bound to their paths, that this process read since the last call."""
+    """Return the files of version 1, which are not bound to their paths, that this process read since the last call."""
     files = list(_version_1_files.values())
     _version_1_files.clear()
     return files
 
 
 def is_encrypted(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is encrypted, by its first bytes; False for a path that cannot be read as a file."""
+    """Return whether a file is encrypted, by its first bytes; False for a path that cannot be read as a file."""
     with contextlib.suppress(OSError, ValueError):
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
@@ -37,7 +37,7 @@ def is_encrypted(path: str | os.PathLike[str]) -> bool:
 
 
 def has_magic(raw: bytes) -> bool:
-    """Whether these are the first bytes of an encrypted file of any version."""
+    """Return whether these are the first bytes of an encrypted file of any version."""
     return raw[:7] == file_format.MAGIC[:7]
 
 
@@ -79,7 +79,7 @@ class Reader(io.RawIOBase):
 
     @classmethod
     def of(cls, path: str | os.PathLike[str], key: Key | None = None) -> Reader:
-        """A reader of the file at a path. Raises VaultError, and OSError as open does."""
+        """Return a reader of the file at a path. Raises VaultError, and OSError as open does."""
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         try:
             if not stat.S_ISREG(os.fstat(handle).st_mode):  # else pread raises "Is a directory" without the path
@@ -173,7 +173,7 @@ class Reader(io.RawIOBase):
         return os.pread(self._stored, size, start)
 
     def _chunk(self, number: int) -> bytes:
-        """The plain text of a chunk; the last chunk that was read is cached."""
+        """Return the plain text of a chunk; the last chunk that was read is cached."""
         from cryptography.exceptions import InvalidTag
 
         if self._kept[0] != number:
@@ -193,5 +193,5 @@ class Reader(io.RawIOBase):
 
 
 def decrypt(stored: bytes, path: object, key: Key | None = None) -> bytes:
-    """The plain text of the bytes of an encrypted file, wherever they were stored. Raises VaultError."""
+    """Return the plain text of the bytes of an encrypted file, wherever they were stored. Raises VaultError."""
     return Reader(stored, path, key).readall()

@@ -41,7 +41,7 @@ class Writer(io.RawIOBase):
         return self._cipher.header[-file_format.TAG :]
 
     def fileno(self) -> int:
-        """The handle of the stored file, which DCP syncs to the disk."""
+        """Return the handle of the stored file, which DCP syncs to the disk."""
         return self.out.fileno()
 
     # collections.abc.Buffer, the type of the base class, needs Python 3.12.
@@ -92,7 +92,7 @@ def open_encrypted(path: str | os.PathLike[str], chunk: int = file_format.CHUNK)
 def encrypt(
     plain: bytes, chunk: int = file_format.CHUNK, key: Key | None = None, place: file_format.Place | None = None
 ) -> bytes:
-    """The bytes of an encrypted file with this plain text."""
+    """Return the bytes of an encrypted file with this plain text."""
     out = io.BytesIO()
     writer = Writer(out, chunk, key, place)
     writer.write(plain)

@@ -165,7 +165,7 @@ def dcp_to_hf(
 
 
 def was_converted_by_octavo(source: str | Path) -> bool:
-    """Whether Octavo converted a DCP checkpoint, so that `dcp_to_hf` needs no `like`.
+    """Return whether Octavo converted a DCP checkpoint, so that `dcp_to_hf` needs no `like`.
 
     Raises CheckpointError if there is no DCP checkpoint.
     """

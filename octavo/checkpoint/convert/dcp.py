@@ -259,7 +259,7 @@ class Reader:
 
 
 def is_intact(directory: Path, written: Iterable[WrittenTensor]) -> bool:
-    """Whether a finished file, read as DCP reads it, still matches what was recorded."""
+    """Return whether a finished file, read as DCP reads it, still matches what was recorded."""
     for one in written:
         info = filesystem._StorageInfo(one.file, one.offset, one.length)
         try:

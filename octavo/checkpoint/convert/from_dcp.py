@@ -166,7 +166,7 @@ def write_shard(
 
 
 def is_intact(file: Path, shard: Header, sums: Any) -> bool:
-    """Whether a finished file is unchanged."""
+    """Return whether a finished file is unchanged."""
     head = shard.head
     try:
         with open(file, "rb") as opened:

@@ -52,7 +52,7 @@ class BackgroundSaver:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun whose outcome `poll` has not returned yet."""
+        """True if a save has begun whose outcome `poll` has not returned yet."""
         return self._thread is not None
 
     def begin(self, directory: Path, snapshot: Snapshot) -> None:

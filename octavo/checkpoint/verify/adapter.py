@@ -27,7 +27,7 @@ _VECTOR = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_magnitude_vector(\
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder is an adapter: it has adapter_config.json and no config.json of a model."""
+    """Return whether a folder is an adapter: it has adapter_config.json and no config.json of a model."""
     return (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file()
 
 
@@ -111,8 +111,8 @@ def _check_pair(layer: str, pair: Mapping[str, StoredTensor], config: Mapping[st
 
 
 def _is_targeted(layer: str, config: Mapping[str, Any]) -> bool:
-    """Whether target_modules select a layer, by PEFT's rule: a regular expression for the whole name, or a list of
-    names and suffixes of names. For target_parameters and all-linear, PEFT needs the model, so True is returned."""
+    """Return whether target_modules select a layer, by PEFT's rule: a regular expression for the whole name, or a list
+    of names and suffixes of names. For target_parameters and all-linear, PEFT needs the model, so True is returned."""
     targets = config.get("target_modules")
     if not targets or config.get("target_parameters") or targets == "all-linear":
         return True

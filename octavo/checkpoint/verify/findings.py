@@ -158,7 +158,7 @@ class VerifyResult:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no failures; warnings are allowed."""
+        """True if there are no failures; warnings are allowed."""
         return not self.failures
 
     @property

@@ -27,7 +27,8 @@ def layer_names(layer: Linear) -> tuple[str, ...]:
 
 
 def is_skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ...]) -> bool:
-    """Whether a loader leaves a layer in high precision. `moved`: the list in the model's names, for transformers."""
+    """Return whether a loader leaves a layer in high precision. `moved`: the list in the model's names, for
+    transformers."""
     if q.method == "compressed-tensors":
         names = (
             layer_names(layer)
