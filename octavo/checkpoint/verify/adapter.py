@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import FAIL, WARN, Findings, Verdict
-from octavo.checkpoint.verify.headers import Headers, StoredTensor, read_folder
+from octavo.checkpoint.verify.headers import Headers, FileTensor, read_folder
 from octavo.models import ModelError, empty
 from octavo.models.folder.folder import read_json
 from octavo.models.structure.skeleton import stock_config
@@ -83,8 +83,8 @@ def _check_config(config: Mapping[str, Any], findings: Findings) -> None:
         findings.warn("adapter-base", file)
 
 
-def _adapter_pairs(headers: Headers, findings: Findings) -> dict[str, dict[str, StoredTensor]]:
-    parts: dict[str, dict[str, StoredTensor]] = {}
+def _adapter_pairs(headers: Headers, findings: Findings) -> dict[str, dict[str, FileTensor]]:
+    parts: dict[str, dict[str, FileTensor]] = {}
     for name, held in headers.tensors.items():
         if match := _PART.match(name):
             parts.setdefault(match["layer"], {})[match["part"]] = held
@@ -95,7 +95,7 @@ def _adapter_pairs(headers: Headers, findings: Findings) -> dict[str, dict[str, 
     return parts
 
 
-def _check_pair(layer: str, pair: Mapping[str, StoredTensor], config: Mapping[str, Any], findings: Findings) -> None:
+def _check_pair(layer: str, pair: Mapping[str, FileTensor], config: Mapping[str, Any], findings: Findings) -> None:
     a, b = pair.get("lora_A"), pair.get("lora_B")
     if a is None or b is None:
         half = a or b
@@ -129,7 +129,7 @@ def _layer_rank(layer: str, config: Mapping[str, Any]) -> int | None:
     return rank if type(rank) is int and rank > 0 else None
 
 
-def _check_base(parts: Mapping[str, Mapping[str, StoredTensor]], base: Path, findings: Findings) -> None:
+def _check_base(parts: Mapping[str, Mapping[str, FileTensor]], base: Path, findings: Findings) -> None:
     try:
         stock = StockModel(empty(stock_config(base)))
     except ModelError as error:

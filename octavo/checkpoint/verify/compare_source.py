@@ -30,7 +30,7 @@ from torch import Tensor
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings, TensorComparison
-from octavo.checkpoint.verify.headers import PIECE, StoredTensor
+from octavo.checkpoint.verify.headers import PIECE, FileTensor
 from octavo.checkpoint.verify.scales import Pair
 from octavo.checkpoint.verify.values import Progress, scales_fp32, split_experts
 from octavo.fp8.arithmetic import decode
@@ -49,7 +49,7 @@ class Source:
     part    its rows of the stored matrix; None: all
     """
 
-    held: StoredTensor
+    held: FileTensor
     scale: Tensor | None = None
     block: tuple[int, int] = (-1, -1)
     turned: bool = False
@@ -81,7 +81,7 @@ class Source:
         return scale[rows][:, cols]
 
 
-def collect_sources(known: Mapping[str, StoredTensor], pairs: Iterable[Pair], stock: StockModel) -> dict[str, Source]:
+def collect_sources(known: Mapping[str, FileTensor], pairs: Iterable[Pair], stock: StockModel) -> dict[str, Source]:
     """Return every tensor by the model's name on disk, stacked experts one by one, tied ones once."""
     out: dict[str, Source] = {}
     paired = {pair.weight.name: pair for pair in pairs}
@@ -103,7 +103,7 @@ def collect_sources(known: Mapping[str, StoredTensor], pairs: Iterable[Pair], st
 
 
 def _unstack_experts(
-    name: str, held: StoredTensor, singles: tuple[str, ...], stock: StockModel
+    name: str, held: FileTensor, singles: tuple[str, ...], stock: StockModel
 ) -> Iterator[tuple[str, Source]]:
     wanted = tuple(stock.state[stock.to_module(name)].shape)
     turned = held.shape != wanted
@@ -137,7 +137,7 @@ def compare(
 
 
 def compare_unplaced(
-    here: Mapping[str, StoredTensor], reference: Mapping[str, StoredTensor], stock: StockModel, findings: Findings
+    here: Mapping[str, FileTensor], reference: Mapping[str, FileTensor], stock: StockModel, findings: Findings
 ) -> list[TensorComparison]:
     """Compare, by their names on disk, tensors that the model has no place for (layers for multi-token prediction,
     heads, adapters), and report those that only one folder has.

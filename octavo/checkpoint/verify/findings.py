@@ -76,7 +76,7 @@ class TensorComparison:
 
 
 class Located(Protocol):
-    """A tensor in a file (`headers.StoredTensor`)."""
+    """A tensor in a file (`headers.FileTensor`)."""
 
     @property
     def file(self) -> str: ...

@@ -2,9 +2,9 @@
 
 `modules_to_not_convert` (method fp8) and `ignore` (compressed-tensors) are read in different ways, which are in
 `octavo.models.folder.quantization`; SGLang's is below. A name may be the module's in the model or the one on disk,
-since loaders map one to the other. Sources: transformers 5.23 `should_convert_module`; vLLM `is_layer_skipped` (exact
-names, all shards of a fused matrix alike); SGLang `is_layer_skipped` since pull request 23467 (whole parts between
-dots, with and without `model.`); compressed-tensors 0.20 `is_match`.
+since loaders map one to the other. Sources: transformers 5.23 `should_convert_module`; vLLM `is_layer_skipped`
+(exact names, all shards of a fused matrix alike); SGLang `is_layer_skipped` since pull request 23467 (whole
+parts between dots, with and without `model.`); compressed-tensors 0.20 `is_match`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from collections.abc import Iterable, Mapping
 
 from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.findings import LOADERS, Findings
-from octavo.checkpoint.verify.headers import StoredTensor
-from octavo.models.folder.quantization import Quantization, by_parts, by_pattern, by_target, exact
+from octavo.checkpoint.verify.headers import FileTensor
+from octavo.models.folder.quantization import (
+    Quantization,
+    matches_exactly,
+    matches_parts,
+    matches_pattern,
+    matches_target,
+)
 
 _TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
 
@@ -35,21 +41,21 @@ def is_skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str,
             if loader != "transformers"
             else (layer.disk if layer.expert else layer.module, layer.disk)
         )
-        chosen = any(by_target(name, q.targets, layer.types) for name in names)
-        return not chosen or any(by_target(name, q.skipped, layer.types) for name in names)
+        chosen = any(matches_target(name, q.targets, layer.types) for name in names)
+        return not chosen or any(matches_target(name, q.skipped, layer.types) for name in names)
     if loader == "transformers":
-        return by_pattern(layer.module, moved)
+        return matches_pattern(layer.module, moved)
     names = (
         (*layer_names(layer), layer.disk.rpartition(".experts.")[0] + ".experts")
         if layer.expert
         else layer_names(layer)
     )
-    rule = exact if loader == "vLLM" else by_parts
+    rule = matches_exactly if loader == "vLLM" else matches_parts
     return any(rule(name, q.skipped) for name in names)
 
 
 def check_skips(
-    known: Mapping[str, StoredTensor], stock: StockModel, q: Quantization, listed: bool, findings: Findings
+    known: Mapping[str, FileTensor], stock: StockModel, q: Quantization, listed: bool, findings: Findings
 ) -> None:
     """Check each layer by each loader's rule, and report entries of the list that match nothing.
 
@@ -81,7 +87,7 @@ def check_skips(
     _check_entries(stock, q, key, findings)
 
 
-def _layers(known: Mapping[str, StoredTensor], stock: StockModel) -> Iterable[tuple[str, Linear]]:
+def _layers(known: Mapping[str, FileTensor], stock: StockModel) -> Iterable[tuple[str, Linear]]:
     """Yield the layers of the model: experts one by one if they are stored so, else the stack as one layer."""
     single = {one for name, ones in stock.stacked.items() if name in known for one in ones}
     for name, layer in stock.linears.items():
@@ -99,7 +105,7 @@ def _layers(known: Mapping[str, StoredTensor], stock: StockModel) -> Iterable[tu
 def _matching_entry(layer: Linear, q: Quantization) -> str:
     """Return the first entry of the skip list that matches a layer, in brackets; "" if none does."""
     for entry in q.skipped:
-        rules = (exact, by_parts, by_pattern) if q.method == "fp8" else (by_target,)
+        rules = (matches_exactly, matches_parts, matches_pattern) if q.method == "fp8" else (matches_target,)
         if any(rule(name, (entry,)) for rule in rules for name in layer_names(layer)):
             return f" ({entry!r})"
     return ""
@@ -111,7 +117,7 @@ def _check_entries(stock: StockModel, q: Quantization, key: str, findings: Findi
         known = {entry, f"model.{entry}", entry.removesuffix(".weight")}
         if known & stock.names or entry in classes:
             continue
-        rule = by_target if q.method == "compressed-tensors" else by_pattern
+        rule = matches_target if q.method == "compressed-tensors" else matches_pattern
         if any(rule(name, (entry,)) for name in stock.names):
             continue
         findings.warn("skip-nothing", "config.json", entry=entry, key=key)

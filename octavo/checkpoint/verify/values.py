@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, StoredTensor
+from octavo.checkpoint.verify.headers import Headers, FileTensor
 from octavo.checkpoint.verify.names import scale_of
 from octavo.checkpoint.verify.scales import Pair
 from octavo.fp8.arithmetic import E4M3, NAN_CODE, decode
@@ -59,7 +59,7 @@ class _ScaleStats:
 
 
 def scan(
-    known: Mapping[str, StoredTensor],
+    known: Mapping[str, FileTensor],
     pairs: Sequence[Pair],
     stock: StockModel | None,
     findings: Findings,
@@ -86,7 +86,7 @@ def scan(
         _check_shared_scales(by_name, known, stock, findings)
 
 
-def scales_fp32(scale: StoredTensor) -> Tensor:
+def scales_fp32(scale: FileTensor) -> Tensor:
     """Read the scales of a weight in fp32; uint8 scales are E8M0 exponents."""
     raw = scale.read()
     return (raw.view(torch.float8_e8m0fnu) if raw.dtype is torch.uint8 else raw).float()
@@ -107,18 +107,17 @@ def scan_inputs(headers: Headers, findings: Findings) -> None:
             )
 
 
-def split_experts(held: StoredTensor) -> list[StoredTensor]:
+def split_experts(held: FileTensor) -> list[FileTensor]:
     """Return the matrices of a weight: itself, or each expert of a stack."""
     if len(held.shape) < 3:
         return [held]
     count, size = held.shape[0], held.size // max(1, held.shape[0])
     return [
-        StoredTensor(held.name, held.path, held.dtype, held.shape[1:], held.start + i * size, size)
-        for i in range(count)
+        FileTensor(held.name, held.path, held.dtype, held.shape[1:], held.start + i * size, size) for i in range(count)
     ]
 
 
-def _scan_codes(held: StoredTensor, pair: Pair | None, findings: Findings) -> _ScaleStats | None:
+def _scan_codes(held: FileTensor, pair: Pair | None, findings: Findings) -> _ScaleStats | None:
     peaks, nans = [], 0
     block = (1, -1) if pair is None else pair.block
     for matrix in split_experts(held):
@@ -185,7 +184,7 @@ def _check_scale_values(pair: Pair, scale: Tensor, codes: Tensor, findings: Find
     return wrong
 
 
-def _scan_values(held: StoredTensor, linear: bool, findings: Findings) -> None:
+def _scan_values(held: FileTensor, linear: bool, findings: Findings) -> None:
     bad, peak, on_grid, distinct = 0, 0.0, linear and held.dtype != "F64", 0
     for _, piece in held.rows():
         finite = piece.isfinite()
@@ -232,7 +231,7 @@ def _judge_peaks(scanned: Sequence[_ScaleStats], findings: Findings) -> None:
 
 
 def _check_shared_scales(
-    pairs: Mapping[str, Pair], known: Mapping[str, StoredTensor], stock: StockModel, findings: Findings
+    pairs: Mapping[str, Pair], known: Mapping[str, FileTensor], stock: StockModel, findings: Findings
 ) -> None:
     """Warn about per-tensor scales that layers of a fused GEMM do not share: servers quantize them again."""
     for group in stock.fused_groups:
@@ -247,6 +246,6 @@ def _check_shared_scales(
             findings.warn("scale-unshared", mine[0].scale, names=names)
 
 
-def weights_by_name(headers: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def weights_by_name(headers: Mapping[str, FileTensor]) -> dict[str, FileTensor]:
     """Return all weights by their own names, for a scan without a model."""
     return {name: held for name, held in headers.items() if scale_of(name) is None}

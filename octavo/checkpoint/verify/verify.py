@@ -34,7 +34,7 @@ from octavo.checkpoint.verify.cache_scales import check_cache
 from octavo.checkpoint.verify.companions import check_checksums, check_companion_files, check_companions, check_files
 from octavo.checkpoint.verify.compare_source import collect_sources, compare, compare_unplaced
 from octavo.checkpoint.verify.findings import FAIL, Findings, TensorComparison, VerifyResult
-from octavo.checkpoint.verify.headers import Headers, StoredTensor, read_folder
+from octavo.checkpoint.verify.headers import Headers, FileTensor, read_folder
 from octavo.checkpoint.verify.loaders import verdicts
 from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import (
@@ -47,7 +47,7 @@ from octavo.checkpoint.verify.scales import (
 from octavo.checkpoint.verify.skip_lists import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, scan_inputs, weights_by_name
 from octavo.models import ModelError, empty
-from octavo.models.folder.folder import check_generation_config, one_folder, read_json
+from octavo.models.folder.folder import check_generation_config, read_json, require_one_folder
 from octavo.models.folder.quantization import Quantization, parse, parse_autofp8, quantization_block
 from octavo.models.structure.skeleton import stock_config
 
@@ -71,7 +71,7 @@ def verify(
         if place is not None and not place.is_dir():
             raise CheckpointError(f"{place} is not a folder; name a Hugging Face folder or a PEFT adapter folder.")
         if place is not None:
-            one_folder(place, "octavo verify")
+            require_one_folder(place, "octavo verify")
     if is_adapter(folder):
         return _verify_adapter(folder, other, quick, progress)
     if quick and other is not None:
@@ -109,7 +109,7 @@ class _Inspection:
     headers: Headers
     q: Quantization | None = None
     stock: StockModel | None = None
-    known: dict[str, StoredTensor] = field(default_factory=dict)
+    known: dict[str, FileTensor] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     cache: str = ""
 
@@ -228,7 +228,7 @@ def _compare_with_reference(
     return [*compared, *extra]
 
 
-def _unplaced_tensors(inspected: _Inspection) -> dict[str, StoredTensor]:
+def _unplaced_tensors(inspected: _Inspection) -> dict[str, FileTensor]:
     """Return the tensors that the model has no place for, without scales."""
     placed = {held.name for held in inspected.known.values()}
     tensors = inspected.headers.tensors.items()
