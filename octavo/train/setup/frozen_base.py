@@ -163,7 +163,7 @@ def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Conf
         from octavo import adapters
 
         here = {row.name for row in fp8.describe_layers(small, family.components)}
-        names = tuple(name for name in adapters.attached(dressed) if name in here)
+        names = tuple(name for name in adapters.adapted_layers(dressed) if name in here)
         if names:
             section = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
             adapters.attach(small, family, section)
