@@ -116,11 +116,11 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["plan", "--shape", "qwen3_vl_8", "fp8.recipe=off"], 2, "did you mean qwen3_vl_8b?"),
         (["plan", "--shape", "mpt_1b", "fp8.recpe=off"], 2, "fp8.recpe: unknown key; did you mean `recipe`?"),
         (["plan", "run.yaml", "model.path=nowhere"], 2, "model.path: there is no folder"),
-        (["plan", "run.yaml", "--cache", "c.json"], 2, "--cache is for measurements; add --measure"),
+        (["plan", "run.yaml", "--cache", "c.json"], 2, "--cache stores measurements; add --measure"),
         (
             ["plan", "run.yaml", "--measure", "fp8.plan=p.json"],
             2,
-            "--measure makes a plan, but the configuration reads",
+            "--measure creates a plan, but the configuration uses",
         ),
         (["plan", "run.yaml", "fp8.plan=p.json"], 1, "p.json is missing"),
         (["plan", "run.yaml", "--save", ""], 2, "--save '' is empty; name a file, e.g. --save plan.json"),
@@ -128,7 +128,7 @@ def test_train_says_how_it_ended_and_refuses_to_overwrite(here, trained, capsys)
         (["plan", "run.yaml", "--save", "run.yaml/plan.json"], 2, "run.yaml is a file; name a file"),
         (["plan", "run.yaml", "--save", "a\0b"], 2, "is not a path"),
         (["plan", "run.yaml", "--save", "a" * 252], 2, "has too long a name"),
-        (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published shape comes without data"),
+        (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published model has no data"),
         (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each part once with a whole number"),
         (["plan", "run.yaml", "--tokens", "fundation=8"], 1, "tokens were given for fundation, which qwen3_vl lacks"),
         (["plan", "run.yaml", "--tokens", "image_encoder=8"], 1, "tokens are missing for foundation"),
@@ -232,7 +232,7 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
             device="cpu", cache=fp8.MeasurementCache(cache), progress=progress, timer=timer, machine=machine,
         )  # fmt: skip
 
-    monkeypatch.setattr(command, "_need_a_gpu", lambda: None)
+    monkeypatch.setattr(command, "_require_gpu", lambda: None)
     monkeypatch.setattr(planning, "measured", measured)
     cache, file = tmp_path / "cache.json", tmp_path / "plan.json"
     argv = ["plan", "run.yaml", "--measure", "--cache", str(cache), "--save", str(file)]
@@ -426,12 +426,12 @@ def test_doctor_shows_and_judges(monkeypatch, capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "warn: /dev/shm: 0.1 GiB free\n  means: workers may die\n  fix:   data.workers: 0\n" in out
-    assert "get it" not in out and out.endswith("Everything that is required works.\n")
+    assert "get it" not in out and out.endswith("All required checks passed.\n")
     assert main(["doctor", "--all"]) == 0
     assert "fix:   get it" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "examine", lambda say: Report(good + bad, {"python": "3"}))
     assert main(["doctor"]) == 1
-    assert "1 required thing does not work: reference rowwise." in capsys.readouterr().out
+    assert "1 required check failed: reference rowwise." in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["healthy"] is False and found["environment"] == {"python": "3"}

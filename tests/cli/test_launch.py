@@ -62,7 +62,7 @@ def test_a_rank_that_fails_takes_the_others_along_and_its_code_and_words_stay(pr
     program("os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
     assert launch_ranks.launch([], 2) == 137
     told = capfd.readouterr().err
-    assert "rank 1 was killed by SIGKILL from outside." in told and "dmesg" in told and "rank 0" not in told
+    assert "rank 1 was killed by SIGKILL." in told and "dmesg" in told and "rank 0" not in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -98,12 +98,12 @@ def test_what_cannot_be_is_refused(monkeypatch, capsys, tmp_path):
     assert "expected a whole number" in capsys.readouterr().err
     monkeypatch.setattr("octavo.base.accelerator.detect", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
-    assert (launch_ranks.how_many(None), launch_ranks.how_many(3)) == (4, 3)
+    assert (launch_ranks.resolve_process_count(None), launch_ranks.resolve_process_count(3)) == (4, 3)
     assert main(["train", str(file), "--nproc", "8"]) == 2
     assert "--nproc 8: this machine has 4 GPU(s)" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", str(file), "--nproc", "2"]) == 2
-    assert "torchrun has started this one" in capsys.readouterr().err
+    assert "this process was started by torchrun" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -75,7 +75,7 @@ def test_every_command_has_help(name, capsys):
             ["compare", "run.yaml", "--recipes", "blokwise"],
             "unknown 'blokwise'; did you mean blockwise? there are tensorw",
         ),
-        (["compare", "run.yaml", "--recipes", "off"], "off is the reference of every recipe"),
+        (["compare", "run.yaml", "--recipes", "off"], "off is always the reference"),
         (["compare", "run.yaml", "--recipes", " ,"], "--recipes is empty"),
         (["compare", "run.yaml", "--nproc", "2", "--jobs", "2"], "--nproc each run over processes; use one"),
         (

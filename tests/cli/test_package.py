@@ -28,7 +28,7 @@ def test_examples_are_copied_and_nothing_is_overwritten(tmp_path, capsys):
     }  # fmt: skip
     assert f"wrote {len(copied)} files" in capsys.readouterr().out
     assert main(["examples", str(tmp_path / "mine")]) == 2
-    assert "exists and is not empty; name a new folder" in capsys.readouterr().err
+    assert "exists and is not empty; choose a new folder" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def test_a_file_on_a_published_shape_against_a_card(capsys) -> None:
         "activations",
         "a token of foundation",
         "assumed: train.micro_batch 1",
-        "80GB a GPU: fits",
+        "80GB per GPU: fits",
     ):
         assert words in out
     assert "optimizer.states" in out and "fp8 (on)" in out

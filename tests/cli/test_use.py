@@ -259,7 +259,7 @@ def test_training_leaves_a_page_and_report_writes_it_anywhere(here, tmp_path, ca
     pages = [page.read_text().split("<h2>Curves", 1)[1] for page in (own, again)]
     assert pages[0] == pages[1] and "predicted" in pages[0]  # the head says when it was written
     for argv, code, said in (
-        (["report", "lora", "-o", "a.pdf"], 2, "-o a.pdf: a page must end with .html"),
+        (["report", "lora", "-o", "a.pdf"], 2, "-o a.pdf: the name must end with .html"),
         (["report", "lora", "digits/nothing"], 2, "there is no run directory digits/nothing"),
         (["report", "digits"], 1, "digits has no config.yaml; is it a run directory of Octavo?"),
     ):
