@@ -39,7 +39,10 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
         help=f"components to write in FP8 in addition to the language model: {', '.join(INCLUDE)}",
     )  # fmt: skip
     parser.add_argument(
-        "--step", type=arguments.positive, metavar="N", help="checkpoint of a run (default: the newest)"
+        "--step",
+        type=arguments.positive,
+        metavar="N",
+        help="step of the checkpoint to use, for a run (default: the newest)",
     )
     parser.add_argument("--device", metavar="NAME", help="cpu or cuda (default: a GPU if there is one)")
     arguments.add_json(parser)

@@ -136,7 +136,10 @@ def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") ->
         "--load-in-fp8", metavar="NAME", type=one_word, choices=FROZEN, help=f"quantize weights while loading: {kinds}"
     )
     parser.add_argument(
-        "--step", type=arguments.positive, metavar="N", help="checkpoint of a run (default: the newest)"
+        "--step",
+        type=arguments.positive,
+        metavar="N",
+        help="step of the checkpoint to use, for a run (default: the newest)",
     )
 
 

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMPONENT=N,...",
         type=_tokens,
         help="number of tokens per forward in each component, e.g. image_encoder=4096,foundation=8192 (default: "
-        "estimated from the data)",
+        "counted in the data)",
     )
     parser.add_argument(
         "--cache", metavar="FILE", help="file that stores measurements (default: in the user's cache folder)"
