@@ -21,7 +21,7 @@ def load(
     device: str | torch.device = "cpu",
     recipe: str | fp8.Policy | None = None,
     keep_fp8: bool = True,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> PreTrainedModel:
     """Load a model from a local Hugging Face folder, in eval mode.
 
@@ -40,7 +40,7 @@ def load(
         recipe: an FP8 recipe (or a policy) to plan and apply after loading; None: standard layers, where
             frozen weights compute as their dequantized values.
         keep_fp8: False: convert FP8 codes in the folder to ``dtype``.
-        say: called with messages to the user, e.g. which of two sets of weights was chosen.
+        log: called with messages for the user, e.g. which of two sets of weights was chosen.
 
     Raises ModelError, PlanError or AdapterError; each message says what was found and how to fix it.
     """
@@ -52,19 +52,19 @@ def load(
     from octavo.fp8.weights import frozen_weights
 
     if hub.is_name(str(path)):
-        path = hub.model_folder(str(path), None, None, say)
+        path = hub.model_folder(str(path), None, None, log)
     model = models.load(
         path,
         dtype=dtype or torch.bfloat16,
         device=device,
         load_in_fp8=load_in_fp8,
         keep_fp8=keep_fp8,
-        say=say,
+        log=log,
     )
     if recipe is not None:
         fp8.apply(model, fp8.plan(model, recipe, models.describe(model).components))
     if adapter is not None:
-        adapters.load(model, adapter, say)
+        adapters.load(model, adapter, log)
     elif next(frozen_weights(model), None) is not None:
         models.freeze_all(model)
     return model

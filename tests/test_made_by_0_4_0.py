@@ -122,11 +122,11 @@ def test_a_finished_run_is_evaluated_and_its_folder_loads(copy: Path) -> None:
     assert done.status == "finished" and done.steps == 8
     agree(done.losses(), "finished")
     expected = RESULTS["finished_eval"]
-    found = train.evaluate_run("runs/finished", say=lambda text: None)
+    found = train.evaluate_run("runs/finished", log=lambda text: None)
     bound = 0.0 if platform() == RESULTS["platform"] else 1e-3
     assert found == {**expected, "loss": pytest.approx(expected["loss"], abs=bound)}
     assert checkpoint.verify("runs/finished/hf").ok
-    trained, written = train.load_run("runs/finished", say=lambda text: None)[0], models.load("runs/finished/hf")
+    trained, written = train.load_run("runs/finished", log=lambda text: None)[0], models.load("runs/finished/hf")
     own = trained.state_dict()
     for name, value in written.state_dict().items():
         assert torch.equal(own[name].float(), value.float()), name

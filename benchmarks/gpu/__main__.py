@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _arguments(argv)
     until += args.budget
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
-        say(f"make gpu: {sys.executable} lacks {', '.join(missing)}; name another Python: make gpu GPU_PYTHON=...")
+        log(f"make gpu: {sys.executable} lacks {', '.join(missing)}; name another Python: make gpu GPU_PYTHON=...")
         return 2
     try:
         jobs = chosen(args.part, [name for word in args.only for name in word.split(",") if name])
@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = _where()
         cuda = where["device"] != "cpu"
         if not cuda and not args.small:
-            say("make gpu needs an NVIDIA GPU; on this machine `make gpu SMALL=1` shows that its suites run, and times")
-            say("nothing that counts; `make test` runs what can be tested.")
+            log("make gpu needs an NVIDIA GPU; on this machine `make gpu SMALL=1` shows that its suites run, and times")
+            log("nothing that counts; `make test` runs what can be tested.")
             return 2
         stem = "_".join(where["device"].lower().split())
         folder = args.out or ROOT / ("benchmarks/results" if cuda and not args.small else "build") / f"gpu_{stem}"
-        store = Store(folder, say)
+        store = Store(folder, log)
     except (ValueError, RuntimeError, OSError) as error:
-        say(f"make gpu: {error}")
+        log(f"make gpu: {error}")
         return 2
     call = datetime.now(UTC).isoformat(timespec="milliseconds")
     what = {"part": args.part, "only": args.only, "budget": args.budget, "small": args.small, **where}
@@ -67,8 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         store.apply(kind, "", {"call": call, "what": what})
     device = "cuda" if cuda else "cpu"
     lanes = min(LANES, os.cpu_count() or 1)
-    runner = Runner(store, say, call, device, args.small, lanes)
-    say(f"{len(jobs)} jobs on {where['device']}, {args.budget:.0f} s, into {folder}")
+    runner = Runner(store, log, call, device, args.small, lanes)
+    log(f"{len(jobs)} jobs on {where['device']}, {args.budget:.0f} s, into {folder}")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, runner.stop)
     runner.run(jobs, until - END)
@@ -86,41 +86,41 @@ def summary(jobs: Sequence[Job], store: Store, call: str, stopped: str = "") -> 
     lost = [(job, what) for job, entry in ran.items() for what in entry["lost"]]
     tests = [(node, t) for entry in ran.values() for node, t in entry.get("tests", {}).items()]
     failed = [(node, t) for node, t in tests if t["outcome"] == "failed"]
-    say("")
+    log("")
     if tests:
         outcomes = Counter(t["outcome"] for _, t in tests)
-        say(f"tests: {', '.join(f'{count} {name}' for name, count in sorted(outcomes.items()))}")
+        log(f"tests: {', '.join(f'{count} {name}' for name, count in sorted(outcomes.items()))}")
         reasons = Counter(t["why"] for _, t in tests if t["outcome"] == "skipped")
         for why, count in reasons.most_common():
-            say(f"  skipped {count}: {why}")
+            log(f"  skipped {count}: {why}")
     for node, test in failed:
-        say(f"FAILED {node}\n{_indented(test.get('why', '').splitlines()[-6:])}")
+        log(f"FAILED {node}\n{_indented(test.get('why', '').splitlines()[-6:])}")
     for job, what in lost:
         case = f" in {what['case']}" if what["case"] else ""
         with_whom = f" with {', '.join(what['candidates'])}" if what["candidates"] else ""
-        say(f"LOST {job.name}{case}{with_whom}: {what['why']}\n{_indented(what['last lines'])}")
+        log(f"LOST {job.name}{case}{with_whom}: {what['why']}\n{_indented(what['last lines'])}")
     for job, entry in ran.items():
         missing = entry.get("collected", 0) - len(entry.get("tests", {})) - len(entry["lost"])
         if missing > 0:
-            say(f"LEFT OUT {job.name}: {missing} of {entry['collected']} tests")
+            log(f"LEFT OUT {job.name}: {missing} of {entry['collected']} tests")
         for line in entry.get("cut", ()):
-            say(f"left out: {line}")
+            log(f"left out: {line}")
     absent = Counter((a["candidate"], a["why"]) for entry in ran.values() for a in entry.get("absent", ()))
     for (candidate, why), count in absent.items():
-        say(f"absent: {candidate} ({count} case{'s' * (count > 1)}): {why}")
+        log(f"absent: {candidate} ({count} case{'s' * (count > 1)}): {why}")
     if idle := [job.name for job in jobs if job not in ran]:
-        say(f"NOT BEGUN: {', '.join(idle)}")
+        log(f"NOT BEGUN: {', '.join(idle)}")
     if stopped:
-        say(f"STOPPED by {stopped}")
+        log(f"STOPPED by {stopped}")
     if store.trouble:
-        say(f"NOT SAVED: {store.trouble}")
+        log(f"NOT SAVED: {store.trouble}")
     unfinished = [job.name for job, entry in ran.items() if entry["state"] == "cut off"]
     bad = bool(failed or lost or idle or stopped or store.trouble or unfinished)
-    say(f"{len(ran)} of {len(jobs)} jobs ran, {len(lost)} cases lost, {len(failed)} tests failed; in {store.folder}")
+    log(f"{len(ran)} of {len(jobs)} jobs ran, {len(lost)} cases lost, {len(failed)} tests failed; in {store.folder}")
     return int(bad)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
     """Print a line with the time of day; the work continues if nothing reads it."""
     with suppress(OSError, ValueError):
         print(text if text.startswith("{") or not text else f"{time.strftime('%X')} {text}", flush=True)
@@ -161,11 +161,11 @@ def _where() -> dict[str, Any]:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    store = Store(args.out, say)
+    store = Store(args.out, log)
     with args.collect.open(encoding="utf-8", errors="replace") as lines:
         count = collect(lines, store)
     store.close()
-    say(f"{count} lines of {args.collect} are in {', '.join(FILES.values())} of {args.out}")
+    log(f"{count} lines of {args.collect} are in {', '.join(FILES.values())} of {args.out}")
     return int(not count or bool(store.trouble))
 
 
@@ -174,7 +174,7 @@ def _report(folder: Path, until: float) -> None:
     try:
         subprocess.run(command, cwd=ROOT, timeout=max(END, until - time.monotonic()))
     except subprocess.TimeoutExpired:
-        say(f"the report took too long; {' '.join(command[1:])}")
+        log(f"the report took too long; {' '.join(command[1:])}")
 
 
 def _indented(lines: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ class Runner:
     asked it to end."""
 
     store: Store
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     call: str = ""
     device: str = "cuda"
     small: bool = False
@@ -87,7 +87,7 @@ class Runner:
     def _not_begun(self, job: Job) -> None:
         if job.name not in self.store.files[job.kind]["jobs"]:  # what an earlier call found of it stays
             self.store.apply(job.kind, job.name, {"state": "not begun"})
-        self.say(f"{job.name}: not begun, no time is left")
+        self.log(f"{job.name}: not begun, no time is left")
 
 
 @dataclass
@@ -105,7 +105,7 @@ class _Task:
         self.began = time.monotonic()
         self.patience = min(self.job.stall, max(PATIENCE, 0.4 * (self.until - self.began)))
         self._note(began=self.runner.call, tests=self.job.kind == "tests")
-        self.runner.say(f"{self.job.name}: begins, for at most {self.until - self.began:.0f} s")
+        self.runner.log(f"{self.job.name}: begins, for at most {self.until - self.began:.0f} s")
         self._start()
 
     def _start(self) -> None:
@@ -173,11 +173,11 @@ class _Task:
             if "test" in event:
                 self.skip.append(event["test"][0])
                 if event["test"][1] == "failed":
-                    self.runner.say(f"failed: {event['test'][0]}")
+                    self.runner.log(f"failed: {event['test'][0]}")
             elif "rows" in event:
                 self.skip += [[line["case"], line["candidate"]] for line in [*event["rows"], *event["absent"]]]
                 for row in event["rows"]:
-                    self.runner.say(f"{row['suite']} {row['case']}: {row['candidate']} {1e3 * row['seconds']:.3f} ms")
+                    self.runner.log(f"{row['suite']} {row['case']}: {row['candidate']} {1e3 * row['seconds']:.3f} ms")
             self.under_way = self.under_way if "test" not in event and "rows" not in event else None
             self._note(**event)
 
@@ -186,12 +186,12 @@ class _Task:
         what = {"case": case, "candidates": candidates, "why": why, "last lines": self.process.tail()}
         self._note(lost=[what])
         named = f" in {case}{' with ' if candidates else ''}{', '.join(candidates)}" if case else ""
-        self.runner.say(f"{self.job.name}: {why}{named}")
+        self.runner.log(f"{self.job.name}: {why}{named}")
 
     def _end(self, state: str) -> bool:
         seconds = time.monotonic() - self.began
         self._note(state=state, seconds=round(seconds, 1))
-        self.runner.say(f"{self.job.name}: {state}, {seconds:.0f} s")
+        self.runner.log(f"{self.job.name}: {state}, {seconds:.0f} s")
         return True
 
     def _note(self, **event: Any) -> None:

@@ -31,8 +31,8 @@ class StoreError(ValueError):
 class Store:
     """The files of a folder. ``unsaved``: how many events were printed and are in no file."""
 
-    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
-        self.folder, self.say = folder, say
+    def __init__(self, folder: Path, log: Callable[[str], None]) -> None:
+        self.folder, self.log = folder, log
         self.unsaved = 0
         self._waiting: dict[str, list[Event]] = {kind: [] for kind in FILES}
         self._full = ""
@@ -41,7 +41,7 @@ class Store:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                if atomic_write.no_room(folder, error) is None:
+                if atomic_write.why_no_space(folder, error) is None:
                     raise  # on a full disk there is nothing to lock, and each write will fail and be printed
             self.files = {kind: _read(folder / name) for kind, name in FILES.items()}
             if folder.exists():
@@ -72,7 +72,7 @@ class Store:
             except OSError as error:
                 if not self._full:
                     self._full = error.strerror or str(error)
-                    self.say(f"{self.folder} cannot be written ({self._full}): results follow as lines of JSON")
+                    self.log(f"{self.folder} cannot be written ({self._full}): results follow as lines of JSON")
                     self._print([{MARK: [k, ""], "call": c, "what": w} for k in FILES for c, w in self._calls(k)])
                 self._print(self._waiting[kind])
                 self.unsaved += len(self._waiting[kind])
@@ -84,7 +84,7 @@ class Store:
 
     def _print(self, events: Iterable[Event]) -> None:
         for event in events:
-            self.say(json.dumps(event, default=str))
+            self.log(json.dumps(event, default=str))
 
     @property
     def trouble(self) -> str:

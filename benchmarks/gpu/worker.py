@@ -88,7 +88,7 @@ def suite(order: dict[str, Any], send: Send, began: float) -> int:
     bench = Bench(
         torch.device(order["device"]),
         small=order["small"],
-        say=lambda text: print(text, flush=True),
+        log=lambda text: print(text, flush=True),
         begins=lambda case, candidates: send(begins=[case, list(candidates)]),
         on_result=found,
         skip={(case, candidate) for case, candidate in order["skip"]},

@@ -66,7 +66,7 @@ def alone(home: Path) -> Iterator[None]:
 
 
 def train_all(
-    home: Path, units: Sequence[Unit], jobs: int, hours: float, say: Callable[[str], None]
+    home: Path, units: Sequence[Unit], jobs: int, hours: float, log: Callable[[str], None]
 ) -> dict[str, Outcome]:
     """The outcomes by name of all units that are trained, after training those that are not, ``jobs`` at a time.
 
@@ -88,14 +88,14 @@ def train_all(
         while waiting or running:
             while len(running) < jobs and (unit := _next(waiting)) is not None:
                 if sum(outcome.cpu_seconds for outcome in outcomes.values()) > 3600 * hours:
-                    say(f"{hours:g} CPU hours are spent; {len(waiting)} units are left")
+                    log(f"{hours:g} CPU hours are spent; {len(waiting)} units are left")
                     waiting.clear()
                     break
                 waiting.remove(unit)
                 running[pool.submit(_train, home, unit)] = unit
             if not running:
                 if waiting:
-                    say(f"{len(waiting)} units cannot begin: there is no {_needs(waiting[0].cfg)[0]}")
+                    log(f"{len(waiting)} units cannot begin: there is no {_needs(waiting[0].cfg)[0]}")
                 break
             ended = next(as_completed(running))
             unit = running.pop(ended)
@@ -104,7 +104,7 @@ def train_all(
             assert outcome is not None
             outcomes[unit.name] = outcome
             held = ", ".join(f"{key} {value:.4f}" for key, value in outcome.held.items())
-            say(f"{len(outcomes)}/{len(units)} {unit.name}: {outcome.failure or held} ({outcome.cpu_seconds:.0f} s)")
+            log(f"{len(outcomes)}/{len(units)} {unit.name}: {outcome.failure or held} ({outcome.cpu_seconds:.0f} s)")
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return outcomes
@@ -149,7 +149,7 @@ def _train(home: Path, unit: Unit) -> None:
         shutil.rmtree(folder)
     began, judging, failure = time.process_time(), Judging(unit), ""
     try:
-        result = rl.run(unit.cfg, callbacks=[judging], tell=lambda planned: ())
+        result = rl.run(unit.cfg, callbacks=[judging], describe_plan=lambda planned: ())
         if result.status != "finished":
             raise SystemExit(f"{unit.name} was stopped; the same command goes on")
     except train.TrainError as error:

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from octavo.config import LoraSection
     from octavo.models import Family
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def attach(
-    model: nn.Module, family: Family | None, lora: LoraSection, say: Say = lambda text: None, seed: int = 0,
+    model: nn.Module, family: Family | None, lora: LoraSection, log: Log = lambda text: None, seed: int = 0,
     device: torch.device | None = None,
 ) -> tuple[str, ...]:  # fmt: skip
     """Attach an adapter without effect (B = 0) to every target of ``lora``, and make only adapters trainable.
@@ -43,12 +43,12 @@ def attach(
     has adapters, and a folder that does not fit.
     """
     config = _config(lora)
-    names = _resolve_targets(model, family, lora, config, say)
+    names = _resolve_targets(model, family, lora, config, log)
     state = None if lora.adapter is None else continued(lora, model, names)
     inject(model, config, names, DTYPES[lora.dtype], seed, device=device)
     if state is not None:
         load_adapter_state(model, state, where=str(lora.adapter))
-    say(_summary(model, lora, names))
+    log(_summary(model, lora, names))
     return names
 
 
@@ -93,7 +93,7 @@ def _config(lora: LoraSection) -> Any:
 
 
 def _resolve_targets(
-    model: nn.Module, family: Family | None, lora: LoraSection, config: Any, say: Say
+    model: nn.Module, family: Family | None, lora: LoraSection, config: Any, log: Log
 ) -> tuple[str, ...]:
     """The names of the targets, which are also set in ``config``. Raises every error of :func:`attach` that does not
     depend on a folder."""
@@ -116,7 +116,7 @@ def _resolve_targets(
     lost = set(names_lost_by_peft(model, config))
     if lost:
         first = min(lost)
-        say(
+        log(
             f"LoRA leaves out {len(lost)} layers ({first}, ...): for model type {model.config.model_type!r} PEFT reads "  # type: ignore[union-attr]
             "their names as names of experts in older checkpoints, and would load the adapter into wrong weights"
         )

@@ -40,7 +40,7 @@ class Bench:
     budget         seconds that a suite may take; it starts no case and builds no candidate that would exceed them by
                    the mean of the earlier ones (None: no limit)
     shape, tokens  the model of the layer and step suites, and the tokens of a call; None: the suite's defaults
-    say            receives each case when it begins
+    log            called with each case when it begins
     begins         receives the case and the candidates that are built or timed next
     on_result      receives the result after each case
     skip           (case, name) of candidates that are skipped, because an earlier process timed them or died of them
@@ -49,7 +49,7 @@ class Bench:
     device: torch.device
     small: bool = False
     budget: float | None = None
-    say: Callable[[str], None] = lambda text: None
+    log: Callable[[str], None] = lambda text: None
     shape: str | None = None
     tokens: int | None = None
     layers: int | None = None
@@ -72,7 +72,7 @@ class Bench:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of high precision: BF16 on a GPU; fp32 on a CPU, which has no fast BF16."""
-        return accelerator.low_precision(self.device) or torch.float32
+        return accelerator.autocast_dtype(self.device) or torch.float32
 
     @property
     def high(self) -> str:
@@ -107,7 +107,7 @@ class Bench:
             self.result.cut.append(f"{suite} {name}: the time budget of {self.budget:.0f} s is too short for {which}")
             self.on_result(self.result)
             return
-        self.say(f"{suite} {name}: {', '.join(candidates)}")
+        self.log(f"{suite} {name}: {', '.join(candidates)}")
         calls: dict[str, Call] = {}
         peaks: dict[str, int | None] = {}
         for candidate, build in candidates.items():
@@ -157,11 +157,11 @@ class Bench:
     def _peak(self, call: Call) -> int | None:
         accelerator.synchronize(self.device)
         accelerator.reset_peak(self.device)
-        if accelerator.peak(self.device) is None:
+        if accelerator.peak_bytes(self.device) is None:
             return None
         call()
         accelerator.synchronize(self.device)
-        return accelerator.peak(self.device)
+        return accelerator.peak_bytes(self.device)
 
     def randn(self, *shape: int, grad: bool = False) -> torch.Tensor:
         """Standard normal input on the device, in the bench's precision."""

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo.base import atomic_write
-from octavo.base.recipe_specs import BY_ROW
+from octavo.base.recipe_specs import PER_TOKEN
 from octavo.bisect.candidates import Candidate, Space, extras
 from octavo.bisect.failure_criterion import MARGINS, Bar, By, short
 from octavo.bisect.page import document, write
@@ -115,7 +115,7 @@ class _Session:
     """Runs configurations and records their results."""
 
     def __init__(self, trials: Trials, by: By) -> None:
-        self.trials, self.by, self.say = trials, by, trials.say
+        self.trials, self.by, self.log = trials, by, trials.log
         self.lines: list[Line] = []
 
     def figure(self, cfg: Config, bar: Bar, words: str) -> float:
@@ -124,9 +124,9 @@ class _Session:
         outcome = self.trials.outcome(cfg, bar.steps, words)
         value = bar.figure(outcome)
         if self.trials.trained == before:
-            self.say(f"read: {words}")
+            self.log(f"read: {words}")
         self.lines.append(Line(words, outcome, value, value > bar.bar))
-        self.say(f"  {said(self.by, value)}: {'broken' if value > bar.bar else 'works'}")
+        self.log(f"  {said(self.by, value)}: {'broken' if value > bar.bar else 'works'}")
         return value
 
     def works(self, cfg: Config, bar: Bar, words: str) -> bool:
@@ -134,7 +134,7 @@ class _Session:
         try:
             return self.figure(cfg, bar, words) <= bar.bar
         except PlanError as error:
-            self.say(f"  not possible: {error}")
+            self.log(f"  not possible: {error}")
             return False
 
 
@@ -150,7 +150,7 @@ def _answer(cfg: Config, session: _Session, by: By, margin: float, total: int) -
     bar = short(whole, full)
     seen = bar.figure(whole)
     session.lines += [Line("high precision", reference, 0.0, False), Line("unchanged", whole, seen, seen > margin)]
-    session.say(f"unchanged: {said(by, seen)} over {bar.steps} steps; {len(space.candidates)} candidates")
+    session.log(f"unchanged: {said(by, seen)} over {bar.steps} steps; {len(space.candidates)} candidates")
     answer = Answer(SOUND, by, margin, bar.steps, len(space.candidates))
     if seen > margin:
         sets, out = _culprits(space, session, seen, bar, full)
@@ -179,7 +179,7 @@ def _culprits(
             break
         sets.append(tuple(culprits))
         out.append(min(culprits, key=lambda one: (bool(one.gemm), one.flops)))  # the cheapest one to lose
-        session.say(f"found: {named(culprits)}")
+        session.log(f"found: {named(culprits)}")
         words, rest = f"without {named(out)}", space.without(out)
         seen = session.figure(rest, bar, words)
         if seen <= bar.bar and bar.steps < full.steps:  # another fault may appear in later steps
@@ -201,7 +201,7 @@ def _mildest(space: Space, session: _Session, out: Sequence[Candidate], full: Ba
     if gemms and session.by == "loss":
         rest = replace(space, cfg=space.without(features)) if features else space
         layers = ", ".join(dict.fromkeys(one.name for one in gemms))
-        for recipe in BY_ROW:
+        for recipe in PER_TOKEN:
             how = f"{layers} in {recipe}" + (f", without {named(features)}" if features else "")
             if not space.has_recipe(gemms, recipe) and session.works(works := rest.in_recipe(gemms, recipe), full, how):
                 return how, works
@@ -212,7 +212,7 @@ def _coarse(space: Space) -> Iterator[tuple[str, Config]]:
     """Changes of many layers: recipes, then components and kinds of GEMMs in high precision, those with the fewest
     FLOPs first, then features."""
     everything = list(space.gemms)
-    for recipe in BY_ROW:
+    for recipe in PER_TOKEN:
         if not space.has_recipe(everything, recipe):
             yield f"{recipe} everywhere", space.in_recipe(everything, recipe)
     components = dict.fromkeys(one.component for one in everything)

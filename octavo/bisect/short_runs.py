@@ -88,10 +88,10 @@ class Until(train.Callback):
 
 
 class Trials:
-    """The runs of one search, in ``directory``/runs. ``say`` is called with a line about each that is trained."""
+    """The runs of one search, in ``directory``/runs. ``log`` is called with a line about each that is trained."""
 
-    def __init__(self, directory: Path, say: Callable[[str], None]) -> None:
-        self.directory, self.say = directory / "runs", say
+    def __init__(self, directory: Path, log: Callable[[str], None]) -> None:
+        self.directory, self.log = directory / "runs", log
         self.trained = 0
 
     def outcome(self, cfg: Config, steps: int, words: str) -> Outcome:
@@ -101,7 +101,7 @@ class Trials:
         stored = _read(home, begins)
         if stored is None or (len(stored.losses) < steps and not stored.failure and stored.fails_at is None):
             self.trained += 1
-            self.say(f"run {self.trained}: {words}")
+            self.log(f"run {self.trained}: {words}")
             stored = self._train(cfg, home, begins, steps)
         return stored.upto(steps)
 
@@ -113,7 +113,7 @@ class Trials:
         cfg = cfg.model_copy(update={"run": run, "data": data})
         failure, until = "", Until(begins + steps)
         try:
-            result = rl.run(cfg, callbacks=[until], tell=lambda planned: ())
+            result = rl.run(cfg, callbacks=[until], describe_plan=lambda planned: ())
             if result.status != "finished":
                 raise BisectError(f"stopped in {home}; the same command goes on")
         except Exception as error:

@@ -18,8 +18,8 @@ the same with :func:`octavo.fp8.scaling_state`, :func:`octavo.fp8.load_scaling_s
 Layers keep the FP8 codes of their weight from one optimizer step to the next. A callback that writes weights through
 ``.data`` in between (swapping in a moving average for an evaluation, or a merge) leaves stale codes in use. Fp8Callback
 compares a sample of each weight with its codes: after evaluations, and before the optimizer step in the first
-:data:`FIRST` steps, in every :data:`EVERY`-th step and after an evaluation or a checkpoint. A difference ends the
-training with an error that names the layer.
+:data:`FIRST_STEPS` steps, in every :data:`CHECK_INTERVAL`-th step and after an evaluation or a checkpoint. A difference
+ends the training with an error that names the layer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from transformers.trainer_callback import ExportableState
 from octavo import fp8
 from octavo.fp8.delayed import reduce_scaling_state
 from octavo.fp8.proof import reference_note
-from octavo.fp8.weights import stale_codes, stale_sentence
+from octavo.fp8.weights import stale_codes, stale_codes_message
 
 # Each check reads a sample of every weight, so it runs in the first steps, which find most mistakes, and then rarely.
-FIRST, EVERY = 2, 20
+FIRST_STEPS, CHECK_INTERVAL = 2, 20
 
 
 class Fp8Callback(TrainerCallback, ExportableState):
@@ -47,11 +47,11 @@ class Fp8Callback(TrainerCallback, ExportableState):
     computes in another precision than the policy, and raises RuntimeError for stale FP8 codes, naming the layer.
 
     trainer  its ``ref_model`` is checked (:func:`octavo.fp8.proof.reference_note`); None: there is no reference model
-    say      called with messages for the user when training begins
+    log      called with messages for the user when training begins
     """
 
-    def __init__(self, trainer: Any = None, say: Callable[[str], None] = warnings.warn) -> None:
-        self._trainer, self._say = trainer, say
+    def __init__(self, trainer: Any = None, log: Callable[[str], None] = warnings.warn) -> None:
+        self._trainer, self._log = trainer, log
         self._model: nn.Module | None = None
         self._checks = 0  # number of checks of codes so far
         self._exchanged = False  # whether a callback may have written weights since the last check
@@ -72,14 +72,14 @@ class Fp8Callback(TrainerCallback, ExportableState):
         reference = getattr(self._trainer, "ref_model", None)
         note = None if reference is None else reference_note(model, reference)
         if note is not None:
-            self._say(note)
+            self._log(note)
         saved = _saved_callbacks(state).get(type(self).__name__, {}).get("attributes", {}).get("histories")
         if state.global_step and saved is not None:
             fp8.load_scaling_state(
                 model, {name: torch.tensor(rows, dtype=torch.float32) for name, rows in saved.items()}
             )
         elif state.global_step and fp8.scaling_state(model):
-            self._say(
+            self._log(
                 f"the checkpoint of step {state.global_step} was written without Fp8Callback and holds no amax "
                 "histories: the first steps scale by the current amax instead of the delayed one, so this run is not "
                 "bit for bit the one that was interrupted. From here on they are saved"
@@ -92,7 +92,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check the codes in some steps. Raises RuntimeError for stale codes: see the module's docstring."""
-        if self._checks < FIRST or self._exchanged or state.global_step % EVERY == 0:
+        if self._checks < FIRST_STEPS or self._exchanged or state.global_step % CHECK_INTERVAL == 0:
             self._check_codes(kwargs["model"], state)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         for prefix, checked in (("", model), ("reference model: ", reference)):
             stale = stale_codes(checked, draw=state.global_step) if isinstance(checked, nn.Module) else []
             if stale:
-                raise RuntimeError(f"step {state.global_step}: {prefix}{stale_sentence(stale)}")
+                raise RuntimeError(f"step {state.global_step}: {prefix}{stale_codes_message(stale)}")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Give every rank the largest amax histories, so that the checkpoint of one rank serves all."""

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from octavo.base import encryption, environment, hub, target_folder
-from octavo.base.encryption.key import keep_source
+from octavo.base.encryption.key import buffer_key_file
 from octavo.base.safe_read import printable
 from octavo.cli.terminal import note
 from octavo.config import Config, load_config
-from octavo.config.sections.names import Format, RecipeName, one_word
+from octavo.config.sections.names import Format, RecipeName, canonical_name
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import named
+from octavo.config.yaml.problems import describe_value
 
 #: command -> arguments that name its output
 TARGETS = {
@@ -45,7 +45,7 @@ def add_config(parser: argparse.ArgumentParser, *, file: str | None = None) -> N
     group = parser.add_argument_group("FP8 for the whole model (same as fp8.recipe=, fp8.format=, fp8.param=true)")
     names = _names(RecipeName)
     group.add_argument(
-        "--fp8-recipe", metavar="NAME", type=one_word, choices=names, help=f"FP8 recipe: {', '.join(names)}"
+        "--fp8-recipe", metavar="NAME", type=canonical_name, choices=names, help=f"FP8 recipe: {', '.join(names)}"
     )
     group.add_argument(
         "--fp8-format", metavar="NAME", choices=_names(Format), help=f"FP8 format: {', '.join(_names(Format))}"
@@ -104,7 +104,7 @@ def require_files(cfg: Config, file: str | None) -> Config:
     """Replace names on the hub by local folders. Raises UsageError that lists every missing file and every missing
     package of a tracker."""
     cfg, missing = resolve_files(cfg, file)
-    if (why := environment.missing_trackers(cfg.run.trackers)) is not None:
+    if (why := environment.why_no_trackers(cfg.run.trackers)) is not None:
         missing.append(why)
     if missing:
         raise UsageError("\n".join(missing))
@@ -182,7 +182,7 @@ def use_key(args: argparse.Namespace) -> None:
         os.environ.pop(encryption.VALUE, None)
         os.environ[encryption.FILE] = os.path.abspath(args.key_file)
     if hasattr(args, "key_file") and os.environ.get(encryption.FILE):
-        keep_source()
+        buffer_key_file()
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -207,14 +207,14 @@ def share(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 < value < 10:
-        raise argparse.ArgumentTypeError(f"expected a share above 0, such as 0.02, found {named(text)}")
+        raise argparse.ArgumentTypeError(f"expected a share above 0, such as 0.02, found {describe_value(text)}")
     return value
 
 
 def _whole(text: str, least: int) -> int:
     if not text.isdecimal() or len(text) > 9 or int(text) < least:
         bound = "below a billion" if text.isdecimal() and len(text) > 9 else f"of at least {least}"
-        raise argparse.ArgumentTypeError(f"expected a whole number {bound}, found {named(text)}")
+        raise argparse.ArgumentTypeError(f"expected a whole number {bound}, found {describe_value(text)}")
     return int(text)
 
 

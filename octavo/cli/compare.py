@@ -22,7 +22,7 @@ from typing import Any
 from octavo.base import target_folder
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import RECIPES, Config, override
-from octavo.config.sections.names import one_word
+from octavo.config.sections.names import canonical_name
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.yaml.problems import nearest
 
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     options["factorial"] = components
     if args.power:
         return print_design(design.design(cfg, recipes, directory, **options), args.json)
-    execution = {"jobs": args.jobs, "nproc": nproc, "tell": plan_printer(args.verbose)}
+    execution = {"jobs": args.jobs, "nproc": nproc, "describe_plan": plan_printer(args.verbose)}
     verdict = report.compare(cfg, recipes, directory, console=terminal.console(), **options, **execution)
     code = print_verdict(verdict, args.json)
     log = terminal.note if args.json else print
@@ -166,7 +166,7 @@ def parse_recipes(cfg: Config, text: str | None) -> list[str] | None:
     """Parse the recipes to compare, and check each against the configuration."""
     if text is None:
         return None
-    names = list(dict.fromkeys(one_word(name.strip()) for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(canonical_name(name.strip()) for name in text.split(",") if name.strip()))
     if not names:
         raise arguments.UsageError("--recipes is empty; name at least one, e.g. --recipes blockwise")
     for name in names:

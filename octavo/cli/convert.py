@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
     with terminal.progress(args.command) as progress:
         done = getattr(convert, args.command)(
-            args.source, args.destination, to_bf16=args.to_bf16, workers=args.workers, say=terminal.note,
+            args.source, args.destination, to_bf16=args.to_bf16, workers=args.workers, log=terminal.note,
             progress=progress, **options,
         )  # fmt: skip
     seconds = time.monotonic() - start

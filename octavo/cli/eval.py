@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     with terminal.progress("evaluating", bytes=False) as progress:
         result = work(
             target, cfg, load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step,
-            say=terminal.note, progress=progress,
+            log=terminal.note, progress=progress,
         )  # fmt: skip
     if args.json:
         terminal.show_json(result)

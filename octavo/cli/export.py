@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with terminal.progress("export") as progress:
         exported = export_model(
             args.source, args.directory, args.format, include=args.include, largest=largest, step=args.step,
-            device=device(args.device), say=terminal.note if args.json else terminal.say, progress=progress,
+            device=device(args.device), log=terminal.note if args.json else terminal.say, progress=progress,
         )  # fmt: skip
     if args.json:
         terminal.show_json(exported.to_json())
@@ -77,7 +77,7 @@ def device(name: str | None) -> str | None:
     try:
         kind = torch.device(name).type
     except RuntimeError:
-        raise arguments.UsageError(f"--device {name} is not a device; use cpu or {accelerator.CARD}") from None
-    if kind not in ("cpu", accelerator.here().type):
+        raise arguments.UsageError(f"--device {name} is not a device; use cpu or {accelerator.ABSENT_GPU}") from None
+    if kind not in ("cpu", accelerator.default_device().type):
         raise arguments.UsageError(f"--device {name} is not available on this machine; remove it, or use cpu")
     return name

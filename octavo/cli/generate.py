@@ -27,8 +27,8 @@ from octavo.cli import arguments, terminal
 from octavo.cli.arguments import UsageError
 from octavo.config import RECIPES
 from octavo.config.sections import names
-from octavo.config.sections.names import one_word
-from octavo.config.sections.video import FRAMES_A_SECOND, frames_a_second
+from octavo.config.sections.names import canonical_name
+from octavo.config.sections.video import FPS_RANGE, parse_fps
 
 IMAGE, VIDEO = "<image>", "<video>"  # placeholders, as in training data
 FROZEN = (*names.FROZEN, "off")
@@ -103,8 +103,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _rate(text: str) -> float:
     """Argparse type: frames per second."""
-    if (rate := frames_a_second(text)) is None:
-        raise argparse.ArgumentTypeError(f"expected {FRAMES_A_SECOND}, found {text!r}")
+    if (rate := parse_fps(text)) is None:
+        raise argparse.ArgumentTypeError(f"expected {FPS_RANGE}, found {text!r}")
     return rate
 
 
@@ -123,7 +123,11 @@ def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") ->
     """Add the options that select how TARGET is loaded (shared by generate and eval)."""
     recipes, kinds = ", ".join(RECIPES), ", ".join(FROZEN)
     parser.add_argument(
-        "--recipe", metavar="NAME", type=one_word, choices=RECIPES, help=f"FP8 recipe for the whole model: {recipes}"
+        "--recipe",
+        metavar="NAME",
+        type=canonical_name,
+        choices=RECIPES,
+        help=f"FP8 recipe for the whole model: {recipes}",
     )
     parser.add_argument(
         "--backend",
@@ -133,7 +137,11 @@ def add_target_options(parser: argparse.ArgumentParser, base: str = "FOLDER") ->
     )
     parser.add_argument("--base", metavar=base, help="base model of an adapter (default: the one in its configuration)")
     parser.add_argument(
-        "--load-in-fp8", metavar="NAME", type=one_word, choices=FROZEN, help=f"quantize weights while loading: {kinds}"
+        "--load-in-fp8",
+        metavar="NAME",
+        type=canonical_name,
+        choices=FROZEN,
+        help=f"quantize weights while loading: {kinds}",
     )
     parser.add_argument(
         "--step",
@@ -245,7 +253,7 @@ def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tu
     from octavo.train.forward.forward import autocast_dtype
 
     model, processor, notes = target.open(
-        load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, say=terminal.note
+        load_in_fp8=args.load_in_fp8, recipe=args.recipe, backend=args.backend, step=args.step, log=terminal.note
     )
     if args.template_arg:
         chat.set_template_args(processor, {**processor.template_args, **dict(args.template_arg)}, target.base)
@@ -268,7 +276,7 @@ def ask(target: Any, args: argparse.Namespace) -> tuple[list[list[str]], int, tu
     context = generation.Context(autocast=autocast)
     with fp8.count_gemms() as gemms:
         answers = generation.answers(
-            model, processor, conversations, sampling, context, samples=args.samples, kv=args.kv, say=terminal.note
+            model, processor, conversations, sampling, context, samples=args.samples, kv=args.kv, log=terminal.note
         )
     return answers, gemms.total(fp8=True), notes
 

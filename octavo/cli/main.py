@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
 import octavo
-from octavo.base.encryption.reader import read_in_version_1
+from octavo.base.encryption.reader import pop_version_1_files
 from octavo.base.safe_read import first_line, printable
 from octavo.cli.stop_signals import Stopped, stop_signals
 
@@ -130,7 +130,7 @@ def _dispatch(words: list[str]) -> int:
     arguments.check_targets(name, args)
     arguments.use_key(args)
     code = int(command.run(args))
-    if old_files := read_in_version_1():
+    if old_files := pop_version_1_files():
         others = f" and {len(old_files) - 1} more are" if len(old_files) > 1 else " is"
         print(
             f"note: {printable(old_files[0])}{others} encrypted in version 1 of the format, which does not bind files "

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     with terminal.progress("merge") as progress:
         merged = merge_model(
             args.path, args.directory, args.format, base=args.base, anyway=args.anyway, include=args.include,
-            step=args.step, device=device(args.device), say=terminal.note, progress=progress,
+            step=args.step, device=device(args.device), log=terminal.note, progress=progress,
         )  # fmt: skip
     if args.json:
         terminal.show_json(merged.to_json())

@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # commands import torch only when they need it
     from torch import nn
 from octavo.config import load_config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.yaml.problems import named, nearest
+from octavo.config.yaml.problems import describe_value, nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -344,7 +344,7 @@ def _attention_choices(cfg: Any, model: Any) -> Any:
     from octavo.train.forward import attention_kernel
 
     return attention_kernel.choices(
-        cfg, attention_kernel.heads_of(model.config, cfg.train.seq_length), accelerator.here()
+        cfg, attention_kernel.heads_of(model.config, cfg.train.seq_length), accelerator.default_device()
     )
 
 
@@ -352,13 +352,13 @@ def _folder_notes(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[st
     """Return notes about the model folder (`octavo.train.setup.model_folder`); nothing for a published model or without
     a tokenizer. Raises ModelError for a tokenizer or weights that do not belong to the model."""
     from octavo import models
-    from octavo.models.folder.folder import at
+    from octavo.models.folder.folder import find_file
     from octavo.train.setup import model_folder
 
     names = ("tokenizer.json", "tokenizer_config.json")
     if args.shape is None:
-        models.refuse_integers(cfg.model.path, model)
-    if args.shape is not None or not any(at(Path(cfg.model.path), name).exists() for name in names):
+        models.check_no_integers(cfg.model.path, model)
+    if args.shape is not None or not any(find_file(Path(cfg.model.path), name).exists() for name in names):
         return ()
     return model_folder.notes(cfg, models.load_for_chat(cfg.model.path))
 
@@ -366,7 +366,7 @@ def _folder_notes(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[st
 def _require_gpu() -> None:
     from octavo.base import accelerator
 
-    if not accelerator.is_gpu(accelerator.here()):
+    if not accelerator.is_gpu(accelerator.default_device()):
         raise arguments.UsageError(
             "--measure needs a GPU: on a CPU FP8 is emulated, so its times are not meaningful. Measure on the machine "
             "that will train; without --measure, recipe auto uses the table in docs/plan.md"
@@ -380,7 +380,9 @@ def _measure(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count:
     tokens = count()
     rank_tokens = tokens.shared(cfg.parallel.context)
     with terminal.progress("measuring", bytes=False, fallback=_note_measured) as progress:
-        measurements = planning.measured(cfg, model, family, accelerator.here(), rank_tokens, progress, args.cache)
+        measurements = planning.measured(
+            cfg, model, family, accelerator.default_device(), rank_tokens, progress, args.cache
+        )
     return tokens, measurements
 
 
@@ -401,8 +403,8 @@ def _axes(text: str) -> list[str]:
         name, _, number = pair.partition("=")
         if name not in AXES or not (number.isdecimal() or number == "auto") or len(number) > 6:
             raise argparse.ArgumentTypeError(
-                f"expected axes with their sizes, e.g. replicate=2,shard=8,context=4,expert=8, found {named(pair)}; "
-                f"axes are {', '.join(AXES)}"
+                "expected axes with their sizes, e.g. replicate=2,shard=8,context=4,expert=8, found "
+                f"{describe_value(pair)}; axes are {', '.join(AXES)}"
             )
     return pairs
 
@@ -414,7 +416,8 @@ def _tokens(text: str) -> dict[str, int]:
         name, _, number = (part.strip() for part in pair.partition("="))
         if not name or not number.isdecimal() or len(number) > 12 or name in counts:
             raise argparse.ArgumentTypeError(
-                f"expected each component once with an integer below 10**12, e.g. foundation=8192, found {named(pair)}"
+                "expected each component once with an integer below 10**12, e.g. foundation=8192, found "
+                f"{describe_value(pair)}"
             )
         counts[name] = int(number)
     return counts
@@ -481,6 +484,6 @@ def layers(plan: Any, everything: bool = False) -> list[str]:
 
 
 def _line(row: Any) -> tuple[str, ...]:
-    recipe = row.recipe.short() if row.fp8 else "-"
+    recipe = row.recipe.summary() if row.fp8 else "-"
     backend = row.backend.backend.name if row.backend else "-"
     return row.component, row.name, f"{row.shape[0]} x {row.shape[1]}", "1", recipe, backend, row.reason

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from octavo.base.safe_read import finite, printable
+from octavo.base.safe_read import printable, replace_nonfinite
 
 #: colors of a status on a terminal
 STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", "absent": "dim"}
@@ -18,7 +18,7 @@ STYLES = {"ok": "green", "pass": "green", "warn": "yellow", "fail": "bold red", 
 
 def show_json(data: Any) -> None:
     """Print one JSON document on stdout. NaN and infinities, which JSON does not support, become null."""
-    print(json.dumps(finite(data), indent=2, ensure_ascii=False, default=str))
+    print(json.dumps(replace_nonfinite(data), indent=2, ensure_ascii=False, default=str))
 
 
 def show_table(

@@ -16,7 +16,7 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
-from octavo.base.recipe_specs import FITTING
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import Config
 
@@ -42,14 +42,14 @@ def run(args: argparse.Namespace) -> int:
     if args.nproc != 1 and (count := launch_ranks.resolve_process_count(args.nproc)) > 1:
         with arguments.importing():
             from octavo.parallel import Layout
-        Layout.of(count, cfg.parallel)  # report a wrong mesh once instead of on each rank
+        Layout.from_section(count, cfg.parallel)  # report a wrong mesh once instead of on each rank
         return launch_ranks.launch(_rank_arguments(args), count)
     with arguments.importing():
         from octavo import rl
         from octavo.report.run.live_page import Page
 
     page, console = Page(), terminal.console(stderr=args.json)
-    result = rl.run(cfg, console=console, tell=plan_printer(args.verbose, page.expect), watchers=[page])
+    result = rl.run(cfg, console=console, describe_plan=plan_printer(args.verbose, page.expect), watchers=[page])
     if os.environ.get("RANK", "0") == "0":  # under torchrun only rank 0 prints
         if args.json:
             terminal.show_json(dataclasses.asdict(result))
@@ -144,6 +144,6 @@ def _next(result: Any, cfg: Config, args: argparse.Namespace) -> str:
         return f"octavo merge {run} {run}-merged"
     if (result.dir / "hf").is_dir():
         recipe = str(cfg.fp8.recipe)
-        kind = "bf16" if recipe == "off" else "fp8-dynamic" if recipe in FITTING["row"] else "fp8-block"
+        kind = "bf16" if recipe == "off" else "fp8-dynamic" if recipe in RECIPES_OF_KIND["row"] else "fp8-block"
         return f"octavo export {run} {run}-{kind.partition('-')[0]} --format {kind}"
     return f'octavo generate {run} --prompt "..."'

@@ -9,26 +9,26 @@ from octavo.doctor import fp8_backends, machine, packages
 from octavo.doctor.report import FAIL, Check, Report
 
 
-def examine(say: Callable[[str], None] = lambda text: None) -> Report:
-    """Run all checks; ``say`` is called with the progress. Takes some seconds, because packages are really imported."""
+def examine(log: Callable[[str], None] = lambda text: None) -> Report:
+    """Run all checks; ``log`` is called with the progress. Takes some seconds, because packages are really imported."""
     checks: list[Check] = machine.versions()
-    say("importing packages")
+    log("importing packages")
     # The imports run in their own process while the rest is checked here.
     with packages.Together(packages.REQUIRED + packages.OPTIONAL) as together:
         torch = together.check(next(package for package in packages.REQUIRED if package.distribution == "torch"))
-        say("examining devices")
+        log("examining devices")
         record = environment.describe()
         device_checks = machine.devices(record)
         if torch.status == FAIL:
             why = f"not checked: torch does not import ({torch.found})"
             device_checks.append(Check("fp8", "all backends", FAIL, why, fix="repair the torch installation"))
         else:
-            say("checking FP8 backends")
+            log("checking FP8 backends")
             device_checks += fp8_backends.backends()
             device_checks.append(fp8_backends.versions_tested())
-            say("checking process groups")
+            log("checking process groups")
             device_checks += machine.process_groups()
         device_checks += machine.storage()
-        say("waiting for the imports")
+        log("waiting for the imports")
         checks += [*together.checks(packages.REQUIRED), *device_checks, *together.checks(packages.OPTIONAL)]
     return Report(tuple(checks), record)

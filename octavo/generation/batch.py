@@ -36,7 +36,7 @@ class Batch:
 
     def __init__(
         self, caller: Caller, cache: Cache, slots: int, prompts: Sequence[Prompt], sampling: Sampling, group: int,
-        stops: Stops, forced: Tensor | None = None, say: Callable[[str], None] = lambda text: None,
+        stops: Stops, forced: Tensor | None = None, log: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.sampling, self.stops = caller, cache, sampling, stops
         self.forced = forced  # int64 [T]: taken in place of the tokens that the model would choose
@@ -46,7 +46,7 @@ class Batch:
         self.next_tokens: Callable[[np.ndarray], Tensor] = (
             Gathered(caller, cache, self.slots, sampling, forced)
             if cache.kernels is None or caller.invariant
-            else Replayed(caller, cache, self.slots, sampling, forced, say)
+            else Replayed(caller, cache, self.slots, sampling, forced, log)
         )
         self.waiting = [Group(index, prompt, group) for index, prompt in enumerate(prompts)][::-1]
         self.open: Group | None = None  # a prompt that has run, with samples that wait for slots or pages
@@ -106,7 +106,9 @@ class Batch:
                 None if x is None else torch.from_numpy(x) for x in (prompt.mm_token_type_ids, prompt.image_grid_thw)
             )
             ids = torch.from_numpy(prompt.input_ids)
-            prompt_positions, group.next_position = models.positions(caller.model, caller.family, ids, kinds, grid)
+            prompt_positions, group.next_position = models.prompt_positions(
+                caller.model, caller.family, ids, kinds, grid
+            )
             positions.append(prompt_positions)
         lengths = [group.tokens for group in groups]
         tokens = self._device(np.concatenate([group.prompt.input_ids for group in groups]))

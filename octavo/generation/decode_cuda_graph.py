@@ -32,7 +32,7 @@ from torch import Tensor
 from octavo import fp8
 from octavo.base.safe_read import first_line
 from octavo.fp8 import observe
-from octavo.fp8.kernels import CudaGraph, Graph, weights_stay, without_waits
+from octavo.fp8.kernels import CudaGraph, Graph, assume_constant_weights, forbid_synchronization
 from octavo.fp8.measuring import find_shared_scales, first_compiled_module
 from octavo.generation.attention import PagedDecode
 from octavo.generation.caller import Caller
@@ -53,15 +53,15 @@ class _Captured:
 
 
 class Replayed:
-    """Decodes by replaying graphs. `graph` creates the object that captures a step (None: a CUDA graph); `say` gets the
-    reason if steps run without one."""
+    """Decodes by replaying graphs. `graph` creates the object that captures a step (None: a CUDA graph); `log` receives
+    the reason if steps run without one."""
 
     def __init__(
         self, caller: Caller, cache: Cache, slots: Slots, sampling: Sampling, forced: Tensor | None,
-        say: Callable[[str], None] = lambda text: None, graph: Callable[[], Graph] | None = None,
+        log: Callable[[str], None] = lambda text: None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
         self.caller, self.cache, self.slots, self.sampling, self.forced = caller, cache, slots, sampling, forced
-        self.say, self.graph, self.replays = say, graph, 0
+        self.log, self.graph, self.replays = log, graph, 0
         size = (len(slots), _NUMBERS + slots.pages.shape[1])
         gpu = caller.device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=gpu)
@@ -117,10 +117,10 @@ class Replayed:
         memory."""
         assert self.graph is not None
         try:
-            with observe.muted(), without_waits(self.caller.device):
+            with observe.mute_reports(), forbid_synchronization(self.caller.device):
                 self.step(rows)
             graph = self.graph()
-            with observe.record_gemms() as tape, weights_stay():
+            with observe.record_gemms() as tape, assume_constant_weights():
                 chosen = graph.capture(partial(self.step, rows))
         except Exception as error:  # any error means that it cannot be captured, and is reported
             self._go_eagerly(f"a step cannot be captured ({first_line(error)})")
@@ -131,7 +131,7 @@ class Replayed:
     def _go_eagerly(self, why: str) -> None:
         self._eager = True
         self._captured.clear()
-        self.say(f"generation: decodes without a CUDA graph: {why}")
+        self.log(f"generation: decodes without a CUDA graph: {why}")
 
 
 def why_eager(caller: Caller) -> str | None:

@@ -39,7 +39,7 @@ class Engine:
     pages      pages of the cache (None: as many as the slots can need in a call)
     invariant  compute inside `fp8.batch_invariant`: a sequence's result does not depend on the rest of the batch, so
                log-probabilities equal those of an invariant training step bit for bit
-    say        gets, once each, the reason why a GPU decodes without its kernels or without CUDA graphs
+    log        called once with each reason why a GPU decodes without its kernels or without CUDA graphs
 
     The cache is kept between calls until :meth:`release`; `bytes` has what the last call held, by kind. Raises
     GenerationError for a model whose attention cannot be replaced.
@@ -48,7 +48,7 @@ class Engine:
     def __init__(
         self, model: PreTrainedModel, processor: Any, context: Context | None = None, *, slots: int, kv: str = "bf16",
         page: int = PAGE, pages: int | None = None, invariant: bool = False,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         if slots < 1 or page < 1 or (pages is not None and pages < 1) or kv not in KINDS:
             raise GenerationError(
@@ -65,7 +65,7 @@ class Engine:
         self.slots, self.kv, self.page, self.pages = slots, kv, page, pages
         self.cache: Cache | None = None
         self.bytes: dict[str, int] = {}
-        self._to, self._said = say, set[str]()
+        self._to, self._said = log, set[str]()
         self._stops: dict[tuple[str, ...], Stops] = {}
 
     @property
@@ -115,7 +115,7 @@ class Engine:
         shape = Shape(slots, longest, sampling.max_new_tokens, group, self.page, limit=self.pages)
         slots = most_that_fit(slots, lambda count: replace(shape, sequences=count).needed_pages <= shape.pages) or 1
         cache = self._cache(replace(shape, sequences=slots).pages)
-        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, forced, self._say)
+        batch = Batch(self.caller, cache, slots, prompts, sampling, group, stops, forced, self._log)
         self.bytes = {"cache": cache.nbytes, "slots": batch.slots.nbytes}
         with self.caller.generating():
             while batch.advance():
@@ -130,10 +130,10 @@ class Engine:
             self.cache = Cache(caller.shape, pages, self.page, self.kv, caller.dtype, caller.device)
         assert self.cache is not None
         if accelerator.has_own_memory(caller.device) and (why := kernels.why_not_paged(caller.device)):
-            self._say(f"generation: torch gathers keys and values for each token: {why}")
+            self._log(f"generation: torch gathers keys and values for each token: {why}")
         return self.cache
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self._to(text)

@@ -35,9 +35,9 @@ def prompt_of(
               None
     number    the prompt's identity for randomness
 
-    Raises ModelError as `models.question` does.
+    Raises ModelError as `models.encode_conversation` does.
     """
-    encoded = models.question(processor, messages, images, videos=videos)
+    encoded = models.encode_conversation(processor, messages, images, videos=videos)
     if "video_grid_thw" in encoded:
         encoded = processor.as_images(encoded)
     batch = {name: value.numpy() for name, value in encoded.items()}
@@ -52,13 +52,13 @@ def prompt_of(
 def answers(
     model: PreTrainedModel, processor: Any, conversations: Sequence[Conversation],
     sampling: Sampling, context: Context | None = None, *, samples: int = 1, kv: str = "bf16",
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> list[list[str]]:  # fmt: skip
     """`samples` answers to each conversation (messages, images and optionally videos, as :func:`prompt_of` takes them),
     as text without special tokens and without the stop text.
 
     A model whose attention cannot be replaced answers greedily by transformers' own loop, one question after the
-    other, and `say` gets the reason. Raises GenerationError and ModelError.
+    other, and `log` receives the reason. Raises GenerationError and ModelError.
     """
     context = context or Context()
     questions = [(*asked, ()) if len(asked) == 2 else asked for asked in conversations]  # with their videos
@@ -66,7 +66,7 @@ def answers(
     if why := models.why_not_paged(model) or (films and getattr(processor, "why_not_images", None)):
         if sampling.temperature or sampling.stop or samples > 1 or kv != "bf16":
             raise GenerationError(f"{why}: it only answers greedily. Leave temperature, stop, samples and kv out.")
-        say(f"answers come from transformers, one by one: {why}")
+        log(f"answers come from transformers, one by one: {why}")
         device, low = next(model.parameters()).device.type, context.autocast
         with torch.autocast(device, dtype=low, enabled=low is not None):
             most = sampling.max_new_tokens
@@ -78,7 +78,7 @@ def answers(
         prompt_of(processor, messages, images, videos, number)
         for number, (messages, images, videos) in enumerate(questions)
     ]
-    engine = Engine(model, processor, context, slots=SLOTS, kv=kv, say=say)
+    engine = Engine(model, processor, context, slots=SLOTS, kv=kv, log=log)
     texts: list[list[str]] = [[] for _ in prompts]
     for completion in engine.generate(prompts, sampling, samples):
         text = processor.tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)

@@ -119,7 +119,7 @@ def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str,
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*"))
 
     messages: list[str] = []
-    done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", say=messages.append)
+    done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", log=messages.append)
     assert done.base == "fp8" and done.merge_error.lost and done.merge_error.kept < 0.1
     assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in messages)
     for name, weight in models.load(tmp_path / "out").named_parameters():
@@ -179,7 +179,7 @@ def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
     base, found = folder("qwen3_vl"), {}
     for asked in (None, "high"):
         messages: list[str] = []
-        done = merge_model(run, tmp_path / "out", base=asked, device="cpu", say=messages.append)
+        done = merge_model(run, tmp_path / "out", base=asked, device="cpu", log=messages.append)
         found[asked] = held(tmp_path / "out")
         assert done.base == (asked or "fp8") and (done.base_error is None) == (asked == "high")
         assert ("the FP8 codes of training" in messages[0]) == (asked != "high")

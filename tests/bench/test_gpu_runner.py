@@ -101,7 +101,7 @@ def command(tmp_path: Path) -> tuple[str, ...]:
 @pytest.fixture
 def run(tmp_path: Path, messages: list[str], command: tuple[str, ...], clock, monkeypatch: pytest.MonkeyPatch):
     """Runs jobs into a folder; (what suites.json holds of each, exit code)."""
-    monkeypatch.setattr(gpu, "say", messages.append)
+    monkeypatch.setattr(gpu, "log", messages.append)
 
     def go(*work: Job, seconds: float = 20.0, call: str = "one", least: float = 0.2):
         kept = Store(tmp_path / "out", messages.append)
@@ -285,7 +285,7 @@ def test_a_test_that_crashes_hangs_or_loses_the_gpu_costs_itself(
     }
     assert any("words before the crash" in line for line in lost["test_crashes"]["last lines"])
     assert any("in test_hangs" in line for line in lost["test_hangs"]["last lines"])
-    monkeypatch.setattr(gpu, "say", messages.append)
+    monkeypatch.setattr(gpu, "log", messages.append)
     assert found["collected"] == 8 and gpu.summary([job], kept, "one") == 1
     assert (
         "FAILED" in "\n".join(messages)

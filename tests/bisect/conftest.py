@@ -79,7 +79,7 @@ def trainer(monkeypatch):
     def install(harm: Harm) -> list[str]:
         trained: list[str] = []
 
-        def run(cfg, *, callbacks, tell):
+        def run(cfg, *, callbacks, describe_plan):
             home = Path(cfg.run.dir)
             trained.append(home.name)
             assert cfg.run.save_every == 0 and not cfg.data.eval and not home.exists()
@@ -104,7 +104,7 @@ def trainer(monkeypatch):
 
         monkeypatch.setattr("octavo.rl.run", run)
         monkeypatch.setattr(
-            "octavo.train.run_dir.input_fingerprints.fingerprints", lambda cfg, *say: {"data": {}, "model": {}}
+            "octavo.train.run_dir.input_fingerprints.fingerprints", lambda cfg, *log: {"data": {}, "model": {}}
         )
         return trained
 

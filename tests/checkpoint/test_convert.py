@@ -47,7 +47,7 @@ def test_there_and_back_is_the_same_folder(folder, tmp_path):
     messages: list[str] = []
     steps: list[tuple[int, int]] = []
     there = convert.hf_to_dcp(
-        folder, tmp_path / "dcp", say=messages.append, progress=lambda done, total: steps.append((done, total))
+        folder, tmp_path / "dcp", log=messages.append, progress=lambda done, total: steps.append((done, total))
     )
     assert (there.tensors, there.files, there.kept) == (9, 2, 0) and not messages
     assert steps[-1][0] == steps[-1][1] == there.bytes
@@ -164,7 +164,7 @@ def test_what_was_trained_elsewhere_comes_back_as_its_folder(folder, tmp_path, p
     with pytest.raises(CheckpointError, match="was not converted by Octavo.*--like FOLDER"):
         convert.dcp_to_hf(out, tmp_path / "back")
     messages: list[str] = []
-    convert.dcp_to_hf(out, tmp_path / "back", like=folder, say=messages.append)
+    convert.dcp_to_hf(out, tmp_path / "back", like=folder, log=messages.append)
     assert any("no checksums" in line for line in messages)
     for file in sorted(folder.glob("*.safetensors")):
         found = load_file(tmp_path / "back" / file.name)

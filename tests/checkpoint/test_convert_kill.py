@@ -57,7 +57,7 @@ def test_killed_there_and_killed_on_the_way_back(folder, tmp_path):
         kept = kill_after(command, source, target, 2)
         before = [(file.stat().st_mtime_ns, file.stat().st_ino) for file in kept]
         messages: list[str] = []
-        found = getattr(convert, command)(source, target, say=messages.append)
+        found = getattr(convert, command)(source, target, log=messages.append)
         assert found.kept == len(kept) >= 2 and messages == [
             f"continues: {len(kept)} of {SHARDS} files are finished and intact"
         ]

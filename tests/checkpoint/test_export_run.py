@@ -179,7 +179,7 @@ def test_an_fp8_folder_in_another_format_is_decoded_and_that_is_reported(tmp_pat
     folder = write("qwen3_moe", tmp_path / "model")
     export_model(folder, tmp_path / "row", "fp8-dynamic", device="cpu")
     messages: list[str] = []
-    done = export_model(tmp_path / "row", tmp_path / "block", "fp8-block", device="cpu", say=messages.append)
+    done = export_model(tmp_path / "row", tmp_path / "block", "fp8-block", device="cpu", log=messages.append)
     assert done.total("recast") == 32 and any("rounded twice" in line for line in messages)
     model = models.load(tmp_path / "row", keep_fp8=False)
     files = written(tmp_path / "block")

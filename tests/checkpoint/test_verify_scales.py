@@ -63,7 +63,7 @@ def test_scales_of_a_kv_cache_are_known_by_name(copy: Good, form: str, names: tu
         f"{2 * len(names)} scales of an FP8 KV cache" in verified.form and names[0].rpartition(".")[2] in verified.form
     )
     said: list[str] = []
-    models.load(folder, say=said.append)
+    models.load(folder, log=said.append)
     assert f"{2 * len(names)} fixed scales of activations or of the KV cache are not used" in " ".join(said)
 
 

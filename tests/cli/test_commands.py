@@ -218,12 +218,12 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
     from octavo import fp8
     from octavo.cli import plan as command
     from octavo.fp8.measuring import Machine
-    from octavo.fp8.measuring.timing import Timed
+    from octavo.fp8.measuring.timing import Timing
     from octavo.train.setup import planning
 
     def timer(case, calls, device):
         wide = case.n > case.k
-        return {n: Timed(1.0 if n == "high precision" else 0.5 if wide else 2.0, 0, 0, 4) for n in calls}
+        return {n: Timing(1.0 if n == "high precision" else 0.5 if wide else 2.0, 0, 0, 4) for n in calls}
 
     def measured(cfg, model, family, device, tokens, progress, cache):
         policy, machine = planning.policy_from(cfg), Machine("cpu2", "9.0")
@@ -392,7 +392,7 @@ def test_compare_takes_what_the_report_offers():
     from octavo import report
     from octavo.report.trial import demo
 
-    assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "tell", "factorial"} <= set(
+    assert {"cfg", "recipes", "directory", "console", "fresh", "forks", "savings", "describe_plan", "factorial"} <= set(
         inspect.signature(report.compare).parameters
     )
     assert {"directory", "steps", "fresh", "console"} <= set(inspect.signature(demo.run).parameters)
@@ -422,14 +422,14 @@ def test_doctor_shows_and_judges(monkeypatch, capsys):
     )
     bad = (Check("fp8", "reference rowwise", FAIL, "boom", "cannot be trusted", "use another"),)
     low = (Check("storage", "/dev/shm", WARN, "0.1 GiB free", "workers may die", "data.workers: 0"),)
-    monkeypatch.setattr(doctor, "examine", lambda say: Report(good + low, {}))
+    monkeypatch.setattr(doctor, "examine", lambda log: Report(good + low, {}))
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "warn: /dev/shm: 0.1 GiB free\n  means: workers may die\n  fix:   data.workers: 0\n" in out
     assert "get it" not in out and out.endswith("All required checks passed.\n")
     assert main(["doctor", "--all"]) == 0
     assert "fix:   get it" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "examine", lambda say: Report(good + bad, {"python": "3"}))
+    monkeypatch.setattr(doctor, "examine", lambda log: Report(good + bad, {"python": "3"}))
     assert main(["doctor"]) == 1
     assert "1 required check failed: reference rowwise." in capsys.readouterr().out
     assert main(["doctor", "--json"]) == 1
@@ -459,10 +459,10 @@ def test_doctor_lists_families(monkeypatch, capsys):
     from octavo.models.forward import survey
 
     two = [
-        survey.Surveyed(
+        survey.FamilySupport(
             "a_vl", survey.TRAINS, "", "model.visual", (), ("model.visual.merger",), "model.text", ("x.y",), 7
         ),
-        survey.Surveyed("b_vl", survey.REFUSED, "no vision tower"),
+        survey.FamilySupport("b_vl", survey.REFUSED, "no vision tower"),
     ]
     monkeypatch.setattr(survey, "survey", lambda: iter(two))
     assert main(["doctor", "--families"]) == 0

@@ -64,7 +64,7 @@ def test_a_proposal_is_what_train_takes_with_the_words_that_were_given(capsys) -
     [micro] = [word for word in line.split() if word.startswith("train.micro_batch=")] or ["train.micro_batch=1"]
     assert 7 % int(micro.partition("=")[2]) == 0
     assert main([*words, "--card", "900GB", "parallel.replicate=2", "parallel.shard=2"]) == 1
-    assert "parallel asks for replicate: 2 and shard: 2, but there are 2 ranks" in capsys.readouterr().err
+    assert "parallel has replicate: 2 and shard: 2, but there are 2 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.long

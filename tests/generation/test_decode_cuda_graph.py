@@ -125,15 +125,15 @@ def in_fp8(model):
 )
 def test_models_as_runs_make_them_are_captured(made, as_on_a_gpu, monkeypatch, change, load, autocast):
     """As on a GPU, where a layer in FP8 would otherwise cast its weight in each replay: it reads cached codes."""
-    monkeypatch.setattr("octavo.fp8.weights.cache._capturing", lambda weight: recording())
-    monkeypatch.setattr("octavo.fp8.arithmetic.cast._may_look", lambda tensor: False)
+    monkeypatch.setattr("octavo.fp8.weights.cache._is_capturing", lambda weight: recording())
+    monkeypatch.setattr("octavo.fp8.arithmetic.cast._can_read_values", lambda tensor: False)
     model, processor = models.load(made("qwen3")[0].name_or_path, **load), made("qwen3")[1]
     change(model)
     prompts, found = prompts_of(model, processor, 1), []
     for tape in (False, True):
         steps = as_on_a_gpu(tape)
         context = Context(torch.bfloat16 if autocast else None)
-        engine = Engine(model, processor.tokenizer, context, slots=1, page=4, say=pytest.fail)
+        engine = Engine(model, processor.tokenizer, context, slots=1, page=4, log=pytest.fail)
         with fp8.count_gemms() as counts:
             found.append(engine.generate(prompts, GREEDY))
         found.append(dict(counts.calls))
@@ -146,7 +146,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_said_once(made, as_on_a_gpu
     model, processor = made("qwen3")
     prompts, said = prompts_of(model, processor, 1), []
     steps = as_on_a_gpu()
-    engine = Engine(model, processor.tokenizer, slots=1, page=4, say=said.append)
+    engine = Engine(model, processor.tokenizer, slots=1, page=4, log=said.append)
     wanted = engine.generate(prompts, GREEDY)
     assert steps[0].replays == 2 and not said
     handle = model.model.norm.register_forward_hook(lambda module, args, out: out * float(out.sum() * 0 + 1))

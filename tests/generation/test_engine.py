@@ -32,7 +32,7 @@ assert {*FAMILIES, *ASKED_OTHERWISE} == set(tiny_families())
 
 def stock(model, processor, question, new: int) -> list[int]:
     """The greedy tokens of `model.generate`."""
-    batch = models.question(processor, *question)
+    batch = models.encode_conversation(processor, *question)
     ends = model.generation_config.eos_token_id
     settings = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=ends, pad_token_id=0)
     return model.generate(**batch, generation_config=settings)[0, batch["input_ids"].shape[1] :].tolist()
@@ -406,7 +406,7 @@ def test_an_image_for_a_text_only_model_and_a_model_of_its_own_attention(made):
     model = with_alibi(models.load(model.name_or_path))
     said: list[str] = []
     greedy = Sampling(3, temperature=0)
-    got = generation.answers(model, processor, [(asked, [])], greedy, say=said.append)
+    got = generation.answers(model, processor, [(asked, [])], greedy, log=said.append)
     assert got == [[models.generate(model, processor, asked, [], 3)]] and "adds ALiBi's bias" in said[0]
     with pytest.raises(GenerationError, match="it only answers greedily"):
         generation.answers(model, processor, [(asked, [])], Sampling(3))

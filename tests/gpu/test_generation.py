@@ -90,7 +90,7 @@ def test_tokens_with_graphs_are_those_without(recipe, kv, monkeypatch) -> None:
                 return super()._capture(rows) if graphs else None
 
         monkeypatch.setattr(batch, "Replayed", Here)
-        engine = Engine(model, SimpleNamespace(eos_token_id=None), Context(), slots=12, kv=kv, say=said.append)
+        engine = Engine(model, SimpleNamespace(eos_token_id=None), Context(), slots=12, kv=kv, log=said.append)
         return [
             (c.tokens.tolist(), c.logps.tolist(), c.entropy.tolist()) for c in engine.generate(prompts, sampling, 4)
         ]

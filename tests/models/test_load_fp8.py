@@ -45,7 +45,7 @@ def on_disk(model, codes: dict) -> dict[str, list[str]]:
 def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
     codes, scales = quantized(checkpoint(family), tmp_path / "q", method)
     messages: list[str] = []
-    model = models.load(tmp_path / "q", torch.bfloat16, say=messages.append)
+    model = models.load(tmp_path / "q", torch.bfloat16, log=messages.append)
     made = on_disk(model, codes)
     assert sorted(name for names in made.values() for name in names) == sorted(codes)
     high = models.load(tmp_path / "q", torch.bfloat16, keep_fp8=False)
@@ -70,7 +70,7 @@ def test_codes_are_taken_as_they_are(checkpoint, tmp_path, family, method):
 def test_experts_whose_gate_ends_inside_a_block_keep_their_codes(checkpoint, tmp_path):
     quantized(checkpoint("qwen3_moe"), tmp_path / "q", "fp8")
     messages: list[str] = []
-    model = models.load(tmp_path / "q", say=messages.append)
+    model = models.load(tmp_path / "q", log=messages.append)
     specs = {n.rpartition(".")[2]: codes_of_frozen(w).spec.block for n, w in frozen_weights(model) if "exp" in n}
     assert specs == {"gate_up_proj": (64, 128), "down_proj": (128, 128)}  # gate has 64 rows here
     assert "2 stacks of experts have smaller blocks than the format's" in messages[0]
@@ -156,7 +156,7 @@ def test_an_fp8_folder_asked_for_again(checkpoint, tmp_path):
         load_in_fp8="block",
     )
     messages: list[str] = []
-    anew = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, say=messages.append)
+    anew = models.load(tmp_path / "q", load_in_fp8="block", keep_fp8=False, log=messages.append)
     assert {codes_of_frozen(w).spec for _, w in frozen_weights(anew)} == {FROZEN["block"]}
     assert "are quantized again" in messages[0]
 
@@ -188,16 +188,16 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
     whole = fp8.fingerprint(models.load(folder))
     to_shards(folder, keep=True)
     messages: list[str] = []
-    assert fp8.fingerprint(models.load(folder, say=messages.append)) == whole
+    assert fp8.fingerprint(models.load(folder, log=messages.append)) == whole
     assert "took model.safetensors, not the shards" in messages[0] and "transformers prefers it too" in messages[0]
     shutil.copy(checkpoint("llama") / "model.safetensors", folder)  # the single file in fp32, the shards in FP8
     messages.clear()
-    assert fp8.fingerprint(models.load(folder, say=messages.append)) == whole
+    assert fp8.fingerprint(models.load(folder, log=messages.append)) == whole
     message = messages[0]
     assert "took the shards of model.safetensors.index.json" in message and "only it holds FP8 codes" in message
     edit_config(folder, quantization_config=None)
     messages.clear()
-    assert not list(frozen_weights(models.load(folder, say=messages.append)))
+    assert not list(frozen_weights(models.load(folder, log=messages.append)))
     assert "took model.safetensors" in messages[0] and "only it holds no FP8 codes" in messages[0]
     quantized(checkpoint("llama"), tmp_path / "other", "channel")  # and the other way round
     shutil.copy(tmp_path / "other" / "model.safetensors", folder)
@@ -207,7 +207,7 @@ def test_two_sets_of_weights_in_one_folder(checkpoint, tmp_path):
         shutil.copy(file, folder)
     stock = models.load(checkpoint("llama"))
     messages.clear()
-    found = models.load(folder, say=messages.append)
+    found = models.load(folder, log=messages.append)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), stock.parameters(), strict=True))
     assert "took the shards" in messages[0]
     (folder / "model-00001-of-00002.safetensors").unlink()
@@ -220,7 +220,7 @@ def test_codes_beside_a_copy_in_high_precision(checkpoint, tmp_path):
     whole = fp8.fingerprint(models.load(folder))
     edit_weights(folder, lambda w: w.update({"layers.0.mlp.up_proj.weight": torch.ones(128, 64)}))
     messages: list[str] = []
-    assert fp8.fingerprint(models.load(folder, say=messages.append)) == whole
+    assert fp8.fingerprint(models.load(folder, log=messages.append)) == whole
     assert "took model.layers.0.mlp.up_proj.weight (model.safetensors), torch.float8_e4m3fn" in messages[0]
 
 
@@ -233,7 +233,7 @@ def test_a_tensor_in_two_shards(checkpoint, tmp_path):
     other = next(folder / f for f in set(index.values()) if f != index[name])
     save_file({**load_file(other), name: torch.ones(128, 64)}, other)
     messages: list[str] = []
-    assert fp8.fingerprint(models.load(folder, say=messages.append)) == whole
+    assert fp8.fingerprint(models.load(folder, log=messages.append)) == whole
     assert f"offers {name} twice: took torch.float8_e4m3fn in {index[name]}, which the index names" in messages[0]
 
 
@@ -253,9 +253,9 @@ def test_what_will_be_frozen_is_known_before_it_is_read(checkpoint, tmp_path, fa
     folder = tmp_path / "q"
     quantized(checkpoint(family), folder, method)
     loaded = {name: codes_of_frozen(w).spec for name, w in frozen_weights(models.load(folder))}
-    assert models.frozen_names(folder, models.empty(folder)) == loaded
-    assert models.frozen_names(folder, models.empty(folder), keep_fp8=False) == {}
-    plain = models.frozen_names(checkpoint(family), models.empty(folder), "tensor")
+    assert models.frozen_casts(folder, models.empty(folder)) == loaded
+    assert models.frozen_casts(folder, models.empty(folder), keep_fp8=False) == {}
+    plain = models.frozen_casts(checkpoint(family), models.empty(folder), "tensor")
     assert plain == dict.fromkeys(loaded, FROZEN["tensor"])
 
 

@@ -87,7 +87,7 @@ def test_codes_are_those_of_the_values_on_disk(checkpoint, family, kind, monkeyp
     asked = dict.fromkeys(parts, kind) if family in trained_families("images") + trained_families("sound") else kind
     seen = []
     model = models.load(
-        checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), say=pytest.fail
+        checkpoint(family), torch.bfloat16, load_in_fp8=asked, progress=lambda *n: seen.append(n), log=pytest.fail
     )
     values = dict(stock.named_parameters())
     rows = fp8.describe_layers(model, models.describe(model).components)

@@ -19,7 +19,7 @@ def trained(monkeypatch, sound_answers):
     """Stands in for ``octavo.train.run``: writes a finished run and remembers which run was asked for."""
     asked: list[str] = []
 
-    def run(cfg, *, console=None, label=None, phase=None, tell=None, watchers=()):
+    def run(cfg, *, console=None, label=None, phase=None, describe_plan=None, watchers=()):
         home = Path(cfg.run.dir)
         asked.append(home.name)
         fp8 = "fp8" in home.name

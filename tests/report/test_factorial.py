@@ -180,7 +180,7 @@ def planted(monkeypatch, sound_answers) -> list[str]:
     """Stands in for training: runs whose figures cost what COSTS says, with a little of the seed's."""
     trained: list[str] = []
 
-    def run(cfg, *, console=None, label=None, phase=None, tell=None, watchers=()):
+    def run(cfg, *, console=None, label=None, phase=None, describe_plan=None, watchers=()):
         home, fp8 = Path(cfg.run.dir), "high" not in Path(cfg.run.dir).name
         trained.append(home.name)
         there = [part for part in PARTS if part in home.name]

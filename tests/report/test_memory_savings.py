@@ -91,7 +91,7 @@ def test_each_setting_is_held_against_the_last_that_was_trained() -> None:
 def test_the_page_says_what_each_saving_cost(saving, tmp_path: Path, monkeypatch, sound_answers) -> None:
     order = [words for words, _ in ablation(saving)]
 
-    def run(cfg, *, console=None, label=None, phase=None, tell=None, watchers=()):
+    def run(cfg, *, console=None, label=None, phase=None, describe_plan=None, watchers=()):
         home, fp8 = Path(cfg.run.dir), not Path(cfg.run.dir).name.startswith("high")
         setting = {f"saving-{n}": n for n in range(len(order))}.get(home.name, len(order))
         memory = {"weights": 10_000_000 >> setting, "optimizer": 1 << 20, "peak_rss": 9}

@@ -257,7 +257,7 @@ def test_which_runs_a_trial_of_rewards_has(tmp_path: Path, monkeypatch) -> None:
     asked: list[str] = []
     told: list[str] = []
 
-    def run(cfg, *, console=None, label=None, phase=None, tell=None, watchers=()):
+    def run(cfg, *, console=None, label=None, phase=None, describe_plan=None, watchers=()):
         assert phase.names == ("rl",)
         asked.append(Path(cfg.run.dir).name)
         fp8 = "fp8" in asked[-1]

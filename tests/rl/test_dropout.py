@@ -119,12 +119,12 @@ def test_forwards_are_equal_after_dropout_is_switched_off(config, named: set[str
     model = AutoModelForCausalLM.from_config(config).train()
     ids = torch.arange(12)[None]
     assert not torch.equal(model(ids).logits, model(ids).logits), "dropout must have an effect"
-    words = models.switch_off_dropout(model)
+    words = models.disable_dropout(model)
     assert named <= {*words}, words
     assert torch.equal(model(ids).logits, model(ids).logits) and torch.equal(
         model(ids).logits, model.eval()(ids).logits
     )
-    assert models.switch_off_dropout(model) == words == models.switched_off(model), "a second call keeps the record"
+    assert models.disable_dropout(model) == words == models.disabled_dropout(model), "a second call keeps the record"
 
 
 def test_dropout_of_towers_and_adapters_is_switched_off(place: Path):
@@ -134,7 +134,7 @@ def test_dropout_of_towers_and_adapters_is_switched_off(place: Path):
     model.config.text_config.layerdrop = 0.2
     family = models.describe(model)
     adapters.attach(model, family, LoraSection(rank=2, dropout=0.25))
-    words = " ".join(models.switch_off_dropout(model))
+    words = " ".join(models.disable_dropout(model))
     assert "attention_dropout 0.3 (1 module)" in words and "lora_dropout 0.25 (" in words
     assert tower.attention_dropout == 0 == model.config.text_config.layerdrop
 
@@ -142,4 +142,4 @@ def test_dropout_of_towers_and_adapters_is_switched_off(place: Path):
 def test_random_routing_is_rejected():
     config = PhimoeConfig(**MOE, router_jitter_noise=0.01)
     with pytest.raises(models.ModelError, match="Phimoe.*at random.*sft"):
-        models.switch_off_dropout(AutoModelForCausalLM.from_config(config))
+        models.disable_dropout(AutoModelForCausalLM.from_config(config))

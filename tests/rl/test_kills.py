@@ -197,7 +197,7 @@ def before_metrics_of_encrypted(folder: Path) -> None:
         result = run(stepper, *args)
         if stepper.number == STEP:
             with (Path(stepper.cfg.run.dir) / f"{COMPLETIONS}.aes").open("ab") as file:
-                file.write(encryption.encrypted_line(b'{"step": 3, "comp')[:60])
+                file.write(encryption.encrypt_line(b'{"step": 3, "comp')[:60])
             die()
         return result
 
@@ -213,7 +213,7 @@ def test_killed_encrypted_run_resumes_with_the_same_results(rl_config: Make, tmp
     assert rl.run(override(cfg, ["run.resume=auto"])).status == "finished"
     lines = [
         [
-            encryption.decrypted_line(line, "")
+            encryption.decrypt_line(line, "")
             for line in (Path(c.run.dir) / f"{COMPLETIONS}.aes").read_bytes().splitlines()
         ]
         for c in (cfg, uninterrupted)

@@ -18,7 +18,7 @@ from rich.console import Console
 from octavo import rl, train
 from octavo.config import Config, ConfigError, override
 from octavo.config.rules.phases import BUILT_IN
-from octavo.config.sections.rl import OF_CRITIC, WITH_CRITIC, WITH_KL, RlSection
+from octavo.config.sections.rl import CRITIC_KEYS, WITH_CRITIC, WITH_KL, RlSection
 from octavo.data import DataError
 from octavo.generation import GenerationError
 from octavo.rl.objectives.advantages import ADVANTAGES
@@ -387,7 +387,7 @@ def test_configuration_lists_the_existing_names():
     assert set(get_args(algorithms)) == set(ALGORITHMS)
     assert set(WITH_CRITIC) == {name for name, one in ALGORITHMS.items() if one.values}
     assert set(WITH_KL) == {name for name, one in ALGORITHMS.items() if one.beta}
-    assert {f"value_{f.name}" if f.name in ("clip", "weight") else f.name for f in fields(Values)} < set(OF_CRITIC)
+    assert {f"value_{f.name}" if f.name in ("clip", "weight") else f.name for f in fields(Values)} < set(CRITIC_KEYS)
     advantage = get_args(get_args(RlSection.model_fields["advantage"].annotation)[0])
     assert set(advantage) == set(ADVANTAGES) and set(BUILT_IN) == set(BUILTIN)
 

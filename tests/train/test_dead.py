@@ -183,7 +183,7 @@ def test_a_poisoned_checkpoint_by_name_is_refused(old: Path, tmp_path: Path):
     with pytest.raises(CheckpointError, match=f"step_6: {NORM} holds NaN"):
         artifacts.export_model(run, tmp_path / "out", "bf16", step=6)
     said: list[str] = []
-    artifacts.export_model(run, tmp_path / "out", "bf16", say=said.append)
+    artifacts.export_model(run, tmp_path / "out", "bf16", log=said.append)
     assert [line.split(":")[0] for line in said[:3]] == [
         "checkpoint step_6 is skipped", "checkpoint step_4 is skipped", str(run)
     ]  # fmt: skip

@@ -219,7 +219,7 @@ def test_an_overflow_halves_the_scale_and_training_goes_on(text):
 
     class Says(train.Callback):
         def begin(self, run: train.Run) -> None:
-            run.display.say = said.append  # type: ignore[method-assign]
+            run.display.log = said.append  # type: ignore[method-assign]
 
     result = train.run(cfg, callbacks=[Says(), planted])
     rows = {row["step"]: row for row in rows_of(cfg)}

@@ -13,7 +13,7 @@ from rich.console import Console
 from octavo import data, fp8, models, parallel, train
 from octavo.config import override
 from octavo.fp8.measuring import Machine
-from octavo.fp8.measuring.timing import Timed
+from octavo.fp8.measuring.timing import Timing
 from octavo.train.setup import planning, token_counts
 from octavo.train.setup.planning import plan_for, policy_from
 
@@ -84,7 +84,7 @@ def known_times(case, calls, device):
         if name != "high precision":
             wins = case.k >= 2 * case.n or case.n >= 2 * case.k
             seconds = (0.5 if name.startswith("tensorwise") else 0.7) if wins else 1.3
-        out[name] = Timed(seconds, 0.0, 0.0, 4)
+        out[name] = Timing(seconds, 0.0, 0.0, 4)
     return out
 
 
@@ -249,5 +249,5 @@ def test_a_run_goes_on_by_its_plan_whatever_its_configuration_means_today(make):
     proof = json.loads((first.dir / "proof.json").read_text())
     assert proof["shares"]["image_projector"] == 0.0 and proof["shares"]["foundation"] == 1.0
     assert json.loads(file.read_text()) == plan
-    loaded = train.load_run(first.dir, say=lambda text: None)[0]
+    loaded = train.load_run(first.dir, log=lambda text: None)[0]
     assert not any(isinstance(m, fp8.Linear) for name, m in loaded.named_modules() if "merger" in name)

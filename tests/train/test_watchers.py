@@ -73,7 +73,7 @@ def test_pages_on_the_way_take_their_share_of_the_time(monkeypatch, tmp_path):
 
     monkeypatch.setattr("octavo.report.run.live_page.time", types.SimpleNamespace(monotonic=lambda: now.at))
     monkeypatch.setattr("octavo.report.run.run_page.write", write)
-    page, run = Page(), types.SimpleNamespace(directory=tmp_path, step=0, say=print)
+    page, run = Page(), types.SimpleNamespace(directory=tmp_path, step=0, log=print)
     monkeypatch.setattr(
         "octavo.report.run.live_page.History.begin", lambda _: types.SimpleNamespace(steps=1, add=lambda row: 0)
     )

@@ -38,11 +38,11 @@ from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_man
 from octavo.checkpoint.convert.resumable_work import SUFFIX, Advance, begin, write_parts
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.files import fingerprint
-from octavo.models.folder.folder import INDEX, one_folder, refuse_outside, write_config
-from octavo.models.folder.headers import Header, index_of
+from octavo.models.folder.folder import INDEX, refuse_outside, require_one_folder, write_config
+from octavo.models.folder.headers import Header, make_index
 from octavo.models.folder.quantization import Quantization, read_quantization
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Progress = Callable[[int, int], None]
 Keys = dict[str, tuple[tuple[str, str], ...]]
 
@@ -74,7 +74,7 @@ def hf_to_dcp(
     to_bf16: bool = False,
     tie_weights: bool = False,
     workers: int | None = None,
-    say: Say = lambda text: None,
+    log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Write a Hugging Face folder as a DCP checkpoint.
@@ -94,7 +94,7 @@ def hf_to_dcp(
     prefix = "base_model.model.model." if lora_base else "model."
     options = {"lora_base": lora_base, "to_bf16": to_bf16, "tie_weights": tie_weights}
     return _to_dcp(
-        "hf_to_dcp", folder, quantization, lambda name: prefix + name, destination, options, workers, say, progress
+        "hf_to_dcp", folder, quantization, lambda name: prefix + name, destination, options, workers, log, progress
     )
 
 
@@ -104,14 +104,14 @@ def lora_hf_to_dcp(
     *,
     to_bf16: bool = False,
     workers: int | None = None,
-    say: Say = lambda text: None,
+    log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Write a PEFT adapter folder as a DCP checkpoint. See `hf_to_dcp`."""
     source, destination = _check_paths(source, destination)
     folder = folders.read_folder(source, adapter=True)
     options = {"to_bf16": to_bf16}
-    return _to_dcp("lora_hf_to_dcp", folder, None, dcp.adapter_key, destination, options, workers, say, progress)
+    return _to_dcp("lora_hf_to_dcp", folder, None, dcp.adapter_key, destination, options, workers, log, progress)
 
 
 def dcp_to_hf(
@@ -121,7 +121,7 @@ def dcp_to_hf(
     to_bf16: bool = False,
     like: str | Path | None = None,
     workers: int | None = None,
-    say: Say = lambda text: None,
+    log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> Converted:
     """Write a DCP checkpoint as a Hugging Face folder (or a PEFT adapter folder).
@@ -139,7 +139,7 @@ def dcp_to_hf(
         raise CheckpointError(
             f"{directory} was converted by Octavo and knows the folder that it came from; leave out --like {like}"
         )
-    plan = plan_converted(directory, manifest) if manifest is not None else plan_foreign(directory, like, say)
+    plan = plan_converted(directory, manifest) if manifest is not None else plan_foreign(directory, like, log)
     shards, opens, places, folder = plan.shards, plan.opens, plan.place, plan.folder
     if to_bf16:
         quantization = read_quantization(folder.path) if (folder.path / CONFIG).is_file() else None
@@ -156,7 +156,7 @@ def dcp_to_hf(
         def whole(part: int, note: Any) -> bool:
             return is_intact(work.made / shards[part].file, shards[part], note)
 
-        resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, say, progress)
+        resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
         _copy_companions(folder, work.made, plan.sums)
         if to_bf16:
             _write_bf16_config(folder, shards, work.made)
@@ -183,7 +183,7 @@ def _to_dcp(
     destination: Path,
     options: Mapping[str, Any],
     workers: int | None,
-    say: Say,
+    log: Log,
     progress: Progress,
 ) -> Converted:
     """Write a folder as a DCP checkpoint. `key` maps a tensor's name in the folder to its key under `model` in DCP."""
@@ -196,7 +196,7 @@ def _to_dcp(
     if options.get("tie_weights"):
         keys |= _add_tied_head(keys, key, folder.path)
     if folder.left:
-        say(f"not copied: {', '.join(folder.left[:4])}{' ...' if len(folder.left) > 4 else ''}")
+        log(f"not copied: {', '.join(folder.left[:4])}{' ...' if len(folder.left) > 4 else ''}")
     with begin(destination, {"command": command, "source": _identity(folder.path), **options}) as work:
         release = work.made / dcp.RELEASE
         release.mkdir(exist_ok=True)
@@ -208,7 +208,7 @@ def _to_dcp(
         def whole(part: int, note: Any) -> bool:
             return dcp.intact(release, [dcp.Written.from_json(one) for one in note])
 
-        resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, say, progress)
+        resumed = write_parts(work, [shard.size for shard in shards], write, whole, workers, log, progress)
         written = [[dcp.Written.from_json(one) for one in work.finished(part)] for part in range(len(shards))]
         dcp.write_metadata(release, (one for part in written for one in part))
         (work.made / dcp.LATEST).write_text(dcp.RELEASE, encoding="utf-8")
@@ -242,7 +242,7 @@ def _add_tied_head(keys: Keys, key: Callable[[str], str], source: Path) -> Keys:
 def _check_paths(source: str | Path, destination: str | Path) -> tuple[Path, Path]:
     """Return both as paths. Raises CheckpointError for a source of several folders and an impossible destination."""
     source, destination = Path(source), Path(destination)
-    one_folder(source, "octavo convert")
+    require_one_folder(source, "octavo convert")
     read_from, written_to = source.resolve(), destination.resolve()
     if written_to == read_from or read_from in written_to.parents:
         raise CheckpointError(f"{destination} is inside {source}, which is only read; name another directory")
@@ -279,7 +279,7 @@ def _write_bf16_config(folder: Folder, shards: tuple[Header, ...], target: Path)
     if CONFIG in folder.carried:
         write_config(folder.path, target, torch.bfloat16)
     if INDEX in folder.carried:
-        (target / INDEX).write_text(index_of(shards), encoding="utf-8")
+        (target / INDEX).write_text(make_index(shards), encoding="utf-8")
 
 
 def _result(destination: Path, shards: tuple[Header, ...], resumed: int) -> Converted:

@@ -22,7 +22,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.folder import SINGLE
 from octavo.models.folder.headers import DTYPES, Entry, Header, compose
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def plan_converted(directory: Path, manifest: Mapping[str, Any]) -> FolderPlan:
     )
 
 
-def plan_foreign(directory: Path, like: str | Path | None, say: Say) -> FolderPlan:
+def plan_foreign(directory: Path, like: str | Path | None, log: Log) -> FolderPlan:
     """Plan to write a checkpoint of another program in the form of the folder `like`."""
     if like is None:
         raise CheckpointError(
@@ -96,8 +96,8 @@ def plan_foreign(directory: Path, like: str | Path | None, say: Say) -> FolderPl
         same = all(dtype == entry.dtype for (_, dtype, _), entry in zip(tensors, shard.entries, strict=True))
         shards.append(shard if same else compose(shard.file, tensors))
     if spare := sorted(set(reader.keys()) - set(keys.values())):
-        say(f"skipped, because {like_folder} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
-    say("not converted by Octavo: there are no checksums to compare")
+        log(f"skipped, because {like_folder} has no place for them: {', '.join(spare[:3])} ({len(spare)} in all)")
+    log("not converted by Octavo: there are no checksums to compare")
 
     @contextmanager
     def opens(entry: Entry) -> Iterator[torch.Tensor]:

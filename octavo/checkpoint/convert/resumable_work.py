@@ -91,7 +91,7 @@ def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
     except (OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        if reason := atomic_write.no_room(work.aside, error):
+        if reason := atomic_write.why_no_space(work.aside, error):
             raise CheckpointError(
                 f"{target} could not be written: {reason}. What is finished is kept in {work.aside}: free some space "
                 "and run the same command again, or delete that directory"
@@ -121,7 +121,7 @@ def write_parts(
     write: Callable[[int, threading.Event, Advance], Any],
     whole: Callable[[int, Any], bool],
     workers: int | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> int:
     """Write every part that is not finished yet, several at a time. Returns how many had been finished.
@@ -149,7 +149,7 @@ def write_parts(
             work.forget(part)
             due.append(part)
     if resumed := len(sizes) - len(due):
-        say(f"continues: {resumed} of {len(sizes)} files are finished and intact")
+        log(f"continues: {resumed} of {len(sizes)} files are finished and intact")
 
     def make(part: int) -> None:
         note = write(part, stop, advance)

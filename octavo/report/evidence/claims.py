@@ -163,18 +163,18 @@ def decide(
     shown = f"{scale(interval.estimate)} ({scale(interval.low)} to {scale(interval.high)})"
     outside = interval.low > margin or interval.high < -margin
     if outside and worse * interval.estimate > 0:
-        status, say = FAIL, "FP8 made this training worse"
+        status, sentence = FAIL, "FP8 made this training worse"
     elif why_not:
-        status, say = UNDECIDED, why_not
+        status, sentence = UNDECIDED, why_not
     elif outside:
-        status, say = WARN, "better than high precision by more than the margin, so something else differs"
+        status, sentence = WARN, "better than high precision by more than the margin, so something else differs"
     elif (interval.high if worse > 0 else -interval.low) <= margin:
-        status, say = PASS, ""
+        status, sentence = PASS, ""
     else:
-        status, say = UNDECIDED, _units_needed(interval, abs(margin - worse * interval.estimate), unit)
-    say = "; ".join(text for text in (seen, say) if text)
+        status, sentence = UNDECIDED, _units_needed(interval, abs(margin - worse * interval.estimate), unit)
+    sentence = "; ".join(text for text in (seen, sentence) if text)
     bounds = {"low": interval.low, "high": interval.high, "margin": margin}
-    return Check(name, title, run, interval.estimate, shown, threshold, status, say, **bounds)
+    return Check(name, title, run, interval.estimate, shown, threshold, status, sentence, **bounds)
 
 
 def _units_needed(interval: Interval, room: float, unit: str) -> str:

@@ -134,13 +134,13 @@ def same_prompts(run: str, ours: RunRecord, theirs: RunRecord) -> Check:
     mine, other = (_prompts(record) for record in (ours, theirs))
     both = mine.keys() & other.keys()
     if not both:
-        say = "the runs recorded no completions of the same step; set rl.show"
-        return Check(name, title, run, None, "not recorded", threshold, WARN, say)
+        sentence = "the runs recorded no completions of the same step; set rl.show"
+        return Check(name, title, run, None, "not recorded", threshold, WARN, sentence)
     if differ := sorted(step for step in both if mine[step] != other[step]):
-        say = f"{len(differ)} steps had other prompts than high precision, the first is {differ[0]}"
-        return Check(name, title, run, float(len(differ)), f"{len(differ)} differ", threshold, FAIL, say)
-    say = f"the recorded prompts of all {len(both)} steps are the same as in high precision"
-    return Check(name, title, run, 0.0, "0 differ", threshold, PASS, say)
+        sentence = f"{len(differ)} steps had other prompts than high precision, the first is {differ[0]}"
+        return Check(name, title, run, float(len(differ)), f"{len(differ)} differ", threshold, FAIL, sentence)
+    sentence = f"the recorded prompts of all {len(both)} steps are the same as in high precision"
+    return Check(name, title, run, 0.0, "0 differ", threshold, PASS, sentence)
 
 
 def _prompts(record: RunRecord) -> dict[int, list[tuple[str, int, int]]]:
@@ -157,10 +157,15 @@ def _seeds(sides: Sides, trial: Trial) -> list[Check]:
         return []
     each = [paired.estimate for a, b in pairs if (paired := claims.paired_accuracy(a.pieces, b.pieces)) is not None]
     interval = claims.mean_gap(each)
-    say = f"{', '.join(map(points, each))}: the interval covers other seeds"
+    sentence = f"{', '.join(map(points, each))}: the interval covers other seeds"
     return [
         _reported(
-            "accuracy_seeds", "Held-out accuracy by seed", sides.fp8[0].label, interval, _interval_text(interval), say
+            "accuracy_seeds",
+            "Held-out accuracy by seed",
+            sides.fp8[0].label,
+            interval,
+            _interval_text(interval),
+            sentence,
         )
     ]
 
@@ -175,11 +180,13 @@ def _gained(sides: Sides, trial: Trial) -> Check:
         [piece for judged in ours for piece in judged.pieces], [*trial.held.before.pieces] * len(ours)
     )
     questions = [piece for piece in trial.held.before.pieces if piece["right"] is not None]
-    say = f"{sum(bool(p['right']) for p in questions)} of {len(questions)} right before training"
+    sentence = f"{sum(bool(p['right']) for p in questions)} of {len(questions)} right before training"
     if interval is None:
-        return _reported(name, title, run, None, "", f"{say}; questions of fewer than two sources give no interval")
+        return _reported(
+            name, title, run, None, "", f"{sentence}; questions of fewer than two sources give no interval"
+        )
     return _reported(
-        name, title, run, interval, _interval_text(interval), f"after training in FP8 minus before it; {say}"
+        name, title, run, interval, _interval_text(interval), f"after training in FP8 minus before it; {sentence}"
     )
 
 
@@ -190,14 +197,16 @@ def _reward(sides: Sides) -> Check:
     pairs = pairs_of(sides)
     gaps = [end_gap(ours, theirs, panel.key) for ours, theirs in pairs]
     mine, other = (np.mean([at_the_end(pair[side], panel.key) for pair in pairs]) for side in (0, 1))
-    say = f"{mine:.4g} in FP8, {other:.4g} in high precision over the last third of the steps, {len(pairs)} seed(s)"
+    sentence = (
+        f"{mine:.4g} in FP8, {other:.4g} in high precision over the last third of the steps, {len(pairs)} seed(s)"
+    )
     interval = claims.mean_gap(gaps)
     if interval is None:
         one = "one pair of seeds gives no interval: use --seeds 3" if len(gaps) == 1 else "a run has no figures"
         shown = f"{gaps[0]:+.4g}" if math.isfinite(gaps[0]) else ""
-        return _reported(name, title, run, None, shown, f"{say}; {one}")
+        return _reported(name, title, run, None, shown, f"{sentence}; {one}")
     return _reported(
-        name, title, run, interval, f"{interval.estimate:+.4g} ({interval.low:+.4g} to {interval.high:+.4g})", say
+        name, title, run, interval, f"{interval.estimate:+.4g} ({interval.low:+.4g} to {interval.high:+.4g})", sentence
     )
 
 
@@ -207,9 +216,9 @@ def _interval_text(interval: Interval | None) -> str:
     )
 
 
-def _reported(name: str, title: str, run: str, interval: Interval | None, shown: str, say: str) -> Check:
+def _reported(name: str, title: str, run: str, interval: Interval | None, shown: str, sentence: str) -> Check:
     bounds = {} if interval is None else {"low": interval.low, "high": interval.high}
     figure = None if interval is None else interval.estimate
     return Check(
-        name, title, run, figure, shown or "no interval", "no margin: it decides nothing", REPORTED, say, **bounds
+        name, title, run, figure, shown or "no interval", "no margin: it decides nothing", REPORTED, sentence, **bounds
     )

@@ -156,8 +156,8 @@ def _same_weights(sides: Sides, trial: Trial) -> Check:
     if trial.held is not None:
         low, high = trial.held.runs[run.name], trial.held.high[run.name]
         if not low.gemms:
-            say = "the evaluation of the FP8 run used no FP8 GEMM: nothing was evaluated in FP8"
-            return Check(WEIGHTS, TITLES[WEIGHTS], run.label, 0.0, "no FP8", "evaluated in FP8", FAIL, say)
+            sentence = "the evaluation of the FP8 run used no FP8 GEMM: nothing was evaluated in FP8"
+            return Check(WEIGHTS, TITLES[WEIGHTS], run.label, 0.0, "no FP8", "evaluated in FP8", FAIL, sentence)
         interval = claims.relative_loss(low.pieces, high.pieces)
         why = "" if interval is not None else "held-out data of fewer than two images or documents give no interval"
         seen = f"held-out loss {low.loss:.5g} in FP8, {high.loss:.5g} in high precision"
@@ -170,9 +170,16 @@ def _same_weights(sides: Sides, trial: Trial) -> Check:
 def _forks(sides: Sides, trial: Trial, idle: str) -> Check:
     run, name, title = sides.fp8[0], FORKS, TITLES[FORKS]
     if not trial.forks and not trial.no_forks:
-        say = "not tested: --forks 3 tests it"
+        sentence = "not tested: --forks 3 tests it"
         return Check(
-            name, title, run.label, None, "not tested", f"95 % interval below {per_cent(LOSS_MARGIN)}", UNTRIED, say
+            name,
+            title,
+            run.label,
+            None,
+            "not tested",
+            f"95 % interval below {per_cent(LOSS_MARGIN)}",
+            UNTRIED,
+            sentence,
         )
     forks = [(a, r) for a, r in sides.runs if a.kind == "fork" and a.of == run.name]
     high = {a.number: (a, r) for a, r in sides.runs if a.kind == "fork" and not a.of}
@@ -240,12 +247,12 @@ def _trajectories(sides: Sides, trial: Trial, idle: str, noise: float) -> Check:
     others = [(a, r) for a, r in sides.runs if a.kind == "seed" and a.of == run.name]
     apart = f"another seed changes mean losses by up to {percent(noise)}"
     if trial.seeds == 1:
-        say = f"one pair of seeds, {per_cent(pairs[0])}, gives no interval, and {apart}: --seeds 5 tests it"
+        sentence = f"one pair of seeds, {per_cent(pairs[0])}, gives no interval, and {apart}: --seeds 5 tests it"
         threshold = f"95 % interval below {per_cent(LOSS_MARGIN)}"
         far = pairs[0] > max(2 * noise, LOSS_MARGIN)
         status = WARN if far else UNTRIED
-        say += "; that is more than seeds explain" if far else ""
-        return Check(SEEDS, title, run.label, pairs[0], per_cent(pairs[0]), threshold, status, say)
+        sentence += "; that is more than seeds explain" if far else ""
+        return Check(SEEDS, title, run.label, pairs[0], per_cent(pairs[0]), threshold, status, sentence)
     if wrong := unsound(sides, others):
         return Check(SEEDS, title, run.label, None, "failed", "every run is sound", FAIL, wrong)
     interval = claims.mean_gap(pairs)

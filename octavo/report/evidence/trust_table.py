@@ -116,8 +116,8 @@ def _unmeasured(name: str, title: str, run: str, threshold: str) -> Check:
 
 def no_wgrad(check: Check) -> Check:
     """The check of weight gradients for a run that has none."""
-    say = "no weight gradients: every FP8 layer is frozen"
-    return replace(check, figure=None, shown="none", status=PASS, sentence=say)
+    sentence = "no weight gradients: every FP8 layer is frozen"
+    return replace(check, figure=None, shown="none", status=PASS, sentence=sentence)
 
 
 def check_underflow(run: str, by_operand: Mapping[str, float], wgrad: bool) -> Check:
@@ -132,8 +132,8 @@ def check_underflow(run: str, by_operand: Mapping[str, float], wgrad: bool) -> C
         status = WARN if share > UNDERFLOW_WARN_WGRAD else PASS
     else:
         status = FAIL if share > UNDERFLOW_FAIL else WARN if share > UNDERFLOW_WARN else PASS
-    say = f"at most {percent(share)} of the non-zero values became zero, most in {layer}"
-    return Check(name, title, run, share, percent(share), threshold, status, say)
+    sentence = f"at most {percent(share)} of the non-zero values became zero, most in {layer}"
+    return Check(name, title, run, share, percent(share), threshold, status, sentence)
 
 
 def check_sqnr(run: str, fmt: str, by_operand: Mapping[str, float]) -> Check:
@@ -145,8 +145,8 @@ def check_sqnr(run: str, fmt: str, by_operand: Mapping[str, float]) -> Check:
     layer, level = _worst_layer(by_operand, largest=False)
     middle = float(np.median(list(by_operand.values())))
     status = WARN if level < limit else PASS
-    say = f"median {middle:.1f} dB over {len(by_operand)} operands; the lowest, {level:.1f} dB, is {layer}"
-    return Check(name, title, run, level, f"{level:.1f} dB", threshold, status, say)
+    sentence = f"median {middle:.1f} dB over {len(by_operand)} operands; the lowest, {level:.1f} dB, is {layer}"
+    return Check(name, title, run, level, f"{level:.1f} dB", threshold, status, sentence)
 
 
 def check_cosine(run: str, by_layer: Mapping[str, float]) -> Check:
@@ -158,8 +158,8 @@ def check_cosine(run: str, by_layer: Mapping[str, float]) -> Check:
     layer, low = _worst_layer(by_layer, largest=False)
     middle = float(np.median(list(by_layer.values())))
     status = FAIL if middle < COSINE_FAIL else WARN if low < COSINE_MIN or middle < COSINE_MEDIAN else PASS
-    say = f"median {middle:.4f} over {len(by_layer)} layers; the lowest, {low:.4f}, is {layer}"
-    return Check(name, title, run, low, f"{low:.4f}", threshold, status, say)
+    sentence = f"median {middle:.4f} over {len(by_layer)} layers; the lowest, {low:.4f}, is {layer}"
+    return Check(name, title, run, low, f"{low:.4f}", threshold, status, sentence)
 
 
 def check_nan_codes(run: str, by_layer: Mapping[str, int]) -> Check:
@@ -170,10 +170,10 @@ def check_nan_codes(run: str, by_layer: Mapping[str, int]) -> Check:
     count = sum(by_layer.values())
     if count:
         layer, most = _worst_layer({k: float(v) for k, v in by_layer.items()}, largest=True)
-        say = f"{count} NaN codes entered GEMMs of steps that were applied, {int(most)} of them in {layer}"
+        sentence = f"{count} NaN codes entered GEMMs of steps that were applied, {int(most)} of them in {layer}"
     else:
-        say = "no NaN code in any measured step"
-    return Check(name, title, run, float(count), str(count), threshold, FAIL if count else PASS, say)
+        sentence = "no NaN code in any measured step"
+    return Check(name, title, run, float(count), str(count), threshold, FAIL if count else PASS, sentence)
 
 
 def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
@@ -190,11 +190,11 @@ def check_gemms(run: str, proof: Mapping[str, Any]) -> Check:
     shown = f"{counted} counted"
     if missing or not counted:
         what = ", ".join(map(str, missing[:3])) or "none of them"
-        say = f"planned FP8 GEMMs did not run: {what}" if missing else "no FP8 GEMM was counted"
-        return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, say)
+        sentence = f"planned FP8 GEMMs did not run: {what}" if missing else "no FP8 GEMM was counted"
+        return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, sentence)
     if pending:
-        say = f"{', '.join(map(str, pending))} was never reached by the data, so its FP8 GEMMs are not proven"
-        return Check(name, title, run, 0.0, shown, threshold, WARN, say)
+        sentence = f"{', '.join(map(str, pending))} was never reached by the data, so its FP8 GEMMs are not proven"
+        return Check(name, title, run, 0.0, shown, threshold, WARN, sentence)
     return Check(name, title, run, 0.0, shown, threshold, PASS, f"every FP8 GEMM of the plan was counted{of_all}")
 
 
@@ -210,13 +210,13 @@ def check_skipped(run: str, skipped: Sequence[int], steps: int, planned: int, ov
         skipped, overflowed = sorted((*skipped, *overflowed)), ()
     shown = f"{len(skipped)} of {steps}"
     if steps < planned:
-        say = f"the run ended at step {steps} of {planned}"
-        return Check(name, title, run, float(len(skipped)), shown, threshold, FAIL, say)
+        sentence = f"the run ended at step {steps} of {planned}"
+        return Check(name, title, run, float(len(skipped)), shown, threshold, FAIL, sentence)
     if skipped:
         first = ", ".join(map(str, skipped[:5])) + (" ..." if len(skipped) > 5 else "")
-        say = f"loss or gradient was not finite in {len(skipped)} steps, which were skipped: {first}"
+        sentence = f"loss or gradient was not finite in {len(skipped)} steps, which were skipped: {first}"
         status = WARN if len(skipped) <= SKIPPED_WARN * steps else FAIL
-        return Check(name, title, run, float(len(skipped)), shown, threshold, status, say)
+        return Check(name, title, run, float(len(skipped)), shown, threshold, status, sentence)
     but = f" except {len(overflowed)}, whose gradients overflowed FP16 until the loss scale fell" if overflowed else ""
     return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {steps} steps were finite and applied{but}")
 
@@ -232,8 +232,8 @@ def check_recorded(run: str, steps: np.ndarray, every: int, planned: int) -> Che
     shown = f"{len(due) - len(missing)} of {len(due)}"
     if missing.size:
         first = ", ".join(map(str, missing[:5])) + (" ..." if len(missing) > 5 else "")
-        say = f"metrics.jsonl lacks {len(missing)} steps ({first}): the file was cut; train it again with --fresh"
-        return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, say)
+        sentence = f"metrics.jsonl lacks {len(missing)} steps ({first}): the file was cut; train it again with --fresh"
+        return Check(name, title, run, float(len(missing)), shown, threshold, FAIL, sentence)
     return Check(name, title, run, 0.0, shown, threshold, PASS, f"all {len(due)} required lines are present")
 
 
@@ -241,14 +241,14 @@ def check_states(run: str, states: str, zeroed: int | None) -> Check:
     """Second moments that became zero in quantized optimizer states; in fp32 and bf16 states none does."""
     name, title, threshold = "v_zero", "Second moments that became zero", "none"
     if states in ("fp32", "bf16"):
-        say = f"optimizer states are {states}: none is rounded to zero by a quantizer"
-        return Check(name, title, run, 0.0, "0", threshold, PASS, say)
+        sentence = f"optimizer states are {states}: none is rounded to zero by a quantizer"
+        return Check(name, title, run, 0.0, "0", threshold, PASS, sentence)
     if zeroed is None:
         return Check(
             name, title, run, None, "not counted", threshold, WARN, f"states are {states} and were not counted"
         )
-    say = f"{zeroed} non-zero second moments became zero" if zeroed else "no second moment became zero"
-    return Check(name, title, run, float(zeroed), str(zeroed), threshold, FAIL if zeroed else PASS, say)
+    sentence = f"{zeroed} non-zero second moments became zero" if zeroed else "no second moment became zero"
+    return Check(name, title, run, float(zeroed), str(zeroed), threshold, FAIL if zeroed else PASS, sentence)
 
 
 def check_same_data(run: str, tokens: np.ndarray, reference: np.ndarray) -> Check:
@@ -259,7 +259,7 @@ def check_same_data(run: str, tokens: np.ndarray, reference: np.ndarray) -> Chec
     if not known.any():
         return Check(name, title, run, None, "not recorded", threshold, WARN, "the runs recorded no token counts")
     if differ.size:
-        say = f"{differ.size} steps read another number of tokens than high precision; the runs cannot be compared"
-        return Check(name, title, run, float(differ.size), f"{differ.size} differ", threshold, FAIL, say)
-    say = f"all {int(known.sum())} steps read the same number of tokens as high precision"
-    return Check(name, title, run, 0.0, "0 differ", threshold, PASS, say)
+        sentence = f"{differ.size} steps read another number of tokens than high precision; the runs cannot be compared"
+        return Check(name, title, run, float(differ.size), f"{differ.size} differ", threshold, FAIL, sentence)
+    sentence = f"all {int(known.sum())} steps read the same number of tokens as high precision"
+    return Check(name, title, run, 0.0, "0 differ", threshold, PASS, sentence)

@@ -52,7 +52,7 @@ def compare(
     seeds: int = 1,
     accuracy_margin: float | None = None,
     factorial: Sequence[str] = (),
-    tell: Callable[[Any], Iterable[str]] | None = None,
+    describe_plan: Callable[[Any], Iterable[str]] | None = None,
 ) -> Verdict:
     """Run the trial and write the report.
 
@@ -69,7 +69,7 @@ def compare(
     accuracy_margin  how much lower FP8's accuracy may be, a share; None: 0.01, in phases rl and preference 0.02
     factorial        two to four components: train every combination of them in FP8 with ``seeds`` seeds, and judge the
                      effect of each (``docs/trials.md``)
-    tell             makes the lines about the plan, printed once before the first run; None:
+    describe_plan    returns the lines about the plan, printed once before the first run; None:
                      `octavo.train.loop.summary.summary`
 
     What the trial can be expected to decide is printed before the first run (:mod:`octavo.report.trial.design`). If an
@@ -116,7 +116,7 @@ def compare(
     if console is not None:
         from octavo.train.loop.summary import summary
 
-        for line in (line for plan in plans for line in (tell or summary)(plan)):
+        for line in (line for plan in plans for line in (describe_plan or summary)(plan)):
             _say(console, line)
     started = time.monotonic()
     records = _trained(of.runs, jobs, console, nproc)
@@ -191,7 +191,7 @@ def _planned(run: Run, fresh: bool) -> list[Any]:
         return []
     from octavo.train.setup import planning
 
-    if planning.policy_from(run.cfg).asks_auto:
+    if planning.policy_from(run.cfg).requests_auto:
         return []
     return [planning.Planned(run.cfg, *planning.plan_for(run.cfg))]
 
@@ -209,7 +209,7 @@ def _one(run: Run, label: str, console: Any) -> RunRecord:
     _forget_peaks()
     failure = ""
     try:
-        result = rl.run(run.cfg, console=console, label=label, tell=lambda planned: (), watchers=[Page()])
+        result = rl.run(run.cfg, console=console, label=label, describe_plan=lambda planned: (), watchers=[Page()])
     except (train.TrainError, ProofError) as error:
         if not run.may_fail:
             raise
@@ -227,7 +227,7 @@ def _forget_peaks() -> None:
     """Reset the peak of GPU memory, so that each run records its own."""
     from octavo.base import accelerator
 
-    accelerator.empty_cache_and_reset_peak(accelerator.here())
+    accelerator.empty_cache_and_reset_peak(accelerator.default_device())
 
 
 def _say(console: Any, text: str) -> None:

@@ -132,12 +132,14 @@ def _same_machine(run: Run, ours: Mapping[str, Any], theirs: Mapping[str, Any]) 
     differ = [name for key in _SAME_MACHINE for name in _differing(key, ours.get(key), theirs.get(key))]
     threshold = "same device, threads and versions"
     if not ours or not theirs:
-        say = "a run recorded no environment"
-        return Check("same_machine", "Same machine", run.label, None, "not recorded", threshold, WARN, say)
+        sentence = "a run recorded no environment"
+        return Check("same_machine", "Same machine", run.label, None, "not recorded", threshold, WARN, sentence)
     if differ:
         shown = ", ".join(differ[:4]) + (", ..." if len(differ) > 4 else "")
-        say = f"this run and high precision differ in {shown}; --fresh trains all runs on this machine"
-        return Check("same_machine", "Same machine", run.label, float(len(differ)), "differs", threshold, WARN, say)
+        sentence = f"this run and high precision differ in {shown}; --fresh trains all runs on this machine"
+        return Check(
+            "same_machine", "Same machine", run.label, float(len(differ)), "differs", threshold, WARN, sentence
+        )
     return Check("same_machine", "Same machine", run.label, 0.0, "same", threshold, PASS, "same device and versions")
 
 

@@ -19,7 +19,7 @@ from octavo.rl.rollout.rollout import evaluate_held_out
 from octavo.train import TrainError
 from octavo.train.artifacts import Target
 from octavo.train.artifacts import evaluate_target as evaluate_losses
-from octavo.train.artifacts.evaluate import Say
+from octavo.train.artifacts.evaluate import Log
 from octavo.train.forward.forward import Forward
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def evaluate_target(
     *,
     answers: int,
     max_new_tokens: int | None = None,
-    say: Say = lambda text: None,
+    log: Log = lambda text: None,
     **options: Any,
 ) -> dict[str, Any]:
     """The figures of `octavo.train.artifacts.evaluate_target`, and those of generated answers: `reward`, `length`,
@@ -55,7 +55,7 @@ def evaluate_target(
         answer_cfg = eval_cfg.model_copy(update={"data": whole_rows})
         rows = prompt_set(answer_cfg, processor, prompts=answers or None, reserve=rl.max_new_tokens)
         context = generation.Context(forward.autocast)
-        engine = generation.Engine(model, processor, context, slots=1, kv=rl.kv, pages=rl.pages, say=say)
+        engine = generation.Engine(model, processor, context, slots=1, kv=rl.kv, pages=rl.pages, log=log)
         assert isinstance(rows.encoder, PromptEncoder)
         sampling = make_sampling(rl, answer_cfg.run.seed, 0, rows.encoder.places)
         with make_rewards(rl) as rewards:
@@ -64,7 +64,7 @@ def evaluate_target(
             world = World(device=forward.device)
             figures = evaluate_held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)
             for sentence in rewards.take_reports()[0]:
-                say(f"note: {sentence}")
+                log(f"note: {sentence}")
             return figures
 
     if (chosen := cfg or target.cfg) is not None and chosen.data.sealed:
@@ -72,4 +72,4 @@ def evaluate_target(
             "answers are judged by their words, and sealed rows hold none: evaluate without --answers, or unseal the "
             "model (octavo unseal) and evaluate it on plain rows"
         )
-    return evaluate_losses(target, cfg, say=say, extra=judge_answers, **options)
+    return evaluate_losses(target, cfg, log=log, extra=judge_answers, **options)

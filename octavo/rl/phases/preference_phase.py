@@ -61,19 +61,19 @@ class PreferencePhase(Phase):
         return figures if self._held_out is None else {**figures, **stepper.evaluate_held_out(self._held_out)}
 
     def stepper(
-        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+        self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
     ) -> PreferenceStepper:
         return PreferenceStepper.of(plain)
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
         kind = settings(stepper.cfg).reference
         if not stepper.spec.reference:
             return
         if resolve_reference(kind, stepper.cfg) == "disk":
-            stepper.reference = load_or_compute_reference(stepper, processor, directory, step, self._held_out, say)
+            stepper.reference = load_or_compute_reference(stepper, processor, directory, step, self._held_out, log)
         else:
-            stepper.reference = ComputedReference(make_reference(kind, stepper, directory / PLAN, say))
+            stepper.reference = ComputedReference(make_reference(kind, stepper, directory / PLAN, log))
 
 
 def settings(cfg: Config) -> PreferenceSection:

@@ -42,7 +42,7 @@ class Reference(HoldsMemory, Protocol):
         without a graph."""
 
 
-def make_reference(kind: str, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> Reference:
+def make_reference(kind: str, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> Reference:
     """The reference of a run. `kind`: auto, base or copy. `plan_file`: the run's plan.json, which a copy follows.
 
     Raises the errors of loading a model and its plan.
@@ -50,9 +50,9 @@ def make_reference(kind: str, stepper: Stepper, plan_file: Path, say: Callable[[
     cfg = stepper.cfg
     if resolve_reference(kind, cfg) == "base":
         if cfg.lora is not None and (source := cfg.lora.adapter or cfg.run.start_from):
-            say(f"note: the reference is the base without adapters, not the base with the adapters of {source}")
+            log(f"note: the reference is the base without adapters, not the base with the adapters of {source}")
         return BaseReference(stepper)
-    return CopyReference.of(stepper, plan_file, say)
+    return CopyReference.of(stepper, plan_file, log)
 
 
 def resolve_reference(kind: str, cfg: Config) -> str:
@@ -87,7 +87,7 @@ class CopyReference:
         self.cfg, self.forward, self.head = cfg, forward, head
 
     @classmethod
-    def of(cls, stepper: Stepper, plan_file: Path, say: Callable[[str], None]) -> CopyReference:
+    def of(cls, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> CopyReference:
         """Load the weights that the run began with, on the policy's device and ranks."""
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
@@ -103,7 +103,7 @@ class CopyReference:
         head = None if stepper.head is None else chunk_head(model)
         parallel.shard(model, family, world)
         if note := reference_note(stepper.model, model):
-            say(f"note: {note}")
+            log(f"note: {note}")
         return cls(cfg, forward, head if isinstance(head, ChunkedHead) else None)
 
     @property

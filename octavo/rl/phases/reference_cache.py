@@ -112,7 +112,7 @@ class StoredReference:
         for n, name in enumerate(self.sums):
             tensors |= {f"sums.{n}": self.sums[name], f"prints.{n}": self.checksums[name]}
         raw = safetensors.numpy.save(tensors)
-        write_bytes(self.file, encryption.encrypted(raw) if self.encrypt else raw)
+        write_bytes(self.file, encryption.encrypt(raw) if self.encrypt else raw)
 
     def read(self) -> dict[str, Any]:
         """Read the sums from the file; returns its header: {"key", "done", "total", "ranks"}. Raises TrainError if it
@@ -132,7 +132,7 @@ class StoredReference:
 
 
 def load_or_compute_reference(
-    stepper: Stepper, processor: Any, directory: Path, step: int, held_out: EvalSet | None, say: Callable[[str], None]
+    stepper: Stepper, processor: Any, directory: Path, step: int, held_out: EvalSet | None, log: Callable[[str], None]
 ) -> StoredReference:
     """The reference of a run that resumed after `step`, computed where its directory does not hold it yet. `held_out`:
     held-out pairs. A collective.
@@ -147,7 +147,7 @@ def load_or_compute_reference(
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.total_steps)
     needed_steps, total = set(steps), len(steps) + (0 if held_out is None else len(held_out))
     key = _key(stepper, directory / run_dir.PLAN)
-    done = world.from_main(lambda: _count_finished_rounds(table, key, step, total, world.size, say))
+    done = world.run_on_main(lambda: _count_finished_rounds(table, key, step, total, world.size, log))
     if done:
         table.read()
     if done == total:
@@ -170,20 +170,20 @@ def load_or_compute_reference(
         for batch in itertools.islice(held_out or (), max(0, done - len(steps)), None):
             yield [batch]
 
-    reference = _initial_reference(stepper, directory, step, say)
+    reference = _initial_reference(stepper, directory, step, log)
     if note := reference_note(stepper.model, stepper.model):
-        say(f"note: {note}")
-    say(f"the reference is computed once: {_describe_work(table, done, total)} into {table.file}")
+        log(f"note: {note}")
+    log(f"the reference is computed once: {_describe_work(table, done, total)} into {table.file}")
     began = last = time.monotonic()
     for number, batches in enumerate(rounds(), done + 1):
-        world.at(f"the reference, batches {number} of {total}")
+        world.set_phase(f"the reference, batches {number} of {total}")
         entries = [entry for batch in batches for entry in _compute_entries(stepper, reference, batch)]
         for part in world.gather_objects(entries):  # each rank keeps all: a later epoch deals rows differently
             table.add(part)
         now = time.monotonic()
         if world.is_main and (number == total or now - last >= WRITE_INTERVAL_S):
             table.write(key, number, total, world.size)
-            say(f"reference: {number} of {total} batches, {now - began:.0f} s")
+            log(f"reference: {number} of {total} batches, {now - began:.0f} s")
             last = now
     world.barrier()
     return table
@@ -244,9 +244,9 @@ def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:
 def _key(stepper: Stepper, plan: Path) -> dict[str, str]:
     """Digests of all that decides the numbers: `run` of settings and data, `first` of plan and initial weights."""
     cfg, world = stepper.cfg, stepper.world
-    run = world.from_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
+    run = world.run_on_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
     weights = world.gather_objects(_digest(dict(weight_sums(stepper.model))))
-    rows = world.from_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
+    rows = world.run_on_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
     return {"run": run, "first": _digest([weights, rows])}
 
 
@@ -255,7 +255,7 @@ def _digest(value: Any) -> str:
 
 
 def _count_finished_rounds(
-    table: StoredReference, key: Mapping[str, str], step: int, total: int, ranks: int, say: Callable[[str], None]
+    table: StoredReference, key: Mapping[str, str], step: int, total: int, ranks: int, log: Callable[[str], None]
 ) -> int:
     """How many of `total` rounds the file holds; 0 if it belongs to other settings, data or weights. After the first
     step the weights have changed, so their digest is compared only before it."""
@@ -265,7 +265,7 @@ def _count_finished_rounds(
     differing = [name for name in ("run", *(("first",) if step == 0 else ())) if about["key"].get(name) != key[name]]
     if differing:
         what = "other settings or data" if differing[0] == "run" else "other weights or another plan"
-        say(f"{table.file} belongs to {what}; it is computed again")
+        log(f"{table.file} belongs to {what}; it is computed again")
         for name in table.sums:
             table.sums[name][:] = np.nan
         return 0
@@ -274,10 +274,10 @@ def _count_finished_rounds(
     return about["done"] if about["ranks"] == ranks else 0  # other ranks have other held-out batches
 
 
-def _initial_reference(stepper: Stepper, directory: Path, step: int, say: Callable[[str], None]) -> Reference:
+def _initial_reference(stepper: Stepper, directory: Path, step: int, log: Callable[[str], None]) -> Reference:
     """A reference with the initial weights: the policy itself before its first update, else a second copy."""
     if step == 0 or stepper.cfg.lora is not None:
         return BaseReference(stepper)
     missing = directory / FILE
-    say(f"note: {missing} does not exist, and weights have changed: the initial weights are loaded again for it")
-    return CopyReference.of(stepper, directory / run_dir.PLAN, say)
+    log(f"note: {missing} does not exist, and weights have changed: the initial weights are loaded again for it")
+    return CopyReference.of(stepper, directory / run_dir.PLAN, log)

@@ -13,13 +13,13 @@ from octavo.rl.rewards import Rewards
 
 
 class RewardErrors:
-    """Failures of a run's rewards on all ranks after `step`; `say` prints lines. `withhold`: print no sentences,
+    """Failures of a run's rewards on all ranks after `step`; `log` prints lines. `withhold`: print no sentences,
     because they may quote a completion."""
 
     def __init__(
-        self, rewards: Rewards, world: World, say: Callable[[str], None], step: int, withhold: bool = False
+        self, rewards: Rewards, world: World, log: Callable[[str], None], step: int, withhold: bool = False
     ) -> None:
-        self._rewards, self._world, self._say, self._since = rewards, world, say, step + 1
+        self._rewards, self._world, self._log, self._since = rewards, world, log, step + 1
         self._withhold = withhold
         self._counts: Counter[str] = Counter()
 
@@ -28,9 +28,9 @@ class RewardErrors:
         for sentences, counts in self._world.gather_objects(self._rewards.take_reports()):
             self._counts += counts
             for sentence in () if self._withhold else sentences:
-                self._say(f"note: {sentence}")
+                self._log(f"note: {sentence}")
 
     def close(self) -> None:
         """Print how many there were."""
         for name, count in self._counts.items():
-            self._say(f"note: reward {name} gave no number {count} times since step {self._since}, and counted 0 there")
+            self._log(f"note: reward {name} gave no number {count} times since step {self._since}, and counted 0 there")

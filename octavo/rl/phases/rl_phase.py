@@ -18,7 +18,7 @@ from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import prompt_loader, prompt_set
 from octavo.data.loaders.loader import Loader
 from octavo.data.loaders.rows_from_config import prompt_columns
-from octavo.models.folder.folder import at
+from octavo.models.folder.folder import find_file
 from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.rl.phases.completions_log import CompletionsLog
 from octavo.rl.phases.reference import make_reference
@@ -63,7 +63,7 @@ class RlPhase(Phase):
     def prints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
         digests = {f"reward {one['name']}": str(one["sha256"]) for one in self.rewards.digest()}
-        if ends := _end_tokens(at(Path(cfg.model.path), "generation_config.json")):
+        if ends := _end_tokens(find_file(Path(cfg.model.path), "generation_config.json")):
             digests["generation_config.json (which tokens end a completion)"] = ends
         return digests
 
@@ -105,7 +105,7 @@ class RlPhase(Phase):
         return {**figures, **rewards}
 
     def stepper(
-        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+        self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
     ) -> RlStepper:
         assert self.rewards is not None and self._loader is not None
         settings, world, forward = Settings.of(plain.cfg), plain.world, plain.forward
@@ -120,11 +120,11 @@ class RlPhase(Phase):
             kv=section.kv,
             pages=section.pages,
             invariant=section.invariant,
-            say=say,
+            log=log,
         )
-        reference = make_reference(section.reference, plain, directory / PLAN, say) if settings.beta else None
+        reference = make_reference(section.reference, plain, directory / PLAN, log) if settings.beta else None
         if self.rewards.on_bad == "zero":
-            self.reward_errors = RewardErrors(self.rewards, world, say, step, plain.cfg.run.encrypt)
+            self.reward_errors = RewardErrors(self.rewards, world, log, step, plain.cfg.run.encrypt)
         stepper = RlStepper.of(
             plain,
             roles=Roles(engine, self.rewards, reference, self._loader.encoder.tokenizer),
@@ -133,11 +133,11 @@ class RlPhase(Phase):
             log=CompletionsLog(directory, section.show, plain.cfg.run.encrypt) if world.is_main else None,
         )
         proof = read_json(directory / PROOF) or {}
-        safe_read.check_form(proof, {"rollouts": ROLLOUT_PROOF}, directory / PROOF, TrainError)
+        safe_read.check_schema(proof, {"rollouts": ROLLOUT_PROOF}, directory / PROOF, TrainError)
         stepper.weight_check.resume(proof.get("rollouts") or {}, step)
         return stepper
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         assert isinstance(stepper, RlStepper)
         if stepper.log is not None:
             stepper.log.begin(step)
@@ -165,6 +165,6 @@ def _end_tokens(file: Path) -> str:
 def make_rewards(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section; their paths are absolute."""
     entries = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
-    kind = accelerator.here()
+    kind = accelerator.default_device()
     device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.has_own_memory(kind) else kind.type
     return Rewards(entries, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

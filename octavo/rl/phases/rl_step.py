@@ -88,7 +88,7 @@ class RlStepper(Stepper):
         rollout, figures = generated.rollout, dict(generated.figures)
         self.rollout = rollout
         rollout_end = time.perf_counter()
-        self.world.at(f"step {self.number}, forward and backward")
+        self.world.set_phase(f"step {self.number}, forward and backward")
         self.doing("training")
         updates = self._make_micro_batches(rollout)
         multiple_updates = section.epochs * section.mini_batches > 1 and not section.stale
@@ -187,7 +187,7 @@ class RlStepper(Stepper):
 
     def _generate_and_score(self, prompts: list[PromptSample], step: int) -> Rollout:
         section, roles = self.settings.section, self.roles
-        self.world.at(f"step {self.number}, rollout")
+        self.world.set_phase(f"step {self.number}, rollout")
         sampling = replace(self.sampling, step=step)
         completions, cache_size = generate_completions(
             roles.engine, prompts, sampling, section, lambda at: self.doing(f"rollout {at}")
@@ -195,7 +195,7 @@ class RlStepper(Stepper):
         self.cache_bytes = max(self.cache_bytes, cache_size)
         self.generated_tokens += sum(len(c.tokens) for c in completions)
         self.weight_check.after_rollout(self.number)
-        self.world.at(f"step {self.number}, rewards")
+        self.world.set_phase(f"step {self.number}, rewards")
         self.doing("rewards")
         rollout = score_completions(roles.rewards, roles.tokenizer, prompts, completions)
         if self.reward_errors is not None:

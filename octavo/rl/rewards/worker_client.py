@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.base.encryption.key import without_key
+from octavo.base.encryption.key import environment_without_key
 
 #: seconds in which the file of functions must load: it may import libraries and read tables
 STARTING = 300.0
@@ -58,7 +58,7 @@ class Worker:
                 stdout=2,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=without_key(),  # the file is untrusted code, which must not read the key of encrypted files
+                env=environment_without_key(),  # the file is untrusted code: it must not read the key
             )
         self._socket, self._rest = ours, bytearray()
         try:

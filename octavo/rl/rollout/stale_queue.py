@@ -96,7 +96,7 @@ def _read(
     extra: Mapping[str, Tensor], name: str, row: Callable[[int], PromptSample], decode: Callable[[np.ndarray], str]
 ) -> VersionedRollout:
     about = json.loads(extra[f"{name}about"].numpy().tobytes())
-    safe_read.check_form(about, _FORM, "the pending completions of the checkpoint", TrainError)
+    safe_read.check_schema(about, _FORM, "the pending completions of the checkpoint", TrainError)
     prompts = [replace(row(number), number=number) for number in about["numbers"]]
     lengths, group = about["lengths"], len(about["lengths"]) // max(len(prompts), 1)
     if not lengths:

@@ -12,7 +12,7 @@ import torch
 
 from octavo import fp8, models, parallel
 from octavo.base import accelerator
-from octavo.base.recipe_specs import listed
+from octavo.base.recipe_specs import join_words
 from octavo.config import Config
 from octavo.config.sections.names import FROZEN
 from octavo.data.loaders.eval_set import EvalSet
@@ -27,7 +27,7 @@ from octavo.train.setup.resolve_config import data_settings, processor_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Progress = Callable[[int, int], None]
 More = Callable[["PreTrainedModel", Any, Forward, Config], Mapping[str, float | None]]
 
@@ -37,31 +37,31 @@ def _nothing_more(model: PreTrainedModel, processor: Any, forward: Forward, cfg:
 
 
 def load_run(
-    run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
+    run_dir: str | Path, step: int | None = None, recipe: str | None = None, log: Log = warnings.warn
 ) -> tuple[PreTrainedModel, Any, Config]:
     """(model, processor, configuration) of a run, for evaluation or generation, with FP8 applied as in training.
 
     step    the checkpoint to load; None: the newest complete one
     recipe  another FP8 recipe for the whole model, "off" for high precision
-    say     gets a line for each newer checkpoint that is damaged and was skipped
+    log     called with a line for each newer checkpoint that is damaged and was skipped
 
     One process. Raises TrainError if the directory is not a run or has no such checkpoint.
     """
     configuration(Path(run_dir))
     target = look(run_dir)
-    model, processor, _ = target.open(step=step, recipe=recipe, say=say)
+    model, processor, _ = target.open(step=step, recipe=recipe, log=log)
     return model, processor, target.run_config(recipe, "auto")
 
 
 def evaluate_run(
-    run_dir: str | Path, step: int | None = None, recipe: str | None = None, say: Say = warnings.warn
+    run_dir: str | Path, step: int | None = None, recipe: str | None = None, log: Log = warnings.warn
 ) -> dict[str, Any]:
     """Evaluate a run on its held-out data: what `evaluate` gives, and the `step` that was evaluated. See `load_run`.
 
     Raises TrainError where the run's configuration names no held-out data.
     """
     configuration(Path(run_dir))
-    return evaluate_target(look(run_dir), step=step, recipe=recipe, say=say)
+    return evaluate_target(look(run_dir), step=step, recipe=recipe, log=log)
 
 
 def evaluate_target(
@@ -72,7 +72,7 @@ def evaluate_target(
     recipe: str | None = None,
     backend: str = "auto",
     step: int | None = None,
-    say: Say = lambda text: None,
+    log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
     pieces: list[dict[str, Any]] | None = None,
     extra: More = _nothing_more,
@@ -88,9 +88,9 @@ def evaluate_target(
     Raises TrainError where there is no held-out data, and what opening raises.
     """
     cfg = _asked(target, cfg)
-    step = _step(target, step, say)
-    opened = target.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, say=say)
-    say(f"{target.path}: {', '.join(opened.notes)}")
+    step = _step(target, step, log)
+    opened = target.open(load_in_fp8=load_in_fp8, recipe=recipe, backend=backend, step=step, log=log)
+    log(f"{target.path}: {', '.join(opened.notes)}")
     result = _judge(target, cfg, opened.model, progress, pieces, extra)
     return result if step is None else {"step": step, **result}
 
@@ -103,7 +103,7 @@ def compare_bases(
     recipe: str | None = None,
     backend: str = "auto",
     step: int | None = None,
-    say: Say = lambda text: None,
+    log: Log = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
     """What the FP8 base of adapters costs them: evaluated over it, and over the same folder in high precision.
@@ -126,7 +126,7 @@ def compare_bases(
     if not kinds or kinds == HIGH:
         raise TrainError(
             f"{target.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
-            f"--load-in-fp8 {listed(FROZEN, 'or')}"
+            f"--load-in-fp8 {join_words(FROZEN, 'or')}"
         )
     from octavo import adapters
 
@@ -135,12 +135,12 @@ def compare_bases(
     ways: list[tuple[str, Any, str | None]] = [("fp8", None if as_trained else kinds, recipe)]
     ways += [("fp8, dequantized", kinds, "off")] if recipe != "off" else []
     ways += [("high precision", HIGH, "off")]
-    step = _step(target, step, say)
+    step = _step(target, step, log)
     rows, weights = [], None
     # One model at a time: two would not fit where one does.
     for name, load, how in ways:
-        opened = target.open(load_in_fp8=load, recipe=how, backend=backend, step=step, say=say)
-        say(f"{name}: {', '.join(opened.notes)}")
+        opened = target.open(load_in_fp8=load, recipe=how, backend=backend, step=step, log=log)
+        log(f"{name}: {', '.join(opened.notes)}")
         rows.append({"base": name, **_judge(target, cfg, opened.model, progress)})
         if weights is None:
             dtype = next(p.dtype for p in opened.model.parameters() if p.is_floating_point())
@@ -162,12 +162,12 @@ def compare_bases(
     }
 
 
-def _step(target: Target, step: int | None, say: Say) -> int | None:
+def _step(target: Target, step: int | None, log: Log) -> int | None:
     """For a run, the step of the checkpoint that is opened, which is part of the result."""
     if target.kind != "run":
         return step
-    here = parallel.World(device=accelerator.here())
-    return int(checkpoint_of(target.path, step, here, say).name.removeprefix("step_"))
+    here = parallel.World(device=accelerator.default_device())
+    return int(checkpoint_of(target.path, step, here, log).name.removeprefix("step_"))
 
 
 def _asked(target: Target, cfg: Config | None) -> Config:

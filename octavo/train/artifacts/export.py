@@ -28,7 +28,7 @@ def export_model(
     largest: int = LARGEST,
     step: int | None = None,
     device: torch.device | str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
 ) -> Exported:
     """Export a run directory or a model folder (also one in FP8) to `directory`.
@@ -52,16 +52,16 @@ def export_model(
     if step is not None and target.kind != "run":
         raise TrainError(f"step {step} chooses a checkpoint of a run, but {path} is not a run directory")
     check_target(Path(directory), (target.path, target.base))  # before anything is loaded
-    device = torch.device(device or accelerator.here())
+    device = torch.device(device or accelerator.default_device())
     values: Iterator[tuple[str, Value]]
     if target.kind == "run":
-        opened = target.open(step=step, device=device, say=say)
-        say(f"{path}: {', '.join(opened.notes)}" if opened.notes else str(path))
+        opened = target.open(step=step, device=device, log=log)
+        log(f"{path}: {', '.join(opened.notes)}" if opened.notes else str(path))
         values = values_of(opened.model)
     else:
-        say(f"{path}: {target.quantization or 'high precision'}")
-        values = models.stream(target.base)
+        log(f"{path}: {target.quantization or 'high precision'}")
+        values = models.iter_weights(target.base)
     return export(
         values, target.base, directory, format, include=include, largest=largest, device=device, protect=(target.path,),
-        say=say, progress=progress,
+        log=log, progress=progress,
     )  # fmt: skip

@@ -31,7 +31,7 @@ from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
-from octavo.models.folder.folder import pickles, read_json
+from octavo.models.folder.folder import find_pickles, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
@@ -45,7 +45,7 @@ from octavo.train.step.precision_schedule import Course
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Kind = Literal["run", "folder", "adapter"]
 
 MODEL, ADAPTER, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
@@ -108,7 +108,7 @@ class Target:
         step: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        say: Say = lambda text: None,
+        log: Log = lambda text: None,
     ) -> Opened:
         """(model, processor, notes).
 
@@ -120,34 +120,34 @@ class Target:
         step         the checkpoint of a run; None: the newest complete one
         device       None: the GPU if there is one
         dtype        of what is not FP8. None: the run's own; else BF16 on a GPU and fp32 on a CPU
-        say          gets lines about events such as skipped damaged checkpoints
+        log          called with a line about events such as skipped damaged checkpoints
 
         Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError, each with its fix.
         """
-        device = torch.device(device or accelerator.here())
+        device = torch.device(device or accelerator.default_device())
         if self.cfg is not None:
-            return self._open_run(load_in_fp8, recipe, backend, step, device, dtype, say)
+            return self._open_run(load_in_fp8, recipe, backend, step, device, dtype, log)
         if step is not None:
             raise TrainError(f"step {step} chooses a checkpoint of a run, but {self.path} is not a run directory")
-        dtype = dtype or accelerator.low_precision(device) or torch.float32
-        model = self._load(dtype, device, load_in_fp8 or None, say)
+        dtype = dtype or accelerator.autocast_dtype(device) or torch.float32
+        model = self._load(dtype, device, load_in_fp8 or None, log)
         known = () if self.adapter is not None and load_in_fp8 else self.notes  # the notes recommend load_in_fp8
         notes = [*known, *_convert(model, recipe, backend)]
         if self.adapter is not None:
             from octavo import adapters
 
-            adapters.load(model, self.adapter, say)
+            adapters.load(model, self.adapter, log)
         model.eval()
         return Opened(model, models.load_processor(self.base), (*notes, *_ignored(model)))
 
     def _load(
-        self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, say: Say
+        self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, log: Log
     ) -> Any:
         if self.random is not None:
-            return models.fresh(self.base, dtype, device, *self.random)
+            return models.init_model(self.base, dtype, device, *self.random)
         high = load_in_fp8 == HIGH
         kinds = None if high else load_in_fp8
-        return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high, say=say)
+        return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high, log=log)
 
     def _open_run(
         self,
@@ -157,7 +157,7 @@ class Target:
         step: int | None,
         device: torch.device,
         dtype: torch.dtype | None,
-        say: Say,
+        log: Log,
     ) -> Opened:
         """Open a run as in training; with another base or precision, convert it like any base with codes."""
         if load_in_fp8 is not None and not self.lora:
@@ -166,7 +166,7 @@ class Target:
                 "the recipe, or octavo export the run in an FP8 format and use that folder"
             )
         cfg, world = resolve_from_checkpoint(self.run_config(recipe, backend)), parallel.World(device=device)
-        path = checkpoint_of(self.path, step, world, say)
+        path = checkpoint_of(self.path, step, world, log)
         before = read_state(path)["counters"]
         if not self.moved:  # another tokenizer or processor would change the model's inputs
             input_fingerprints.same_folder(
@@ -179,12 +179,12 @@ class Target:
             if recipe is None:  # the plan of that step
                 plan = Course.of(cfg, planning.scheduled(cfg, plan), before).at(before["step"])
             codes = None if self.kinds or frozen_base.keeps_codes(cfg) else HIGH
-            model = self._load(wanted, device, self.kinds or codes, say)
+            model = self._load(wanted, device, self.kinds or codes, log)
             frozen_base.freeze(model, family, cfg)
             fp8.apply(model, plan)
             notes = [_about(model, plan)]
         else:
-            model = self._load(wanted, device, load_in_fp8 or None, say)
+            model = self._load(wanted, device, load_in_fp8 or None, log)
             family = models.describe(model.config)
             model.requires_grad_(False)
             notes = _convert(model, recipe, backend)
@@ -260,7 +260,7 @@ def look(path: str | Path, base: str | Path | None = None) -> Target:
 def _instead(path: Path) -> str | None:
     """Describe what is at a path; None if there is nothing."""
     try:
-        return safe_read.kind_of(path) or "a file"
+        return safe_read.describe_file_type(path) or "a file"
     except OSError:
         return "a link that leads nowhere" if path.is_symlink() else None
 
@@ -275,7 +275,7 @@ def configuration(directory: Path) -> Config:
     return load_config(file)
 
 
-def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say: Say) -> Path:
+def checkpoint_of(directory: Path, step: int | None, world: parallel.World, log: Log) -> Path:
     """The checkpoint of a run at `step`, or the newest complete one. Raises TrainError if there is none."""
     folder = directory / run_dir.CHECKPOINTS
     steps = checkpoint.steps(folder)
@@ -287,7 +287,7 @@ def checkpoint_of(directory: Path, step: int | None, world: parallel.World, say:
     if not steps:
         raise TrainError(f"the run {directory} has no checkpoint yet; it must reach run.save_every or its end first")
     if step is None:
-        newest = checkpoint.latest(folder, world, say)
+        newest = checkpoint.latest(folder, world, log)
         assert newest is not None
         return newest
     raise TrainError(f"the run {directory} has no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
@@ -362,7 +362,7 @@ def _run(folder: Path, base: str | Path | None) -> Target:
 
 def _adapter(folder: Path, base: str | Path | None) -> Target:
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = pickles(folder)
+        pickled = find_pickles(folder)
         raise TrainError(
             f"{folder} has {ADAPTER} but no {ADAPTER_WEIGHTS}"
             + (

@@ -87,7 +87,7 @@ def merge_model(
     include: Iterable[str] = (),
     step: int | None = None,
     device: torch.device | str | None = None,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     progress: Progress = lambda done, total, name: None,
 ) -> Merged:
     """Write a model with the adapters of a LoRA run or PEFT folder folded in.
@@ -122,15 +122,15 @@ def merge_model(
         raise TrainError(f"{source} {what}: there is no adapter to merge. Use octavo export")
     check_target(Path(directory), [source, origin.base])
     kind, trained = _base(origin, base)
-    say(_chosen(origin, kind, trained))
-    model, _, notes = _open(origin, kind, trained, step=step, device=device, say=say)
+    log(_chosen(origin, kind, trained))
+    model, _, notes = _open(origin, kind, trained, step=step, device=device, log=log)
     # Weights that were quantized at load differ from those in the folder.
     base_error = None
     if trained and kind == "fp8":
         base_error = adapters.base_errors(model, models.load(origin.base, dtype=_dtype(origin.base)))
     merge_error = MergeErrors(folds(model))
     done = export(
-        _judged(model, merge_error, format, kind, anyway, say),
+        _judged(model, merge_error, format, kind, anyway, log),
         origin.base, directory, format, include=include, protect=[source], device=device, progress=progress,
         written=merge_error.add,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def merge_model(
 
 
 def _judged(
-    model: nn.Module, merge_error: MergeErrors, format: str, kind: str, anyway: bool, say: Callable[[str], None]
+    model: nn.Module, merge_error: MergeErrors, format: str, kind: str, anyway: bool, log: Callable[[str], None]
 ) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
     """Yield the merged values; after the last, before the folder is renamed to its final name, check what survived."""
     yield from adapters.merged(model, torch.bfloat16 if FORMATS[format] is None else torch.float32)
@@ -150,7 +150,7 @@ def _judged(
                 f"{sentence}. Nothing was written. Serve the adapter with its base, or write --format bf16;{other} "
                 f"--anyway writes {format} nevertheless"
             )
-        say(f"warning: {sentence}; written anyway")
+        log(f"warning: {sentence}; written anyway")
 
 
 def _refusal(merge_error: MergeErrors, format: str, kind: str) -> str:

@@ -40,7 +40,7 @@ class Adapting(Callback):
         judge, run.job.stepper.judge = run.job.stepper.judge, None
         if judge is None or not step.result.applied or not step.result.loss_tokens:
             return
-        run.world.at(f"step {step.number}, deciding on the precision of its GEMMs")
+        run.world.set_phase(f"step {step.number}, deciding on the precision of its GEMMs")
         course = run.job.course
         decisions = course.decide(step.number, judge, run.world)
         for decision in decisions:

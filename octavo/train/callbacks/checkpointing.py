@@ -56,7 +56,7 @@ class Saving(Callback):
         if self.newest:
             folder, newest, keep = run.directory / run_dir.CHECKPOINTS, self.newest, run.cfg.run.keep
             self.newest = 0
-            for problem in run.world.from_main(lambda: checkpoints.prune(folder, newest, keep)):
+            for problem in run.world.run_on_main(lambda: checkpoints.prune(folder, newest, keep)):
                 if problem not in self.reported:
                     run.say(f"note: {problem}")
                 self.reported.add(problem)
@@ -72,7 +72,7 @@ def interval(cfg: Config) -> int:
 def deliver(job: Job) -> Mapping[str, Any] | None:
     """Check that the frozen base has not changed, then write hf/ or adapter/ (`run.hf`); return the result's record of
     the base. A collective."""
-    job.world.at("the end, writing the trained weights")
+    job.world.set_phase("the end, writing the trained weights")
     checked = None if job.base is None else _check_base(job, job.base)
     if job.cfg.run.hf:
         _write_adapter(job) if job.cfg.lora is not None else _write_hf(job)
@@ -99,7 +99,7 @@ def _write_adapter(job: Job) -> None:
     from octavo import adapters
 
     state = adapters.adapter_state(job.model)
-    job.world.from_main(
+    job.world.run_on_main(
         lambda: str(adapters.save(job.model, job.directory / "adapter", job.cfg.model.path, state, job.cfg.run.encrypt))
     )
 

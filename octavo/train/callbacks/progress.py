@@ -44,7 +44,7 @@ class Display:
         now = time.monotonic()
         if row["step"] in (1, self.steps) or "eval" in row or now - self._last >= SECONDS:
             self._last = now
-            self.say(f"step {row['step']}/{self.steps}  {_figures(row)}")
+            self.log(f"step {row['step']}/{self.steps}  {_figures(row)}")
 
     def doing(self, what: str) -> None:
         """Show the current part of a step; only the bar does, not plain lines."""
@@ -52,7 +52,7 @@ class Display:
             self._doing = what
             self._bar.update(self._task, figures=f"{what}  {self._figures}")
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a line above the bar."""
         if self.console is not None:
             prefix = f"{self.label}: " if self.label and "\n" not in text else ""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import checkpoint, parallel
 from octavo.base import hub
-from octavo.base.safe_read import finite
+from octavo.base.safe_read import replace_nonfinite
 from octavo.config import Config
 from octavo.train.callbacks import trackers
 from octavo.train.callbacks.adaptive_precision import Adapting, Spans
@@ -48,7 +48,7 @@ from octavo.train.step.step import Batches, Observe
 if TYPE_CHECKING:
     from rich.console import Console
 
-Tell = Callable[[planning.Planned], Iterable[str]]
+DescribePlan = Callable[[planning.Planned], Iterable[str]]
 
 _NOT_FINAL = (
     "seconds",
@@ -72,18 +72,18 @@ def run(
     label: str = "",
     callbacks: Iterable[Callback] = (),
     phase: Phase = SFT,
-    tell: Tell = summary,
+    describe_plan: DescribePlan = summary,
     watchers: Sequence[Callback] = (),
 ) -> RunResult:
     """Run one training job to its end, or until a signal or callback stops it.
 
-    console    a rich console (None: silent)
-    label      prefix of its lines
-    callbacks  see `octavo.train.Callback`
-    phase      pretraining and SFT, or a phase of the package rl
-    tell       returns the lines about the plan, from what is known before weights are read
-               (`octavo.train.loop.summary`); called only with a console
-    watchers   callbacks that only observe, on the main rank; one that fails after `begin` does not end the run
+    console        a rich console (None: silent)
+    label          prefix of its lines
+    callbacks      see `octavo.train.Callback`
+    phase          pretraining and SFT, or a phase of the package rl
+    describe_plan  returns the lines that describe the plan, before any weights are read
+                   (`octavo.train.loop.summary`); called only with a console
+    watchers       callbacks that only observe, on the main rank; one that fails after `begin` does not end the run
 
     Under torchrun every rank calls this; only the main one prints and writes files.
 
@@ -94,22 +94,22 @@ def run(
     if any(not isinstance(user, Callback) for user in users):
         raise TrainError(f"callbacks is {callbacks!r}; give a list of octavo.train.Callback, such as [Mine()]")
     display = Display(console if os.environ.get("RANK", "0") == "0" else None, label)
-    cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.say)))
+    cfg = resolve_video(resolve_recipe(hub.resolve_names(cfg, display.log)))
     phase.check(cfg)
     if cfg.run.trackers:
         trackers.refuse_missing(cfg)
     encryption_rules.check(cfg)
     try:
         with encryption_rules.withholding(cfg):
-            counted = resolve_steps(cfg, display.say)
-            return _run(counted, cfg.train.epochs, display, users, phase, tell, watchers)
+            counted = resolve_steps(cfg, display.log)
+            return _run(counted, cfg.train.epochs, display, users, phase, describe_plan, watchers)
     finally:
         phase.close()
 
 
 def _run(
-    cfg: Config, epochs: float | None, display: Display, users: Sequence[Callback], phase: Phase, tell: Tell,
-    watchers: Sequence[Callback],
+    cfg: Config, epochs: float | None, display: Display, users: Sequence[Callback], phase: Phase,
+    describe_plan: DescribePlan, watchers: Sequence[Callback],
 ) -> RunResult:  # fmt: skip
     prints = phase.prints(cfg)
     world = parallel.setup(
@@ -121,15 +121,15 @@ def _run(
     )
     _refuse_early(cfg)
     with RunLock() as lock:
-        start = run_dir.enter(cfg, world, display.say, lock, prints)
+        start = run_dir.enter(cfg, world, display.log, lock, prints)
         if start.result is not None:
-            display.say(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
+            display.log(f"{start.directory} has finished already ({start.result['steps']} steps); nothing to do")
             result = RunResult(**{**start.result, "dir": start.directory})
         else:
             collector = collecting(cfg.train.gc) if cfg.train.gc is not None else nullcontext()
             with StopRequest(cfg.run.timeout) as request, collector:
                 try:
-                    result = _train(_begin(cfg, world, start, display, request, users, phase, tell, watchers))
+                    result = _train(_begin(cfg, world, start, display, request, users, phase, describe_plan, watchers))
                 except (RuntimeError, MemoryError) as error:  # out of memory or a lost rank
                     if (named := memory_full(error, world) or _lost(error, world)) is None:
                         raise
@@ -139,7 +139,7 @@ def _run(
 
 
 def _lost(error: Exception, world: parallel.World) -> parallel.WorldError | None:
-    return world.lost(error) if isinstance(error, RuntimeError) else None
+    return world.lost_rank_error(error) if isinstance(error, RuntimeError) else None
 
 
 def _refuse_early(cfg: Config) -> None:
@@ -151,13 +151,15 @@ def _refuse_early(cfg: Config) -> None:
 
 def _begin(
     cfg: Config, world: parallel.World, start: run_dir.Start,
-    display: Display, request: StopRequest, users: Sequence[Callback], phase: Phase, tell: Tell,
+    display: Display, request: StopRequest, users: Sequence[Callback], phase: Phase, describe_plan: DescribePlan,
     watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
     """Assemble and resume the run, with the figures of earlier sessions from its directory."""
-    world.at("the start, assembling the run")
-    job = build.build(cfg, world, start, phase, display.say, tell if display.console is not None else lambda of: ())
-    run_dir.settle(start, world, display.say)
+    world.set_phase("the start, assembling the run")
+    job = build.build(
+        cfg, world, start, phase, display.log, describe_plan if display.console is not None else lambda of: ()
+    )
+    run_dir.settle(start, world, display.log)
     first = job.progress.step + 1
     if display.console is not None:
         job.stepper.doing = display.doing
@@ -196,7 +198,7 @@ def _train(run: Run) -> RunResult:
             return _training_loop(run)
     except Exception as error:
         may_have_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
-        wait = (1 - parallel.WAITS if may_have_lost_rank else 1) * run.cfg.run.timeout
+        wait = (1 - parallel.COLLECTIVE_SHARE if may_have_lost_rank else 1) * run.cfg.run.timeout
         run.tell_watchers("failed", error)
         raise
     finally:
@@ -240,9 +242,9 @@ def _step(run: Run, number: int) -> Step:
     """Train one step; its row has the entries of every step."""
     job, progress, settings = run.job, run.job.progress, run.cfg.train
     began = time.perf_counter()
-    run.world.at(f"step {number}, reading its rows")
+    run.world.set_phase(f"step {number}, reading its rows")
     batches = tuple(next(job.loader))
-    run.world.at(f"step {number}, forward and backward")
+    run.world.set_phase(f"step {number}, forward and backward")
     observe = _observe(run, number, batches)
     lr = lr_at(
         number,
@@ -317,5 +319,5 @@ def _result(run: Run, stopped: bool) -> RunResult:
             how = f"Start a new run with these weights: run.start_from={run.directory}, and another run.dir"
         run.say(f"stopped after step {run.step}; saved. {how}")
     elif run.world.is_main:
-        run_dir.write_json(run.directory / run_dir.RESULT, finite(result.to_json()))
+        run_dir.write_json(run.directory / run_dir.RESULT, replace_nonfinite(result.to_json()))
     return result

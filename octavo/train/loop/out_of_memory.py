@@ -25,6 +25,6 @@ def memory_full(error: BaseException, world: World) -> TrainError | None:
         return None
     who = f"rank {world.rank} of {world.size}" if world.size > 1 else "the run"
     return TrainError(
-        f"{who} ran out of memory at {world.marks.place}: {full}; {SMALLER} (octavo plan FILE --card shows what each "
-        "saves). Continue with run.resume=auto"
+        f"{who} ran out of memory at {world.progress.phase}: {full}; {SMALLER} (octavo plan FILE --card shows what "
+        "each saves). Continue with run.resume=auto"
     )

@@ -24,7 +24,7 @@ import torch
 import octavo
 from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
-from octavo.data.storage.cache import files_of
+from octavo.data.storage.cache import list_row_files
 from octavo.models.folder.folder import parts_of
 from octavo.train.run_dir import input_fingerprints
 
@@ -64,9 +64,9 @@ def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = No
     facts |= {key: json.dumps(_name(key, value)) for key, value in places.items() if not os.path.exists(value)}
     facts |= {f"file of {name}": digest[:16] for name, digest in prints.items()}
     facts |= _versions()
-    facts["device"] = accelerator.here().type
+    facts["device"] = accelerator.default_device().type
     if cfg.run.encrypt:  # otherwise the first save would fail, after the steps before it
-        facts["id of the key"] = encryption.find().id.hex()
+        facts["id of the key"] = encryption.find_key().id.hex()
     facts |= {f"variable {name}": os.environ[name] for name in env_vars.VARIABLES["numbers"] if name in os.environ}
     return {key: value if len(value) <= 80 else f"{value[:60]}... ({_digest(value.encode())})" for key, value in
             facts.items() if not _any(key, LOCAL)}  # fmt: skip
@@ -111,7 +111,7 @@ def _inside(key: str, folder: Path) -> list[Path]:
         return sorted(file for file in folder.glob("adapter_*") if file.is_file())
     if key.startswith("run."):
         return [file for file in [folder / "state.json"] if file.is_file()]
-    rows = files_of(folder)
+    rows = list_row_files(folder)
     # In a folder of `datasets` only that library's own lists name the files with rows.
     return rows or sorted(file for file in folder.rglob("*") if file.is_file())[:_INSIDE]
 

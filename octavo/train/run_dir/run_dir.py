@@ -121,7 +121,7 @@ class Progress:
     @classmethod
     def of(cls, counters: Mapping[str, Any]) -> Progress:
         """From :meth:`counters`."""
-        known = compat.progress(counters)
+        known = compat.complete_counters(counters)
         return cls(**{f.name: known[f.name] for f in fields(cls) if f.name in known})
 
     def counters(self, cfg: Config, files: input_fingerprints.Prints) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def settings(cfg: Config) -> dict[str, Any]:
 
 
 def enter(
-    cfg: Config, world: World, say: Callable[[str], None], lock: RunLock, prints: Mapping[str, str] | None = None
+    cfg: Config, world: World, log: Callable[[str], None], lock: RunLock, prints: Mapping[str, str] | None = None
 ) -> Start:
     """Create or reopen `run.dir` as `run.resume` says, and `lock` it on the main rank. A collective.
 
@@ -201,32 +201,32 @@ def enter(
     the model folder that have changed since the checkpoint, naming them.
     """
     directory = Path(cfg.run.dir)
-    known = world.from_main(lambda: _locked(cfg, directory, lock, say))
+    known = world.run_on_main(lambda: _locked(cfg, directory, lock, log))
     if dead := known.get("dead"):
-        say(f"{directory} has a result, but {dead}: the run has not finished, and continues from its good checkpoints")
+        log(f"{directory} has a result, but {dead}: the run has not finished, and continues from its good checkpoints")
     if known["result"] is not None:
         return Start(directory, result=known["result"])
     if cfg.run.resume not in ("never", "auto"):
         chosen: Path | None = Path(cfg.run.resume)
     elif known["run"]:
-        chosen = checkpoint.latest(directory / CHECKPOINTS, world, say)
+        chosen = checkpoint.latest(directory / CHECKPOINTS, world, log)
     else:
         chosen = None
     forked = chosen is None and cfg.run.fork is not None
     if forked:
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
-    first = None if begins_with is None else start_from.find(begins_with, cfg, world, say)
-    prepared = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, say))
+    first = None if begins_with is None else start_from.find(begins_with, cfg, world, log)
+    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, first, forked, prints, log))
     if known["run"] and chosen is None:
-        say(f"{directory} holds a run that has no checkpoint yet; it starts from the beginning")
+        log(f"{directory} holds a run that has no checkpoint yet; it starts from the beginning")
     prepared["place"] = tuple(prepared["place"])  # JSON has no tuples
     return Start(directory, chosen, forked=forked, **prepared)
 
 
-def settle(start: Start, world: World, say: Callable[[str], None] = lambda text: None) -> None:
+def settle(start: Start, world: World, log: Callable[[str], None] = lambda text: None) -> None:
     """Remove what lies after the point from which the run continues: its result, later checkpoints, later metrics.
-    Among its checkpoints, files that it did not write stay, and `say` gets their names. A collective.
+    Among its checkpoints, files that it did not write stay, and `log` receives their names. A collective.
 
     Called after the checkpoint is loaded, so that an unreadable one costs nothing. Checkpoints are removed before
     their metrics: after a kill in between, `auto` must not continue from a checkpoint without its metrics.
@@ -235,7 +235,7 @@ def settle(start: Start, world: World, say: Callable[[str], None] = lambda text:
     def remove() -> None:
         (start.directory / RESULT).unlink(missing_ok=True)
         gain = read_json(start.directory / GAIN)
-        safe_read.check_form(gain or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
+        safe_read.check_schema(gain or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
         if gain is not None and gain.get("step", 0) > start.step:  # measured in steps that will run again
             (start.directory / GAIN).unlink()
         folder = start.directory / CHECKPOINTS
@@ -246,21 +246,21 @@ def settle(start: Start, world: World, say: Callable[[str], None] = lambda text:
                 raise TrainError(f"{problems[0]}: run.resume=auto would continue from it. Delete it, and start again")
         for place in (folder, start.directory / MILESTONES):
             if others := checkpoint.foreign_entries(place):
-                say(
+                log(
                     f"note: the run did not write these in {place}, and neither reads nor deletes them: "
-                    f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.OTHER}"
+                    f"{', '.join(others)}. One that is in the way of a save is renamed to NAME{checkpoint.MOVED_SUFFIX}"
                 )
         truncate_metrics(start.directory / METRICS, start.step)
         truncate_metrics(start.directory / ADAPT, start.step)
 
-    world.from_main(remove)
+    world.run_on_main(remove)
 
 
-def _locked(cfg: Config, directory: Path, lock: RunLock, say: Callable[[str], None]) -> dict[str, Any]:
+def _locked(cfg: Config, directory: Path, lock: RunLock, log: Callable[[str], None]) -> dict[str, Any]:
     """What the directory holds, read under its lock."""
     if not (directory / LOCK).exists():
         _look(cfg, directory)  # so that a refused directory gets no lock file
-    lock.take(directory, say)
+    lock.take(directory, log)
     state = _look(cfg, directory)
     dead = None if state["result"] is None else _dead(directory, state["result"])
     return state if dead is None else {"run": True, "result": None, "dead": dead}
@@ -274,7 +274,7 @@ def _dead(directory: Path, result: Mapping[str, Any]) -> str | None:
         if not steps or steps[-1] != result["steps"]:
             return None
         newest = directory / CHECKPOINTS / f"step_{steps[-1]}"
-        bad = checkpoint.not_finite(newest, read_state(newest))
+        bad = checkpoint.describe_nonfinite(newest, read_state(newest))
         return None if bad is None else f"in {newest} {bad}"
 
     return compat.why_not_finished(result, last)
@@ -338,14 +338,14 @@ def _prepare(
     first: Path | None,
     forked: bool,
     prints: Mapping[str, str] | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Check that the run may begin there, and write its configuration; returns fields of `Start`."""
     step, rows, place, files = (
         0,
         0,
         (0, 0, 0),
-        {**input_fingerprints.fingerprints(cfg, say), "phase": dict(prints or {})},
+        {**input_fingerprints.fingerprints(cfg, log), "phase": dict(prints or {})},
     )
     begun = None if first is None else start_from.note(first)
     if chosen is not None:
@@ -353,17 +353,17 @@ def _prepare(
         encryption_rules.refuse_plain(chosen, cfg)
         start_from.refuse_without_states(chosen)
         counters = read_state(chosen)["counters"]
-        safe_read.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
+        safe_read.check_schema(counters, _COUNTERS, chosen / "state.json", TrainError)
         saved = _complete(counters["settings"])
         _same_settings({**saved, **_fork_may(saved, settings(cfg))} if forked else saved, cfg, chosen)
         input_fingerprints.same(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
-        known = compat.progress(counters)
+        known = compat.complete_counters(counters)
         place = known["window"], known["pack"], known["packs"]
         begun = start_from.noted(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / CHECKPOINTS).is_dir():
-        checkpoint.sweep(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
+        checkpoint.remove_leftovers(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
     return {"rows": rows, "place": place, "step": step, "files": files, "first": begun}
@@ -434,7 +434,7 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 def append_lines(file: Path, lines: Iterable[str]) -> None:
     """Append lines, each with its newline, to a file of the run; encrypted if its name ends in `.aes`."""
     if file.suffix == encryption.SUFFIX:
-        encryption.append(file, lines)
+        encryption.append_lines(file, lines)
         return
     with file.open("a", encoding="utf-8", errors="backslashreplace") as out:
         out.writelines(lines)
@@ -446,7 +446,7 @@ def truncate_metrics(file: Path, step: int) -> None:
         return
     if file.suffix == encryption.SUFFIX:
         lines = safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
-        earlier = [line for line in lines if json.loads(encryption.decrypted_line(line, file))["step"] <= step]
+        earlier = [line for line in lines if json.loads(encryption.decrypt_line(line, file))["step"] <= step]
         write_bytes(file, b"".join(line + b"\n" for line in earlier))
         return
     rows = [row for row in read_rows(file) if row["step"] <= step]
@@ -460,7 +460,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     rows = []
     try:
         for number, row in safe_read.json_lines(file):
-            safe_read.check_form(row, {"step!": safe_read.COUNT}, f"{file}:{number}")
+            safe_read.check_schema(row, {"step!": safe_read.COUNT}, f"{file}:{number}")
             rows.append(row)
     except safe_read.Unreadable as error:
         raise TrainError(f"{error} The file was changed; delete that line.") from error

@@ -68,9 +68,9 @@ class RunLock:
             self._file.truncate(0)  # so that no other host waits to see whether this process is alive
         self._close()
 
-    def take(self, directory: Path, say: Callable[[str], None] = lambda text: None) -> None:
-        """Lock `directory`, which is created if necessary. The lock file stays and names its last holder. `say` gets a
-        line if it takes time to see whether a holder on another host is alive.
+    def take(self, directory: Path, log: Callable[[str], None] = lambda text: None) -> None:
+        """Lock `directory`, which is created if necessary. The lock file stays and names its last holder. `log`
+        receives a line if it takes time to see whether a holder on another host is alive.
 
         Raises TrainError if another process, or another run of this process, holds it.
         """
@@ -88,7 +88,7 @@ class RunLock:
             raise
         path = directory / LOCK
         holder = _read(path)[0]
-        if (holder.elsewhere and _beats(path, say)) or not (free or holder.elsewhere):
+        if (holder.elsewhere and _beats(path, log)) or not (free or holder.elsewhere):
             file.close()
             raise _in_use(directory, holder)
         if not free:  # held by a dead host: a new file has no lock
@@ -177,10 +177,10 @@ def _read(path: Path) -> tuple[Holder, str]:
     return Holder(*words[:3]) if words else Holder(""), words[3] if len(words) > 3 else ""
 
 
-def _beats(path: Path, say: Callable[[str], None]) -> bool:
+def _beats(path: Path, log: Callable[[str], None]) -> bool:
     """Whether the number of a holder on another host increases."""
     holder, number = first = _read(path)
-    say(f"{path.parent} was last held by {holder.words}: waiting up to {BEAT * DEAD:g} s to see whether it is alive")
+    log(f"{path.parent} was last held by {holder.words}: waiting up to {BEAT * DEAD:g} s to see whether it is alive")
     until = time.monotonic() + BEAT * DEAD
     while time.monotonic() < until:
         time.sleep(BEAT / 5)

@@ -21,7 +21,7 @@ FOLDER = "checkpoints"  # of a run directory
 ADAPTER = ("rank", "alpha", "rslora", "dora")  # keys of `lora` that determine the meaning of an adapter's weights
 
 
-def find(named: Path, cfg: Config, world: World, say: Callable[[str], None]) -> Path:
+def find(named: Path, cfg: Config, world: World, log: Callable[[str], None]) -> Path:
     """The checkpoint that `run.start_from` names: itself, or the newest good one of a run directory. A collective.
 
     Raises TrainError if there is none, or if its adapters differ from the section `lora`.
@@ -29,7 +29,7 @@ def find(named: Path, cfg: Config, world: World, say: Callable[[str], None]) -> 
     path = named
     if not (named / "state.json").is_file():
         folder = named / FOLDER if (named / FOLDER).is_dir() else named
-        newest = checkpoint.latest(folder, world, say) if folder.is_dir() else None
+        newest = checkpoint.latest(folder, world, log) if folder.is_dir() else None
         if newest is None:
             what = "there is no such folder" if not named.is_dir() else "it is not a checkpoint and contains none"
             raise TrainError(

@@ -31,7 +31,7 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
 from octavo.data.loaders.eval_set import EvalSet
-from octavo.data.loaders.rows_from_config import prepare
+from octavo.data.loaders.rows_from_config import prepare_datasets
 from octavo.fp8.planning import Schedule
 from octavo.models.folder.folder import check_companions
 from octavo.train.forward import attention_kernel, routing
@@ -51,8 +51,8 @@ from octavo.train.step.precision_schedule import Course
 from octavo.train.step.step import Stepper
 from octavo.train.step.update import update_for
 
-Say = Callable[[str], None]
-Tell = Callable[[planning.Planned], Iterable[str]]
+Log = Callable[[str], None]
+DescribePlan = Callable[[planning.Planned], Iterable[str]]
 
 
 def build(
@@ -60,15 +60,15 @@ def build(
     world: parallel.World,
     start: run_dir.Start,
     phase: Phase = SFT,
-    say: Say = lambda text: None,
-    tell: Tell = lambda planned: (),
+    log: Log = lambda text: None,
+    describe_plan: DescribePlan = lambda planned: (),
 ) -> Job:
     """Assemble a run.
 
-    start  where the run begins (`run_dir.enter`)
-    phase  its data and its training step
-    say    gets lines to print
-    tell   returns the lines about the plan
+    start           where the run begins (`run_dir.enter`)
+    phase           its data and its training step
+    log             called with each line to print
+    describe_plan   returns the lines that describe the plan
 
     Raises what its parts raise: TrainError, ModelError, DataError, PlanError, CheckpointError, each with its fix.
     """
@@ -80,15 +80,15 @@ def build(
     seed_everything(cfg.run.seed + world.rank)
     processor = _processor(cfg, world, start)
     settings = data_settings(cfg)
-    prepare(settings, processor, say)
-    planned = _plan(cfg, world, start, settings, processor, say, tell)
+    prepare_datasets(settings, processor, log)
+    planned = _plan(cfg, world, start, settings, processor, log, describe_plan)
     data = _data(settings, processor, world, start, phase)
-    built = _model(cfg, world, context, data, planned, say)
-    stepper = phase.stepper(built.stepper, processor, start.directory, start.step, say)
+    built = _model(cfg, world, context, data, planned, log)
+    stepper = phase.stepper(built.stepper, processor, start.directory, start.step, log)
     if cfg.train.cuda_graphs:
-        stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at, say)
-    progress = resume(stepper, start, say, built.base)
-    phase.begin(stepper, processor, start.directory, progress.step, say)
+        stepper.graphs = cuda_graphs.Graphs(stepper.model, world.device, stepper.loss_at, log)
+    progress = resume(stepper, start, log, built.base)
+    phase.begin(stepper, processor, start.directory, progress.step, log)
     if start.checkpoint is not None:  # after the resume, so that a refused one does not change the record
         _record_machine(start.directory, cfg, world, processor)
     background = checkpoint.Background(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
@@ -167,8 +167,8 @@ def _plan(
     start: run_dir.Start,
     settings: Config,
     processor: Any,
-    say: Say,
-    tell: Tell,
+    log: Log,
+    describe_plan: DescribePlan,
 ) -> _Plan:
     """Make the plan of a new run or load that of a resumed one, write plan.json, and print it. `settings`: the
     configuration as octavo.data reads it, for counting tokens."""
@@ -179,33 +179,33 @@ def _plan(
     saved = saved_plan(world, start) if start.checkpoint is not None else None
     counters = {} if start.checkpoint is None else read_state(start.checkpoint)["counters"]
     planned_cfg = cfg if start.checkpoint is None else resolve_from_checkpoint(cfg)
-    schedule, family, notes, prediction = planning.plan_run(planned_cfg, world, count, saved, say)
+    schedule, family, notes, prediction = planning.plan_run(planned_cfg, world, count, saved, log)
     course = Course.of(cfg, schedule, {} if start.forked else counters)
     plan = course.at(max(1, start.step))  # the plan under which its newest weights were trained
-    _note_pixels(counters, processor, say)
+    _note_pixels(counters, processor, log)
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # A collective, so that no rank continues before the file is written: each quantizes a reference model by it.
-    world.from_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
-    for line in tell(planning.Planned(planned_cfg, schedule.main, family, notes, prediction, world.size)):
-        say(line)
+    world.run_on_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
+    for line in describe_plan(planning.Planned(planned_cfg, schedule.main, family, notes, prediction, world.size)):
+        log(line)
     if saved is not None and planning.leaves_open(cfg):
-        say(
+        log(
             f"note: a resumed run keeps its plan, {saved}; fp8.plan is not read again, and recipe: auto measures "
             "nothing"
         )
     return _Plan(planned_cfg, family, schedule, course, plan, kernels, notes)
 
 
-def _note_pixels(counters: Any, processor: Any, say: Say) -> None:
+def _note_pixels(counters: Any, processor: Any, log: Log) -> None:
     """Print a note if the resumed run resized images with another library."""
-    pixels = models.pixels_by(processor)
+    pixels = models.image_backend(processor)
     if not counters or pixels is None:
         return
-    before = compat.pixels(counters)
+    before = compat.image_backend(counters)
     if before != pixels:
         how = "install" if before == "torchvision" else "remove"
-        say(
+        log(
             f"note: the run's images were resized by {before}, now they are by {pixels}, with slightly different "
             f"results; {how} torchvision to use the former again"
         )
@@ -225,7 +225,7 @@ def _model(
     context: parallel.Context | None,
     data: _Data,
     planned: _Plan,
-    say: Say,
+    log: Log,
 ) -> _Model:
     """Load, convert, shard and fill the model; create its forward and its optimizer."""
     # The order is that of this file's head.
@@ -233,27 +233,29 @@ def _model(
     if cfg.train.cuda_graphs:
         refuse_cuda_graphs(cuda_graphs.why_never(plan, world))
     model, lows, unread = assemble_model(
-        planned.cfg, world.device, plan, family, say, world.size, planned.schedule.plans
+        planned.cfg, world.device, plan, family, log, world.size, planned.schedule.plans
     )
     if data.evalset is not None and (ignored := models.ignored_settings(model)):
-        say(f"note: {ignored}")
+        log(f"note: {ignored}")
     attention_kernel.use(model, planned.kernels)
-    keep_less(model, family, plan, cfg, say)
+    keep_less(model, family, plan, cfg, log)
     model.train()
     balance, load = routing.coefficient(cfg, model), routing.ExpertLoad(model)
     gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
     packed = models.Packed(model, family, context) if cfg.data.packing else None
-    dealt = parallel.Images(model, family, context) if context is not None and family.has_vision else None
+    image_sharding = (
+        parallel.ImageSharding(model, family, context) if context is not None and family.has_vision else None
+    )
     low = autocast_dtype(cfg, world.device) if gather is None else None
-    forward = Forward(model, world, low, gather, packed, context, dealt)
+    forward = Forward(model, world, low, gather, packed, context, image_sharding)
     keep_towers_running(model, family, forward, world)
-    head = losses_of(model, cfg, say)
+    head = losses_of(model, cfg, log)
     parallel.shard(model, family, world, gather=gather)
     if cfg.train.exchange == "fp8":
         outputs, experts = parallel.send_codes(model, world, models.cache_shape(model.config).dim)
-        say(f"train.exchange: ranks send FP8 codes for attention outputs in {outputs} layers, expert rows in {experts}")
+        log(f"train.exchange: ranks send FP8 codes for attention outputs in {outputs} layers, expert rows in {experts}")
     if unread is not None:
-        world.at("loading the weights")
+        world.set_phase("loading the weights")
         lows, _ = parallel.fill(model, unread, world)
     frozen = frozen_base.Base.of(model, frozen_base.digests(model, world) if cfg.lora is not None else {}, world)
     if cfg.train.compile:
@@ -284,11 +286,11 @@ def _record_machine(directory: Path, cfg: Config, world: parallel.World, process
     if not world.is_main:
         return
     origin = hub.origin(cfg.model.path)
-    about = {**environment.describe(), "ranks": world.size, "pixels": models.pixels_by(processor)}
+    about = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
     if origin is not None:
         about["model"] = origin
     if (videos := getattr(processor, "videos", None)) is not None:
-        about["video"] = models.videos_described(videos)
+        about["video"] = models.describe_videos(videos)
     run_dir.write_json(directory / "environment.json", about)
 
 
@@ -298,7 +300,7 @@ def context_for(cfg: Config, world: parallel.World) -> parallel.Context | None:
     if world.layout.context == 1:
         return None
     heads = models.read_config(cfg.model.path).get_text_config().num_attention_heads
-    return parallel.context_of(world, cfg.parallel.ulysses, heads)
+    return parallel.make_context(world, cfg.parallel.ulysses, heads)
 
 
 def seed_everything(seed: int) -> None:

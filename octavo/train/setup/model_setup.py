@@ -1,9 +1,9 @@
 """The model of a run: loaded, frozen, converted to FP8, with its adapters and critic.
 
 One process reads weights first. Several ranks prepare a model without values, shard it and then fill it: each rank
-reads the rows of its shards (`models.defer`, `parallel.fill`), or draws all random numbers, which come from one
-generator, and keeps its rows (`models.draw`). DoRA needs the norms of rows first, so there every rank has the whole
-model until it is sharded.
+reads the rows of its shards (`models.load_deferred`, `parallel.fill`), or draws all random numbers, which come from one
+generator, and keeps its rows (`models.init_deferred`). DoRA needs the norms of rows first, so there every rank has the
+whole model until it is sharded.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def assemble_model(
     device: torch.device,
     plan: fp8.Plan,
     family: models.Family,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
     ranks: int = 1,
     others: Iterable[fp8.Plan] = (),
-) -> tuple[PreTrainedModel, Lows, models.Deferred | models.Drawn | None]:
+) -> tuple[PreTrainedModel, Lows, models.DeferredModel | models.DeferredInit | None]:
     """(model, lower halves, source of weights) of a configuration.
 
     The model is loaded, frozen and converted to FP8 as planned (`others`: plans to which the run will switch), with the
@@ -52,95 +52,99 @@ def assemble_model(
     # Freezing precedes FP8 (a frozen layer has no wgrad), which precedes adapters (they wrap FP8 layers). Dropout is
     # switched off twice: before FP8, because a fused block has none, and in the adapters.
     lows: Lows = {}
-    unread = None if ranks == 1 else _deferred(cfg, device, say)
+    unread = None if ranks == 1 else _deferred(cfg, device, log)
     if unread is None:
-        model, lows = load_weights(cfg, device, say)
+        model, lows = load_weights(cfg, device, log)
     else:
         model = unread.model
     frozen_base.freeze(model, family, cfg)
     frozen_base.switch_off_dropout(model, cfg)
     if cfg.lora is None and model_dtype(cfg) == torch.bfloat16:
-        _all_bf16(model, say)
+        _all_bf16(model, log)
     fp8.apply(model, plan, others)
     move_scaling(model, device)
     if cfg.lora is not None:
         from octavo import adapters
 
-        adapters.attach(model, family, cfg.lora, say, seed=cfg.run.seed, device=device)
+        adapters.attach(model, family, cfg.lora, log, seed=cfg.run.seed, device=device)
     if critic.wanted(cfg):
         critic.attach(model, cfg, device)
     frozen_base.switch_off_dropout(model, cfg)
     return model, lows, unread
 
 
-def _all_bf16(model: nn.Module, say: Callable[[str], None]) -> None:
+def _all_bf16(model: nn.Module, log: Callable[[str], None]) -> None:
     """Convert trained weights to BF16 where the optimizer keeps their lower bits (`optimizer.master`), also those that
     a family wants in fp32 (routers of Ernie 4.5 VL, which computes with them in fp32 anyway)."""
     in_fp32 = [(name, p) for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float32]
     for _, parameter in in_fp32:
         parameter.data = parameter.data.to(torch.bfloat16)
     if in_fp32:
-        say(
+        log(
             f"note: {len(in_fp32)} weights that this family keeps in fp32 are BF16 (optimizer.master): "
             f"{in_fp32[0][0]}, ..."
         )
 
 
-def _deferred(cfg: Config, device: torch.device, say: Callable[[str], None]) -> models.Deferred | models.Drawn | None:
+def _deferred(
+    cfg: Config, device: torch.device, log: Callable[[str], None]
+) -> models.DeferredModel | models.DeferredInit | None:
     """The model before its weights are read, or None if they are needed immediately."""
     if cfg.lora is not None and cfg.lora.dora:
         return None
     if (drawn := random_weights(cfg)) is not None:
-        _say_drawn(cfg, say)
+        _say_drawn(cfg, log)
         both = cfg.optimizer.master == "bf16+16"
-        return models.draw(cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both)
+        return models.init_deferred(
+            cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both
+        )
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
-        _say_dequantized(cfg, say)
-        return models.defer(cfg.model.path, device=device, split=True, say=say)
-    return models.defer(cfg.model.path, model_dtype(cfg), device, **_codes(cfg, say), say=say)
+        _say_dequantized(cfg, log)
+        return models.load_deferred(cfg.model.path, device=device, split=True, log=log)
+    return models.load_deferred(cfg.model.path, model_dtype(cfg), device, **_codes(cfg, log), log=log)
 
 
-def load_weights(cfg: Config, device: torch.device, say: Callable[[str], None]) -> tuple[PreTrainedModel, Lows]:
+def load_weights(cfg: Config, device: torch.device, log: Callable[[str], None]) -> tuple[PreTrainedModel, Lows]:
     """The model in the optimizer's dtype, quantized while it is read if requested, and the lower halves of fp32 weights
     if the optimizer keeps them."""
     path = cfg.model.path
     if (drawn := random_weights(cfg)) is not None:
-        _say_drawn(cfg, say)
+        _say_drawn(cfg, log)
         if cfg.optimizer.master == "bf16+16":
-            return models.split(models.fresh(path, torch.float32, "cpu", *drawn), device)
-        return models.fresh(path, model_dtype(cfg), device, *drawn), {}
+            return models.split_model(models.init_model(path, torch.float32, "cpu", *drawn), device)
+        return models.init_model(path, model_dtype(cfg), device, *drawn), {}
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
-        _say_dequantized(cfg, say)
+        _say_dequantized(cfg, log)
         return models.load_split(path, device=device)
-    return models.load(path, dtype=model_dtype(cfg), device=device, **_codes(cfg, say)), {}
+    return models.load(path, dtype=model_dtype(cfg), device=device, **_codes(cfg, log)), {}
 
 
-def _say_drawn(cfg: Config, say: Callable[[str], None]) -> None:
+def _say_drawn(cfg: Config, log: Callable[[str], None]) -> None:
     std = "" if cfg.model.init_std is None else f", standard deviation {cfg.model.init_std:g}"
-    say(f"note: weights are random (run.seed {cfg.run.seed}{std}); none are read from {cfg.model.path}")
+    log(f"note: weights are random (run.seed {cfg.run.seed}{std}); none are read from {cfg.model.path}")
 
 
-def _codes(cfg: Config, say: Callable[[str], None]) -> dict[str, Any]:
+def _codes(cfg: Config, log: Callable[[str], None]) -> dict[str, Any]:
     """Loading options for FP8, if the folder has codes or they are requested."""
-    quantization, kinds = _say_dequantized(cfg, say), cfg.model.load_in_fp8.kinds
+    quantization, kinds = _say_dequantized(cfg, log), cfg.model.load_in_fp8.kinds
     if not kinds and quantization is None:
         return {}
     return {"load_in_fp8": kinds or None, "keep_fp8": frozen_base.keeps_codes(cfg)}
 
 
-def _say_dequantized(cfg: Config, say: Callable[[str], None]) -> models.Quantization | None:
-    """The folder's quantization, None for a plain folder; `say` gets a line if its codes are dequantized."""
+def _say_dequantized(cfg: Config, log: Callable[[str], None]) -> models.Quantization | None:
+    """The folder's quantization, None for a plain folder; `log` receives a line if its codes are dequantized."""
     quantization = read_quantization(cfg.model.path)
     if quantization is not None and not frozen_base.keeps_codes(cfg):
         why = "model.keep_fp8 is false" if cfg.lora is not None else "codes are only kept with adapters (lora)"
-        say(
+        log(
             f"note: {cfg.model.path} is in FP8 ({quantization}); its weights are dequantized while they are read: {why}"
         )
     return quantization
 
 
 def keep_less(
-    model: PreTrainedModel, family: models.Family, plan: fp8.Plan, cfg: Config, say: Callable[[str], None]
+    model: PreTrainedModel, family: models.Family, plan: fp8.Plan, cfg: Config, log: Callable[[str], None]
 ) -> None:
     """Reduce what blocks keep for backward besides the inputs of FP8 layers: attention without repeated key-value
     heads, recomputation, offloading."""
@@ -148,7 +152,7 @@ def keep_less(
         try:
             models.use_attention(model, grouped_attention)
         except models.ModelError as error:  # attention then keeps more, which is not an error
-            say(f"note: attention keeps as much as in high precision: {error}")
+            log(f"note: attention keeps as much as in high precision: {error}")
     blocks = family.layers(model)
     recompute = dict(cfg.train.recompute)
     for component, how in recompute.items():
@@ -169,12 +173,12 @@ def keep_less(
         synchronize_per_layer(blocks)
 
 
-def losses_of(model: nn.Module, cfg: Config, say: Callable[[str], None]) -> ChunkedHead | None:
-    """The head that computes losses without full logits, if the model allows it; else None, and `say` gets why."""
+def losses_of(model: nn.Module, cfg: Config, log: Callable[[str], None]) -> ChunkedHead | None:
+    """The head that computes losses without full logits, if the model allows it; else None, and `log` receives why."""
     if cfg.train.logits == "full":
         return None
     head = chunked_head(model)
     if isinstance(head, str):
-        say(f"note: full logits are computed, not chunks (train.logits): {head}")
+        log(f"note: full logits are computed, not chunks (train.logits): {head}")
         return None
     return head

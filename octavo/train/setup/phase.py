@@ -55,7 +55,7 @@ class Phase:
         return eval_set(cfg, processor, **share)
 
     def stepper(
-        self, plain: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]
+        self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
     ) -> Stepper:
         """Return the stepper of this phase, built from `plain`.
 
@@ -64,8 +64,8 @@ class Phase:
         """
         return plain
 
-    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, say: Callable[[str], None]) -> None:
-        """Called when everything is assembled and resumed after `step`; `say` prints a line for the user."""
+    def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
+        """Called when everything is assembled and resumed after `step`; `log` prints a line for the user."""
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
         """Evaluate the current weights on the held-out data; a collective.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import models
-from octavo.base.recipe_specs import FITTING
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config import Config, override
 from octavo.data.loaders.from_config import count_packs
 from octavo.data.loaders.rows_from_config import count_epoch_rows
@@ -33,27 +33,27 @@ def resolve_recipe(cfg: Config) -> Config:
     if quantization is None:
         return cfg
     fits = quantization.spec.block == FROZEN[quantization.kind].block
-    section = cfg.fp8.model_copy(update={"recipe": FITTING[quantization.kind][0] if fits else "off"})
+    section = cfg.fp8.model_copy(update={"recipe": RECIPES_OF_KIND[quantization.kind][0] if fits else "off"})
     return cfg.model_copy(update={"fp8": section})
 
 
-def resolve_steps(cfg: Config, say: Callable[[str], None] = lambda text: None) -> Config:
+def resolve_steps(cfg: Config, log: Callable[[str], None] = lambda text: None) -> Config:
     """Return the configuration with `train.epochs` converted to steps; the last step may go beyond the epochs.
 
-    Reads the data, all of it where rows are packed. `say` prints what was counted. Raises DataError, and ConfigError
+    Reads the data, all of it where rows are packed. `log` prints what was counted. Raises DataError, and ConfigError
     for settings such as a warm-up that need more steps.
     """
     epochs, batch = cfg.train.epochs, cfg.train.global_batch
     if epochs is None:
         return cfg
     if cfg.data.packing:
-        say("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
+        log("train.epochs: the tokens of every row are counted, so that the packs of an epoch are known")
         unit, total = "packs", float(count_packs(data_settings(cfg), processor_of(cfg), epochs))
     else:
         unit, total = "rows", epochs * count_epoch_rows(cfg, partial(processor_of, cfg))
     steps = max(1, math.ceil(round(total / batch, 9)))  # rounded because 0.1 of 30 rows is 3.0000000000000004
     each = round(total / epochs, 1)
-    say(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
+    log(f"train.epochs: {epochs:g} of {each:.12g} {unit} are {steps} steps of {batch}, {each / batch:.4g} an epoch")
     return override(cfg, [f"train.steps={steps}", "train.epochs=null"])
 
 

@@ -10,7 +10,7 @@ import torch
 from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
-from octavo.fp8.optim import note_on_old_coat
+from octavo.fp8.optim import old_coat_note
 from octavo.fp8.planning import Schedule, document
 from octavo.fp8.proof import Prediction
 from octavo.train.errors import TrainError
@@ -46,7 +46,7 @@ def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
         run_dir.write_json(start.directory / run_dir.PLAN, plan)
         return str(start.directory.resolve() / run_dir.PLAN)
 
-    return Path(world.from_main(find))
+    return Path(world.run_on_main(find))
 
 
 def keep_plan(
@@ -65,12 +65,12 @@ def keep_plan(
     """
     file = directory / run_dir.PLAN
     written = (run_dir.read_json(file) or {}) if saved == file.resolve() else {}
-    if "rows" not in written or compat.ran_siblings_as_one(written):
+    if "rows" not in written or compat.has_sibling_gemms(written):
         run_dir.write_plan(directory, family, plans, plan, notes, prediction)
 
 
 def resume(
-    stepper: Stepper, start: run_dir.Start, say: Callable[[str], None], frozen: frozen_base.Base | None = None
+    stepper: Stepper, start: run_dir.Start, log: Callable[[str], None], frozen: frozen_base.Base | None = None
 ) -> run_dir.Progress:
     """Load the checkpoint that the run starts from, if any.
 
@@ -79,15 +79,15 @@ def resume(
     """
     if start.checkpoint is None:
         if start.first is not None:
-            _fill_weights(stepper, Path(start.first["path"]), frozen, say)
+            _fill_weights(stepper, Path(start.first["path"]), frozen, log)
         return run_dir.Progress()
     world = stepper.world
     if frozen is not None and frozen.whole and not start.forked:  # a fork may store its base in FP8
         before = read_state(start.checkpoint)["counters"].get("base", {})
         frozen_base.same(before, frozen.whole, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
-    if note := note_on_old_coat(stepper.optimizer):
-        say(f"note: {start.checkpoint}: {note}")
+    if note := old_coat_note(stepper.optimizer):
+        log(f"note: {start.checkpoint}: {note}")
     if not start.forked:  # a fork starts new amax histories
         fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
     if stepper.update.scale is not None and (scale := restored.counters.get("loss_scale")):
@@ -97,27 +97,27 @@ def resume(
     before = (restored.ranks, restored.counters["threads"])
     now = (world.size, torch.get_num_threads())
     if before != now:
-        say(
+        log(
             f"saved by {before[0]} rank(s) of {before[1]} thread(s), continued on {now[0]} of {now[1]}: sums are "
             "computed in another order, so losses agree closely but not bit for bit"
         )
     return run_dir.Progress.of(restored.counters)
 
 
-def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None, say: Callable[[str], None]) -> None:
+def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None, log: Callable[[str], None]) -> None:
     """Load the weights of a checkpoint, including the critic's where both runs have one; a collective."""
     cfg, before = stepper.cfg, read_state(path)["counters"]
     if frozen is not None and frozen.whole and before.get("base"):
         saved = (before.get("settings") or {}).get("model") or {}
         now = cfg.model_dump(mode="json")["model"]
         if any(saved.get(key) != now[key] for key in ("load_in_fp8", "keep_fp8")):
-            say(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
+            log(f"note: the base of {path} was stored in another precision, so it was not checked for equality")
         else:
             frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
     read = checkpoint.load_weights(
         path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
     )
-    say(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
+    log(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
 
 
 def scaling_of(extra: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -148,7 +148,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
             **({} if job.base is None else {"base": job.base.whole}),
             **({} if job.attention is None else {"attention": job.attention}),
             **({} if job.first is None else {"start_from": dict(job.first)}),
-            "pixels": models.pixels_by(job.processor),
+            "pixels": models.image_backend(job.processor),
             **({} if (scale := job.stepper.update.scale) is None else {"loss_scale": scale.state()}),
         },
         world=job.world,

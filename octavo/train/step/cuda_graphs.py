@@ -33,7 +33,7 @@ from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.base.safe_read import first_line
 from octavo.fp8 import observe
-from octavo.fp8.kernels import CudaGraph, Graph, without_waits
+from octavo.fp8.kernels import CudaGraph, Graph, forbid_synchronization
 from octavo.parallel import World
 from octavo.train.forward.losses import IGNORE
 from octavo.train.step.update import Loss
@@ -68,10 +68,10 @@ class Graphs:
         model: PreTrainedModel,
         device: torch.device,
         loss_at: LossAt,
-        say: Callable[[str], None] = lambda text: None,
+        log: Callable[[str], None] = lambda text: None,
         graph: Callable[[], Graph] | None = None,
     ) -> None:
-        self.model, self.device, self.loss_at, self.say = model, device, loss_at, say
+        self.model, self.device, self.loss_at, self.log = model, device, loss_at, log
         self.graph = partial(CudaGraph, torch.cuda.graph_pool_handle()) if graph is None else graph
         self.replays = 0
         self._captured: dict[Any, _Captured] = {}
@@ -119,14 +119,14 @@ class Graphs:
     def _eagerly(self, why: str) -> None:
         if why not in self._said:
             self._said.add(why)
-            self.say(f"train.cuda_graphs: runs without a graph: {why}")
+            self.log(f"train.cuda_graphs: runs without a graph: {why}")
 
     def _capture(self, inputs: dict[str, Tensor], meta: Any) -> _Captured:
         held = {name: value.to(self.device, copy=True) for name, value in inputs.items()}
 
         def work() -> Tensor:
             batch = {name: value for name, value in held.items() if name not in _NOT_THE_MODELS}
-            with models.without_masks(self.model):
+            with models.disable_masks(self.model):
                 loss = self.loss_at({**batch, "meta": meta}, held["keep"], held["target"], held["weight"])
             (loss.total * held["scale"] if "scale" in held else loss.total).backward()
             return loss.parts
@@ -159,11 +159,11 @@ class Graphs:
         stream = torch.cuda.Stream(self.device) if gpu else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        with observe.muted(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with observe.mute_reports(), torch.cuda.stream(stream) if stream is not None else nullcontext():
             work()
             reached = [p for p in self.model.parameters() if p.grad is not None]
             _without_gradients(self.model)
-            with without_waits(self.device):
+            with forbid_synchronization(self.device):
                 work()
             _without_gradients(self.model)
         if stream is not None:

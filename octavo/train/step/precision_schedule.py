@@ -13,7 +13,17 @@ from typing import Any
 from octavo import fp8
 from octavo.config import Config
 from octavo.config.sections.fp8_adapt import AdaptSection
-from octavo.fp8.adapting import Decision, Judge, Limits, Place, apply_moves, casts_to_try, decide, ladders, work_of
+from octavo.fp8.adapting import (
+    Decision,
+    GemmState,
+    Limits,
+    RecipeTrials,
+    apply_moves,
+    build_ladders,
+    casts_to_try,
+    decide,
+    gemm_costs,
+)
 from octavo.fp8.planning import Schedule
 from octavo.parallel import World
 
@@ -26,7 +36,7 @@ class Course:
 
     schedule: Schedule
     adapt: AdaptSection | None = None
-    places: dict[_Key, Place] = field(default_factory=dict)
+    places: dict[_Key, GemmState] = field(default_factory=dict)
     _ladders: list[tuple[fp8.Plan, dict[_Key, tuple[str, ...]]]] = field(default_factory=list)
     _newest: tuple[fp8.Plan, dict[_Key, tuple[str, int]], fp8.Plan] | None = (
         None  # (plan, changes, the plan with them), cached
@@ -37,7 +47,7 @@ class Course:
         """With the places from a checkpoint's counters."""
         saved = counters.get("adapt") or () if cfg.fp8.adapt is not None else ()
         entries = [dict(one) for one in saved]
-        return cls(schedule, cfg.fp8.adapt, {(one.pop("layer"), one.pop("gemm")): Place(**one) for one in entries})
+        return cls(schedule, cfg.fp8.adapt, {(one.pop("layer"), one.pop("gemm")): GemmState(**one) for one in entries})
 
     def to_json(self) -> list[dict[str, Any]]:
         """The state for a checkpoint."""
@@ -64,20 +74,20 @@ class Course:
             self._newest = planned, moves, apply_moves(planned, self._ladder(planned), self.places)
         return self._newest[2]
 
-    def judge(self, step: int) -> Judge | None:
+    def judge(self, step: int) -> RecipeTrials | None:
         """The judge that tries recipes in this step; None if it is not a check, or has nothing in FP8."""
         if self.adapt is None or step % self.adapt.every:
             return None
         planned = self.schedule.at(step)
         sites = casts_to_try(planned, self._ladder(planned), self.places)
-        return Judge(sites) if sites else None
+        return RecipeTrials(sites) if sites else None
 
-    def decide(self, step: int, judge: Judge, world: World) -> list[Decision]:
+    def decide(self, step: int, judge: RecipeTrials, world: World) -> list[Decision]:
         """The decisions from a step's measurements; these are averaged over ranks, so all agree. A collective."""
         assert self.adapt is not None
         limits = Limits(**self.adapt.model_dump(exclude={"every", "recipes"}))
         planned, figures = self.schedule.at(step), judge.figures(world.sum)
-        self.places, decisions = decide(step, self.places, figures, self._ladder(planned), work_of(planned), limits)
+        self.places, decisions = decide(step, self.places, figures, self._ladder(planned), gemm_costs(planned), limits)
         return decisions
 
     def _ladder(self, plan: fp8.Plan) -> dict[_Key, tuple[str, ...]]:
@@ -85,6 +95,6 @@ class Course:
         assert self.adapt is not None
         of_plan = next((known for of, known in self._ladders if of is plan), None)
         if of_plan is None:
-            of_plan = ladders(plan, self.adapt.recipes)
+            of_plan = build_ladders(plan, self.adapt.recipes)
             self._ladders.append((plan, of_plan))
         return of_plan
