@@ -34,9 +34,9 @@ from octavo.base import atomic_write, encryption, safe_read, target_folder
 from octavo.base.encryption.anonymous_file import plain_path
 from octavo.base.safe_read import COUNT, FINITE, FLAG, ValueCheck
 from octavo.base.seal_note import NOTE, Note, note_bytes, read_note
-from octavo.fp8.weights import distributed, full, is_whole
+from octavo.fp8.weights import distribute_like, full, is_whole
 from octavo.models.folder import headers
-from octavo.models.folder.folder import pickles
+from octavo.models.folder.folder import find_pickles
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -217,7 +217,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     folder = Path(directory)
     file = folder / WEIGHTS
     if not os.path.lexists(file):
-        pickled = [name for name in pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
+        pickled = [name for name in find_pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
         raise AdapterError(
             f"{folder} holds {pickled[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
             "load it with PEFT if you trust it, and save it with save_pretrained."
@@ -272,7 +272,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str
     with torch.no_grad():
         for name, parameter in mine.items():
             value = state[name].to(parameter.device, parameter.dtype)
-            parameter.copy_(value if is_whole(parameter) else distributed(value, parameter))
+            parameter.copy_(value if is_whole(parameter) else distribute_like(value, parameter))
 
 
 def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> None:

@@ -100,7 +100,7 @@ def able(bench: Bench, recipe: str) -> list[str]:
     for name in kernels.names():
         backend = kernels.get(name)
         whys = [backend.supports(op, built, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
-        if not any(whys) and backend.auto_unsupported(bench.device) is None and not (name == "reference" and backends):
+        if not any(whys) and backend.why_not_auto(bench.device) is None and not (name == "reference" and backends):
             backends.append(name)
     return backends
 

@@ -104,7 +104,7 @@ def save_hf(
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
                 write_config(source, folder, most, encrypted=encrypted)
                 copy_companions(source, folder, encrypted)
-                stop_tokens.state_end(source, folder, encrypted)
+                stop_tokens.add_end_token(source, folder, encrypted)
                 if encrypted is not None:
                     encrypted.write_list()
                 atomic_write.sync_tree(folder)

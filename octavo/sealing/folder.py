@@ -24,7 +24,7 @@ from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
 from octavo.checkpoint.hf_folder import MAX_FILE_BYTES, plan_parts
-from octavo.models.folder.folder import companions, copy_companions, one_folder, read_companion, read_json
+from octavo.models.folder.folder import companions, copy_companions, read_companion, read_json, require_one_folder
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
 from octavo.sealing import permute
@@ -138,7 +138,7 @@ def sealed_by(folder: str | Path, key: Key) -> Note:
 
 
 def _ready(source: Path, target: Path) -> None:
-    one_folder(source, "octavo seal")
+    require_one_folder(source, "octavo seal")
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     destination, origin = target.absolute(), source.resolve()
@@ -163,7 +163,7 @@ def _weights(
     waiting: dict[str, Tensor] = {}
     done = 0
     with Shards(folder, tensors, MAX_FILE_BYTES) as shards:
-        for name, value in models.stream(source):
+        for name, value in models.iter_weights(source):
             pieces: Iterable[tuple[str, Tensor]] = ()
             if not isinstance(value, Tensor):
                 pieces = codes.moved(name, value, axes.layouts[name], orders, move, stock.transposed(name))

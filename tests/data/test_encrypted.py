@@ -68,7 +68,7 @@ def encrypted(path: Path) -> Path:
 )
 def test_the_rows_are_the_same_and_the_cache_is_empty(tmp_path, monkeypatch, kind, how):
     if how != "small":
-        monkeypatch.setattr(cache, "SMALL", 0)
+        monkeypatch.setattr(cache, "SMALL_FILE", 0)
     plain = written(tmp_path, kind)
     path = encrypted(plain)
     place = path.parent if how == "folder" else path
@@ -125,7 +125,7 @@ def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_pat
 
 
 def test_without_files_in_memory_it_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
     path = encrypted(written(tmp_path, "jsonl"))
     monkeypatch.delattr("os.memfd_create")
     with pytest.raises(

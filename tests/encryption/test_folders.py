@@ -14,7 +14,7 @@ from octavo.base.encryption import folders
 from octavo.base.encryption.errors import Replaced
 from octavo.base.encryption.file_format import Place
 from octavo.cli.main import main
-from octavo.data.storage.cache import files_of
+from octavo.data.storage.cache import list_row_files
 from octavo.data.storage.open_rows import open_rows
 from octavo.models.tiny import tiny
 
@@ -250,13 +250,13 @@ def test_a_data_folder_with_a_file_more_or_less_is_refused(tmp_path, key):
     rows = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     write(tmp_path / "plain", {"part-0.jsonl": rows, "part-1.jsonl": rows, "images/0.png": b"no rows"})
     assert main(["encrypt", str(tmp_path / "plain"), str(tmp_path / "rows")]) == 0
-    assert len(files_of(tmp_path / "rows")) == 2
+    assert len(list_row_files(tmp_path / "rows")) == 2
     swap(tmp_path / "rows/part-0.jsonl", tmp_path / "rows/part-1.jsonl")
     with pytest.raises(data.DataError, match=r"part-0\.jsonl was encrypted as part-1\.jsonl"):
         list(open_rows(tmp_path / "rows"))
     (tmp_path / "rows/part-0.jsonl").unlink()
     with pytest.raises(data.DataError, match=r"part-0\.jsonl is missing"):
-        files_of(tmp_path / "rows")
+        list_row_files(tmp_path / "rows")
 
 
 def test_a_plain_file_in_a_folder_is_read_without_a_key(stored, monkeypatch):

@@ -118,7 +118,7 @@ def test_every_place_of_a_configuration_is_compared_by_content_or_left_out():
         names = []
         for name, field in model.model_fields.items():
             text, below = str(field.annotation) + str(field.metadata), f"{key}.{name}" if key else name
-            if "_a_path" in text or field.annotation is FilePath:
+            if "_check_path" in text or field.annotation is FilePath:
                 names.append(below)
             for inner in sections(field.annotation):
                 listed = ".0" if "tuple" in str(field.annotation) else ""

@@ -65,7 +65,7 @@ run: {{dir: {here / "run"}, save_every: 2, eval_every: 2, threads: 1, encrypt: t
 def key(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(encryption.VALUE, raising=False)
     monkeypatch.setenv(encryption.FILE, str(place.parent / "outside.key"))
-    monkeypatch.setattr(cache, "SMALL", 0)  # as of large files: what is made of them would lie in the cache
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)  # as of large files: what is made of them would lie in the cache
 
 
 def searched(*places: Path | str) -> int:

@@ -44,7 +44,7 @@ from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.fp8.weights import FROZEN
 from octavo.models.folder.chat import check_template
-from octavo.models.folder.folder import at, check_companions, companions
+from octavo.models.folder.folder import check_companions, companions, find_file
 from octavo.models.folder.quantization import to_config
 from octavo.models.processors import stop_tokens
 from octavo.models.processors.companions import write_companions
@@ -200,9 +200,11 @@ def export(
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
     check_companions(source, copied=True)  # before the weights, which may take an hour
-    if at(source, "tokenizer.json").is_file() and any(file.match("chat_template*") for file in companions(source)):
+    if find_file(source, "tokenizer.json").is_file() and any(
+        file.match("chat_template*") for file in companions(source)
+    ):
         check_template(models.load_tokenizer(source), source)
-    stop_tokens.unstated_end(source)  # refuses the tokenizer of another model
+    stop_tokens.missing_end_token(source)  # refuses the tokenizer of another model
     plan = layouts.layout(source, format, include)
     with atomic_write.new_folder(target, CheckpointError) as folder, Shards(folder, plan.tensors(), largest) as shards:
         _check_free_space(folder, target, shards.total)

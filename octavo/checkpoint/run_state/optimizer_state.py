@@ -53,8 +53,8 @@ def to_dcp(parameter: torch.Tensor, key: str, value: Any) -> Any:
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or key not in optim.PER_GROUP:
         return value
     mine = span(parameter)
-    first, last = optim.touched(mine)
-    return Rows(value, first, optim.groups(mine.total), writes=last - max(first, optim.groups(mine.start)))
+    first, last = optim.local_groups(mine)
+    return Rows(value, first, optim.num_groups(mine.total), writes=last - max(first, optim.num_groups(mine.start)))
 
 
 def groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
@@ -96,7 +96,7 @@ def allocate_slots(
     for name, keys in saved.items():
         parameter = parameters[name]
         if isinstance(optimizer, AdamW):
-            mine = optimizer.fresh(parameter, group_of[parameter])
+            mine = optimizer.init_state(parameter, group_of[parameter])
             if set(keys) != set(mine):
                 raise CheckpointError(
                     f"{path} holds {', '.join(sorted(keys))} of {name}, where this run's optimizer keeps "

@@ -129,14 +129,18 @@ def _check_end(loaded: Any, folder: Path, findings: Findings) -> None:
     vLLM and SGLang also stop at the end token of the tokenizer, transformers only at tokens in generation_config.json.
     """
     with findings.failing("generation_config.json"):
-        end = stop_tokens.unstated_end(folder, loaded)
+        end = stop_tokens.missing_end_token(folder, loaded)
         if end is None:
             return
-        stated = stop_tokens.stated_ends(folder)
+        stated = stop_tokens.stated_stop_ids(folder)
         tokenizer = getattr(loaded, "tokenizer", loaded)
         kind = "end-token-of-tokenizer" if end.id == tokenizer.eos_token_id else "end-token"
         findings.warn(
-            kind, "generation_config.json", end=end, stated=stated, ends=stop_tokens.ends_with(folder, end, tokenizer)
+            kind,
+            "generation_config.json",
+            end=end,
+            stated=stated,
+            ends=stop_tokens.required_stop_ids(folder, end, tokenizer),
         )
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
-from octavo.models.custom.mpt import MPTConfig, not_in_stock
-from octavo.models.custom.register import is_own
+from octavo.models.custom.mpt import MPTConfig, ignored_by_stock
+from octavo.models.custom.register import is_custom
 from octavo.models.folder.quantization import is_cache_scale
 
 #: suffixes that quantizers append to a weight's name for its scales; longest first
@@ -85,7 +85,7 @@ def _check_shape(name: str, held: Held, stock: StockModel, findings: Findings) -
 
 def check_fields(model: PreTrainedModel, findings: Findings) -> None:
     """Warn about fields of config.json that Octavo uses and transformers' class of the same name ignores."""
-    if isinstance(model.config, MPTConfig) and (fields := not_in_stock(model.config)):
+    if isinstance(model.config, MPTConfig) and (fields := ignored_by_stock(model.config)):
         findings.warn("mpt-fields", "config.json", fields=", ".join(fields))
 
 
@@ -99,7 +99,7 @@ def check_config(raw: Mapping[str, Any], block: Mapping[str, Any] | None, header
         findings.fail("quantization-without-codes", "config.json")
     if not raw.get("architectures"):
         findings.fail("architectures", "config.json")
-    if is_own(raw.get("model_type")):
+    if is_custom(raw.get("model_type")):
         findings.warn("own-family", "config.json", family=raw["model_type"])
     _config_dtype(raw, headers, findings)
     if any(str(raw.get(key, "")).startswith(("float8", "torch.float8")) for key in ("dtype", "torch_dtype")):

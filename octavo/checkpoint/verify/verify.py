@@ -47,7 +47,7 @@ from octavo.checkpoint.verify.scales import (
 from octavo.checkpoint.verify.skip_lists import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, scan_inputs, weights_by_name
 from octavo.models import ModelError, empty
-from octavo.models.folder.folder import check_generation_config, one_folder, read_json
+from octavo.models.folder.folder import check_generation_config, read_json, require_one_folder
 from octavo.models.folder.quantization import Quantization, parse, parse_autofp8, quantization_block
 from octavo.models.structure.skeleton import stock_config
 
@@ -71,7 +71,7 @@ def verify(
         if place is not None and not place.is_dir():
             raise CheckpointError(f"{place} is not a folder; name a Hugging Face folder or a PEFT adapter folder.")
         if place is not None:
-            one_folder(place, "octavo verify")
+            require_one_folder(place, "octavo verify")
     if is_adapter(folder):
         return _adapter(folder, other, quick, progress)
     if quick and other is not None:

@@ -164,6 +164,6 @@ class Fp8Section(Section):
         return ruled or any(self.recipe_of(name) != "off" for name in COMPONENTS)
 
     @field_serializer("fuse")
-    def _auto_is_off(self, value: str) -> str:
+    def _write_auto_as_off(self, value: str) -> str:
         """Write auto as off, so that a run of version 0.4.0 resumes: its settings are compared as written."""
         return "off" if value == "auto" else value

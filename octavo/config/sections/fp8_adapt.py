@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from octavo.base.recipe_specs import COARSE_TO_FINE, CURRENT_SCALING
-from octavo.config.sections.names import FROM_LIST, Section, one_of, one_word
+from octavo.config.sections.names import FROM_LIST, Section, canonical_name, one_of
 
 if TYPE_CHECKING:
     _Name = str
 else:
     _Name = one_of(*CURRENT_SCALING)
-_Rung = Annotated[_Name, BeforeValidator(one_word)]
+_RecipeName = Annotated[_Name, BeforeValidator(canonical_name)]
 
 
 class AdaptSection(Section):
@@ -26,7 +26,7 @@ class AdaptSection(Section):
         le=10**9,
         description="Steps between checks; a check costs as much as a step with health figures.",
     )
-    recipes: Annotated[tuple[_Rung, ...] | None, FROM_LIST] = Field(
+    recipes: Annotated[tuple[_RecipeName, ...] | None, FROM_LIST] = Field(
         default=None,
         description="Recipes to try, in this order, between the plan's recipe and high precision; [] for none. Absent: "
         f"the recipes with smaller blocks, which come after it in {', '.join(COARSE_TO_FINE)}.",
@@ -64,9 +64,11 @@ class AdaptSection(Section):
     )
 
 
-def _switch(value: Any) -> Any:
+def _section_from_bool(value: Any) -> Any:
     """True as the section with its defaults, false as None."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
-Adapt = Annotated[AdaptSection | None, BeforeValidator(_switch, json_schema_input_type=AdaptSection | bool | None)]
+Adapt = Annotated[
+    AdaptSection | None, BeforeValidator(_section_from_bool, json_schema_input_type=AdaptSection | bool | None)
+]

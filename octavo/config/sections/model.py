@@ -63,7 +63,7 @@ class AttentionSection(Section):
         return {"image_encoder": self.image_encoder, "foundation": self.foundation}
 
 
-def _for_all(value: Any) -> Any:
+def _expand_word(value: Any) -> Any:
     """A single word as the setting of every component that has the kernel."""
     if value == "flex":
         return {"foundation": value}
@@ -71,7 +71,7 @@ def _for_all(value: Any) -> Any:
     return dict.fromkeys(AttentionSection.model_fields, value) if known else value
 
 
-_OR_KERNEL = BeforeValidator(_for_all, json_schema_input_type=Kernel | AttentionSection)
+_OR_KERNEL = BeforeValidator(_expand_word, json_schema_input_type=Kernel | AttentionSection)
 
 
 class ModelSection(Section):

@@ -20,7 +20,7 @@ Reference = Literal["auto", "base", "copy", "disk"]
 #: Tests compare them with the registry of `octavo.rl`.
 WITH_CRITIC = ("ppo",)
 WITH_KL = ("rloo", "ppo")
-OF_CRITIC = ("gamma", "lam", "value_clip", "value_weight", "critic_lr")
+CRITIC_KEYS = ("gamma", "lam", "value_clip", "value_weight", "critic_lr")
 
 
 class RewardSection(Section):

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kerne
 from torch.utils.checkpoint import checkpoint
 
 from octavo.fp8.blocks.attention_output import KEEPS_OUTPUT_KEY
-from octavo.fp8.invariance import active
+from octavo.fp8.invariance import is_active
 
 
 def grouped_attention(
@@ -60,7 +60,7 @@ def grouped_attention(
         ValueError: the shapes do not fit, or a mask came with ``is_causal``.
     """
     groups = _check(q, k, v, mask, is_causal)
-    if active():
+    if is_active():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=True)
     q, k, v, mask = _apply_autocast(q, k, v, mask)
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -53,7 +53,7 @@ from octavo.fp8.dense.swap import (
     planned_layer,
     swap,
 )
-from octavo.fp8.invariance import active
+from octavo.fp8.invariance import is_active
 from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole
@@ -137,9 +137,9 @@ class GatedMlp(SwappedModule):
     """The forward of a gated MLP in FP8; see the module's docstring."""
 
     _saves: bool
-    own = ("_saves",)
+    attributes = ("_saves",)
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         layers = [self._modules.get(name) for name in CHILDREN]
         if not self._can(x, layers):
             return mlp.run_mlp(self, _PARTS, x) if self._saves else None
@@ -147,7 +147,7 @@ class GatedMlp(SwappedModule):
         call = _MlpArgs((gate._site, up._site, down._site), torch.is_grad_enabled(), self._saves)
         return _Mlp.apply(x, call, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
 
-    def traced(self, x: Tensor) -> Tensor | None:
+    def traced_forward(self, x: Tensor) -> Tensor | None:
         layers = [self._modules.get(name) for name in CHILDREN]
         act = self._modules.get("act_fn")
         if self._saves or act is None or has_hooks(act) or len(self._modules) != len(_CHILD_NAMES):
@@ -164,7 +164,7 @@ class GatedMlp(SwappedModule):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if recorder.is_watching() or _has_global_hooks() or not is_supported_input(x) or active():
+        if recorder.is_watching() or _has_global_hooks() or not is_supported_input(x) or is_active():
             return False
         if act is None or has_hooks(act) or len(self._modules) != len(_CHILD_NAMES):
             return False

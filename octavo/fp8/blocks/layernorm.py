@@ -68,7 +68,7 @@ def save_as_codes(norm: nn.Module) -> str | None:
 class LayerNorm(SwappedModule):
     """The forward of a LayerNorm that keeps codes of its input; see the module's docstring."""
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         parameters = [p for p in (weight, bias) if p is not None]
         if not is_supported_input(x) or x.dtype not in sources.DTYPES:

@@ -44,7 +44,7 @@ from octavo.fp8.blocks.probe import (
 from octavo.fp8.dense import sources
 from octavo.fp8.dense.inputs import Source, get_source, with_source, without_autocast
 from octavo.fp8.dense.swap import SwappedModule, has_hooks, is_supported_input, make_trial_module, swap
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.weights.shards import is_plain_tensor, is_whole
 
 Act = Callable[[Tensor], Tensor]
 
@@ -151,9 +151,9 @@ class SavedMlp(SwappedModule):
     """The forward of an MLP that keeps FP8 codes; see the module's docstring."""
 
     _parts: MlpParts
-    own = ("_parts",)
+    attributes = ("_parts",)
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         return run_mlp(self, self._parts, x)
 
 
@@ -165,7 +165,7 @@ def run_mlp(module: nn.Module, mlp_parts: MlpParts, x: Tensor) -> Tensor | None:
     if not all(is_idle(m) for name, m in module._modules.items() if name not in mlp_parts.names):
         return None
     inner = [module._modules[name](x) for name in mlp_parts.first]  # type: ignore[misc]
-    if not all(ordinary(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
+    if not all(is_plain_tensor(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
         h = act(inner[0])
         return last(h * inner[1] if len(inner) == 2 else h)
     h, source = activation_product(act, *inner)
@@ -250,7 +250,7 @@ class HighLinear(SwappedModule):
     weight: Tensor
     bias: Tensor | None
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         source = get_source(x)
         if source is None or not self.weight.requires_grad or not is_whole(self.weight):
             return None  # a frozen weight keeps no input anyway

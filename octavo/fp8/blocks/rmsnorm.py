@@ -52,7 +52,7 @@ from octavo.fp8.dense.swap import (
     planned_layer,
     swap,
 )
-from octavo.fp8.invariance import active, kernels_for
+from octavo.fp8.invariance import is_active, kernels_for
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.weights.shards import is_whole
 
@@ -222,10 +222,10 @@ class RmsNorm(SwappedModule):
     _promotes: bool
     _misses: int
     _saves: bool
-    own = ("_feeds", "_eps", "_promotes", "_misses", "_saves", "_taken")
-    volatile = ("_taken",)
+    attributes = ("_feeds", "_eps", "_promotes", "_misses", "_saves", "_taken")
+    transient_attributes = ("_taken",)
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         weight = self._parameters.get("weight")
         if weight is None or not is_whole(weight) or not is_supported_input(x):
             return None
@@ -233,7 +233,7 @@ class RmsNorm(SwappedModule):
             return None
         if x.dtype not in sources.DTYPES or weight.dtype not in sources.DTYPES:
             return None
-        if kernels_for(x) is not None and active():
+        if kernels_for(x) is not None and is_active():
             return None  # whose sums follow from the codes that are wanted, and so from whether it trains
         # An FP8 layer that is one no longer (fp8.high_precision) wants the stock norm before it, too.
         layers = [m for m in self._feeds if isinstance(m, Linear) and m._site.x != (None, None)]
@@ -256,7 +256,7 @@ class RmsNorm(SwappedModule):
             )
         return y
 
-    def traced(self, x: Tensor) -> Tensor | None:
+    def traced_forward(self, x: Tensor) -> Tensor | None:
         """Codes are made wherever a later layer asks for them: a graph cannot look whether they were taken."""
         layers = [m for m in self._feeds if isinstance(m, Linear) and not m._fp8_param]
         weight: Tensor = self.weight  # type: ignore[assignment]

@@ -71,7 +71,7 @@ class DelayedScaling(NamedTuple):
             rows.append(tensor[slot])
         return History(*rows)
 
-    def follow(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Histories follow the weights to their device, never to their dtype."""
         if device.type != "meta":
             self.held.update({name: move_tensor(tensor, device) for name, tensor in self.held.items()})

@@ -25,7 +25,7 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.dense import compiled
 from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix
-from octavo.fp8.invariance import active, row_linear
+from octavo.fp8.invariance import is_active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
 from octavo.fp8.kernels.self_check import kernel_checks, run_checks
 from octavo.fp8.observe.recorder import HIGH, LayerRecord, Result
@@ -52,7 +52,7 @@ class Scaling(Protocol):
 
     def begin(self, x: Tensor, slot: int | None, training: bool, seen: LayerRecord) -> ScaledCasts: ...
 
-    def follow(self, device: torch.device) -> None: ...
+    def move_to(self, device: torch.device) -> None: ...
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Site:
         self.x = Requests(self._request("fwd", "a"), self._request("wgrad", "b"))
         self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
 
-    def turn(self, recipe: Recipe, selections: Mapping[str, Selection]) -> None:
+    def set_recipe(self, recipe: Recipe, selections: Mapping[str, Selection]) -> None:
         """Use another recipe from the next forward on; drops the weight's codes."""
         self.recipe, self.selections = recipe, selections
         self.codes.drop()
@@ -108,7 +108,7 @@ class DenseOps:
     sizes: Tensor | None = None  # rows of each expert, on their device
     cast: Callable[[Tensor, CastRequest | None, CastRequest | None], QuantizedPair] = staticmethod(cast_matrix)
 
-    def restored(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
+    def restore(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
         """(this object for a backward, the remaining saved tensors), from the tensors that a forward saved."""
         return self, list(tensors)
 
@@ -129,7 +129,7 @@ class DenseOps:
         return backend.gemm_wgrad(dy, x, dtype)
 
     def high_fwd(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        product = row_linear if torch._C._len_torch_function_stack() and active() else F.linear
+        product = row_linear if torch._C._len_torch_function_stack() and is_active() else F.linear
         return product(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def high_dgrad(self, dy: Tensor, w: Tensor) -> Tensor:

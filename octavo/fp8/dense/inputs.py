@@ -42,7 +42,7 @@ from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend
-from octavo.fp8.weights.shards import ordinary
+from octavo.fp8.weights.shards import is_plain_tensor
 from octavo.fp8.weights.versions import listen
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _no_op() -> None:
 
 def _is_recognizable(x: Tensor) -> bool:
     """Whether a later call with the same tensor can be recognized, and its codes reused."""
-    if (type(x) is not Tensor and not ordinary(x)) or x.is_meta or x.is_inference() or not x.numel():
+    if (type(x) is not Tensor and not is_plain_tensor(x)) or x.is_meta or x.is_inference() or not x.numel():
         return False
     # Codes made in inference mode could not be saved for a backward later.
     return is_written_only_by_torch(x) and not torch.is_inference_mode_enabled()

@@ -37,7 +37,7 @@ from octavo.fp8.arithmetic.recipe import recipe as named_recipe
 from octavo.fp8.dense import compiled, gemms
 from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, DenseOps, ScaledCasts, Site, select_backends
 from octavo.fp8.dense.inputs import Input, Source, without_autocast
-from octavo.fp8.invariance import active
+from octavo.fp8.invariance import is_active
 from octavo.fp8.observe import recorder
 from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
@@ -102,7 +102,7 @@ class _ThreeGemms(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.forget()
         (needs_x, needs_w, needs_b), site, seen = ctx.needs, ctx.site, ctx.seen
-        way, tensors = ctx.way.restored(ctx.saved_tensors)
+        way, tensors = ctx.way.restore(ctx.saved_tensors)
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         dy_MN = dy if dy.dim() == 2 else dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx = dw = db = None
@@ -235,7 +235,7 @@ class Linear(CachesWeights, nn.Linear):
         module.__class__ = cls
         assert isinstance(module, cls)
         compiled.record_weight_kind(module)
-        module.own_weights()
+        module.register_caches()
         return module
 
     @property
@@ -260,7 +260,7 @@ class Linear(CachesWeights, nn.Linear):
         grad = torch.is_grad_enabled()
         way = DENSE_OPS if grad else INFERENCE_OPS
         call = GemmArgs(self._site, self.weight, WHOLE_WEIGHT, grad, self.training, way, source=self._source)
-        if torch._C._len_torch_function_stack() and active():
+        if torch._C._len_torch_function_stack() and is_active():
             with torch._C.DisableTorchFunction():  # a mode that intercepts each call takes longer than most calls
                 return three_gemms(input, self.weight, self.bias, call)
         return three_gemms(input, self.weight, self.bias, call)
@@ -268,11 +268,11 @@ class Linear(CachesWeights, nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
         if self._site.scaling is not None:
-            self._site.scaling.follow(self.weight.device)
+            self._site.scaling.move_to(self.weight.device)
         return out
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.recipe.short()}, backend={self.backend}"
+        return f"{super().extra_repr()}, fp8={self.recipe.summary()}, backend={self.backend}"
 
 
 def linear(

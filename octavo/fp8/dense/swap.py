@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.inputs import is_functorch_active
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.weights.shards import ordinary
+from octavo.fp8.weights.shards import is_plain_tensor
 
 STOCK_KEY = "_as_stock"
 """The key in the __dict__ of a swapped module that runs the stock forward for now, because its class must stay."""
@@ -40,28 +40,28 @@ def planned_layer(layer: nn.Module | None) -> PlannedLayer | None:
 
 
 class SwappedModule(nn.Module):
-    """A replacement forward for modules with one input: subclasses implement :meth:`other`."""
+    """A replacement forward for modules with one input: subclasses implement :meth:`replacement_forward`."""
 
     _stock: ClassVar[type[nn.Module]]
     _kind: ClassVar[type[SwappedModule]]
     _as_stock = False  # STOCK
     prefix: ClassVar[str] = "Fp8"  # of the class's name
-    own: ClassVar[tuple[str, ...]] = ()  # names that swapping adds to the module's __dict__
-    volatile: ClassVar[tuple[str, ...]] = ()  # the part of ``own`` that copies and pickles omit
-    precise: ClassVar[bool] = False  # computes in high precision, and stays inside fp8.high_precision
+    attributes: ClassVar[tuple[str, ...]] = ()  # names that swapping adds to the module's __dict__
+    transient_attributes: ClassVar[tuple[str, ...]] = ()  # the part of ``attributes`` that copies and pickles omit
+    runs_in_high_precision: ClassVar[bool] = False  # computes in high precision, and stays inside fp8.high_precision
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         """The output; None: this call runs the stock forward."""
         raise NotImplementedError
 
-    def traced(self, x: Tensor) -> Tensor | None:
-        """:meth:`other` while a compiler traces it, in operators of its graph; by default the stock forward, which a
-        compiler can fuse."""
+    def traced_forward(self, x: Tensor) -> Tensor | None:
+        """:meth:`replacement_forward` while a compiler traces it, in operators of its graph; by default the stock
+        forward, which a compiler can fuse."""
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1 and not self._as_stock:
-            other = self.traced if torch.compiler.is_compiling() else self.other
+            other = self.traced_forward if torch.compiler.is_compiling() else self.replacement_forward
             y = other(*args, *kwargs.values())
             if y is not None:
                 return y
@@ -69,7 +69,7 @@ class SwappedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles refer to the stock class and the kind, since the dynamic class has no importable name."""
-        state = {name: value for name, value in self.__dict__.items() if name not in self.volatile}
+        state = {name: value for name, value in self.__dict__.items() if name not in self.transient_attributes}
         return _rebuild, (self._kind, self._stock), state
 
 
@@ -89,9 +89,9 @@ def _rebuild(kind: type[SwappedModule], stock: type[nn.Module]) -> nn.Module:
 
 
 def swap(module: nn.Module, kind: type[SwappedModule], **attributes: object) -> None:
-    """Replace the class of a module by ``kind``, with ``attributes`` (the names of ``kind.own``) in its
+    """Replace the class of a module by ``kind``, with ``attributes`` (the names of ``kind.attributes``) in its
     ``__dict__``."""
-    assert set(attributes) == set(kind.own) - set(kind.volatile)
+    assert set(attributes) == set(kind.attributes) - set(kind.transient_attributes)
     module.__dict__.update(attributes)
     module.__class__ = _get_class(kind, type(module))
 
@@ -108,7 +108,7 @@ def unswap(module: nn.Module) -> None:
     for name in module.__dict__.pop(_ADDED, ()):
         module.__dict__.pop(name, None)
     if isinstance(module, SwappedModule) and "_stock" in type(module).__dict__:
-        for name in module.own:
+        for name in module.attributes:
             module.__dict__.pop(name, None)
         object.__setattr__(module, "__class__", module._stock)
 
@@ -135,4 +135,4 @@ def make_trial_module(module: nn.Module, parameters: dict[str, Any], modules: di
 def is_supported_input(x: Tensor) -> bool:
     """Whether a replacement forward supports x: a plain tensor with elements, outside of transforms of torch.func,
     which our gradients do not support."""
-    return ordinary(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not is_functorch_active()
+    return is_plain_tensor(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not is_functorch_active()

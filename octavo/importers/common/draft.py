@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from octavo.base import safe_read
 from octavo.base.hub import is_name
 from octavo.config.sections.text_types import is_url
-from octavo.config.yaml.problems import ConfigError, Place, Problem, named, nearest
+from octavo.config.yaml.problems import ConfigError, Place, Problem, describe_value, nearest
 from octavo.importers.common.key_outcomes import Kind, Row, Setting
 from octavo.importers.errors import TranslateError
 from octavo.importers.source.keys import SourceConfig, SourceKey
@@ -240,7 +240,7 @@ class Draft:
     def refuse(self, key: str, why: str) -> NoReturn:
         """Raise TranslateError for a kind of run that cannot be translated."""
         entry = self.source_keys[key]
-        raise TranslateError(f"{entry.place}: {key}: {named(entry.value)} cannot be translated: {why}.")
+        raise TranslateError(f"{entry.place}: {key}: {describe_value(entry.value)} cannot be translated: {why}.")
 
     def mark_invalid(self, key: str, wanted: str, fix: str = "") -> None:
         """Record an invalid value as an error, with its line."""
@@ -354,7 +354,10 @@ class Draft:
     def _add_problem(self, key: str, wanted: str, fix: str = "") -> Any:
         entry = self.source_keys[key]
         problem = Problem(
-            entry.place, key, f"expected {wanted}, found {named(entry.value)}", fix or "correct it in this file"
+            entry.place,
+            key,
+            f"expected {wanted}, found {describe_value(entry.value)}",
+            fix or "correct it in this file",
         )
         self.problems[problem] = None
         return None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import safe_read
-from octavo.config.sections.text_types import not_a_path
+from octavo.config.sections.text_types import path_problem
 from octavo.importers.errors import TranslateError
 
 #: maximum bytes of a file that a configuration names
@@ -72,7 +72,7 @@ class Folder:
     def _path(self, *names: str) -> Path | None:
         path = str(self.root.joinpath(*names))
         # An impossible file name (with a NUL, or 5,000 letters) would make realpath raise.
-        return None if not_a_path(path) else Path(os.path.realpath(path))
+        return None if path_problem(path) else Path(os.path.realpath(path))
 
 
 def get_mapping(config: Any, key: str) -> dict[str, Any]:

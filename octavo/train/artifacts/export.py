@@ -60,7 +60,7 @@ def export_model(
         values = values_of(opened.model)
     else:
         log(f"{path}: {target.quantization or 'high precision'}")
-        values = models.stream(target.base)
+        values = models.iter_weights(target.base)
     return export(
         values, target.base, directory, format, include=include, largest=largest, device=device, protect=(target.path,),
         log=log, progress=progress,

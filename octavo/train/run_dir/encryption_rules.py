@@ -16,7 +16,7 @@ from octavo.base.seal_note import ONE_KEY_ONE_PURPOSE, fingerprint, read_note
 from octavo.checkpoint.run_state.files import STATE
 from octavo.config import Config
 from octavo.data.errors import BadSample
-from octavo.data.storage.cache import files_of
+from octavo.data.storage.cache import list_row_files
 from octavo.models.folder.folder import is_weights
 from octavo.train.errors import TrainError
 
@@ -106,7 +106,7 @@ def _inputs(cfg: Config) -> Iterator[tuple[str, Path]]:
     for of in ("train", "eval"):
         for n, entry in enumerate(getattr(cfg.data, of)):
             if Path(entry.path).exists():
-                yield from ((f"data.{of}.{n}", file) for file in files_of(Path(entry.path)))
+                yield from ((f"data.{of}.{n}", file) for file in list_row_files(Path(entry.path)))
     for key in ("resume", "fork", "start_from"):
         if (named := getattr(cfg.run, key)) is not None:
             yield f"run.{key}", Path(named) / STATE

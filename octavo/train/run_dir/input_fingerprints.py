@@ -12,8 +12,8 @@ from typing import Any
 from octavo.checkpoint import compat
 from octavo.config import Config
 from octavo.config.sections.text_types import is_url
-from octavo.data.file_digests import Content, content_of, digests
-from octavo.data.storage.cache import Log, default_folder, files_of, quiet
+from octavo.data.file_digests import Content, compute_digests, digest_file
+from octavo.data.storage.cache import Log, default_folder, list_row_files, no_log
 from octavo.data.storage.remote import fingerprint, local_files
 from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
@@ -29,7 +29,7 @@ Prints = Mapping[str, Mapping[str, Any]]
 determine the run's numbers."""
 
 
-def fingerprints(cfg: Config, log: Log = quiet) -> dict[str, dict[str, Any]]:
+def fingerprints(cfg: Config, log: Log = no_log) -> dict[str, dict[str, Any]]:
     """{"data": the files of data.train and data.eval by path, "model": those of the model folder by name}, each file
     as {"size": bytes, "sha256": of its first 64 MiB, "whole": of all}; a data folder likewise, over its files with
     rows. Digests of data files are computed once and cached (:mod:`octavo.data.file_digests`).
@@ -44,13 +44,13 @@ def fingerprints(cfg: Config, log: Log = quiet) -> dict[str, dict[str, Any]]:
     for url in filter(is_url, paths):
         of_data[url] = fingerprint(url)
         if files := local_files(url):
-            of_data[url]["whole"] = _digest([one.sha256 for one in digests(files, folder, log)])
+            of_data[url]["whole"] = _digest([one.sha256 for one in compute_digests(files, folder, log)])
     return {"data": of_data, "model": of_folder(Path(cfg.model.path))}
 
 
 def of_folder(folder: Path) -> dict[str, Any]:
     """Name -> fingerprint of the files of a model folder that determine a run's numbers, except weights."""
-    return {name: _printed(content_of(folder / name)) for name in files_of_model(folder)}
+    return {name: _printed(digest_file(folder / name)) for name in files_of_model(folder)}
 
 
 def files_of_model(folder: Path) -> list[str]:
@@ -103,9 +103,9 @@ def _same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) ->
         )
 
 
-def _of_data(path: Path, folder: Path, log: Log = quiet) -> dict[str, Any]:
-    files = [path] if path.is_file() else files_of(path)
-    every = {file.name: one for file, one in zip(files, digests(files, folder, log), strict=True)}
+def _of_data(path: Path, folder: Path, log: Log = no_log) -> dict[str, Any]:
+    files = [path] if path.is_file() else list_row_files(path)
+    every = {file.name: one for file, one in zip(files, compute_digests(files, folder, log), strict=True)}
     if path.is_file():
         return _printed(every[path.name])
     heads = {name: {"size": one.size, "sha256": one.head} for name, one in every.items()}

@@ -24,7 +24,7 @@ import torch
 import octavo
 from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
-from octavo.data.storage.cache import files_of
+from octavo.data.storage.cache import list_row_files
 from octavo.models.folder.folder import parts_of
 from octavo.train.run_dir import input_fingerprints
 
@@ -111,7 +111,7 @@ def _inside(key: str, folder: Path) -> list[Path]:
         return sorted(file for file in folder.glob("adapter_*") if file.is_file())
     if key.startswith("run."):
         return [file for file in [folder / "state.json"] if file.is_file()]
-    rows = files_of(folder)
+    rows = list_row_files(folder)
     # In a folder of `datasets` only that library's own lists name the files with rows.
     return rows or sorted(file for file in folder.rglob("*") if file.is_file())[:_INSIDE]
 

@@ -31,7 +31,7 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
 from octavo.data.loaders.eval_set import EvalSet
-from octavo.data.loaders.rows_from_config import prepare
+from octavo.data.loaders.rows_from_config import prepare_datasets
 from octavo.fp8.planning import Schedule
 from octavo.models.folder.folder import check_companions
 from octavo.train.forward import attention_kernel, routing
@@ -80,7 +80,7 @@ def build(
     seed_everything(cfg.run.seed + world.rank)
     processor = _processor(cfg, world, start)
     settings = data_settings(cfg)
-    prepare(settings, processor, log)
+    prepare_datasets(settings, processor, log)
     planned = _plan(cfg, world, start, settings, processor, log, describe_plan)
     data = _data(settings, processor, world, start, phase)
     built = _model(cfg, world, context, data, planned, log)
@@ -199,7 +199,7 @@ def _plan(
 
 def _note_pixels(counters: Any, processor: Any, log: Log) -> None:
     """Print a note if the resumed run resized images with another library."""
-    pixels = models.pixels_by(processor)
+    pixels = models.image_backend(processor)
     if not counters or pixels is None:
         return
     before = compat.image_backend(counters)
@@ -286,11 +286,11 @@ def _record_machine(directory: Path, cfg: Config, world: parallel.World, process
     if not world.is_main:
         return
     origin = hub.origin(cfg.model.path)
-    about = {**environment.describe(), "ranks": world.size, "pixels": models.pixels_by(processor)}
+    about = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
     if origin is not None:
         about["model"] = origin
     if (videos := getattr(processor, "videos", None)) is not None:
-        about["video"] = models.videos_described(videos)
+        about["video"] = models.describe_videos(videos)
     run_dir.write_json(directory / "environment.json", about)
 
 
