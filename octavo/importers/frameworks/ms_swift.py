@@ -125,7 +125,7 @@ def translate(draft: Draft) -> None:
     path = model_and_data.set_model_path(draft, "model")
     if revision := draft.text("model_revision"):
         draft.set("model.revision", revision, "model_revision")
-    if (task := draft.text("task_type") or "causal_lm") != "causal_lm":
+    if draft.text("task_type") not in (None, "causal_lm"):
         draft.refuse("task_type", "embedding models, classifiers and rerankers are not implemented")
     has_tower = model_and_data.has_vision(draft, path or draft.text("load") or draft.text("mcore_model"))
     phase = _translate_phase(draft)
