@@ -199,9 +199,9 @@ def _sentence(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.errno in _REFUSALS:
         return f"{error.strerror}: {error.filename or 'a file'}; {_REFUSALS[error.errno]}"
     if isinstance(error, RuntimeError | MemoryError):  # without torch little memory was used
-        from octavo.train.loop.out_of_memory import SMALLER, what_is_full
+        from octavo.train.loop.out_of_memory import SMALLER, describe_full_memory
 
-        if (full := what_is_full(error)) is not None:
+        if (full := describe_full_memory(error)) is not None:
             return f"{full}; {SMALLER}"
     if isinstance(error, RuntimeError) and any(all(part in str(error) for part in parts) for parts in _LOST):
         return (

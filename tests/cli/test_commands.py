@@ -81,7 +81,7 @@ def test_what_train_prints_before_its_first_step_fits_fifteen_lines(here, capsys
         "next: octavo export told "
     )
     cfg = load_config("run.yaml")
-    found = plan_printer(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
+    found = plan_printer(verbose=True)(planning.RunPlan(cfg, *planning.plan_for(cfg)))
     assert "note: norms in high precision: a reduction whose error every later layer inherits" in found
     assert sum("self_attn.q_proj " in line for line in found) == 1
     assert all(len(line) <= 80 for line in found if not line.startswith(("note: ", "memory, ")))

@@ -18,7 +18,7 @@ from octavo.train.estimate.memory.switches import savings
 from octavo.train.forward import losses
 from octavo.train.run_dir.run_dir import read_rows
 from octavo.train.setup import planning
-from octavo.train.setup.token_counts import Tokens, _patches, assumed, count
+from octavo.train.setup.token_counts import Tokens, _patches, assume_tokens, count_tokens
 from tests.generation.test_memory import Peak
 
 pytestmark = pytest.mark.usefixtures("unseen")
@@ -40,7 +40,7 @@ def predicted(cfg: Config, batches: list[dict]) -> Footprint:
     judged = int((losses.targets(batch["labels"]) != losses.IGNORE).any(dim=0).sum())
     patches, out, images = _patches(batch, models.read_config(Path(cfg.model.path)))
     counts = {"foundation": rows * length, "lm_head": rows * judged, "image_encoder": patches, "image_projector": out}
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
     tokens = Tokens(counts, length, patches // images)
     return Footprints(cfg, model, family, plan, tokens, device="cpu", copy=rl.reference_of(cfg) == "copy").of(cfg)
@@ -99,13 +99,13 @@ def test_a_step_of_rl_counts_what_was_predicted(reinforcing: Make, monkeypatch, 
 @pytest.mark.parametrize("over", [(), (*LORA, "preference={loss: ipo}")], ids=["full", "lora"])
 def test_a_step_of_preferences_counts_what_was_predicted(preferring: Make, monkeypatch, over: tuple[str, ...]) -> None:
     cfg = preferring(*ONE, *over)
-    seen, loss_at = [], preference_phase.PreferenceStepper.loss_at
+    seen, loss_at = [], preference_phase.PreferenceStepper.loss_at_positions
 
     def watched(stepper, batch, *args):
         seen.append(batch)
         return loss_at(stepper, batch, *args)
 
-    monkeypatch.setattr(preference_phase.PreferenceStepper, "loss_at", watched)
+    monkeypatch.setattr(preference_phase.PreferenceStepper, "loss_at_positions", watched)
     rl.run(cfg)
     assert seen[0]["input_ids"].shape[0] == 2 * cfg.train.micro_batch
     agree(memory_of(cfg), predicted(cfg, seen))
@@ -139,16 +139,16 @@ def test_where_rows_hold_no_answer_the_longest_micro_batch_is_planned_for(reinfo
     """A measured plan asks for it; prompts and pairs are no rows of SFT."""
     for make, rows in ((reinforcing, 8), (preferring, 4)):
         cfg = make("data.train=[{path: /nowhere/rows.jsonl}]", "train.seq_length=64")
-        model, family = planning.model_of(cfg)
-        found = count(cfg, None, family, model.config)
-        assert found == assumed(cfg, family.components, model.config)[0] and found.rows == rows
+        model, family = planning.meta_model(cfg)
+        found = count_tokens(cfg, None, family, model.config)
+        assert found == assume_tokens(cfg, family.components, model.config)[0] and found.rows == rows
         assert found.counts["lm_head"] == rows * (4 if make is reinforcing else 64)
 
 
 def test_no_switch_is_shown_that_phase_rl_refuses(reinforcing: Make):
     cfg = reinforcing()
-    model, family = planning.model_of(cfg)
+    model, family = planning.meta_model(cfg)
     plan, family, _ = planning.plan_model(cfg, model, family)
-    sizes = Footprints(cfg, model, family, plan, assumed(cfg, family.components, model.config)[0], device="cpu")
+    sizes = Footprints(cfg, model, family, plan, assume_tokens(cfg, family.components, model.config)[0], device="cpu")
     keys = [switch.key for switch in savings(sizes)]
     assert "optimizer.states" in keys and "optimizer.update" not in keys

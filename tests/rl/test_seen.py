@@ -45,7 +45,7 @@ def test_a_run_under_trl_names_and_its_parts_on_the_terminal(reinforcing: Make, 
     assert "eval/completions/mean_length" in tags and "eval/length" not in tags, "nor two in two places"
     assert list(dict.fromkeys(what.split()[0] for what in heard)) == ["rollout", "rewards", "training", "held-out"]
     assert heard.count("training") == 2 and "rollout 16/16" in heard
-    again = rl.evaluate_target(artifacts.look(result.dir), answers=3)
+    again = rl.evaluate_target(artifacts.inspect_target(result.dir), answers=3)
     assert again["completions"] == 3 and {key: again[key] for key in result.eval} == pytest.approx(dict(result.eval))
 
 

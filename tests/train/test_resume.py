@@ -286,8 +286,11 @@ def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, t
     monkeypatch.setattr("octavo.models.pixels_by", lambda processor: now)
     console = Console(record=True, width=300)
     train.run(make(*over, "run.resume=auto"), console=console)
-    says = f"the run's images were resized by {before or 'pil'}, now they are by {now}, with slightly different results"
-    assert f"{says}; {told} torchvision to use the former again" in console.export_text()
+    previous = before or "pil"
+    note = (
+        f"note: images were resized with {previous} before, and are resized with {now} now, so pixels differ slightly"
+    )
+    assert f"{note}; {told} torchvision to restore {previous}" in console.export_text()
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -100,7 +100,7 @@ class Critic:
         before it takes the next."""
         if not self.apart:
             return
-        keep, target, _ = self.stepper.judged(batch, 1.0)
+        keep, target, _ = self.stepper.loss_positions(batch, 1.0)
         with adapters.second(self.stepper.model):
             with memory.forward() if memory else nullcontext():
                 values = self._forward(batch, keep)
@@ -109,7 +109,7 @@ class Critic:
             self.stepper.part_figures.append(figures)
             yield Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
-    def forwards(self, policy: Mapping[str, int]) -> dict[str, int]:
+    def count_forwards(self, policy: Mapping[str, int]) -> dict[str, int]:
         """Component -> its forwards in an update, from those of the policy: a separate critic runs all of them except
         the head once more."""
         return {name: n * 2 if self.apart and name != "lm_head" else n for name, n in policy.items()}

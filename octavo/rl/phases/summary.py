@@ -8,7 +8,7 @@ from octavo.rl.phases.preference_phase import settings
 from octavo.rl.phases.reference import kind_of
 from octavo.rl.phases.settings import Settings
 from octavo.train.forward import critic
-from octavo.train.setup.planning import micro_steps_of, samples_of
+from octavo.train.setup.planning import count_micro_steps, samples_per_step
 
 
 def reference_of(cfg: Config) -> str | None:
@@ -40,7 +40,7 @@ def sentences(cfg: Config, ranks: int = 1) -> list[str]:
     if cfg.train.phase not in ("rl", "preference"):
         return []
     reference = reference_of(cfg)
-    parts = f"in {_count(micro_steps_of(cfg, ranks), 'micro-batch', 'es')} of {cfg.train.micro_batch}"
+    parts = f"in {_count(count_micro_steps(cfg, ranks), 'micro-batch', 'es')} of {cfg.train.micro_batch}"
     parts += f" on each of {ranks} ranks" if ranks > 1 else ""
     if cfg.train.phase == "rl":
         chosen = Settings.of(cfg)
@@ -49,7 +49,7 @@ def sentences(cfg: Config, ranks: int = 1) -> list[str]:
         said = [
             f"a step: {_count(rl.prompts, 'prompt')} x {rl.group} completions of up to {rl.max_new_tokens} tokens, "
             f"rewarded by {rewards}; {_count(chosen.updates, 'update')} by {rl.algorithm}, each of "
-            f"{samples_of(cfg)} completions {parts}"
+            f"{samples_per_step(cfg)} completions {parts}"
             + (", every completion used " + _count(rl.epochs, "time") if rl.epochs > 1 else "")
             + (", and written by the weights before the last update" if rl.stale else "")
         ]
@@ -62,7 +62,7 @@ def sentences(cfg: Config, ranks: int = 1) -> list[str]:
             rows, each = "labelled answers", "after a forward of as many answers to other prompts"
         said = [f"a step: {cfg.train.global_batch} {rows} {parts}, {each}; one update by {section.loss}"]
         why = f"none: {section.loss} needs none"
-    if critic.wanted(cfg):
+    if critic.is_enabled(cfg):
         said.append(f"critic: {_CRITICS[cfg.lora is not None]}")
     return [*said, f"reference: {_REFERENCES[reference] if reference else why}"]
 

@@ -50,9 +50,10 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.index.json")
 _INSIDE = 4096  # most files compared of a data folder without rows directly in it (one of `datasets`)
 
 
-def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = None) -> dict[str, str]:
-    """Key -> value of everything that must be equal on all ranks. ``prints``: digests of further inputs of the phase
-    (:meth:`octavo.train.setup.phase.Phase.prints`). ``epochs``: those from which `train.steps` was computed, if any."""
+def rank_facts(cfg: Config, fingerprints: Mapping[str, str], epochs: float | None = None) -> dict[str, str]:
+    """Key -> value of everything that must be equal on all ranks. ``fingerprints``: digests of further inputs of the
+    phase (:meth:`octavo.train.setup.phase.Phase.fingerprints`). ``epochs``: those from which `train.steps` was
+    computed, if any."""
     settings = dict(_flat(cfg.model_dump(mode="json")))
     if epochs is not None:
         counted = f"train.steps (counted from train.epochs: {epochs:g}, with the token counts in data.cache)"
@@ -62,7 +63,7 @@ def rank_facts(cfg: Config, prints: Mapping[str, str], epochs: float | None = No
     facts |= _of_files(dict(_files(places)))
     # A value that is no path here (a built-in reward, a name of the hub, a URL, a keyword) is compared itself.
     facts |= {key: json.dumps(_name(key, value)) for key, value in places.items() if not os.path.exists(value)}
-    facts |= {f"file of {name}": digest[:16] for name, digest in prints.items()}
+    facts |= {f"file of {name}": digest[:16] for name, digest in fingerprints.items()}
     facts |= _versions()
     facts["device"] = accelerator.here().type
     if cfg.run.encrypt:  # otherwise the first save would fail, after the steps before it
