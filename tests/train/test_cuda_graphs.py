@@ -134,7 +134,7 @@ def small(graph: Any = None) -> tuple[Small, Graphs, list[str]]:
 
 
 def eager(model: nn.Module, each: Graphs, given: tuple[Any, ...]) -> Tensor:
-    loss = each.loss_at(*given)
+    loss = each.compute_loss(*given)
     loss.total.backward()
     return loss.parts
 

@@ -102,7 +102,7 @@ def fake_gpu(monkeypatch):
             model, policy_from(cfg), family.components, counted.counts, device="cpu", timer=timer, machine=GPU
         )
 
-    monkeypatch.setattr(planning, "measured", measured)
+    monkeypatch.setattr(planning, "measure_recipes", measured)
     return seen
 
 

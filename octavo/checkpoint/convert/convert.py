@@ -187,7 +187,7 @@ def _to_dcp(
     progress: Progress,
 ) -> Converted:
     """Write a folder as a DCP checkpoint. `key` maps a tensor's name in the folder to its key under `model` in DCP."""
-    shards, opens = folder.shards, values.of_folder(folder)
+    shards, opens = folder.shards, values.folder_fingerprints(folder)
     if options["to_bf16"]:
         shards, opens = values.in_bf16(shards, opens, quantization, folder.path)
     elif quantization is not None:

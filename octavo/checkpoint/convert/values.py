@@ -20,7 +20,7 @@ from octavo.models.weights.shards import Stored
 Opens = Callable[[Entry], AbstractContextManager[Tensor]]
 
 
-def of_folder(folder: Folder) -> Opens:
+def folder_fingerprints(folder: Folder) -> Opens:
     """Return a function that opens the tensors of a folder's shards, mapped into memory."""
     places = {entry.name: folder.place(shard, entry) for shard in folder.shards for entry in shard.entries}
 

@@ -169,8 +169,8 @@ class Target:
         path = find_checkpoint(self.path, step, world, log)
         before = read_state(path)["counters"]
         if not self.moved:  # another tokenizer or processor would change the model's inputs
-            input_fingerprints.same_folder(
-                before.get("model"), input_fingerprints.of_folder(self.base), path, str(self.base)
+            input_fingerprints.check_same_folder(
+                before.get("model"), input_fingerprints.folder_fingerprints(self.base), path, str(self.base)
             )
         as_trained = load_in_fp8 is None and not self.moved
         wanted = dtype or model_dtype(cfg)

@@ -94,7 +94,7 @@ def run(
         trackers.refuse_missing(cfg)
     encryption_rules.check(cfg)
     try:
-        with encryption_rules.withholding(cfg):
+        with encryption_rules.hide_quotations(cfg):
             cfg_with_steps = resolve_steps(cfg, display.log)
             return _run(cfg_with_steps, cfg.train.epochs, display, user_callbacks, phase, describe_plan, watchers)
     finally:
@@ -155,7 +155,7 @@ def _start_run(
     world.at("the start, assembling the run")
     prints_plan = display.console is not None
     job = build.build(cfg, world, start, phase, display.log, describe_plan if prints_plan else lambda planned: ())
-    run_dir.settle(start, world, display.log)
+    run_dir.discard_later_files(start, world, display.log)
     first = job.progress.step + 1
     if display.console is not None:
         job.stepper.on_progress = display.show_part
@@ -193,7 +193,7 @@ def _train(run: Run) -> RunResult:
     rank may be lost, because the write may then never complete."""
     wait_s = 0.0
     try:
-        with encryption_rules.withholding(run.cfg):  # watchers write error messages
+        with encryption_rules.hide_quotations(run.cfg):  # watchers write error messages
             return _training_loop(run)
     except Exception as error:
         may_have_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
@@ -225,12 +225,12 @@ def _training_loop(run: Run) -> RunResult:
             run.log.close()
     # A run stopped at the last step has finished, unless its evaluation is still due: a resumed run would do it.
     stopped = run.stopping and (run.step < steps or (due(run, steps) and "eval" not in run.row))
-    if not stopped and (in_a_row := run.job.progress.in_a_row):
+    if not stopped and (consecutive_skips := run.job.progress.consecutive_skips):
         raise TrainError(
-            f"the last {in_a_row} of {steps} steps were skipped, because the loss or the gradient was not finite. The "
-            "weights may be unusable, so the run has not finished. The weights of the last applied step are in "
-            f"{run_dir.CHECKPOINTS}/step_{run.step} (octavo eval, octavo export). Look at the data of these steps, "
-            "lower train.lr, or keep the layer that overflows out of FP8"
+            f"the last {consecutive_skips} of {steps} steps were skipped, because the loss or the gradient was not "
+            "finite. The weights may be unusable, so the run has not finished. The weights of the last applied step "
+            f"are in {run_dir.CHECKPOINTS}/step_{run.step} (octavo eval, octavo export). Look at the data of these "
+            "steps, lower train.lr, or keep the layer that overflows out of FP8"
         )
     result = _result(run, stopped)
     run.notify("end", result)
@@ -256,7 +256,7 @@ def _step(run: Run, number: int) -> Step:
     job.stepper.number = number
     result = job.stepper.run(batches, lr, observe)
     seconds = time.perf_counter() - began
-    progress.after(
+    progress.record_step(
         number, job.loader.rows, job.loader.place, result.tokens, seconds, result.applied, result.loss_tokens > 0,
         result.overflow,
     )  # fmt: skip

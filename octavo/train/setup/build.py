@@ -133,7 +133,7 @@ class _Data:
 
 def _data(cfg: Config, processor: Any, world: parallel.World, start: run_dir.Start, phase: Phase) -> _Data:
     """Open the training data at the run's next row, and the held-out data. `cfg` is the result of `data_settings`."""
-    report = {"report_path": run_dir.skipped(cfg)}
+    report = {"report_path": run_dir.skipped_path(cfg)}
     loader_args: dict[str, Any] = {"rank": world.data_rank, "world": world.data_size, **report}
     if cfg.data.packing:
         loader_args["place"] = start.place

@@ -101,7 +101,7 @@ def resume(
             f"saved by {before[0]} rank(s) of {before[1]} thread(s), continued on {now[0]} of {now[1]}: sums are "
             "computed in another order, so losses agree closely but not bit for bit"
         )
-    return run_dir.Progress.of(restored.counters)
+    return run_dir.Progress.from_counters(restored.counters)
 
 
 def _load_first_weights(
