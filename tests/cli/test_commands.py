@@ -82,7 +82,7 @@ def test_train_prints_at_most_fifteen_lines_before_the_first_step(here, capsys):
         "next: octavo export printed "
     )
     cfg = load_config("run.yaml")
-    result = plan_printer(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
+    result = plan_printer(verbose=True)(planning.RunPlan(cfg, *planning.plan_for(cfg)))
     assert "note: norms in high precision: a reduction whose error every later layer inherits" in result
     assert sum("self_attn.q_proj " in line for line in result) == 1
     assert all(len(line) <= 80 for line in result if not line.startswith(("note: ", "memory, ")))
