@@ -34,13 +34,13 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: 
     mask = None
     if dropout:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout)
-    call = Call(scale, dropout, user, get_source(x))
+    call = LowRankArgs(scale, dropout, user, get_source(x))
     out: Tensor = _LowRank.apply(y, x, a, b, mask, call)
     return out
 
 
 def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float) -> Tensor:
-    """The same in operators that a compiler can trace; the compiler decides what is saved."""
+    """Return the same in operators that a compiler can trace; the compiler decides what is saved."""
     dropped = torch.nn.functional.dropout(x, dropout) if dropout else x
     dropped = dropped.to(y.dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
     h = dropped @ a.to(y.dtype).t()
@@ -48,7 +48,7 @@ def low_rank_traced(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dr
     return out.view(y.shape)
 
 
-class Call(NamedTuple):
+class LowRankArgs(NamedTuple):
     """The arguments of a forward besides its tensors."""
 
     scale: float
@@ -59,7 +59,7 @@ class Call(NamedTuple):
 
 class _LowRank(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: Any, y: Tensor, x: Tensor, a: Tensor, b: Tensor, mask: Tensor | None, call: LowRankArgs) -> Tensor:
         dtype = y.dtype
         with torch.autocast(x.device.type, enabled=False):
             operand = Input(x, call.user, dtype)

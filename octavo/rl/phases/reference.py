@@ -75,7 +75,7 @@ class BaseReference:
 
         model = self.stepper.model
         cfg = self.stepper.cfg
-        without = nullcontext() if cfg.lora is None else adapters.disabled(model)
+        without = nullcontext() if cfg.lora is None else adapters.disable_adapters(model)
         with without, batch_invariant_context(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
@@ -96,7 +96,7 @@ class CopyReference:
         model.requires_grad_(False).eval()
         frozen_base.switch_off_dropout(model, cfg)  # a block with dropout would not be fused as the policy's block is
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
-        frozen_base.into_codes(model, plan)
+        frozen_base.quantize_frozen_weights(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)
