@@ -255,7 +255,7 @@ def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     monkeypatch.setitem(
         sys.modules, "deep_gemm", stand_in(**(WHOLE | {"get_mk_alignment_for_contiguous_layout": lambda: 240}))
     )
-    assert "multiples of 240 rows, not of 128" in BACKEND.supports("fwd", made, CUDA, None)
+    assert "multiples of 240 rows, not 128" in BACKEND.supports("fwd", made, CUDA, None)
 
     deepgemm_backend._why_not.cache_clear()
 

@@ -229,7 +229,9 @@ def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPa
     newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "adamw", errs)
-    with pytest.raises(SelfCheckError, match=r"adamw on triton computes wrong results: weight with states in fp8 at \[7\]"):
+    with pytest.raises(
+        SelfCheckError, match=r"adamw on triton computes wrong results: weight with states in fp8 at \[7\]"
+    ):
         engine.select_engine(torch.device("meta"))
 
 
@@ -288,7 +290,9 @@ def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -
 def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     checks, _ = counting("a")
-    with pytest.warns(UserWarning, match="the result of the kernel self-check cannot be saved .* it will run at each start"):
+    with pytest.warns(
+        UserWarning, match="the result of the kernel self-check cannot be saved .* it will run at each start"
+    ):
         assert ran(checks) == ("a",)
 
 
