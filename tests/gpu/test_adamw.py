@@ -65,7 +65,7 @@ def settings(states: str, master: str) -> Hyper:
 
 @pytest.mark.parametrize("master", MASTERS)
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
-def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
+def test_kernel_equals_reference_bitwise(states: str, master: str) -> None:
     one, other = ([piece(*shape, i, states, master) for i, shape in enumerate(SHAPES)] for _ in range(2))
     factor = torch.tensor(0.7, device="cuda")
     for step in range(1, 5):
@@ -77,7 +77,7 @@ def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
 
 
 @pytest.mark.parametrize("states", ["fp8", "fp32"])
-def test_the_cpu_has_the_same_bits(states: str) -> None:
+def test_cpu_gives_same_bits(states: str) -> None:
     """A checkpoint of one machine goes on on another: all but what MKL's square root makes of it."""
     there = [piece(*SHAPES[i], i, states, "bf16+16") for i in (0, 5)]
     here = [
@@ -98,7 +98,7 @@ def test_the_cpu_has_the_same_bits(states: str) -> None:
             assert wrong < 1e-2, f"{name}: {float(wrong):.2%} of the bytes"
 
 
-def test_a_learning_rate_on_the_device_and_no_wait() -> None:
+def test_device_learning_rate_does_not_synchronize() -> None:
     one, other = ([piece(*SHAPES[0], 0, "fp8", "bf16+sr")] for _ in range(2))
     lr, factor = torch.tensor(1e-3, device="cuda"), torch.tensor(0.5, device="cuda")
     given, also = with_gradients(one, 1), with_gradients(other, 1)
@@ -170,7 +170,7 @@ def test_update_in_backward_equals_the_ordinary_step(recipe: str | None, clip: f
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16"])
-def test_a_whole_clipped_step_waits_for_nothing(states: str) -> None:
+def test_clipped_step_does_not_synchronize(states: str) -> None:
     made = model("blockwise")
     optimizer = fp8.AdamW(made.parameters(), lr=1e-3, states=states, master="bf16+sr")
     tokens = torch.arange(256, device="cuda")
@@ -189,7 +189,7 @@ def test_a_whole_clipped_step_waits_for_nothing(states: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_is_not_finite_is_seen_without_waiting_for_it() -> None:
+def test_nonfinite_detection_does_not_synchronize() -> None:
     made = model()
     updating = UpdateInBackward(fp8.AdamW(made.parameters(), lr=1e-2), made)
     made.layers[2][0].weight.register_hook(lambda g: g * float("nan"))
@@ -219,7 +219,7 @@ def test_offloaded_states_give_the_same_weights_and_resume(inside: bool) -> None
         assert all(x.device.type == "cpu" for x in again.state[p].values())
 
 
-def test_many_small_batches_on_streams_never_cross() -> None:
+def test_batches_on_streams_do_not_interfere() -> None:
     offload = Offload("cuda", batch=1 << 20)
     one = [piece(1 << 20, 0, i, "fp8", "bf16+16") for i in range(6)]
     other = [

@@ -44,7 +44,7 @@ def step(m, x, lowered=False):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
 @pytest.mark.parametrize("lowered", [False, True])
-def test_near_the_separate_layers(recipe, lowered):
+def test_close_to_separate_layers(recipe, lowered):
     plain, twin = pair(recipe, torch.float32 if lowered else torch.bfloat16)
     for rows in (300, 1):
         x = torch.randn(rows, 512, device="cuda", dtype=twin.mlp.gate_proj.weight.dtype)
@@ -58,7 +58,7 @@ def test_near_the_separate_layers(recipe, lowered):
             assert exact.dtype == found.dtype and calc_diff(exact, found) < 5e-3
 
 
-def test_one_kernel_each():
+def test_one_kernel_per_block():
     pytest.importorskip("triton")
     from octavo.fp8.kernels.triton_kernels.launch import launches
 
@@ -70,7 +70,7 @@ def test_one_kernel_each():
     assert (seen["rmsnorm_tile"], seen["swiglu"], seen["swiglu_backward"]) == (1, 1, 1)
 
 
-def test_nothing_waits():
+def test_no_synchronization():
     _, twin = pair()
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     step(twin, x)
@@ -82,7 +82,7 @@ def test_nothing_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_less_is_saved_for_the_backward():
+def test_less_memory_is_saved_for_backward():
     saved = []
     for m in pair():
         x = torch.randn(4096, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -94,7 +94,7 @@ def test_less_is_saved_for_the_backward():
     assert saved[1] < 0.75 * saved[0]
 
 
-def test_a_captured_step():
+def test_captured_step():
     plain, twin = pair()
     for m in (plain, twin):
         m.requires_grad_(True)

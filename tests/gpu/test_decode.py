@@ -29,7 +29,7 @@ def test_every_recipe_on_every_shape(title: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize("title", TITLES[1:])
-def test_a_row_depends_on_no_other(title: str) -> None:
+def test_rows_are_independent(title: str) -> None:
     """Alone, among 5 and among 64, at every place: the same bits, twenty times."""
     casts = recipe(title).fwd
     for n, k in SHAPES[1:4]:
@@ -54,7 +54,7 @@ def test_bias_and_rounding_in_one_part_and_in_several(title: str) -> None:
         assert torch.equal(decode(x, w, torch.bfloat16, bias), want)
 
 
-def test_neither_waits_nor_needs_new_code_in_a_graph() -> None:
+def test_replays_in_graph_without_synchronization() -> None:
     """Nothing in a call waits for the device; a captured call, both kernels of it, gives the bits of a plain one."""
     x, w = operands("blockwise", "fwd", 8, 1024, 4096)
     want = decode(x, w, torch.bfloat16)

@@ -38,7 +38,7 @@ def step(m, x):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_nothing_waits(recipe):
+def test_no_synchronization(recipe):
     m = block(recipe)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     step(m, x)  # kernels are compiled and loaded
@@ -53,7 +53,7 @@ def test_nothing_waits(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:3])
-def test_a_captured_step_sees_the_weights_of_its_day(recipe):
+def test_captured_step_uses_current_weights(recipe):
     m = block(recipe)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     stream = torch.cuda.Stream()

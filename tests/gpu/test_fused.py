@@ -106,7 +106,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert_cast(col_q, h, col, 0)
 
 
-def test_nothing_waits_and_a_graph_replays() -> None:
+def test_no_synchronization_and_graph_replay() -> None:
     row, col = PAIRS["blockwise"]
     gate, up = numbers(256, 1024, torch.bfloat16), numbers(256, 1024, torch.bfloat16, 1)
 

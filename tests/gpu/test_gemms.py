@@ -120,7 +120,7 @@ def test_bad_values_bias_and_rounding(title: str) -> None:
         assert torch.equal(got.cpu(), rows[:, None].expand(200, 300))
 
 
-def test_neither_waits_nor_needs_new_code_in_a_graph() -> None:
+def test_replays_in_graph_without_synchronization() -> None:
     """Nothing in a call waits for the device, and a captured call gives the bits of a plain one."""
     a, b = operands("blockwise", "wgrad", 512, 384, 256)
     want = gemm(a, 0, b, 0, torch.bfloat16)

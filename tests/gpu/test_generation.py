@@ -27,7 +27,7 @@ TOKEN_AND_HEAD = fp8.CastSpec("e4m3", block=(1, -1), scale="fp32")
 @pytest.mark.parametrize("coded", [False, True], ids=["plain", "e4m3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("queries", "heads", "dim"), [(32, 8, 128), (16, 8, 64), (6, 2, 96), (8, 8, 80), (40, 2, 256)])
-def test_pages_are_written_and_looked_at(queries, heads, dim, dtype, coded) -> None:
+def test_paged_cache_matches_fp64(queries, heads, dim, dtype, coded) -> None:
     """Codes and scales bit for bit the reference's; attention within the rounding of its result, and 2^-14 of the
     largest value (fp32: 2^-18), whatever the lengths; and in other places bit for bit the same."""
     gen, page, lengths = torch.Generator().manual_seed(dim), 8, [1, 8, 1000, 1024, 1025, 4099, 0]
@@ -71,7 +71,7 @@ def test_pages_are_written_and_looked_at(queries, heads, dim, dtype, coded) -> N
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "off"])
-def test_tokens_with_graphs_are_those_without(recipe, kv, monkeypatch) -> None:
+def test_graphs_do_not_change_tokens(recipe, kv, monkeypatch) -> None:
     """And log-probabilities and entropies, bit for bit; graphs see weights that an optimizer has moved."""
     torch.manual_seed(0)
     model = models.random_model(models.tiny_config("qwen3"), "cuda", torch.bfloat16, 2)

@@ -63,7 +63,7 @@ def trained(recipe: str, graphs: bool, steps: int = 5) -> tuple[list[Any], dict[
     return [x.tolist() for x in losses], dict(counts.calls), found, said
 
 
-def test_a_capture_that_fails_says_why_and_leaves_nothing_behind() -> None:
+def test_failed_capture_gives_reason_and_cleans_up() -> None:
     torch.cuda.manual_seed(5)
     wanted = [torch.randn(3, device="cuda") for _ in range(2)][1]
     torch.cuda.manual_seed(5)
@@ -79,7 +79,7 @@ def test_a_capture_that_fails_says_why_and_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "rowwise"])
-def test_replays_are_eager_micro_batches_and_follow_the_weights(recipe: str) -> None:
+def test_replays_equal_eager_micro_batches(recipe: str) -> None:
     without, counts, _, _ = trained(recipe, False)
     losses, replayed, found, said = trained(recipe, True)
     assert said == [] and found.replays == 9

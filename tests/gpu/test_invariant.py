@@ -167,7 +167,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_gap_to_a_training_forward_is_zero(case: str) -> None:
+def test_rollout_equals_training_forward(case: str) -> None:
     """In any batch of the engine; and without the mode there is one to take away."""
     family, dtype, kind = CASES[case]
     torch.manual_seed(0)

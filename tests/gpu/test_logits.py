@@ -41,7 +41,7 @@ def relative_error(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("m, k, v", [(300, 896, 32_001), (1, 64, 999), (0, 64, 999), (1024, 512, 151_936)])
-def test_the_error_is_at_most_the_plain_path_s(m: int, k: int, v: int, dtype: torch.dtype, where: str):
+def test_error_is_at_most_that_of_plain_path(m: int, k: int, v: int, dtype: torch.dtype, where: str):
     hidden, weight, target = problem(m, k, v, dtype, ignored=m // 3)
     each = torch.rand(m, device="cuda")
     ours, full = linear_cross_entropy(hidden, weight, target.to(where)), plain(hidden, weight, target)
@@ -59,7 +59,7 @@ def test_the_error_is_at_most_the_plain_path_s(m: int, k: int, v: int, dtype: to
 
 @pytest.mark.parametrize("m, v", [(300, 32_001), (0, 1000), (1, 999)])
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
-def test_a_head_in_fp8_is_near_its_own_logits(recipe: str, m: int, v: int):
+def test_fp8_head_is_close_to_logits(recipe: str, m: int, v: int):
     """At most four times what FP8 costs with full logits: scales along the vocabulary are those of a block."""
     hidden, weight, target = problem(m, 512, v, torch.bfloat16)
     model = HeadAlone(nn.Linear(512, v, bias=False, device="cuda", dtype=torch.bfloat16))
@@ -92,7 +92,7 @@ class HeadAlone(nn.Module):
 
 
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_nothing_waits_for_the_device(where: str):
+def test_no_synchronization(where: str):
     hidden, weight, target = problem(256, 64, 5000, torch.bfloat16, ignored=50)
     target = target.to(where)
     linear_cross_entropy(hidden, weight, target).sum().backward()  # cuBLAS and the allocator have started
@@ -104,7 +104,7 @@ def test_nothing_waits_for_the_device(where: str):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_bad_target_on_the_device_shows_in_its_loss():
+def test_bad_target_makes_loss_nan():
     hidden, weight, target = problem(8, 64, 500, torch.float32)
     target[3] = 500
     loss = linear_cross_entropy(hidden, weight, target.cuda())
@@ -123,7 +123,7 @@ def test_autocast_casts_blocks_and_not_the_weight():
         assert a.dtype == torch.float32 and relative_error(a, c) <= 1.05 * relative_error(b, c)
 
 
-def test_the_peak_is_a_fraction_of_the_logits():
+def test_peak_memory_is_fraction_of_logits():
     hidden, weight, target = problem(8192, 1024, 151_936, torch.bfloat16)
 
     def peak(loss) -> int:

@@ -49,7 +49,7 @@ def hidden(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("activations", "most"), [("bf16", 300), ("fp8", 72)])
-def test_a_layer_of_8_billion_keeps_what_is_counted(activations: str, most: int) -> None:
+def test_layer_of_8b_model_saves_counted_bytes(activations: str, most: int) -> None:
     """At most 72 KiB a token with activations in FP8. The allocator adds less than 1 MiB to a tensor."""
     tokens = 8192
     model = qwen3(LAYER, 1, 1024, activations)
@@ -83,7 +83,7 @@ def test_a_layer_of_8_billion_keeps_what_is_counted(activations: str, most: int)
     del out
 
 
-def test_the_peak_of_a_step_is_the_sum_of_its_kinds() -> None:
+def test_peak_memory_is_sum_of_kinds() -> None:
     """0.94 B parameters of 4.06 bytes (bf16+sr, FP8 states), updated in backward, activations in FP8, no logits."""
     vocabulary, rows, length = 32_000, 2, 2048
     model = qwen3(BILLION, 16, vocabulary, "fp8")

@@ -62,7 +62,7 @@ def step(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tens
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("tokens", "used"), [(1, E), (300, E), (1000, 5)])
-def test_experts_on_the_gpu_are_the_references(recipe, tokens, used):
+def test_experts_match_reference(recipe, tokens, used):
     """The same codes wherever inputs are the same; what follows differs by roundings to BF16 of the first GEMM."""
     ours, plan = converted(recipe, "cuda")
     assert not [note for note in plan.notes if "expert by expert" in note], plan.notes
@@ -74,7 +74,7 @@ def test_experts_on_the_gpu_are_the_references(recipe, tokens, used):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_step_waits_for_nothing(recipe):
+def test_step_does_not_synchronize(recipe):
     ours, _ = converted(recipe, "cuda")
     inputs = given(300)
     step(ours, inputs)  # compiles kernels
@@ -91,7 +91,7 @@ def test_a_step_waits_for_nothing(recipe):
 
 
 @pytest.mark.parametrize("used", [E, 3])
-def test_grouped_products_in_bf16_are_the_loop(used):
+def test_grouped_bf16_products_match_loop(used):
     g = torch.Generator().manual_seed(3)
     groups = group_rows(torch.randint(0, used, (700,), generator=g).cuda(), E).groups
     padding = ~real_rows(groups).unsqueeze(1)

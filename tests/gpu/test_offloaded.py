@@ -93,7 +93,7 @@ def test_offload_gives_the_same_gradients_and_frees_the_device(how, in_fp8):
     assert all(torch.equal(a, b) for a, b in zip(grads, own, strict=True)) and again > 2 * moved
 
 
-def test_the_synchronizing_hooks_change_no_value():
+def test_synchronizing_hooks_do_not_change_values():
     _, grads = step(stack(2))
     model = stack(2)
     synchronize_per_layer(model.named_children())
@@ -102,7 +102,7 @@ def test_the_synchronizing_hooks_change_no_value():
 
 
 @pytest.mark.parametrize("in_fp8", [False, True])
-def test_counted_bytes_are_those_of_the_allocator(in_fp8):
+def test_counted_bytes_match_allocator(in_fp8):
     model = stack(4, in_fp8=in_fp8)
     step(model)
     model.zero_grad()
@@ -116,7 +116,7 @@ def test_counted_bytes_are_those_of_the_allocator(in_fp8):
     del y
 
 
-def test_what_offload_moved_is_counted_as_the_hosts():
+def test_offloaded_tensors_count_as_host_memory():
     model = stack(4)
     offload(model.named_children(), least=1 << 16)
     with count_saved(model, model.named_children()) as k:
@@ -126,7 +126,7 @@ def test_what_offload_moved_is_counted_as_the_hosts():
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "boolean", "added"])
-def test_grouped_attention_is_that_of_repeated_heads_and_keeps_no_copies(kind):
+def test_grouped_attention_matches_repeated_heads(kind):
     torch.manual_seed(0)
     heads, groups, size = 8, 4, 64
     shapes = ((heads, size), (heads // groups, size), (heads // groups, size))

@@ -37,7 +37,7 @@ def _states(optimizer: AdamW) -> list[dict]:
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
 @pytest.mark.parametrize("master", ["fp32", "bf16+16", "bf16+sr"])
-def test_a_state_dict_goes_to_the_gpu_and_back_in_every_bit(states, master):
+def test_state_dict_round_trip_is_exact(states, master):
     host, gpu, back = (_optimizer(states, master, device) for device in ("cpu", "cuda", "cpu"))
     _grads(host, 1)
     host.step()
@@ -48,7 +48,7 @@ def test_a_state_dict_goes_to_the_gpu_and_back_in_every_bit(states, master):
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
-def test_moments_are_encoded_alike_on_both(states):
+def test_moments_are_encoded_equally_on_both_devices(states):
     torchs = torch.optim.AdamW([nn.Parameter(torch.zeros(shape)) for shape in SHAPES])
     _grads(torchs, 2)
     torchs.step()
@@ -64,7 +64,7 @@ def test_moments_are_encoded_alike_on_both(states):
 
 @pytest.mark.parametrize("master", ["fp32", "bf16+16", "bf16+sr"])
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16", "fp32"])
-def test_a_run_goes_on_from_a_file_in_every_bit_and_on_the_other_device(states, master, tmp_path):
+def test_resume_is_exact_on_both_devices(states, master, tmp_path):
     """GPU, file, GPU: the bits of a run without a stop. GPU, file, CPU: near it, since square roots and powers of CPUs
     are not those of GPUs in every last bit."""
     whole, stopped, again = (_optimizer(states, master, "cuda") for _ in range(3))
@@ -99,7 +99,7 @@ class _Mesh:
         return "both"
 
 
-def test_an_agreement_waits_for_no_device(monkeypatch):
+def test_agreement_does_not_synchronize(monkeypatch):
     p = nn.Parameter(torch.zeros(7, 40, device="cuda"))
     p.device_mesh, p.placements = _Mesh(), (torch.distributed.tensor.Shard(0),)
     monkeypatch.setattr(sharded, "is_dtensor", lambda value: True)

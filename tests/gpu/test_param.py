@@ -53,13 +53,13 @@ def same(a: tuple[list[float], dict[str, Tensor]], b: tuple[list[float], dict[st
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_steps_are_those_of_plain_weights(recipe: str) -> None:
+def test_steps_match_plain_weights(recipe: str) -> None:
     model = build(recipe, True)
     assert isinstance(model[0].up.weight, Fp8Weight) and model[0].up.weight.is_cuda
     assert same(train(build(recipe, False)), train(model))
 
 
-def test_forward_and_backward_wait_for_nothing() -> None:
+def test_forward_and_backward_do_not_synchronize() -> None:
     model = build("blockwise", True)
     x = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
     model(x).sum().backward()
@@ -73,7 +73,7 @@ def test_forward_and_backward_wait_for_nothing() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_shards_have_the_codes_of_the_whole(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_have_codes_of_full_weight(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = fp8.recipe(recipe)
     sites = [("fwd", chosen.fwd.b, 1)]
     if chosen.dgrad.b != chosen.fwd.b:

@@ -43,7 +43,7 @@ def gradient(n, step):
 
 @pytest.mark.parametrize("states", ["fp8", "bf16"])
 @pytest.mark.parametrize("bad", [None, float("nan"), -float("inf"), 3e19, 1e-37])
-def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
+def test_rare_settings_match_reference_bitwise(states, bad):
     """Zeros, what is not finite, second moments beyond 2^127 and faded ones, each alone in a chunk and together."""
     n = 3 * cpu.CHUNK + 640
     w = torch.randn(n, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -66,7 +66,7 @@ def test_what_is_rare_has_the_bits_of_the_reference_too(states, bad):
 @pytest.mark.parametrize(("master", "dtype"), MASTERS)
 @pytest.mark.parametrize("states", ["fp8", "bf16", "fp32"])
 @pytest.mark.parametrize("start", [0, 77])
-def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dtype, start):
+def test_cached_cpu_step_matches_reference_bitwise(states, master, dtype, start):
     n = 20_000
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(n, generator=generator).to(dtype)
@@ -86,7 +86,7 @@ def test_the_step_in_the_cache_has_the_bits_of_the_reference(states, master, dty
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize(("master", "dtype"), [MASTERS[0], MASTERS[3]])
-def test_a_parameter_steps_alike_in_one_piece_and_in_parts_of_whole_groups(states, master, dtype):
+def test_parameter_in_parts_of_whole_groups_equals_one_piece(states, master, dtype):
     n = 1500
     w = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(dtype)
     one, parts = w.clone(), w.clone()
@@ -121,7 +121,7 @@ def test_fp32_states_follow_torch():
 
 
 @pytest.mark.parametrize(("states", "grad_dtype"), [("fp32", torch.float32), ("fp8", torch.bfloat16)])
-def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, states):
+def test_bf16_weight_with_low_halves_equals_fp32_weight(grad_dtype, states):
     n = 700
     high = torch.randn(n, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     whole = high.float()
@@ -137,7 +137,7 @@ def test_a_bf16_weight_and_16_bits_train_exactly_as_an_fp32_weight(grad_dtype, s
     assert float((high.float() - whole).abs().max() / whole.abs().max()) < 2**-8
 
 
-def test_weights_rounded_by_chance_move_as_much_as_exact_ones_on_average():
+def test_stochastically_rounded_weights_are_unbiased():
     """Steps of a hundredth of a BF16 step: rounded to nearest no weight would move at all."""
     n = 1 << 16
     w = torch.full((n,), 1.0 + 2**-7)
@@ -154,7 +154,7 @@ def test_weights_rounded_by_chance_move_as_much_as_exact_ones_on_average():
     assert want > 100 * deviation and abs(moved - want) < 4 * deviation
 
 
-def test_a_gradient_that_is_no_number_makes_its_weight_nan_and_no_other():
+def test_nan_gradient_affects_only_its_weight():
     for states in STATES:
         w = torch.ones(300)
         state = fresh(w, 0, states, "fp32")
@@ -167,7 +167,7 @@ def test_a_gradient_that_is_no_number_makes_its_weight_nan_and_no_other():
         assert w.isnan().nonzero().flatten().tolist() == spread
 
 
-def test_no_second_moment_is_lost_in_a_run():
+def test_second_moments_never_become_zero():
     n = 640
     w = torch.zeros(n)
     state = fresh(w, 0, "fp8", "fp32")
@@ -180,14 +180,14 @@ def test_no_second_moment_is_lost_in_a_run():
     assert int(lost.sum()) == 0 and w.isfinite().all() and float(w.abs().max()) < 0.3
 
 
-def test_a_learning_rate_in_a_tensor_gives_the_same_numbers():
+def test_tensor_learning_rate_equals_float():
     # "meta" has no values: what is computed must not be read; a CPU tensor's is
     number = Scalars.compute(Hyper(3e-4, weight_decay=0.1), 7)
     assert Scalars.compute(Hyper(torch.tensor(3e-4, dtype=torch.float64), weight_decay=0.1), 7) == number
     assert isinstance(Scalars.compute(Hyper(torch.tensor(3e-4, device="meta")), 7).pace, torch.Tensor)
 
 
-def test_edges_are_the_groups_that_a_piece_holds_in_part():
+def test_edges_are_partial_groups():
     def cut(n, start):
         w = torch.zeros(n)
         return [tuple(e)[1:] for e in find_edges([Piece(w, w, {}, start, 0, 1)])]

@@ -35,7 +35,7 @@ def rows(**named):
 
 @pytest.mark.parametrize("name", rows())
 @pytest.mark.parametrize("states", ["fp8", "coat"])
-def test_a_second_moment_becomes_zero_only_if_it_was(name, states):
+def test_nonzero_second_moment_never_becomes_zero(name, states):
     v = rows()[name][None]
     for step in range(1, 40):
         back = there_and_back(torch.zeros_like(v), v, states, step)[1]
@@ -44,7 +44,7 @@ def test_a_second_moment_becomes_zero_only_if_it_was(name, states):
 
 
 @pytest.mark.parametrize("name", rows())
-def test_fp8_decodes_to_a_neighbour_on_the_grid(name):
+def test_fp8_decodes_to_adjacent_grid_point(name):
     v = rows()[name][None]
     lo, hi = moments.extrema(v)
     range_ = moments.v_range(lo, hi)
@@ -59,7 +59,7 @@ def test_fp8_decodes_to_a_neighbour_on_the_grid(name):
         assert int(pace) == 512 or int(pace) * 4 / 5 * 508 < int(high - low) + 508
 
 
-def test_a_grid_is_the_finest_whose_508_steps_hold_the_group():
+def test_grid_is_finest_that_covers_group():
     paces = torch.tensor([quarters << octave for octave in range(7, 20) for quarters in (4, 5, 6, 7)])
     for more, want in ((0, paces[:-1]), (1, paces[1:])):  # bit patterns as far apart as 508 steps are, and one more
         lo = torch.ones(len(want), dtype=torch.int32)
@@ -67,7 +67,7 @@ def test_a_grid_is_the_finest_whose_508_steps_hold_the_group():
         assert torch.equal(moments.grid(range_)[1][:, 0], want.int())
 
 
-def test_the_grid_stands_still_while_the_group_moves():
+def test_grid_is_stable_while_group_changes():
     v = rows()["chi squared"][None]
     grids = [moments.grid(moments.v_range(*moments.extrema(v * 0.999**t))) for t in range(99)]
     bases, paces = ({int(g[i]) for g in grids} for i in (0, 1))
@@ -75,7 +75,7 @@ def test_the_grid_stands_still_while_the_group_moves():
     assert not paces and len(bases) > 1 and all(base % pace == 0 for base in bases)
 
 
-def test_what_a_step_adds_arrives_over_many_steps():
+def test_small_updates_accumulate_over_steps():
     """v decays by a thousandth a step: to nearest it would stand still; 500 steps of it must give 0.999^500."""
     v = rows()["chi squared"].expand(8, 128).contiguous()
     start, nearest, random = v.clone(), v.clone(), v.clone()
@@ -102,7 +102,7 @@ def test_bf16_second_moments_decay_too():
     assert abs(float((v / start).double().log().mean()) - 500 * torch.tensor(0.999).log().item()) < 0.01
 
 
-def test_coat_does_not_shrink_what_is_written_again_and_again():
+def test_coat_does_not_shrink_reencoded_values():
     """The smallest magnitude of a group lies among E4M3's coarsest steps: with an exact power it is rounded down, the
     group's range grows, the power with it, and so on at every writing until the value is gone."""
     v = rows()["chi squared"].expand(1, 128).contiguous()
@@ -114,7 +114,7 @@ def test_coat_does_not_shrink_what_is_written_again_and_again():
         assert ((new / old).log2().abs() < 0.5).all()
 
 
-def test_first_moments_are_kept_to_a_part_of_the_largest_and_finer_when_small():
+def test_first_moment_error_is_bounded_by_largest():
     generator = torch.Generator().manual_seed(2)
     v = torch.rand(64, 128, generator=generator) * 1e-6 + 1e-9
     m = torch.randn(64, 128, generator=generator) * v.sqrt()
@@ -127,7 +127,7 @@ def test_first_moments_are_kept_to_a_part_of_the_largest_and_finer_when_small():
     assert torch.equal(torch.sign(back)[code > 0], torch.sign(r)[code > 0])
 
 
-def test_codes_fill_their_bits_and_come_back():
+def test_codes_use_all_bits_and_round_trip():
     m_code = torch.arange(-63, 64, dtype=torch.int32)[:, None].expand(127, 512)
     v_code = torch.arange(512, dtype=torch.int32)[None].expand(127, 512)
     m_byte, v_byte = moments.pack(m_code, v_code)
@@ -137,7 +137,7 @@ def test_codes_fill_their_bits_and_come_back():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2.0**127])
-def test_a_group_with_a_value_that_is_none_decodes_to_nan_and_the_next_one_does_not(bad):
+def test_group_with_nan_decodes_to_nan_alone(bad):
     v = torch.rand(2, 128) + 0.1
     v[0, 5], v[0, 9] = bad, 0.0
     m, v = there_and_back(torch.ones(2, 128), v)
@@ -145,14 +145,14 @@ def test_a_group_with_a_value_that_is_none_decodes_to_nan_and_the_next_one_does_
     assert m[1].isfinite().all() and v[1].isfinite().all()
 
 
-def test_a_first_moment_that_faded_is_let_go():
+def test_vanished_first_moment_becomes_zero():
     v = torch.full((1, 128), 1e-8)
     m = torch.full((1, 128), 1e-37)
     state = moments.encode("fp8", m, v, chance(v.shape))
     assert state["exp_avg_scale"].item() == 0 and moments.decode("fp8", state)[0].eq(0).all()
 
 
-def test_extrema_of_parts_agree_with_those_of_the_whole():
+def test_extrema_of_parts_equal_extrema_of_group():
     generator = torch.Generator().manual_seed(3)
     m, v = torch.randn(4, 128, generator=generator), torch.rand(4, 128, generator=generator)
     here = torch.arange(128) < 50
@@ -181,7 +181,7 @@ def test_extrema_of_parts_agree_with_those_of_the_whole():
                 assert torch.equal(codes, whole["exp_avg_sq_codes"].float()[:, mine])
 
 
-def test_coat_cuts_its_power_to_sixteenths_and_does_not_count_zeros():
+def test_coat_truncates_power_to_sixteenths_and_ignores_zeros():
     v = torch.rand(64, 128, generator=torch.Generator().manual_seed(4)) * 1e-8
     v[:, 0] = 0.0
     v[1] = 7e-9
@@ -197,7 +197,7 @@ def test_coat_cuts_its_power_to_sixteenths_and_does_not_count_zeros():
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, -0x400000, -1])
-def test_coat_gives_no_number_to_a_moment_that_is_none(bits):
+def test_coat_keeps_nan(bits):
     v = torch.rand(1, 128) + 0.1
     v.view(torch.int32)[0, 5] = bits
     figures = torch.ones(1, 3)  # as of a group that is finite: the code alone must tell

@@ -10,12 +10,12 @@ def unsigned(x):
     return [value & 0xFFFFFFFF for value in x.tolist()]
 
 
-def test_zero_key_and_counter_give_the_published_words():
+def test_zero_key_and_counter_match_published_words():
     words = unsigned(philox.words(0, 0, 4, step=0, parameter=0))
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-def test_words_follow_a_plain_transcription_of_the_paper():
+def test_words_match_plain_implementation():
     def plainly(counter, key):
         c, k, mask = list(counter), list(key), 0xFFFFFFFF
         for _ in range(10):
@@ -46,6 +46,6 @@ def test_step_parameter_and_seed_change_the_words():
         assert not torch.equal(philox.words(other[0], 0, 64, step=other[1], parameter=other[2]), base)
 
 
-def test_elements_beyond_the_counter_are_refused():
+def test_elements_beyond_counter_are_rejected():
     with pytest.raises(ValueError, match="split it in two"):
         philox.words(0, philox.LIMIT - 1, 2, step=0, parameter=0)

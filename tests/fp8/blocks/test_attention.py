@@ -50,7 +50,7 @@ def error(a: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kv", [1, KV, H])
-def test_output_is_bit_for_bit_that_of_repeated_heads_and_gradients_are_no_worse(kind, dtype, kv):
+def test_matches_attention_on_repeated_heads(kind, dtype, kv):
     qkv, mask, causal = given(kind, dtype, kv)
     ours = gradients(grouped_attention, qkv, mask, is_causal=causal)
     theirs = gradients(stock, qkv, mask, is_causal=causal)
@@ -67,7 +67,7 @@ def test_output_is_bit_for_bit_that_of_repeated_heads_and_gradients_are_no_worse
             assert error(a, b.double()) < 2 * torch.finfo(dtype).eps
 
 
-def test_one_group_sums_its_heads_in_fp32():
+def test_head_gradients_are_summed_in_fp32():
     qkv, mask, _ = given("shared boolean", kv=1)
     ours = gradients(grouped_attention, qkv, mask)
     wide = gradients(stock, [x.float() for x in qkv], mask)
@@ -87,7 +87,7 @@ def keeps(function, kind: str) -> dict[torch.dtype, int]:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_k_and_v_are_saved_as_they_came_and_a_mask_is_saved_once(kind):
+def test_k_v_and_mask_are_saved_without_copies(kind):
     bf16 = 2 * B * T * D * (H + 2 * KV + H)  # q, k, v, output
     assert keeps(grouped_attention, kind) == {torch.bfloat16: bf16, torch.float32: 4 * B * H * T}
     copies = 2 * B * T * D * 2 * (H - KV)
@@ -95,7 +95,7 @@ def test_k_and_v_are_saved_as_they_came_and_a_mask_is_saved_once(kind):
     assert keeps(stock, kind)[torch.bfloat16] == bf16 + copies + boolean
 
 
-def test_autocast_lowers_as_it_does_for_torch():
+def test_autocast_matches_torch():
     qkv, mask, _ = given("added", torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         ours, theirs = gradients(grouped_attention, qkv, mask), gradients(stock, qkv, mask)
@@ -104,14 +104,14 @@ def test_autocast_lowers_as_it_does_for_torch():
     assert torch.equal(ours[1], theirs[1])
 
 
-def test_a_scale_of_its_own_and_unequal_lengths():
+def test_custom_scale_and_unequal_lengths():
     qkv, _, _ = given("none")
     qkv = [qkv[0][:, :, :5], *qkv[1:]]
     ours, theirs = (gradients(f, qkv, None, scale=0.3) for f in (grouped_attention, stock))
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
 
 
-def test_dropout_is_run_again_in_backward_with_the_same_choices():
+def test_dropout_is_recomputed_with_same_mask():
     qkv, mask, _ = given("shared boolean", torch.float32)
     torch.manual_seed(7)
     ours = gradients(grouped_attention, qkv, mask, dropout=0.5)
@@ -122,7 +122,7 @@ def test_dropout_is_run_again_in_backward_with_the_same_choices():
     assert not torch.equal(ours[0], gradients(stock, qkv, mask)[0])
 
 
-def test_other_head_sizes_run_again_and_keep_no_scores():
+def test_unsupported_head_sizes_are_recomputed():
     qkv, mask, _ = given("shared boolean", torch.float32)
     wider = torch.randn(B, KV, T, D + 8)
     ours, theirs = (gradients(f, [*qkv[:2], wider], mask) for f in (grouped_attention, stock))
@@ -135,7 +135,7 @@ def test_other_head_sizes_run_again_and_keep_no_scores():
     assert sum(saved_bytes.values()) < 2 * B * H * T * T * 2 + 2 * B * T * D * (2 * H + 4 * KV) + 1
 
 
-def test_a_mask_that_learns_gets_its_gradient():
+def test_trained_mask_gets_gradient():
     qkv, mask, _ = given("added", torch.float32)
     grads = []
     for function in (grouped_attention, stock):
@@ -146,7 +146,7 @@ def test_a_mask_that_learns_gets_its_gradient():
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_twice_backward_and_under_checkpointing(inside):
+def test_two_backwards_and_checkpointing(inside):
     qkv, mask, _ = given("own boolean")
     leaves = [x.clone().requires_grad_() for x in qkv]
     if inside:
@@ -159,14 +159,14 @@ def test_twice_backward_and_under_checkpointing(inside):
     assert all(torch.equal(x.grad, 2 * y) for x, y in zip(leaves, once, strict=True))
 
 
-def test_fake_tensors_take_the_same_path():
+def test_fake_tensors_select_same_path():
     with FakeTensorMode():
         assert keeps(grouped_attention, "shared boolean") == {
             torch.bfloat16: 2 * B * T * D * (2 * H + 2 * KV), torch.float32: 4 * B * H * T,
         }  # fmt: skip
 
 
-def test_without_gradient_nothing_is_done_twice(monkeypatch):
+def test_no_recomputation_without_gradients(monkeypatch):
     qkv, mask, _ = given("own boolean")
     monkeypatch.setattr(attention, "_CpuFlash", None)
     with torch.no_grad():
@@ -183,7 +183,7 @@ def test_without_gradient_nothing_is_done_twice(monkeypatch):
         ((1, 4, 3, 8), (1, 2, 3, 8), (1, 2, 3, 8), (3, 3), True, "cannot be combined with is_causal"),
     ],
 )
-def test_what_does_not_fit_is_refused(q, k, v, mask, causal, word):
+def test_invalid_arguments_are_rejected(q, k, v, mask, causal, word):
     mask = None if mask is None else torch.ones(mask, dtype=torch.bool)
     with pytest.raises(ValueError, match=word):
         grouped_attention(torch.ones(q), torch.ones(k), torch.ones(v), mask, is_causal=causal)

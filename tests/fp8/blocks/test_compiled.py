@@ -108,14 +108,14 @@ def both(model: nn.Module, calls: Counter[str], x: Tensor, wrap: object = None, 
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])  # blockwise: below; rowwise casts by blocks of another shape
-def test_the_same_kernels_as_often_and_the_same_bits(name, calls):
+def test_compiled_block_runs_eager_kernels_with_same_bits(name, calls):
     counts = both(fused(name), calls, torch.randn(3, 7, 32))
     assert (counts["rmsnorm_quantize"], counts["swiglu_quantize"], counts["swiglu_backward_quantize"]) == (2, 1, 1)
     assert counts["quantize"] + counts["quantize_both"] == 4  # dy of q, k, v and down: no input of a layer
 
 
 @pytest.mark.parametrize("how", ["inside", "around"])
-def test_under_activation_checkpointing(how, calls):
+def test_activation_checkpointing(how, calls):
     model = fused()
     if how == "around":
         both(model, calls, torch.randn(9, 32), lambda run: lambda x: checkpoint(run, x, use_reentrant=False))
@@ -127,7 +127,7 @@ def test_under_activation_checkpointing(how, calls):
 
 
 @pytest.mark.parametrize("case", ["frozen", "frozen gate, biases, bfloat16", "no dx", "one row under autocast"])
-def test_every_gradient_that_is_asked_for_and_no_other(case, calls):
+def test_only_required_gradients_are_computed(case, calls):
     model, lower = fused(bias="bfloat16" in case), case == "one row under autocast"
     x = torch.randn(32) if lower else torch.randn(5, 32)
     if case == "frozen":
@@ -167,7 +167,7 @@ def test_blocks_and_numbers_of_tokens_share_one_graph():
     assert back == {"cast": 4, "dgrad": 6, "wgrad": 6, "swiglu_backward": 1}
 
 
-def test_what_the_graph_saves_is_what_eager_saves():
+def test_graph_saves_same_tensors_as_eager():
     """The codes of what is multiplied; x of each norm; gate and up. No output of a norm, no h."""
     recorder, x = Recorder(), torch.randn(256, 128, requires_grad=True)
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def test_what_the_graph_saves_is_what_eager_saves():
     assert wide.count((256, 48)) == 2 and wide.count((256, 128)) <= 5  # x twice; q, k, v for the attention of this test
 
 
-def test_a_write_between_a_norm_and_its_layers_is_refused():
+def test_write_between_norm_and_layers_is_rejected():
     model = fused(writes=True)
     model(torch.randn(5, 32))  # eagerly versions tell, and the written input is cast
     with pytest.raises(Exception, match=r"(?s)modified in place before the FP8 layers .*Use fuse: off"):
@@ -193,7 +193,7 @@ def doubled(x: Tensor) -> None:
     x.mul_(2)
 
 
-def test_behind_a_break_of_the_graph_the_output_of_a_norm_is_cast_anew():
+def test_norm_output_is_cast_again_after_graph_break():
     """As a write in the break shows."""
 
     class Broken(Attention):
@@ -212,7 +212,7 @@ def test_behind_a_break_of_the_graph_the_output_of_a_norm_is_cast_anew():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_high_precision_takes_the_stock_blocks_for_a_moment():
+def test_high_precision_runs_stock_blocks():
     recorder, model = Recorder(), fused()
     run = torch.compile(model, backend=recorder.backend, fullgraph=True)
     with fp8.high_precision(model):

@@ -59,7 +59,7 @@ CASES = {"qwen3": (2, 4), "qwen2_5_vl": (4, 8)}  # gated MLPs, norms
 
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("family", CASES)
-def test_a_few_steps_beside_unfused_ones(family, lowered):
+def test_fused_steps_match_unfused_steps(family, lowered):
     model, described, inputs = made(family)
     twin, forwards = copy.deepcopy(model), {"foundation": 1}
     if "pixel_values" in inputs:
@@ -78,7 +78,7 @@ def test_a_few_steps_beside_unfused_ones(family, lowered):
     assert not any(isinstance(m, GatedMlp | RmsNorm) for m in twin.modules())
 
 
-def test_the_plan_says_what_is_fused_and_a_file_keeps_it(tmp_path):
+def test_plan_lists_fused_modules_and_file_keeps_them(tmp_path):
     model, described, _ = made("qwen2_5_vl")
     rules = [fp8.Rule("model.language_model.layers.0.mlp.up_proj", recipe="off")]
     plan = fp8.plan(model, fp8.Policy(fuse="on", rules=rules), described.components)
@@ -102,7 +102,7 @@ def test_the_plan_says_what_is_fused_and_a_file_keeps_it(tmp_path):
         fp8.load_plan(path, model, described.components)
 
 
-def test_gemma_and_layer_norms_stay():
+def test_gemma_and_layer_norms_are_not_fused():
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=64, head_dim=32, num_key_value_heads=1, **size))
     plan = fp8.plan(gemma, fp8.Policy(fuse="on"))
@@ -116,7 +116,7 @@ def test_gemma_and_layer_norms_stay():
     assert visual and all("LayerNorm has weight, bias" in b.reason for b in visual)
 
 
-def test_fuse_without_a_plan_that_asks():
+def test_fuse_works_without_plan():
     model, _, inputs = made("qwen3")
     fp8.apply(model, fp8.plan(model, fp8.Policy(fuse="off")))
     found = fp8.fuse(model)
@@ -124,14 +124,14 @@ def test_fuse_without_a_plan_that_asks():
     model(**inputs).loss.backward()
 
 
-def test_a_default_device_does_not_matter():
+def test_default_device_is_ignored():
     model, _, _ = made("qwen3")
     with torch.device("meta"):
         plan = fp8.plan(model, fp8.Policy(fuse="on"))
     assert len(plan.blocks) == 6 and all(b.fused for b in plan.blocks)
 
 
-def test_a_model_that_changed_since_the_plan():
+def test_model_changed_since_plan_is_rejected():
     model, _, _ = made("qwen3")
     plan = fp8.plan(model, fp8.Policy(fuse="on"))
     model.model.layers[0].mlp.forward = model.model.layers[0].mlp.forward

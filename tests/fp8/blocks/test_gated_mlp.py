@@ -110,7 +110,7 @@ def casts(monkeypatch):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values_gradients_and_counts_are_those_of_three_layers(recipe, dtype, monkeypatch):
+def test_matches_three_separate_layers(recipe, dtype, monkeypatch):
     plain, twin = pair(recipe, dtype=dtype, policy={"format": "e4m3"})
     ran = calls(monkeypatch)
     for shape in ((150, 72), (2, 3, 72), (72,)):
@@ -119,7 +119,7 @@ def test_values_gradients_and_counts_are_those_of_three_layers(recipe, dtype, mo
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
-def test_each_cast_and_each_gemm_by_hand(recipe):
+def test_casts_and_gemms_match_manual_computation(recipe):
     """Against the equations of the module's docstring, bit for bit."""
     plain, twin = pair(recipe, dtype=torch.bfloat16)
     x, r, ref = torch.randn(140, 72).bfloat16(), plain.gate_proj.recipe, registry.get("reference")
@@ -144,7 +144,7 @@ def test_each_cast_and_each_gemm_by_hand(recipe):
         assert torch.equal(grads[f"{name}_proj.weight"], dw), name
 
 
-def test_x_is_cast_once_and_h_and_the_gradients_never_by_themselves(monkeypatch):
+def test_x_is_cast_once_and_h_is_never_written(monkeypatch):
     _, twin = pair()
     run(twin, torch.randn(9, 72))  # weights
     seen = casts(monkeypatch)
@@ -173,7 +173,7 @@ def saved(module, x):
     return Counter(found.values())
 
 
-def test_what_a_forward_keeps():
+def test_saved_tensors():
     plain, twin = pair(dtype=torch.bfloat16)
     x = torch.randn(256, 72).bfloat16().requires_grad_()
     codes = torch.float8_e4m3fn
@@ -208,7 +208,7 @@ def test_frozen_weights_inputs_without_gradient_and_no_grad(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_biases_get_exact_sums(dtype):
+def test_bias_gradients_are_exact_sums(dtype):
     plain, twin = pair(bias=True, dtype=dtype)
     assert_near(plain, twin, torch.randn(150, 72).to(dtype))
     for m in (plain, twin):
@@ -249,7 +249,7 @@ def test_selective_checkpointing():
         assert_near(plain, twin, torch.randn(9, 72), inner)
 
 
-def test_codes_of_weights_are_cast_once_a_step_and_never_stale():
+def test_weight_codes_are_cast_once_per_step():
     plain, twin = pair()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, fused=True) for m in (plain, twin)]
     for _ in range(2):
@@ -288,7 +288,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_whoever_looks_inside_sees_three_layers(look, monkeypatch):
+def test_hooks_on_children_run_separate_layers(look, monkeypatch):
     plain, twin = pair()
     for m in (plain, twin):
         LOOKS[look](m)
@@ -299,7 +299,7 @@ def test_whoever_looks_inside_sees_three_layers(look, monkeypatch):
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
-def test_hooks_on_all_modules_and_health_and_high_precision(monkeypatch):
+def test_global_hooks_health_and_high_precision(monkeypatch):
     plain, twin = pair()
     ran, x, seen = calls(monkeypatch), torch.randn(40, 72), Counter()
     handle = nn.modules.module.register_module_forward_hook(lambda m, a, y: seen.update([type(m).__name__]))
@@ -323,7 +323,7 @@ def test_hooks_on_all_modules_and_health_and_high_precision(monkeypatch):
     assert hooks == [x.shape] and ran["fused"] == 1
 
 
-def test_what_it_cannot_do_goes_to_the_layers():
+def test_unsupported_calls_run_separate_layers():
     _, twin = pair()
     with pytest.raises(RuntimeError, match="expects inputs with 72 features"):
         twin(torch.randn(3, 71))
@@ -332,7 +332,7 @@ def test_what_it_cannot_do_goes_to_the_layers():
         twin(torch.randn(2, 72, dtype=torch.float64))
 
 
-def test_copies_pickles_and_back(monkeypatch):
+def test_copy_pickle_and_unfuse(monkeypatch):
     plain, twin = pair()
     ran = calls(monkeypatch)
     assert isinstance(twin, Mlp) and list(twin.state_dict()) == list(plain.state_dict())
@@ -345,7 +345,7 @@ def test_copies_pickles_and_back(monkeypatch):
     assert ran["fused"] == 2
 
 
-def test_compiled_code_takes_the_layers(monkeypatch):
+def test_compiled_code_runs_separate_layers(monkeypatch):
     plain, twin = pair()
     x = torch.randn(4, 72)
     ran = calls(monkeypatch)
@@ -373,7 +373,7 @@ def test_fsdp(mesh_of_one, reshard, monkeypatch):
         assert fp8.weight_cache_bytes(twin) == 0
 
 
-def test_a_graph_capture_keeps_its_own_codes_of_weights(monkeypatch):
+def test_graph_capture_saves_weight_codes(monkeypatch):
     plain, twin = pair(dtype=torch.bfloat16)
     x = torch.randn(4, 72).bfloat16()
     run(twin, x)
@@ -421,7 +421,7 @@ class Scaled(Mlp):
         (lambda: Mlp(act=nn.GELU()), {}, r"not down\(silu"),
     ],
 )
-def test_what_stays_and_why(make, policy, reason):
+def test_unsupported_modules_give_reason(make, policy, reason):
     module = make()
     fp8.apply(module, fp8.plan(module, fp8.Policy(**{"recipe": "blockwise", **policy})))
     before = torch.random.get_rng_state()
@@ -430,7 +430,7 @@ def test_what_stays_and_why(make, policy, reason):
     assert not isinstance(module, gated_mlp.GatedMlp) and torch.equal(before, torch.random.get_rng_state())
 
 
-def test_other_modules_are_no_candidates():
+def test_other_modules_are_not_candidates():
     model = nn.ModuleDict({"a": Mlp(), "b": nn.ModuleDict({"gate_proj": nn.Linear(72, 72), "act_fn": nn.SiLU()})})
     assert gated_mlp.convert(model) == ()  # nothing in FP8
     fp8.apply(model, fp8.plan(model, "blockwise"))
@@ -452,7 +452,7 @@ def test_triton_in_the_interpreter(monkeypatch):
         near(found, exact, torch.bfloat16)
 
 
-def test_backends_never_run_under_autocast(monkeypatch):
+def test_backends_run_without_autocast(monkeypatch):
     _, twin = pair(bias=True)
     backend, lowered = registry.get("reference"), []
     for name in ("quantize_both", "gemm_fwd", "gemm_dgrad", "gemm_wgrad", "swiglu_codes"):
@@ -468,7 +468,7 @@ def test_backends_never_run_under_autocast(monkeypatch):
     assert len(lowered) >= 12 and not any(lowered)
 
 
-def test_biases_sum_in_fp32_what_autocast_lowered(monkeypatch):
+def test_bias_gradients_are_summed_in_fp32_under_autocast(monkeypatch):
     """dgate and dup are bf16 there, biases fp32: their gradient is the fp32 sum, and no sum in 16 bits."""
     _, twin = pair(bias=True)
     seen, own = [], gated_mlp.swiglu_backward
@@ -484,13 +484,13 @@ def test_biases_sum_in_fp32_what_autocast_lowered(monkeypatch):
         assert layer.bias.grad.dtype == torch.float32 and bool((gap <= 1e-6 * d.double().abs().sum(0)).all())
 
 
-def test_transforms_of_torch_func_go_to_the_layers():
+def test_functorch_transforms_run_separate_layers():
     _, twin = pair()
     with pytest.raises(RuntimeError, match="gate_proj' was called under a transform of torch.func"):
         torch.func.grad(lambda x: twin(x).sum())(torch.randn(5, 72))
 
 
-def test_a_backward_ends_the_shared_codes_of_its_input():
+def test_backward_drops_cached_input_codes():
     """So that what refills the input unseen between two steps is cast."""
     _, twin = pair()
     x = torch.randn(40, 72)

@@ -79,7 +79,7 @@ def test_output_and_gradients(kind, dtype, outliers):
 
 @pytest.mark.parametrize("k", [32, 72, 80, 128, 200])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norms_of_heads_keep_codes_and_statistics_alone(kind, k):
+def test_head_norms_save_only_codes_and_statistics(kind, k):
     norm, twin = pair(kind, k, torch.bfloat16)
     x = given((2, 16, 6, k), torch.bfloat16)
     x = x.transpose(1, 2).contiguous().transpose(1, 2)  # as a view of other layers' outputs may lie
@@ -93,7 +93,7 @@ def test_norms_of_heads_keep_codes_and_statistics_alone(kind, k):
     assert cosine(run(norm, x)[1], run(twin, x)[1]) > 0.995
 
 
-def test_exact_gradients_of_codes():
+def test_gradients_are_exact_for_decoded_input():
     """With an input that FP8 holds exactly, everything is the stock module's."""
     x = torch.randint(-7, 8, (2, 9, 256)).float()
     x[..., ::128] = 7.0  # the scale is a power of two in any case
@@ -104,7 +104,7 @@ def test_exact_gradients_of_codes():
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_who_asks_for_gradients(kind):
+def test_only_required_gradients_are_computed(kind):
     norm, twin = pair(kind)
     x = given((4, 96), torch.float32)
     for m in (norm, twin):
@@ -142,7 +142,7 @@ def test_two_backwards_checkpoints_and_bad_values(kind):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_what_is_not_for_fp8_takes_the_stock_forward(kind):
+def test_unsupported_inputs_run_stock_forward(kind):
     norm, twin = pair(kind)
     for x in (given((4, 96), torch.float64), torch.zeros(0, 96), torch.zeros(3, 96, device="meta")):
         held = [copy.deepcopy(m).to(x.dtype).to(x.device) for m in (norm, twin)]
@@ -158,7 +158,7 @@ def test_what_is_not_for_fp8_takes_the_stock_forward(kind):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_copies_pickles_and_back(kind):
+def test_copy_pickle_and_unswap(kind):
     norm, twin = pair(kind)
     x = given((4, 96), torch.float32)
     assert isinstance(twin, type(norm)) and twin.state_dict().keys() == norm.state_dict().keys()
@@ -168,7 +168,7 @@ def test_copies_pickles_and_back(kind):
     assert type(twin) is type(norm) and torch.equal(run(twin, x)[1], run(norm, x)[1])
 
 
-def test_norms_that_stay():
+def test_unsupported_norms_give_reason():
     class Own(nn.LayerNorm):
         def forward(self, x):
             return super().forward(x) + 1

@@ -123,7 +123,7 @@ def _dtypes():
 
 
 @pytest.mark.parametrize(("kind", "recipe", "policy", "dtype"), _dtypes())
-def test_bit_for_bit_the_mlp_on_rounded_values(kind, recipe, policy, dtype):
+def test_equals_mlp_on_rounded_values_bitwise(kind, recipe, policy, dtype):
     """Output, every gradient and every count, beside an MLP that rounds and keeps everything."""
     lowered, held = dtype == "autocast", torch.float32 if dtype == "autocast" else dtype
     mlp, twin = pair(kind, recipe, held, policy)
@@ -151,7 +151,7 @@ def test_activations(act, kind):
 @pytest.mark.parametrize("outliers", [False, True])
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("kind", [Gated, Plain])
-def test_close_to_the_mlp_that_keeps_16_bits(kind, together, outliers):
+def test_close_to_mlp_that_saves_16_bits(kind, together, outliers):
     if together and kind is Plain:
         pytest.skip("only gated MLPs run as one function")
     mlp, twin = pair(kind, dtype=torch.bfloat16, together=together, k=256, i=512)
@@ -162,7 +162,7 @@ def test_close_to_the_mlp_that_keeps_16_bits(kind, together, outliers):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_fused_function_keeps_the_same(recipe, bias):
+def test_fused_function_saves_same_codes(recipe, bias):
     """One function: as separate layers but for where h is rounded; counts, bits of a recomputation, bytes."""
     mlp, twin = pair(Gated, recipe, torch.bfloat16, together=True, bias=bias)
     _, separate = pair(Gated, recipe, torch.bfloat16, bias=bias)
@@ -206,7 +206,7 @@ def rows(m, x, lowered=False):
 
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("kind", [Gated, Plain])
-def test_what_is_saved(kind, lowered):
+def test_saved_tensors(kind, lowered):
     """The codes of x once, those of the activation's inputs, and nothing of 16 or 32 bits but scales."""
     _, twin = pair(kind, dtype=torch.float32 if lowered else torch.bfloat16, k=256, i=512)
     x = given(256, (128,), torch.float32 if lowered else torch.bfloat16)
@@ -223,7 +223,7 @@ def test_what_is_saved(kind, lowered):
             assert not rows(twin, x, lowered)
 
 
-def test_what_a_layer_in_high_precision_keeps():
+def test_high_precision_layer_saves_no_input():
     """down_proj in BF16: h is made again for it as well; gate and up keep their x, once."""
     mlp, twin = pair(recipe="off", dtype=torch.bfloat16, k=256, i=512)
     x = given(256, (128,), torch.bfloat16)
@@ -233,7 +233,7 @@ def test_what_a_layer_in_high_precision_keeps():
     assert type(twin.down_proj) is nn.Linear
 
 
-def test_a_last_layer_alone_keeps_the_codes_of_its_own_input():
+def test_last_layer_saves_codes_without_source():
     """Where gate and up ask for no gradient, one tensor of codes is less than two."""
     _, twin = pair(dtype=torch.bfloat16)
     for m in (twin.gate_proj, twin.up_proj):
@@ -264,7 +264,7 @@ def test_recomputation_two_backwards_and_inference(together):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("together", [False, True])
-def test_bad_values_arrive(together, bad):
+def test_nan_and_inf_propagate(together, bad):
     _, twin = pair(together=together)
     x = given()
     x[0, 3, 7] = bad
@@ -274,7 +274,7 @@ def test_bad_values_arrive(together, bad):
 
 
 @pytest.mark.parametrize("kind", [Gated, Plain])
-def test_who_takes_the_stock_forward(kind):
+def test_unsupported_calls_run_stock_forward(kind):
     mlp, twin = pair(kind)
     x = given()
     assert torch.equal(torch.compile(twin, backend="eager")(x), mlp(x))
@@ -368,7 +368,7 @@ class Functional(Plain):
         return self.fc2(nn.functional.dropout(self.activation_fn(self.fc1(x)), 0.5, self.training))
 
 
-def test_mlps_that_stay():
+def test_unsupported_mlps_give_reason():
     prelu, inplace, hooked = Plain(), Plain(), Plain()
     prelu.activation_fn, inplace.activation_fn = nn.PReLU(), nn.ReLU(inplace=True)
     hooked.activation_fn.register_forward_hook(lambda *a: None)
@@ -388,7 +388,7 @@ def test_mlps_that_stay():
     )
 
 
-def test_dropout_that_was_set_later_is_obeyed():
+def test_later_dropout_change_is_respected():
     torch.manual_seed(0)
     mlp = Dropping(0.0)
     assert saved_mlp.save_as_codes(mlp) is None

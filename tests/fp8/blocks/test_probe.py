@@ -43,7 +43,7 @@ def _counted() -> tuple[list[nn.Module], Callable[[nn.Module], str | None]]:
     return tried, ask
 
 
-def test_one_stands_for_its_kind() -> None:
+def test_equal_modules_share_one_trial() -> None:
     tried, ask = _counted()
     threads = torch.get_num_threads()
     first, alike = nn.Sequential(Norm(), nn.SiLU()), nn.Sequential(Norm(), nn.SiLU())
@@ -55,7 +55,7 @@ def test_one_stands_for_its_kind() -> None:
     assert torch.get_num_threads() == threads
 
 
-def test_what_differs_is_tried_itself() -> None:
+def test_different_modules_run_separate_trials() -> None:
     tried, ask = _counted()
     configured, hooked, trained = Norm(), Norm(), Norm().eval()
     configured.config = object()
@@ -68,7 +68,7 @@ def test_what_differs_is_tried_itself() -> None:
         assert len({ask(module) for module in different}) == len(different) == len(tried)
 
 
-def test_a_plan_tries_each_kind_once(monkeypatch) -> None:
+def test_plan_tries_each_kind_once(monkeypatch) -> None:
     calls = []
     monkeypatch.setattr(
         rmsnorm, "_run_stock", lambda *given, real=rmsnorm._run_stock: calls.append(given) or real(*given)

@@ -101,7 +101,7 @@ def lowered(m, x):
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "autocast", "autocast of bf16"])
-def test_the_layers_find_the_codes_of_y_and_cast_nothing(recipe, dtype, monkeypatch):
+def test_layers_reuse_codes_of_norm(recipe, dtype, monkeypatch):
     """Bit for bit those that they would have cast of the same y."""
     inner = lowered if isinstance(dtype, str) else lambda m, x: m(x)
     _, twin = pair(recipe, dtype=torch.float32 if isinstance(dtype, str) else dtype)
@@ -134,7 +134,7 @@ def test_the_layers_find_the_codes_of_y_and_cast_nothing(recipe, dtype, monkeypa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_norm_alone_against_float64(dtype):
+def test_norm_matches_float64(dtype):
     _, twin = pair(dtype=dtype)
     norm, x = twin.input_layernorm, (torch.randn(3, 5, 96) * 10.0 ** torch.arange(-3.0, 2.0).unsqueeze(1)).to(dtype)
     dy, exact_x = torch.randn(3, 5, 96).to(dtype), x.double().requires_grad_()
@@ -170,7 +170,7 @@ def assert_near(plain, twin, x, inner=lambda m, x: m(x), tolerance=None):
             assert calc_diff(found, exact) < (tolerance or 1e-6)
 
 
-def test_values_gradients_and_counts_are_those_of_the_stock_norm():
+def test_matches_stock_norm():
     for recipe in ("blockwise", "rowwise"):
         plain, twin = pair(recipe)
         assert_near(plain, twin, torch.randn(2, 70, 96))
@@ -204,7 +204,7 @@ def test_selective_checkpointing():
         assert_near(plain, twin, torch.randn(5, 96), inner)
 
 
-def test_only_what_is_needed_is_cast_and_saved(monkeypatch):
+def test_only_required_casts_run(monkeypatch):
     _, twin = pair()
     wanted, backend = [], registry.get("reference")
     own = backend.rmsnorm_quantize
@@ -228,7 +228,7 @@ def test_only_what_is_needed_is_cast_and_saved(monkeypatch):
     assert held_bytes() == 0
 
 
-def test_another_input_is_cast_as_ever(monkeypatch):
+def test_other_inputs_are_cast_by_layers(monkeypatch):
     plain, twin = pair()
 
     def edited(m, x):
@@ -248,7 +248,7 @@ def test_another_input_is_cast_as_ever(monkeypatch):
         assert (a - b).abs().max() <= 2**-8 * a.abs().max()
 
 
-def test_codes_that_nobody_takes_are_made_no_more(monkeypatch):
+def test_unused_codes_are_no_longer_computed(monkeypatch):
     _, twin = pair()
     wanted, backend = [], registry.get("reference")
     own = backend.rmsnorm_quantize
@@ -264,7 +264,7 @@ def test_codes_that_nobody_takes_are_made_no_more(monkeypatch):
     assert [w is not None for w in wanted] == [True] * 7 + [False] * 2
 
 
-def test_copies_pickles_back_high_precision_and_compiled():
+def test_copy_pickle_unswap_high_precision_and_compile():
     plain, twin = pair()
     x = torch.randn(5, 96)
     assert isinstance(twin.input_layernorm, Qwen3RMSNorm) and list(twin.state_dict()) == list(plain.state_dict())
@@ -327,7 +327,7 @@ class Outside(Qwen3RMSNorm):
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_stays_and_why(norm, policy, reason, dtype):
+def test_unsupported_norms_give_reason(norm, policy, reason, dtype):
     block = Block(norm=norm, dtype=dtype)
     fp8.apply(block, fp8.plan(block, fp8.Policy(**{"recipe": "blockwise", **policy})))
     kind = type(block.input_layernorm)
@@ -348,7 +348,7 @@ def test_other_norms():
     assert rmsnorm.convert(fp8.apply(post, fp8.plan(post, "blockwise"))) == ()
 
 
-def test_a_model_without_weights():
+def test_model_on_meta():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3"))
     fp8.apply(model, fp8.plan(model, "blockwise"))
@@ -371,7 +371,7 @@ def test_triton_in_the_interpreter():
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_codes_of_a_lowered_output_in_triton(wide):
+def test_autocast_output_codes_in_triton(wide):
     """Whole rows and tiles: y in one dtype, codes of what autocast makes of it."""
     pytest.importorskip("triton")
     x, w, r = (torch.randn(5, 40) * 3).bfloat16(), torch.randn(40), fp8.recipe("blockwise")

@@ -76,7 +76,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize(("family", "fuse"), FAMILIES)
-def test_a_few_steps_beside_16_bits(family, fuse):
+def test_steps_are_close_to_16_bit_steps(family, fuse):
     lowered = fuse == "off"
     model, described, inputs = made(family)
     twin, forwards = copy.deepcopy(model), {"foundation": 1}
@@ -107,7 +107,7 @@ LEFT = {"self_attn", "attn", "attention", "qkv", "q_proj", "k_proj", "v_proj"}
 
 
 @pytest.mark.parametrize(("family", "fuse"), FAMILIES)
-def test_what_is_left_in_16_bits_is_what_attention_keeps(family, fuse):
+def test_only_attention_saves_16_bits(family, fuse):
     model, described, inputs = made(family, torch.bfloat16)
     fp8.apply(model, fp8.plan(model, fp8.Policy(activations="fp8", fuse=fuse), described.components))
     model(**inputs).loss.backward()
@@ -153,7 +153,7 @@ def test_bytes_of_a_decoder_layer():
     assert found == pytest.approx(norms + linear + attention + 2 * inner * codes, abs=expanded + 1)
 
 
-def test_the_plan_says_what_stays_and_a_file_keeps_it(tmp_path):
+def test_plan_lists_unsupported_modules_and_file_keeps_them(tmp_path):
     model, described, _ = made("qwen3_vl")
     parts = {"image_encoder": {"activations": "bf16"}}
     plan = fp8.plan(model, fp8.Policy("blockwise", activations="fp8", components=parts), described.components)
@@ -174,7 +174,7 @@ def test_the_plan_says_what_stays_and_a_file_keeps_it(tmp_path):
         fp8.load_plan(path, model, described.components)
 
 
-def test_both_answers_of_one_module():
+def test_module_can_save_and_fuse():
     model, _, _ = made("qwen3")
     rules = [fp8.Rule("**.layers.0.mlp.up_proj", recipe="off"), fp8.Rule("**.layers.1.self_attn.o_proj", wgrad="bf16")]
     plan = fp8.plan(model, fp8.Policy(activations="fp8", fuse="on", rules=rules))
@@ -188,7 +188,7 @@ def test_both_answers_of_one_module():
     assert "_source" not in model.model.layers[1].self_attn.o_proj.__dict__
 
 
-def test_without_fp8_layers_and_with_frozen_ones():
+def test_saves_codes_with_frozen_or_no_fp8_layers():
     model, described, inputs = made("qwen3_vl", torch.bfloat16)
     for p in model.model.visual.parameters():
         p.requires_grad_(False)
@@ -200,7 +200,7 @@ def test_without_fp8_layers_and_with_frozen_ones():
     assert all(p.grad is None for p in model.model.visual.parameters())
 
 
-def test_gemma_stays_and_says_so():
+def test_gemma_gives_reason():
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(vocab_size=64, head_dim=32, num_key_value_heads=1, **size))
     plan = fp8.plan(gemma, fp8.Policy(activations="fp8", fuse="on"))
@@ -213,7 +213,7 @@ def test_gemma_stays_and_says_so():
     gemma(input_ids=ids, labels=ids).loss.backward()
 
 
-def test_siglip_as_in_llava_onevision():
+def test_siglip_tower_of_llava_onevision():
     size = {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = SiglipVisionConfig(image_size=16, patch_size=4, vision_use_head=False, **size)
     torch.manual_seed(0)
@@ -232,7 +232,7 @@ def test_siglip_as_in_llava_onevision():
     assert min(torch.cosine_similarity(grads[0][n], g, 0) for n, g in grads[1].items() if "k_proj.bias" not in n) > 0.97
 
 
-def test_a_model_that_changed_since_the_plan():
+def test_model_changed_since_plan_is_rejected():
     model, _, _ = made("qwen3")
     plan = fp8.plan(model, fp8.Policy(activations="fp8", fuse="off"))
     model.model.layers[0].mlp.act_fn = nn.PReLU()

@@ -127,7 +127,7 @@ def assert_same(
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])  # each recipe's layers: test_no_number_of_tokens_is_special
+@pytest.mark.parametrize("name", ["blockwise", "mxfp8"])  # each recipe's layers: test_no_token_count_is_specialized
 def test_a_block_is_one_graph_equals_eager_bit_for_bit_and_shares_casts(name):
     """Projections of one input share its cast and keep its codes once."""
     recorder = Recorder()
@@ -185,7 +185,7 @@ def test_autocast():
         assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x := torch.randn(9, 32)), model(x))
 
 
-def test_a_frozen_weight_has_no_wgrad_and_keeps_nothing_of_x():
+def test_frozen_weight_runs_no_wgrad_and_saves_no_x():
     model = block()
     for name in ("q", "gate"):
         getattr(model, name).requires_grad_(False)
@@ -210,13 +210,13 @@ def assert_no_casts_for_wgrad(graph, count):
     assert len(casts) == count and all(n.args[1] and not n.args[2] for n in casts)
 
 
-def test_an_input_without_gradient_has_no_dgrad():
+def test_input_without_gradient_runs_no_dgrad():
     model, recorder = convert(nn.Sequential(nn.Linear(32, 24)), "rowwise"), Recorder()
     torch.compile(model, backend=recorder.backend, fullgraph=True)(torch.randn(9, 32)).sum().backward()
     assert Recorder.ops(recorder.backwards[0]) == ["cast", "wgrad"]
 
 
-def test_without_gradients_nothing_is_saved():
+def test_nothing_is_saved_without_gradients():
     model = block()
     x = torch.randn(9, 32)
     with torch.no_grad():
@@ -243,7 +243,7 @@ def test_activation_checkpointing_around_the_graph():
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
 
 
-def test_an_output_may_be_written_into():
+def test_output_may_be_modified_in_place():
     model = convert(nn.Sequential(nn.Linear(32, 24)), "blockwise")
 
     def run(x: Tensor) -> Tensor:
@@ -254,14 +254,14 @@ def test_an_output_may_be_written_into():
     assert_same(model, torch.randn(9, 32), run)
 
 
-def test_the_function_is_traced_too():
+def test_functional_linear_is_traced():
     model = nn.Linear(32, 24)
     for recipe in ("blockwise", fp8.recipe("rowwise", wgrad="bf16")):
         torch._dynamo.reset()
         assert_same(model, torch.randn(4, 32), lambda x, r=recipe: fp8.linear(x, model.weight, model.bias, recipe=r))
 
 
-def test_a_recipe_that_differs_is_another_graph():
+def test_different_recipe_compiles_another_graph():
     """Layers of equal shapes and different recipes must not share compiled code."""
     x, made = torch.randn(9, 32), [two_layers(name) for name in ("blockwise", "tensorwise")]
     for model in made:
@@ -290,7 +290,7 @@ def test_blocks_and_numbers_of_tokens_share_one_graph():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_number_of_tokens_is_special(name):
+def test_no_token_count_is_specialized(name):
     model, recorder = convert(nn.Sequential(nn.Linear(40, 24)), name), Recorder()
     compiled = torch.compile(model, backend=recorder.backend, fullgraph=True, dynamic=True)
     for tokens in (2, 3, 32, 128, 129, 300):
@@ -305,7 +305,7 @@ def test_no_number_of_tokens_is_special(name):
 
 
 @pytest.mark.parametrize("name", ["blockwise", "rowwise"])
-def test_weights_are_cast_once_a_step_and_never_stale(name):
+def test_weights_are_cast_once_per_step(name):
     model = two_layers(name)
     eager = copy.deepcopy(model)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, fused=True) for m in (model, eager)]
@@ -327,7 +327,7 @@ def test_weights_are_cast_once_a_step_and_never_stale(name):
         assert torch.equal(p, q)
 
 
-def test_a_write_that_nobody_sees_needs_invalidate_here_too():
+def test_undetected_write_needs_invalidate():
     model, x = convert(nn.Sequential(nn.Linear(32, 24)), "blockwise"), torch.randn(4, 32)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     before = compiled(x)
@@ -374,7 +374,7 @@ def test_sharded_blocks_compile(recompute):
 # --- what stays outside -----------------------------------------------------------------------------------------------
 
 
-def test_delayed_scaling_leaves_the_graph_and_says_why():
+def test_delayed_scaling_breaks_graph_with_reason():
     model = convert(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 24), nn.ReLU()), "delayed")
     x = torch.randn(4, 32)
     with pytest.raises(Exception, match="delayed scaling writes amax histories"):
@@ -397,7 +397,7 @@ def test_counting_sees_eager_steps():
     assert counts.total("fwd") == 2
 
 
-def test_a_moment_of_high_precision_is_compiled_too():
+def test_high_precision_is_compiled():
     model, x = two_layers(), torch.randn(4, 32)
     compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
     low = compiled(x)
@@ -486,7 +486,7 @@ def test_blocks_of_transformers(make, name):
         assert torch.equal(a, b)
 
 
-def test_a_thawed_layer_is_one_graph_again():
+def test_thawed_layer_compiles_to_one_graph():
     model = nn.Sequential(nn.Linear(128, 128))
     model[0].weight = fp8.freeze_weight(model[0].weight.detach(), "block")
     fp8.apply(model, fp8.plan(model, "blockwise"))

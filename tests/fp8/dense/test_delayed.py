@@ -46,7 +46,7 @@ def test_an_empty_history_gives_current_scaling():
     assert torch.equal(y, z) and torch.equal(a.grad, b.grad) and torch.equal(m[0].weight.grad, w.grad)
 
 
-def test_the_history_rolls_per_forward_and_its_largest_sets_the_scale():
+def test_history_rolls_per_forward_and_maximum_sets_scale():
     m = layer()
     for amax in (4, 1, 2):
         m(filled(amax)).sum().backward()
@@ -61,7 +61,7 @@ def test_the_history_rolls_per_forward_and_its_largest_sets_the_scale():
     assert x_history(m).max() == 0.5
 
 
-def test_values_beyond_the_history_saturate_and_health_sees_it():
+def test_values_beyond_history_saturate():
     m = layer()
     m(filled(1))
     with fp8.health() as h:
@@ -71,7 +71,7 @@ def test_values_beyond_the_history_saturate_and_health_sees_it():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_bad_values_never_enter(bad):
+def test_bad_values_are_not_recorded(bad):
     m = layer()
     m(filled(2)).sum().backward()
     x = filled(3)
@@ -86,7 +86,7 @@ def test_bad_values_never_enter(bad):
     assert m(filled(1)).isfinite().all()
 
 
-def test_evaluation_reads_and_does_not_write():
+def test_evaluation_does_not_record():
     m = layer()
     m(filled(2))
     m.eval()
@@ -97,7 +97,7 @@ def test_evaluation_reads_and_does_not_write():
     assert torch.equal(m(filled(1)), y)
 
 
-def test_no_tokens_leave_no_trace():
+def test_empty_input_does_not_record():
     m = layer()
     m(torch.zeros(0, 32)).sum().backward()
     assert not x_history(m).any() and not dy_history(m).any()
@@ -114,7 +114,7 @@ def same_when_recomputed(losses, reentrant):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
+def test_recomputation_finds_original_scale(reentrant):
     xs = [torch.randn(4, 32) * s for s in (1, 6, 0.5)]
 
     def losses(m, call):
@@ -130,7 +130,7 @@ def test_recomputation_after_other_forwards_finds_its_own_scale(reentrant):
 @pytest.mark.parametrize(
     ("mode", "reentrant"), [("train", False), ("train", True), ("eval", False), ("uncounted", True)]
 )
-def test_recomputation_tells_inputs_of_equal_amax_apart(reentrant, mode, order):
+def test_recomputation_distinguishes_inputs_with_equal_amax(reentrant, mode, order):
     """Equal amaxes and equal inputs, between which the history outgrows its largest entry: other scales every time."""
     noise = [torch.randn(4, 32).clamp(-1, 1) / 2 for _ in range(3)]
     for x in noise:
@@ -221,14 +221,14 @@ def in_ddp(world):
 
 
 @pytest.mark.long
-def test_ddp_leaves_each_rank_its_own_history():
+def test_ddp_keeps_history_of_each_rank():
     first, second = ranks.run(in_ddp, 2)
     assert (first["own"], second["own"]) == ([2, 1, 0], [20, 10, 0]), "DDP broadcasts buffers from rank 0"
     assert first["reduced"] == second["reduced"] == [20, 10, 0]
     assert first["names"] == ["module.0.weight"]
 
 
-def test_histories_come_to_a_model_planned_on_meta():
+def test_model_planned_on_meta_gets_histories():
     with torch.device("meta"):
         m = nn.Sequential(nn.Linear(32, 16, bias=False))
     fp8.apply(m, fp8.plan(m, "delayed"))
@@ -239,7 +239,7 @@ def test_histories_come_to_a_model_planned_on_meta():
     assert x_history(m)[:2].tolist() == [2, 0]
 
 
-def test_histories_survive_moves_and_copies_and_stay_out_of_state_dict():
+def test_histories_follow_moves_and_copies():
     m = layer()
     m(filled(0.3)).sum().backward()
     before = x_history(m)
@@ -264,7 +264,7 @@ def test_a_resumed_layer_continues_bit_for_bit():
     assert fp8.scaling_state(layer("blockwise")) == {}
 
 
-def test_a_foreign_state_is_refused():
+def test_state_of_another_model_is_rejected():
     m, other = layer(), nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 16))
     fp8.apply(other, fp8.plan(other, "delayed"))
     with pytest.raises(ValueError, match="2 are unknown.*Resume with the recipe"):
@@ -277,7 +277,7 @@ def test_a_foreign_state_is_refused():
         fp8.load_scaling_state(m, state)
 
 
-def test_fingerprints_weigh_each_row_and_reuse_their_weights():
+def test_fingerprint_depends_on_row_order():
     from octavo.fp8.dense import delayed
 
     delayed._odd_multiplier_cache.clear()

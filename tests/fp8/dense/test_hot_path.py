@@ -25,13 +25,13 @@ def measured(recipe: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", BOUNDS)
-def test_a_forward_is_read_in_one_sitting(recipe: str) -> None:
+def test_forward_passes_few_files_and_lines(recipe: str) -> None:
     found = measured(recipe)
     files, changes = BOUNDS[recipe]
     assert len(found["forward"]["files"]) <= files and found["forward"]["changes"] <= changes
     assert found["forward"]["files"][0] == "fp8/dense/linear.py" and found["forward_lines"] <= 20
 
 
-def test_a_layer_costs_few_calls() -> None:
+def test_layer_makes_few_python_calls() -> None:
     found = measured("blockwise")
     assert found["forward"]["calls"] + found["backward"]["calls"] <= CALLS

@@ -101,7 +101,7 @@ def test_three_layers_cast_their_input_once(casts, recipe):
 
 
 @pytest.mark.parametrize("recipe", (*RECIPES, "delayed"))
-def test_values_are_those_of_layers_that_share_nothing(recipe):
+def test_sharing_does_not_change_values(recipe):
     m = three(recipe)
     for seed in range(2):
         x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(seed))
@@ -132,7 +132,7 @@ def saved_codes(m, x):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_codes_that_they_keep_are_saved_once(recipe):
+def test_shared_codes_are_saved_once(recipe):
     m, x = three(recipe), torch.randn(40, 64)
     y, codes = saved_codes(m, x)
     assert len(codes) == 3 and len({t.untyped_storage().data_ptr() for t in codes}) == 1
@@ -147,7 +147,7 @@ def test_the_codes_that_they_keep_are_saved_once(recipe):
     assert held_bytes() == 0 and y.grad_fn is not None
 
 
-def test_high_precision_gemms_share_autocasts_copy():
+def test_high_precision_gemms_share_autocast_copy():
     m, x = three(wgrad="bf16"), torch.randn(40, 64)
     found = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -157,7 +157,7 @@ def test_high_precision_gemms_share_autocasts_copy():
     assert len(copies) == 1
 
 
-def test_autocast_lowers_once_and_adds_gradients_in_full(casts):
+def test_autocast_converts_once(casts):
     m, x = three(), torch.randn(5, 64, requires_grad=True)
     warm(m, x.detach())
     casts.clear()
@@ -183,7 +183,7 @@ def test_autocast_lowers_once_and_adds_gradients_in_full(casts):
         assert of_x(casts) == ["quantize_both"]  # in another dtype: another cast
 
 
-def test_an_edit_between_two_layers_is_seen():
+def test_edit_between_layers_is_detected():
     m, x = three(), torch.randn(5, 64)
     with torch.no_grad():
         q = m.q(x)
@@ -192,7 +192,7 @@ def test_an_edit_between_two_layers_is_seen():
         assert torch.equal(k, fp8.linear(x, m.k.weight, m.k.bias)) and not torch.equal(q, m.q(x))
 
 
-def test_a_write_that_nobody_sees_is_met_by_asking_again():
+def test_layer_casts_again_after_undetected_write():
     """A replayed CUDA graph or a collective may write without a new version: a layer that asks again gets a cast."""
     m, x = three(), torch.randn(5, 64)
     for _ in range(3):
@@ -200,7 +200,7 @@ def test_a_write_that_nobody_sees_is_met_by_asking_again():
         assert torch.equal(m(x), torch.cat([fp8.linear(x, p.weight, p.bias) for p in (m.q, m.k, m.v)], -1))
 
 
-def test_views_slices_and_addresses_used_again():
+def test_views_slices_and_reused_addresses():
     m = three()
     base = torch.randn(6, 64)
     for x in (base, base[:3], base[3:], base.view(2, 3, 64), base.t().contiguous().t(), base[:, :]):
@@ -219,7 +219,7 @@ def test_views_slices_and_addresses_used_again():
         assert held_bytes() == 0
 
 
-def test_at_most_one_input_is_held_and_bytes_are_counted():
+def test_at_most_one_input_is_cached():
     m, kept = three(), []
     for rows in (3, 5, 7):
         kept.append(torch.randn(rows, 64))
@@ -232,7 +232,7 @@ def test_at_most_one_input_is_held_and_bytes_are_counted():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_casts_once_more_and_gives_the_same(casts, reentrant):
+def test_recomputation_casts_again_with_same_result(casts, reentrant):
     m = three()
     x = torch.randn(5, 64)
     warm(m, x)
@@ -288,7 +288,7 @@ def test_micro_batches_and_optimizer_steps(casts):
         optimizer.zero_grad()
 
 
-def test_inference_and_training_do_not_mix():
+def test_inference_and_training_do_not_share():
     m, x = three(), torch.randn(5, 64)
     with torch.inference_mode():
         y = m(x)
@@ -305,7 +305,7 @@ def test_inference_and_training_do_not_mix():
     z.sum().backward()
 
 
-def test_each_thread_remembers_its_own(casts):
+def test_threads_have_separate_caches(casts):
     m, x = three(), torch.randn(5, 64)
     warm(m, x)
     casts.clear()
@@ -324,7 +324,7 @@ def test_each_thread_remembers_its_own(casts):
     assert len(of_x(casts)) == 3 and torch.equal(results[0], results[1])
 
 
-def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
+def test_capture_does_not_share_codes(casts, monkeypatch):
     m, x = three(), torch.randn(5, 64, requires_grad=True)
     warm(m, x.detach())
     m.q(x)
@@ -350,7 +350,7 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
         assert m.q._site.codes.casts == casts2
 
 
-def test_under_fsdp(mesh_of_one, casts):
+def test_fsdp(mesh_of_one, casts):
     m = three()
     plain = three()
     fully_shard(m, mesh=mesh_of_one)
@@ -363,7 +363,7 @@ def test_under_fsdp(mesh_of_one, casts):
         y.sum().backward()
 
 
-def test_the_function_shares_nothing(casts):
+def test_functional_linear_does_not_share(casts):
     x, w = torch.randn(5, 64), torch.randn(16, 64)
     for _ in range(2):
         x.data.mul_(2)
@@ -377,7 +377,7 @@ def unchecked(m, x):
     return [torch.equal(p(x), fp8.linear(x, p.weight, p.bias)) for p in (m.k, m.v)]
 
 
-def test_memory_that_numpy_may_write_is_never_remembered():
+def test_numpy_memory_is_never_cached():
     """It moves no version: one array refilled in every step, and layers that take turns."""
     m, array = three(), np.ones((5, 64), dtype=np.float32)
     owned, shown = torch.from_numpy(array), torch.randn(5, 64)
@@ -397,7 +397,7 @@ def test_memory_that_numpy_may_write_is_never_remembered():
 
 
 @pytest.mark.parametrize("end", ["backward", "optimizer", "invalidate"])
-def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
+def test_codes_are_dropped_by_backward_step_and_invalidate(end):
     m, x = three(), torch.randn(5, 64)
     optimizer = torch.optim.SGD(m.parameters(), lr=0.0)
     y = m.q(x)
@@ -413,7 +413,7 @@ def test_codes_end_with_a_backward_an_optimizer_step_and_invalidate(end):
     assert all(unchecked(m, x))
 
 
-def test_a_backward_leaves_the_codes_of_another_input_alone(casts):
+def test_backward_keeps_codes_of_other_inputs(casts):
     m, x, other = three(), torch.randn(5, 64), torch.randn(5, 64)
     warm(m, x)
     y = m.q(other)
@@ -425,7 +425,7 @@ def test_a_backward_leaves_the_codes_of_another_input_alone(casts):
     assert of_x(casts) == []
 
 
-def test_shape_and_strides_tell_inputs_of_one_memory_apart():
+def test_shape_and_strides_distinguish_inputs():
     m, x = three(), torch.randn(64, 64)
     with torch.no_grad():
         for other in (x.t(), x.view(32, 2, 64), x.as_strided((64, 64), (64, 1)), x[:32], x.view(1, 64, 64).mT):
@@ -435,7 +435,7 @@ def test_shape_and_strides_tell_inputs_of_one_memory_apart():
             assert torch.equal(y, fp8.linear(other, m.k.weight, m.k.bias))
 
 
-def test_one_pass_where_a_backend_has_the_casts_of_another():
+def test_backends_share_one_pass():
     """A GemmOnlyBackend hands both casts to one caster, though the other GEMM's backend is another."""
     from octavo.fp8.kernels.registry import GemmOnlyBackend
 

@@ -60,7 +60,7 @@ EXPECTED = {  # forward; backward with one layout of w, and with both; of delaye
 
 @pytest.mark.parametrize("codes", ["keep", "both"])
 @pytest.mark.parametrize("recipe", EXPECTED)
-def test_a_linear_layer_launches_no_more_than_its_casts_and_gemms(seen: list[str], recipe: str, codes: str) -> None:
+def test_linear_launches_only_casts_and_gemms(seen: list[str], recipe: str, codes: str) -> None:
     model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
     fp8.apply(model, fp8.plan(model, fp8.Policy(recipe, backend="torch", weight_codes=codes)))
     forward, *backward = EXPECTED[recipe]
@@ -84,7 +84,7 @@ def test_a_linear_layer_launches_no_more_than_its_casts_and_gemms(seen: list[str
 
 
 @pytest.mark.parametrize("codes", ["keep", "both"])
-def test_a_frozen_weight_is_turned_at_each_use_or_once(seen: list[str], codes: str) -> None:
+def test_frozen_weight_is_transposed_per_use_or_once(seen: list[str], codes: str) -> None:
     model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
     model[0].weight = fp8.freeze_weight(model[0].weight.detach(), "block")
     fp8.apply(model, fp8.plan(model, fp8.Policy("blockwise", backend="torch", weight_codes=codes)))
@@ -102,7 +102,7 @@ def test_a_frozen_weight_is_turned_at_each_use_or_once(seen: list[str], codes: s
     assert RELAY in backward(), "codes were written over those that were turned"
 
 
-def test_nor_where_every_gemm_has_a_cast_of_its_own(seen: list[str]) -> None:
+def test_separate_casts_launch_no_copies(seen: list[str]) -> None:
     model = nn.Sequential(nn.Linear(512, 384, bias=False)).bfloat16()
     fp8.apply(model, fp8.plan(model, fp8.Policy("rowwise", backend="torch")))
     for _ in range(2):

@@ -72,7 +72,7 @@ def assert_gemms_of_the_codes(recipe, m, n, k):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("m,n,k", [(7, 33, 130), (1, 16, 256), (130, 72, 40), (257, 140, 300)])
-def test_three_gemms_are_those_of_the_codes(recipe, m, n, k):
+def test_gemms_match_codes(recipe, m, n, k):
     torch.manual_seed(1)
     assert_gemms_of_the_codes(recipe, m, n, k)
 
@@ -88,7 +88,7 @@ def test_sizes_of_vision_towers_and_few_tokens(recipe, tokens, features):
 
 @pytest.mark.parametrize("shape", [(160,), (1, 160), (0, 160), (2, 0, 160), (2, 3, 5, 160)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_any_leading_dimensions(shape, bias):
+def test_leading_dimensions(shape, bias):
     m, stock = layer(bias=bias), nn.Linear(160, 48, bias=bias)
     x = torch.randn(shape, requires_grad=True)
     y = m(x)
@@ -189,7 +189,7 @@ def _reachable(root, depth=6):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_only_fp8_lives_for_the_backward(recipe):
+def test_only_fp8_is_saved_for_backward(recipe):
     module, x = layer(256, 512, dtype=torch.bfloat16, recipe=recipe), torch.randn(1024, 512).bfloat16()
     inner = (x * 1.0).requires_grad_()
     module[0](torch.randn(2, 512).bfloat16())  # the weight's codes are cached, not saved per forward
@@ -208,7 +208,7 @@ def test_only_fp8_lives_for_the_backward(recipe):
     assert max(bf16) == 2 * codes[0].nbytes
 
 
-def test_a_frozen_weight_keeps_no_x_and_runs_no_wgrad():
+def test_frozen_weight_saves_no_x_and_runs_no_wgrad():
     m = layer()
     m[0].weight.requires_grad_(False)
     x = torch.randn(64, 160, requires_grad=True)
@@ -220,7 +220,7 @@ def test_a_frozen_weight_keeps_no_x_and_runs_no_wgrad():
     assert counts.total("wgrad") == 0 and counts.total("dgrad") == 1
 
 
-def test_no_dgrad_where_x_needs_none_and_nothing_is_saved_without_gradients():
+def test_unneeded_dgrad_is_skipped():
     m, x = layer(), torch.randn(64, 160)
     with fp8.count_gemms() as counts:
         m(x).sum().backward()
@@ -271,7 +271,7 @@ def test_activation_checkpointing_gives_the_same_gradients(reentrant, recipe):
         assert torch.equal(state, fp8.scaling_state(b)[name]), name
 
 
-def test_uncounted_work_is_uncounted_in_forward_backward_and_recomputation():
+def test_uncounted_work_is_never_counted():
     for reentrant in (True, False):
         m = layer(64, 64, recipe="delayed")
         x = torch.randn(4, 64, requires_grad=True)
@@ -347,7 +347,7 @@ def test_transposed_and_strided_inputs():
 
 
 @pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)])
-def test_a_model_may_write_into_the_output(shape):
+def test_output_may_be_modified_in_place(shape):
     m = layer(64, 64)
     x = torch.randn(shape, requires_grad=True)
     y = m(x)
@@ -358,7 +358,7 @@ def test_a_model_may_write_into_the_output(shape):
     assert torch.equal(ours, x.grad)
 
 
-def test_a_nan_in_one_block_is_not_hidden():
+def test_nan_in_block_propagates():
     m, x = layer(), torch.randn(4, 160)
     x[2, 5] = float("inf")
     with fp8.health() as h:
@@ -368,7 +368,7 @@ def test_a_nan_in_one_block_is_not_hidden():
     assert h.table()["0"]["nan_codes"] > 0
 
 
-def test_wrong_shapes_and_names_say_so():
+def test_error_messages():
     with pytest.raises(RuntimeError, match="inputs with 160 features.*got an input of shape"):
         layer()(torch.randn(3, 159))
     with pytest.raises(fp8.RecipeError, match="does not exist"):
@@ -377,7 +377,7 @@ def test_wrong_shapes_and_names_say_so():
         fp8.linear(torch.randn(2, 8), torch.randn(4, 8), backend="magic")
 
 
-def test_a_weight_changed_between_forward_and_backward_is_noticed():
+def test_weight_change_before_backward_is_detected():
     m, x = layer(), torch.randn(3, 160, requires_grad=True)
     y = m(x)
     with torch.no_grad():
@@ -403,7 +403,7 @@ def test_health_figures():
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
-def test_health_under_recomputation_is_the_same_and_taken_once(reentrant):
+def test_health_is_measured_once_under_recomputation(reentrant):
     m = layer(64, 64)
     g = torch.Generator().manual_seed(2)
     x = torch.randn(40, 64, generator=g, requires_grad=True)
@@ -416,7 +416,7 @@ def test_health_under_recomputation_is_the_same_and_taken_once(reentrant):
     assert h.table() == plain.table()
 
 
-def test_functional_call_sees_an_ordinary_module():
+def test_functional_call_works():
     m, x = layer(), torch.randn(3, 160)
     double = {k: v * 2 for k, v in m.named_parameters()}
     y = m(x)
@@ -430,7 +430,7 @@ def test_close_to_high_precision():
         assert relative(fp8.linear(x, w, recipe=recipe), F.linear(x, w)) < 0.06
 
 
-def test_transforms_of_torch_func_are_refused_in_our_words():
+def test_functorch_transforms_are_rejected():
     m, x = layer(), torch.randn(9, 160)
     for run in (
         lambda: torch.func.grad(lambda x: m(x).sum())(x),
@@ -446,7 +446,7 @@ def test_transforms_of_torch_func_are_refused_in_our_words():
 
 
 @pytest.mark.parametrize("keep", [{}, {"wgrad": "bf16"}, {"dgrad": "bf16"}])
-def test_autocast_around_the_backward_alone_changes_nothing(keep, monkeypatch):
+def test_autocast_around_backward_is_ignored(keep, monkeypatch):
     """Neither the GEMMs of a backend nor those in high precision may be lowered there."""
     backend, lowered = fp8.kernels.registry.get("reference"), []
     for name in ("gemm_dgrad", "gemm_wgrad"):

@@ -54,7 +54,7 @@ def step(m, x, wrap=lambda m, x: m(x)):
     y.square().mean().backward()
 
 
-def test_the_watch_notices():
+def test_sync_detector_works():
     x, home = torch.randn(4), torch.randn(4)
     with NeverWaits(lambda tensor: tensor is home):
         home.nonzero()
@@ -72,7 +72,7 @@ def test_the_watch_notices():
         for j, how in enumerate((None, False, True))
     ],
 )
-def test_no_step_of_any_recipe_waits(recipe, reentrant, lowered):
+def test_step_does_not_synchronize(recipe, reentrant, lowered):
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(96, 48), nn.GELU(), nn.Linear(48, 32, bias=False))
     fp8.apply(m, fp8.plan(m, recipe))
@@ -91,7 +91,7 @@ def test_no_step_of_any_recipe_waits(recipe, reentrant, lowered):
     assert counts.total("wgrad") == 6 and watch.seen > 100
 
 
-def test_no_step_of_siblings_waits():
+def test_shared_input_step_does_not_synchronize():
     torch.manual_seed(0)
     for recipe in ("blockwise", "mxfp8"):
         m = fp8.apply(Attention(), fp8.plan(Attention(), recipe))
@@ -105,7 +105,7 @@ def test_no_step_of_siblings_waits():
 
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("master", MASTERS)
-def test_no_update_waits(states, master, monkeypatch):
+def test_optimizer_step_does_not_synchronize(states, master, monkeypatch):
     """The step itself is a kernel where there is one; here, as on a GPU without Triton, it is the reference."""
     monkeypatch.setattr(engine, "on_cpu", reference_step)
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ def test_no_update_waits(states, master, monkeypatch):
     [("blockwise", "on", how) for how in ("none", "selective", "full")]
     + [("blockwise", "off", "full"), ("tensorwise", "off", "selective")],
 )
-def test_nothing_waits_that_keeps_fp8(recipe, fuse, how):
+def test_saved_codes_do_not_synchronize(recipe, fuse, how):
     """Norms, attention, gated MLP; what a block runs again."""
     torch.manual_seed(0)
     m = nn.Sequential(Block(64, 160, 32), Block(64, 160, 32)).bfloat16()
@@ -148,7 +148,7 @@ def test_nothing_waits_that_keeps_fp8(recipe, fuse, how):
 
 
 @pytest.mark.parametrize("home", [False, True])
-def test_no_loss_without_logits_waits(home, monkeypatch):
+def test_chunked_loss_does_not_synchronize(home, monkeypatch):
     """Which tokens have a target the host sees where it holds the targets; elsewhere nobody looks."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(40, 16, requires_grad=True), torch.randn(300, 16, requires_grad=True)
@@ -167,7 +167,7 @@ def test_no_loss_without_logits_waits(home, monkeypatch):
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise"])
-def test_no_step_of_fp8_weights_waits(recipe):
+def test_fp8_weights_do_not_synchronize(recipe):
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(96, 48), nn.GELU(), nn.Linear(48, 32)).bfloat16()
     fp8.apply(m, fp8.plan(m, fp8.Policy(recipe=recipe, param=True)))
@@ -182,7 +182,7 @@ def test_no_step_of_fp8_weights_waits(recipe):
 
 
 @pytest.mark.parametrize("recipe", fp8.RECIPES)
-def test_a_device_gives_what_the_cpu_gives(recipe, monkeypatch):
+def test_device_matches_cpu(recipe, monkeypatch):
     """The rules for bad and tiny blocks run everywhere on a device, and change nothing where there are none."""
     torch.manual_seed(0)
     m = nn.Sequential(nn.Linear(96, 48))

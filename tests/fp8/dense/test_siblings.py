@@ -76,7 +76,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_any_use(use):
+def test_random_uses_match_unshared_layers(use):
     both = pair()
     for seed in range(2):
         assert_same(both, seeded(seed), USES[use])
@@ -84,7 +84,7 @@ def test_any_use(use):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("use", USES)
-def test_any_use_in_two_regions_that_are_recomputed(use, reentrant):
+def test_random_uses_in_two_recomputed_regions(use, reentrant):
     def regions(m, x):
         y = checkpoint(USES[use], m, x, use_reentrant=reentrant)
         return torch.cat([y, checkpoint(USES[use], m, x * 2, use_reentrant=reentrant)], -1)
@@ -92,7 +92,7 @@ def test_any_use_in_two_regions_that_are_recomputed(use, reentrant):
     assert_same(pair(), seeded(0), regions)
 
 
-def test_a_weight_edited_between_two_of_them():
+def test_weight_edit_between_layers():
     both = pair()
     outputs = []
     with torch.no_grad():
@@ -111,7 +111,7 @@ def each(m, x):
 
 @pytest.mark.parametrize("region", [each, lambda m, x: checkpoint(each, m, x, use_reentrant=False)])
 @pytest.mark.parametrize("order", [("q_proj", "k_proj", "v_proj"), ("v_proj", "q_proj"), ("k_proj",)])
-def test_a_backward_for_each_output(order, region):
+def test_separate_backward_for_each_output(order, region):
     found = []
     for m in pair():
         x = seeded(0).requires_grad_()
@@ -126,7 +126,7 @@ def test_a_backward_for_each_output(order, region):
     assert counts.calls == counts2.calls and counts.ran == counts2.ran
 
 
-def test_an_edited_weight_is_refused_by_its_own_backward_alone():
+def test_only_backward_of_edited_weight_raises():
     for m in pair():
         x = seeded(0).requires_grad_()
         q, k, v = each(m, x)

@@ -62,7 +62,7 @@ def test_a_stock_trainer_trains_in_fp8(tmp_path, checkpointing):
     assert losses[-1] != losses[0]
 
 
-def test_the_saved_model_is_a_stock_one(tmp_path):
+def test_saved_model_is_stock(tmp_path):
     model, _, _, _ = train(tmp_path, forget=False, checkpointing=False, optim="adamw_torch")
     model.save_pretrained(tmp_path / "out")
     stock = LlamaForCausalLM.from_pretrained(tmp_path / "out")

@@ -88,7 +88,7 @@ WITH = {"fp8": MASTERS[::3], "coat": MASTERS[1:3], "bf16": MASTERS[::2], "fp32":
 
 
 @pytest.mark.parametrize(("states", "master"), [(states, master) for states in STATES for master in WITH[states]])
-def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
+def test_kernel_equals_reference_bitwise(states: str, master: str) -> None:
     one, other = both(states, master)
     hyper = settings(states, master)
     for step, factor in ((1, None), (2, torch.tensor(0.7))):
@@ -102,7 +102,7 @@ def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "bf16"])
-def test_what_is_not_finite_and_what_is_tiny_or_huge(states: str) -> None:
+def test_nonfinite_tiny_and_huge_values(states: str) -> None:
     one, other = both(states, "bf16+16", [(128 * 12, 0), (1000, 256)])
     for step in (1, 2):
         given, also = with_gradients(one, other, step)
@@ -118,7 +118,7 @@ def test_what_is_not_finite_and_what_is_tiny_or_huge(states: str) -> None:
 
 
 @pytest.mark.parametrize("states", ["fp8", "coat", "fp32"])
-def test_groups_that_ranks_share_are_given_their_extrema(states: str) -> None:
+def test_groups_shared_by_ranks_use_common_extrema(states: str) -> None:
     one, other = both(states, "bf16+16")
     asked: list[list[int]] = [[], []]
 
@@ -137,7 +137,7 @@ def test_groups_that_ranks_share_are_given_their_extrema(states: str) -> None:
     assert asked[0] == asked[1] and (states == "fp32" or asked[0])
 
 
-def test_many_pieces_find_their_programs() -> None:
+def test_many_pieces_in_one_launch() -> None:
     shapes = [((i * 37) % 300 + 1, 128 * i) for i in range(37)] + [(4096 * 2 + 1, 0), (16, 16)]
     one, other = both("fp32", "fp32", shapes)
     given, also = with_gradients(one, other, 1)
@@ -147,13 +147,13 @@ def test_many_pieces_find_their_programs() -> None:
     assert_same(one, other)
 
 
-def test_a_gradient_of_a_type_that_the_kernel_does_not_read() -> None:
+def test_unsupported_gradient_dtype_is_converted() -> None:
     p = piece(128, 0, 0, "fp8", "fp32", torch.float64)
     with pytest.raises(TypeError, match=r"no gradient of torch\.float64; cast it"):
         adamw.step([p], settings("fp8", "fp32"))
 
 
-def test_the_registry_gives_a_gpu_the_kernel_and_a_cpu_the_reference() -> None:
+def test_registry_selects_kernel_on_gpu_and_reference_on_cpu() -> None:
     assert registry.select("adamw", recipe_or_spec=CastSpec(), device="cpu").backend.name == "reference"
     if not torch.cuda.is_available():  # a plan for another machine
         assert registry.select("adamw", recipe_or_spec=CastSpec(), device="cuda").backend.name == "triton"
@@ -167,7 +167,7 @@ def test_the_registry_gives_a_gpu_the_kernel_and_a_cpu_the_reference() -> None:
 
 
 @pytest.mark.long
-def test_compiled_it_reads_wide_and_rounds_products_apart() -> None:
+def test_compiled_kernel_uses_wide_loads_and_no_fma() -> None:
     rows = aot.report([90], only="adamw fp8 bf16+sr")  # another process, without the interpreter
     assert not aot.faults(rows), "a fused product would be a fault"
     wide, odd = rows

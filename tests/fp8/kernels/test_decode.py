@@ -52,7 +52,7 @@ def test_every_recipe(title: str, rows: int, gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("title", BY_ROWS)
-def test_a_row_depends_on_no_other(title: str, exact_products: None) -> None:
+def test_rows_are_independent(title: str, exact_products: None) -> None:
     """Alone, among 5 and among 64, at other places, through the backend's own casts: the same bits."""
     casts = recipe(title).fwd
     assert casts is not None
@@ -69,14 +69,14 @@ def test_a_row_depends_on_no_other(title: str, exact_products: None) -> None:
 
 
 @pytest.mark.parametrize("title", TITLES)
-def test_in_one_part_it_sums_as_the_gemm_does(title: str, exact_products: None) -> None:
+def test_single_part_sums_like_gemm(title: str, exact_products: None) -> None:
     """Where the contraction is not cut, a rollout's product has the bits of training's, whatever the tiles of both."""
     x, w = operands(title, "fwd", 5, 40, 600)
     assert torch.equal(decode(x, w, torch.float32, gpu=WHOLE), gemm(x, 1, w, 1, torch.float32, gpu=WHOLE))
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)], ids=str)
-def test_parts_are_added_in_their_order(order: tuple[int, ...]) -> None:
+def test_parts_are_added_in_order(order: tuple[int, ...]) -> None:
     """2^24 + 1 + 1 is 2^24 in fp32, one after the other; 1 + 1 + 2^24 is more. Sums of a part are exact here."""
     spec = CastSpec("e4m3", (1, -1), "pow2")
     stretches = torch.zeros(3, 512)
@@ -106,7 +106,7 @@ def test_scales_then_bias_then_one_rounding(gpu: Gpu) -> None:
         assert torch.equal(decode(x, w, torch.bfloat16, bias, gpu=gpu), (plain + bias.float()).bfloat16())
 
 
-def test_far_scales_and_bad_values() -> None:
+def test_extreme_scales_and_bad_values() -> None:
     """A sum that leaves fp32 under one scale alone stays; NaN reaches its row and no other, in parts as well."""
     for title in BY_ROWS[:2]:
         casts = recipe(title).fwd
@@ -162,7 +162,7 @@ class Gated(nn.Module):
 
 
 @pytest.mark.parametrize("fuse", ["off", "on"])
-def test_layers_take_it_where_no_gradient_follows(fuse: str) -> None:
+def test_layers_use_it_without_gradients(fuse: str) -> None:
     """All four products of a block, counted as the FP8 GEMMs that they are; training multiplies as ever."""
     torch.manual_seed(0)
     model = Block()
@@ -180,7 +180,7 @@ def test_layers_take_it_where_no_gradient_follows(fuse: str) -> None:
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: f"sm_{gpu.sm}")
-def test_what_it_launches(gpu: Gpu) -> None:
+def test_launches(gpu: Gpu) -> None:
     """As on that GPU, on tensors without memory: every multiprocessor reads weights or the rest is too short to cut, no
     weight is read twice, codes are described where they lie; all the same for 1 row and for 64, their number apart."""
     for n, k, _ in SHAPES:

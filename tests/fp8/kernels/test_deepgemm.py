@@ -133,7 +133,7 @@ def test_gemms_equal_the_reference(library: list[object], op: str, m: int, n: in
     assert library == ([((1, 1, 128), "mn")] if op == "wgrad" else forward)
 
 
-def test_a_wgrad_in_16_bits_is_left_to_who_writes_them(library: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wgrad_in_16_bits_uses_other_backend(library: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     dy_q, x_q = operands("wgrad", 33, 48, 64)
     asked: list[str] = []
     for name in ("torch", "triton"):
@@ -158,7 +158,7 @@ def test_a_bias_is_added_in_fp32(library: list[object]) -> None:
         )
 
 
-def test_empty_matrices_start_nothing(library: list[object]) -> None:
+def test_empty_matrices_launch_nothing(library: list[object]) -> None:
     for m, n, k in ((0, 8, 16), (8, 0, 16), (8, 16, 0)):
         for op, shape in (("fwd", (m, n)), ("dgrad", (m, k)), ("wgrad", (n, k))):
             y = getattr(BACKEND, f"gemm_{op}")(*operands(op, m, n, k), torch.bfloat16)
@@ -196,7 +196,7 @@ def test_groups_equal_the_loop_over_experts(library: list[object], op: str) -> N
     assert calc_diff(y, expected) < 1e-6 and not y[expected.abs().sum(1) == 0].any()
 
 
-def test_groups_that_it_would_round_twice_are_tritons(library: list[object]) -> None:
+def test_grouped_gemms_that_round_twice_use_triton(library: list[object]) -> None:
     """A run with fp32 experts, or with biases, must not end in the middle of its first step."""
     pytest.importorskip("triton")
     routing, generator = group_rows(torch.tensor([0, 1, 1]), 2), torch.Generator().manual_seed(1)
@@ -215,7 +215,7 @@ def test_groups_that_it_would_round_twice_are_tritons(library: list[object]) -> 
         BACKEND.grouped_fwd(x_q._replace(data=x_q.data[:64]), w_q, groups, torch.bfloat16)
 
 
-def test_other_casts_are_refused(library: list[object]) -> None:
+def test_unsupported_casts_are_rejected(library: list[object]) -> None:
     x_q, w_q = operands("fwd", 8, 16, 32)
     other = cast.quantize(torch.randn(8, 32), CastSpec("e5m2", (1, 128)))
     with pytest.raises(CastError, match="supports E4M3 with pow2 scales.*e5m2 1x128 pow2"):
@@ -231,7 +231,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
-def test_what_it_can_do(library: list[object], hopper: None) -> None:
+def test_supported_gemms(library: list[object], hopper: None) -> None:
     made = recipe("blockwise")
     for op in ("fwd", "dgrad", "wgrad", "grouped_fwd", "grouped_dgrad"):
         assert BACKEND.supports(op, made, CUDA, (None, 3420, 1280)) is None
@@ -244,7 +244,7 @@ def test_what_it_can_do(library: list[object], hopper: None) -> None:
     assert "high precision" in BACKEND.supports("wgrad", recipe("blockwise", wgrad="bf16"), CUDA, None)
 
 
-def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+def test_unsupported_devices_give_reason(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     made = recipe("blockwise")
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in())
     assert BACKEND.supports("fwd", made, CUDA, None) == (
@@ -271,13 +271,13 @@ def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     assert "but this GPU has 12.0" in deepgemm_backend.why_not_on_gpu((12, 0))
 
 
-def test_it_says_that_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deepgemm_backend.importlib.util, "find_spec", lambda name: None)
     for device in ("cpu", "cuda"):
         assert BACKEND.supports("fwd", recipe("blockwise"), torch.device(device), None) == "deep_gemm is not installed"
 
 
-def test_it_is_preferred_where_it_can(library: list[object], hopper: None) -> None:
+def test_preferred_if_supported(library: list[object], hopper: None) -> None:
     chosen = registry.select("fwd", recipe_or_spec=recipe("blockwise"), device="cuda")
     assert chosen.backend is BACKEND
     assert registry.names()[0] == "deepgemm"

@@ -110,7 +110,7 @@ def record_plain(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_reference_is_the_plain_layer_rounded_once(dtype: torch.dtype) -> None:
+def test_reference_is_layer_rounded_once(dtype: torch.dtype) -> None:
     x, w = numbers(20, 300, dtype), numbers(1, 300, dtype)[0]
     y, rstd, row, col = reference.rmsnorm_quantize(x, w, 1e-6, ROW, COL)
     exact = F.rms_norm(x.double(), (300,), w.double(), 1e-6)
@@ -137,7 +137,7 @@ def assert_same(a: Quantized, b: Quantized) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_inputs_that_do_not_fit_are_refused_with_the_fix(name: str) -> None:
+def test_invalid_inputs_are_rejected(name: str) -> None:
     backend = registry.get(name)
     with pytest.raises(CastError, match=r"x has shape \[2, 3, 4\] and weight \[4\]; it takes x \[M, K\].*Flatten"):
         backend.rmsnorm_quantize(torch.ones(2, 3, 4), torch.ones(4), 1e-6, ROW, None)
@@ -150,7 +150,7 @@ def test_inputs_that_do_not_fit_are_refused_with_the_fix(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["reference", "triton"])
-def test_backends_say_that_they_can(name: str) -> None:
+def test_backends_report_support(name: str) -> None:
     for op in ("rmsnorm", "swiglu", "swiglu_backward"):
         assert registry.get(name).supports(op, recipe("blockwise"), torch.device("cpu"), None) is None
 
@@ -299,7 +299,7 @@ def test_inputs_may_be_halves_or_transposed(poisoned: list[torch.dtype]) -> None
 
 
 @pytest.mark.parametrize("rows", [0, 5])
-def test_no_rows_and_only_codes(rows: int, poisoned: list[torch.dtype]) -> None:
+def test_empty_input_and_codes_only(rows: int, poisoned: list[torch.dtype]) -> None:
     gate, up = numbers(rows, 144, torch.bfloat16), numbers(rows, 144, torch.bfloat16, 1)
     del poisoned[:]
     pair = fused.swiglu_codes(gate, up, ROW, COL)
@@ -312,7 +312,7 @@ def test_no_rows_and_only_codes(rows: int, poisoned: list[torch.dtype]) -> None:
         assert_cast(found[1], values, COL, 0)
 
 
-def test_one_launch_does_it() -> None:
+def test_single_launch() -> None:
     x = numbers(5, 144, torch.bfloat16)
     with launches() as seen:
         fused.rmsnorm_quantize(x, x[0], 1e-6, ROW, None)
@@ -325,7 +325,7 @@ def test_one_launch_does_it() -> None:
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_the_amax_of_a_whole_tensor_is_taken_where_it_is_made(bad: bool) -> None:
+def test_tensor_amax_is_computed_in_kernel(bad: bool) -> None:
     """One cast follows, no pass for its amax; the largest value lies in another program than the first."""
     spec, half = CastSpec("e5m2", (-1, -1), "fp32"), CastSpec("e4m3", (-1, -1), "pow2")
     x, dh = numbers(70, 300, torch.bfloat16), numbers(70, 300, torch.bfloat16, 1)
@@ -345,7 +345,7 @@ def test_the_amax_of_a_whole_tensor_is_taken_where_it_is_made(bad: bool) -> None
     assert_cast(of_h[1], h, spec, 0)
 
 
-def test_rows_that_no_program_can_hold(monkeypatch: pytest.MonkeyPatch, poisoned: list[torch.dtype]) -> None:
+def test_rows_too_long_for_one_program(monkeypatch: pytest.MonkeyPatch, poisoned: list[torch.dtype]) -> None:
     monkeypatch.setattr(fused, "WIDEST", 256)
     x = numbers(6, 1100, torch.bfloat16)
     y, rstd, row, _ = fused.rmsnorm_quantize(x, x[0], 1e-6, ROW, None)

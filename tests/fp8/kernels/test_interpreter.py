@@ -144,12 +144,12 @@ CORE = {
 }
 
 
-def test_no_operation_is_forgotten() -> None:
+def test_all_operations_are_covered() -> None:
     assert sorted(operations(registry.get("triton"))) == OPERATIONS
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_every_operation_starts_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_operation_launches_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And leaves nothing of it to the reference, which as much as being called ends the test."""
     call, reference = operations(registry.get("triton"))[name], registry.get("reference")
     for each in OPERATIONS:
@@ -169,28 +169,28 @@ def delegated(*args: object, **options: object) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_operation_of_the_reference_would_show(name: str) -> None:
+def test_reference_operation_is_detected(name: str) -> None:
     """What plain torch computes starts no kernel, so that the count above tells the two apart."""
     with launch.launches() as seen:
         operations(registry.get("reference"))[name]()
     assert not seen
 
 
-def test_the_kernels_are_the_interpreters() -> None:
+def test_kernels_are_interpreted() -> None:
     made = {n: type(f).__name__ for n, f in vars(fused_kernels).items() if "Function" in type(f).__name__}
     made = {n: kind for n, kind in made.items() if kind in ("InterpretedFunction", "JITFunction")}
     assert len(made) >= 5 and set(made.values()) == {"InterpretedFunction"}, made
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_right_kernels_pass(layer: str, poisoned: None) -> None:
+def test_correct_kernels_pass(layer: str, poisoned: None) -> None:
     with launch.launches() as seen:
         assert not LAYERS[layer]()
     assert seen[layer] == 1
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_a_kernel_that_did_not_run_does_not_pass(layer: str, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_that_did_not_run_fails(layer: str, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "launch", lambda kernel, grid, *args, **options: None)
     assert LAYERS[layer]()
 
@@ -224,7 +224,7 @@ def with_fault(tmp_path: Path, good: str, bad: str) -> ModuleType:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_shows(fault: str, tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_fault_is_detected(fault: str, tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "kernels", with_fault(tmp_path, *FAULTS[fault]))
     with launch.launches() as seen:
         assert swiglu_differs(), f"nobody noticed: {fault}"
@@ -232,13 +232,13 @@ def test_a_planted_fault_shows(fault: str, tmp_path: Path, poisoned: None, monke
     sys.modules.pop("faulty_kernels")
 
 
-def test_a_copy_without_a_fault_passes(tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_copy_passes(tmp_path: Path, poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "kernels", with_fault(tmp_path, "import triton", "import triton"))
     assert not swiglu_differs()
     sys.modules.pop("faulty_kernels")
 
 
-def test_a_faulty_helper_shows(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faulty_helper_is_detected(poisoned: None, monkeypatch: pytest.MonkeyPatch) -> None:
     right = widen
 
     def halves(x):

@@ -65,7 +65,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
-def test_the_second_launch_is_the_first_ones_without_triton(kernel: Any) -> None:
+def test_second_launch_skips_triton(kernel: Any) -> None:
     x, y = torch.zeros(64), torch.zeros(64)
     for count in (48, 64):
         launch.launch(kernel, (3,), x, y, count, 2.5, BLOCK=16, EVEN=True, num_warps=8)
@@ -75,7 +75,7 @@ def test_the_second_launch_is_the_first_ones_without_triton(kernel: Any) -> None
     assert rest[9:] == [x, y, 48, 2.5, 16, True] and again[6:] == [None, None, None, x, y, 64, 2.5, 16, True]
 
 
-def test_what_triton_compiles_apart_is_kept_apart(kernel: Any) -> None:
+def test_specializations_are_cached_separately(kernel: Any) -> None:
     """Many kinds of arguments: what Triton runs for each is run from memory too."""
     held = torch.zeros(256, dtype=torch.uint8)
     pointers = [held[:64].view(torch.float32), held[4:68].view(torch.float32), held[:64].view(torch.bfloat16), None]

@@ -23,7 +23,7 @@ def made(rows: int, cols: int, spec: CastSpec, seed: int = 0) -> Quantized:
 @pytest.mark.parametrize("contract", (0, 1))
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rows, cols", SIZES)
-def test_an_operand_holds_the_codes_zeros_and_scales(rows: int, cols: int, block: tuple[int, int], contract: int):
+def test_operand_has_codes_padding_and_scales(rows: int, cols: int, block: tuple[int, int], contract: int):
     spec = CastSpec("e4m3", block, "e8m0" if 32 in block else "pow2")
     plain = made(rows, cols, spec)
     free, contracted = (rows, cols) if contract == 1 else (cols, rows)
@@ -47,14 +47,14 @@ def test_an_operand_holds_the_codes_zeros_and_scales(rows: int, cols: int, block
 @pytest.mark.parametrize("contract", (0, 1))
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rows, cols", SIZES)
-def test_what_lies_right_is_not_copied(rows: int, cols: int, block: tuple[int, int], contract: int):
+def test_tensors_in_layout_are_not_copied(rows: int, cols: int, block: tuple[int, int], contract: int):
     q = laid_out(made(rows, cols, CastSpec("e4m3", block, "pow2")), contract)
     got = layout.k_major(q, contract)
     assert got.codes.untyped_storage().data_ptr() == q.data.untyped_storage().data_ptr()
     assert got.scale.untyped_storage().data_ptr() == q.scale.untyped_storage().data_ptr()
 
 
-def test_scales_of_lines_reach_over_the_padding_of_the_codes():
+def test_row_block_scales_cover_padding():
     q = made(33, 260, CastSpec("e4m3", (1, 128), "pow2"))
     got = layout.k_major(laid_out(q, 1), 1)
     assert got.codes.shape == (48, 384) and got.scale.stride() == (1, 48)
@@ -62,14 +62,14 @@ def test_scales_of_lines_reach_over_the_padding_of_the_codes():
     assert torch.equal(whole[:33], q.scale) and bool((whole[33:] == 1).all())
 
 
-def test_scales_of_squares_are_padded_to_four_along_the_contraction():
+def test_square_block_scales_are_padded_to_four():
     for contract, shape in ((1, (300, 700)), (0, (700, 300))):
         got = layout.k_major(laid_out(made(*shape, CastSpec("e4m3", (128, 128), "pow2")), contract), contract)
         assert got.scale.shape == (3, 6) and got.scale.stride() == (8, 1)
         assert bool((got.scale.as_strided((3, 8), (8, 1))[:, 6:] == 1).all())
 
 
-def test_scales_whose_storage_ends_early_are_copied():
+def test_scales_with_short_storage_are_copied():
     """Strides alone do not show that there is padding behind the last scale."""
     q = made(33, 256, CastSpec("e4m3", (1, 128), "pow2"))
     short = torch.empty(48 + 33).as_strided((33, 2), (1, 48)).copy_(q.scale)
@@ -101,7 +101,7 @@ def test_grids_and_rounding():
 
 @pytest.mark.parametrize("op, dims", (("fwd", (1, 1)), ("dgrad", (1, 0)), ("wgrad", (0, 0))))
 @pytest.mark.parametrize("name", RECIPES)
-def test_triton_casts_lie_as_they_should(name: str, op: str, dims: tuple[int, int]) -> None:
+def test_triton_casts_have_layout(name: str, op: str, dims: tuple[int, int]) -> None:
     """No GEMM copies what the kernels of this package wrote for it."""
     triton = registry.get("triton")
     if triton.supports("quantize", CastSpec(), torch.device("cpu"), None) is not None:
@@ -134,7 +134,7 @@ def test_weights_of_experts(contract: int) -> None:
     assert again.codes.data_ptr() == got.codes.data_ptr() and again.codes.shape == got.codes.shape
 
 
-def test_whether_codes_lie_already() -> None:
+def test_is_k_major_matches_layout() -> None:
     q = made(33, 144, CastSpec("e4m3", (1, -1), "pow2"))
     assert not layout.is_k_major(q, 1) and not layout.is_k_major(q, 0)
     for contract in (0, 1):

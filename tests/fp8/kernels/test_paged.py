@@ -70,7 +70,7 @@ def ask(lengths, queries: int, dim: int, dtype) -> Tensor:
     ("queries", "heads", "dim", "page", "lengths"),
     [(4, 1, 64, 8, (1, 0, 67)), (2, 2, 80, 3, (9, 4)), (6, 2, 96, 5, (33,)), (17, 1, 128, 16, (16, 2))],
 )
-def test_attention_is_that_of_fp64(queries, heads, dim, page, lengths, dtype, coded) -> None:
+def test_attention_matches_fp64(queries, heads, dim, page, lengths, dtype, coded) -> None:
     """Within the rounding of the result, and 2^-14 of the largest value for that of p (fp32: 2^-19 for sums)."""
     cache = Pages(lengths, heads, dim, page, dtype, coded)
     q, scale = ask(lengths, queries, dim, dtype), dim**-0.4
@@ -87,7 +87,7 @@ def test_attention_is_that_of_fp64(queries, heads, dim, page, lengths, dtype, co
 
 
 @pytest.mark.parametrize("coded", [False, True], ids=["plain", "e4m3"])
-def test_a_sequence_gets_its_bits_in_any_company_place_and_width(coded, monkeypatch) -> None:
+def test_sequence_result_is_batch_invariant(coded, monkeypatch) -> None:
     """Chunks of 32 tokens: sequences of one, of several, of whole ones; a table that is wider than all of them."""
     lengths, dtype = (70, 32, 5, 64, 0), torch.bfloat16
     q = ask(lengths, 4, 64, dtype)
@@ -109,7 +109,7 @@ def test_a_sequence_gets_its_bits_in_any_company_place_and_width(coded, monkeypa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_what_is_written_is_the_cast_bit_for_bit(dtype) -> None:
+def test_written_values_equal_cast_bitwise(dtype) -> None:
     """From fp32 keys in any order of memory; zeros, tiny and huge ones, infinities and NaN; nobody's left out."""
     gen = torch.Generator().manual_seed(2)
     x = torch.randn(2, 3, 11, 80, generator=gen) * torch.exp2(torch.randint(-30, 12, (2, 3, 11, 1), generator=gen))
@@ -134,7 +134,7 @@ def test_what_is_written_is_the_cast_bit_for_bit(dtype) -> None:
         assert torch.equal(scales.nan_to_num(-1.0), own.nan_to_num(-1.0))
 
 
-def test_nan_of_a_key_reaches_its_own_sequence_alone() -> None:
+def test_nan_key_affects_only_its_sequence() -> None:
     cache = Pages((5, 6), 1, 64, 4, torch.bfloat16, False)
     bad = torch.full((1, 1, 64), torch.nan)
     paged.write(bad, bad, cache.places(0, 3)[2:], cache.codes, None, torch.bfloat16)

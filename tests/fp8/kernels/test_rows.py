@@ -51,7 +51,7 @@ def test_products(dtype: torch.dtype, laid: bool, exact_products: None) -> None:
 
 
 @DTYPES
-def test_products_of_experts(dtype: torch.dtype, exact_products: None) -> None:
+def test_expert_products(dtype: torch.dtype, exact_products: None) -> None:
     """One without rows, one with more than a tile; rows behind the last are nobody's."""
     x, w, ends = random(128, 40, dtype=dtype), random(4, 70, 40, seed=1, dtype=dtype).mT, torch.tensor([1, 1, 90, 100])
     y = row_products.grouped_product(x, w, ends)
@@ -76,7 +76,7 @@ CASES = {
 
 @DTYPES
 @pytest.mark.parametrize("case", CASES)
-def test_attention_is_that_of_the_reference(case: str, dtype: torch.dtype) -> None:
+def test_attention_matches_reference(case: str, dtype: torch.dtype) -> None:
     q, k, v = (random(2, h, 70, n, seed=n, dtype=dtype) for h, n in ((4, 24), (2, 24), (2, 40)))
     seen = Visibility(*(CASES[case].get(name) for name in Visibility._fields))
     got, lse = row_attention.attend(q, k, v, *seen, 0.3)
@@ -89,7 +89,7 @@ def test_attention_is_that_of_the_reference(case: str, dtype: torch.dtype) -> No
 
 
 @DTYPES
-def test_a_query_has_its_bits_in_any_company(dtype: torch.dtype, exact_products: None) -> None:
+def test_query_result_is_batch_invariant(dtype: torch.dtype, exact_products: None) -> None:
     """Whole sequences by positions and by masks, one query over its own keys, in a batch over longer ones."""
     q, k, v = (random(2, h, 128, 24, seed=seed, dtype=dtype) for seed, h in enumerate((3, 1, 1)))
     whole = row_attention.attend(q, k, v, None, torch.arange(128).expand(2, 128), None, None, 0.2)
@@ -120,7 +120,7 @@ def test_sums(length: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "title", ["blockwise", *(pytest.param(title, marks=pytest.mark.long) for title in ("rowwise", "mxfp8"))]
 )
-def test_fp8_products_have_one_tile(title: str, row_kernels: None) -> None:
+def test_fp8_products_use_one_tile(title: str, row_kernels: None) -> None:
     """However many rows there are, of linear layers and of experts; and the bits of other tiles."""
     casts, triton = recipe(title).fwd, get("triton")
     assert casts is not None
@@ -141,7 +141,7 @@ def test_fp8_products_have_one_tile(title: str, row_kernels: None) -> None:
     assert torch.equal(one[place], every[row_of[17:18]])
 
 
-def test_tiles_follow_from_casts_and_device_alone() -> None:
+def test_tiles_depend_only_on_casts_and_device() -> None:
     for gpu in (Gpu(89, 142), Gpu(90, 132), Gpu(100, 148), Gpu(120, 170)):
         for title in ("rowwise", "blockwise", "mxfp8"):
             casts = recipe(title).fwd
@@ -151,7 +151,7 @@ def test_tiles_follow_from_casts_and_device_alone() -> None:
             assert tiles.fixed(form, gpu, 128).m <= 128
 
 
-def test_what_looks_at_other_rows_is_refused_by_name(row_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_casts_across_rows_are_rejected(row_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a size: what was tried is not tried again."""
     monkeypatch.setattr(devices, "_proven", set())
     x, w = random(3, 24), random(40, 24, seed=1)
@@ -180,7 +180,7 @@ def test_what_looks_at_other_rows_is_refused_by_name(row_kernels: None, monkeypa
         rows.fp8_product(triton.quantize(x, casts.a, 1), triton.quantize(w, casts.b, 1), torch.float32)
 
 
-def test_float64_and_mixed_dtypes_are_refused(row_kernels: None) -> None:
+def test_float64_and_mixed_dtypes_are_rejected(row_kernels: None) -> None:
     with pytest.raises(fp8.InvarianceError, match="float64, float64 was found on cpu.*TF32"):
         row_mm(random(2, 3).double(), random(3, 4).double())
     with pytest.raises(fp8.InvarianceError, match="float32, bfloat16"):

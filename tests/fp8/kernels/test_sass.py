@@ -38,7 +38,7 @@ LOOP = """
 """
 
 
-def test_the_way_with_most_work_and_of_those_the_shortest() -> None:
+def test_path_with_most_work_is_counted() -> None:
     found = sass.parsed(LOOP)
     way = [i.opcode for i in found.path()]
     assert "SEL" not in way and way[-2:] == ["STG.E.128", "EXIT"], "a store is no slow path, a select for tails is"
@@ -47,12 +47,12 @@ def test_the_way_with_most_work_and_of_those_the_shortest() -> None:
     assert step[0].opcode.startswith("SYNCS") and step[-1].opcode == "BRA" and len(step) == 8
 
 
-def test_a_product_that_waits_for_itself_is_serialised() -> None:
+def test_dependent_products_are_serialized() -> None:
     assert not sass.parsed(LOOP).serialised()
     assert sass.parsed(LOOP.replace("                   FENCE ", "        WARPGROUP.ARRIVE ")).serialised()
 
 
-def test_text_that_cannot_be_followed_is_refused() -> None:
+def test_invalid_listing_is_rejected() -> None:
     with pytest.raises(ValueError, match="no instruction in this text: 'nothing'"):
         sass.parsed("nothing")
     with pytest.raises(ValueError, match=r"BRA goes to \.L_x_3, which is not in the text"):

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 TRITON, RECIPE = registry.get("triton"), fp8.recipe("rowwise")
 
 
-def test_the_table_is_what_ci_tests_with() -> None:
+def test_tested_versions_match_ci() -> None:
     pinned = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
     assert {name: tuple(map(int, number.split(".")[:2])) for name, number in pinned.items()} == self_check.TESTED
 
@@ -61,7 +61,7 @@ def network(backend: str = "triton") -> tuple[nn.Module, fp8.Plan]:
     return model, fp8.plan(model, fp8.Policy("rowwise", backend=backend))
 
 
-def test_versions_are_compared_by_their_first_two_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_compared_by_major_and_minor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "TESTED", {"torch": (2, 13), "triton": (3, 7)})
     for torch_version, triton, expected in (
         ("2.13.1+cu130", "3.7.1", ()),
@@ -76,14 +76,14 @@ def test_versions_are_compared_by_their_first_two_numbers(monkeypatch: pytest.Mo
         assert self_check.find_untested() == expected
 
 
-def test_tested_versions_check_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tested_versions_run_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "TESTED", {"torch": (99, 0), "triton": (99, 0)})
     monkeypatch.setattr(self_check, "_run_check", lambda *_: pytest.fail("checked although the version was tested"))
     fp8.apply(*network())
     assert fp8_backends.versions_tested("cpu").status == "ok"
 
 
-def test_a_plan_is_checked_once_for_a_machine(newer: pytest.MonkeyPatch) -> None:
+def test_plan_is_checked_once_per_machine(newer: pytest.MonkeyPatch) -> None:
     model, plan = network()
     names = list(collect_kernel_checks([plan], CPU))
     assert names == [
@@ -160,7 +160,7 @@ FAULTS = {
 
 @pytest.mark.usefixtures("no_compile")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_named_and_nothing_is_applied(newer: pytest.MonkeyPatch, fault: str) -> None:
+def test_planted_fault_is_reported_before_apply(newer: pytest.MonkeyPatch, fault: str) -> None:
     method, spoil, text = FAULTS[fault]
     newer.setattr(TRITON, method, spoiled(method, spoil))
     model, plan = network()
@@ -214,7 +214,7 @@ def test_experts_fused_blocks_and_delayed_scaling_are_checked(
         assert isinstance(check(), Mismatch)
 
 
-def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPatch) -> None:
+def test_optimizer_kernel_is_checked_when_selected(newer: pytest.MonkeyPatch) -> None:
     """engine() has its own way on a CPU: here it believes to be on another device, whose kernel errs."""
     own = TRITON.adamw
 
@@ -235,7 +235,7 @@ def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPa
         engine.select_engine(torch.device("meta"))
 
 
-def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> None:
+def test_wrong_compiled_layer_is_detected(newer: pytest.MonkeyPatch) -> None:
     chosen = {gemm: registry.Selection(TRITON, "", ()) for gemm in ("fwd", "dgrad", "wgrad")}
     newer.setattr(compiled_check.torch, "compile", lambda function, **_: lambda x: function(x * 1.25))
     fault = compiled_check.check_compiled_layer(RECIPE, chosen, CPU)
@@ -244,7 +244,7 @@ def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> No
     assert compiled_check.check_compiled_layer(RECIPE, chosen, CPU) is None
 
 
-def test_what_the_seconds_do_not_suffice_for_comes_at_the_next_start(newer: pytest.MonkeyPatch) -> None:
+def test_remaining_checks_run_at_next_start(newer: pytest.MonkeyPatch) -> None:
     seconds = iter(range(0, 1000, 3))
     checks, calls = counting("a", "b", "c", "d")
     with pytest.warns(UserWarning, match=r"2 of 4 kernels are not checked yet \(5 s are over; first c\) and are used"):
@@ -257,7 +257,7 @@ def test_what_the_seconds_do_not_suffice_for_comes_at_the_next_start(newer: pyte
 @pytest.mark.parametrize(
     "where", ["another rank", "a compile", "a capture", "the meta device", "a device that is absent"]
 )
-def test_where_nothing_is_checked(newer: pytest.MonkeyPatch, where: str) -> None:
+def test_checks_are_skipped(newer: pytest.MonkeyPatch, where: str) -> None:
     checks, calls = counting("a")
     device = CPU
     with newer.context() as here:
@@ -278,7 +278,7 @@ def test_where_nothing_is_checked(newer: pytest.MonkeyPatch, where: str) -> None
 @pytest.mark.parametrize(
     "text", ["", "[]", "{", '{"octavo_self_check": 1, "machines": [3, {}]}', "[" * 100000, "\udcff"]
 )
-def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -> None:
+def test_damaged_record_is_ignored(newer: pytest.MonkeyPatch, text: str) -> None:
     self_check.record_file().parent.mkdir()
     self_check.record_file().write_bytes(text.encode(errors="surrogateescape"))
     checks, _ = counting("a")
@@ -287,7 +287,7 @@ def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -
     assert ran(checks) == ()
 
 
-def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unwritable_record_warns(newer: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     checks, _ = counting("a")
     with pytest.warns(
@@ -297,7 +297,7 @@ def test_a_record_that_cannot_be_written_is_said(newer: pytest.MonkeyPatch, tmp_
 
 
 @pytest.mark.usefixtures("no_compile")
-def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_checks(newer: pytest.MonkeyPatch) -> None:
     check = fp8_backends.versions_tested("cpu")
     assert check.status == "ok" and "tested up to 2.0" in check.found
     assert "the reference is chosen for all GEMMs on cpu" in check.found

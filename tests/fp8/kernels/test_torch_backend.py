@@ -102,7 +102,7 @@ def refusing(product: tb.Product, dtype: torch.dtype, fast: bool = False, bias: 
 
 
 @pytest.mark.parametrize("gpu", (of_blocks, rounding_twice, refusing))
-def test_a_bias_goes_into_a_product_of_blocks_where_that_rounds_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_gemm_adds_bias_if_it_rounds_once(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tried on the device once; elsewhere, and where the bias has another dtype, the product is Triton's."""
     tries: list[object] = []
     lent: list[object] = []
@@ -128,14 +128,14 @@ def test_a_bias_goes_into_a_product_of_blocks_where_that_rounds_once(gpu: Any, m
         assert ("% of the values differ" if gpu is rounding_twice else "torch raises: no bias") in str(why_not)
 
 
-def test_a_slice_of_a_fused_bias_is_brought_into_line() -> None:
+def test_unaligned_bias_is_copied() -> None:
     bias = torch.arange(64, dtype=torch.bfloat16)[3:19]
     assert tb._align_bias(bias).storage_offset() == 0 and torch.equal(tb._align_bias(bias), bias)
     assert tb._align_bias(bias.clone()).data_ptr() != bias.data_ptr()
 
 
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
-def test_row_scales_by_hand_are_the_same(op: str) -> None:
+def test_separate_row_scales_give_same_result(op: str) -> None:
     """The way for GPUs whose row kernel answers in BF16 alone: the product of codes, then both scales."""
     for m, n, k in SIZES:
         a_q, b_q = operands("rowwise", op, m, n, k)
@@ -162,7 +162,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
 @pytest.mark.parametrize("name", ("tensorwise", "delayed", "rowwise"))
-def test_sums_are_coarse_in_the_forward_alone(name: str, op: str, dtype: torch.dtype) -> None:
+def test_fast_accumulation_only_in_forward(name: str, op: str, dtype: torch.dtype) -> None:
     """The CPU sums the same either way, so it is the argument that is looked at where torch's operator gets it."""
     a_q, b_q = operands(name, op, 16, 32, 48)
     biases = (None, torch.zeros(32, dtype=dtype)) if op == "fwd" else (None,)
@@ -173,7 +173,7 @@ def test_sums_are_coarse_in_the_forward_alone(name: str, op: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
-def test_blocks_sum_finely_in_every_gemm(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_gemms_never_use_fast_accumulation(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No CPU has these products, so the call itself is caught."""
     seen: list[bool] = []
 
@@ -187,7 +187,7 @@ def test_blocks_sum_finely_in_every_gemm(op: str, monkeypatch: pytest.MonkeyPatc
     assert seen == [False, False]
 
 
-def test_row_scales_by_hand_stay_finite_where_the_product_is() -> None:
+def test_separate_row_scales_do_not_overflow() -> None:
     for large, small in ((1e34, 1e-30), (1e-30, 1e34)):
         gemm = recipe("rowwise").fwd
         assert gemm is not None
@@ -198,7 +198,7 @@ def test_row_scales_by_hand_stay_finite_where_the_product_is() -> None:
         assert bool(y.isfinite().all()) and calc_diff(y, product("fwd", a_q, b_q)) < 1e-10
 
 
-def test_operands_are_handed_over_without_copies_where_they_lie_right() -> None:
+def test_operands_in_layout_are_not_copied() -> None:
     x_q, w_q = operands("rowwise", "fwd", 32, 48, 64)
     given = tb.make_product("fwd", x_q, w_q)
     assert given.a.data_ptr() == x_q.data.data_ptr() and given.b.data_ptr() == w_q.data.data_ptr()
@@ -215,7 +215,7 @@ def test_empty_matrices(m: int, n: int, k: int) -> None:
         assert y.shape == (m, n) and bool((y == 2.0).all())
 
 
-def test_a_bad_block_makes_its_rows_nan() -> None:
+def test_bad_block_makes_rows_nan() -> None:
     x = torch.randn(20, 40)
     x[3, 5] = float("nan")
     gemm = recipe("rowwise").fwd
@@ -223,7 +223,7 @@ def test_a_bad_block_makes_its_rows_nan() -> None:
     assert bool(y[3].isnan().all()) and not y[:3].isnan().any() and not y[4:].isnan().any()
 
 
-def test_a_linear_layer_runs_on_it_forward_and_backward() -> None:
+def test_linear_layer_runs_on_torch_backend() -> None:
     generator = torch.Generator().manual_seed(0)
     x, w, b, dy = (torch.randn(shape, generator=generator) for shape in ((3, 11, 36), (20, 36), (20,), (3, 11, 20)))
     results = {}
@@ -238,7 +238,7 @@ def test_a_linear_layer_runs_on_it_forward_and_backward() -> None:
         assert calc_diff(ours, theirs) < 1e-10
 
 
-def test_casts_come_from_another_backend() -> None:
+def test_casts_use_another_backend() -> None:
     x = torch.randn(40, 300)
     for spec in (CastSpec("e4m3", (1, 128)), CastSpec("e5m2", (-1, -1), "fp32")):
         mine, theirs = BACKEND.quantize(x, spec), fp8.quantize(x, spec, backend="reference")
@@ -250,7 +250,7 @@ def test_casts_come_from_another_backend() -> None:
     assert float(given.scale) == 0.5
 
 
-def test_what_does_not_fit_is_reported() -> None:
+def test_mismatched_operands_are_rejected() -> None:
     x_q, w_q = operands("rowwise", "fwd", 4, 8, 16)
     with pytest.raises(CastError, match=r"gemm_dgrad: the operands are \[4, 16\] and \[8, 16\]"):
         BACKEND.gemm_dgrad(x_q, w_q, torch.float32)
@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_reported() -> None:
         BACKEND.gemm_fwd(x_q, BACKEND.quantize(torch.randn(8, 16), CastSpec("e4m3", (-1, -1), "fp32")), torch.float32)
 
 
-def test_what_it_says_of_the_cpu() -> None:
+def test_support_on_cpu() -> None:
     for name in ("tensorwise", "delayed", "rowwise"):
         assert all(BACKEND.supports(op, recipe(name), CPU, None) is None for op in ("fwd", "dgrad", "wgrad"))
     assert BACKEND.supports("fwd", recipe("blockwise"), CPU, None) == (
@@ -277,7 +277,7 @@ def test_what_it_says_of_the_cpu() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks about a GPU that is not there")
-def test_without_a_gpu_it_does_not_guess() -> None:
+def test_no_gpu_is_reported() -> None:
     why_not = BACKEND.supports("fwd", recipe("tensorwise"), torch.device("cuda"), None)
     assert why_not == "it depends on the GPU, but this process sees no GPU"
 
@@ -304,14 +304,12 @@ ADA, HOPPER, B200, CONSUMER, AMPERE = (8, 9), (9, 0), (10, 0), (12, 0), (8, 0)
         ("mx", B200, (12, 8), None),
     ],
 )
-def test_what_it_says_of_gpus(
-    kind: str, capability: tuple[int, int], cuda: tuple[int, int], why_not: str | None
-) -> None:
+def test_support_on_gpus(kind: str, capability: tuple[int, int], cuda: tuple[int, int], why_not: str | None) -> None:
     found = tb.why_not_on_gpu(kind, capability, cuda)
     assert found is None if why_not is None else why_not in (found or "")
 
 
-def test_the_kind_of_a_gemm() -> None:
+def test_scaling_kind() -> None:
     for name, kinds in {
         "tensorwise": ("tensor",) * 3,
         "rowwise": ("row",) * 3,

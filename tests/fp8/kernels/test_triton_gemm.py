@@ -134,7 +134,7 @@ def test_many_sizes(title: str, which: str, m: int, others: tuple[tuple[int, int
 
 
 @pytest.mark.parametrize("title", TITLES)
-def test_equals_the_reference_through_the_backend(title: str) -> None:
+def test_backend_matches_reference(title: str) -> None:
     """By the backend's three methods, whatever its casts write, with a bias, rounded once."""
     triton, reference = get("triton"), get("reference")
     for which in DIMS:
@@ -169,7 +169,7 @@ def test_any_mix_of_scales_and_formats(a: CastSpec, b: CastSpec) -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("title", TITLES)
-def test_bad_values_reach_what_they_touch_and_no_more(title: str, bad: float) -> None:
+def test_bad_values_affect_only_dependent_results(title: str, bad: float) -> None:
     casts = recipe(*title.split()).fwd
     assert casts is not None
     x, w = torch.randn(20, 200), torch.randn(24, 200)
@@ -183,7 +183,7 @@ def test_bad_values_reach_what_they_touch_and_no_more(title: str, bad: float) ->
 
 @pytest.mark.parametrize("kind", ["fp32", "e8m0"])
 @pytest.mark.parametrize("block", [(1, -1), (1, 128), (128, 128), (1, 32)], ids=str)
-def test_a_bad_scale_alone_is_enough(block: tuple[int, int], kind: str) -> None:
+def test_bad_scale_makes_result_nan(block: tuple[int, int], kind: str) -> None:
     """Codes that look sound under a scale of NaN, as a bad amax from elsewhere would leave them."""
     x_q, w_q = (cast.quantize(torch.ones(rows, 140), CastSpec("e4m3", block, kind)) for rows in (130, 9))
     scale = x_q.scale.view(torch.uint8) if kind == "e8m0" else x_q.scale
@@ -212,7 +212,7 @@ FAR = {"large by small": (1e36, 1e-30), "small by large": (1e-30, 1e36), "both s
     ("title", "gemms"),
     [("tensorwise", "fwd dgrad"), ("rowwise", "fwd wgrad"), ("blockwise", "fwd"), ("blockwise hybrid", "dgrad")],
 )
-def test_a_finite_result_does_not_overflow_on_the_way(title: str, gemms: str, far: str) -> None:
+def test_finite_result_does_not_overflow(title: str, gemms: str, far: str) -> None:
     """A sum under one scale alone leaves fp32 where the product of both does not; the reference holds to the same."""
     for which in gemms.split():
         casts = recipe(*title.split()).gemm(which)
@@ -239,7 +239,7 @@ def test_zeros_and_infinities_of_large_scales(title: str, which: str) -> None:
         assert bool((got[:, 0] == math.inf).all()) and not got[:, 1:].any(), backend
 
 
-def test_scales_within_bounds_are_applied_one_after_the_other() -> None:
+def test_scales_are_applied_in_order() -> None:
     """fp32 scales round: first a's, then b's, bit for bit. Sums of small whole numbers are exact in any order."""
     g = torch.Generator().manual_seed(0)
     for block in ((-1, -1), (1, -1)):
@@ -274,7 +274,7 @@ def test_empty_sides() -> None:
             assert torch.equal(gemm(none[0], 1, none[1], 1, torch.float32, bias, gpu=gpu), bias.expand(5, 24))
 
 
-def test_codes_in_the_layout_are_read_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_codes_in_layout_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the backend's own casts write is multiplied without a copy of codes or scales."""
     triton = get("triton")
     taken: list[Tensor] = []
@@ -287,7 +287,7 @@ def test_codes_in_the_layout_are_read_where_they_lie(monkeypatch: pytest.MonkeyP
     assert layout.is_k_major(dy, 1) and layout.is_k_major(w, 0)
 
 
-def test_refusals_say_what_was_asked() -> None:
+def test_errors_describe_request() -> None:
     a, b = (cast.quantize(torch.randn(8, n), CastSpec()) for n in (32, 48))
     with pytest.raises(CastError, match=r"\[8, 32\] and \[8, 48\].*agree in dimension 1 of the first and 1"):
         gemm(a, 1, b, 1, torch.float32)
@@ -296,7 +296,7 @@ def test_refusals_say_what_was_asked() -> None:
 
 
 @pytest.mark.parametrize("sm", [89, 90, 100, 120])
-def test_tiles_fit_the_machine(sm: int) -> None:
+def test_tiles_fit_gpu(sm: int) -> None:
     """Operands in flight fit into shared memory, sums into registers, one scale of 128 rows or columns into a tile."""
     for variant in variants():
         if variant.architectures != (sm,):
@@ -311,7 +311,7 @@ def test_tiles_fit_the_machine(sm: int) -> None:
         assert form.scaled == (sm >= 100 and "mxfp8" in variant.name)
 
 
-def test_small_products_take_small_tiles_and_each_form_its_own() -> None:
+def test_small_products_use_small_tiles() -> None:
     e4m3 = CastSpec("e4m3", (-1, -1), "fp32")
     whole, block = tiles.grain(e4m3, 1), tiles.grain(CastSpec(), 1)
     hopper = Gpu(90, 132)
@@ -341,7 +341,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.long
-def test_gradients_are_promoted_in_the_compiled_code() -> None:
+def test_compiled_gradient_gemms_promote_accumulators() -> None:
     """Where tensor cores sum coarsely, each step's product of dgrad goes through one fp32 addition a value (64 a
     thread); forward GEMMs have none, and neither has SM100, whose sums are fp32."""
     environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -357,6 +357,6 @@ def test_gradients_are_promoted_in_the_compiled_code() -> None:
     assert all(products for _, products in found.values())
 
 
-def test_forms_have_names_of_their_own() -> None:
+def test_form_names_are_unique() -> None:
     found = [(v.name, v.architectures) for v in variants()]
     assert len(found) == len(set(found))

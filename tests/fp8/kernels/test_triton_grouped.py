@@ -89,7 +89,7 @@ def test_every_recipe_and_gemm(title: str, which: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", TITLES)
-def test_equals_one_product_an_expert(title: str, which: str) -> None:
+def test_matches_one_product_per_expert(title: str, which: str) -> None:
     """What ``gemm`` makes of the expert's own rows, up to the order of sums; both forms, by turns."""
     turn = TITLES.index(title) + list(DIMS).index(which)
     for i, sizes in enumerate(((1,), (0, 17), (129, 127, 0, 1), (0, 0), (300, 3))):
@@ -113,7 +113,7 @@ def test_bias_of_each_expert() -> None:
 
 @pytest.mark.parametrize("which", DIMS)
 @pytest.mark.parametrize("title", ["rowwise", "blockwise"])
-def test_equals_the_reference_through_the_backend(title: str, which: str) -> None:
+def test_backend_matches_reference(title: str, which: str) -> None:
     """With the backend's own casts of rows and weights, in bf16, rounded once."""
     triton, reference = get("triton"), get("reference")
     casts, (name, other) = recipe(title).gemm(which), FORMS[which]
@@ -137,7 +137,7 @@ def test_equals_the_reference_through_the_backend(title: str, which: str) -> Non
     torch.testing.assert_close(got.float(), want, rtol=2.0**-7, atol=1e-4 * want.abs().max().item())
 
 
-def test_a_bad_value_stays_with_its_expert() -> None:
+def test_bad_value_affects_only_its_expert() -> None:
     groups = FEW
     casts = recipe("tensorwise").fwd
     assert casts is not None
@@ -149,7 +149,7 @@ def test_a_bad_value_stays_with_its_expert() -> None:
         assert bool(got[span].isnan().all()) == (e == 2) and bool(got[span].isnan().any()) == (e == 2)
 
 
-def test_weights_may_lie_anyhow() -> None:
+def test_weights_may_have_any_strides() -> None:
     """Codes with strides of their own, sizes that are no multiple of 16, one scale a row of weights."""
     groups = routed(3, 14)
     for spec in (CastSpec("e4m3", (128, 128), "pow2"), CastSpec("e4m3", (1, 128), "fp32"), CastSpec("e4m3", (1, -1))):
@@ -164,7 +164,7 @@ def test_weights_may_lie_anyhow() -> None:
             check(want[span], select_expert(x, e, span), 1, expert(plain, e), 1)
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs() -> None:
     groups = routed(0, 0, strangers=0)
     for title, gpu in (("blockwise", POINTERS), ("tensorwise", DESCRIPTORS)):
         for which in DIMS:
@@ -176,7 +176,7 @@ def test_nothing_to_do() -> None:
     assert torch.equal(run("fwd", x, w, groups, DESCRIPTORS, bias=bias)[:3], bias.expand(3, 8))
 
 
-def test_refusals_say_what_was_asked() -> None:
+def test_errors_describe_request() -> None:
     x, w = operands("blockwise", "fwd", UNEVEN)
     with pytest.raises(CastError, match=r"grouped_dgrad: rows \[640, 136\] and weights \[3, 48, 136\].*\[R, N\]"):
         grouped.dgrad(x, w, UNEVEN, torch.float32)
