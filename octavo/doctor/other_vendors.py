@@ -14,7 +14,7 @@ from octavo.doctor.report import ABSENT, WARN, Check
 
 GIB = 2**30
 UNTRIED = "never tested by this project"
-_NVIDIA = "it is written for NVIDIA GPUs"
+_NVIDIA = "it needs an NVIDIA GPU"
 _OTHERS = {"torch": _NVIDIA, "triton": _NVIDIA, "deepgemm": _NVIDIA}
 
 

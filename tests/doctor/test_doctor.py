@@ -45,7 +45,7 @@ def test_every_backend_is_listed_and_those_that_auto_never_takes_are_not_run(mon
     torch_check = checks["torch on cpu"]
     assert torch_check.status == ABSENT and torch_check.fix == "none needed"
     assert torch_check.found.startswith(
-        "not run: on the CPU it is slower than the reference; ask for it by name (torch"
+        "not run: on the CPU it is slower than the reference; request it by name (torch"
     )
     assert checks["triton on cpu"].status == ABSENT and "interpreter" in checks["triton on cpu"].found
     assert checks["triton on cpu"].found.endswith(f"({registry.get('triton').version()})")

@@ -113,7 +113,7 @@ def test_gemma_and_layer_norms_stay():
     model, described, _ = made("qwen3_vl")
     plan = fp8.plan(model, fp8.Policy(fuse="on"), described.components)
     visual = [b for b in plan.blocks if "visual" in b.name]
-    assert visual and all("LayerNorm holds weight, bias" in b.reason for b in visual)
+    assert visual and all("LayerNorm has weight, bias" in b.reason for b in visual)
 
 
 def test_fuse_without_a_plan_that_asks():
