@@ -3,14 +3,14 @@ PYTHON ?= python3
 BIN    := .venv/bin
 JOBS   ?= 2
 DEMO   ?=
-# Where it is set, every process compiles the package again, and pytest rewrites 45,000 lines of tests at each start.
+# If it is set, every process recompiles the package, and pytest rewrites 45,000 lines of tests at each start.
 unexport PYTHONDONTWRITEBYTECODE
-# what make gpu runs with: torch, triton, transformers, pytest, hypothesis and numpy are all it needs
+# make gpu only needs torch, triton, transformers, pytest, hypothesis and numpy
 GPU_PYTHON ?= python3
 GPU_WORDS  = $(if $(PART),--part $(PART)) $(if $(ONLY),--only $(ONLY)) $(if $(OUT),--out $(OUT)) \
 	$(if $(BUDGET),--budget $(BUDGET)) $(if $(SMALL),--small)
 
-# what reads configurations, templates, processors, models and rows, and trains on them
+# tests that read configurations, templates, processors, models and rows, and that train on them
 OLDEST_TESTS = tests/config/test_schema.py tests/data/test_encode.py tests/data/test_processor_calls.py tests/data/test_pixels.py \
 	tests/data/test_tables.py tests/models/test_processors.py tests/models/test_chat.py tests/models/test_generate.py \
 	tests/models/test_video_times.py tests/models/test_with_fp8.py \
@@ -30,7 +30,7 @@ install: .venv/.installed  ## build .venv with everything that demo and tests ne
 	$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint tests/constraints.txt
 	@touch $@
 
-demo: install     ## FP8 beside high precision on real handwriting: trains, compares, writes demo/report/report.html
+demo: install     ## train on real handwriting in high precision and FP8, compare them, write demo/report/report.html
 	$(BIN)/octavo demo $(DEMO)
 
 lint: install     ## ruff: lint and format
@@ -40,13 +40,13 @@ lint: install     ## ruff: lint and format
 types: install    ## the type checker on all of octavo/
 	$(BIN)/mypy
 
-test: lint types  ## what every change must pass, in about 8 minutes on 2 cores; says what it cost
+test: lint types  ## the tests that every change must pass, about 8 minutes on 2 cores; prints their cost
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "not long and not gpu"
 
 test-long: install ## the long tests: kill and resume at random moments, several ranks, example files
 	$(BIN)/python -m pytest -q -n $(JOBS) -m "long and not gpu"
 
-test-oldest: install ## some tests, and each family's loss, with the lowest versions that pyproject.toml names (torch: of tests/constraints.txt, or TORCH=2.11.0)
+test-oldest: install ## some tests, and each family's loss, with the lowest versions in pyproject.toml (torch from tests/constraints.txt, or TORCH=2.11.0)
 	$(PYTHON) -m venv --clear build/oldest
 	$(BIN)/python tests/oldest.py $(TORCH) > build/oldest/lowest.txt
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check -r build/oldest/lowest.txt
@@ -54,12 +54,12 @@ test-oldest: install ## some tests, and each family's loss, with the lowest vers
 	$(if $(TORCH),,$(BIN)/python -m tests.family_losses write build/oldest/losses)
 	$(if $(TORCH),,build/oldest/bin/python -m tests.family_losses compare build/oldest/losses)
 
-docs: install     ## the documentation as a site, build/site; a warning, such as a dead link, ends it
+docs: install     ## the documentation as a site, build/site; a warning, such as a dead link, is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "wrote build/site/index.html, which opens without a server"
 
 gpu:              ## on an NVIDIA GPU: tests and benchmarks in 8 minutes; all of them with PART=1, 2, 3 (ONLY= OUT= BUDGET= SMALL=1)
 	$(GPU_PYTHON) -m benchmarks.gpu $(GPU_WORDS)
 
-clean:            ## remove what the commands above made
+clean:            ## remove the outputs of the commands above
 	rm -rf .venv demo runs build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -169,7 +169,7 @@ def predicted(run: Run, constants: dict[str, float]) -> float:
     hbm = 2.4e12 if run.gpu == "h100-2.4" else hbm
     power = constants["power"] if run.gpu == "h100-2.4" else 1.0
     cluster = Cluster(run.gpu, 989e12 * power, 1979e12 * power, memory, hbm, 450e9, 50e9, 8, -(-run.ranks // 8), speeds)
-    layout = Layout.of(run.ranks, ParallelSection(context=run.context, expert=run.expert))
+    layout = Layout.from_section(run.ranks, ParallelSection(context=run.context, expert=run.expert))
     mesh = Mesh.of(layout, 1 if run.ring else "auto", SHAPES[run.shape].heads)
     return estimate(work(run), mesh, cluster).rate
 

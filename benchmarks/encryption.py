@@ -25,7 +25,7 @@ from torch import nn
 
 from octavo import checkpoint
 from octavo.base import encryption, safe_read
-from octavo.base.encryption.writer import writing
+from octavo.base.encryption.writer import open_encrypted
 from octavo.bench import record
 
 RESULT = Path(__file__).resolve().parent / "results" / "encryption_cpu.json"
@@ -57,7 +57,7 @@ def write_plain(path: Path, data: bytes) -> None:
 
 
 def write_encrypted(path: Path, data: bytes, chunk: int) -> None:
-    with writing(path, chunk) as out:
+    with open_encrypted(path, chunk) as out:
         out.write(data)
 
 

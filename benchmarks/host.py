@@ -73,7 +73,7 @@ def without_kernels() -> Iterator[None]:
         mock.patch.object(gemm, "launch", _none),
         mock.patch.object(tiles, "gpu_of", lambda device: tiles.Gpu(90, 132)),
         mock.patch.object(triton_backend, "_why_not", _none),
-        mock.patch.object(triton_backend.TritonBackend, "auto_unsupported", _none),
+        mock.patch.object(triton_backend.TritonBackend, "why_not_auto", _none),
         mock.patch.object(torch_backend, "_why_not", _none),
         mock.patch.object(torch_backend, "multiply", _product),
     ):

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from octavo import data, generation, models
 from octavo.config import load_config_text
-from octavo.rl.rollout.experience import prompt_of
+from octavo.rl.rollout.experience import engine_prompt
 
 CONFIG = """
 model: {{path: {model}}}
@@ -52,7 +52,7 @@ def main() -> None:
     engine = generation.Engine(model, processor.tokenizer, slots=64)
     sampling = generation.Sampling(args.max_new_tokens, seed=args.seed, never=loader.encoder.places)
     prompts = next(loader)
-    completions = engine.generate([prompt_of(prompt) for prompt in prompts], sampling, args.samples)
+    completions = engine.generate([engine_prompt(prompt) for prompt in prompts], sampling, args.samples)
     texts = [processor.tokenizer.decode(c.tokens, skip_special_tokens=True).strip() for c in completions]
     rows = []
     for number, prompt in enumerate(prompts):

@@ -82,7 +82,7 @@ def load(folder: str, how: dict[str, Any], world: parallel.World) -> tuple[torch
     """(the model, bytes read, 0 where transformers reads)"""
     if world.size == 1:
         return models.load(folder, torch.bfloat16, **how), 0
-    unread = models.defer(folder, torch.bfloat16, **how)
+    unread = models.load_deferred(folder, torch.bfloat16, **how)
     parallel.shard(unread.model, models.describe(unread.model), world)
     return unread.model, parallel.fill(unread.model, unread, world)[1]
 
@@ -144,7 +144,7 @@ class Counting(train.Callback):
     """Counts the bytes of the collectives of each step, and keeps what the last one gave."""
 
     def before_step(self, run: train.Run, number: int, batches: Any) -> train.Observe:
-        self.batches, self.wire = len(batches), parallel.Counted()
+        self.batches, self.wire = len(batches), parallel.CommCounter()
         self.patches = sum(int(batch["image_grid_thw"].prod(-1).sum()) for batch in batches) // len(batches)
         self.wire.__enter__()
         return train.Observe(memory=True)
@@ -160,7 +160,7 @@ def step_rank(number: int, size: int, port: int, place: str, overrides: tuple[st
     cfg, counting = load_config_text(RUN.format(place=place), list(overrides)), Counting()
     with Path(os.devnull).open("w") as nothing, redirect_stdout(nothing):
         train.run(cfg, callbacks=[counting])
-    figures = {"wire": parallel.by_collective(counting.wire.bytes), "batches": counting.batches}
+    figures = {"wire": parallel.predicted_collectives(counting.wire.bytes), "batches": counting.batches}
     figures |= {
         "patches": counting.patches,
         "held": sum(counting.row["memory"][kind] for kind in HELD),
@@ -178,7 +178,7 @@ def expected(place: str, size: int, overrides: tuple[str, ...], patches: int) ->
     counts = {"foundation": 512, "lm_head": 512, "image_encoder": patches, "image_projector": patches // 4}
     tokens = Tokens(counts, 512, 64)
     sizes = Footprints(cfg, model, family, plan, tokens, device="cpu")
-    layout = parallel.Layout.of(size, cfg.parallel)
+    layout = parallel.Layout.from_section(size, cfg.parallel)
     work = step_time.work_of(sizes, cfg)
     mesh = step_time.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
     moved = step_time.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)

@@ -152,5 +152,5 @@ def row_kernels(exact_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests import interpreter
 
     interpreter.make_quicker()
-    monkeypatch.setitem(invariance.KERNELS, "cpu", triton_backend.rows)
+    monkeypatch.setitem(invariance.KERNELS, "cpu", triton_backend.row_kernels)
     monkeypatch.setattr(invariance.devices, "_proven", Everything())

@@ -46,6 +46,17 @@ WORDS = {
 PARTICIPLE, VERBS = re.compile(r"[a-z]{2,}ed$"), ("embed", "need", "feed", "seed", "shed", "proceed", "speed")
 #: Local names that do not name the thing they hold.
 NAMES = {"found", "made", "given", "told", "asked", "kept", "own", "more", "there"}
+NAMES |= {"say", "tell", "said", "mine", "theirs", "ours", "every", "several", "same", "former"}
+#: Turns of phrase in docstrings, comments and texts, by the pattern that finds them.
+PHRASES = {
+    "None without": r"\(None: |\(0: without|\bNone without\b",
+    "a rate with 'a'": r"\b(?:bytes?|rows?|[MGK]i?B|frames?|tokens|once|scale|answers?)"
+    r" an? (?:step|second|row|token|line|file|layer|block|rank|image|core)\b",
+    "The same, ...": r"\AThe same\b",
+    "of its own": r"\bof (?:its|their) own\b",
+}
+#: A test's name says subject, verb and object: it does not begin with a clause.
+CLAUSE = re.compile(r"test_(?:what|where|whose|which|who|that|nobody|beside|without|of|by)_")
 PER = 10_000
 #: The most of a word in 10,000 words of pages; the limits of the other words are their counts.
 PAGE_GOALS = {"beside": 1.0, "alone": 3.0, "behind": 3.0}
@@ -78,6 +89,7 @@ def pages(under: Sequence[Path] = (ROOT,)) -> list[Path]:
 
 #: One pass over a text tells whether any of the words is in it: most texts have none.
 ANY = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
+ANY_PHRASE = re.compile("|".join(PHRASES.values()))
 
 
 def words_in(kind: str, text: str, file: str, first: int) -> Iterator[Place]:
@@ -87,6 +99,15 @@ def words_in(kind: str, text: str, file: str, first: int) -> Iterator[Place]:
         for match in re.finditer(rf"\b(?:{word})\b", text):
             line = text.count("\n", 0, match.start())
             yield Place(kind, word, file, first + line, text.split("\n")[line].strip())
+
+
+def phrases_in(kind: str, text: str, file: str, first: int) -> Iterator[Place]:
+    if not ANY_PHRASE.search(text):
+        return
+    for phrase, pattern in PHRASES.items():
+        for match in re.finditer(pattern, text):
+            line = text.count("\n", 0, match.start())
+            yield Place(kind, phrase, file, first + line, text.split("\n")[line].strip())
 
 
 def prose(path: Path) -> str:
@@ -118,6 +139,7 @@ def source_places(path: Path) -> list[Place]:
     }
     for line, comment in comments.items():
         places += words_in("comments", comment, file, line)
+        places += phrases_in("comments", comment, file, line)
         if "fmt: skip" in comment:
             add("formatter", "fmt: skip", line)
     said = {
@@ -130,6 +152,7 @@ def source_places(path: Path) -> list[Place]:
             # A text without a space is a key, a path or a pattern, not a sentence.
             if kind == "docstrings" or " " in node.value:
                 places += words_in(kind, node.value, file, node.lineno)
+                places += phrases_in(kind, node.value, file, node.lineno)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in NAMES:
             add("names", node.id, node.lineno)
         if isinstance(node, ast.arg) and node.arg in NAMES:
@@ -156,6 +179,17 @@ def _annotations(node: ast.AST) -> Iterator[ast.expr]:
         yield node.returns
 
 
+def test_name_places(path: Path) -> list[Place]:
+    """Tests whose name begins with a clause: names say subject, verb and object."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    file = str(path.relative_to(ROOT))
+    return [
+        Place("names of tests", "a clause", file, number, line.strip())
+        for number, line in enumerate(lines, 1)
+        if re.match(rf"\s*(?:async )?def {CLAUSE.pattern}", line)
+    ]
+
+
 def comment_lines(paths: Sequence[Path]) -> tuple[int, int]:
     """(lines with a comment, lines that are not blank) of some files; docstrings are lines, not comments."""
     commented = total = 0
@@ -176,6 +210,7 @@ def counts() -> dict[str, dict[str, int]]:
     counted: dict[str, Counter[str]] = {}
     places = [place for path in pages() for place in page_places(path)]
     places += [place for path in sources() for place in source_places(path)]
+    places += [place for path in sorted((ROOT / "tests").rglob("test_*.py")) for place in test_name_places(path)]
     scripts = [place for path in sources([ROOT / "benchmarks"]) for place in source_places(path)]
     for place in [*places, *(place._replace(kind=f"benchmarks: {place.kind}") for place in scripts)]:
         what = "functions" if "long functions" in place.kind else place.what
@@ -199,6 +234,7 @@ def main(words: Sequence[str]) -> int:
         under = [Path(word).resolve() for word in words]
         places = [p for f in sources([u for u in under if u.suffix != ".md"]) for p in source_places(f)]
         places += [p for f in pages(under) for p in page_places(f)]
+        places += [p for f in sources(under) if f.name.startswith("test_") for p in test_name_places(f)]
         for place in places:
             print(f"{place.file}:{place.line}: {place.kind}: {place.what}: {place.text}")
         for (kind, what), number in sorted(Counter((p.kind, p.what) for p in places).items()):

@@ -71,7 +71,7 @@ def table(path: Path) -> list[str]:
     plan, family, _ = planning.plan_model(cfg, model, family)
     tokens, _ = assume_tokens(cfg, family.components, model.config)
     usable = Card.parse(card).usable
-    sizes = Footprints(cfg, model, family, plan, tokens, copy=rl.reference_of(cfg) == "copy", usable=usable).of(cfg)
+    sizes = Footprints(cfg, model, family, plan, tokens, copy=rl.reference_kind(cfg) == "copy", usable=usable).of(cfg)
     assert sizes.total <= usable
     moments = {"update": sizes.kinds}
     if sizes.rollout is not None:

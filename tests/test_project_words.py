@@ -25,6 +25,11 @@ def test_no_count_has_risen(today):
         ("# no file beside this one\n", "comments", "beside"),
         ('"""A list beside another."""\n', "docstrings", "beside"),
         ('raise ValueError(f"{x} is beside {y}")\n', "texts", "beside"),
+        ('"""The scale, None without."""\n', "docstrings", "None without"),
+        ('raise ValueError(f"{n} bytes a row, {x}")\n', "texts", "a rate with 'a'"),
+        ('"""The same, for rows."""\n', "docstrings", "The same, ..."),
+        ("# a stream of its own\n", "comments", "of its own"),
+        ("say = print\n", "names", "say"),
         ("found = 1\n", "names", "found"),
         ("for own, _ in pairs:\n    pass\n", "names", "own"),
         ("def _kept():\n    pass\n", "names", "kept"),
@@ -59,6 +64,13 @@ def test_what_is_not_counted(source, tmp_path, monkeypatch):
     file = tmp_path / "planted.py"
     file.write_text(source, encoding="utf-8")
     assert project_words.source_places(file) == []
+
+
+def test_names_of_tests_that_begin_with_a_clause_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(project_words, "ROOT", tmp_path)
+    file = tmp_path / "test_planted.py"
+    file.write_text("def test_what_is_read():\n    pass\n\n\ndef test_rows_are_read():\n    pass\n", encoding="utf-8")
+    assert [(p.kind, p.line) for p in project_words.test_name_places(file)] == [("names of tests", 1)]
 
 
 def test_pages_are_below_the_goals(today):

@@ -41,7 +41,7 @@ class Store:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                if atomic_write.no_room(folder, error) is None:
+                if atomic_write.why_no_space(folder, error) is None:
                     raise  # on a full disk there is nothing to lock, and each write will fail and be printed
             self.files = {kind: _read(folder / name) for kind, name in FILES.items()}
             if folder.exists():

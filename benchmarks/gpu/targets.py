@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from octavo.base.recipe_specs import CURRENT
+from octavo.base.recipe_specs import CURRENT_SCALING
 from octavo.bench.record import Result, Row
 
 Pairs = Sequence[tuple[Row, Row]]  # of each case in question: its baseline, and the fastest of the candidates asked for
@@ -86,7 +86,7 @@ def activations(pairs: Pairs) -> float:
 LINEAR = r"(qwen3-8b (qkv|gate_up|down)|small) sum M="
 WIDE = r"(16384|96) x "
 STEP = r"(qwen3_vl_8b, 8192 tokens|tiny)"
-FP8 = f"({'|'.join(CURRENT)})"
+FP8 = f"({'|'.join(CURRENT_SCALING)})"
 
 TARGETS: tuple[Target, ...] = (
     Target("linear, blockwise", "TransformerEngine 1.41x, H200", 1.65, "linear", LINEAR, "blockwise", speed),

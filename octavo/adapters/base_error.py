@@ -109,7 +109,7 @@ def _row(name: str, value: Tensor, weight: Tensor) -> Row:
     decibels: list[float] = []
     matrices = zip(value.reshape(-1, *value.shape[-2:]), weight.values().reshape(-1, *value.shape[-2:]), strict=True)
     for stock, dequantized in matrices:
-        if weight.turned:
+        if weight.is_transposed:
             stock, dequantized = stock.mT, dequantized.mT
         stock = stock.to(dequantized.device)
         power += float(stock.double().square().sum())

@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from octavo.adapters.errors import AdapterError
 from octavo.fp8 import moe
-from octavo.fp8.dense import Source, source_of
+from octavo.fp8.dense import Source, get_source
 from octavo.fp8.kernels import Groups
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def adopt(model: nn.Module) -> int:
             )
         held.add(kind)
         if not isinstance(base, moe.Experts):
-            moe.by_rows(base)
+            moe.enable_row_forward(base)
         module.__class__ = _adapted_class()
     return len(outer)
 
@@ -163,7 +163,7 @@ def _adapted_class() -> type[nn.Module]:
             base = self.get_base_layer()
             # The base calls these functions at its projections. An attribute, because stock experts pass no arguments
             # through; deleted afterwards, so that a call of the base by itself has no adapters.
-            base.__dict__[moe.BESIDE] = {
+            base.__dict__[moe.ADAPTERS] = {
                 name: partial(low_rank, wrapper)
                 for name, wrapper in wrappers(self).items()
                 if not (wrapper.disable_adapters or wrapper.merged) and _active(wrapper)
@@ -171,7 +171,7 @@ def _adapted_class() -> type[nn.Module]:
             try:
                 return base(*args, **kwargs)
             finally:
-                del base.__dict__[moe.BESIDE]
+                del base.__dict__[moe.ADAPTERS]
 
     AdaptedExperts.__name__ = ParamWrapper.__name__  # PEFT looks for this name when it adds a second adapter
     _classes[ParamWrapper] = AdaptedExperts
@@ -181,7 +181,7 @@ def _adapted_class() -> type[nn.Module]:
 def low_rank(wrapper: Any, x: Tensor, groups: Groups) -> Tensor:
     """s B_e A_e x for every expert's rows x [R, K], summed over active adapters -> [R, N]; padding rows are
     undefined."""
-    source = source_of(x)
+    source = get_source(x)
     parts = [
         _LowRank.apply(x, *factors(wrapper, adapter), wrapper.scaling[adapter], groups, source)
         for adapter in _active(wrapper)

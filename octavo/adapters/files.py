@@ -32,11 +32,11 @@ from octavo.adapters.inject import DTYPES, NAME, adapter_parameters, attached, c
 from octavo.adapters.targets import NEVER, names_lost_by_peft
 from octavo.base import atomic_write, encryption, safe_read, target_folder
 from octavo.base.encryption.anonymous_file import plain_path
-from octavo.base.safe_read import COUNT, FINITE, FLAG, Is
+from octavo.base.safe_read import COUNT, FINITE, FLAG, ValueCheck
 from octavo.base.seal_note import NOTE, Note, note_bytes, read_note
-from octavo.fp8.weights import distributed, full, is_whole
+from octavo.fp8.weights import distribute_like, full, is_whole
 from octavo.models.folder import headers
-from octavo.models.folder.folder import pickles
+from octavo.models.folder.folder import find_pickles
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -56,11 +56,11 @@ _HONOURED = {
     *("inference_mode", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "runtime_config"),
     *("megatron_core", "qalora_group_size", "lora_ga_config"),
 }
-_NAMES = Is(
+_NAMES = ValueCheck(
     lambda value: isinstance(value, str) or (isinstance(value, list) and all(isinstance(one, str) for one in value)),
     "text or a list of names",
 )
-_LAYERS = Is(
+_LAYERS = ValueCheck(
     lambda value: all(type(one) is int for one in (value if isinstance(value, list) else [value])),
     "a number or a list of numbers",
 )
@@ -119,16 +119,16 @@ def save(
         odd = "it is a file" if not final.is_dir() else "it holds " + ", ".join(target_folder.contents(final)[:3])
         raise AdapterError(f"{final} exists and is no adapter's folder ({odd}); name another.")
     try:
-        with atomic_write.folder(final, AdapterError) as temporary:
+        with atomic_write.new_folder(final, AdapterError) as temporary:
             encrypted = encryption.Folder(temporary) if encrypt else None
             cpu = {name: value.cpu().contiguous() for name, value in values.items()}
             if encrypted is not None:
                 encrypted.put(temporary / WEIGHTS, serialized(cpu, metadata={"format": "pt"}))
             else:
                 save_file(cpu, temporary / WEIGHTS, metadata={"format": "pt"})
-            encryption.put(temporary / CONFIG, text.encode(), encrypted)
+            encryption.write_file(temporary / CONFIG, text.encode(), encrypted)
             if (note := read_note(base, AdapterError)) is not None:  # the sealed base may be gone when it is unsealed
-                encryption.put(temporary / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
+                encryption.write_file(temporary / NOTE, note_bytes(Note("adapter", note.key)), encrypted)
             if encrypted is not None:
                 encrypted.write_list()
             atomic_write.sync_tree(temporary)
@@ -169,7 +169,7 @@ def read_config(directory: str | Path) -> LoraConfig:
     if not folder.is_dir() or not os.path.lexists(file):
         raise AdapterError(f"{folder} is no adapter's folder: it has no {CONFIG}. PEFT and octavo train write one.")
     raw = safe_read.read_json(file, AdapterError)
-    safe_read.check_form(raw, _FORM, file, AdapterError)
+    safe_read.check_schema(raw, _FORM, file, AdapterError)
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
@@ -217,7 +217,7 @@ def read_state(directory: str | Path) -> dict[str, Tensor]:
     folder = Path(directory)
     file = folder / WEIGHTS
     if not os.path.lexists(file):
-        pickled = [name for name in pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
+        pickled = [name for name in find_pickles(folder) if name.startswith(("adapter_model", "pytorch_model"))]
         raise AdapterError(
             f"{folder} holds {pickled[0]}, a pickle, which may run code when it is read. Convert it to safetensors: "
             "load it with PEFT if you trust it, and save it with save_pretrained."
@@ -272,7 +272,7 @@ def load_adapter_state(model: nn.Module, state: Mapping[str, Tensor], where: str
     with torch.no_grad():
         for name, parameter in mine.items():
             value = state[name].to(parameter.device, parameter.dtype)
-            parameter.copy_(value if is_whole(parameter) else distributed(value, parameter))
+            parameter.copy_(value if is_whole(parameter) else distribute_like(value, parameter))
 
 
 def _compare(where: str, wanted: Mapping[str, tuple[int, ...]], present: Mapping[str, tuple[int, ...]]) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from octavo.fp8.dense import Input, Source, source_of
+from octavo.fp8.dense import Input, Source, get_source
 
 
 def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: float, user: object) -> Tensor:
@@ -34,7 +34,7 @@ def low_rank(y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, dropout: 
     mask = None
     if dropout:
         mask = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - dropout)
-    call = Call(scale, dropout, user, source_of(x))
+    call = Call(scale, dropout, user, get_source(x))
     out: Tensor = _LowRank.apply(y, x, a, b, mask, call)
     return out
 

@@ -2,9 +2,9 @@
 
 No other file names a vendor. A device is a ``torch.device``; its properties and abilities are queried here::
 
-    accelerator.here()                       # the accelerator that torch found, or the CPU
+    accelerator.default_device()             # the accelerator that torch found, or the CPU
     accelerator.has_own_memory(device)       # whether it has its own memory and clock
-    accelerator.holds(device, torch.float8_e4m3fn)
+    accelerator.supports_dtype(device, torch.float8_e4m3fn)
     accelerator.why_no_streams(device)       # None, or the reason as an error message quotes it
 
 An ability is probed by a small attempt, once for each type of device, because a list of vendors would be wrong about
@@ -29,7 +29,7 @@ from torch import Tensor
 
 VARIABLE = "OCTAVO_DEVICE"  # a device type that replaces torch's accelerator, such as cpu on a machine with a GPU
 CPU = torch.device("cpu")
-CARD = "cuda"  # device type of a plan for a card that this machine does not have
+ABSENT_GPU = "cuda"  # device type of a plan for a card that this machine does not have
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -44,7 +44,7 @@ class DeviceError(ValueError):
 # --- which ------------------------------------------------------------------------------------------------------------
 
 
-def here() -> torch.device:
+def default_device() -> torch.device:
     """The device type that this process computes on, without an index: torch's accelerator if it is available and
     supports FP8 dtypes, else the CPU. :data:`VARIABLE` overrides it. Raises DeviceError if that device is missing."""
     accelerator = detect()
@@ -71,18 +71,18 @@ def why_unused(device: torch.device) -> str | None:
 
 def missing_fp8(device: torch.device) -> str | None:
     """The FP8 dtypes that tensors on this device cannot have, as a clause; None: it has them all."""
-    lacks = [_short(dtype) for dtype in FP8 if not holds(device, dtype)]
+    lacks = [_dtype_name(dtype) for dtype in FP8 if not supports_dtype(device, dtype)]
     return f"{device.type} holds no {' and no '.join(lacks)}" if lacks else None
 
 
-def count() -> int:
+def device_count() -> int:
     """How many accelerators this process may use: 0 where it computes on the CPU."""
-    return 0 if here() == CPU else torch.accelerator.device_count()
+    return 0 if default_device() == CPU else torch.accelerator.device_count()
 
 
 def select(index: int | None = None) -> torch.device:
     """Make the accelerator with this index current, and return it with its index. None: the one that is current."""
-    device = here()
+    device = default_device()
     if device == CPU:
         return device
     device = torch.device(device.type, torch.accelerator.current_device_index() if index is None else index)
@@ -104,24 +104,24 @@ def has_own_memory(device: torch.device) -> bool:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether torch calls it ``cuda``: an NVIDIA GPU, or an AMD GPU where torch is built for ROCm (:func:`rocm`).
-    For kernels and libraries that support only these."""
+    """Whether torch calls it ``cuda``: an NVIDIA GPU, or an AMD GPU where torch is built for ROCm
+    (:func:`rocm_version`). For kernels and libraries that support only these."""
     return device.type == "cuda"
 
 
-def rocm() -> str | None:
+def rocm_version() -> str | None:
     """The version of ROCm that this torch is built with, which calls AMD GPUs ``cuda``; None: it has none."""
     return torch.version.hip
 
 
-def toolkit() -> str | None:
+def cuda_version() -> str | None:
     """The version of CUDA that this torch is built with."""
     return torch.version.cuda
 
 
-def capability(device: torch.device) -> tuple[int, int] | None:
+def compute_capability(device: torch.device) -> tuple[int, int] | None:
     """NVIDIA's compute capability; None for every other device, also for AMD GPUs, whose numbers mean other things."""
-    if not is_gpu(device) or rocm():
+    if not is_gpu(device) or rocm_version():
         return None
     return torch.cuda.get_device_capability(device)
 
@@ -129,21 +129,21 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 def properties(device: torch.device) -> dict[str, Any]:
     """The name, and what torch's module reports besides: memory_bytes, multiprocessors, capability (NVIDIA),
     architecture (AMD)."""
-    reported = _reported(device)
-    sm = capability(device)
+    reported = _driver_properties(device)
+    sm = compute_capability(device)
     values = {
         "name": getattr(reported, "name", None) or device.type,
         "capability": None if sm is None else f"{sm[0]}.{sm[1]}",
         "memory_bytes": getattr(reported, "total_memory", None),
         "multiprocessors": getattr(reported, "multi_processor_count", None),
-        "architecture": getattr(reported, "gcnArchName", None) if rocm() else None,
+        "architecture": getattr(reported, "gcnArchName", None) if rocm_version() else None,
     }
     return {key: value for key, value in values.items() if value is not None}
 
 
 def identifiers(device: torch.device) -> list[str]:
     """What distinguishes it from other devices of its kind, as far as the driver reports it: name, UUID, PCI bus."""
-    reported = _reported(device)
+    reported = _driver_properties(device)
     uuid, bus = getattr(reported, "uuid", None), getattr(reported, "pci_bus_id", None)
     words = [str(getattr(reported, "name", None) or device.type)]
     words += [f"UUID {uuid}"] * (uuid is not None)
@@ -153,7 +153,7 @@ def identifiers(device: torch.device) -> list[str]:
     return words
 
 
-def _reported(device: torch.device) -> object:
+def _driver_properties(device: torch.device) -> object:
     """What torch's module reports of the device, in a class of each vendor; None where it reports nothing."""
     reader = getattr(module(device), "get_device_properties", None)
     return None if reader is None else reader(device)
@@ -175,31 +175,31 @@ def module(device: torch.device) -> Any:
 # --- what it holds and computes ---------------------------------------------------------------------------------------
 
 
-def holds(device: torch.device, dtype: torch.dtype) -> bool:
+def supports_dtype(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether tensors of this dtype can be allocated there, cast from fp32 and read as bytes."""
     # Not tried where torch always has FP8: the attempt would initialize CUDA, and this process may still fork.
-    return not has_own_memory(device) or is_gpu(device) or _holds(device.type, dtype)
+    return not has_own_memory(device) or is_gpu(device) or _supports_dtype(device.type, dtype)
 
 
 @lru_cache(maxsize=64)
-def _holds(kind: str, dtype: torch.dtype) -> bool:
+def _supports_dtype(kind: str, dtype: torch.dtype) -> bool:
     def attempt() -> None:
         cast = torch.ones(2, device=kind).to(dtype)
         cast.view(torch.uint8 if dtype.itemsize == 1 else dtype).cpu()
 
-    return _fails(attempt) is None
+    return _failure_text(attempt) is None
 
 
-def low_precision(device: torch.device) -> torch.dtype | None:
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """The dtype that high precision runs in: BF16 by autocast, or None for fp32 where torch has no autocast for the
     device, and on the CPU, which is not faster in BF16."""
     if not has_own_memory(device):
         return None
-    return torch.bfloat16 if is_gpu(device) or _casts(device.type) else None
+    return torch.bfloat16 if is_gpu(device) or _autocasts_to_bf16(device.type) else None
 
 
 @lru_cache(maxsize=8)
-def _casts(kind: str) -> bool:
+def _autocasts_to_bf16(kind: str) -> bool:
     """Whether a matrix product under autocast is BF16 there: autocast accepts device types that it has no rules for."""
 
     def attempt() -> None:
@@ -208,7 +208,7 @@ def _casts(kind: str) -> bool:
         if product.dtype != torch.bfloat16:
             raise NotImplementedError(f"a product under autocast is {product.dtype}")
 
-    return torch.amp.is_autocast_available(kind) and _fails(attempt) is None
+    return torch.amp.is_autocast_available(kind) and _failure_text(attempt) is None
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
@@ -216,15 +216,15 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
-def multiplies_wide(device: torch.device) -> bool:
+def supports_fp32_product(device: torch.device) -> bool:
     """Whether BF16 matrices can be multiplied with an fp32 result (``torch.mm(..., out_dtype=)``)."""
-    return is_gpu(device) or (has_own_memory(device) and _multiplies_wide(device.type))
+    return is_gpu(device) or (has_own_memory(device) and _supports_fp32_product(device.type))
 
 
 @lru_cache(maxsize=8)
-def _multiplies_wide(kind: str) -> bool:
+def _supports_fp32_product(kind: str) -> bool:
     one = torch.ones(16, 16, device=kind, dtype=torch.bfloat16)
-    return _fails(lambda: torch.mm(one, one, out_dtype=torch.float32)) is None
+    return _failure_text(lambda: torch.mm(one, one, out_dtype=torch.float32)) is None
 
 
 def accepts_parameter_data(device: torch.device) -> bool:
@@ -268,16 +268,16 @@ def why_no_streams(device: torch.device) -> str | None:
 def _why_no_streams(kind: str) -> str | None:
     def attempt() -> None:
         device = torch.device(kind, torch.accelerator.current_device_index())
-        with stream(device) as second:
-            event(device).record(second)
+        with new_stream(device) as second:
+            new_event(device).record(second)
         second.wait_stream(current_stream(device))
         second.synchronize()
 
-    why = _fails(attempt)
+    why = _failure_text(attempt)
     return None if why is None else f"{kind} has no streams and events besides its default one ({why})"
 
 
-def stream(device: torch.device) -> torch.Stream:
+def new_stream(device: torch.device) -> torch.Stream:
     """A new stream; ``with`` makes it the current one."""
     return torch.Stream(device)
 
@@ -299,12 +299,12 @@ def set_stream(new: torch.Stream) -> None:
     torch.accelerator.set_stream(new)
 
 
-def stream_number(device: torch.device) -> int:
+def stream_id(device: torch.device) -> int:
     """The id of the current stream among the streams of the device; 0 on the CPU."""
     return current_stream(device).stream_id if has_own_memory(device) else 0
 
 
-def event(device: torch.device, timing: bool = False) -> torch.Event:
+def new_event(device: torch.device, timing: bool = False) -> torch.Event:
     """A new event."""
     return torch.Event(device, enable_timing=timing)
 
@@ -312,74 +312,74 @@ def event(device: torch.device, timing: bool = False) -> torch.Event:
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-def allocated(device: torch.device) -> int | None:
+def allocated_bytes(device: torch.device) -> int | None:
     """Bytes that tensors occupy there; None where the device does not count them."""
-    return _figure(device, torch.accelerator.memory_allocated)
+    return _read_memory_stat(device, torch.accelerator.memory_allocated)
 
 
-def peak(device: torch.device) -> int | None:
+def peak_bytes(device: torch.device) -> int | None:
     """The peak number of bytes that tensors occupied there since :func:`reset_peak`; None where the device does not
     count them."""
-    return _figure(device, torch.accelerator.max_memory_allocated)
+    return _read_memory_stat(device, torch.accelerator.max_memory_allocated)
 
 
 def empty_cache_and_reset_peak(device: torch.device) -> None:
-    """Return cached, unused memory to the device, and restart :func:`peak`."""
+    """Return cached, unused memory to the device, and restart :func:`peak_bytes`."""
     empty_cache(device)
-    _figure(device, torch.accelerator.reset_peak_memory_stats)
+    _read_memory_stat(device, torch.accelerator.reset_peak_memory_stats)
 
 
 def reset_peak(device: torch.device) -> None:
-    """Restart :func:`peak`."""
-    _figure(device, torch.accelerator.reset_peak_memory_stats)
+    """Restart :func:`peak_bytes`."""
+    _read_memory_stat(device, torch.accelerator.reset_peak_memory_stats)
 
 
-def requested(device: torch.device) -> int | None:
+def requested_bytes(device: torch.device) -> int | None:
     """Bytes that tensors requested, without the allocator's rounding; None where the device does not count them."""
-    stats = _figure(device, getattr(module(device), "memory_stats", lambda device: None))
+    stats = _read_memory_stat(device, getattr(module(device), "memory_stats", lambda device: None))
     return None if stats is None else stats.get("requested_bytes.all.current")
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that tensors can still be allocated in there, including memory that torch caches unused; None where the
     device does not report it."""
-    info = _figure(device, torch.accelerator.get_memory_info)
-    reserved, used = _figure(device, torch.accelerator.memory_reserved), allocated(device)
+    info = _read_memory_stat(device, torch.accelerator.get_memory_info)
+    reserved, used = _read_memory_stat(device, torch.accelerator.memory_reserved), allocated_bytes(device)
     return None if info is None or reserved is None or used is None else info[0] + reserved - used
 
 
 def empty_cache(device: torch.device) -> None:
     """Return cached, unused memory to the device."""
-    if _counts(device):
+    if _has_memory_stats(device):
         torch.accelerator.empty_cache()
 
 
-def _figure(device: torch.device, reader: Callable[[torch.device], T]) -> T | None:
-    return reader(device) if _counts(device) else None
+def _read_memory_stat(device: torch.device, reader: Callable[[torch.device], T]) -> T | None:
+    return reader(device) if _has_memory_stats(device) else None
 
 
-def _counts(device: torch.device) -> bool:
-    return has_own_memory(device) and (is_gpu(device) or _has_figures(device.type))
+def _has_memory_stats(device: torch.device) -> bool:
+    return has_own_memory(device) and (is_gpu(device) or _probe_memory_stats(device.type))
 
 
 @lru_cache(maxsize=8)
-def _has_figures(kind: str) -> bool:
-    return _fails(lambda: torch.accelerator.memory_allocated(torch.device(kind, 0))) is None
+def _probe_memory_stats(kind: str) -> bool:
+    return _failure_text(lambda: torch.accelerator.memory_allocated(torch.device(kind, 0))) is None
 
 
-def pinned(size: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty_pinned(size: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Empty host memory, pinned where that lets ``device`` copy asynchronously."""
-    return torch.empty(size, dtype=dtype, device=CPU, pin_memory=pins(device))
+    return torch.empty(size, dtype=dtype, device=CPU, pin_memory=can_pin_memory(device))
 
 
-def pins(device: torch.device) -> bool:
+def can_pin_memory(device: torch.device) -> bool:
     """Whether host memory can be pinned for it."""
-    return has_own_memory(device) and (is_gpu(device) or _pins(device.type))
+    return has_own_memory(device) and (is_gpu(device) or _can_pin_memory(device.type))
 
 
 @lru_cache(maxsize=8)
-def _pins(kind: str) -> bool:
-    return _fails(lambda: torch.empty(1, pin_memory=True)) is None
+def _can_pin_memory(kind: str) -> bool:
+    return _failure_text(lambda: torch.empty(1, pin_memory=True)) is None
 
 
 def pin_in_place(memory: Tensor, device: torch.device) -> bool | None:
@@ -434,7 +434,7 @@ def nccl_version(device: torch.device) -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version()))
 
 
-def traces_collectives(device: torch.device) -> bool:
+def has_flight_recorder(device: torch.device) -> bool:
     """Whether the last collectives are recorded (torch's flight recorder, of NCCL)."""
     return is_gpu(device)
 
@@ -447,22 +447,22 @@ def has_graphs(device: torch.device) -> bool:
 # --- attempts ---------------------------------------------------------------------------------------------------------
 
 
-def abilities(device: torch.device) -> dict[str, bool]:
+def list_abilities(device: torch.device) -> dict[str, bool]:
     """All abilities of a device by name, as ``octavo doctor`` prints and docs/devices.md lists them."""
     return {
-        "FP8 dtypes": all(holds(device, dtype) for dtype in FP8),
-        "float64": holds(device, torch.float64),
-        "BF16 autocast": low_precision(device) is not None,
+        "FP8 dtypes": all(supports_dtype(device, dtype) for dtype in FP8),
+        "float64": supports_dtype(device, torch.float64),
+        "BF16 autocast": autocast_dtype(device) is not None,
         "streams and events": why_no_streams(device) is None,
-        "pinned host memory": pins(device),
-        "memory figures": _counts(device),
+        "pinned host memory": can_pin_memory(device),
+        "memory figures": _has_memory_stats(device),
         "generator of its own": rng_state(device) is not None,
-        "collectives": _fails(lambda: collective_backend(device)) is None,
+        "collectives": _failure_text(lambda: collective_backend(device)) is None,
         "graphs": has_graphs(device),
     }
 
 
-def _fails(attempt: Callable[[], object]) -> str | None:
+def _failure_text(attempt: Callable[[], object]) -> str | None:
     """The message of an attempt's exception, in one line; None: it worked."""
     try:
         attempt()
@@ -471,5 +471,5 @@ def _fails(attempt: Callable[[], object]) -> str | None:
     return None
 
 
-def _short(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -18,13 +18,13 @@ from uuid import uuid4
 
 from octavo.base import target_folder
 
-_NO_ROOM = {
+_NO_SPACE = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "your quota of this disk is used up",
     errno.EFBIG: "a file would be larger than this disk, or the limit of this shell (ulimit -f), allows",
 }
 # With fewer free bytes, a failed write is attributed to a full disk: a few blocks may stay free that no file can use.
-_LITTLE = 1 << 20
+_NEARLY_FULL = 1 << 20
 
 
 def write_text(file: Path, text: str, shared: bool = False) -> None:
@@ -47,7 +47,7 @@ def write_bytes(file: Path, content: bytes, shared: bool = False) -> None:
 
 
 @contextmanager
-def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iterator[Path]:
+def new_folder(target: Path, refused: type[Exception], replace: bool = True) -> Iterator[Path]:
     """A new directory to write into, which becomes `target` when the block ends, and is removed when it raises.
 
     It is `.NAME.part/new` in the target's parent folder, or `TARGET/.octavo.part/new` where the target is a directory
@@ -61,11 +61,11 @@ def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iter
     target.parent.mkdir(parents=True, exist_ok=True)
     fixed = target_folder.is_fixed(target)
     scratch = target / target_folder.STAGE if fixed else target.parent / f".{target.name}.part"
-    with _locked(scratch, target, refused):
-        _clear(scratch, target)
+    with _hold_lock(scratch, target, refused):
+        _remove_leftovers(scratch, target)
         try:
             new_folder = scratch / "new"
-            with _room(target, refused):
+            with _space_errors(target, refused):
                 new_folder.mkdir()
                 yield new_folder
             if not replace and not target_folder.is_free(target):
@@ -73,7 +73,7 @@ def folder(target: Path, refused: type[Exception], replace: bool = True) -> Iter
                 raise refused(f"{target} was empty, and now holds {now}; nothing is overwritten. Name another place")
             _publish(new_folder, target, scratch / "old", fixed, refused)
         finally:
-            _clear(scratch, target)
+            _remove_leftovers(scratch, target)
             shutil.rmtree(scratch, ignore_errors=True)
             shutil.rmtree(target / target_folder.STAGE, ignore_errors=True)
 
@@ -87,18 +87,18 @@ def _publish(new_folder: Path, target: Path, former: Path, fixed: bool, refused:
         except OSError as error:  # EBUSY: a mount point that nothing announced; hours of work are not thrown away
             if error.errno != errno.EBUSY or not target.is_dir():
                 raise
-    with _room(target, refused):  # which may copy
+    with _space_errors(target, refused):  # which may copy
         target_folder.move_in(new_folder, target)
     sync(target)
 
 
 @contextmanager
-def _room(target: Path, refused: type[Exception]) -> Iterator[None]:
+def _space_errors(target: Path, refused: type[Exception]) -> Iterator[None]:
     """Raise `refused` for writes in the block that fail for lack of space; nothing half-written is left."""
     try:
         yield
     except Exception as error:
-        if (reason := no_room(target, error)) is None:
+        if (reason := why_no_space(target, error)) is None:
             raise
         raise refused(
             f"{target} could not be written: {reason}. Nothing was left half-written; free some space, or name another "
@@ -138,7 +138,7 @@ def sync_tree(directory: Path) -> None:
         sync(Path(place))
 
 
-def no_room(path: Path, error: BaseException) -> str | None:
+def why_no_space(path: Path, error: BaseException) -> str | None:
     """Why a write to `path` failed for lack of space, or None where it failed for another reason.
 
     safetensors gives the errno only in its text. Torch's archive writer reports a short write as its own inconsistency;
@@ -148,22 +148,22 @@ def no_room(path: Path, error: BaseException) -> str | None:
     before: BaseException | None = error
     while before is not None:
         number = before.errno if isinstance(before, OSError) else None
-        if isinstance(before, OSError) and number not in _NO_ROOM:
+        if isinstance(before, OSError) and number not in _NO_SPACE:
             return None
-        full = next((n for n in _NO_ROOM if n == number or f"(os error {n})" in str(before)), None)
+        full = next((n for n in _NO_SPACE if n == number or f"(os error {n})" in str(before)), None)
         if full is not None:
-            return f"{_NO_ROOM[full]} ({os.strerror(full)})"
+            return f"{_NO_SPACE[full]} ({os.strerror(full)})"
         before = before.__cause__ or before.__context__
     if isinstance(error, RuntimeError) and "inline_container" in str(error):
         existing = next((place for place in (path, *path.parents) if place.exists()), None)
-        free = shutil.disk_usage(existing).free if existing is not None else _LITTLE
-        if free < _LITTLE:
-            return f"{_NO_ROOM[errno.ENOSPC]} ({free >> 10} KiB are free)"
+        free = shutil.disk_usage(existing).free if existing is not None else _NEARLY_FULL
+        if free < _NEARLY_FULL:
+            return f"{_NO_SPACE[errno.ENOSPC]} ({free >> 10} KiB are free)"
     return None
 
 
 @contextmanager
-def _locked(scratch: Path, target: Path, refused: type[Exception]) -> Iterator[None]:
+def _hold_lock(scratch: Path, target: Path, refused: type[Exception]) -> Iterator[None]:
     """Lock the scratch directory, creating it if needed. The kernel releases the lock when the process ends."""
     while True:
         scratch.mkdir(exist_ok=True)
@@ -185,7 +185,7 @@ def _locked(scratch: Path, target: Path, refused: type[Exception]) -> Iterator[N
             os.close(held)
 
 
-def _clear(scratch: Path, target: Path) -> None:
+def _remove_leftovers(scratch: Path, target: Path) -> None:
     target_folder.recover(target)
     restore(scratch / "old", target)
     for aside in ("old", "new"):

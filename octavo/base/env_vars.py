@@ -40,7 +40,7 @@ VARIABLES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def set_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """The variables of :data:`VARIABLES` that are set, with their values."""
     return {name: environ[name] for names in VARIABLES.values() for name in names if name in environ}
 
@@ -49,7 +49,7 @@ def _affinity() -> list[int] | None:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
 
 
-def _of_torch(read: Callable[[Any], object]) -> Callable[[], object]:
+def _torch_setting(read: Callable[[Any], object]) -> Callable[[], object]:
     """A reader of a setting of torch, which imports torch only when it is called."""
 
     def setting() -> object:
@@ -72,11 +72,11 @@ SETTINGS: dict[str, Callable[[], object]] = {
     "gc.enabled": gc.isenabled,
     "gc.frozen": gc.get_freeze_count,
     "cpu.affinity": _affinity,
-    "torch.threads": _of_torch(lambda torch: torch.get_num_threads()),
-    "torch.interop_threads": _of_torch(lambda torch: torch.get_num_interop_threads()),
-    "torch.float32_matmul_precision": _of_torch(lambda torch: torch.get_float32_matmul_precision()),
-    "torch.deterministic": _of_torch(lambda torch: torch.are_deterministic_algorithms_enabled()),
-    "torch.cudnn.allow_tf32": _of_torch(lambda torch: torch.backends.cudnn.allow_tf32),
-    "torch.cudnn.benchmark": _of_torch(lambda torch: torch.backends.cudnn.benchmark),
+    "torch.threads": _torch_setting(lambda torch: torch.get_num_threads()),
+    "torch.interop_threads": _torch_setting(lambda torch: torch.get_num_interop_threads()),
+    "torch.float32_matmul_precision": _torch_setting(lambda torch: torch.get_float32_matmul_precision()),
+    "torch.deterministic": _torch_setting(lambda torch: torch.are_deterministic_algorithms_enabled()),
+    "torch.cudnn.allow_tf32": _torch_setting(lambda torch: torch.backends.cudnn.allow_tf32),
+    "torch.cudnn.benchmark": _torch_setting(lambda torch: torch.backends.cudnn.benchmark),
     "torch.cuda.allocator": _allocator,
 }

@@ -53,7 +53,7 @@ OPTIONAL: tuple[str, ...] = (
     "soundfile", "soxr", "av", "cryptography",
 )  # fmt: skip
 
-_SECONDS = 5.0
+_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def describe() -> dict[str, Any]:
             return None
 
     record: dict[str, Any] = {
-        "octavo": {"version": octavo.__version__, **(read("git", lambda: _once(git_state)) or {})},
+        "octavo": {"version": octavo.__version__, **(read("git", lambda: _cached(git_state)) or {})},
         "python": platform.python_version(),
         "os": read("os", platform.platform),
         "cpu": read("cpu", _cpu),
@@ -91,10 +91,10 @@ def describe() -> dict[str, Any]:
         "torch": read("torch", _torch),
         "gpus": read("gpus", _gpus) or [],
         "accelerator": read("accelerator", _accelerator) or {},
-        "signs": read("signs", _signs) or [],
+        "signs": read("signs", _detect_drivers) or [],
         "driver": read("driver", _driver),
-        "packages": {**(read("packages", lambda: _once(versions)) or {})},
-        "variables": env_vars.variables(),
+        "packages": {**(read("packages", lambda: _cached(versions)) or {})},
+        "variables": env_vars.set_variables(),
         "settings": {name: read(name, reader) for name, reader in env_vars.SETTINGS.items()},
         "unread": unread,
     }
@@ -102,7 +102,7 @@ def describe() -> dict[str, Any]:
 
 
 @functools.cache
-def _once(reader: Callable[[], Any]) -> Any:
+def _cached(reader: Callable[[], Any]) -> Any:
     """The result of a reader, cached for values that do not change while a process runs: its code and packages."""
     return reader()
 
@@ -126,13 +126,13 @@ def package_problems() -> list[Problem]:
     problems = []
     for package, needed in REQUIRED.items():
         installed = version(package)
-        if installed is None or not satisfies(installed, needed):
+        if installed is None or not is_in_range(installed, needed):
             fix = f"pip install '{package}{needed}'"
             problems.append(Problem(package, installed or "not installed", needed, fix))
     return problems
 
 
-def missing_trackers(names: Sequence[str]) -> str | None:
+def why_no_trackers(names: Sequence[str]) -> str | None:
     """Why trackers cannot be used: the packages that are not installed, and the command that installs them."""
     lost = [name for name in names if version(name) is None and version(f"{name}-skinny") is None]
     if not lost:
@@ -143,20 +143,20 @@ def missing_trackers(names: Sequence[str]) -> str | None:
     )
 
 
-def satisfies(installed: str, needed: str) -> bool:
+def is_in_range(installed: str, needed: str) -> bool:
     """Whether a version is in a range such as ``>=2.11,<2.14``; suffixes (``+cpu``, ``a0``) are ignored."""
-    number = _release(installed)
+    number = _parse_release(installed)
     for clause in needed.split(","):
         match = re.fullmatch(r"\s*(>=|<)\s*([0-9.]+)\s*", clause)
         if match is None:
             raise ValueError(f"the version range {needed!r} holds {clause!r}; only >= and < are understood")
-        bound = _release(match[2])
+        bound = _parse_release(match[2])
         if not (number >= bound if match[1] == ">=" else number < bound):
             return False
     return True
 
 
-def _release(text: str) -> tuple[int, ...]:
+def _parse_release(text: str) -> tuple[int, ...]:
     match = re.match(r"[0-9]+(\.[0-9]+)*", text)
     numbers = [int(part) for part in match[0].split(".")] if match else []
     return tuple(numbers + [0] * (4 - len(numbers)))
@@ -168,13 +168,13 @@ def git_state() -> dict[str, Any]:
     if not (package.parent / ".git").exists():
         return {}
     git = ["git", "-C", str(package.parent)]
-    commit = _run([*git, "rev-parse", "HEAD"]).strip()
-    dirty = bool(_run([*git, "status", "--porcelain", "--untracked-files=no"]).strip())
+    commit = _run_command([*git, "rev-parse", "HEAD"]).strip()
+    dirty = bool(_run_command([*git, "status", "--porcelain", "--untracked-files=no"]).strip())
     return {"commit": commit, "dirty": dirty}
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+def _run_command(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
         raise OSError(f"{command[0]} ended with {done.returncode}: {done.stderr.strip()[:200]}")
     return done.stdout
@@ -208,10 +208,10 @@ def _torch() -> dict[str, Any]:
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cuda_build": accelerator.toolkit(),
-        "rocm_build": accelerator.rocm(),
+        "cuda_build": accelerator.cuda_version(),
+        "rocm_build": accelerator.rocm_version(),
         "cuda_available": device is not None and accelerator.is_gpu(device),
-        "cudnn": torch.backends.cudnn.version() if accelerator.toolkit() else None,
+        "cudnn": torch.backends.cudnn.version() if accelerator.cuda_version() else None,
         "nccl": None if device is None else accelerator.nccl_version(device),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
@@ -229,14 +229,14 @@ def _accelerator() -> dict[str, Any]:
     """The device that this process computes on, of any vendor, and the abilities it lacks; for a CPU only its type."""
     from octavo.base import accelerator
 
-    device, detected = accelerator.here(), accelerator.detect()
+    device, detected = accelerator.default_device(), accelerator.detect()
     record: dict[str, Any] = {
         "type": device.type,
         "found": "cpu" if detected is None else detected.type,
-        "high": "bf16" if accelerator.low_precision(device) else "fp32",
+        "high": "bf16" if accelerator.autocast_dtype(device) else "fp32",
     }
     if accelerator.has_own_memory(device):
-        lacks = [name for name, has in accelerator.abilities(device).items() if not has]
+        lacks = [name for name, has in accelerator.list_abilities(device).items() if not has]
         record |= {"devices": accelerator.all_properties(device), "lacks": lacks}
     elif detected is not None:
         record |= {
@@ -250,7 +250,7 @@ _FILES = {"ascend": "/dev/davinci_manager", "amd": "/dev/kfd"}
 _INTEL = "0x8086"
 
 
-def _signs() -> list[str]:
+def _detect_drivers() -> list[str]:
     """Accelerators whose drivers this machine has, whether or not torch sees them: ascend, amd, intel, apple."""
     names = [name for name, path in _FILES.items() if Path(path).exists()]
     # The graphics of an Intel CPU do not count: XPU means a card with its own memory.
@@ -281,5 +281,5 @@ def _driver() -> str | None:
             return match[1]
     if shutil.which("nvidia-smi") is None:
         return None
-    out = _run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    out = _run_command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
     return out.split()[0] if out.split() else None

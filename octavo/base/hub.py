@@ -2,7 +2,7 @@
 
 A name is resolved to the folder of one revision in the hub's cache (`~/.cache/huggingface/hub/models--ORG--NAME/
 snapshots/SHA`), which all other code reads as any local folder. Code of a repository is never downloaded. Nothing
-here imports torch: without a network a call returns at once, and if the hub does not answer, after `SECONDS`.
+here imports torch: without a network a call returns at once, and if the hub does not answer, after `TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from octavo.base import suffixes
 from octavo.base.recipe_specs import NAME_OF_KIND
 from octavo.base.safe_read import first_line
 
-SECONDS = 10.0  # that the hub may take to answer
+TIMEOUT_S = 10.0  # that the hub may take to answer
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 #: files of a model's repository that are downloaded: no pickles, no code
-WANTED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*")
+DOWNLOADED_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "additional_chat_templates/*")
 #: kind of frozen weights -> suffixes of repositories that publish the same model with such weights
-TWINS = {"block": ("-FP8", "-FP8-block"), "row": ("-FP8", "-FP8-dynamic"), "tensor": ("-FP8", "-FP8-tensor")}
+FP8_SUFFIXES = {"block": ("-FP8", "-FP8-block"), "row": ("-FP8", "-FP8-dynamic"), "tensor": ("-FP8", "-FP8-tensor")}
 
 Log = Callable[[str], None]
 
@@ -34,7 +34,7 @@ class HubError(ValueError):
 def is_name(text: str, folder: str | Path | None = None) -> bool:
     """Whether a path is a repository's name: two words with a slash between, and no existing file or folder. With the
     `folder` of a configuration, a path into an existing folder is not a name either, but probably a misspelled path."""
-    if not _NAME.fullmatch(text) or text.lower().endswith(suffixes.NAMED) or ".." in text:
+    if not _NAME.fullmatch(text) or text.lower().endswith(suffixes.ALL_FILES) or ".." in text:
         return False
     return not (Path(text) if folder is None else Path(folder) / text.partition("/")[0]).exists()
 
@@ -51,7 +51,7 @@ def resolve_names(cfg: Any, log: Log) -> Any:
         kind = None if model.revision is not None else model.load_in_fp8.kinds.get("foundation")
         folder = model_folder(model.path, model.revision, kind, log)
         model = model.model_copy(update={"path": str(folder), "revision": None})
-    parts = {of: tuple(_pinned(entry, log) for entry in getattr(data, of)) for of in ("train", "eval")}
+    parts = {of: tuple(_pin_revision(entry, log) for entry in getattr(data, of)) for of in ("train", "eval")}
     if model is cfg.model and parts == {of: getattr(data, of) for of in parts}:
         return cfg
     return cfg.model_copy(update={"model": model, "data": data.model_copy(update=parts)})
@@ -60,20 +60,23 @@ def resolve_names(cfg: Any, log: Log) -> Any:
 def model_folder(name: str, revision: str | None, kind: str | None, log: Log) -> Path:
     """The folder of a model, or of its published twin with codes of `kind` (row, block, tensor; None: no twin)."""
     called = NAME_OF_KIND.get(kind or "", kind)
-    sha, why = _newest(name, revision, "model")
-    for twin in (name + ending for ending in TWINS.get(kind or "", ()) if "fp8" not in name.lower()):
-        if (taken := _twin(twin, str(kind), sha is not None, log)) is not None:
-            log(f"model.path {name}: {_at(taken)} is taken, its published FP8 twin ({called}, load_in_fp8)")
+    sha, why = _resolve_sha(name, revision, "model")
+    for twin in (name + ending for ending in FP8_SUFFIXES.get(kind or "", ()) if "fp8" not in name.lower()):
+        if (taken := _find_fp8_model(twin, str(kind), sha is not None, log)) is not None:
+            log(
+                f"model.path {name}: {_describe_revision(taken)} is taken, its published FP8 twin ({called}, "
+                "load_in_fp8)"
+            )
             return taken
     if sha is not None:
         folder = _download(name, sha)
-    elif (cached := _in_cache(name, revision)) is not None:
+    elif (cached := _cached_folder(name, revision)) is not None:
         folder = cached
         log(f"note: the hub does not answer ({why}); {name} is taken from its cache as it was last fetched")
     else:
-        raise HubError(_unreachable(name, revision, "model", why))
+        raise HubError(_unreachable_error(name, revision, "model", why))
     no_twin = "" if kind is None else f"; no published FP8 twin of the kind {called} was found, so it is quantized here"
-    log(f"model.path {name}: {_at(folder)} is taken{no_twin}")
+    log(f"model.path {name}: {_describe_revision(folder)} is taken{no_twin}")
     return folder
 
 
@@ -86,30 +89,30 @@ def origin(folder: str | Path) -> dict[str, str] | None:
     return {"name": name.replace("--", "/"), "revision": path.name}
 
 
-def _at(folder: Path) -> str:
+def _describe_revision(folder: Path) -> str:
     source = origin(folder) or {"name": str(folder), "revision": ""}
     return f"{source['name']} at {source['revision'][:12]}"
 
 
-def _pinned(entry: Any, log: Log) -> Any:
+def _pin_revision(entry: Any, log: Log) -> Any:
     """A data set with the SHA of its revision."""
     if not is_name(entry.path) or (entry.revision is not None and re.fullmatch("[0-9a-f]{40}", entry.revision)):
         return entry
-    sha, why = _newest(entry.path, entry.revision, "dataset")
+    sha, why = _resolve_sha(entry.path, entry.revision, "dataset")
     if sha is None:
-        raise HubError(_unreachable(entry.path, entry.revision, "dataset", why))
+        raise HubError(_unreachable_error(entry.path, entry.revision, "dataset", why))
     log(f"data set {entry.path}: revision {sha[:12]} is taken")
     return entry.model_copy(update={"revision": sha})
 
 
-def _newest(name: str, revision: str | None, kind: str) -> tuple[str | None, str]:
+def _resolve_sha(name: str, revision: str | None, kind: str) -> tuple[str | None, str]:
     """(SHA of the revision, ""), or (None, reason) where the hub does not answer. Raises HubError where it does not
     exist or access is denied."""
     from huggingface_hub import HfApi, errors
 
     at = "" if revision is None else f" at the revision {revision!r}"
     try:
-        return HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=SECONDS).sha, ""
+        return HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=TIMEOUT_S).sha, ""
     except errors.GatedRepoError as cause:
         raise HubError(
             f"{name} is gated: accept its terms at huggingface.co/{name}, then log in here with `hf auth login`"
@@ -128,7 +131,7 @@ def _download(name: str, sha: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, repo_type="model", revision=sha, allow_patterns=list(WANTED)))
+        return Path(snapshot_download(name, repo_type="model", revision=sha, allow_patterns=list(DOWNLOADED_FILES)))
     except Exception as cause:
         raise HubError(
             f"{name} could not be fetched from the Hugging Face hub ({first_line(cause)[:160]}). "
@@ -136,7 +139,7 @@ def _download(name: str, sha: str) -> Path:
         ) from cause
 
 
-def _in_cache(name: str, revision: str | None = None) -> Path | None:
+def _cached_folder(name: str, revision: str | None = None) -> Path | None:
     """The folder of a model in the hub's cache, if it contains weights."""
     from huggingface_hub import errors, snapshot_download
 
@@ -147,7 +150,7 @@ def _in_cache(name: str, revision: str | None = None) -> Path | None:
     return folder if next(folder.glob("*.safetensors"), None) else None
 
 
-def _unreachable(name: str, revision: str | None, kind: str, why: str) -> str:
+def _unreachable_error(name: str, revision: str | None, kind: str, why: str) -> str:
     at = "" if revision is None else f" at the revision {revision!r}"
     key, words, fix = (
         "model.path",
@@ -162,26 +165,26 @@ def _unreachable(name: str, revision: str | None, kind: str, why: str) -> str:
     )
 
 
-def _twin(name: str, kind: str, reachable: bool, log: Log) -> Path | None:
+def _find_fp8_model(name: str, kind: str, reachable: bool, log: Log) -> Path | None:
     """The folder of a repository whose weights are codes of `kind`; None where there is none. If the hub is not
     `reachable`, only the cache is searched."""
     from huggingface_hub import errors, hf_hub_download
 
-    cached, sha, why = None if reachable else _in_cache(name), None, ""
+    cached, sha, why = None if reachable else _cached_folder(name), None, ""
     try:
         if reachable:
-            sha, why = _newest(name, None, "model")
+            sha, why = _resolve_sha(name, None, "model")
         if cached is None and sha is not None:
             config = Path(hf_hub_download(name, "config.json", revision=sha))
     except (HubError, errors.EntryNotFoundError):  # no such repository, or one without config.json
         return None
-    except Exception as cause:  # network errors, as in `_newest`
+    except Exception as cause:  # network errors, as in `_resolve_sha`
         sha, why = None, first_line(cause)[:160]
     if cached is None and sha is None:
         if why:
             log(f"note: whether there is {name} cannot be asked now ({why}); it is not taken")
         return None
-    held = kind_of(config if cached is None else cached / "config.json")
+    held = declared_kind(config if cached is None else cached / "config.json")
     if held != kind:
         log(
             f"note: {name} is not taken: its codes are "
@@ -191,19 +194,19 @@ def _twin(name: str, kind: str, reachable: bool, log: Log) -> Path | None:
     return cached or _download(name, str(sha))
 
 
-def kind_of(config: Path) -> str | None:
+def declared_kind(config: Path) -> str | None:
     """The kind of codes (row, block, tensor) that a model's config.json declares; None for another or none. Loading the
     model checks it in full."""
     try:
         values = json.loads(config.read_text())
         section = values.get("quantization_config") or (values.get("text_config") or {}).get("quantization_config")
-        kinds = {*_kinds(section)} if section else set()
+        kinds = {*_declared_kinds(section)} if section else set()
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return None
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _kinds(section: dict[str, Any]) -> Iterator[str | None]:
+def _declared_kinds(section: dict[str, Any]) -> Iterator[str | None]:
     if section.get("quant_method") == "fp8":  # DeepSeek's format
         usual = (
             section.get("weight_block_size") == [128, 128] and section.get("activation_scheme", "dynamic") == "dynamic"

@@ -109,27 +109,27 @@ _TABLE = (
 SPECS: Mapping[str, RecipeSpec] = MappingProxyType({spec.name: spec for spec in _TABLE})
 """Name -> spec, in the order of the table."""
 
-USUAL = "blockwise"
+DEFAULT_RECIPE = "blockwise"
 """The recipe for FP8 where none is named."""
 
 NAMES = tuple(SPECS)
-CURRENT = tuple(name for name, spec in SPECS.items() if not spec.delayed)
+CURRENT_SCALING = tuple(name for name, spec in SPECS.items() if not spec.delayed)
 """Recipes that scale by the current amax; a GEMM of another recipe may use their casts."""
 
 RANKED = tuple(sorted(NAMES, key=lambda name: SPECS[name].rank))
-CANDIDATES = tuple(name for name in RANKED if name in CURRENT)
+CANDIDATES = tuple(name for name in RANKED if name in CURRENT_SCALING)
 """The recipes that ``auto`` chooses among; on a tie, the first."""
 
-BY_ROW = tuple(name for name in CURRENT if not SPECS[name].spans_rows)
+PER_TOKEN = tuple(name for name in CURRENT_SCALING if not SPECS[name].spans_rows)
 """Recipes in which an outlier affects at most its own token, the fastest first."""
 
-LADDER = tuple(name for name in reversed(CANDIDATES) if SPECS[name].everywhere)
+COARSE_TO_FINE = tuple(name for name in reversed(CANDIDATES) if SPECS[name].everywhere)
 """From coarse to fine: a GEMM that needs smaller blocks gets the next one."""
 
 FROZEN_BLOCKS: Mapping[str, Block] = MappingProxyType({"row": ROW, "block": (128, 128), "tensor": TENSOR})
 """Kind of frozen FP8 weights -> block of their codes, which are E4M3 with scales in fp32."""
 
-FITTING: Mapping[str, tuple[str, ...]] = MappingProxyType(
+RECIPES_OF_KIND: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         kind: tuple(name for name, spec in SPECS.items() if spec.blocks[1] == block and spec.scale != "e8m0")
         for kind, block in FROZEN_BLOCKS.items()
@@ -137,16 +137,16 @@ FITTING: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Kind of frozen FP8 weights -> recipes that multiply by such codes; the kind is named after the first."""
 
-NAME_OF_KIND: Mapping[str, str] = MappingProxyType({kind: names[0] for kind, names in FITTING.items()})
+NAME_OF_KIND: Mapping[str, str] = MappingProxyType({kind: names[0] for kind, names in RECIPES_OF_KIND.items()})
 """Kind of frozen FP8 weights -> recipe to set for it."""
 
 
-def with_format(form: str) -> tuple[str, ...]:
+def recipes_with_format(form: str) -> tuple[str, ...]:
     """The recipes with this default format."""
     return tuple(name for name, spec in SPECS.items() if spec.formats[0] == form)
 
 
-def kind_of_word(word: str) -> str:
+def parse_kind(word: str) -> str:
     """The kind of frozen weights for a recipe's name or the kind itself; any other word unchanged."""
     return next((kind for kind, name in NAME_OF_KIND.items() if name == word), word)
 
@@ -157,11 +157,11 @@ def fastest_on(major: int) -> str:
     return by_major.get(major, by_major[max(by_major)])
 
 
-def named_in(library: str) -> dict[str, str]:
+def names_in_library(library: str) -> dict[str, str]:
     """A library's names of recipes -> Octavo's names."""
     return {theirs: name for name, spec in SPECS.items() for of, theirs in spec.elsewhere if of == library}
 
 
-def listed(names: tuple[str, ...], last: str = "and") -> str:
+def join_words(names: tuple[str, ...], last: str = "and") -> str:
     """Names as a phrase: "a, b and c"."""
     return f" {last} ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

@@ -24,17 +24,17 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from octavo.base import encryption
 
 #: bytes of a file that is read whole; the largest published tokenizers and indices have about 40 MB
-LIMIT = 256 << 20
+MAX_BYTES = 256 << 20
 #: nested brackets; code that copies or writes the JSON later may recurse about ten times deeper
-DEPTH = 64
+MAX_DEPTH = 64
 #: digits of a whole number: a longer one does not even fit into a float
-DIGITS = 300
+MAX_DIGITS = 300
 
 _KINDS = {
     stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFDIR: "a folder",
     stat.S_IFCHR: "a device", stat.S_IFBLK: "a device",
 }  # fmt: skip
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # the JSON escape of a surrogate, lone or in a valid pair
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")  # the JSON escape of a surrogate, lone or in a valid pair
 
 
 class Unreadable(ValueError):
@@ -55,7 +55,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def kind_of(path: str | os.PathLike[str]) -> str | None:
+def describe_file_type(path: str | os.PathLike[str]) -> str | None:
     """What a path is if not a regular file ("a named pipe", "a folder", ...); None for a file. Links are followed.
 
     Raises OSError where the path does not exist.
@@ -111,7 +111,7 @@ def size_of(file: BinaryIO) -> int:
     return size
 
 
-def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = LIMIT) -> bytes:
+def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable, limit: int = MAX_BYTES) -> bytes:
     """A whole file of at most `limit` bytes. Raises `error` as `open_file` does, and for a longer file."""
     with open_file(path, error, buffering=0) as file:
         size = size_of(file)
@@ -130,7 +130,7 @@ def read_bytes(path: str | os.PathLike[str], error: type[Exception] = Unreadable
 def read_text(
     path: str | os.PathLike[str],
     error: type[Exception] = Unreadable,
-    limit: int = LIMIT,
+    limit: int = MAX_BYTES,
     encoding: str = "utf-8",
 ) -> str:
     """The text of a file (`encoding`: utf-8, or utf-8-sig to drop a byte order mark). Raises `error`."""
@@ -152,7 +152,7 @@ def decode(raw: bytes, where: object, error: type[Exception] = Unreadable, encod
 def read_json(
     path: str | os.PathLike[str],
     error: type[Exception] = Unreadable,
-    limit: int = LIMIT,
+    limit: int = MAX_BYTES,
     wanted: type | None = dict,
 ) -> Any:
     """The JSON value of a file, of the type `wanted` (None: any type). Raises `error`."""
@@ -168,7 +168,7 @@ def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wa
     """
     shown = printable(where)
     try:
-        value = json.loads(text, parse_int=_integer)
+        value = json.loads(text, parse_int=_parse_int)
     except json.JSONDecodeError as cause:
         at = f"line {cause.lineno}, column {cause.colno}"
         raise error(
@@ -176,11 +176,13 @@ def parse_json(text: str, where: object, error: type[Exception] = Unreadable, wa
             f"{shown} is empty, where JSON belongs. Download or write it again."
         ) from cause  # fmt: skip
     except RecursionError as cause:
-        raise error(f"{shown} nests brackets deeper than {DEPTH}; no file of this kind does.") from cause
-    except _TooLong as cause:
-        raise error(f"{shown} holds a number of {cause} digits; a float holds {DIGITS}.") from cause
+        raise error(f"{shown} nests brackets deeper than {MAX_DEPTH}; no file of this kind does.") from cause
+    except _TooManyDigits as cause:
+        raise error(f"{shown} holds a number of {cause} digits; a float holds {MAX_DIGITS}.") from cause
     # The walk is slow, so it runs only for texts that can have one of the faults it finds.
-    if (text.count("[") + text.count("{") > DEPTH or _HALF.search(text)) and (why := _unwalkable(value)):
+    if (text.count("[") + text.count("{") > MAX_DEPTH or _SURROGATE_ESCAPE.search(text)) and (
+        why := _why_unsafe(value)
+    ):
         raise error(f"{shown} {why}.")
     if wanted is not None and not isinstance(value, wanted):
         word = "an object" if wanted is dict else "a list" if wanted is list else wanted.__name__
@@ -194,7 +196,7 @@ def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable
     An incomplete last line, as a kill leaves it, is left out. Raises `error`, with the number, for any other line that
     is not an object.
     """
-    lines = read_text(path, error, 4 * LIMIT).split("\n")
+    lines = read_text(path, error, 4 * MAX_BYTES).split("\n")
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -205,28 +207,28 @@ def json_lines(path: str | os.PathLike[str], error: type[Exception] = Unreadable
                 raise
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """The same value with None for NaN and infinities, which JSON cannot write."""
     if isinstance(value, Mapping):
-        return {key: finite(entry) for key, entry in value.items()}
+        return {key: replace_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(entry) for entry in value]
+        return [replace_nonfinite(entry) for entry in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-class _TooLong(Exception):
+class _TooManyDigits(Exception):
     """A whole number with too many digits; its argument is their number."""
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > DIGITS:
-        raise _TooLong(len(digits.lstrip("-")))
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise _TooManyDigits(len(digits.lstrip("-")))
     return int(digits)
 
 
-def _unwalkable(root: object) -> str | None:
+def _why_unsafe(root: object) -> str | None:
     """Why JSON would crash code that walks through it; None if it would not. Walks by level, not by recursion."""
     level, depth = [root], 0
     while level:
@@ -243,34 +245,34 @@ def _unwalkable(root: object) -> str | None:
                 except UnicodeEncodeError as half:
                     return f"holds half a character (a lone \\u{ord(value[half.start]):04x}), which is no text"
         depth += any(isinstance(value, dict | list) for value in level)
-        if depth > DEPTH:
-            return f"nests brackets deeper than {DEPTH}; no file of this kind does"
+        if depth > MAX_DEPTH:
+            return f"nests brackets deeper than {MAX_DEPTH}; no file of this kind does"
         level = below
     return None
 
 
-class Is(NamedTuple):
+class ValueCheck(NamedTuple):
     """What a single value must be: a predicate, and its description."""
 
     fits: Callable[[Any], bool]
     words: str
 
 
-TEXT = Is(lambda value: isinstance(value, str), "text")
-FLAG = Is(lambda value: isinstance(value, bool), "true or false")
-COUNT = Is(lambda value: type(value) is int and 0 <= value < 1 << 62, "a whole number from 0")
-NUMBER = Is(lambda value: type(value) in (int, float), "a number")
-FINITE = Is(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
+TEXT = ValueCheck(lambda value: isinstance(value, str), "text")
+FLAG = ValueCheck(lambda value: isinstance(value, bool), "true or false")
+COUNT = ValueCheck(lambda value: type(value) is int and 0 <= value < 1 << 62, "a whole number from 0")
+NUMBER = ValueCheck(lambda value: type(value) in (int, float), "a number")
+FINITE = ValueCheck(lambda value: type(value) in (int, float) and math.isfinite(value), "a finite number")
 
 
-def check_form(value: Any, form: Any, where: object, error: type[Exception] = Unreadable, at: str = "") -> None:
+def check_schema(value: Any, form: Any, where: object, error: type[Exception] = Unreadable, at: str = "") -> None:
     """Check that a JSON value has a form, so that its readers need no checks. Raises `error` with the place.
 
     A form is an `Is`; a list with one form for all entries; or a dict of key -> form, in which a key "name!" is
     required and the key ... applies to all other keys (without it they are not checked). A form of None accepts any
     value. A key that is not required may be null.
     """
-    if isinstance(form, Is):
+    if isinstance(form, ValueCheck):
         good, words, inner = form.fits(value), form.words, []
     elif isinstance(form, list):
         good, words = isinstance(value, list), "a list"
@@ -287,10 +289,10 @@ def check_form(value: Any, form: Any, where: object, error: type[Exception] = Un
         raise error(f"{printable(where)}: {at.rstrip('.') or 'it'} is {shown}, where {words} belongs.")
     for key, one, wanted_one in inner:
         if wanted_one is not None and one is not None:
-            check_form(one, wanted_one, where, error, f"{at}{printable(key)}.")
+            check_schema(one, wanted_one, where, error, f"{at}{printable(key)}.")
 
 
-def outside(path: Path, folder: Path) -> Path | None:
+def link_target_outside(path: Path, folder: Path) -> Path | None:
     """The target of a path in a folder, if links lead out of the folder; None if it stays inside.
 
     A snapshot in the Hugging Face hub's cache consists of links into the blobs of the same repository

@@ -19,15 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from octavo.base import safe_read
-from octavo.base.safe_read import Is
+from octavo.base.safe_read import ValueCheck
 
 NOTE = "sealed.json"
 FORMAT = 1
 LABEL = b"octavo seal 1 "
-_DIGITS = Is(lambda value: isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef"),
-             "32 hexadecimal digits")  # fmt: skip
-_OF = Is(lambda value: value in ("model", "data", "adapter"), "model, data or adapter")
-ONE_PURPOSE = (
+_HEX_DIGITS = ValueCheck(
+    lambda value: isinstance(value, str) and len(value) == 32 and set(value) <= set("0123456789abcdef"),
+    "32 hexadecimal digits",
+)
+_SEALED_KIND = ValueCheck(lambda value: value in ("model", "data", "adapter"), "model, data or adapter")
+ONE_KEY_ONE_PURPOSE = (
     "A key has one purpose: who gets this one to read files undoes the permutation, too. Make one for files (octavo "
     "encrypt --new-key NEW); octavo encrypt SRC DST --old-key OLD --key-file NEW takes to it what is encrypted already"
 )
@@ -56,7 +58,7 @@ def read_note(folder: str | Path, error: type[Exception] = ValueError) -> Note |
     raw = safe_read.read_json(file, error)
     if (version := raw.get("octavo_sealed")) != FORMAT:
         raise error(f"{file} is of format {version!r:.20}, and this version reads {FORMAT}: seal it again")
-    safe_read.check_form(raw, {"of": _OF, "key": _DIGITS}, file, error)
+    safe_read.check_schema(raw, {"of": _SEALED_KIND, "key": _HEX_DIGITS}, file, error)
     return Note(raw["of"], raw["key"], {k: v for k, v in raw.items() if k not in ("octavo_sealed", "of", "key")})
 
 

@@ -11,4 +11,4 @@ TAR = (".tar",)
 ARROW = (".arrow",)  # in a folder that `datasets` saved
 ROWS = (*PARQUET, *JSON_LINES, *JSON, *CSV, *TAR)
 #: of all files that a configuration may name: a path with such a suffix is not a repository's name
-NAMED = (*ROWS, *ARROW, ".safetensors", ".yaml", ".yml")
+ALL_FILES = (*ROWS, *ARROW, ".safetensors", ".yaml", ".yml")

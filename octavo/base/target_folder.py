@@ -17,7 +17,7 @@ from octavo.base.safe_read import printable
 
 STAGE = ".octavo.part"
 #: entries that do not count as content: a folder that ext4 creates, and the leftover of a killed command
-_NOT_COUNTED = (STAGE, "lost+found")
+_IGNORED_ENTRIES = (STAGE, "lost+found")
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -46,7 +46,7 @@ def check_target(target: str | os.PathLike[str], refused: type[Exception]) -> No
 
 def contents(target: Path) -> list[str]:
     """The names in a folder, except leftovers of a file system or a killed command; [] if not a folder."""
-    return sorted(name for name in os.listdir(target) if name not in _NOT_COUNTED) if target.is_dir() else []
+    return sorted(name for name in os.listdir(target) if name not in _IGNORED_ENTRIES) if target.is_dir() else []
 
 
 def is_free(target: Path) -> bool:
@@ -58,7 +58,7 @@ def is_fixed(target: Path) -> bool:
     """Whether it is a folder that a rename cannot replace: a mount point, or one in a folder without write access."""
     if not target.is_dir():
         return False
-    return os.path.ismount(target) or str(target) in _mounts() or not os.access(target.parent, os.W_OK)
+    return os.path.ismount(target) or str(target) in _mount_points() or not os.access(target.parent, os.W_OK)
 
 
 def move_in(new_folder: Path, target: Path) -> None:
@@ -112,7 +112,7 @@ def _json_last(folder: Path) -> list[str]:
     return sorted(os.listdir(folder), key=lambda name: (name.endswith(".json"), name))
 
 
-def _mounts() -> set[str]:
+def _mount_points() -> set[str]:
     """Mount points of this process (Linux), including bind mounts of the same file system, which `ismount` misses."""
     try:
         lines = _MOUNTS.read_bytes().splitlines()

@@ -72,7 +72,7 @@ class Bench:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of high precision: BF16 on a GPU; fp32 on a CPU, which has no fast BF16."""
-        return accelerator.low_precision(self.device) or torch.float32
+        return accelerator.autocast_dtype(self.device) or torch.float32
 
     @property
     def high(self) -> str:
@@ -157,11 +157,11 @@ class Bench:
     def _peak(self, call: Call) -> int | None:
         accelerator.synchronize(self.device)
         accelerator.reset_peak(self.device)
-        if accelerator.peak(self.device) is None:
+        if accelerator.peak_bytes(self.device) is None:
             return None
         call()
         accelerator.synchronize(self.device)
-        return accelerator.peak(self.device)
+        return accelerator.peak_bytes(self.device)
 
     def randn(self, *shape: int, grad: bool = False) -> torch.Tensor:
         """Standard normal input on the device, in the bench's precision."""

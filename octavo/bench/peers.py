@@ -16,7 +16,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.base import accelerator
-from octavo.base.recipe_specs import CANDIDATES, SPECS, named_in
+from octavo.base.recipe_specs import CANDIDATES, SPECS, names_in_library
 from octavo.bench.bench import Bench, Refusal
 from octavo.fp8 import kernels
 
@@ -92,7 +92,7 @@ def able(bench: Bench, recipe: str) -> list[str]:
     """The backends that can run all three GEMMs of a recipe on the bench's device and that `auto` may choose; on a CPU
     only the reference. A recipe is included where tensor cores multiply by its scales (MXFP8 from Blackwell on):
     elsewhere it is emulated, cannot win, and would take a fifth of a suite's time."""
-    native, capability = SPECS[recipe].native, accelerator.capability(bench.device)
+    native, capability = SPECS[recipe].native, accelerator.compute_capability(bench.device)
     if not SPECS[recipe].everywhere and capability is not None and capability < native:
         return []
     built = fp8.recipe(recipe)
@@ -100,7 +100,7 @@ def able(bench: Bench, recipe: str) -> list[str]:
     for name in kernels.names():
         backend = kernels.get(name)
         whys = [backend.supports(op, built, bench.device, None) for op in ("fwd", "dgrad", "wgrad")]
-        if not any(whys) and backend.auto_unsupported(bench.device) is None and not (name == "reference" and backends):
+        if not any(whys) and backend.why_not_auto(bench.device) is None and not (name == "reference" and backends):
             backends.append(name)
     return backends
 
@@ -122,6 +122,6 @@ def linears(bench: Bench, n: int, k: int, compiling: bool) -> dict[str, Callable
         builders[f"{bench.high} compiled"] = partial(compiled, partial(high, bench, n, k))
         for recipe in SHARED:
             builders[f"{recipe} compiled"] = partial(compiled, partial(octavo, bench, n, k, recipe))
-        for recipe in named_in("torchao"):
+        for recipe in names_in_library("torchao"):
             builders[f"torchao {recipe}"] = partial(torchao, bench, n, k, recipe)
     return builders

@@ -160,24 +160,24 @@ class _Held:
 
     @property
     def measures(self) -> bool:
-        return accelerator.requested(self._device) is not None
+        return accelerator.requested_bytes(self._device) is not None
 
     def now(self) -> int:
         """Bytes requested by live tensors."""
         if not self.measures:
             return 0
         accelerator.synchronize(self._device)
-        return (accelerator.requested(self._device) or 0) - self._asked
+        return (accelerator.requested_bytes(self._device) or 0) - self._asked
 
     def reset(self) -> None:
         accelerator.reset_peak(self._device)
 
     def most(self) -> int:
         """Peak bytes since `reset`."""
-        return (accelerator.peak(self._device) or 0) - self._held
+        return (accelerator.peak_bytes(self._device) or 0) - self._held
 
     def _allocated(self) -> int:
-        return accelerator.allocated(self._device) or 0
+        return accelerator.allocated_bytes(self._device) or 0
 
 
 def _stack(blocks: list[nn.Module], way: Way) -> nn.ModuleList:

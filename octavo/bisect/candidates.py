@@ -13,7 +13,7 @@ from typing import Any
 
 from octavo.base.recipe_specs import SPECS
 from octavo.config import Component, Config, Fp8Section, Rule
-from octavo.config.sections.names import COMPONENTS, lacks
+from octavo.config.sections.names import COMPONENTS, is_unsupported
 from octavo.fp8.arithmetic import GEMMS
 from octavo.fp8.policy import matches, template
 from octavo.report.trial.memory_savings import HEAD, Switch, changing, switches
@@ -86,7 +86,7 @@ class Space:
     def in_recipe(self, layers: Collection[Candidate], recipe: str) -> Config:
         """The configuration with the layers of these GEMMs in another recipe and all candidates on."""
         names = dict.fromkeys(one.name for one in layers if one.gemm)
-        form = SPECS[recipe].formats[0] if lacks(recipe, self.cfg.fp8.format) else None
+        form = SPECS[recipe].formats[0] if is_unsupported(recipe, self.cfg.fp8.format) else None
         rules = ((name, Rule(match=name, recipe=recipe, format=form)) for name in names)
         return _with_rules(self.cfg, self._folded(dict(rules)))
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from octavo.base import atomic_write
-from octavo.base.recipe_specs import BY_ROW
+from octavo.base.recipe_specs import PER_TOKEN
 from octavo.bisect.candidates import Candidate, Space, extras
 from octavo.bisect.failure_criterion import MARGINS, Bar, By, short
 from octavo.bisect.page import document, write
@@ -201,7 +201,7 @@ def _mildest(space: Space, session: _Session, out: Sequence[Candidate], full: Ba
     if gemms and session.by == "loss":
         rest = replace(space, cfg=space.without(features)) if features else space
         layers = ", ".join(dict.fromkeys(one.name for one in gemms))
-        for recipe in BY_ROW:
+        for recipe in PER_TOKEN:
             how = f"{layers} in {recipe}" + (f", without {named(features)}" if features else "")
             if not space.has_recipe(gemms, recipe) and session.works(works := rest.in_recipe(gemms, recipe), full, how):
                 return how, works
@@ -212,7 +212,7 @@ def _coarse(space: Space) -> Iterator[tuple[str, Config]]:
     """Changes of many layers: recipes, then components and kinds of GEMMs in high precision, those with the fewest
     FLOPs first, then features."""
     everything = list(space.gemms)
-    for recipe in BY_ROW:
+    for recipe in PER_TOKEN:
         if not space.has_recipe(everything, recipe):
             yield f"{recipe} everywhere", space.in_recipe(everything, recipe)
     components = dict.fromkeys(one.component for one in everything)

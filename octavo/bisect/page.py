@@ -10,7 +10,7 @@ import numpy as np
 
 import octavo
 from octavo.base import atomic_write
-from octavo.base.safe_read import finite
+from octavo.base.safe_read import replace_nonfinite
 from octavo.bisect.search_result import FOUND, SOUND, UNSOLVED, Answer, Line, named, percent, said
 from octavo.config import to_yaml
 from octavo.report.run import page_parts, plots
@@ -21,7 +21,7 @@ PILLS = {FOUND: "fail", SOUND: "pass", UNSOLVED: "undecided"}
 
 def document(answer: Answer) -> dict[str, Any]:
     """``bisect.json``: the answer and every run, as plain JSON; numbers that are not finite are null."""
-    content: dict[str, Any] = finite(
+    content: dict[str, Any] = replace_nonfinite(
         {
             "octavo": octavo.__version__,
             "status": answer.status,

@@ -5,8 +5,16 @@ from octavo.checkpoint.hf_folder import save_hf
 from octavo.checkpoint.run_state import rng
 from octavo.checkpoint.run_state.background import Background
 from octavo.checkpoint.run_state.dcp_safe import SafeReader
-from octavo.checkpoint.run_state.files import OTHER, foreign_entries, prune, read_state, steps, sweep, why_misplaced
-from octavo.checkpoint.run_state.state import WITHOUT_STATES, Restored, latest, load, not_finite
+from octavo.checkpoint.run_state.files import (
+    MOVED_SUFFIX,
+    foreign_entries,
+    prune,
+    read_state,
+    remove_leftovers,
+    steps,
+    why_misplaced,
+)
+from octavo.checkpoint.run_state.state import WITHOUT_STATES, Restored, describe_nonfinite, latest, load
 from octavo.checkpoint.run_state.weights import load_weights
 from octavo.checkpoint.run_state.writing import Snapshot, save, take_snapshot, write
 from octavo.checkpoint.verify import verify
@@ -15,7 +23,7 @@ from octavo.checkpoint.verify.findings import Verified
 __all__ = [
     "Background",
     "CheckpointError",
-    "OTHER",
+    "MOVED_SUFFIX",
     "WITHOUT_STATES",
     "Snapshot",
     "Restored",
@@ -25,7 +33,7 @@ __all__ = [
     "latest",
     "load",
     "load_weights",
-    "not_finite",
+    "describe_nonfinite",
     "foreign_entries",
     "prune",
     "read_state",
@@ -33,7 +41,7 @@ __all__ = [
     "save",
     "save_hf",
     "steps",
-    "sweep",
+    "remove_leftovers",
     "take_snapshot",
     "verify",
     "write",

@@ -15,7 +15,7 @@ from octavo.checkpoint.errors import CheckpointError
 #: lists what an export wrote; a folder that has it may be replaced by another export
 MARKER = "octavo_export.json"
 #: the key of the SHA-256 of all other fields of this file
-OWN = "sha256_of_note"
+NOTE_DIGEST = "sha256_of_note"
 
 
 def sha256(file: Path) -> str:
@@ -29,7 +29,7 @@ def sha256(file: Path) -> str:
 
 def note_digest(note: Mapping[str, Any]) -> str:
     """Return the SHA-256 of all fields except the digest itself, in hex, independent of their order and of spaces."""
-    fields = {key: value for key, value in note.items() if key != OWN}
+    fields = {key: value for key, value in note.items() if key != NOTE_DIGEST}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
@@ -38,8 +38,8 @@ def is_changed(note: Mapping[str, Any]) -> bool:
 
     A note without a digest (Octavo 0.4.0) is judged by its checksums only.
     """
-    sums = compat.export_sums(note)
-    noted = note.get(OWN)
+    sums = compat.export_checksums(note)
+    noted = note.get(NOTE_DIGEST)
     return (noted is not None and noted != note_digest(note)) or bool(sums and not {*note["files"]} <= sums.keys())
 
 
@@ -49,7 +49,7 @@ def read_note(folder: Path) -> dict[str, Any]:
     Raises CheckpointError for a note that cannot be read or that Octavo did not write.
     """
     note = safe_read.read_json(folder / MARKER, CheckpointError)
-    sums, files = compat.export_sums(note), note.get("files")
+    sums, files = compat.export_checksums(note), note.get("files")
     good = isinstance(sums, dict) and all(Path(n).name == n and isinstance(s, str) for n, s in sums.items())
     if not good or not isinstance(files, list) or not all(isinstance(name, str) for name in files):
         raise CheckpointError(f"{folder / MARKER} does not say what an export wrote. Export the folder again.")

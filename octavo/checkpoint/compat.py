@@ -28,7 +28,7 @@ from octavo import fp8
 from octavo.models.folder.folder import INDEX, companions
 
 
-def not_finite(state: Mapping[str, Any], values: Callable[[], Iterable[tuple[str, Tensor]]]) -> str | None:
+def find_nonfinite(state: Mapping[str, Any], values: Callable[[], Iterable[tuple[str, Tensor]]]) -> str | None:
     """Return the first tensor of a checkpoint that holds NaN or infinity; None if none does.
 
     For 0.4.0, until 1.0. Its state.json lacks "finite", because values were not checked, so `values` are read here.
@@ -49,7 +49,7 @@ def why_not_finished(result: Mapping[str, Any], last: Callable[[], str | None]) 
     return last()
 
 
-def progress(counters: Mapping[str, Any]) -> dict[str, Any]:
+def complete_counters(counters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the counters of a checkpoint, with defaults for missing ones.
 
     For 0.4.0, until 1.0. It did not record the last step with trained tokens, so every step counts as one;
@@ -58,7 +58,7 @@ def progress(counters: Mapping[str, Any]) -> dict[str, Any]:
     return {"learnt": counters.get("step", 0), "window": 0, "pack": 0, "packs": 0, **counters}
 
 
-def pixels(counters: Mapping[str, Any]) -> str:
+def image_backend(counters: Mapping[str, Any]) -> str:
     """Return the library that resized the images of a checkpoint's run.
 
     For 0.4.0, until 1.0. It did not record the library, and supported only Pillow.
@@ -66,7 +66,7 @@ def pixels(counters: Mapping[str, Any]) -> str:
     return str(counters.get("pixels", "pil"))
 
 
-def prints_differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+def fingerprints_differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
     """Whether two fingerprints of a file ({"size", "sha256", "whole"}; None: the file is missing) are of other bytes.
 
     For 0.4.0, until 1.0. It has no "whole", the digest of all bytes, so only keys that both have are compared.
@@ -76,7 +76,7 @@ def prints_differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None
     return any(one[key] != other[key] for key in {*one} & {*other})
 
 
-def ran_siblings_as_one(plan: Mapping[str, Any]) -> bool:
+def has_sibling_gemms(plan: Mapping[str, Any]) -> bool:
     """Whether a run's plan.json runs layers with the same input as one GEMM, so that it must be written again.
 
     For 0.4.0, until 1.0. Today each layer runs its own GEMM, and the plan has no `sisters`.
@@ -84,7 +84,7 @@ def ran_siblings_as_one(plan: Mapping[str, Any]) -> bool:
     return any(line["fuse"] == "on" for line in plan.get("sisters") or ())
 
 
-def export_sums(note: Mapping[str, Any]) -> Any:
+def export_checksums(note: Mapping[str, Any]) -> Any:
     """Return the SHA-256 by file name in the note of an export, unchecked.
 
     For 0.4.0, until 1.0. Its notes have no checksums, and no digest of the note itself, so they cannot be verified.
@@ -92,7 +92,7 @@ def export_sums(note: Mapping[str, Any]) -> Any:
     return note.get("sha256", {})
 
 
-def names_in_export(note: Mapping[str, Any], folder: Path) -> set[str]:
+def exported_names(note: Mapping[str, Any], folder: Path) -> set[str]:
     """Return the names of files that an export without checksums may have written into `folder`, except its note.
 
     For 0.4.0, until 1.0. It listed only weight files, so every other usual file of a model folder may be from it.

@@ -28,7 +28,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.encrypted import EncryptedShards
 from octavo.checkpoint.export.files import Planned, Shards, nbytes
 from octavo.checkpoint.run_state.collective_errors import Ranks
-from octavo.checkpoint.stock_model import Stock
+from octavo.checkpoint.stock_model import StockModel
 from octavo.fp8.weights import full, is_frozen, master_of
 from octavo.models.folder.folder import (
     INDEX,
@@ -41,7 +41,7 @@ from octavo.models.folder.folder import (
 )
 from octavo.models.processors import stop_tokens
 
-LARGEST = 5 * 10**9  # bytes of a file, the default of transformers
+MAX_FILE_BYTES = 5 * 10**9  # bytes of a file, the default of transformers
 _FAILURES = (OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -58,7 +58,7 @@ def save_hf(
     source: str | Path,
     directory: str | Path,
     world: Ranks,
-    largest: int = LARGEST,
+    largest: int = MAX_FILE_BYTES,
     skip: Callable[[str], bool] = lambda name: False,
     encrypt: bool = False,
 ) -> Path:
@@ -80,7 +80,7 @@ def save_hf(
     source, target = Path(source), Path(directory)
     _check_target(target)
     check_companions(source, copied=True)
-    stock = Stock(models.empty(source))
+    stock = StockModel(models.empty(source))
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if not skip(name)}
     _check_names(state, stock.model)
     state = {name: master_of(state[name]) for name in stock.weights if name in state}
@@ -94,7 +94,7 @@ def save_hf(
         encrypted = encryption.Folder(folder, _shared_folder_id(world)) if encrypt else None
         homes = FolderShards(folder, tensors, largest, owners, world.rank, parts_of(source), encrypted)
         with _open_shards(homes, world) as shards:
-            _write(state, parts, stock, shards, world)
+            _write_parts(state, parts, stock, shards, world)
         sizes: Counter[torch.dtype] = Counter()
         for _, dtype, shape in tensors:
             sizes[dtype] += nbytes(dtype, shape) // dtype.itemsize if dtype.is_floating_point else 0
@@ -104,14 +104,14 @@ def save_hf(
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
                 write_config(source, folder, most, encrypted=encrypted)
                 copy_companions(source, folder, encrypted)
-                stop_tokens.state_end(source, folder, encrypted)
+                stop_tokens.add_end_token(source, folder, encrypted)
                 if encrypted is not None:
                     encrypted.write_list()
                 atomic_write.sync_tree(folder)
     return target
 
 
-def plan_parts(stock: Stock, dtypes: Mapping[str, torch.dtype], ranks: int) -> list[Part]:
+def plan_parts(stock: StockModel, dtypes: Mapping[str, torch.dtype], ranks: int) -> list[Part]:
     """Return the tensors to write, in the model's order, each with its rank.
 
     The result depends only on the model and the number of ranks, so that all ranks compute the same one.
@@ -135,7 +135,9 @@ def plan_parts(stock: Stock, dtypes: Mapping[str, torch.dtype], ranks: int) -> l
     return parts
 
 
-def _write(state: Mapping[str, Tensor], parts: list[Part], stock: Stock, shards: FolderShards, world: Ranks) -> None:
+def _write_parts(
+    state: Mapping[str, Tensor], parts: list[Part], stock: StockModel, shards: FolderShards, world: Ranks
+) -> None:
     """Gather all parts, one after the other, and write the parts of this rank.
 
     A rank that cannot write continues to gather, because gathering is a collective that the others wait in.
@@ -169,7 +171,7 @@ def _temporary_folder(target: Path, world: Ranks) -> Iterator[Path]:
         folder: Path | None = None
         with _fail_together(world):
             if world.rank == 0:
-                folder = stack.enter_context(atomic_write.folder(target, models.ModelError))
+                folder = stack.enter_context(atomic_write.new_folder(target, models.ModelError))
         yield Path(world.gather_objects(str(folder))[0])
         with _fail_together(world):
             stack.close()
@@ -214,13 +216,13 @@ def _check_target(target: Path) -> None:
         not target.is_dir() or (target_folder.contents(target) and not (target / "config.json").exists())
     ):
         raise models.ModelError(f"{target} exists and is not a model folder; name another directory, or delete it.")
-    if foreign := _foreign(target):
+    if foreign := _foreign_files(target):
         raise models.ModelError(
             f"{target} would be replaced, and {printable(foreign[0])} in it is not part of a model; move it away."
         )
 
 
-def _foreign(target: Path) -> list[str]:
+def _foreign_files(target: Path) -> list[str]:
     """Return the files in a model folder that do not belong to a saved model, which replacing it would delete."""
     entries = target_folder.contents(target)
     model_files = {"config.json", INDEX, encryption.LIST, *(file.name for file in companions(target))}

@@ -52,7 +52,7 @@ class Linear:
     expert: bool = False
 
 
-class Stock:
+class StockModel:
     """A stock model on the meta device with its names on disk, by transformers' conversion in both directions.
 
     state    parameter or persistent buffer -> its meta tensor
@@ -203,13 +203,13 @@ class Stock:
             else:
                 layers.setdefault(disk, layer)
         for disk, shape in self.shapes.items():
-            if (match := _ONE.match(disk)) and len(shape) == 2 and disk not in layers:
-                layers[disk] = _expert(disk, match["experts"], shape)
+            if (match := _EXPERT_NAME.match(disk)) and len(shape) == 2 and disk not in layers:
+                layers[disk] = _expert_linear(disk, match["experts"], shape)
         for disk, singles in self.stacked.items():
             moved = self.to_module(disk)
             many, rows, columns = self.state[moved].shape
             size = (rows * many // len(singles), columns)
-            layers |= {name: _expert(name, moved.rpartition(".")[0], size) for name in singles}
+            layers |= {name: _expert_linear(name, moved.rpartition(".")[0], size) for name in singles}
         return layers
 
     @cached_property
@@ -260,9 +260,9 @@ class Stock:
         return groups
 
 
-_ONE = re.compile(r"(?P<experts>.+\.experts)\.\d+\.\w+\.weight$")
+_EXPERT_NAME = re.compile(r"(?P<experts>.+\.experts)\.\d+\.\w+\.weight$")
 
 
-def _expert(weight: str, module: str, shape: tuple[int, ...]) -> Linear:
+def _expert_linear(weight: str, module: str, shape: tuple[int, ...]) -> Linear:
     n, k = shape
     return Linear(weight.removesuffix(".weight"), module, (n, k), ("Linear",), expert=True)

@@ -18,8 +18,8 @@ the same with :func:`octavo.fp8.scaling_state`, :func:`octavo.fp8.load_scaling_s
 Layers keep the FP8 codes of their weight from one optimizer step to the next. A callback that writes weights through
 ``.data`` in between (swapping in a moving average for an evaluation, or a merge) leaves stale codes in use. Fp8Callback
 compares a sample of each weight with its codes: after evaluations, and before the optimizer step in the first
-:data:`FIRST` steps, in every :data:`EVERY`-th step and after an evaluation or a checkpoint. A difference ends the
-training with an error that names the layer.
+:data:`FIRST_STEPS` steps, in every :data:`CHECK_INTERVAL`-th step and after an evaluation or a checkpoint. A difference
+ends the training with an error that names the layer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from transformers.trainer_callback import ExportableState
 from octavo import fp8
 from octavo.fp8.delayed import reduce_scaling_state
 from octavo.fp8.proof import reference_note
-from octavo.fp8.weights import stale_codes, stale_sentence
+from octavo.fp8.weights import stale_codes, stale_codes_message
 
 # Each check reads a sample of every weight, so it runs in the first steps, which find most mistakes, and then rarely.
-FIRST, EVERY = 2, 20
+FIRST_STEPS, CHECK_INTERVAL = 2, 20
 
 
 class Fp8Callback(TrainerCallback, ExportableState):
@@ -92,7 +92,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check the codes in some steps. Raises RuntimeError for stale codes: see the module's docstring."""
-        if self._checks < FIRST or self._exchanged or state.global_step % EVERY == 0:
+        if self._checks < FIRST_STEPS or self._exchanged or state.global_step % CHECK_INTERVAL == 0:
             self._check_codes(kwargs["model"], state)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         for prefix, checked in (("", model), ("reference model: ", reference)):
             stale = stale_codes(checked, draw=state.global_step) if isinstance(checked, nn.Module) else []
             if stale:
-                raise RuntimeError(f"step {state.global_step}: {prefix}{stale_sentence(stale)}")
+                raise RuntimeError(f"step {state.global_step}: {prefix}{stale_codes_message(stale)}")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Give every rank the largest amax histories, so that the checkpoint of one rank serves all."""

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo import bench
     from octavo.base import accelerator
 
-    here = list(dict.fromkeys((accelerator.here().type, "cpu")))
+    here = list(dict.fromkeys((accelerator.default_device().type, "cpu")))
     name = args.device or here[0]
     if re.fullmatch(r"\w+(:[0-9]+)?", name) is None or name.partition(":")[0] not in here:
         raise bench.BenchError(f"--device {name} is not available; use {' or '.join(here)}.")

@@ -22,7 +22,7 @@ from typing import Any
 from octavo.base import target_folder
 from octavo.cli import arguments, launch_ranks, terminal
 from octavo.config import RECIPES, Config, override
-from octavo.config.sections.names import one_word
+from octavo.config.sections.names import canonical_name
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.config.yaml.problems import nearest
 
@@ -152,7 +152,7 @@ def chosen(cfg: Config, text: str | None) -> list[str] | None:
     """The recipes to try, each checked against the configuration before the first run."""
     if text is None:
         return None
-    names = list(dict.fromkeys(one_word(name.strip()) for name in text.split(",") if name.strip()))
+    names = list(dict.fromkeys(canonical_name(name.strip()) for name in text.split(",") if name.strip()))
     if not names:
         raise arguments.UsageError("--recipes is empty; name at least one, e.g. --recipes blockwise")
     for name in names:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from octavo.base import encryption
-from octavo.base.encryption.encrypted_lines import is_list
-from octavo.base.encryption.file_format import HEADER, was_encrypted
+from octavo.base.encryption.encrypted_lines import is_encrypted_lines
+from octavo.base.encryption.file_format import MAX_HEADER_BYTES, looks_encrypted
 from octavo.base.encryption.folders import has_list
 from octavo.base.safe_read import printable
 from octavo.cli import encrypt_decrypt, terminal
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    encryption.find()
+    encryption.find_key()
     work = _Decryption()
     encrypt_decrypt.convert(args.source, args.target, work, "decrypting")
     print(f"{printable(args.target)}: {encrypt_decrypt.count_summary(work.counts)}")
@@ -58,7 +58,7 @@ class _Decryption:
             if encryption.is_encrypted(file):
                 with encryption.Reader.of(file) as reader:
                     encryption.check_file(file, reader)
-            elif not is_list(file):
+            elif not is_encrypted_lines(file):
                 encryption.check_file(file, None)
                 _refuse_damaged(file)
                 continue
@@ -77,12 +77,12 @@ class _Decryption:
         """The target's name: without the suffix for encrypted lines, None for a folder's list of files."""
         if file.name == encryption.LIST and encryption.is_encrypted(file):
             return None
-        return file.name.removesuffix(encryption.SUFFIX) if is_list(file) else file.name
+        return file.name.removesuffix(encryption.SUFFIX) if is_encrypted_lines(file) else file.name
 
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
         """See :class:`octavo.cli.encrypt_decrypt.Conversion`."""
         encrypted = encrypt_decrypt.is_encrypted(opened)
-        listed = not encrypted and is_list(file)
+        listed = not encrypted and is_encrypted_lines(file)
         self.counts["decrypted" if encrypted or listed else "copied as they are"] += 1
         if listed:
             for size, line in encrypt_decrypt.lines(opened, file):
@@ -104,9 +104,9 @@ def _refuse_damaged(file: Path) -> None:
     """Raises Damaged for a plain file that was an encrypted one, according to what is left of its header, its name, or
     the state of the checkpoint that it belongs to."""
     with file.open("rb") as stored:
-        head = stored.read(HEADER)
+        head = stored.read(MAX_HEADER_BYTES)
     why = ""
-    if was_encrypted(head, encryption.find()):
+    if looks_encrypted(head, encryption.find_key()):
         why = "it has the header of an encrypted file, which was changed or truncated"
     elif file.suffix == encryption.SUFFIX and head:
         why = "its first line is not encrypted"

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from octavo.base import encryption
-from octavo.base.encryption.encrypted_lines import is_list
-from octavo.base.encryption.file_format import HEADER, Place, tag_of
-from octavo.base.encryption.folders import LINES, has_list, root_of
+from octavo.base.encryption.encrypted_lines import is_encrypted_lines
+from octavo.base.encryption.file_format import MAX_HEADER_BYTES, Place, header_tag
+from octavo.base.encryption.folders import LINES, find_root, has_list
 from octavo.base.encryption.key import from_file, write_new
 from octavo.base.safe_read import printable
-from octavo.base.seal_note import NOTE, ONE_PURPOSE, fingerprint
+from octavo.base.seal_note import NOTE, ONE_KEY_ONE_PURPOSE, fingerprint
 from octavo.cli import arguments, encrypt_decrypt
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.source is None or args.target is None:
         raise arguments.UsageError("name a source and a target: octavo encrypt SRC DST")
-    key, old = encryption.find(), None if args.old_key is None else from_file(args.old_key)
+    key, old = encryption.find_key(), None if args.old_key is None else from_file(args.old_key)
     _check_purpose(args.source, old)
     work = _Encryption(key, old)
     encrypt_decrypt.convert(args.source, args.target, work, "encrypting")
@@ -70,11 +70,11 @@ class _Encryption:
         self._single = False
 
     def begin(self, source: Path, files: list[Path], new_folder: Path | None) -> None:
-        """Raises Exchanged for files that are missing from a folder with a list or are not on the list, and Refused for
+        """Raises Replaced for files that are missing from a folder with a list or are not on the list, and Refused for
         a part of such a folder, whose files cannot be read without the rest."""
         self._single = new_folder is None
         roots = [folder for folder in (source, *sorted(source.rglob("*"))) if has_list(folder)]
-        if self.old is None and source not in roots and root_of(source) is not None:
+        if self.old is None and source not in roots and find_root(source) is not None:
             self._refuse_part(source, files)
         for root in roots:
             with suppress(encryption.WrongKey):  # a third key's files are copied unchanged and cannot be checked
@@ -89,7 +89,7 @@ class _Encryption:
     def _refuse_part(self, source: Path, files: list[Path]) -> None:
         if any(map(encryption.is_encrypted, files)):
             raise encrypt_decrypt.Refused(
-                f"{printable(source)} is part of {printable(root_of(source))}, which is encrypted as a whole: "
+                f"{printable(source)} is part of {printable(find_root(source))}, which is encrypted as a whole: "
                 "its files are bound to their paths there. Copy the whole folder, or bind them again with --old-key"
             )
 
@@ -100,10 +100,10 @@ class _Encryption:
     def write(self, opened: BinaryIO, out: BinaryIO, file: Path, path: Path) -> Iterator[int]:
         """See :class:`octavo.cli.encrypt_decrypt.Conversion`."""
         plain: BinaryIO = opened
-        listed, encrypted = is_list(file), encrypt_decrypt.is_encrypted(opened)
+        listed, encrypted = is_encrypted_lines(file), encrypt_decrypt.is_encrypted(opened)
         if listed and self.old is not None:
             for size, line in encrypt_decrypt.lines(opened, file, self.old):
-                out.write(encryption.encrypted_line(line, self.key))
+                out.write(encryption.encrypt_line(line, self.key))
                 yield size
             self._note(path, LINES)
             return
@@ -151,7 +151,7 @@ class _Encryption:
         except encryption.WrongKey:
             pass
         with file.open("rb") as stored:
-            return tag_of(stored.read(HEADER)).hex()
+            return header_tag(stored.read(MAX_HEADER_BYTES)).hex()
 
     def _note(self, path: Path, kind: str, how: str = "encrypted") -> None:
         self._kinds[path] = kind
@@ -165,10 +165,10 @@ def _check_purpose(source: Path, old: encryption.Key | None) -> None:
         raw = file.read_bytes() if file.is_file() else b""
         if encryption.has_magic(raw):
             try:
-                raw = encryption.decrypted(raw, file, old)
+                raw = encryption.decrypt(raw, file, old)
             except encryption.WrongKey:  # a third key's files are copied unchanged and cannot be checked
                 continue
         if key_id in raw:
             raise encrypt_decrypt.Refused(
-                f"{file.parent} was sealed with the key that is used here for files. {ONE_PURPOSE}"
+                f"{file.parent} was sealed with the key that is used here for files. {ONE_KEY_ONE_PURPOSE}"
             )

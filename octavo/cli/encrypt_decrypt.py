@@ -77,7 +77,7 @@ def _write_folder(
     folders = [folder for folder in sorted(source.rglob("*")) if folder.is_dir()]
     modes = {folder.relative_to(source): stat.S_IMODE(folder.stat().st_mode) & 0o777 for folder in folders}
     fixed = target_folder.is_fixed(target)
-    with atomic_write.folder(target, Refused, replace=False) as result:
+    with atomic_write.new_folder(target, Refused, replace=False) as result:
         result.chmod(0o700)
         conversion.begin(source, files, result)
         for folder in modes:
@@ -103,7 +103,7 @@ def _write_file(source: Path, target: Path, one: Callable[[Path, Path], None]) -
         one(source, aside)
         atomic_write.swap(aside, target)
     except OSError as error:
-        if (reason := atomic_write.no_room(target, error)) is None:
+        if (reason := atomic_write.why_no_space(target, error)) is None:
             raise
         raise Refused(f"{printable(target)} could not be written: {reason}") from error
     finally:
@@ -133,7 +133,7 @@ def _files(source: Path, named: Callable[[Path], str | None]) -> list[Path]:
 def _regular(files: list[Path]) -> list[Path]:
     """The same files. Raises Refused for one that is not regular: opening a pipe would wait for a writer."""
     for file in files:
-        if (kind := safe_read.kind_of(file)) is not None:
+        if (kind := safe_read.describe_file_type(file)) is not None:
             raise Refused(f"{printable(file)} is {kind}, not a file; remove it from the folder")
     return files
 
@@ -147,7 +147,7 @@ def lines(opened: BinaryIO, file: Path, key: encryption.Key | None = None) -> It
     """(bytes read, content) of each line of an encrypted list; `key` None: the process's key."""
     for number, line in enumerate(opened, 1):
         if line.endswith(b"\n"):  # a killed writer leaves half a line
-            yield len(line), encryption.decrypted_line(line[:-1], f"{file}, line {number},", key)
+            yield len(line), encryption.decrypt_line(line[:-1], f"{file}, line {number},", key)
 
 
 def pieces(opened: BinaryIO) -> Iterator[bytes]:

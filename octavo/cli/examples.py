@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     target = Path(args.directory)
     if not target_folder.is_free(target):
         raise UsageError(f"{target} exists and is not empty; name a new folder, nothing is overwritten")
-    with atomic_write.folder(target, UsageError, replace=False) as folder:
+    with atomic_write.new_folder(target, UsageError, replace=False) as folder:
         shutil.copytree(SOURCE, folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"), dirs_exist_ok=True)
         atomic_write.sync_tree(folder)
     written = sorted(file for file in target.rglob("*") if file.is_file())

@@ -72,8 +72,8 @@ def device(name: str | None) -> str | None:
     try:
         kind = torch.device(name).type
     except RuntimeError:
-        raise arguments.UsageError(f"--device {name} is no device; name cpu or {accelerator.CARD}") from None
-    if kind not in ("cpu", accelerator.here().type):
+        raise arguments.UsageError(f"--device {name} is no device; name cpu or {accelerator.ABSENT_GPU}") from None
+    if kind not in ("cpu", accelerator.default_device().type):
         raise arguments.UsageError(
             f"--device {name}: this machine has none that can be used; leave it out, or name cpu"
         )

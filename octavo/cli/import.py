@@ -99,10 +99,10 @@ def run(args: argparse.Namespace) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write.write_text(path, text)
     if args.json:
-        terminal.show_json(importers.plain(translation))
+        terminal.show_json(importers.to_json(translation))
     else:
         _show(translation, out)
-    return REFUSED if translation.refused else LOST if translation.lost_keys and not args.allow_lost else DONE
+    return REFUSED if translation.problems else LOST if translation.lost_keys and not args.allow_lost else DONE
 
 
 def _translated(args: argparse.Namespace, out: Path) -> Translation:
@@ -144,7 +144,7 @@ def _show(translation: Translation, out: Path) -> None:
                 print(f"  {row.source_key.place}: {brief(row.source_key.key, 60)}: {brief(row.why, 240)}")
     for note in translation.notes:
         print(f"\nnote: {brief(note, 400)}")
-    for problem in translation.refused:
+    for problem in translation.problems:
         print(f"\nOctavo refuses {out.name}: {problem}")
     if line := importers.lost_line(translation):
         listed = ", ".join(brief(key, 60) for key in translation.lost_keys[:_SHOWN])

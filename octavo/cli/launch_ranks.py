@@ -39,7 +39,7 @@ def how_many(count: int | None) -> int:
         )
     from octavo.base import accelerator
 
-    gpus = accelerator.count()
+    gpus = accelerator.device_count()
     if count is None:
         return max(1, gpus)
     if gpus and count > gpus:

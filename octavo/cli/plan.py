@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # commands import torch only when they need it
     from torch import nn
 from octavo.config import load_config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.config.yaml.problems import named, nearest
+from octavo.config.yaml.problems import describe_value, nearest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -245,7 +245,7 @@ def _of_phase(cfg: Any, ranks: int) -> tuple[list[str], str | None]:
         return [], None
     from octavo import rl
 
-    return rl.sentences(cfg, ranks), rl.reference_of(cfg)
+    return rl.describe_step(cfg, ranks), rl.reference_kind(cfg)
 
 
 _HINT = (
@@ -344,7 +344,7 @@ def _attention(cfg: Any, model: Any) -> Any:
     from octavo.train.forward import attention_kernel
 
     return attention_kernel.choices(
-        cfg, attention_kernel.heads_of(model.config, cfg.train.seq_length), accelerator.here()
+        cfg, attention_kernel.heads_of(model.config, cfg.train.seq_length), accelerator.default_device()
     )
 
 
@@ -352,13 +352,13 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
     """What the files of the model's folder mean for a run (`octavo.train.setup.model_folder`); nothing of a published
     shape, or without a tokenizer. Raises ModelError for a tokenizer or weights that cannot be the model's."""
     from octavo import models
-    from octavo.models.folder.folder import at
+    from octavo.models.folder.folder import find_file
     from octavo.train.setup import model_folder
 
     names = ("tokenizer.json", "tokenizer_config.json")
     if args.shape is None:
-        models.refuse_integers(cfg.model.path, model)
-    if args.shape is not None or not any(at(Path(cfg.model.path), name).exists() for name in names):
+        models.check_no_integers(cfg.model.path, model)
+    if args.shape is not None or not any(find_file(Path(cfg.model.path), name).exists() for name in names):
         return ()
     return model_folder.notes(cfg, models.load_for_chat(cfg.model.path))
 
@@ -366,7 +366,7 @@ def _of_folder(args: argparse.Namespace, cfg: Any, model: Any) -> Sequence[str]:
 def _need_a_gpu() -> None:
     from octavo.base import accelerator
 
-    if not accelerator.is_gpu(accelerator.here()):
+    if not accelerator.is_gpu(accelerator.default_device()):
         raise arguments.UsageError(
             "--measure needs a GPU: on a CPU FP8 is emulated, and its times say nothing about where it pays. Measure "
             "on the machine that will train; without --measure, recipe auto uses the table in docs/plan.md"
@@ -379,9 +379,9 @@ def _measured(args: argparse.Namespace, cfg: Any, model: Any, family: Any, count
 
     tokens = count()
     rank_tokens = tokens.shared(cfg.parallel.context)
-    with terminal.progress("measuring", bytes=False, elsewhere=_note_measured) as progress:
+    with terminal.progress("measuring", bytes=False, fallback=_note_measured) as progress:
         measurements = planning.measure_recipes(
-            cfg, model, family, accelerator.here(), rank_tokens, progress, args.cache
+            cfg, model, family, accelerator.default_device(), rank_tokens, progress, args.cache
         )
     return tokens, measurements
 
@@ -403,8 +403,8 @@ def _axes(text: str) -> list[str]:
         name, _, number = pair.partition("=")
         if name not in AXES or not (number.isdecimal() or number == "auto") or len(number) > 6:
             raise argparse.ArgumentTypeError(
-                f"expected axes with their sizes, e.g. replicate=2,shard=8,context=4,expert=8, found {named(pair)}; "
-                f"axes are {', '.join(AXES)}"
+                "expected axes with their sizes, e.g. replicate=2,shard=8,context=4,expert=8, found "
+                f"{describe_value(pair)}; axes are {', '.join(AXES)}"
             )
     return pairs
 
@@ -416,7 +416,8 @@ def _tokens(text: str) -> dict[str, int]:
         name, _, number = (part.strip() for part in pair.partition("="))
         if not name or not number.isdecimal() or len(number) > 12 or name in counts:
             raise argparse.ArgumentTypeError(
-                f"expected each part once with a whole number below 10**12, e.g. foundation=8192, found {named(pair)}"
+                "expected each part once with a whole number below 10**12, e.g. foundation=8192, found "
+                f"{describe_value(pair)}"
             )
         counts[name] = int(number)
     return counts
@@ -483,6 +484,6 @@ def layers(plan: Any, everything: bool = False) -> list[str]:
 
 
 def _line(row: Any) -> tuple[str, ...]:
-    recipe = row.recipe.short() if row.fp8 else "-"
+    recipe = row.recipe.summary() if row.fp8 else "-"
     backend = row.backend.backend.name if row.backend else "-"
     return row.component, row.name, f"{row.shape[0]} x {row.shape[1]}", "1", recipe, backend, row.reason

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.base import encryption, target_folder
-from octavo.base.encryption.folders import root_of
+from octavo.base.encryption.folders import find_root
 from octavo.base.encryption.key import new_secret
-from octavo.base.seal_note import ONE_PURPOSE
+from octavo.base.seal_note import ONE_KEY_ONE_PURPOSE
 from octavo.cli import arguments, terminal
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
     """The sealing key, which is then removed from the environment so that it opens no file, and an encrypted file among
     the sources, if there is one. Raises UsageError for a key that is used for both purposes."""
     from octavo import sealing
-    from octavo.data.storage.cache import files_of
+    from octavo.data.storage.cache import list_row_files
 
     key = sealing.find_key()
     for name in (encryption.FILE, encryption.VALUE):
@@ -102,11 +102,11 @@ def keys(args: argparse.Namespace) -> tuple[sealing.Key, Path | None]:
     if args.files_key is not None:
         os.environ[encryption.FILE] = os.path.abspath(args.files_key)
         if sealing.find_key().fingerprint == key.fingerprint:
-            raise arguments.UsageError(f"--files-key {args.files_key} is the key that seals. {ONE_PURPOSE}")
+            raise arguments.UsageError(f"--files-key {args.files_key} is the key that seals. {ONE_KEY_ONE_PURPOSE}")
     places = [Path(name) for name in (None if args.what == "text" else args.source, args.model) if name is not None]
-    roots = (root / encryption.LIST for place in places if (root := root_of(place)) is not None)
+    roots = (root / encryption.LIST for place in places if (root := find_root(place)) is not None)
     if (encrypted := next(roots, None)) is None:
-        files = [file for place in places for file in (*files_of(place), *place.glob("*.safetensors"))]
+        files = [file for place in places for file in (*list_row_files(place), *place.glob("*.safetensors"))]
         encrypted = next(filter(encryption.is_encrypted, files), None)
     if encrypted is not None and args.files_key is None:
         raise arguments.UsageError(

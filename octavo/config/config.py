@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationInfo, model_validator
 
-from octavo.base.recipe_specs import USUAL
+from octavo.base.recipe_specs import DEFAULT_RECIPE
 from octavo.config.rules.general import check
 from octavo.config.sections.all_sections import Sections
 from octavo.config.sections.model import for_foundation
@@ -19,11 +19,11 @@ class Config(Sections):
 
     @model_validator(mode="before")
     @classmethod
-    def _follow_the_kind(cls, data: Any) -> Any:
+    def _fill_recipes(cls, data: Any) -> Any:
         return with_recipes(data)
 
     @model_validator(mode="after")
-    def _obeys_the_rules(self, info: ValidationInfo) -> Config:
+    def _check_rules(self, info: ValidationInfo) -> Config:
         # The loader checks the rules itself, to report lines; for a Config built in Python they are checked here.
         if not (info.context and info.context.get("rules") == "later"):
             findings = [f"{'.'.join(map(str, f.path))}: {f.reason}; {f.fix}" for f in check(self)]
@@ -45,12 +45,12 @@ def with_recipes(data: Any) -> Any:
         return data
     sections = {name: _raw(fp8.get(name)) for name in COMPONENTS}
     parts: dict[str, dict] = {name: part or {} for name, part in sections.items() if isinstance(part, dict | None)}
-    named = [name for name in parts if sections[name] is not None and parts[name].get("recipe") != "off"]
-    wanted = {name: recipe for name, recipe in _implied(data).items() if name in parts}
+    configured = [name for name in parts if sections[name] is not None and parts[name].get("recipe") != "off"]
+    wanted = {name: recipe for name, recipe in _implied_recipes(data).items() if name in parts}
     added = dict(fp8)
-    if "recipe" not in fp8 and named:
+    if "recipe" not in fp8 and configured:
         added["recipe"] = "off"
-        wanted = {**dict.fromkeys(named, USUAL), **wanted}
+        wanted = {**dict.fromkeys(configured, DEFAULT_RECIPE), **wanted}
     elif "foundation" in wanted and parts["foundation"].get("recipe") is None:
         added.setdefault("recipe", wanted.pop("foundation"))
     for name, recipe in wanted.items():
@@ -59,12 +59,12 @@ def with_recipes(data: Any) -> Any:
     return {**data, "fp8": added} if added != fp8 else data
 
 
-def of_whole_model(data: dict[str, Any]) -> Any:
+def whole_model_recipe(data: dict[str, Any]) -> Any:
     """The recipe of the whole model if FP8 is requested without a recipe."""
-    return _implied(data).get("foundation", USUAL)
+    return _implied_recipes(data).get("foundation", DEFAULT_RECIPE)
 
 
-def _implied(data: dict[str, Any]) -> dict[str, str]:
+def _implied_recipes(data: dict[str, Any]) -> dict[str, str]:
     """Component -> the recipe that multiplies by the codes that it is loaded as."""
     model = _raw(data.get("model"))
     kinds = _raw(for_foundation(model.get("load_in_fp8"))) if isinstance(model, dict) else None

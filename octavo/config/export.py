@@ -43,14 +43,14 @@ def _lines(tree: dict[str, Any]) -> Iterator[str]:
     share most of them."""
     for key, value in tree.items():
         if isinstance(value, dict) and value:
-            yield _dumped(json.dumps({key: 0})).removesuffix(" 0\n") + "\n"
+            yield _dump_entry(json.dumps({key: 0})).removesuffix(" 0\n") + "\n"
             yield from (f"  {line}" for line in _lines(value))
         else:
-            yield from _dumped(json.dumps({key: value})).splitlines(keepends=True)
+            yield from _dump_entry(json.dumps({key: value})).splitlines(keepends=True)
 
 
 @functools.lru_cache(maxsize=4096)
-def _dumped(entry: str) -> str:
+def _dump_entry(entry: str) -> str:
     yaml = YAML()
     yaml.Representer = _Representer
     yaml.width = 4096

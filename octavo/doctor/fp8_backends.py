@@ -22,7 +22,7 @@ def backends(devices: tuple[str, ...] | None = None) -> list[Check]:
     from octavo.fp8 import kernels
 
     if devices is None:
-        here = accelerator.here()
+        here = accelerator.default_device()
         devices = ("cpu", f"{here.type}:0") if accelerator.has_own_memory(here) else ("cpu",)
     return [check for d in devices for name in kernels.names() for check in _backend(name, d)]
 
@@ -34,11 +34,11 @@ def versions_tested(device: str | None = None) -> Check:
     from octavo.base import accelerator
     from octavo.fp8 import kernels
 
-    device = device or str(accelerator.here())
+    device = device or str(accelerator.default_device())
 
-    here = ", ".join(f"{package} {version}" for package, version in kernels.installed().items())
+    here = ", ".join(f"{package} {version}" for package, version in kernels.installed_versions().items())
     most = ", ".join(f"{package} {major}.{minor}" for package, (major, minor) in kernels.TESTED.items())
-    if not (phrases := kernels.newer()):
+    if not (phrases := kernels.find_untested()):
         return Check("fp8", "versions", OK, f"{here}: tested versions (up to {most}), no kernel needs checking")
     try:
         count = _check_kernels(device)
@@ -62,10 +62,10 @@ def _check_kernels(device: str) -> int:
 
     on = torch.device(device)
     layers = torch.nn.ModuleList([torch.nn.Linear(INPUTS, INPUTS, device=on)])
-    checks = planning.kernels_of([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
+    checks = planning.collect_kernel_checks([fp8.plan(layers, recipe_name) for recipe_name in fp8.RECIPES], on)
     chosen = select("adamw", recipe_or_spec=fp8.CastSpec(), device=on).backend.name
     checks |= kernels.adamw_checks(chosen, on)
-    kernels.ensure(checks, on, limit=float("inf"))
+    kernels.run_checks(checks, on, limit=float("inf"))
     return len(checks)
 
 
@@ -77,7 +77,7 @@ def _backend(name: str, device: str) -> list[Check]:
     backend, on = kernels.get(name), torch.device(device)
     reasons = {recipe_name: _why_not(name, recipe_name, device) for recipe_name in RECIPES}
     all_reasons = "; ".join(dict.fromkeys(filter(None, reasons.values())))
-    why = all_reasons if all(reasons.values()) else backend.auto_unsupported(on)
+    why = all_reasons if all(reasons.values()) else backend.why_not_auto(on)
     if why is not None:
         means = "another backend is chosen on this device"
         reason = why if "not installed" in why else f"not run: {why} ({backend.version()})"
@@ -118,7 +118,7 @@ def _more(backend: str, device: str) -> str:
 
 
 def _try(backend: str, recipe_name: str, device: str) -> Check:
-    from octavo.fp8.metrics import SOUND
+    from octavo.fp8.metrics import SOUND_DIFF
 
     name = f"{backend} {recipe_name} on {device}"
     means = f"fp8.recipe: {recipe_name} cannot be trusted here"
@@ -127,7 +127,7 @@ def _try(backend: str, recipe_name: str, device: str) -> Check:
         worst = _run(backend, recipe_name, device)
     except Exception as error:  # kernels may raise anything; the error is shown as the result
         return Check("fp8", name, FAIL, first_line(error), means, fix)
-    bad = [f"{what} {diff:.2g}" for what, diff in worst.items() if not diff < SOUND]
+    bad = [f"{what} {diff:.2g}" for what, diff in worst.items() if not diff < SOUND_DIFF]
     if bad:
         return Check("fp8", name, FAIL, f"far from high precision: calc_diff of {', '.join(bad)}", means, fix)
     return Check("fp8", name, OK, "calc_diff " + ", ".join(f"{what} {diff:.1e}" for what, diff in worst.items()))
@@ -141,7 +141,7 @@ def _run(backend: str, recipe_name: str, device: str) -> dict[str, float]:
     from octavo.base import accelerator
     from octavo.fp8.metrics import calc_diff
 
-    dtype = accelerator.low_precision(torch.device(device)) or torch.float32
+    dtype = accelerator.autocast_dtype(torch.device(device)) or torch.float32
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(TOKENS, n, generator=generator).to(device, dtype) for n in (INPUTS, OUTPUTS))
     model = torch.nn.Sequential(torch.nn.Linear(INPUTS, OUTPUTS)).to(device, dtype)

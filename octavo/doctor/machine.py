@@ -105,7 +105,7 @@ def process_groups() -> list[Check]:
     if not dist.is_available():
         return [Check("distributed", "torch.distributed", WARN, "not built in", means, "install a stock torch build")]
     checks = [_group_of_one("gloo", means)]
-    here = accelerator.here()
+    here = accelerator.default_device()
     if accelerator.has_own_memory(here):
         try:
             backend = accelerator.collective_backend(here)

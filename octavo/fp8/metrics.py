@@ -15,12 +15,12 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, Quantized, dequantize, layout, scale_fp32
 from octavo.fp8.arithmetic.formats import decode
 
-SOUND = 0.02
+SOUND_DIFF = 0.02
 """calc_diff to high precision below which y, dx and dw of a layer are sound: E4M3 leaves about 1e-3, E5M2 gradients
 about 5e-3; a wrong scale or layout leaves 1."""
 
 
-class Figures(NamedTuple):
+class OperandMetrics(NamedTuple):
     """What :func:`sqnr`, :func:`underflow` and :func:`saturation` say of an operand, and how many codes are NaN."""
 
     sqnr: float
@@ -101,11 +101,11 @@ def _edge(q: Quantized) -> float:
     return fmt.max + 2.0 ** (fmt.max_exponent - fmt.mantissa_bits - 1)
 
 
-def figures(x: Tensor, q: Quantized) -> Figures:
+def operand_metrics(x: Tensor, q: Quantized) -> OperandMetrics:
     """All figures of an operand x and its codes: the very numbers of the three functions, the codes decoded once."""
     _same_shape("figures", x, q.data)
     if not x.numel():
-        return Figures(math.inf, 0.0, 0.0, 0)
+        return OperandMetrics(math.inf, 0.0, 0.0, 0)
     rows, cols = x.shape[:-1].numel(), x.shape[-1]
     x = x.detach().reshape(rows, cols).contiguous()
     lay, scale = layout(rows, cols, q.spec.block), scale_fp32(q).contiguous()
@@ -131,7 +131,7 @@ def figures(x: Tensor, q: Quantized) -> Figures:
         if bool((largest.double() > factor.double() * _edge(q)).any()):
             saturated = saturation(x, Quantized(q.data.reshape(rows, cols), q.scale, q.spec))
             break
-    return Figures(_mean_decibels(power, noise), lost / alive if alive else 0.0, saturated, nan_codes)
+    return OperandMetrics(_mean_decibels(power, noise), lost / alive if alive else 0.0, saturated, nan_codes)
 
 
 def cosine(a: Tensor, b: Tensor) -> float:

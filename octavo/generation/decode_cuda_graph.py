@@ -32,7 +32,7 @@ from torch import Tensor
 from octavo import fp8
 from octavo.base.safe_read import first_line
 from octavo.fp8 import observe
-from octavo.fp8.kernels import CudaGraph, Graph, weights_stay, without_waits
+from octavo.fp8.kernels import CudaGraph, Graph, assume_constant_weights, forbid_synchronization
 from octavo.fp8.measuring import find_shared_scales, first_compiled_module
 from octavo.generation.attention import PagedDecode
 from octavo.generation.caller import Caller
@@ -117,10 +117,10 @@ class Replayed:
         memory."""
         assert self.graph is not None
         try:
-            with observe.muted(), without_waits(self.caller.device):
+            with observe.mute_reports(), forbid_synchronization(self.caller.device):
                 self.step(rows)
             graph = self.graph()
-            with observe.record_gemms() as tape, weights_stay():
+            with observe.record_gemms() as tape, assume_constant_weights():
                 chosen = graph.capture(partial(self.step, rows))
         except Exception as error:  # any error means that it cannot be captured, and is reported
             self._go_eagerly(f"a step cannot be captured ({first_line(error)})")

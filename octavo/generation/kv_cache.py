@@ -96,7 +96,7 @@ class Cache:
         self.codes = _zeros(size, torch.float8_e4m3fn if kind == "fp8" else dtype, device)
         self.scales = torch.zeros(size[:-1], device=device) if kind == "fp8" else None
         self._heads = torch.arange(size[1], device=device)[:, None]
-        self.kernels = None if kernels.why_not_paged(device) else kernels.paged()
+        self.kernels = None if kernels.why_not_paged(device) else kernels.paged_kernels()
 
     @property
     def nbytes(self) -> int:

@@ -1,30 +1,30 @@
 """Training on several ranks: the process group, FSDP2, context parallelism and expert parallelism."""
 
-from octavo.parallel.context import Context, context_of, ulysses_of
+from octavo.parallel.context import Context, make_context, ulysses_size
 from octavo.parallel.errors import WorldError
 from octavo.parallel.experts import check_experts
 from octavo.parallel.fill import fill
-from octavo.parallel.images import Images
+from octavo.parallel.images import ImageSharding
 from octavo.parallel.layout import Layout
 from octavo.parallel.shard import shard
-from octavo.parallel.wire import SENDS_NO_CODES, Counted, by_collective, send_codes
-from octavo.parallel.world import WAITS, World, setup
+from octavo.parallel.wire import NO_CODED_EXCHANGE, CommCounter, predicted_collectives, send_codes
+from octavo.parallel.world import COLLECTIVE_SHARE, World, setup
 
 __all__ = [
-    "SENDS_NO_CODES",
-    "WAITS",
+    "NO_CODED_EXCHANGE",
+    "COLLECTIVE_SHARE",
     "Context",
-    "Counted",
-    "Images",
+    "CommCounter",
+    "ImageSharding",
     "Layout",
     "World",
     "WorldError",
-    "by_collective",
+    "predicted_collectives",
     "check_experts",
-    "context_of",
+    "make_context",
     "fill",
     "send_codes",
     "setup",
     "shard",
-    "ulysses_of",
+    "ulysses_size",
 ]

@@ -1,5 +1,5 @@
-"""The error of this package."""
+"""Errors of the distributed setup."""
 
 
 class WorldError(RuntimeError):
-    """The ranks of a run could not be set up, or one of them no longer answers."""
+    """Raised if the ranks of a run cannot be set up, or one of them no longer answers."""

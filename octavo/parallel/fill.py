@@ -1,6 +1,6 @@
-"""Weights for a model that was sharded on the meta device: each rank reads the rows of its own shards.
+"""Weights for a model that was sharded on the meta device: each rank reads only the rows of its shards.
 
-FSDP2 shards meta parameters like any others and looks its shards up again before the first forward, so they can be
+FSDP2 shards meta parameters like any others and looks up its shards again before the first forward, so they can be
 replaced by real tensors in between. Ranks communicate only the amaxes of weights with one scale.
 """
 
@@ -12,55 +12,55 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from octavo.fp8.optim import like
-from octavo.fp8.weights import filled, rows_here
+from octavo.fp8.optim import shard_like
+from octavo.fp8.weights import fill_parameter, local_rows
 from octavo.parallel.world import World, WorldError
 
 
-class Unfilled(Protocol):
+class WeightSource(Protocol):
     """A source of weights (`models.Deferred` is one)."""
 
     def fill(
         self,
         window: Callable[[nn.Module, str], tuple[int, int]],
         place: Callable[[str, nn.Module, str, Tensor, Tensor | None], None],
-        largest: Callable[[Tensor], Tensor],
+        reduce_max: Callable[[Tensor], Tensor],
     ) -> int: ...
 
 
-def fill(model: nn.Module, source: Unfilled, world: World) -> tuple[dict[str, Tensor], int]:
-    """Replace the meta parameters of `model` by this rank's rows of their values. A collective.
+def fill(model: nn.Module, source: WeightSource, world: World) -> tuple[dict[str, Tensor], int]:
+    """Replace the meta parameters of `model` by this rank's rows of their values. Collective call.
 
-    Returns the lower halves (int16) of BF16 parameters by the source's names, sharded like the parameters, without
-    those that are 0 on every rank; and the bytes that this rank read. Raises WorldError for a parameter that the source
-    lacks.
+    Returns the lower halves (int16) of BF16 parameters that are not 0 on every rank, by the source's names and sharded
+    like the parameters, and the number of bytes that this rank read. Raises WorldError for a parameter that the source
+    does not have.
     """
     # By identity: tied parameters are one object under several names, and must stay one.
     filled_by_id: dict[int, nn.Parameter] = {}
-    lows: dict[str, Tensor] = {}
+    lower_halves: dict[str, Tensor] = {}
 
     def window(module: nn.Module, leaf: str) -> tuple[int, int]:
-        return rows_here(_parameter(module, leaf))
+        return local_rows(_parameter(module, leaf))
 
-    def place(name: str, module: nn.Module, leaf: str, values: Tensor, low: Tensor | None) -> None:
+    def place(name: str, module: nn.Module, leaf: str, values: Tensor, half: Tensor | None) -> None:
         empty = _parameter(module, leaf)
-        filled_by_id[id(empty)] = filled(empty, values)
-        if low is not None:
-            lows[name] = like(filled_by_id[id(empty)], low)
+        filled_by_id[id(empty)] = fill_parameter(empty, values)
+        if half is not None:
+            lower_halves[name] = shard_like(filled_by_id[id(empty)], half)
 
-    def largest(amax: Tensor) -> Tensor:
-        # As bit patterns, which sort like non-negative floats and put NaN last: a NaN on one rank reaches all.
+    def reduce_max(amax: Tensor) -> Tensor:
+        # As bit patterns: they sort like non-negative floats with NaN last, so a NaN on one rank reaches all.
         return world.all_reduce_max(amax.float().view(torch.int32)).view(torch.float32)
 
-    read = source.fill(window, place, largest)
+    read = source.fill(window, place, reduce_max)
     for module in model.modules():
         for leaf, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[leaf] = filled_by_id.get(id(parameter), parameter)
-    if left := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
-        raise WorldError(f"{len(left)} parameters were sharded without values and got none, first {left[0]}")
+    if unfilled := [name for name, parameter in model.named_parameters() if parameter.is_meta]:
+        raise WorldError(f"{len(unfilled)} parameters were sharded without values and not filled, first {unfilled[0]}")
     model.load_state_dict({}, strict=False)  # makes FSDP2 look up its shards, which are now the filled ones
-    return _of_any_rank(lows, world), read
+    return _drop_zeros(lower_halves, world), read
 
 
 def _parameter(module: nn.Module, leaf: str) -> nn.Parameter:
@@ -69,8 +69,10 @@ def _parameter(module: nn.Module, leaf: str) -> nn.Parameter:
     return parameter
 
 
-def _of_any_rank(lows: dict[str, Tensor], world: World) -> dict[str, Tensor]:
-    """The lower halves that are not 0 on some rank: the same names on every rank."""
-    here = [bool(low.to_local().any()) if hasattr(low, "to_local") else bool(low.any()) for low in lows.values()]
-    anywhere = world.all_reduce_max(torch.tensor(here, dtype=torch.int32)).tolist() if here else []
-    return {name: low for (name, low), nonzero in zip(lows.items(), anywhere, strict=True) if nonzero}
+def _drop_zeros(lower_halves: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Return the lower halves that are nonzero on at least one rank: the same names on every rank."""
+    local = [
+        bool(half.to_local().any()) if hasattr(half, "to_local") else bool(half.any()) for half in lower_halves.values()
+    ]
+    on_any_rank = world.all_reduce_max(torch.tensor(local, dtype=torch.int32)).tolist() if local else []
+    return {name: half for (name, half), nonzero in zip(lower_halves.items(), on_any_rank, strict=True) if nonzero}

@@ -1,10 +1,10 @@
-"""Where each rank is, so that the ranks that wait for a hanging rank can name it.
+"""Heartbeats of ranks, so that ranks that wait for a hanging rank can name it.
 
-A failed collective does not say which rank is missing. So a thread of every rank writes a heartbeat to the store of the
-rendezvous: how many marks of the run the rank has passed (all ranks pass the same ones), the last mark in words, and
-the line that its main thread executes. Heartbeats are read only after a collective has failed. A rank whose heartbeat
-no longer changes has died or is stopped. A rank that has passed fewer marks than the reader, or as many and waits in no
-collective, is the missing one.
+A failed collective does not say which rank is missing. So a thread of every rank writes a heartbeat to the rendezvous
+store: how many phases of the run the rank has entered (all ranks enter the same ones), the name of the current phase,
+and the line that its main thread executes. Heartbeats are read only after a collective has failed. A rank whose
+heartbeat no longer changes has died or is stopped. A rank that has entered fewer phases than the reader, or as many
+without waiting in a collective, is the missing one.
 """
 
 from __future__ import annotations
@@ -20,96 +20,104 @@ from typing import Any, Protocol, cast
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-BEATS = 2.5  # intervals between two readings of a heartbeat: a running process has written one by then
-NAMED = 4  # ranks that a message names
+READ_INTERVALS = 2.5  # heartbeat intervals between two reads: a running process has written a new one by then
+MAX_NAMED = 4  # ranks named in a message
 
 
 class _Cloneable(Protocol):
-    """A store's `clone`, which torch's stubs lack."""
+    """A store with `clone`, which is missing from torch's stubs."""
 
     def clone(self) -> dist.Store: ...
 
 
 @dataclass
-class Marks:
-    """The marks that the main thread has passed: ``count`` of them, the last one described by ``place``. A mark is the
-    start of something that all ranks do."""
+class Progress:
+    """The phases that the main thread has entered: their ``count`` and the name of the last one, ``phase``. All ranks
+    enter the same phases in the same order."""
 
     count: int = 0
-    place: str = "the start"
+    phase: str = "the start"
 
 
-class Pulse:
-    """Writes this rank's heartbeat to the shared ``store`` every ``every`` seconds until :meth:`stop`."""
+class Heartbeat:
+    """Writes this rank's heartbeat to the shared ``store`` every ``interval`` seconds until :meth:`stop`."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, every: float, marks: Marks) -> None:
-        self.rank, self.size, self.every, self.marks = rank, size, every, marks
-        # A clone per thread: a client's calls are serialized, and one that waits would hold up the others.
+    def __init__(self, store: dist.Store, rank: int, size: int, interval: float, progress: Progress) -> None:
+        self.rank, self.size, self.interval, self.progress = rank, size, interval, progress
+        # One clone per thread: a client serializes its calls, and one that waits would block the others.
         cloneable = cast(_Cloneable, store)
         self._store, self._main = cloneable.clone(), threading.get_ident()
         self._ended = threading.Event()
-        threading.Thread(target=self._beat, args=(cloneable.clone(),), name="pulse", daemon=True).start()
+        threading.Thread(target=self._beat, args=(cloneable.clone(),), name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
         self._ended.set()
 
     def missing(self) -> list[str]:
-        """A clause for each rank that the others wait for; if none lags, a clause for every other rank."""
-        first = self._look()
+        """Return a clause for each rank that the others wait for; if no rank is behind, a clause for every other
+        rank."""
+        first = self._read_beats()
         if first is None:
             return ["rank 0, which holds the store of the rendezvous, no longer answers"]
-        time.sleep(BEATS * self.every)
-        second = self._look() or first
-        gone = [rank for rank, beat in first.items() if second is not first and second.get(rank) == beat]
-        late = [
+        time.sleep(READ_INTERVALS * self.interval)
+        second = self._read_beats() or first
+        stopped = [rank for rank, beat in first.items() if second is not first and second.get(rank) == beat]
+        behind = [
             rank for rank, beat in first.items()
-            if rank not in gone and (beat["marks"], beat["waits"]) < (self.marks.count, True)
+            if rank not in stopped and (beat["phases"], beat["waits"]) < (self.progress.count, True)
         ]  # fmt: skip
-        clauses = [f"rank {rank} has died or is stopped; it was last seen at {_where(first[rank])}" for rank in gone]
-        clauses += [f"rank {rank} has not come further than {_where(second.get(rank, first[rank]))}" for rank in late]
-        return clauses or [f"rank {rank} is at {_where(beat)}" for rank, beat in second.items()]
+        clauses = [
+            f"rank {rank} has died or is stopped; it was last seen at {_position(first[rank])}" for rank in stopped
+        ]
+        clauses += [f"rank {rank} has not got past {_position(second.get(rank, first[rank]))}" for rank in behind]
+        return clauses or [f"rank {rank} is at {_position(beat)}" for rank, beat in second.items()]
 
     def _beat(self, store: dist.Store) -> None:
         beats = 0
         while not self._ended.is_set():
             beats += 1
-            beat = {"beats": beats, "marks": self.marks.count, "place": self.marks.place, **_line_of(self._main)}
+            beat = {
+                "beats": beats,
+                "phases": self.progress.count,
+                "phase": self.progress.phase,
+                **_current_line(self._main),
+            }
             try:
                 store.set(_key(self.rank), json.dumps(beat))
-            except RuntimeError:  # the rank that holds the store has ended; ranks that wait for it report that
+            except RuntimeError:  # the rank that holds the store has ended; ranks that wait for it report it
                 return
-            self._ended.wait(self.every)
+            self._ended.wait(self.interval)
 
-    def _look(self) -> dict[int, dict[str, Any]] | None:
-        """The heartbeats of the other ranks; None if the store does not answer, e.g. because the process that holds it
-        is stopped. A daemon thread asks, because the call may never return."""
+    def _read_beats(self) -> dict[int, dict[str, Any]] | None:
+        """Return the heartbeats of the other ranks, or None if the store does not answer, e.g. because the process that
+        holds it is stopped. A daemon thread makes the call, because it may never return."""
         answer: dict[int, dict[str, Any]] = {}
         done = threading.Event()
 
-        def ask() -> None:
+        def read() -> None:
             try:
                 for rank in (r for r in range(self.size) if r != self.rank):
-                    known = self._store.check([_key(rank)])
-                    none = {"beats": 0, "marks": 0, "place": "the start", "line": "no line yet", "waits": False}
-                    answer[rank] = json.loads(self._store.get(_key(rank))) if known else none
+                    has_beat = self._store.check([_key(rank)])
+                    no_beat = {"beats": 0, "phases": 0, "phase": "the start", "line": "no line yet", "waits": False}
+                    answer[rank] = json.loads(self._store.get(_key(rank))) if has_beat else no_beat
             except RuntimeError:
                 return
             done.set()
 
-        threading.Thread(target=ask, name="look", daemon=True).start()
-        return answer if done.wait(max(1.0, BEATS * self.every)) else None
+        threading.Thread(target=read, name="read_heartbeats", daemon=True).start()
+        return answer if done.wait(max(1.0, READ_INTERVALS * self.interval)) else None
 
 
 def _key(rank: int) -> str:
-    return f"pulse_{rank}"
+    return f"heartbeat_{rank}"
 
 
-def _where(beat: dict[str, Any]) -> str:
-    return f"{beat['place']} ({beat['line']})"
+def _position(beat: dict[str, Any]) -> str:
+    return f"{beat['phase']} ({beat['line']})"
 
 
-def _line_of(thread: int) -> dict[str, str | bool]:
-    """The file, line and function that a thread executes, and whether it waits for other ranks there."""
+def _current_line(thread: int) -> dict[str, str | bool]:
+    """Return the file, line and function that a thread executes, and whether it waits for other ranks there."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return {"line": "its main thread has ended", "waits": False}
@@ -120,8 +128,8 @@ def _line_of(thread: int) -> dict[str, str | bool]:
     return {"line": f"{file.parent.name}/{file.name}:{line}, {name}", "waits": waits}
 
 
-def missing_words(pulse: Pulse) -> str:
-    """:meth:`Pulse.missing` as one clause of at most :data:`NAMED` ranks."""
-    clauses = pulse.missing()
-    rest = f", and {len(clauses) - NAMED} more" if len(clauses) > NAMED else ""
-    return "; ".join(clauses[:NAMED]) + rest
+def describe_missing(heartbeat: Heartbeat) -> str:
+    """Join the clauses of :meth:`Heartbeat.missing` about at most :data:`MAX_NAMED` ranks."""
+    clauses = heartbeat.missing()
+    rest = f", and {len(clauses) - MAX_NAMED} more" if len(clauses) > MAX_NAMED else ""
+    return "; ".join(clauses[:MAX_NAMED]) + rest

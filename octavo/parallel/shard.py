@@ -1,19 +1,19 @@
-"""FSDP2 over the ranks: every block of the model is a shard group, and the root has the rest. With copies of the model
-(the mesh's axis "replicate") each copy is sharded over its own ranks, and every rank trains on different rows.
+"""FSDP2 sharding: every block of the model is a shard group, and the root has all other parameters. With copies of the
+model (the mesh's axis "replicate") each copy is sharded over its own ranks, and every rank trains on different rows.
 
-Where this differs from plain FSDP2:
+Differences from plain FSDP2:
 
-- Gradients are *summed* over ranks, not averaged. Octavo divides losses by the count of the whole global batch before
-  backward (`train.forward.losses`), so the sum over all ranks and copies already is the gradient of one process.
+- Gradients are *summed* over ranks, not averaged. Octavo divides losses by the count of the global batch before
+  backward (`train.forward.losses`), so the sum over all ranks and copies is already the gradient of one process.
 - Everything outside blocks (embeddings, final norm, projector, lm_head) stays in the root's group. So tied embeddings
-  and lm_head are in one group, which FSDP2 demands of a shared parameter.
+  and lm_head are in one group, which FSDP2 requires for a shared parameter.
 - Frozen and trainable parameters may share a block; only the gradients of trainable ones are reduced.
 - Parameters are gathered in their own dtype, FP8 weights (`fp8.param`) as codes and scales: a rank computes with the
   same bits as one process. With ``gather=torch.bfloat16`` weights are gathered and gradients summed in BF16, which
-  halves the bytes of fp32 and makes the forward that of a BF16 model. Shards keep their dtype, in which updates
-  accumulate and checkpoints are written; FP8 weights still send codes, and get BF16 gradients.
+  halves the bytes of fp32 and makes the forward that of a BF16 model. Shards keep their dtype for updates and
+  checkpoints; FP8 weights are still sent as codes, and get BF16 gradients.
 - Experts that are distributed over ranks are a separate group in each block (:mod:`octavo.parallel.experts`).
-- Two blocks are gathered at a time: the one that computes and the next.
+- Two blocks are gathered at a time: the current one and the next.
 
 Every rank must run every block in every step, forward and backward, because collectives are matched by order. A vision
 tower therefore always runs: `octavo.models.forward.unused_towers.attach_dummy_image` gives ranks without an image a
@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from octavo.parallel.experts import deal, rest_of
+from octavo.parallel.experts import distribute_experts, fsdp_mesh
 from octavo.parallel.world import World, WorldError
 
 
@@ -50,14 +50,14 @@ def shard(
 ) -> nn.Module:
     """Shard `model` in place over the ranks of `world` and return it. Does nothing in one process.
 
-    Call after freezing and `fp8.apply`, before the optimizer is created: parameters become DTensors, split along dim 0
-    over the last axis of the mesh, under their old names. All ranks must hold the same weights (same file, same seed),
-    or none (`fill` reads them then).
+    Call after freezing and `fp8.apply`, and before the optimizer is created: parameters become DTensors, split along
+    dim 0 over the last axis of the mesh, and keep their names. All ranks must hold the same weights (same file, same
+    seed), or none (then `fill` reads them).
 
     reshard_after_forward  free a block's gathered weights after its forward and gather them again for backward; False
-                           keeps them, which is faster and takes the whole model's memory on each rank between the two
-    gather                 the dtype in which ranks send weights and gradients (None: their own); the caller's forward
-                           must expect it
+                           keeps them, which is faster but needs memory for the full model on each rank between the two
+    gather                 the dtype in which ranks send weights and gradients, or None for the dtype of each; the
+                           caller's forward must expect it
 
     Raises WorldError if the description finds no block, or if two blocks share a parameter.
     """
@@ -66,53 +66,52 @@ def shard(
     blocks = family.layers(model)
     if not blocks:
         raise WorldError(
-            f"{world.size} ranks were asked to share {type(model).__name__}, but its description names no repeating "
-            "block to shard. Run it in one process, or add its blocks to layer_globs in "
-            "octavo/models/structure/describe.py"
+            f"{type(model).__name__} cannot be sharded over {world.size} ranks: its description names no repeating "
+            "blocks. Run it in one process, or add its blocks to layer_globs in octavo/models/structure/describe.py"
         )
     _check_unshared(model, blocks)
-    # Inputs of blocks are not cast: among them are positions that a model computes in fp32 on purpose.
-    way = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=gather, cast_forward_inputs=False)
+    # Inputs of blocks are not cast: they include positions that a model computes in fp32 on purpose.
+    policy = MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=gather, cast_forward_inputs=False)
     if world.experts is not None:
-        rest = rest_of(world.experts)
-        for module in deal(model, world):
-            fully_shard(module, mesh=rest, reshard_after_forward=reshard_after_forward, mp_policy=way)
+        expert_mesh = fsdp_mesh(world.experts)
+        for module in distribute_experts(model, world):
+            fully_shard(module, mesh=expert_mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     for _, block in blocks:
-        fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard_after_forward, mp_policy=way)
+        fully_shard(block, mesh=world.mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     # Logits are a view of their GEMM's output. FSDP2 warns that an in-place write would lose its hook; users cannot
-    # change that, and Octavo's losses do not write into logits.
+    # change that, and Octavo's losses do not write to logits in place.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDP" + type(model).__name__)
     # Backward starts with the root's weights, so they stay gathered, as FSDP2 does by default for the root.
-    fully_shard(model, mesh=world.mesh, mp_policy=way)
+    fully_shard(model, mesh=world.mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Dividing by 1 is a sum. A plain factor would need a pre-multiplied sum, which Gloo lacks.
+            # Dividing by 1 gives a sum. A plain factor would need a pre-multiplied sum, which Gloo does not support.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _fetch_ahead([name for name, _ in blocks], dict(blocks))
+    _set_prefetch([name for name, _ in blocks], dict(blocks))
     return model
 
 
-def _fetch_ahead(names: list[str], blocks: Mapping[str, nn.Module]) -> None:
-    """Prefetch the next block of a list when a block's forward begins, so that its weights arrive during the
-    computation. FSDP2 would ask too late where the host waits for the device (for the rows of each rank's
-    experts, or the ends of images). In backward FSDP2 prefetches by itself."""
-    for name, after in pairwise(names):
+def _set_prefetch(names: list[str], blocks: Mapping[str, nn.Module]) -> None:
+    """Prefetch the next block of a list at the start of a block's forward, so that its weights arrive during the
+    computation. FSDP2 would start too late when the host waits for the device (for the row counts of
+    each rank's experts, or the boundaries of images). In backward FSDP2 prefetches by itself."""
+    for name, following in pairwise(names):
         block = blocks[name]
-        if name.rpartition(".")[0] == after.rpartition(".")[0] and isinstance(block, FSDPModule):
-            block.set_modules_to_forward_prefetch([m for m in blocks[after].modules() if isinstance(m, FSDPModule)])
+        if name.rpartition(".")[0] == following.rpartition(".")[0] and isinstance(block, FSDPModule):
+            block.set_modules_to_forward_prefetch([m for m in blocks[following].modules() if isinstance(m, FSDPModule)])
 
 
 def _check_unshared(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> None:
-    """Refuse blocks that share a parameter; FSDP2 would fail only in the first forward."""
+    """Raise WorldError if blocks share a parameter; FSDP2 would fail only in the first forward."""
     owner: dict[int, str] = {}
     inside = {
         f"{name}.{inner}": name for name, block in blocks for inner, _ in block.named_parameters(remove_duplicate=False)
     }
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        home = inside.get(name, "the root")
-        if owner.setdefault(id(parameter), home) != home:
+        group = inside.get(name, "the root")
+        if owner.setdefault(id(parameter), group) != group:
             raise WorldError(
-                f"the parameter {name} is shared between {owner[id(parameter)]} and {home}, but a parameter must "
+                f"the parameter {name} is shared between {owner[id(parameter)]} and {group}, but a parameter must "
                 "belong to one shard group. Untie it, or run in one process"
             )

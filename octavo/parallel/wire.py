@@ -1,21 +1,22 @@
-"""Bytes on the wire: how many a rank receives in each collective, counted; and what ranks send as FP8 codes.
+"""Communication: counts the bytes that a rank receives in each collective, and selects what is sent as FP8 codes.
 
-Each of n ranks receives, whatever the algorithm:
+Each of n ranks receives, independently of the algorithm:
 
 =============== ====================================================================================
 all_gather      (n - 1) x what a rank sends
-reduce_scatter  (n - 1) x a shard: the other ranks' addends of its own shard
+reduce_scatter  (n - 1) x a shard: the other ranks' terms of its own shard
 all_reduce      a reduce-scatter and a gather of n equal pieces: 2 (n - 1) x a piece
 all_to_all      the parts that other ranks send to it
 broadcast       the tensor, except on the source rank
 =============== ====================================================================================
 
-:class:`Counted` counts the bytes of the collectives in a context; :mod:`octavo.train.estimate.step_time` predicts them.
+:class:`CommCounter` counts the bytes of the collectives in a context; :mod:`octavo.train.estimate.step_time` predicts
+them.
 
-:func:`send_codes` (`train.exchange: fp8`) makes ranks exchange FP8 codes where a layer's recipe casts the values row by
-row with powers of two anyway (:mod:`octavo.fp8.dense.wire`): the output of attention before o_proj if ranks share rows,
-the rows dispatched to experts before gate_up_proj, and the gradients of their results before down_proj. Everything else
-is sent in its own dtype.
+:func:`send_codes` (`train.exchange: fp8`) makes ranks exchange FP8 codes where a layer's recipe casts the values
+row by row with power-of-two scales anyway (:mod:`octavo.fp8.dense.wire`): the output of attention before o_proj if
+ranks share rows, the rows dispatched to experts before gate_up_proj, and the gradients of their results before
+down_proj. Everything else is sent in its own dtype.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.fp8 import Linear, moe
-from octavo.fp8.dense import CODING, Coding
+from octavo.fp8.dense import WIRE_FORMAT_KEY, WireFormat
 from octavo.parallel.errors import WorldError
 from octavo.parallel.world import World
 
-FIGURE = 1024  # bytes: a smaller all-reduce is one of a step's figures (counts, losses, norms), not of its gradients
+# A smaller all-reduce is of a step's statistics (counts, losses, norms), not of its gradients.
+SMALL_REDUCE_BYTES = 1024
 
 _OPS = {
     "all_gather": ("allgather_", "_allgather_base_", "all_gather_into_tensor", "all_gather_into_tensor_out"),
@@ -47,28 +49,28 @@ _OPS = {
 }
 _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 _SENDS_NOTHING = ("wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_")
-_NAMES = {op: collective for collective, ops in _OPS.items() for op in ops}
+_COLLECTIVE_OF_OP = {op: collective for collective, ops in _OPS.items() for op in ops}
 
-# If an attention module has no other parts, its output is the input of o_proj unchanged.
-_KNOWN = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-SENDS_NO_CODES = (
-    "train.exchange is fp8, but no layer casts what ranks exchange row by row with powers of two: that needs a recipe "
-    "such as blockwise or mxfp8, in all three GEMMs of o_proj (with heads of whole blocks) or of experts. Set "
+# If an attention module has no other children, the attention output is the unchanged input of o_proj.
+_ATTENTION_CHILDREN = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
+NO_CODED_EXCHANGE = (
+    "train.exchange is fp8, but no layer casts exchanged values row by row with power-of-two scales. Use a recipe "
+    "such as blockwise or mxfp8 in all three GEMMs of o_proj (with heads of whole blocks) or of experts, or set "
     "train.exchange: stored"
 )
 
 
-def reduced(size: int, ranks: int) -> int:
-    """Bytes that each rank receives in an all-reduce of `size` bytes."""
+def all_reduce_bytes(size: int, ranks: int) -> int:
+    """Return the bytes that each rank receives in an all-reduce of `size` bytes."""
     return 2 * (ranks - 1) * -(-size // ranks)
 
 
-class Counted(TorchDispatchMode):
-    """Context in which the bytes that this rank receives in this thread's collectives are counted.
+class CommCounter(TorchDispatchMode):
+    """Context manager that counts the bytes that this rank receives in the collectives of this thread.
 
-    ``bytes``: collective -> bytes; ``calls``: collective -> calls. All-reduces of less than :data:`FIGURE` bytes,
-    of integers (amaxes of blocks that two ranks share) and of fp64 (counts) count as "figures". Backward counts if it
-    runs in the same thread, as on a CPU. Raises NotImplementedError for a collective without a rule.
+    ``bytes``: collective -> bytes; ``calls``: collective -> calls. All-reduces of less than :data:`SMALL_REDUCE_BYTES`
+    bytes, of integers (amaxes of blocks that two ranks share) and of fp64 (counts) count as "figures". Backward is
+    counted if it runs in the same thread, as on a CPU. Raises NotImplementedError for a collective without a rule.
     """
 
     def __init__(self) -> None:
@@ -77,38 +79,38 @@ class Counted(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor turns it into collectives on plain tensors, which are dispatched here too
-        space = getattr(func, "namespace", "")
-        if space in ("c10d", "_c10d_functional"):
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented  # DTensor calls collectives on plain tensors, which are dispatched here too
+        namespace = getattr(func, "namespace", "")
+        if namespace in ("c10d", "_c10d_functional"):
             self._count(func._opname, args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, op: str, args: Sequence[Any]) -> None:
         if op in _SENDS_NOTHING:
             return
-        if op not in _NAMES:
-            raise NotImplementedError(f"bytes of the collective {op} are not counted; add it to octavo.parallel.wire")
-        collective, group = _NAMES[op], _group(args)
+        if op not in _COLLECTIVE_OF_OP:
+            raise NotImplementedError(f"the collective {op} has no rule for its bytes; add one to octavo.parallel.wire")
+        collective, group = _COLLECTIVE_OF_OP[op], _group(args)
         size, sent = group.size(), _tensors(args)
         if collective == "all_gather":  # the result comes first among c10d's arguments
             received = (size - 1) * _nbytes(sent[-1])
         elif collective == "reduce_scatter":
             received = (size - 1) * (_nbytes(sent[0]) // (size if op == "reduce_scatter_tensor" else 1))
         elif collective == "all_reduce":
-            received = reduced(_nbytes(sent[0]), size)
-            if _nbytes(sent[0]) < FIGURE or sent[0].dtype not in _GRADIENTS:
+            received = all_reduce_bytes(_nbytes(sent[0]), size)
+            if _nbytes(sent[0]) < SMALL_REDUCE_BYTES or sent[0].dtype not in _GRADIENTS:
                 collective = "figures"
         elif collective == "broadcast":
             received = _nbytes(sent[0])
         else:
-            received = _exchanged(args, group)
+            received = _all_to_all_bytes(args, group)
         self.bytes[collective] += received
         self.calls[collective] += 1
 
 
-def _exchanged(args: Sequence[Any], group: dist.ProcessGroup) -> int:
-    """Bytes received from other ranks in an all-to-all, with splits or in equal parts."""
+def _all_to_all_bytes(args: Sequence[Any], group: dist.ProcessGroup) -> int:
+    """Return the bytes received from other ranks in an all-to-all, with split sizes or in equal parts."""
     tensors, rank, size = _tensors(args), group.rank(), group.size()
     splits = next((a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], int)), None)
     if splits is None:
@@ -129,7 +131,7 @@ def _group(args: Sequence[Any]) -> dist.ProcessGroup:
 
 
 def _tensors(args: Sequence[Any]) -> list[Tensor]:
-    """All tensors among the arguments and in their lists, in order."""
+    """Return all tensors among the arguments and in their lists, in order."""
     out: list[Tensor] = []
     for arg in args:
         out += [arg] if isinstance(arg, Tensor) else _tensors(arg) if isinstance(arg, list | tuple) else []
@@ -140,27 +142,27 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def by_collective(counted: Mapping[str, int]) -> dict[str, int]:
-    """The collectives that are predicted: without "figures" and without those of 0 bytes."""
-    return {name: size for name, size in counted.items() if name != "figures" and size}
+def predicted_collectives(received: Mapping[str, int]) -> dict[str, int]:
+    """Return the collectives that the estimate predicts: without "figures" and without those of 0 bytes."""
+    return {name: size for name, size in received.items() if name != "figures" and size}
 
 
 def send_codes(model: nn.Module, world: World, head_dim: int) -> tuple[int, int]:
-    """Make the layers of a sharded model exchange codes; return how many attention and expert modules do.
+    """Make the layers of a sharded model exchange FP8 codes; return how many attention and expert modules do.
 
-    Raises WorldError if ranks share rows or experts and no layer can.
+    Raises WorldError if ranks share rows or experts but no layer can exchange codes.
     """
     outputs = experts = 0
     for module in model.modules():
         if moe.EXCHANGE in module.__dict__ and isinstance(module, moe.Experts):
-            exchange = module.__dict__[moe.EXCHANGE].coded(module)
+            exchange = module.__dict__[moe.EXCHANGE].with_codes(module)
             module.__dict__[moe.EXCHANGE] = exchange
             experts += exchange.rows is not None or exchange.gradients is not None
         elif world.layout.context > 1 and isinstance(output := getattr(module, "o_proj", None), Linear):
-            coding = Coding.of_x(output.recipe, head_dim)
-            if coding is not None and {name for name, _ in module.named_children()} <= _KNOWN:
-                module.__dict__[CODING] = coding
+            coding = WireFormat.for_inputs(output.recipe, head_dim)
+            if coding is not None and {name for name, _ in module.named_children()} <= _ATTENTION_CHILDREN:
+                module.__dict__[WIRE_FORMAT_KEY] = coding
                 outputs += 1
     if not outputs and not experts and (world.layout.context > 1 or world.layout.expert > 1):
-        raise WorldError(SENDS_NO_CODES)
+        raise WorldError(NO_CODED_EXCHANGE)
     return outputs, experts

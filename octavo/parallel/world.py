@@ -1,7 +1,7 @@
 """The processes of a run: rank, size, device and mesh, and the small collectives that a run needs.
 
-`setup` reads the environment variables of torchrun. In one process there is no process group and no mesh, and every
-method of `World` is the identity, so that callers need no second code path.
+`setup` reads the environment variables of torchrun. In one process there is no process group and no mesh, and the
+collectives of `World` return their input, so that callers need no second code path.
 
 Objects are sent as JSON in uint8 tensors, because `torch.distributed`'s object collectives use pickle.
 """
@@ -29,29 +29,29 @@ from octavo.base.safe_read import first_line
 from octavo.config.sections.train import ParallelSection
 from octavo.parallel import nccl_flight_recorder
 from octavo.parallel.errors import WorldError
-from octavo.parallel.hang_watch import Marks, Pulse, missing_words
+from octavo.parallel.hang_watch import Heartbeat, Progress, describe_missing
 from octavo.parallel.layout import Layout
-from octavo.parallel.rendezvous import agree, in_words, meet
+from octavo.parallel.rendezvous import compare_facts, describe_differences, meet
 
 TIMEOUT = 600.0  # seconds: longer than any regular wait (a checkpoint, an evaluation), shorter than a night
-SOON = 20.0  # seconds after which a rank that waits for others at the start prints a message
-WAITS = 0.9  # share of the timeout that a collective waits; the rest is for finding and naming the missing rank
+NOTICE_SECONDS = 20.0  # after which a rank that waits for others at the start prints a message
+COLLECTIVE_SHARE = 0.9  # of the timeout; the remaining time is for finding and naming the missing rank
 
 
 @dataclass(frozen=True)
 class World:
-    """One process among `size`.
+    """This process and its place among the `size` processes of a run.
 
     device   where this rank computes
     mesh     the axis "shard" or, with copies of the model, the axes "replicate" and "shard"; None for one process
     timeout  seconds within which a missing rank is named
-    pulse    this rank's heartbeat (:mod:`octavo.parallel.hang_watch`); None for one process
-    group    process group of the collectives below (None: the group of all ranks)
+    heartbeat  of this rank (:mod:`octavo.parallel.hang_watch`); None for one process
+    group    process group of the collectives below, or None for the group of all ranks
     layout   all axes
     experts  the expert mesh, if experts are distributed over ranks (`Layout.expert_axes`)
 
-    `sum`, `all_reduce_max`, `any`, `barrier`, `gather_objects`, `from_main` and `with_own_group` are collectives: all
-    ranks call them, in the same order. `at` sends nothing, but all ranks call it alike.
+    `sum`, `all_reduce_max`, `any`, `barrier`, `gather_objects`, `run_on_main` and `with_separate_group` are
+    collectives: all ranks call them, in the same order. `set_phase` sends nothing, but all ranks must call it alike.
     """
 
     rank: int = 0
@@ -60,8 +60,8 @@ class World:
     device: torch.device = torch.device("cpu")
     mesh: DeviceMesh | None = None
     timeout: float = TIMEOUT
-    pulse: Pulse | None = None
-    marks: Marks = field(default_factory=Marks, compare=False)
+    heartbeat: Heartbeat | None = None
+    progress: Progress = field(default_factory=Progress, compare=False)
     group: dist.ProcessGroup | None = None
     layout: Layout = Layout()
     experts: DeviceMesh | None = None
@@ -86,35 +86,37 @@ class World:
         """True on the one rank that prints and writes files."""
         return self.rank == 0
 
-    def at(self, place: str) -> None:
-        """Record where this rank is now ("step 7, reading its rows"), for the message of other ranks if it hangs there.
-        Sends nothing. All ranks record the same places, in the same order."""
-        self.marks.count, self.marks.place = self.marks.count + 1, place
+    def set_phase(self, phase: str) -> None:
+        """Record the current phase ("step 7, reading its rows"), for the message of other ranks if this one hangs in
+        it. Sends nothing. All ranks record the same phases, in the same order."""
+        self.progress.count, self.progress.phase = self.progress.count + 1, phase
 
-    def lost(self, error: RuntimeError) -> WorldError | None:
-        """The error of a collective that timed out or lost a rank, with the missing rank; None for another error."""
-        if self.pulse is None or isinstance(error, WorldError):
+    def lost_rank_error(self, error: RuntimeError) -> WorldError | None:
+        """Return an error that names the missing rank if ``error`` is from a collective that timed out or lost a rank,
+        else None."""
+        if self.heartbeat is None or isinstance(error, WorldError):
             return None
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             return None
-        trace = nccl_flight_recorder.save(self.rank) if accelerator.traces_collectives(self.device) else None
+        trace = nccl_flight_recorder.save(self.rank) if accelerator.has_flight_recorder(self.device) else None
         record = f"Its last collectives are in {trace}; torchfrtrace reads the files of all ranks. " if trace else ""
         return WorldError(
-            f"a collective failed on rank {self.rank} of {self.size} at {self.marks.place} (run.timeout: "
-            f"{self.timeout:g} s): {missing_words(self.pulse)}. A message of that rank, above or in its log, has the "
-            f"cause; if it only needs more time, raise run.timeout. {record}({first_line(error)})"
+            f"a collective failed on rank {self.rank} of {self.size} at {self.progress.phase} (run.timeout: "
+            f"{self.timeout:g} s): {describe_missing(self.heartbeat)}. A message of that rank, above or in its log, "
+            f"has the cause; if it only needs more time, raise run.timeout. {record}({first_line(error)})"
         )
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elementwise sum over ranks, as a new tensor on the tensor's device; the input is not changed."""
+        """Return the elementwise sum over ranks, as a new tensor on the tensor's device."""
         return self._reduce(tensor, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum over ranks, as a new tensor on the tensor's device."""
+        """Return the elementwise maximum over ranks, as a new tensor on the tensor's device."""
         return self._reduce(tensor, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. It lets all ranks act at the same step on a signal that reached one."""
+        """Return whether the flag is set on any rank, so that all ranks act at the same step on a signal that one
+        got."""
         return bool(self.all_reduce_max(torch.tensor(int(flag))).item())
 
     def barrier(self) -> None:
@@ -123,27 +125,27 @@ class World:
         self.sum(torch.zeros(1))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, on every rank. Values are JSON (a tuple comes back as a list).
+        """Return every rank's `value`, in rank order, on every rank. Values are JSON (a tuple becomes a list).
 
-        Raises TypeError for another value, on its rank, before anything is sent.
+        Raises TypeError for any other value, on its rank, before anything is sent.
         """
         data = json.dumps(value).encode()
         if self.size == 1:
             return [json.loads(data)]
-        mine = torch.tensor(list(data), dtype=torch.uint8)
+        local = torch.tensor(list(data), dtype=torch.uint8)
         lengths = torch.zeros(self.size, dtype=torch.int64)
-        lengths[self.rank] = mine.numel()
+        lengths[self.rank] = local.numel()
         lengths = self.sum(lengths)
         # One row per rank, summed: the rows of other ranks are zero here, so uint8 cannot overflow.
         table = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
-        table[self.rank, : mine.numel()] = mine
+        table[self.rank, : local.numel()] = local
         table = self.sum(table)
         return [json.loads(bytes(row[:length].tolist())) for row, length in zip(table, lengths.tolist(), strict=True)]
 
-    def from_main(self, action: Callable[[], Any]) -> Any:
+    def run_on_main(self, action: Callable[[], Any]) -> Any:
         """Run `action` on rank 0 only and return its result (JSON) on all ranks.
 
-        An exception is raised on every rank: unchanged on rank 0, as a WorldError with its text elsewhere.
+        An exception is raised on every rank: unchanged on rank 0, as a WorldError with its text on the others.
         """
         if self.size == 1:
             return json.loads(json.dumps(action()))
@@ -152,7 +154,7 @@ class World:
         if self.is_main:
             try:
                 answer = {"value": action()}
-            except Exception as error:  # raised below, after the others have it: they would wait for the answer
+            except Exception as error:  # raised below, after the others have received it: they wait for the answer
                 failure, answer = error, {"error": f"{type(error).__name__}: {error}"}
         answer = self.gather_objects(answer)[0]
         if failure is not None:
@@ -161,17 +163,19 @@ class World:
             raise WorldError(f"rank 0 failed, and rank {self.rank} with it: {answer['error']}")
         return answer["value"]
 
-    def with_own_group(self) -> World:
-        """The same ranks with a new gloo group, for a thread that runs during the steps: in their group its collectives
-        could be matched with theirs. In one process this world itself."""
+    def with_separate_group(self) -> World:
+        """Return this world with a new gloo group, for a thread that runs during the steps: in their group its
+        collectives could be matched with theirs. Returns self in one process."""
         if self.size == 1:
             return self
-        return replace(self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=WAITS * self.timeout)))
+        return replace(
+            self, group=dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_SHARE * self.timeout))
+        )
 
     def close(self) -> None:
-        """Leave the process group. Does nothing without one, or when called again."""
-        if self.pulse is not None:
-            self.pulse.stop()
+        """Leave the process group. Does nothing if there is none or it was already left."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
         if self.size > 1 and dist.is_initialized():
             dist.destroy_process_group()
             # Gloo's worker threads outlive the group while a mesh refers to it (every DTensor does). A thread that
@@ -186,7 +190,7 @@ class World:
         try:
             dist.all_reduce(result, op=op, group=self.group)
         except RuntimeError as error:
-            if (lost := self.lost(error)) is None:
+            if (lost := self.lost_rank_error(error)) is None:
                 raise
             raise lost from error
         return result
@@ -196,48 +200,51 @@ def setup(
     threads: int | None = None, timeout: float = TIMEOUT, traces: Path | None = None,
     facts: Callable[[], Mapping[str, str]] | None = None, section: ParallelSection | None = None,
 ) -> World:  # fmt: skip
-    """Join the run that torchrun started, or be its only process. Call once, before the model is built.
+    """Join the run that torchrun started, or create the world of a single process. Call once, before the model is
+    built.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). Without WORLD_SIZE, or with
-    1, there is no process group. CPU tensors go through gloo, those of an accelerator through the backend that torch
-    registers for it (CUDA: NCCL).
+    Reads RANK, WORLD_SIZE, LOCAL_RANK (and, through torch, MASTER_ADDR and MASTER_PORT). If WORLD_SIZE is not set
+    or 1, there is no process group. CPU tensors use gloo, tensors of an accelerator the backend that torch registers
+    for it (CUDA: NCCL).
 
     threads  torch's intra-op threads; None leaves torch's default (torchrun exports OMP_NUM_THREADS=1)
     timeout  seconds within which a missing rank is named, here and in every collective
     traces   directory for NCCL's last collectives once one has failed (:mod:`octavo.parallel.nccl_flight_recorder`)
-    facts    returns settings that must be equal on all ranks, key -> value; called only if there are several
+    facts    returns settings that must be equal on all ranks, key -> value; called only if there are several ranks
     section  the requested sizes of the axes
 
-    A rank that has waited `SOON` seconds for others says so on stderr, and goes on waiting.
+    A rank that has waited `NOTICE_SECONDS` for others prints a message to stderr and keeps waiting.
 
     Raises WorldError if the environment contradicts itself, the product of the axes is not the number of ranks, a rank
-    has no GPU of its own, or peers do not appear. If ranks have another WORLD_SIZE or other facts, every rank that has
+    has no accelerator for itself, or peers do not appear. If ranks differ in WORLD_SIZE or facts, every rank that has
     appeared raises it.
     """
     if threads is not None:
         if threads < 1:
-            raise WorldError(f"threads={threads} was requested; at least 1 is needed")
+            raise WorldError(f"threads is {threads}; it must be at least 1")
         torch.set_num_threads(threads)
-    rank, size, local_rank = _read(os.environ)
-    layout = Layout.of(size, section or ParallelSection())
+    rank, size, local_rank = _read_env(os.environ)
+    layout = Layout.from_section(size, section or ParallelSection())
     device = _device(local_rank, size)
     if size == 1:
         return World(device=device)
     backend = _backend(device)
-    if accelerator.traces_collectives(device) and traces is not None:
-        nccl_flight_recorder.record(traces)
+    if accelerator.has_flight_recorder(device) and traces is not None:
+        nccl_flight_recorder.enable(traces)
     settings = None if facts is None else facts()
     try:
-        with _patience(rank, size, timeout):
-            wait = timedelta(seconds=WAITS * timeout)
-            # "1 rank", because rank 0's store would wait for WORLD_SIZE ranks, and ranks with another WORLD_SIZE could
-            # not report it. `meet` waits for the ranks.
+        with _print_if_waiting(rank, size, timeout):
+            wait = timedelta(seconds=COLLECTIVE_SHARE * timeout)
+            # world_size 1: otherwise rank 0's store would wait for WORLD_SIZE ranks, and ranks with a different
+            # WORLD_SIZE could not report it. `meet` waits for the ranks.
             store = next(dist.rendezvous("env://", rank, 1, timeout=wait))[0]
-            store = meet(store, rank, size, WAITS * timeout)
-        if settings is not None and (differences := agree(store, rank, size, settings, WAITS * timeout)):
+            store = meet(store, rank, size, COLLECTIVE_SHARE * timeout)
+        if settings is not None and (
+            differences := compare_facts(store, rank, size, settings, COLLECTIVE_SHARE * timeout)
+        ):
             raise WorldError(
-                f"the ranks of this run did not start alike: {in_words(differences)}. Start all of them with the same "
-                "files, versions and command line"
+                f"the ranks of this run have different settings: {describe_differences(differences)}. Start all of "
+                "them with the same files, versions and command line"
             )
         group = dist.PrefixStore("group", store)
         dist.init_process_group(backend, rank=rank, world_size=size, store=group, timeout=wait)
@@ -245,35 +252,35 @@ def setup(
         raise
     except (RuntimeError, ValueError) as error:
         raise WorldError(
-            f"rank {rank} of {size} could not meet the others at {_place()}: {first_line(error)}. Start all ranks with "
-            "torchrun, e.g. torchrun --nproc-per-node 2 -m octavo train FILE"
+            f"rank {rank} of {size} could not reach the others at {_master_address()}: {first_line(error)}. Start all "
+            "ranks with torchrun, e.g. torchrun --nproc-per-node 2 -m octavo train FILE"
         ) from error
     mesh, experts = (
         init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)) if axes else None
         for axes in (layout.axes, layout.expert_axes if layout.expert > 1 else {})
     )
-    marks = Marks()
-    pulse = Pulse(store, rank, size, min(1.0, timeout / 40), marks)
-    return World(rank, size, local_rank, device, mesh, timeout, pulse, marks, None, layout, experts)
+    progress = Progress()
+    heartbeat = Heartbeat(store, rank, size, min(1.0, timeout / 40), progress)
+    return World(rank, size, local_rank, device, mesh, timeout, heartbeat, progress, None, layout, experts)
 
 
-def _place() -> str:
+def _master_address() -> str:
     return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 @contextmanager
-def _patience(rank: int, size: int, timeout: float) -> Iterator[None]:
-    """Print to stderr after `SOON` seconds that this rank still waits for others."""
+def _print_if_waiting(rank: int, size: int, timeout: float) -> Iterator[None]:
+    """Print a message to stderr if this rank still waits for others after `NOTICE_SECONDS`."""
     others = f"one of its {size - 1} other ranks" if rank == 0 else "rank 0"
 
-    def say() -> None:
+    def print_notice() -> None:
         print(
-            f"octavo: rank {rank} of {size} has waited {SOON:g} s for {others} at {_place()}, and waits up to "
-            f"{WAITS * timeout:g} s (run.timeout). Do all ranks run, with WORLD_SIZE={size} and the same MASTER_ADDR "
-            "and MASTER_PORT?", file=sys.stderr, flush=True,
+            f"octavo: rank {rank} of {size} has waited {NOTICE_SECONDS:g} s for {others} at {_master_address()}, and "
+            f"waits up to {COLLECTIVE_SHARE * timeout:g} s (run.timeout). Do all ranks run, with WORLD_SIZE={size} and "
+            "the same MASTER_ADDR and MASTER_PORT?", file=sys.stderr, flush=True,
         )  # fmt: skip
 
-    timer = threading.Timer(SOON, say)
+    timer = threading.Timer(NOTICE_SECONDS, print_notice)
     timer.daemon = True
     timer.start()
     try:
@@ -282,8 +289,8 @@ def _patience(rank: int, size: int, timeout: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
-    """(rank, size, local rank) from torchrun's variables."""
+def _read_env(env: Mapping[str, str]) -> tuple[int, int, int]:
+    """Return (rank, size, local rank) from torchrun's variables."""
 
     def number(name: str, default: int | None) -> int:
         text = env.get(name)
@@ -294,7 +301,7 @@ def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
         except ValueError:
             state = "is not set" if text is None else f"is {text!r}"
             raise WorldError(
-                f"WORLD_SIZE={env['WORLD_SIZE']} asks for several processes, but {name} {state}, not a number. "
+                f"WORLD_SIZE={env['WORLD_SIZE']} requires several processes, but {name} {state} and must be a number. "
                 "Start the run with torchrun, or unset WORLD_SIZE for a single process"
             ) from None
 
@@ -303,25 +310,25 @@ def _read(env: Mapping[str, str]) -> tuple[int, int, int]:
         return 0, 1, 0
     rank = number("RANK", None)
     if size < 1 or not 0 <= rank < size:
-        raise WorldError(f"RANK={rank} and WORLD_SIZE={size} contradict each other: 0 <= RANK < WORLD_SIZE is needed")
+        raise WorldError(f"RANK={rank} and WORLD_SIZE={size} contradict each other: 0 <= RANK < WORLD_SIZE is required")
     return rank, size, number("LOCAL_RANK", rank)
 
 
 def _device(local_rank: int, size: int) -> torch.device:
     try:
-        devices = accelerator.count()
+        devices = accelerator.device_count()
     except accelerator.DeviceError as error:
         raise WorldError(str(error)) from error
     if devices and local_rank >= devices:
         raise WorldError(
-            f"local rank {local_rank} needs an accelerator of its own, but this machine shows {devices}. Start at most "
+            f"local rank {local_rank} needs a separate accelerator, but this machine has {devices}. Start at most "
             f"{devices} processes here (torchrun --nproc-per-node), or set {accelerator.VARIABLE}=cpu to run on the CPU"
         )
     return accelerator.select(local_rank if size > 1 else None)
 
 
 def _backend(device: torch.device) -> str:
-    """torch's backend string: gloo for CPU tensors, and the device's own backend for its tensors."""
+    """Return torch's backend string: gloo for CPU tensors and the device's backend for its tensors."""
     if not accelerator.has_own_memory(device):
         return "gloo"
     try:

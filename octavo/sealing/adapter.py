@@ -62,7 +62,7 @@ def _written(source: Path, target: Path, base: Path, key: Key, move: Move, note:
     by = _Moving(stock, axes, orders, config, move)
     moved = {name: by.moved(name, value).contiguous() for name, value in state.items()}
     raw = safe_read.read_json(source / CONFIG, SealError) | {"base_model_name_or_path": str(base)}
-    with atomic_write.folder(target, SealError) as folder:
+    with atomic_write.new_folder(target, SealError) as folder:
         save_file(moved, folder / WEIGHTS, metadata={"format": "pt"})
         (folder / CONFIG).write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n", encoding="utf-8")
         if note is not None:

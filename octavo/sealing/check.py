@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from octavo import models
-from octavo.models.structure.shapes import shortened
+from octavo.models.structure.shapes import shorten_config
 from octavo.sealing import inputs, permute
 from octavo.sealing.errors import SealError
 from octavo.sealing.inputs import with_ids
@@ -84,7 +84,7 @@ def _cut(config: Any) -> Any:
     whole = _kinds(config)
     for layers in (2, 4, 8, 16):
         try:
-            short = shortened(copy.deepcopy(config), layers, layers)
+            short = shorten_config(copy.deepcopy(config), layers, layers)
             if _kinds(short) == whole:
                 return short
         except models.ModelError:  # too few layers for this family

@@ -23,8 +23,8 @@ from octavo.base import atomic_write
 from octavo.base.seal_note import NOTE, Note, read_note, write_note
 from octavo.checkpoint.export.files import Shards, nbytes
 from octavo.checkpoint.export.names import Matrices
-from octavo.checkpoint.hf_folder import LARGEST, plan_parts
-from octavo.models.folder.folder import companions, copy_companions, one_folder, read_companion, read_json
+from octavo.checkpoint.hf_folder import MAX_FILE_BYTES, plan_parts
+from octavo.models.folder.folder import companions, copy_companions, read_companion, read_json, require_one_folder
 from octavo.models.weights.iterate import stored_dtypes
 from octavo.models.weights.shards import open_weights
 from octavo.sealing import permute
@@ -79,7 +79,7 @@ def seal_model(
     axes = structure(stock.model)
     orders = axes.draw(key)
     difference = check(source, key, largest)
-    with atomic_write.folder(target, SealError) as folder:
+    with atomic_write.new_folder(target, SealError) as folder:
         tensors, size = _weights(source, folder, stock, axes, orders, permute.sealed, progress)
         _write_configs(source, folder, orders, back=False)
         write_tokenizer(source, folder, orders["vocab"])
@@ -117,7 +117,7 @@ def unseal_model(
     stock = Matrices(models.empty(source))
     axes = structure(stock.model)
     orders = axes.draw(key)
-    with atomic_write.folder(target, SealError) as folder:
+    with atomic_write.new_folder(target, SealError) as folder:
         tensors, size = _weights(source, folder, stock, axes, orders, permute.plain, progress)
         if like is not None:
             copy_companions(Path(like), folder)
@@ -138,7 +138,7 @@ def sealed_by(folder: str | Path, key: Key) -> Note:
 
 
 def _ready(source: Path, target: Path) -> None:
-    one_folder(source, "octavo seal")
+    require_one_folder(source, "octavo seal")
     if target.exists():
         raise SealError(f"{target} exists, and nothing is overwritten. Name another folder, or delete it")
     destination, origin = target.absolute(), source.resolve()
@@ -162,8 +162,8 @@ def _weights(
     group_of = {name: part.parameters for part in parts for name in part.parameters}
     waiting: dict[str, Tensor] = {}
     done = 0
-    with Shards(folder, tensors, LARGEST) as shards:
-        for name, value in models.stream(source):
+    with Shards(folder, tensors, MAX_FILE_BYTES) as shards:
+        for name, value in models.iter_weights(source):
             pieces: Iterable[tuple[str, Tensor]] = ()
             if not isinstance(value, Tensor):
                 pieces = codes.moved(name, value, axes.layouts[name], orders, move, stock.transposed(name))

@@ -18,7 +18,7 @@ from pathlib import Path
 from struct import unpack
 
 from octavo.base import encryption, seal_note
-from octavo.base.encryption.key import secret_in
+from octavo.base.encryption.key import read_secret
 from octavo.sealing.errors import SealError
 
 BYTES = 32
@@ -56,7 +56,7 @@ class Key:
 
 def read_key(file: str | Path) -> Key:
     """The key in a file. Raises NoKey for a file that is missing, readable by others, or not a key."""
-    return Key(secret_in(file))
+    return Key(read_secret(file))
 
 
 def find_key() -> Key:

@@ -78,7 +78,7 @@ def seal_data(
     pairs = cfg.train.phase == "preference"
     encoder, (rows,) = preference_rows(cfg, processor, cfg.data.train) if pairs else training_rows(cfg, processor)
     left = 0
-    with atomic_write.folder(target, SealError) as folder:
+    with atomic_write.new_folder(target, SealError) as folder:
         with pa.OSFile(str(folder / ROWS), "wb") as file, pa.ipc.new_file(file, SCHEMA) as out:
             done = 0
             for samples in _made(rows, encoder, cfg.data.on_bad_sample):

@@ -16,15 +16,15 @@ CPU, OTHER = torch.device("cpu"), torch.device("privateuseone")
 
 def test_a_cpu_lacks_plainly():
     """Nothing is 0 that was not counted."""
-    assert accelerator.low_precision(CPU) is None and accelerator.rng_state(CPU) is None
-    figures = (accelerator.peak, accelerator.allocated, accelerator.requested, accelerator.free_bytes)
+    assert accelerator.autocast_dtype(CPU) is None and accelerator.rng_state(CPU) is None
+    figures = (accelerator.peak_bytes, accelerator.allocated_bytes, accelerator.requested_bytes, accelerator.free_bytes)
     assert [figure(CPU) for figure in figures] == [None] * 4
-    assert accelerator.why_no_streams(CPU) == "cpu has no memory of its own" and accelerator.stream_number(CPU) == 0
-    assert not accelerator.pinned((3,), torch.uint8, CPU).is_pinned()
+    assert accelerator.why_no_streams(CPU) == "cpu has no memory of its own" and accelerator.stream_id(CPU) == 0
+    assert not accelerator.empty_pinned((3,), torch.uint8, CPU).is_pinned()
     assert accelerator.pin_in_place(torch.empty(3), CPU) is None
     for does_nothing in (accelerator.synchronize, accelerator.empty_cache, accelerator.empty_cache_and_reset_peak):
         does_nothing(CPU)
-    has = {name for name, found in accelerator.abilities(CPU).items() if found}
+    has = {name for name, found in accelerator.list_abilities(CPU).items() if found}
     assert has == {"FP8 dtypes", "float64", "collectives"}
 
 
@@ -41,13 +41,15 @@ def test_which_device_a_process_takes(found, variable, taken, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     if variable is not None:
         monkeypatch.setenv(accelerator.VARIABLE, variable)
-    assert accelerator.here() == torch.device(taken) and accelerator.count() == (0 if taken == "cpu" else 2)
+    assert accelerator.default_device() == torch.device(taken) and accelerator.device_count() == (
+        0 if taken == "cpu" else 2
+    )
 
 
 def test_what_is_not_here_is_refused(monkeypatch):
     monkeypatch.setenv(accelerator.VARIABLE, "npu")
     with pytest.raises(accelerator.DeviceError, match="OCTAVO_DEVICE=npu, and torch sees no accelerator here"):
-        accelerator.here()
+        accelerator.default_device()
     with pytest.raises(WorldError, match="OCTAVO_DEVICE=npu"):
         world.setup()
     assert "holds no float8_e4m3fn and no float8_e5m2; OCTAVO_DEVICE=mps uses it" in accelerator.why_unused(
@@ -67,9 +69,9 @@ def test_what_carries_collectives_is_torchs_answer():
 def test_an_amd_gpu_has_no_compute_capability(monkeypatch):
     """Its numbers would read as Hopper's."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
-    assert accelerator.capability(torch.device("cuda")) == (9, 4)
+    assert accelerator.compute_capability(torch.device("cuda")) == (9, 4)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert accelerator.capability(torch.device("cuda")) is None is accelerator.capability(CPU)
+    assert accelerator.compute_capability(torch.device("cuda")) is None is accelerator.compute_capability(CPU)
 
 
 def test_tied_weights_stay_tied_where_tensors_cannot_take_places(monkeypatch):

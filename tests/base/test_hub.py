@@ -60,7 +60,7 @@ def cache(tmp_path, monkeypatch):
 
     def refuse(self, name, **asked):
         waited.append(asked["timeout"])
-        assert waited == [hub.SECONDS], "who does not answer is asked once"
+        assert waited == [hub.TIMEOUT_S], "who does not answer is asked once"
         raise ConnectionError("[Errno -2] Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
@@ -168,9 +168,9 @@ def test_with_a_network_the_newest_revision_is_fetched_without_code(folders, cac
 def test_which_kind_a_config_announces(tmp_path, said, kind):
     for form in ({"quantization_config": said}, {"text_config": {"quantization_config": said}}):
         (tmp_path / "config.json").write_text(json.dumps(form))
-        assert hub.kind_of(tmp_path / "config.json") == kind
+        assert hub.declared_kind(tmp_path / "config.json") == kind
     (tmp_path / "config.json").write_text("[1]")
-    assert hub.kind_of(tmp_path / "config.json") is None is hub.kind_of(tmp_path / "none.json")
+    assert hub.declared_kind(tmp_path / "config.json") is None is hub.declared_kind(tmp_path / "none.json")
 
 
 def test_what_is_a_name_and_what_a_path(tmp_path, folders, monkeypatch):

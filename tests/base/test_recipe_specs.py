@@ -38,10 +38,10 @@ def test_lists_of_recipes_are_those_that_were_written_by_hand() -> None:
     assert recipe_specs.NAMES == ("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed")
     assert recipe_specs.RANKED == ("blockwise", "mxfp8", "rowwise", "tensorwise", "delayed")
     assert (*recipe_specs.CANDIDATES, "delayed") == recipe_specs.RANKED
-    assert (*recipe_specs.CURRENT, "delayed") == recipe_specs.NAMES
-    assert recipe_specs.BY_ROW == ("rowwise", "blockwise", "mxfp8")
-    assert recipe_specs.LADDER == ("tensorwise", "rowwise", "blockwise")
-    assert dict(recipe_specs.FITTING) == {
+    assert (*recipe_specs.CURRENT_SCALING, "delayed") == recipe_specs.NAMES
+    assert recipe_specs.PER_TOKEN == ("rowwise", "blockwise", "mxfp8")
+    assert recipe_specs.COARSE_TO_FINE == ("tensorwise", "rowwise", "blockwise")
+    assert dict(recipe_specs.RECIPES_OF_KIND) == {
         "row": ("rowwise",),
         "block": ("blockwise",),
         "tensor": ("tensorwise", "delayed"),
@@ -154,13 +154,13 @@ def _known() -> dict[str, bool]:
     from octavo.fp8.adapting import ladder
     from octavo.fp8.measuring import Machine
     from octavo.fp8.measuring.cases import HIGH
-    from octavo.fp8.measuring.timing import Timed
+    from octavo.fp8.measuring.timing import Timing
     from octavo.fp8.planning import file
     from octavo.train.estimate.memory import states
 
-    def timer(case: Any, calls: dict[str, Callable[[], Any]], device: Any) -> dict[str, Timed]:
+    def timer(case: Any, calls: dict[str, Callable[[], Any]], device: Any) -> dict[str, Timing]:
         high, best = 1.0, 0.5  # ties: the planted one is a little faster than all others
-        return {n: Timed(high if n.startswith(HIGH) else best - 0.1 * ("tilewise" in n), 0.01, 0.0, 4) for n in calls}
+        return {n: Timing(high if n.startswith(HIGH) else best - 0.1 * ("tilewise" in n), 0.01, 0.0, 4) for n in calls}
 
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     tokens, policy = {"foundation": 64}, fp8.Policy("auto")
@@ -188,11 +188,11 @@ def _known() -> dict[str, bool]:
         and any("tilewise cast weights twice" in note for note in by_time.notes),
         "auto": "tilewise" in policy.candidates,
         "bisect": "tilewise everywhere" in coarse and rule.recipe == "tilewise",
-        "ladder": ladder.finer("blockwise") == ("tilewise",),
+        "ladder": ladder.finer_recipes("blockwise") == ("tilewise",),
         "configuration": {asked.recipe, asked.lm_head.recipe, *asked.candidates, *asked.adapt.recipes}
         == {"tilewise"} and "rowwise, mxfp8 and tilewise" in config.schema_text(),
         "default candidates": cfg.fp8.candidates == policy.candidates,
         "bench": "tilewise" in peers.RECIPES and "tilewise" not in peers.SHARED,
-        "lent": fp8.recipe("blockwise", dgrad="tilewise").words()["dgrad"] == "tilewise",
+        "lent": fp8.recipe("blockwise", dgrad="tilewise").gemm_precisions()["dgrad"] == "tilewise",
         "help of a plan file": any("tilewise" in line for line in file.HELP),
     }  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from octavo.base import safe_read
-from octavo.base.safe_read import DEPTH, Unreadable
+from octavo.base.safe_read import MAX_DEPTH, Unreadable
 from tests.fuzz import mutate
 
 
@@ -37,8 +37,8 @@ TEXTS = {
     "{": "line 1, column 2",
     "": "is empty",
     "[]": "holds a list where an object belongs",
-    '{"a": ' + "[" * DEPTH + "]" * DEPTH + "}": f"deeper than {DEPTH}",
-    '{"a": ' + "[" * 100_000: f"deeper than {DEPTH}",
+    '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}": f"deeper than {MAX_DEPTH}",
+    '{"a": ' + "[" * 100_000: f"deeper than {MAX_DEPTH}",
     '{"a": ' + "1" * 301 + "}": "301 digits",
     '{"a": -' + "1" * 5000 + "}": "5000 digits",
     r'{"a": ["\ud800"]}': r"half a character \(a lone \\ud800",
@@ -96,7 +96,7 @@ def test_links_out_of_a_folder_are_told_and_those_of_the_hubs_cache_are_inside(t
     (snapshot / "own").touch()
     for name, target in (("a", blob), ("b", other), ("c", snapshot / "own")):
         (snapshot / name).symlink_to(target)
-    assert [safe_read.outside(snapshot / name, snapshot) for name in ("own", "a", "b", "c")] == [
+    assert [safe_read.link_target_outside(snapshot / name, snapshot) for name in ("own", "a", "b", "c")] == [
         None,
         None,
         other,

@@ -52,7 +52,7 @@ def volume(request, tmp_path, monkeypatch) -> Path:
 
 def test_a_volume_is_written_into_and_written_again(volume, tmp_path):
     for turn in ("first", "second"):
-        with atomic_write.folder(volume, Refused) as made:
+        with atomic_write.new_folder(volume, Refused) as made:
             (made / "inner").mkdir()
             (made / "inner" / turn).write_text(turn)
             (made / "config.json").write_text(turn)
@@ -61,10 +61,10 @@ def test_a_volume_is_written_into_and_written_again(volume, tmp_path):
 
 
 def test_a_volume_stays_as_it_was_when_the_work_or_a_rename_fails(volume, tmp_path, monkeypatch):
-    with atomic_write.folder(volume, Refused) as made:
+    with atomic_write.new_folder(volume, Refused) as made:
         (made / "config.json").write_text("former")
     before = names(volume)
-    with pytest.raises(ZeroDivisionError), atomic_write.folder(volume, Refused) as made:
+    with pytest.raises(ZeroDivisionError), atomic_write.new_folder(volume, Refused) as made:
         (made / "config.json").write_text("half")
         raise ZeroDivisionError
     real = os.rename
@@ -75,7 +75,7 @@ def test_a_volume_stays_as_it_was_when_the_work_or_a_rename_fails(volume, tmp_pa
         real(source, goal)
 
     monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="Input/output"), atomic_write.folder(volume, Refused) as made:
+    with pytest.raises(OSError, match="Input/output"), atomic_write.new_folder(volume, Refused) as made:
         for name in ("a", "b.json", "config.json"):
             (made / name).write_text("new")
     assert names(volume) == before and (volume / "config.json").read_text() == "former"
@@ -88,7 +88,7 @@ def test_a_kill_between_the_renames_leaves_the_former_files_or_the_new_ones(tmp_
     volume, real, count = tmp_path / "out", os.rename, 0
     volume.mkdir()
     monkeypatch.setattr(target_folder, "is_fixed", lambda target: True)
-    with atomic_write.folder(volume, Refused) as made:
+    with atomic_write.new_folder(volume, Refused) as made:
         for name in ("a", "config.json"):
             (made / name).write_text("former")
 
@@ -101,12 +101,12 @@ def test_a_kill_between_the_renames_leaves_the_former_files_or_the_new_ones(tmp_
 
     if (child := os.fork()) == 0:
         os.rename = killed
-        with atomic_write.folder(volume, Refused) as made:
+        with atomic_write.new_folder(volume, Refused) as made:
             for name in ("a", "b", "config.json"):
                 (made / name).write_text("new")
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    with pytest.raises(ZeroDivisionError), atomic_write.folder(volume, Refused):
+    with pytest.raises(ZeroDivisionError), atomic_write.new_folder(volume, Refused):
         raise ZeroDivisionError
     assert {file.read_text() for file in volume.iterdir()} == {"former" if at <= 3 else "new"}
     assert names(volume) == (["a", "config.json"] if at <= 3 else ["a", "b", "config.json"])
@@ -130,7 +130,7 @@ def test_a_folder_that_is_filled_meanwhile_is_not_replaced(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
     with pytest.raises(Refused, match="out was empty, and now holds mine"):
-        with atomic_write.folder(target, Refused, replace=False) as made:
+        with atomic_write.new_folder(target, Refused, replace=False) as made:
             (made / "new").touch()
             (target / "mine").touch()
     assert names(tmp_path) == ["out", "out/mine"]
@@ -150,7 +150,7 @@ def test_a_name_that_cannot_be_used_is_refused_before_the_work(tmp_path, monkeyp
     assert main(["examples", str(tmp_path / name)]) == 2
     said = capsys.readouterr()
     assert why in said.err and "Traceback" not in said.err and "\x1b" not in said.err and not said.out
-    with pytest.raises(Refused), atomic_write.folder(tmp_path / name, Refused):
+    with pytest.raises(Refused), atomic_write.new_folder(tmp_path / name, Refused):
         pass
     assert names(tmp_path) == before
 
@@ -172,7 +172,7 @@ def test_an_input_of_links_in_a_circle_or_not_utf8_is_refused(tmp_path, capsys):
 
 def test_a_link_to_a_folder_that_is_not_there_yet_is_followed(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "out")
-    with atomic_write.folder(tmp_path / "link", Refused) as made:
+    with atomic_write.new_folder(tmp_path / "link", Refused) as made:
         (made / "a").touch()
     assert (tmp_path / "link").is_symlink() and names(tmp_path / "disk") == ["out", "out/a"]
 

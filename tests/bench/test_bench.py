@@ -197,7 +197,7 @@ def test_ratios_are_of_times_or_of_bandwidths_and_never_across_cases() -> None:
 def test_mxfp8_takes_part_where_it_can_win(capability, takes_part, monkeypatch: pytest.MonkeyPatch) -> None:
     class Able:
         supports = staticmethod(lambda *a: None)
-        auto_unsupported = staticmethod(lambda device: None)
+        why_not_auto = staticmethod(lambda device: None)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(peers.kernels, "get", lambda name: Able)

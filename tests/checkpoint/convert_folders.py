@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from octavo import fp8
 from octavo.checkpoint import SafeReader
-from octavo.checkpoint.run_state.dcp_safe import TensorsOnly
+from octavo.checkpoint.run_state.dcp_safe import TensorLoadPlanner
 from octavo.fp8.weights import FROZEN
 
 NAME = "model.language_model.layers.0.mlp.down_proj.weight"
@@ -91,7 +91,7 @@ def by_dcp(directory: Path, wanted: dict[str, torch.Tensor], safe: bool = False)
     state = {key: torch.zeros_like(value) for key, value in wanted.items()}
     if safe:
         reader = SafeReader(directory, pass_over_bytes=True)
-        dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=True)
+        dcp.load(state, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=True)
     else:
         dcp.load({"model": state}, checkpoint_id=directory, no_dist=True)
         return state

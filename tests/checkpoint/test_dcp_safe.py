@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from octavo.checkpoint import CheckpointError, SafeReader, latest
 from octavo.checkpoint.run_state import files as contents
-from octavo.checkpoint.run_state.dcp_safe import TensorsOnly
+from octavo.checkpoint.run_state.dcp_safe import TensorLoadPlanner
 from tests.checkpoint.models import One, fresh, load, save, trained
 
 
@@ -59,7 +59,7 @@ def _stock(directory: Path, state: dict) -> Path:
 
 def _read(directory: Path, state: dict) -> None:
     try:
-        dcp.load(state, storage_reader=SafeReader(directory), planner=TensorsOnly(), no_dist=True)
+        dcp.load(state, storage_reader=SafeReader(directory), planner=TensorLoadPlanner(), no_dist=True)
     except dcp.api.CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from None
 
@@ -161,7 +161,7 @@ def test_a_planted_byte_entry_is_refused(tmp_path):
     _plant(path, ".metadata", pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"its entry extra\.note is not a tensor but bytes"):
         load(path, *fresh())
-    planner = TensorsOnly()
+    planner = TensorLoadPlanner()
     planner.set_up_planner({"extra.note": torch.zeros(1)}, metadata, True)
     with pytest.raises(CheckpointError, match=r"its entry extra\.note is not a tensor but bytes"):
         planner.create_local_plan()

@@ -119,9 +119,9 @@ def test_a_save_that_is_broken_off_leaves_the_former_one(tmp_path, monkeypatch):
     monkeypatch.setenv(encryption.VALUE, KEY)
     (left,) = tmp_path.glob(".step_4.tmp")
     with pytest.raises(encryption.Damaged):
-        encryption.decrypted((left / "__0_0.distcp").read_bytes(), "it")
+        encryption.decrypt((left / "__0_0.distcp").read_bytes(), "it")
     assert checkpoint.latest(tmp_path, One()) == tmp_path / "step_3"
-    checkpoint.sweep(tmp_path)
+    checkpoint.remove_leftovers(tmp_path)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step_3"]
 
 

@@ -19,7 +19,7 @@ from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
 from octavo.checkpoint.export.names import fused_group
 from octavo.checkpoint.export.values import values_of
 from octavo.fp8.weights import codes_of_frozen
-from octavo.models.folder.quantization import by_pattern, by_target, exact
+from octavo.models.folder.quantization import matches_exactly, matches_pattern, matches_target
 from tests.checkpoint.export_models import stock, write
 from tests.models.conftest import batch
 
@@ -175,7 +175,7 @@ def test_a_block_export_says_what_every_loader_looks_for(source, tmp_path):
     scale = read(tmp_path / "out", f"{name}.weight_scale_inv")
     assert scale.dtype == torch.float32 and scale.shape == (2, 2)
     for taken in (name, "model.language_model.layers.0.self_attn.q_proj"):
-        assert not exact(taken, skipped) and not by_pattern(taken, skipped)
+        assert not matches_exactly(taken, skipped) and not matches_pattern(taken, skipped)
 
 
 def test_compressed_tensors_exports_ignore_by_name(source, tmp_path):
@@ -186,8 +186,8 @@ def test_compressed_tensors_exports_ignore_by_name(source, tmp_path):
         assert (block["quant_method"], block["format"]) == ("compressed-tensors", "float-quantized")
         group = block["config_groups"]["group_0"]
         assert group["weights"]["strategy"] == strategy and group["input_activations"]["strategy"] == "token"
-        assert by_target("model.visual.blocks.0.mlp.linear_fc1", block["ignore"])
-        assert by_target("lm_head", block["ignore"])
+        assert matches_target("model.visual.blocks.0.mlp.linear_fc1", block["ignore"])
+        assert matches_target("lm_head", block["ignore"])
         name = "model.language_model.layers.0.self_attn.q_proj.weight_scale"
         assert read(tmp_path / format, name).shape == shape
 
@@ -229,7 +229,7 @@ def test_experts_of_other_sizes_stay_in_one_piece(tmp_path):
     names = {name for name, _, _ in plan.tensors()}
     assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
     assert not any("experts" in name and "scale" in name for name in names)
-    assert exact("model.layers.0.mlp.experts", plan.quantization.skipped)
+    assert matches_exactly("model.layers.0.mlp.experts", plan.quantization.skipped)
     export(values_of(models.load(folder)), folder, tmp_path / "out", "fp8-block")
     stock(tmp_path / "out")
 

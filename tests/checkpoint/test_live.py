@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from octavo import checkpoint, models
 from octavo.checkpoint.export.files import Shards
 from octavo.checkpoint.hf_folder import plan_parts
-from octavo.checkpoint.stock_model import Stock
+from octavo.checkpoint.stock_model import StockModel
 from octavo.fp8.weights import is_frozen
 from octavo.models.tiny import tiny
 from octavo.parallel import World, shard
@@ -85,7 +85,7 @@ def test_three_ranks_write_every_family(folder: Path):
 
 
 def test_ranks_share_the_writing():
-    stock = Stock(models.empty(models.tiny_config("qwen3_moe")))
+    stock = StockModel(models.empty(models.tiny_config("qwen3_moe")))
     parts = plan_parts(stock, dict.fromkeys(stock.weights, torch.bfloat16), 3)
     load = [0, 0, 0]
     sizes = [sum(torch.Size(shape).numel() for _, _, shape in part.tensors) for part in parts]

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from octavo.base.atomic_write import no_room
-from octavo.checkpoint import CheckpointError, latest, steps, sweep
+from octavo.base.atomic_write import why_no_space
+from octavo.checkpoint import CheckpointError, latest, remove_leftovers, steps
 from octavo.checkpoint.run_state import files as ck_files
 from tests import ranks
 from tests.checkpoint.models import Model, One, fresh, load, optimizer_for, same, save, snapshot, train, trained
@@ -236,11 +236,11 @@ def test_leftovers_of_killed_saves_are_ignored_and_removed(tmp_path):
 
 
 def test_a_run_that_begins_can_sweep(tmp_path):
-    sweep(tmp_path / "none")
+    remove_leftovers(tmp_path / "none")
     save(tmp_path, 3, *trained())
     for left in (".step_2.gone", ".step_4.tmp", ".other"):
         (tmp_path / left).mkdir()
-    sweep(tmp_path)
+    remove_leftovers(tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == [".other", "step_3"]
 
 
@@ -342,12 +342,12 @@ def test_a_short_write_inside_torchs_archive_is_reported_as_a_full_disk(tmp_path
 
 def test_a_full_disk_is_asked_where_the_cause_was_lost(tmp_path, monkeypatch):
     lost = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
-    assert no_room(tmp_path / "gone", ValueError("a defect")) is None
+    assert why_no_space(tmp_path / "gone", ValueError("a defect")) is None
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    assert no_room(tmp_path / "gone", lost) == "the disk is full (4 KiB are free)"
-    assert no_room(tmp_path, RuntimeError("a defect")) is None
+    assert why_no_space(tmp_path / "gone", lost) == "the disk is full (4 KiB are free)"
+    assert why_no_space(tmp_path, RuntimeError("a defect")) is None
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
-    assert no_room(tmp_path, lost) is None
+    assert why_no_space(tmp_path, lost) is None
 
 
 def test_a_directory_that_cannot_be_made_is_reported(tmp_path):

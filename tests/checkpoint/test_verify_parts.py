@@ -20,7 +20,7 @@ from octavo.checkpoint.verify import loaders as verify_loaders
 from octavo.checkpoint.verify.findings import VERDICTS
 from octavo.checkpoint.verify.sentences import SENTENCES
 from octavo.cli.main import main
-from octavo.models.folder.quantization import by_parts
+from octavo.models.folder.quantization import matches_parts
 from tests.checkpoint import folders, planted
 from tests.checkpoint.folders import Good
 
@@ -167,11 +167,11 @@ def test_widths_that_are_no_whole_blocks(width: int, found: set[str], copy: Good
 
 
 def test_sglang_reads_whole_parts_of_names() -> None:
-    assert by_parts("model.layers.0.mlp.gate", ["model.layers.0.mlp.gate"])
-    assert by_parts("model.layers.0.mlp.gate", ["layers.0.mlp"])
-    assert by_parts("visual.blocks.0.attn.qkv", ["model.visual"])
-    assert not by_parts("model.layers.0.mlp.gate_proj", ["model.layers.0.mlp.gate"])
-    assert not by_parts("model.layers.11.mlp.gate", ["layers.1"])
+    assert matches_parts("model.layers.0.mlp.gate", ["model.layers.0.mlp.gate"])
+    assert matches_parts("model.layers.0.mlp.gate", ["layers.0.mlp"])
+    assert matches_parts("visual.blocks.0.attn.qkv", ["model.visual"])
+    assert not matches_parts("model.layers.0.mlp.gate_proj", ["model.layers.0.mlp.gate"])
+    assert not matches_parts("model.layers.11.mlp.gate", ["layers.1"])
 
 
 @pytest.mark.parametrize(

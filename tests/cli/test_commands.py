@@ -218,12 +218,12 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
     from octavo import fp8
     from octavo.cli import plan as command
     from octavo.fp8.measuring import Machine
-    from octavo.fp8.measuring.timing import Timed
+    from octavo.fp8.measuring.timing import Timing
     from octavo.train.setup import planning
 
     def timer(case, calls, device):
         wide = case.n > case.k
-        return {n: Timed(1.0 if n == "high precision" else 0.5 if wide else 2.0, 0, 0, 4) for n in calls}
+        return {n: Timing(1.0 if n == "high precision" else 0.5 if wide else 2.0, 0, 0, 4) for n in calls}
 
     def measured(cfg, model, family, device, tokens, progress, cache):
         policy, machine = planning.policy_from(cfg), Machine("cpu2", "9.0")
@@ -459,10 +459,10 @@ def test_doctor_lists_families(monkeypatch, capsys):
     from octavo.models.forward import survey
 
     two = [
-        survey.Surveyed(
+        survey.FamilySupport(
             "a_vl", survey.TRAINS, "", "model.visual", (), ("model.visual.merger",), "model.text", ("x.y",), 7
         ),
-        survey.Surveyed("b_vl", survey.REFUSED, "no vision tower"),
+        survey.FamilySupport("b_vl", survey.REFUSED, "no vision tower"),
     ]
     monkeypatch.setattr(survey, "survey", lambda: iter(two))
     assert main(["doctor", "--families"]) == 0

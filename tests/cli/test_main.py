@@ -53,7 +53,7 @@ def test_every_command_has_help(name, capsys):
     "argv, message",
     [
         (["trian", "x"], "octavo: there is no command 'trian'; did you mean `octavo train`?"),
-        (["zzz"], "there are: demo, train, plan"),
+        (["zzz"], "commands are: demo, train, plan"),
         (["run.yaml"], "to run this file: octavo train run.yaml"),
         (["--json"], "there is no option --json before the command"),
         (["train"], "the following arguments are required: FILE.yaml"),

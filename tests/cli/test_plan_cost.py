@@ -61,7 +61,7 @@ def test_what_contradicts_itself_is_refused(capsys) -> None:
         (["--ranks", "2", "--parallel", "context=2", "train.exchange=fp8", "fp8.recipe=off"], "no layer casts what"),
         (
             ["--ranks", "8", "--parallel", "shard=3"],
-            "parallel asks for replicate: 1 and shard: 3, but there are 8",
+            "parallel has replicate: 1 and shard: 3, but there are 8",
         ),
     ):
         try:
@@ -77,6 +77,6 @@ def test_experts_that_a_run_could_not_deal_are_no_plan(tmp_path, capsys) -> None
     file.write_text(f"model: {{path: {model}}}\ndata: {{train: [{{path: a.json}}]}}\ntrain: {{steps: 1}}\n")
     for more, said in (
         (["--ranks", "3", "--parallel", "expert=3"], "8 experts are not a multiple of the 3 ranks"),
-        (["--ranks", "2", "--parallel", "expert=2", "fp8.recipe=delayed"], "keeps a history of each expert"),
+        (["--ranks", "2", "--parallel", "expert=2", "fp8.recipe=delayed"], "keeps an amax history per expert"),
     ):
         assert main(["plan", str(file), *more]) == 1 and said in capsys.readouterr().err

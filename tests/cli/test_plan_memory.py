@@ -64,7 +64,7 @@ def test_a_proposal_is_what_train_takes_with_the_words_that_were_given(capsys) -
     [micro] = [word for word in line.split() if word.startswith("train.micro_batch=")] or ["train.micro_batch=1"]
     assert 7 % int(micro.partition("=")[2]) == 0
     assert main([*words, "--card", "900GB", "parallel.replicate=2", "parallel.shard=2"]) == 1
-    assert "parallel asks for replicate: 2 and shard: 2, but there are 2 ranks" in capsys.readouterr().err
+    assert "parallel has replicate: 2 and shard: 2, but there are 2 ranks" in capsys.readouterr().err
 
 
 @pytest.mark.long
@@ -92,7 +92,7 @@ def test_a_step_of_rl_in_its_two_moments(capsys, monkeypatch) -> None:
     assert main(command) == 0
     out = capsys.readouterr().out
     assert (
-        "a step: 16 prompts x 8 completions of up to 384 tokens, rewarded by math; 1 update by grpo, each of 128 "
+        "each step: 16 prompts x 8 completions of up to 384 tokens, rewarded by math; 1 update by grpo, each of 128 "
         "completions in 128 micro-batches of 1\nreference: the base without its adapters: one more forward, no memory"
     ) in out
     assert "one GPU, rollout  one GPU, update" in out and "384 of them (rl.max_new_tokens) a completion" in out
@@ -130,8 +130,10 @@ def test_a_step_of_preferences_has_two_rows_a_pair(capsys, monkeypatch) -> None:
     assert main([*command, "train.recompute=none"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["step"] == [
-        "a step: 16 pairs in 16 micro-batches of 1, each two rows of a forward; one update by sigmoid",
+        "each step: 16 pairs in 16 micro-batches of 1, two rows of a forward per pair; one update by sigmoid",
         "reference: the base without its adapters: one more forward, no memory",
     ]
     assert found["memory"]["tokens"]["foundation"] == 512 and found["memory"]["tokens"]["row"] == 256
-    assert rl.sentences(load_config(file, ["preference={loss: orpo}"]))[1] == "reference: none: orpo needs none"
+    assert (
+        rl.describe_step(load_config(file, ["preference={loss: orpo}"]))[1] == "reference: none: orpo does not use one"
+    )

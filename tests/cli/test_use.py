@@ -53,7 +53,7 @@ def test_an_empty_answer_is_said_to_be_one(here, capsys, monkeypatch):
     monkeypatch.setattr("octavo.generation.answers", lambda *_, **__: [[""]])
     assert main(["generate", "fp8", *ASK]) == 0
     got = capsys.readouterr()
-    assert got.out == "\n" and got.err.endswith("(the model answered nothing)\n")
+    assert got.out == "\n" and got.err.endswith("(the model generated an empty answer)\n")
 
 
 def test_generate_asks_all_of_them(here, capsys):
@@ -102,7 +102,7 @@ def test_images_of_a_question_stand_where_it_says(here, capsys):
     assert _parts("A<video>", both) == [image, {"type": "text", "text": "A"}, video]
     file = ["--image", str(next((here / "digits").rglob("*.png")))]
     assert main(["generate", "model", "--prompt", "<image> <image>?", *file]) == 2
-    assert "has 2 places for images (<image>), and there are 1 images" in capsys.readouterr().err
+    assert "has 2 placeholders <image>, but there are 1 images" in capsys.readouterr().err
 
 
 def test_generate_and_eval_say_which_settings_of_the_folder_they_do_not_follow(here, capsys, monkeypatch):
@@ -153,7 +153,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         (
             ["generate", "model", *ASK, "--samples", "2"],
             2,
-            "--samples 2 without --temperature would be one answer 2 times",
+            "--samples 2 without --temperature would repeat one answer 2 times",
         ),
         (["generate", "model", *ASK, "--temperature", "-1"], 1, "temperature=-1.0 (0, or at least 1e-6)"),
         (["generate", "model", *ASK[:2], "--max-new-tokens", "5000"], 1, "the model's context is 4096 tokens"),

@@ -6,7 +6,7 @@ import pytest
 
 from octavo.config import ConfigError, json_schema, load_config, load_config_text
 from octavo.config.check import Config
-from octavo.config.yaml.problems import MOST_SHOWN
+from octavo.config.yaml.problems import MAX_SHOWN
 
 BASE = """model: {path: ./m}
 data: {train: [{path: a.json}]}
@@ -105,7 +105,7 @@ def test_one_text_out_of_all_measure(text, message):
 )
 def test_thousands_of_problems_are_counted_and_the_first_ones_told(text, overrides):
     error = refused(text, overrides)
-    assert len(error.problems) == MOST_SHOWN and error.more >= 3000 - MOST_SHOWN
+    assert len(error.problems) == MAX_SHOWN and error.more >= 3000 - MAX_SHOWN
     assert f"and {error.more:,} more" in str(error).splitlines()[-1]
 
 
@@ -116,7 +116,7 @@ def test_names_are_suggested_for_those_that_are_told_alone(monkeypatch):
     asked = []
     monkeypatch.setattr(error_texts, "nearest", lambda name, *more: asked.append(name))
     refused("".join(f"key_{i}: 1\n" for i in range(3000)))
-    assert len(asked) <= 3 * MOST_SHOWN
+    assert len(asked) <= 3 * MAX_SHOWN
 
 
 def test_files_that_extend_each_other_in_pairs_are_not_read_for_ever(tmp_path):

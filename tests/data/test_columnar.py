@@ -14,7 +14,7 @@ import pytest
 from octavo.data import BadSample, DataError
 from octavo.data.formats import columnar, parquet_footer
 from octavo.data.formats import parquet as parquet_files
-from octavo.data.formats.arrow_rows import ColumnRows, writer
+from octavo.data.formats.arrow_rows import ColumnRows, open_writer
 from octavo.data.storage import cache, hub_datasets
 from octavo.data.storage.open_rows import open_rows
 
@@ -31,8 +31,8 @@ def small_limits(monkeypatch):
     """Bounds that tests reach with kilobytes."""
     monkeypatch.setattr(columnar, "TEXT_BYTES", 20_000)
     monkeypatch.setattr(columnar, "ROW_BYTES", 50_000)
-    monkeypatch.setattr(parquet_files, "UNFOLDED", 100_000)
-    monkeypatch.setattr(parquet_files, "RATIO", 10)
+    monkeypatch.setattr(parquet_files, "MAX_DECODED_BYTES", 100_000)
+    monkeypatch.setattr(parquet_files, "MAX_RATIO", 10)
 
 
 def saved(path: Path, **columns) -> Path:
@@ -90,7 +90,7 @@ def test_a_file_is_checked_once(tmp_path, monkeypatch):
     open_rows(file.parent), open_rows(file.parent)
     from octavo.data import file_digests
 
-    file_digests._OWN.clear(), file_digests._READ.clear()
+    file_digests._LOCAL_NOTES.clear(), file_digests._LOADED.clear()
     open_rows(file.parent)
     assert len(calls) == 1
     file.write_bytes(file.read_bytes())
@@ -99,7 +99,7 @@ def test_a_file_is_checked_once(tmp_path, monkeypatch):
 
 
 def kept(tmp_path: Path, table: pa.Table) -> Path:
-    with writer(tmp_path / "x.arrow", table.schema) as out:
+    with open_writer(tmp_path / "x.arrow", table.schema) as out:
         out.write_table(table.combine_chunks())
     return tmp_path / "x.arrow"
 
@@ -211,7 +211,7 @@ def bomb(path: Path, rows: int, size: int, **options) -> Path:
 @pytest.mark.parametrize("small", (0, 1 << 30))
 def test_a_text_that_is_named_many_times_is_not_unfolded(tmp_path, small_limits, monkeypatch, small):
     """Converted, the file is refused with both sizes; streamed, each row takes what it takes."""
-    monkeypatch.setattr(cache, "SMALL", small)
+    monkeypatch.setattr(cache, "SMALL_FILE", small)
     file = bomb(tmp_path / "b.parquet", 600, 5000)
     with pytest.raises(DataError, match=r"b\.parquet has \d{3,4} bytes and takes more than \d{6,7} decoded, up to row"):
         open_rows(file)
@@ -248,7 +248,7 @@ def test_a_repeated_dictionary_of_an_arrow_file(tmp_path, small_limits):
     names = pa.DictionaryArray.from_arrays(pa.array([0] * 60, pa.int8()), pa.array([TEXT]))
     lists = pa.ListArray.from_arrays(pa.array([0, 2, 60], pa.int32()), names)
     file = kept(tmp_path, pa.table({"x": lists}))
-    assert columnar.too_large(pa.ipc.open_file(str(file)).read_all()) == {
+    assert columnar.find_large_rows(pa.ipc.open_file(str(file)).read_all()) == {
         1: "has 290000 bytes of text, and 20000 are the most; split or remove it"
     }
 
@@ -326,7 +326,7 @@ def test_the_footer_is_read_as_pyarrow_reads_it(tmp_path):
     table = pa.table({"x": [["a"] * n for n in range(9)], "y": range(9), "z": [b"q"] * 9})
     parquet.write_table(table, tmp_path / "a.parquet", row_group_size=4)
     with open(tmp_path / "a.parquet", "rb") as file:
-        groups = parquet_footer.groups_of(file)
+        groups = parquet_footer.read_row_groups(file)
     about = parquet.read_metadata(tmp_path / "a.parquet")
     assert [(g.rows, g.size) for g in groups] == [
         (about.row_group(n).num_rows, about.row_group(n).total_byte_size) for n in range(about.num_row_groups)

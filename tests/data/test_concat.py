@@ -59,11 +59,9 @@ def test_every_token_once_and_any_sample_at_once(folder, models, family):
 
 def test_tokens_are_made_once(folder, models, kept, monkeypatch):
     source, said, calls = read(folder, *WORDS), [], []
-    plain = DocumentEncoder.tokens_of
-    monkeypatch.setattr(
-        DocumentEncoder, "tokens_of", lambda self, texts: calls.append(len(texts)) or plain(self, texts)
-    )
-    monkeypatch.setattr(concat, "AT_ONCE", 30)
+    plain = DocumentEncoder.tokenize
+    monkeypatch.setattr(DocumentEncoder, "tokenize", lambda self, texts: calls.append(len(texts)) or plain(self, texts))
+    monkeypatch.setattr(concat, "CHARS_PER_CALL", 30)
 
     def made(length=7, family="qwen3", **more):
         encoder = DocumentEncoder(models(family), length)
@@ -84,15 +82,15 @@ def test_tokens_are_made_once(folder, models, kept, monkeypatch):
 
 def test_a_file_that_changes_meanwhile_is_refused(folder, models, kept, monkeypatch):
     source = read(folder, *WORDS)
-    plain = DocumentEncoder.tokens_of
+    plain = DocumentEncoder.tokenize
 
     def slow(self, texts):
         with open(source.rows.path, "a") as file:
             file.write('{"text": "late"}\n')
         return plain(self, texts)
 
-    monkeypatch.setattr(DocumentEncoder, "tokens_of", slow)
-    with pytest.raises(DataError, match=r"rows.jsonl changed while it was read; start again when it is whole"):
+    monkeypatch.setattr(DocumentEncoder, "tokenize", slow)
+    with pytest.raises(DataError, match=r"rows.jsonl changed while it was read; start again when it is complete"):
         join(source, DocumentEncoder(models("qwen3"), 8), "error", None)
     assert not list(kept.glob("*.tokens")) and not list(kept.glob(".*"))
     with pytest.raises(DataError, match="changed while it was read; start again"):
@@ -212,6 +210,6 @@ def test_documents_at_a_url_are_joined_anew_when_they_change(folder, models):
         return document_rows(cfg, Dataset(path=f"file://{path}"), encoder, None)
 
     first = tokens()
-    assert isinstance(first, concat.Joined) and tokens().file == first.file
+    assert isinstance(first, concat.JoinedDocuments) and tokens().file == first.file
     path.write_text(path.read_text().replace("Once", "Twice"))
     assert tokens().file != first.file

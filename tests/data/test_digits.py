@@ -27,7 +27,7 @@ def test_the_shipped_handwriting_is_that_of_scikit_learn():
     bunch = load_digits()
     assert levels.dtype == labels.dtype == np.uint8 and levels.shape == (1797, 8, 8)
     assert (levels == bunch.images).all() and (labels == bunch.target).all()
-    greys, answers, pools = digits.handwriting()
+    greys, answers, pools = digits.load_handwriting()
     assert (greys == np.rint(bunch.images * (255 / 16)).astype(np.uint8)).all() and (answers == bunch.target).all()
     assert sorted([*pools["train"], *pools["test"]]) == [*range(1797)]
     notice = digits.HANDWRITING.with_name("NOTICE.txt").read_text()

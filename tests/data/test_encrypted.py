@@ -57,7 +57,7 @@ def written(folder: Path, kind: str) -> Path:
 def encrypted(path: Path) -> Path:
     target = path.parent / "encrypted" / path.name
     target.parent.mkdir(exist_ok=True)
-    target.write_bytes(encryption.encrypted(path.read_bytes(), 4096))
+    target.write_bytes(encryption.encrypt(path.read_bytes(), 4096))
     return target
 
 
@@ -68,7 +68,7 @@ def encrypted(path: Path) -> Path:
 )
 def test_the_rows_are_the_same_and_the_cache_is_empty(tmp_path, monkeypatch, kind, how):
     if how != "small":
-        monkeypatch.setattr(cache, "SMALL", 0)
+        monkeypatch.setattr(cache, "SMALL_FILE", 0)
     plain = written(tmp_path, kind)
     path = encrypted(plain)
     place = path.parent if how == "folder" else path
@@ -97,7 +97,7 @@ def test_damage_and_a_missing_key_end_the_run_by_name(tmp_path, monkeypatch, kin
 
 def test_an_encrypted_image_is_the_image_and_a_damaged_one_is_no_bad_row(tmp_path):
     path = tmp_path / "a.png"
-    path.write_bytes(encryption.encrypted(image("red")))
+    path.write_bytes(encryption.encrypt(image("red")))
     assert load(path).getpixel((0, 0)) == (255, 0, 0)
     raw = bytearray(path.read_bytes())
     raw[-20] ^= 1
@@ -125,7 +125,7 @@ def test_an_encrypted_video_is_the_video_and_a_damaged_one_is_no_bad_row(tmp_pat
 
 
 def test_without_files_in_memory_it_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
     path = encrypted(written(tmp_path, "jsonl"))
     monkeypatch.delattr("os.memfd_create")
     with pytest.raises(

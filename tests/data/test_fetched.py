@@ -21,7 +21,7 @@ import pytest
 from octavo.cli.arguments import missing_files
 from octavo.config import Dataset, load_config_text
 from octavo.data import DataError, Loader, Mixture, read
-from octavo.data.batching.collate import micro_batches
+from octavo.data.batching.collate import make_micro_batches
 from octavo.data.batching.prefetch import make_prefetcher
 from octavo.data.storage import fetched, remote
 from octavo.data.storage.fetched import Store, open_fetched, open_shard
@@ -59,7 +59,7 @@ def written(folder: Path, kind: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_waiting(monkeypatch, tmp_path):
-    monkeypatch.setattr(remote, "WAIT", 0.0)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.0)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     remote.list_files.cache_clear()
 
@@ -85,7 +85,7 @@ def taken(stream, steps):
 
 
 def loader(source, **options):
-    pieces = lambda rows, size, pad: micro_batches(rows, size, pad, lambda made, pad: made)  # noqa: E731
+    pieces = lambda rows, size, pad: make_micro_batches(rows, size, pad, lambda made, pad: made)  # noqa: E731
     return Loader(Mixture([source], seed=1), Plain, 2, 4, gather=pieces, **options)
 
 

@@ -24,7 +24,7 @@ from octavo.train.run_dir import input_fingerprints
 def _settled(monkeypatch, tmp_path):
     """Files of these tests have just been written; they count as old ones."""
     monkeypatch.setattr(file_digests, "RECENT", -(10**18))
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
 
 
@@ -98,7 +98,7 @@ def test_a_digest_is_taken_once_and_what_is_the_same_is_not_converted_again(tmp_
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     for _ in range(3):
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
-    file_digests._OWN.clear(), file_digests._READ.clear()  # another process
+    file_digests._LOCAL_NOTES.clear(), file_digests._LOADED.clear()  # another process
     open_rows(file)
     assert reads == ["a.jsonl"]
     (tmp_path / "link").hardlink_to(file)
@@ -119,32 +119,34 @@ def test_a_file_that_has_just_changed_is_not_noted(tmp_path, reads, monkeypatch)
 
 def test_broken_notes_cost_a_look_and_nothing_else(tmp_path, reads):
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
-    home = file_digests._home(file, tmp_path / "cache")[0]
+    home = file_digests._note_location(file, tmp_path / "cache")[0]
     open_rows(file)
     good = home.read_text()
     for broken in ("", "{", "[]\n", good[: len(good) // 2], good.replace('"stat": [', '"stat": ["a", '), "\xff\n" * 9):
         home.write_text(broken)
-        file_digests._OWN.clear(), file_digests._READ.clear(), reads.clear()
+        file_digests._LOCAL_NOTES.clear(), file_digests._LOADED.clear(), reads.clear()
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
-        file_digests._OWN.clear(), file_digests._READ.clear()
+        file_digests._LOCAL_NOTES.clear(), file_digests._LOADED.clear()
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"], "what is appended to a torn line counts"
 
 
 def test_a_cache_that_cannot_be_written_to_reads_once_a_process(tmp_path, reads):
     (tmp_path / "cache").write_text("")
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
-    assert file_digests.digests([file], tmp_path / "cache") == file_digests.digests([file], tmp_path / "cache")
+    assert file_digests.compute_digests([file], tmp_path / "cache") == file_digests.compute_digests(
+        [file], tmp_path / "cache"
+    )
     assert reads == ["a.jsonl"]
 
 
 def test_a_file_that_is_gone_or_changes_is_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError):
-        file_digests.digests([tmp_path / "none"], tmp_path)
+        file_digests.compute_digests([tmp_path / "none"], tmp_path)
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
-    stat, calls = file_digests.stat_of, []
-    monkeypatch.setattr(file_digests, "stat_of", lambda found: (*stat(found)[:3], calls.append(1) or len(calls)))
+    stat, calls = file_digests.stat_key, []
+    monkeypatch.setattr(file_digests, "stat_key", lambda found: (*stat(found)[:3], calls.append(1) or len(calls)))
     with pytest.raises(DataError, match=r"a\.jsonl changed while it was read"):
-        file_digests.content_of(file)
+        file_digests.digest_file(file)
 
 
 def config(path: Path, tmp_path: Path):
@@ -201,7 +203,7 @@ def test_several_files_are_read_at_a_time_and_said_once(tmp_path, monkeypatch):
     monkeypatch.setattr(file_digests, "HEAD", 1)
     files = [write(tmp_path / f"{n}.jsonl", [{"n": n}]) for n in range(9)]
     said: list[str] = []
-    one = file_digests.digests(files, tmp_path / "cache", said.append)
+    one = file_digests.compute_digests(files, tmp_path / "cache", said.append)
     assert len(said) == 1 and "0.jsonl and 8 more: " in said[0] and "are read for a digest" in said[0]
-    assert file_digests.digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
+    assert file_digests.compute_digests(files, tmp_path / "cache", said.append) == one and len(said) == 1
     assert len({c.sha256 for c in one}) == 9 and SimpleNamespace(**one[3]._asdict()).size == files[3].stat().st_size

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from octavo.data.errors import ImageProblem
+from octavo.data.errors import MediaProblem
 from octavo.data.rows.image_refs import load
 from octavo.data.rows.media import locate
 
@@ -29,7 +29,7 @@ def test_outside_is_refused(folder):
     (root / "dir").symlink_to(folder.path / "out")
     outside = str(folder.path / "out" / "secret.png")
     for name in ("../out/secret.png", outside, "link.png", "dir/secret.png", "/etc/hostname", "../in-other/x.png"):
-        with pytest.raises(ImageProblem, match="is outside the image folder .*name the folder that holds it"):
+        with pytest.raises(MediaProblem, match="is outside the image folder .*name the folder that holds it"):
             locate(root, name)
 
 
@@ -46,14 +46,14 @@ def test_outside_is_refused(folder):
     ],
 )
 def test_names_that_lead_nowhere(folder, name, message):
-    with pytest.raises(ImageProblem, match=message):
+    with pytest.raises(MediaProblem, match=message):
         locate(folder.path, name)
 
 
 def test_a_loop_of_links(folder):
     (folder.path / "a").symlink_to("b")
     (folder.path / "b").symlink_to("a")
-    with pytest.raises(ImageProblem, match="cannot be looked up"):
+    with pytest.raises(MediaProblem, match="cannot be looked up"):
         locate(folder.path, "a")
 
 
@@ -64,7 +64,7 @@ def test_truncated_broken_and_no_image(folder):
     load(folder.path / "a.jpg")
     for content in (whole[: len(whole) // 2], whole[:30], b"", b"not an image", b"\x89PNG\r\n\x1a\n" + b"\0" * 40):
         (folder.path / "b.jpg").write_bytes(content)
-        with pytest.raises(ImageProblem, match=r"image .*b\.jpg cannot be decoded \(\w+: ") as problem:
+        with pytest.raises(MediaProblem, match=r"image .*b\.jpg cannot be decoded \(\w+: ") as problem:
             load(folder.path / "b.jpg")
         assert problem.value.__cause__ is not None
 
@@ -76,12 +76,12 @@ def test_a_bomb_is_refused_from_its_header(folder):
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
     (folder.path / "bomb.png").write_bytes(png)
-    with pytest.raises(ImageProblem, match=r"60000 x 60000 = 3600 megapixels, over the limit of 100 .*raise data\.max"):
+    with pytest.raises(MediaProblem, match=r"60000 x 60000 = 3600 megapixels, over the limit of 100 .*raise data\.max"):
         load(folder.path / "bomb.png")
     # With the limit raised it is decoded, and then found to be broken; Pillow's own limit does not interfere.
     before = Image.MAX_IMAGE_PIXELS
     folder.image("ok.png", (100, 30))
-    with pytest.raises(ImageProblem, match="over the limit of 0.002"):
+    with pytest.raises(MediaProblem, match="over the limit of 0.002"):
         load(folder.path / "ok.png", 0.002)
     assert load(folder.path / "ok.png", 0.003).size == (100, 30) and before == Image.MAX_IMAGE_PIXELS
 

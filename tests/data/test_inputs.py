@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from octavo import models as library
 from octavo.base.model_families import trained_families
 from octavo.data import Encoder, LongSample, collate, collate_pack
-from octavo.data.encoding.processor_calls import Calls, Wanted, split_outputs
+from octavo.data.encoding.processor_calls import ProcessorCalls, ProcessorRequest, split_outputs
 from octavo.data.encoding.sample import Input, check_lengths, concatenate, cut_inputs
 from octavo.data.errors import DataError
 from octavo.data.loaders.token_counts import count_tokens
@@ -209,7 +209,7 @@ def test_what_the_collation_does_not_know_is_refused_by_name(loaded, source):
     def call(outputs):
         processor.inputs = {"image_sizes": "image"}
         made = {"input_ids": [[1, 2]], "offset_mapping": [[(0, 1), (1, 2)]], "pixel_values": np.zeros((2, 3, 8, 8))}
-        calls = Calls(
+        calls = ProcessorCalls(
             SimpleNamespace(
                 tokenizer=processor.tokenizer, image_processor=1, image_token="[IMG]", inputs=processor.inputs
             ),
@@ -217,7 +217,7 @@ def test_what_the_collation_does_not_know_is_refused_by_name(loaded, source):
         )
         calls._call = lambda rows: made | outputs
         row = source[1]
-        found = calls([Wanted("[IMG][IMG][IMG]", row.images)])[0]
+        found = calls([ProcessorRequest("[IMG][IMG][IMG]", row.images)])[0]
         assert isinstance(found, DataError)
         return str(found)
 

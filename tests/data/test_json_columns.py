@@ -55,7 +55,7 @@ def stored(folder, rows, kind: str):
 
 
 @pytest.fixture(autouse=True)
-def quiet():
+def no_log():
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
@@ -74,8 +74,8 @@ def test_rows_are_those_of_the_json_they_come_from(folder, monkeypatch, rows, ki
     expected = folder.read(rows, "rows.jsonl", of)
     path = stored(folder, rows, kind)
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
-    for small, stream in ((cache.SMALL, False), (0, False), *([(0, True)] if kind != "saved" else [])):
-        monkeypatch.setattr(cache, "SMALL", small)
+    for small, stream in ((cache.SMALL_FILE, False), (0, False), *([(0, True)] if kind != "saved" else [])):
+        monkeypatch.setattr(cache, "SMALL_FILE", small)
         source = folder.read(path, kind=of, images=str(folder.path), stream=stream)
         for row in range(len(rows)):
             told = repr(source[row]).replace(str(path), expected.name)
@@ -112,7 +112,7 @@ def test_texts_of_columns_that_are_renamed_are_as_they_were(folder, monkeypatch,
         {"q": pa.array([*texts[:-1], '"five"'], pa.json_()), "a": pa.array([*texts[:-1], '"5"'], pa.json_())}
     )
     parquet.write_table(rows, folder.path / "rows.parquet")
-    monkeypatch.setattr(cache, "SMALL", 0 if stream else cache.SMALL)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0 if stream else cache.SMALL_FILE)
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     source = folder.read(folder.path / "rows.parquet", columns={"prompt": "q", "answer": "a"}, stream=stream)
     assert [[turn.text for turn in source[row].turns] for row in range(len(texts))] == [

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.data import BadSample, DataError, Encoder, EvalSet, Loader, Mixture
-from octavo.data.batching.collate import micro_batches
+from octavo.data.batching.collate import make_micro_batches
 from octavo.data.errors import WorkerDied
 from octavo.data.loaders.from_config import worker_count
-from octavo.data.loaders.loader import Processed, _Chunks, run_workers
+from octavo.data.loaders.loader import EncodedRows, _RowChunks, run_workers
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_any_number_of_ranks_shares_a_step_in_as_many_micro_batches(batch, micro
     mixture = Mixture([range(7), range(5)], seed=2)
 
     def step(rank, world):
-        pieces = {"gather": lambda rows, size, pad: micro_batches(rows, size, pad, lambda made, pad: made)}
+        pieces = {"gather": lambda rows, size, pad: make_micro_batches(rows, size, pad, lambda made, pad: made)}
         (found,) = steps(Loader(mixture, Plain, micro, batch, rank, world, start, **pieces), 1)
         return found
 
@@ -158,7 +158,7 @@ def test_a_worker_that_hangs_is_named_with_the_row_that_it_did_not_bring(folder)
                 time.sleep(60)
             return places
 
-    stream = run_workers(Rows(), _Chunks([(0, row) for row in range(18)], 2), 2, timeout=2.0)
+    stream = run_workers(Rows(), _RowChunks([(0, row) for row in range(18)], 2), 2, timeout=2.0)
     assert [place for _ in range(3) for place, _ in next(stream)] == [(0, row) for row in range(6)]
     pids = sorted(child.pid for child in multiprocessing.active_children())
     with pytest.raises(
@@ -265,7 +265,7 @@ def test_a_file_whose_name_is_no_text_is_listed(folder, encoder):
 def test_a_bad_row_keeps_nothing_of_what_was_read(folder, encoder):
     """It stays in the cache, which counts a kilobyte for it."""
     (folder.path / "broken.png").write_bytes(b"no")
-    rows = Processed((folder.read([folder.llava("<image>", "x", image="broken.png")]),), encoder)
+    rows = EncodedRows((folder.read([folder.llava("<image>", "x", image="broken.png")]),), encoder)
     [bad] = rows[[(0, 0)]]
     assert isinstance(bad, BadSample) and (bad.__cause__, bad.__context__, bad.__traceback__) == (None, None, None)
 
@@ -331,20 +331,20 @@ def test_the_cache_is_bounded_and_used(source, encoder):
     def of(processed, row):
         return processed[[(0, row)]][0]
 
-    everything = Processed((source,), encoder)
+    everything = EncodedRows((source,), encoder)
     assert of(everything, 1) is of(everything, 1)
     size = of(everything, 1).nbytes + 1024
-    two = Processed((source,), encoder, cache_bytes=2 * size)
+    two = EncodedRows((source,), encoder, cache_bytes=2 * size)
     first = of(two, 1)
     of(two, 2)
     assert of(two, 1) is first  # used again, so row 2 is the older one
     of(two, 4)
     assert of(two, 1) is first and set(two._kept) == {(0, 1), (0, 4)}
-    nothing = Processed((source,), encoder, cache_bytes=0)
+    nothing = EncodedRows((source,), encoder, cache_bytes=0)
     assert of(nothing, 1) is not of(nothing, 1)
     first, *others, again = everything[[(0, 2), (0, 1), (0, 3), (0, 2)]]
     assert first is again and others[0] is of(everything, 1) and [made.row for made in others] == [1, 3]
-    for made in Processed((source,), encoder)[[(0, 1), (0, 2)]]:
+    for made in EncodedRows((source,), encoder)[[(0, 1), (0, 2)]]:
         assert made.pixel_values.base is None  # not a view of what was made of both
 
 

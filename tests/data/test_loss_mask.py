@@ -5,7 +5,7 @@ import random
 import jinja2
 import pytest
 
-from octavo.data.encoding.loss_mask import Answers, TemplateProblem, answer_spans, rendered
+from octavo.data.encoding.loss_mask import Answers, TemplateProblem, answer_spans, render_messages
 
 MESSAGES = [
     {"role": "user", "content": "Hi?"},
@@ -47,7 +47,7 @@ def renderer(template):
 
 
 def answers(template, messages=MESSAGES):
-    text = rendered(messages, renderer(template))
+    text = render_messages(messages, renderer(template))
     spans = answer_spans(text, messages, renderer(template), ["<|im_end|>", "</s>"])
     return [text[start:end] for start, end in spans]
 
@@ -116,7 +116,7 @@ def test_learned_answers_are_those_of_prefixes(template):
         roles = ("user", "assistant", "user", "assistant", "system")[: 2 + row % 4]
         turns = [{"role": role, "content": draw.choice(WORDS)} for role in roles]
         try:
-            text = rendered(turns, render)
+            text = render_messages(turns, render)
         except TemplateProblem:
             continue
         for reach, given in ((None, 0), (len(text) // 2, 0), (None, 1)):
@@ -133,7 +133,7 @@ def test_learned_answers_are_those_of_prefixes(template):
 def test_answers_that_end_otherwise_where_others_follow_are_found_nowhere():
     """What a model would learn of such an answer is not how it must end one."""
     template = NO_END.replace("content }}", "content }}{{ '.' if loop.last else ',' }}")
-    whole = rendered(MESSAGES, renderer(template))
+    whole = render_messages(MESSAGES, renderer(template))
     with pytest.raises(TemplateProblem, match="so that its answer cannot be found"):
         Answers(["</s>"]).spans(whole, MESSAGES, renderer(template))
 
@@ -142,7 +142,7 @@ def test_answers_of_the_same_roles_are_rendered_no_more():
     def asked(template, rows):
         calls, answers = [], Answers(["<|im_end|>"])
         for turns in rows:
-            whole = rendered(turns, renderer(template))
+            whole = render_messages(turns, renderer(template))
             spans = answers.spans(whole, turns, lambda *given: calls.append(given) or renderer(template)(*given))
         return len(calls), [whole[start:end] for start, end in spans]
 

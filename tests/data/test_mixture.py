@@ -65,7 +65,7 @@ def test_weights_that_make_no_sense(weights):
 
 
 def test_nothing_to_draw_from_and_rows_before_the_first():
-    with pytest.raises(DataError, match="no data set to draw from; name at least one in data.train"):
+    with pytest.raises(DataError, match="the mixture has no data set; name at least one in data.train"):
         Mixture([])
     with pytest.raises(IndexError, match="row -1; rows count from 0"):
         Mixture([range(3)]).row(-1)

@@ -158,8 +158,8 @@ ROWS = [{"n": n, "text": "é" * (n % 50)} if n % 7 else [n, None, {"x": 1.5}] fo
 @pytest.fixture
 def all_kept(monkeypatch):
     """Every file goes into the cache; what was said of it."""
-    monkeypatch.setattr(cache, "SMALL", 0)
-    monkeypatch.setattr(cache, "EVERY", -1.0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
+    monkeypatch.setattr(cache, "PROGRESS_SECONDS", -1.0)
     return []
 
 
@@ -167,7 +167,7 @@ def all_kept(monkeypatch):
 def test_a_damaged_offset_in_the_cache_is_named(folder, kind, monkeypatch):
     """Arrow follows the offsets of a file blindly; one that points out of it would end the process. So a file that is
     not the one that was checked is checked when it is opened; and each row by itself, since a disk may fail later."""
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
     rows = [{"text": f"{n:04}" * 100} for n in range(8)]
     if kind == "jsonl":
         path, size = folder.json(rows, "rows.jsonl"), len(json.dumps(rows[0])) + 1
@@ -194,7 +194,7 @@ def test_a_damaged_offset_in_the_cache_is_named(folder, kind, monkeypatch):
 
 
 def test_damaged_names_of_keys_are_looked_up_again(folder, monkeypatch):
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
     found = open_rows(folder.json([{"a": 1}, {"b": 2}], "rows.jsonl"), folder.path / "cache")
     found.keys()
     (kept,) = (folder.path / "cache").glob("*.keys")
@@ -244,7 +244,7 @@ def _one_of_two(path, where, meet, locks):
                 raise NotImplementedError("no flock here")
 
         cache.FileLock = FileLock
-    cache.SMALL, said, writes = 0, [], arrow_rows.write_texts
+    cache.SMALL_FILE, said, writes = 0, [], arrow_rows.write_texts
 
     def together(sink, rows, done):
         writes(sink, rows, done)
@@ -288,7 +288,7 @@ def test_images_of_a_folder_are_not_looked_at(folder, monkeypatch):
     before, prints = cache._identity(shards), input_fingerprints._data_fingerprint(shards, folder.path)
     folder.image("shards/deep/c.png"), folder.image("shards/a.png", color=0)
     assert (before, prints) == (cache._identity(shards), input_fingerprints._data_fingerprint(shards, folder.path))
-    assert [file.name for file in cache.files_of(shards)] == ["one.jsonl"]
+    assert [file.name for file in cache.list_row_files(shards)] == ["one.jsonl"]
     folder.json(ROWS[:8], "shards/one.jsonl")
     assert before != cache._identity(shards) and prints != input_fingerprints._data_fingerprint(shards, folder.path)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.data import Mixture, order
-from octavo.data.order import Whole, Windows, order_of
+from octavo.data.order import FullShuffle, WindowShuffle, make_order
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 
@@ -26,7 +26,7 @@ class Rows(SimpleNamespace):
 @settings(deadline=None)
 @given(SIZES, st.integers(1, 12), st.integers(0, 5), st.integers(0, 3))
 def test_every_row_once_an_epoch_and_of_few_shards_at_a_time(sizes, window, seed, epoch):
-    rows = Windows(sizes, window, seed, 1)
+    rows = WindowShuffle(sizes, window, seed, 1)
     found = [rows.row(epoch, n) for n in range(rows.size)]
     assert sorted(found) == list(range(sum(sizes)))
     owner = [shard for shard, size in enumerate(sizes) for _ in range(size)]
@@ -44,7 +44,7 @@ def test_every_row_once_an_epoch_and_of_few_shards_at_a_time(sizes, window, seed
 
 
 def test_shards_and_rows_come_anew_in_every_epoch_and_the_order_is_pinned():
-    rows = Windows([3, 2, 4, 1], 5, 0, 0)
+    rows = WindowShuffle([3, 2, 4, 1], 5, 0, 0)
     epochs = [[rows.row(epoch, n) for n in range(10)] for epoch in range(3)]
     assert epochs[0] == [0, 1, 2, 9, 3, 7, 5, 8, 4, 6]
     assert len({*map(tuple, epochs)}) == 3 and len({tuple(sorted(epoch[:5])) for epoch in epochs}) > 1
@@ -57,7 +57,7 @@ def test_shards_and_rows_come_anew_in_every_epoch_and_the_order_is_pinned():
 )  # fmt: skip
 def test_a_mixture_dealt_out_in_blocks_has_every_row_as_often_and_names_the_shards_it_needs(sets, block, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "WHOLE", 0)
+        patch.setattr(order, "FULL_SHUFFLE_ROWS", 0)
         patch.setattr(order, "BLOCK", block)
         drawn = Mixture([Rows(shards=sizes, window=window) for sizes, window, _ in sets], [w for *_, w in sets], seed)
         count = 2 * sum(drawn.draws)
@@ -75,7 +75,7 @@ def test_a_mixture_dealt_out_in_blocks_has_every_row_as_often_and_names_the_shar
 
 def test_blocks_hold_each_set_in_proportion(monkeypatch):
     """As one shuffled round does, but that a block may have a row more or less."""
-    monkeypatch.setattr(order, "WHOLE", 0)
+    monkeypatch.setattr(order, "FULL_SHUFFLE_ROWS", 0)
     monkeypatch.setattr(order, "BLOCK", 100)
     drawn = Mixture([range(900), range(90), range(10)])
     for n in range(0, 2000, 100):
@@ -85,14 +85,14 @@ def test_blocks_hold_each_set_in_proportion(monkeypatch):
 
 def test_what_is_shuffled_together_where_nobody_says(monkeypatch):
     """All rows of sets that fit, windows of others; files where there are some, else pieces."""
-    assert isinstance(order_of(range(50), 0, 0), Whole)
-    assert isinstance(order_of(Rows(shards=[5, 5], window=None), 0, 0), Whole)
-    assert isinstance(order_of(Rows(shards=[5, 5], window=10), 0, 0), Whole)  # no order of files: all are in it
-    assert order_of(Rows(shards=[5, 5], window=4), 0, 0).sizes.tolist() == [5, 5]
-    monkeypatch.setattr(order, "WHOLE", 40)
+    assert isinstance(make_order(range(50), 0, 0), FullShuffle)
+    assert isinstance(make_order(Rows(shards=[5, 5], window=None), 0, 0), FullShuffle)
+    assert isinstance(make_order(Rows(shards=[5, 5], window=10), 0, 0), FullShuffle)  # no order of files: all are in it
+    assert make_order(Rows(shards=[5, 5], window=4), 0, 0).sizes.tolist() == [5, 5]
+    monkeypatch.setattr(order, "FULL_SHUFFLE_ROWS", 40)
     monkeypatch.setattr(order, "WINDOW", 16)
     monkeypatch.setattr(order, "PIECE", 20)
-    found = order_of(range(50), 0, 0)
+    found = make_order(range(50), 0, 0)
     assert (found.sizes.tolist(), found.window) == ([20, 20, 10], 16)
 
 

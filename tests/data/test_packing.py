@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from octavo.data import BadSample, DataError, DocumentEncoder, Encoder, Mixture, PackLoader, collate_pack
-from octavo.data.batching.packing import cost, deal, pack, waste
+from octavo.data.batching.packing import assign_to_ranks, pack, pack_cost, padding_share
 from octavo.data.encoding.sample import Sample
 from octavo.data.loaders import token_counts
 from octavo.data.rows.image_refs import load, size
@@ -30,7 +30,7 @@ def test_every_sample_is_in_one_pack_and_no_pack_is_too_long(lengths):
     assert all(0 < size <= 64 for size in sizes) and all(list(one) == sorted(one) for one in packs)
     assert sum(size <= 32 for size in sizes) <= 1  # or two of them would have been one
     assert packs == pack(list(lengths), 64)
-    assert waste(packs, lengths, 64) == pytest.approx(1 - sum(sizes) / (64 * len(packs)) if packs else 0)
+    assert padding_share(packs, lengths, 64) == pytest.approx(1 - sum(sizes) / (64 * len(packs)) if packs else 0)
 
 
 def by_looking(lengths: list[int], capacity: int) -> list[tuple[int, ...]]:
@@ -59,16 +59,16 @@ def test_lengths_that_fit_no_pack_are_refused():
 
 @given(st.lists(st.integers(0, 10**9), max_size=24), st.integers(1, 4))
 def test_packs_are_dealt_evenly(costs, ranks):
-    dealt = deal(costs, ranks)
+    dealt = assign_to_ranks(costs, ranks)
     assert sorted(chain(*dealt)) == list(range(len(costs))) and len(dealt) == ranks
     assert max(map(len, dealt)) == -(-len(costs) // ranks)
-    assert dealt == deal(costs, ranks)
+    assert dealt == assign_to_ranks(costs, ranks)
 
 
 def test_the_dearest_packs_go_to_different_ranks():
-    assert deal([9, 8, 2, 1], 2) == [(0, 3), (1, 2)]
-    assert deal([9, 8, 2], 2) == [(0,), (1, 2)]
-    assert cost([8]) > cost([4, 4])
+    assert assign_to_ranks([9, 8, 2, 1], 2) == [(0, 3), (1, 2)]
+    assert assign_to_ranks([9, 8, 2], 2) == [(0,), (1, 2)]
+    assert pack_cost([8]) > pack_cost([4, 4])
 
 
 # --- one pack -------------------------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ def test_tokens_are_counted_as_they_are_made(folder, models, family):
     lengths = [len(made.input_ids) for made in encoder.encode_all(rows)]
     assert token_counts.count_tokens(encoder, rows) == lengths
     short = Encoder(encoder.processor, sorted(lengths)[10])
-    left_out = [isinstance(made, DataError) for made in short.encode_all(rows)]
-    assert any(left_out) and [count == 0 for count in token_counts.count_tokens(short, rows)] == left_out
+    reasoning_notes = [isinstance(made, DataError) for made in short.encode_all(rows)]
+    assert any(reasoning_notes) and [count == 0 for count in token_counts.count_tokens(short, rows)] == reasoning_notes
     cut = Encoder(encoder.processor, sorted(lengths)[10], on_long="cut")
     for count, made in zip(token_counts.count_tokens(cut, rows), cut.encode_all(rows), strict=True):
         assert isinstance(made, DataError) or len(made.input_ids) <= count <= cut.seq_length

@@ -332,6 +332,6 @@ def test_a_labelled_row_alone_has_nothing_to_be_crossed_with(folder, models):
     assert (batch["labels"] != -100).any() and not (batch["crossed"]["labels"] != -100).any()
     assert batch["desirable"].tolist() == [True]
     cfg.train.global_batch = 1
-    with pytest.raises(DataError, match="global_batch is 1, and KTO compares the rows of a step with each other"):
+    with pytest.raises(DataError, match="global_batch is 1, but KTO compares the rows of a step with each other"):
         pair_loader(cfg, models("qwen3"), kind="labelled")
     assert LabelledEncoder(models("qwen3"), 64).encode(pairs(folder, rows, "labelled")[0]).label is True

@@ -9,7 +9,7 @@ import PIL
 import pytest
 from PIL import Image
 
-from octavo.data.errors import ImageProblem
+from octavo.data.errors import MediaProblem
 from octavo.data.rows.image_refs import FORMATS, load
 
 RED, HALF, CLEAR = (255, 0, 0, 255), (0, 0, 255, 128), (9, 9, 9, 0)
@@ -137,7 +137,7 @@ def test_transparency_shows_white(tmp_path, case):
 def test_what_does_not_say_what_it_means(tmp_path, case):
     content, message = REFUSED[case]
     (tmp_path / "a").write_bytes(content)
-    with pytest.raises(ImageProblem, match=rf"image .*/a {message}"):
+    with pytest.raises(MediaProblem, match=rf"image .*/a {message}"):
         load(tmp_path / "a")
 
 
@@ -176,7 +176,7 @@ def test_no_image_starts_a_program(tmp_path, monkeypatch):
     Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
     (tmp_path / "a.eps").rename(tmp_path / "a.png")
     for others in (tmp_path / "a.png", _saved(tmp_path / "a.ico"), _saved(tmp_path / "a.pcx")):
-        with pytest.raises(ImageProblem, match="its header matches none of PNG, JPEG, .*; convert it to one of them"):
+        with pytest.raises(MediaProblem, match="its header matches none of PNG, JPEG, .*; convert it to one of them"):
             load(others)
     assert not (tmp_path / "started").exists() and "EPS" not in FORMATS
 

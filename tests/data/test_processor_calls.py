@@ -9,7 +9,7 @@ import pytest
 
 from octavo.data import BadSample, Document, DocumentEncoder, Encoder
 from octavo.data.encoding import processor_calls as module
-from octavo.data.encoding.processor_calls import Calls, Wanted, run_together
+from octavo.data.encoding.processor_calls import ProcessorCalls, ProcessorRequest, run_together
 from octavo.data.errors import DataError
 from tests.data.test_encode import FAMILIES, rows
 
@@ -63,8 +63,8 @@ def test_together_as_alone(source, models, monkeypatch, family, open_pixels):
 
 def test_the_processor_is_called_once(source, models, monkeypatch):
     calls = []
-    call = Calls._call
-    monkeypatch.setattr(Calls, "_call", lambda self, rows: calls.append(len(rows)) or call(self, rows))
+    call = ProcessorCalls._call
+    monkeypatch.setattr(ProcessorCalls, "_call", lambda self, rows: calls.append(len(rows)) or call(self, rows))
     Encoder(models("qwen3_vl"), 512).encode_all([source[row] for row in (0, 1, 2, 5, 6, 0)])
     assert calls == [4, 2]  # those with images, those without
     Encoder(models("qwen3"), 512).encode_all([source[row] for row in (2, 6, 2)])
@@ -73,8 +73,8 @@ def test_the_processor_is_called_once(source, models, monkeypatch):
 
 def test_a_few_rows_start_no_threads_of_the_tokenizer(source, models, monkeypatch):
     seen = []
-    call = Calls._call
-    monkeypatch.setattr(Calls, "_call", lambda *given: seen.append(os.environ[NAME]) or call(*given))
+    call = ProcessorCalls._call
+    monkeypatch.setattr(ProcessorCalls, "_call", lambda *given: seen.append(os.environ[NAME]) or call(*given))
     for asked, told in ((None, "false"), ("true", "true")):
         monkeypatch.delenv(NAME, raising=False) if asked is None else monkeypatch.setenv(NAME, asked)
         Encoder(models("qwen3"), 512).encode_all([source[2]])
@@ -112,11 +112,11 @@ def test_documents(folder, models):
 
 def test_what_is_answered_goes_to_who_asked():
     def row(number):
-        first = yield Wanted(f"{number}")
+        first = yield ProcessorRequest(f"{number}")
         if number == 2:
             raise DataError("of two")
         try:
-            second = yield Wanted(f"{number}{first}")
+            second = yield ProcessorRequest(f"{number}{first}")
         except ValueError as cause:
             return str(cause)
         return first, second

@@ -75,7 +75,7 @@ class Status(Exception):
 def url(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[str]:
     """Of a file on a server of this process; its first four answers are those in `Server.answers`."""
     fsspec.register_implementation("plain", Plain, clobber=True)
-    monkeypatch.setattr(remote, "WAIT", 0.0)
+    monkeypatch.setattr(remote, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(Server, "over", threading.Event())
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     remote.list_files.cache_clear()
@@ -127,8 +127,8 @@ def test_a_file_that_is_missing_is_not_asked_for_again(url, said, monkeypatch, h
 def test_a_silent_server_is_given_up_and_asked_again(url, said, monkeypatch):
     """However slow this machine is: the limit is lifted once the server has been given up."""
     monkeypatch.setattr(Server, "answers", ["silent"])
-    monkeypatch.setattr(remote, "SECONDS", 0.05)
-    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "SECONDS", 600.0))
+    monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}]
     assert said and "rows.jsonl: try 1 of 4 failed (nothing came for 0.05 s)" in said[0]
@@ -136,7 +136,7 @@ def test_a_silent_server_is_given_up_and_asked_again(url, said, monkeypatch):
 
 def test_a_server_that_never_answers_ends_in_a_sentence(url, said, monkeypatch):
     monkeypatch.setattr(Server, "answers", ["silent"] * 99)
-    monkeypatch.setattr(remote, "SECONDS", 0.05)
+    monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
     with pytest.raises(DataError, match=r"rows\.jsonl cannot be had, in 4 tries \(nothing came for 0\.05 s\)"):
         open_fetched(url, None)
     assert len(said) == 4
@@ -152,9 +152,9 @@ def test_a_slow_line_is_asked_for_less_at_a_time(url, said, monkeypatch):
             return super().read(size)
 
     monkeypatch.setattr(Plain, "_open", lambda *call, **options: Slow(ROWS))
-    for name, value in (("SECONDS", 0.05), ("_BLOCK", 2 * 16), ("_LEAST", 1)):
+    for name, value in (("STALL_SECONDS", 0.05), ("_BLOCK", 2 * 16), ("_MIN_BLOCK", 1)):
         monkeypatch.setattr(remote, name, value)
-    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "SECONDS", 600.0))
+    monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
     rows = open_fetched(url, None)
     assert [rows[n] for n in range(len(rows))] == [{"n": 1}, {"n": 2}] and len(said) == 1
 
@@ -165,7 +165,7 @@ def test_what_comes_late_is_not_written(tmp_path, monkeypatch):
     file.write_bytes(b"a" * 18)
     monkeypatch.setattr(Plain, "_open", lambda *call, **options: io.BytesIO(ROWS))
     fsspec.register_implementation("plain", Plain, clobber=True)
-    watch.given_up = True
+    watch.abandoned = True
     remote._copy(remote.Remote("plain://h/rows.jsonl", 18, ""), file, watch)
     assert file.read_bytes() == b"a" * 18
 

@@ -14,16 +14,16 @@ from octavo.data import (
     DataError,
     count_epoch_rows,
     eval_set,
-    prepare,
+    prepare_datasets,
     train_loader,
 )
 from octavo.data.rows.conversations import Text, Turn
-from octavo.data.tasks.splitting import questions, split
+from octavo.data.tasks.splitting import find_questions, split
 from octavo.train.forward import evaluation
 from tests.data.test_thinking import CALL, ENDED, TOOL, TURNS, WITHIN, as_messages, block, learned, row
 
 USER, SAID, TOLD, SYSTEM = (Turn(role, (Text("x"),)) for role in ("user", "assistant", "tool", "system"))
-KEPT = Turn("assistant", (Text("x"),), learned=False)
+CONTEXT = Turn("assistant", (Text("x"),), learned=False)
 CALLED = Turn("assistant", (), ({"function": CALL},))
 
 
@@ -36,12 +36,12 @@ CALLED = Turn("assistant", (), ({"function": CALL},))
         ([USER, CALLED, TOLD, SAID, USER, CALLED, TOLD, CALLED, TOLD, SAID], [(4, 0), (10, 2)]),
         ([USER, SAID, SYSTEM, USER, SAID, USER], [(2, 0), (5, 1)]),  # the last question has no answer
         ([USER, CALLED, TOLD, USER, SAID, TOLD], [(2, 0), (5, 1)]),
-        ([USER, KEPT, USER, SAID, KEPT, USER, KEPT], [(5, 1)]),
+        ([USER, CONTEXT, USER, SAID, CONTEXT, USER, CONTEXT], [(5, 1)]),
         ([USER], []),
     ],
 )
 def test_where_questions_end(turns, found):
-    assert questions(turns) == found
+    assert find_questions(turns) == found
 
 
 THREE = [(f"r{n}", f"a{n}") for n in (1, 2, 3)]
@@ -190,7 +190,7 @@ def test_an_epoch_has_every_answer_once_and_goes_on_where_it_stopped(folder, enc
     made = encoder("qwen3_5")
     cfg = override(cfg, ["data.packing=true", "data.window=20"]) if packing else cfg
     said = []
-    prepare(cfg, made.processor, said.append)
+    prepare_datasets(cfg, made.processor, said.append)
     assert any("questions" in one for one in said)
     report = folder.path / "skipped.jsonl"
     loader = train_loader(cfg, made.processor, report_path=report)
@@ -223,7 +223,7 @@ def test_held_out_questions_are_numbered_as_in_their_conversation(encoder, cfg):
         found = eval_set(chosen, made.processor, micro_batch=2)
         pieces: list = []
         for batch in found:
-            evaluation._judge(torch.zeros(*batch["input_ids"].shape, len(made.tokenizer)), batch, pieces)
+            evaluation._policy(torch.zeros(*batch["input_ids"].shape, len(made.tokenizer)), batch, pieces)
         assert [(piece["row"], piece["answer"]) for piece in pieces] == wanted
         named = [found.origin(piece["file"], piece["row"], piece["answer"]) for piece in pieces]
         assert named[1:-1] == [("one", "two", "three")[number] for _, number in wanted[1:-1]]

@@ -49,7 +49,7 @@ STREAMED = ("jsonl", "csv", "tsv", "parquet", "shards of parquet", "shards of cs
 @pytest.mark.parametrize(("kind", "stream"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in STREAMED)])
 def test_every_kind_of_file_gives_the_same_batches(folder, models, kind, stream, monkeypatch):
     """Rows, tokens, order, a resume in the middle, and all of it through the cache, or past it."""
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     encoder = Encoder(models("qwen3"), 64)
 
@@ -74,7 +74,7 @@ def test_a_stream_keeps_few_row_groups_and_quoted_lines(folder, monkeypatch):
     streamed, kept = (open_rows(folder.path / "x.csv", stream=stream) for stream in (True, False))
     assert [streamed[n] for n in (2, 0, 1)] == [kept[n] for n in (2, 0, 1)]
     assert kept[0] == {"a": "x\r\ny", "b": '1,"2"'} and len(streamed) == len(kept) == 3
-    monkeypatch.setattr("octavo.data.formats.streaming.KEPT", 1)
+    monkeypatch.setattr("octavo.data.formats.streaming.CACHE_BYTES", 1)
     rows = open_rows(saved(folder, TEXT, "parquet"), stream=True)
     assert [rows[n] for n in (39, 0, 6, 7, 20)] == [TEXT[n] for n in (39, 0, 6, 7, 20)]
     assert len(streaming.TABLES) == 1
@@ -82,7 +82,7 @@ def test_a_stream_keeps_few_row_groups_and_quoted_lines(folder, monkeypatch):
 
 @pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved", "shards of jsonl"))
 def test_the_columns_for_rewards_are_those_of_any_row(folder, kind, monkeypatch):
-    monkeypatch.setattr(cache, "SMALL", 0)
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     rows = [{"question": f"{n}?", "answer": "1"} for n in range(20)]
     rows[17]["level"] = rows[18]["output"] = "2"
@@ -211,8 +211,8 @@ def test_images_may_stand_in_the_rows(folder, models):
     broken = folder.read(saved(folder, [{**inside[0], "image": {"bytes": b"no", "path": "x.png"}}], "parquet"))
     with pytest.raises(BadSample, match=r"rows\.parquet, row 0: image x\.png \(\w{12}\) cannot be decoded"):
         encoder.encode(broken[0])
-    bomb = image_refs.Picture((folder.path / names[0]).read_bytes())
-    with pytest.raises(image_refs.ImageProblem, match="decompression bomb"):
+    bomb = image_refs.InlineImage((folder.path / names[0]).read_bytes())
+    with pytest.raises(image_refs.MediaProblem, match="decompression bomb"):
         image_refs.load(bomb, 1e-5)
 
 
@@ -297,7 +297,7 @@ def test_tables_that_cannot_be_used(folder, name, content, message, stream):
 @pytest.mark.parametrize("small", (1 << 30, 0))
 def test_a_broken_page_is_the_files_fault(folder, small, monkeypatch):
     """Not that of the folder of the cache, which Arrow's OSError would be taken for."""
-    monkeypatch.setattr(cache, "SMALL", small)
+    monkeypatch.setattr(cache, "SMALL_FILE", small)
     path = saved(folder, TEXT, "parquet")
     data = path.read_bytes()
     path.write_bytes(data[:4] + b"\xff" * 60 + data[64:])
@@ -331,14 +331,14 @@ def test_a_folder_of_many_small_files_is_not_kept_in_memory(folder, monkeypatch)
     """Bytes in Arrow's memory are counted; few small files stay as they are."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     path = saved(folder, [{"text": "a" * 3000 + str(n)} for n in range(400)], "shards of jsonl")
-    monkeypatch.setattr("octavo.data.storage.open_rows.FEW", 25)
+    monkeypatch.setattr("octavo.data.storage.open_rows.MAX_FILES_IN_MEMORY", 25)
     before = pa.total_allocated_bytes()
     held = open_rows(path)
     assert pa.total_allocated_bytes() - before > 1 << 20 and not (folder.path / "cache").exists()
     truth = [held[n] for n in (399, 0, 17)]
     del held
-    monkeypatch.setattr("octavo.data.storage.open_rows.TOGETHER", 1 << 20)
-    monkeypatch.setattr("octavo.data.storage.open_rows.OPEN", 2)
+    monkeypatch.setattr("octavo.data.storage.open_rows.MAX_BYTES_IN_MEMORY", 1 << 20)
+    monkeypatch.setattr("octavo.data.storage.open_rows.MAX_OPEN_FILES", 2)
     before = pa.total_allocated_bytes()
     rows = open_rows(path)
     assert [rows[n] for n in (399, 0, 17)] == truth and len({*rows.keys()}) == 1 and len(rows._rows) == 2

@@ -82,7 +82,7 @@ def test_images_and_sounds_stand_where_the_json_names_them(tmp_path):
 def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, monkeypatch):
     """Tokens, pixels and order; by files that are opened anew; as a worker gets them; its index is made once."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
-    monkeypatch.setattr("octavo.data.storage.open_rows.OPEN", 1)
+    monkeypatch.setattr("octavo.data.storage.open_rows.MAX_OPEN_FILES", 1)
     names = [folder.image(f"{n}.png", color=(20 * n, 80, 200)) for n in range(9)]
     rows = [{"images": [name], **talk("<image>What?", name)} for name in names]
     (folder.path / "tars").mkdir()
@@ -93,12 +93,12 @@ def test_a_folder_of_tars_gives_the_batches_of_its_rows_as_json(folder, models, 
         packed(folder.path / "tars" / f"part-{part}.tar", *files)
     (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools leave it
     said: list[str] = []
-    monkeypatch.setattr("octavo.data.storage.open_rows.MUCH", 0)  # by processes
-    assert len(open_rows(folder.path / "tars", log=said.append)) == 9
+    monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # by processes
+    assert len(open_rows(folder.path / "tars", say=said.append)) == 9
     assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
     source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
-    assert len(open_rows(folder.path / "tars", log=said.append)) == 9 and said == []
-    assert [file.name for file in cache.files_of(folder.path / "tars")] == [f"part-{n}.tar" for n in range(3)]
+    assert len(open_rows(folder.path / "tars", say=said.append)) == 9 and said == []
+    assert [file.name for file in cache.list_row_files(folder.path / "tars")] == [f"part-{n}.tar" for n in range(3)]
     assert source.shards.tolist() == [3, 3, 3]
     truth = folder.read(rows)
     encoder = Encoder(models("qwen3_vl"), 64)

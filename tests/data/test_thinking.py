@@ -6,8 +6,8 @@ import pytest
 
 from octavo.data import IGNORE, BadSample, Encoder, LabelledEncoder, LongSample, PairEncoder, PromptEncoder
 from octavo.data.encoding.thinking import split_reasoning
-from octavo.data.loaders.token_counts import _print_of, count_tokens
-from octavo.data.skip_report import CONTROL, LEFT_OUT
+from octavo.data.loaders.token_counts import _encoder_fingerprint, count_tokens
+from octavo.data.skip_report import CONTROL_TOKENS, REASONING_LEFT_OUT
 from octavo.data.tasks.splitting import split
 from tests.data.chat_templates import TEMPLATES
 
@@ -39,18 +39,18 @@ def block(number, opened=True):
 APART = [("r1", "a1"), ("r2", "a2")]
 WITHIN = [block(1), block(2)]
 RAW = [block(1, opened=False), block(2, opened=False)]
-SHUT, KEPT = {"enable_thinking": False}, {"preserve_thinking": True}
+NO_THINKING, PRESERVE = {"enable_thinking": False}, {"preserve_thinking": True}
 # template, its arguments, and what is learned of a row: of one answer with its reasoning, of one without, of two with,
 # of two without. None: refused, since a model writes no reasoning behind its prompt.
 TABLE = [
     ("qwen3_vl", {}, [block(1)], ["a1"], [block(1), block(2)], ["a1", "a2"]),
     ("qwen3_5", {}, [block(1, False)], ["a1"], [block(2, False)], ["a1", "a2"]),
     ("qwen3_6", {}, [block(1, False)], ["a1"], [block(2, False)], ["a1", "a2"]),
-    ("qwen3_6", KEPT, [block(1, False)], ["a1"], [block(1, False), block(2, False)], ["a1", "a2"]),
-    ("qwen3_5", SHUT, None, ["a1"], None, ["a1", "a2"]),
-    ("qwen3_6", SHUT, None, ["a1"], None, ["a1", "a2"]),
+    ("qwen3_6", PRESERVE, [block(1, False)], ["a1"], [block(1, False), block(2, False)], ["a1", "a2"]),
+    ("qwen3_5", NO_THINKING, None, ["a1"], None, ["a1", "a2"]),
+    ("qwen3_6", NO_THINKING, None, ["a1"], None, ["a1", "a2"]),
     ("qwen3", {}, [block(1)], ["a1"], [block(2)], ["a1", "a2"]),
-    ("qwen3", SHUT, None, ["a1"], None, ["a1", "a2"]),
+    ("qwen3", NO_THINKING, None, ["a1"], None, ["a1", "a2"]),
 ]  # fmt: skip
 
 
@@ -70,14 +70,14 @@ def test_what_is_learned(folder, encoder, template, args, one, bare, two, both):
                 sample = made.encode(source[0])
                 assert learned(made, sample) == [f"{text}{ENDED}" for text in wanted]
                 assert sample.lost == count - len(wanted)
-                assert [action for action, _ in sample.notes] == [LEFT_OUT] * (count - len(wanted))
+                assert [action for action, _ in sample.notes] == [REASONING_LEFT_OUT] * (count - len(wanted))
             assert learned(context, context.encode(source[0])) == [f"{text}{ENDED}" for text in words]
     for count, wanted in ((1, bare), (2, both)):
         for _ in range(3):
             sample = made.encode(folder.read([row(*["a1", "a2"][:count])])[0])
             assert learned(made, sample) == [f"{text}{ENDED}" for text in wanted] and not sample.notes
             written = made.tokenizer.decode(sample.input_ids)
-            assert written.count("<think>") == {"qwen3_vl": 0}.get(template, count if args == KEPT else 1)
+            assert written.count("<think>") == {"qwen3_vl": 0}.get(template, count if args == PRESERVE else 1)
 
 
 def test_an_empty_block_is_learned_where_it_is_asked_for(folder, encoder):
@@ -97,7 +97,7 @@ def test_answers_without_a_word_for_their_end(folder, encoder):
         sample = made.encode(folder.read([row(*APART)])[0])
         assert learned(made, sample) == ["\n<think>r2</think>\na2"] and sample.lost == 1
         assert learned(made, made.encode(folder.read([row("a1", "a2")])[0])) == ["a1", "a2"]
-    shut = encoder("glm", SHUT)
+    shut = encoder("glm", NO_THINKING)
     assert learned(shut, shut.encode(folder.read([row("a1", "a2")])[0])) == ["a1", "a2"]
 
 
@@ -267,7 +267,7 @@ def test_turns_that_a_row_keeps_from_being_learned_are_context(folder, encoder):
             assert [learned(made, made.encode(rows[n])) for n in range(len(rows))] == [[f"a2{ENDED}"], [last + ENDED]]
     given = row(("r1", "a1"), "a2")
     given["messages"][1]["weight"] = 0
-    for made in (encoder("qwen3_5"), encoder("qwen3_6", {**SHUT, **KEPT})):  # nor is its reasoning a matter
+    for made in (encoder("qwen3_5"), encoder("qwen3_6", {**NO_THINKING, **PRESERVE})):  # nor is its reasoning a matter
         sample = made.encode(folder.read([given], "thinks.json")[0])
         assert learned(made, sample) == [f"a2{ENDED}"] and not sample.notes
     spoken = [{"from": "human", "value": "q1"}, {**SPOKEN, "loss": False}, *RAW_TURNS]
@@ -308,7 +308,7 @@ def test_what_is_spelt_out_of_sight_is_found(folder, encoder, where):
     made = encoder("qwen3_5")
     with pytest.raises(BadSample, match=r"its text spells the model's own placeholder '<\|image_pad\|>'; remove it"):
         made.encode(folder.read([spelling("<|image_pad|>")])[0])
-    assert [action for action, _ in made.encode(folder.read([spelling(ENDED)], "b.json")[0]).notes] == [CONTROL]
+    assert [action for action, _ in made.encode(folder.read([spelling(ENDED)], "b.json")[0]).notes] == [CONTROL_TOKENS]
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -346,7 +346,7 @@ def test_tools_system_and_images_in_rows_that_think(folder, encoder):
     ]
     assert parsed[0].turns == parsed[1].turns and len(parsed[0].images) == 3
     call = '<tool_call>\n{"name": "look", "arguments": {"at": "sea"}}\n</tool_call>'
-    made = encoder("qwen3_6", {**KEPT, "add_vision_id": True})
+    made = encoder("qwen3_6", {**PRESERVE, "add_vision_id": True})
     for sample in map(made.encode, parsed):
         assert [text.replace("\n" + call, call) for text in learned(made, sample)] == [
             f"I look.\n</think>\n\n{call}{ENDED}", f"Both blue.\n</think>\n\nYes.{ENDED}", f"Quite.{ENDED}",
@@ -361,7 +361,7 @@ def test_tools_system_and_images_in_rows_that_think(folder, encoder):
 
 def test_prompts_and_pairs_are_opened_as_asked(folder, encoder):
     prompt = folder.read([{**row("a1"), "answer": "a"}], kind="prompts")[0]
-    for args, opening in (((), "<think>\n"), (SHUT, "<think>\n\n</think>\n\n")):
+    for args, opening in (((), "<think>\n"), (NO_THINKING, "<think>\n\n</think>\n\n")):
         made = encoder("qwen3_5", args, PromptEncoder)
         ids = made.encode(prompt).input_ids
         assert made.tokenizer.decode(ids).endswith(f"<|im_start|>assistant\n{opening}")
@@ -399,8 +399,8 @@ def test_no_way_of_writing_a_row_loses_reasoning(folder, encoder, asked, kind):
 
 
 def test_counts_of_tokens_belong_to_the_arguments(encoder):
-    first, same, other = (encoder("qwen3_5", args) for args in ((), (), SHUT))
-    assert _print_of(first) == _print_of(same) != _print_of(other)
+    first, same, other = (encoder("qwen3_5", args) for args in ((), (), NO_THINKING))
+    assert _encoder_fingerprint(first) == _encoder_fingerprint(same) != _encoder_fingerprint(other)
 
 
 def test_reasoning_is_found_in_texts_that_begin_with_it(folder):

@@ -28,10 +28,10 @@ from octavo.data.encoding.video import FileLimits
 from octavo.data.errors import Mismatch
 from octavo.data.loaders.token_counts import count_tokens
 from octavo.data.rows import video_refs
-from octavo.data.rows.video_refs import Clip, Frames, VideoRef
+from octavo.data.rows.video_refs import FrameFolder, InlineVideo, VideoRef
 from octavo.data.tasks.pairs import PairEncoder, parse_labelled, parse_pair
 from octavo.data.tasks.prompts import PromptEncoder, parse_prompt
-from octavo.models.processors.video import Videos
+from octavo.models.processors.video import VideoProcessor
 from octavo.models.tiny import tiny
 from octavo.parallel import World
 from octavo.train.forward.forward import Forward
@@ -140,9 +140,9 @@ def test_a_video_is_named_in_every_layout(folder):
     assert parse(alpaca, "alpaca", file="rows", row=3, images=folder).turns == plain.turns
     assert row(folder, "a.mp4", form="llava") == plain
     held = row(folder, {"bytes": (folder / "a.mp4").read_bytes(), "path": "x.mp4"})
-    assert isinstance(held.videos[0], Clip) and greys(held.videos[0], 3) == [GREYS[3]]
+    assert isinstance(held.videos[0], InlineVideo) and greys(held.videos[0], 3) == [GREYS[3]]
     for fps in (4, "4.0"):  # a text, as CSV has it
-        assert row(folder, "frames", fps=fps).videos == (Frames(folder / "frames", 4.0),)
+        assert row(folder, "frames", fps=fps).videos == (FrameFolder(folder / "frames", 4.0),)
 
 
 @pytest.mark.parametrize(
@@ -214,26 +214,26 @@ def test_a_pipe_is_not_waited_for(tmp_path):
 
 
 def test_a_folder_of_frames_in_the_order_of_its_numbers(folder):
-    assert greys(Frames(folder / "frames", 4.0)) == GREYS[:12]
-    assert greys(Frames(folder / "frames"), 0, 11, folder_fps=2.0) == [GREYS[0], GREYS[11]]
+    assert greys(FrameFolder(folder / "frames", 4.0)) == GREYS[:12]
+    assert greys(FrameFolder(folder / "frames"), 0, 11, folder_fps=2.0) == [GREYS[0], GREYS[11]]
 
 
 def test_odd_names_of_frames(tmp_path):
     for name in ("1.png", "\N{SUPERSCRIPT TWO}5.png", "10.png", "x.png"):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
-    names = [path.name for path in video_files._frames_of(Frames(tmp_path, 2.0), FileLimits())]
+    names = [path.name for path in video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())]
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir()) and names.index("1.png") == 0
     (tmp_path / "2.png").symlink_to("gone.png")  # a frame that is not there is no shorter video
     with pytest.raises(Mismatch, match="2.png is no file; restore or remove it"):
-        video_files._frames_of(Frames(tmp_path, 2.0), FileLimits())
+        video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     (tmp_path / "2.png").symlink_to("2.png")
     with pytest.raises(Mismatch, match="2.png is no file|cannot be read"):
-        video_files._frames_of(Frames(tmp_path, 2.0), FileLimits())
+        video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
     Image.new("RGB", (8, 8)).save(tmp_path / "10.jpg")
     with pytest.raises(Mismatch, match="two frames of one name; remove one"):
-        video_files._frames_of(Frames(tmp_path, 2.0), FileLimits())
+        video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
 
 
 def test_the_cover_of_a_song_is_no_video(tmp_path):
@@ -254,7 +254,7 @@ def test_the_cover_of_a_song_is_no_video(tmp_path):
 @pytest.mark.filterwarnings("error")
 def test_frames_of_a_folder_are_resized_without_a_warning(folder):
     takes = SimpleNamespace(indices=lambda *_: [0, 1], size=lambda *_: (32, 32), tokens=lambda *_: 1)
-    assert video_files.load(video_files.select_frames(Frames(folder / "frames", 8.0), takes)).frames.shape == (
+    assert video_files.load(video_files.select_frames(FrameFolder(folder / "frames", 8.0), takes)).frames.shape == (
         2,
         32,
         32,
@@ -324,13 +324,13 @@ def test_frames_of_two_sizes_are_not_stretched(processors, tmp_path):
     for name, said in (("wide", "16 x 16 pixels, and 2.png 32 x 16"), ("high", "16 x 16 pixels, and 2.png 16 x 24"),
                        ("turned", "32 x 16 pixels, and 3.png 16 x 32")):  # fmt: skip
         with pytest.raises(Mismatch, match=rf"{name} has frames of two sizes: the first has {said}; write all in one"):
-            video_files.load(video_files.select_frames(Frames(tmp_path / name, 8.0), Every()))
+            video_files.load(video_files.select_frames(FrameFolder(tmp_path / name, 8.0), Every()))
     row = {"messages": [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "a"}], "fps": 2}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row | {"videos": ["wide"]}))
     source = read(Dataset(path=str(tmp_path / "rows.jsonl")))
     with pytest.raises(BadSample, match="row 0: video .* has frames of two sizes"):
         Encoder(processors["qwen3_vl"], 512).encode(source[0])
-    grown = Clip(_joined(tmp_path, (16, 16), (32, 16)), "grown.mkv")
+    grown = InlineVideo(_joined(tmp_path, (16, 16), (32, 16)), "grown.mkv")
     with pytest.raises(Mismatch, match=r"grown\.mkv .* the first has 16 x 16 pixels, and frame 3 32 x 16"):
         video_files.load(video_files.select_frames(grown, Every()))
 
@@ -412,7 +412,10 @@ def test_without_pyav_the_fix_is_named(folder, processors, monkeypatch):
 
 
 def test_who_takes_no_videos_says_so(folder, processors, models):
-    for kind, said in (("gemma3", "videos of this model are not taken here"), ("qwen3", "videos of this model")):
+    for kind, said in (
+        ("gemma3", "videos are not supported for this model"),
+        ("qwen3", "videos are not supported for this model"),
+    ):
         with pytest.raises(BadSample, match=said):
             Encoder(models(kind), 512).encode(row(folder, "a.mp4"))
     with pytest.raises(BadSample, match="writes <video> in its text, but names no video"):
@@ -488,7 +491,7 @@ def test_a_batch_of_videos_images_and_words_is_what_the_stock_model_makes_of_it(
     mask = batch["attention_mask"].bool()
     ours, stock = forward(dict(batch)), model(**given, use_cache=False).logits
     assert torch.allclose(ours[mask], stock[mask], atol=1e-5)
-    assert forward.images and forward.sees(batch)
+    assert forward.images and forward.takes_images(batch)
     grads = []
     for logits in (ours, stock):
         model.zero_grad()
@@ -551,14 +554,14 @@ def test_rows_of_a_tar_hold_their_videos(folder, tmp_path):
         for name in ("1.json", "1.mp4"):
             archive.add(tmp_path / name, name)
     [video] = read(Dataset(path=str(tmp_path / "a.tar")))[0].videos
-    assert isinstance(video, Clip) and video.name == "1.mp4" and greys(video, 5) == [GREYS[5]]
+    assert isinstance(video, InlineVideo) and video.name == "1.mp4" and greys(video, 5) == [GREYS[5]]
 
 
 def test_frames_of_a_folder_stay_in_it(folder, tmp_path):
     shutil.copytree(folder / "frames", tmp_path / "f")
     (tmp_path / "f" / "f99.png").symlink_to(folder / "i.png")
     with pytest.raises(Mismatch, match="whose f99.png is a link out of it; copy the file there"):
-        video_files.select_frames(Frames(tmp_path / "f", 4.0), Every())
+        video_files.select_frames(FrameFolder(tmp_path / "f", 4.0), Every())
 
 
 def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
@@ -580,4 +583,7 @@ def test_clips_of_digits_are_the_same_for_the_same_seed(tmp_path):
 
 
 def test_names_of_the_protocol_are_those_of_the_families():
-    assert all(hasattr(Videos, name) for name in ("indices", "size", "tokens")) and video_refs.PLACEHOLDER == "<video>"
+    assert (
+        all(hasattr(VideoProcessor, name) for name in ("indices", "size", "tokens"))
+        and video_refs.PLACEHOLDER == "<video>"
+    )

@@ -88,8 +88,8 @@ def main(library: str, device: str, file: str, *runs: str) -> None:
             told.append({"error": str(error)})
         else:
             told.append({"losses": list(result.losses().values()), "device": sees.device})
-    here = accelerator.here()
-    print(json.dumps({"runs": told, "here": here.type, "abilities": accelerator.abilities(here)}))
+    here = accelerator.default_device()
+    print(json.dumps({"runs": told, "here": here.type, "abilities": accelerator.list_abilities(here)}))
 
 
 if __name__ == "__main__":

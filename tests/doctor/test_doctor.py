@@ -56,7 +56,7 @@ def test_every_backend_is_listed_and_those_that_auto_never_takes_are_not_run(mon
 def test_a_backend_that_auto_may_take_is_tried_in_every_recipe_that_it_has(monkeypatch):
     """As on a GPU, where Triton and torch are chosen by themselves."""
     backend = registry.get("torch")
-    monkeypatch.setattr(type(backend), "auto_unsupported", lambda self, device: None)
+    monkeypatch.setattr(type(backend), "why_not_auto", lambda self, device: None)
     checks = {c.name: c for c in fp8_backends.backends(("cpu",)) if c.name.startswith("torch")}
     assert {name for name, check in checks.items() if check.status == OK} == {
         "torch on cpu", "torch tensorwise on cpu", "torch rowwise on cpu", "torch delayed on cpu"
@@ -98,7 +98,7 @@ def test_a_backend_that_computes_nonsense_fails(fake):
 
 def test_what_is_sound_is_said_in_one_place(monkeypatch):
     """By the doctor and by measured plans."""
-    assert bench.SOUND is metrics.SOUND
+    assert bench.SOUND_DIFF is metrics.SOUND_DIFF
     monkeypatch.setattr(metrics, "SOUND", 0.0)
     checks = [c for c in fp8_backends.backends(("cpu",)) if c.name.startswith("reference ") and " on " in c.name]
     assert {c.status for c in checks if c.name != "reference on cpu"} == {FAIL}

@@ -102,12 +102,12 @@ def test_the_ranges_are_those_of_the_package():
     ],
 )
 def test_version_ranges(found, needed, fits):
-    assert environment.satisfies(found, needed) is fits
+    assert environment.is_in_range(found, needed) is fits
 
 
 def test_a_range_that_is_not_understood():
     with pytest.raises(ValueError, match=r"'~=2.0'; only >= and < are understood"):
-        environment.satisfies("2.1", "~=2.0")
+        environment.is_in_range("2.1", "~=2.0")
 
 
 def test_package_problems(monkeypatch):
@@ -142,10 +142,10 @@ def test_a_driver_without_nvidia_smi(monkeypatch):
     if not Path("/proc/driver/nvidia/version").exists():
         assert environment._driver() is None
     monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-    monkeypatch.setattr(environment, "_run", lambda command: "580.10.02\n580.10.02\n")
+    monkeypatch.setattr(environment, "_run_command", lambda command: "580.10.02\n580.10.02\n")
     assert environment._driver() in ("580.10.02",) or Path("/proc/driver/nvidia/version").exists()
 
 
 def test_a_command_that_fails_says_why():
     with pytest.raises(OSError, match="git ended with"):
-        environment._run(["git", "-C", "/", "rev-parse", "HEAD"])
+        environment._run_command(["git", "-C", "/", "rev-parse", "HEAD"])

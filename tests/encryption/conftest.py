@@ -17,7 +17,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> encryption.Key:
     """The key of the known answer, in the environment."""
     monkeypatch.delenv(encryption.FILE, raising=False)
     monkeypatch.setenv(encryption.VALUE, SECRET.hex())
-    return encryption.find()
+    return encryption.find_key()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 
 from octavo import models
 from octavo.base import encryption
-from octavo.base.encryption.reader import read_in_version_1
+from octavo.base.encryption.reader import pop_version_1_files
 from octavo.cli.main import main
 from octavo.models.tiny import tiny
 from tests.encryption import version_1
@@ -87,7 +87,7 @@ def test_what_is_no_file_is_named_and_never_waited_for(folder, tmp_path, key, ca
 
 
 def test_a_list_of_lines_is_decrypted_as_one(tmp_path, key):
-    encryption.append(tmp_path / "a.jsonl.aes", [json.dumps({"n": n}) + "\n" for n in range(3)])
+    encryption.append_lines(tmp_path / "a.jsonl.aes", [json.dumps({"n": n}) + "\n" for n in range(3)])
     with (tmp_path / "a.jsonl.aes").open("ab") as file:
         file.write(b"j09DVEFFUwEhalf")  # of a kill
     assert main(["decrypt", str(tmp_path / "a.jsonl.aes"), str(tmp_path / "a.jsonl")]) == 0
@@ -95,7 +95,7 @@ def test_a_list_of_lines_is_decrypted_as_one(tmp_path, key):
 
 
 def test_lists_take_another_key_too(folder, tmp_path, key, other):
-    encryption.append(folder / "a.jsonl.aes", ["one\n", "two\n"])
+    encryption.append_lines(folder / "a.jsonl.aes", ["one\n", "two\n"])
     (old := tmp_path / "old.key").write_text(bytes(range(32)).hex())
     old.chmod(0o600)
     assert main(["encrypt", str(folder), str(tmp_path / "anew"), "--old-key", str(old), "--key-file", str(other)]) == 0
@@ -105,7 +105,7 @@ def test_lists_take_another_key_too(folder, tmp_path, key, other):
 
 def test_nothing_of_a_folder_is_lost_without_a_word(folder, tmp_path, key, capsys):
     """Two files of one name, a folder behind a link, a link to nothing, no folder to write into."""
-    encryption.append(folder / "a.jsonl.aes", ["of the encrypted run\n"])
+    encryption.append_lines(folder / "a.jsonl.aes", ["of the encrypted run\n"])
     (folder / "a.jsonl").write_text("of the plain run\n")
     assert main(["decrypt", str(folder), str(tmp_path / "out")]) == 2
     assert "a.jsonl and" in (said := capsys.readouterr().err) and "would both become a.jsonl" in said
@@ -162,12 +162,12 @@ def test_what_is_plain_is_refused_where_it_is_named(folder, tmp_path, key, capsy
     for source, why in (("a.json", "it is not encrypted"), ("", "nothing in it is encrypted")):
         assert main(["decrypt", str(folder / source), str(tmp_path / "out")]) == 1
         assert why in capsys.readouterr().err and not (tmp_path / "out").exists()
-    encryption.append(folder / "answers.jsonl.aes", ["one\n"])
+    encryption.append_lines(folder / "answers.jsonl.aes", ["one\n"])
     assert main(["decrypt", str(folder), str(tmp_path / "out")]) == 0
     said = capsys.readouterr()
     assert "1 decrypted, 3 copied as they are" in said.out and f"{folder}/a.json and 2 more" in said.err
     (folder / "answers.jsonl.aes").write_bytes(b"k" + (folder / "answers.jsonl.aes").read_bytes()[1:])
-    (folder / "b").write_bytes(encryption.encrypted(b"b"))
+    (folder / "b").write_bytes(encryption.encrypt(b"b"))
     assert main(["decrypt", str(folder), str(tmp_path / "no")]) == 1
     assert "answers.jsonl.aes is damaged" in capsys.readouterr().err
 
@@ -176,7 +176,7 @@ def test_a_plain_shard_in_an_encrypted_checkpoint_is_refused(tmp_path, key, caps
     """Its other files are encrypted: the head of this one was overwritten, or the file exchanged."""
     (tmp_path / "step_2").mkdir()
     for name in ("state.json", "__0_0.distcp"):
-        (tmp_path / "step_2" / name).write_bytes(encryption.encrypted(b"{}"))
+        (tmp_path / "step_2" / name).write_bytes(encryption.encrypt(b"{}"))
     (tmp_path / "step_2/__0_0.distcp").write_bytes(bytes(100))
     assert main(["decrypt", str(tmp_path / "step_2"), str(tmp_path / "out")]) == 1
     assert "__0_0.distcp is damaged: state.json of its checkpoint is encrypted" in capsys.readouterr().err
@@ -211,7 +211,7 @@ def test_a_model_that_0_4_0_encrypted_is_read(tmp_path, key):
 def test_a_file_of_version_1_is_counted_once_however_it_is_named(tmp_path, key, monkeypatch):
     (tmp_path / "a").write_bytes(version_1.encrypted(b"a", SECRET))
     monkeypatch.chdir(tmp_path)
-    read_in_version_1()
+    pop_version_1_files()
     for path in ("a", tmp_path / "a", "./a"):
         encryption.Reader.of(path).close()
-    assert read_in_version_1() == ["a"]
+    assert pop_version_1_files() == ["a"]

@@ -11,10 +11,10 @@ import pytest
 from octavo import data, models
 from octavo.base import encryption, safe_read
 from octavo.base.encryption import folders
-from octavo.base.encryption.errors import Exchanged
+from octavo.base.encryption.errors import Replaced
 from octavo.base.encryption.file_format import Place
 from octavo.cli.main import main
-from octavo.data.storage.cache import files_of
+from octavo.data.storage.cache import list_row_files
 from octavo.data.storage.open_rows import open_rows
 from octavo.models.tiny import tiny
 
@@ -45,7 +45,7 @@ def test_every_file_is_bound_and_the_list_names_all(stored):
     for name in PLAIN:
         with encryption.Reader.of(stored / name) as opened:
             assert opened.place == Place(identity, name.encode()) and opened.version == 2
-    assert set(folders.listed(stored)) == {name.encode() for name in PLAIN}
+    assert set(folders.read_list(stored)) == {name.encode() for name in PLAIN}
     assert read(stored) == PLAIN
 
 
@@ -131,7 +131,7 @@ def test_what_was_exchanged_is_refused_by_name(stored, tmp_path, capsys, change)
 def test_missing_and_added_files_are_refused_by_name(stored, tmp_path, capsys, change, why):
     encryption.check_folder(stored)
     change(stored)
-    with pytest.raises(Exchanged, match=why):
+    with pytest.raises(Replaced, match=why):
         encryption.check_folder(stored)
     for command in ("decrypt", "encrypt"):  # the latter would copy it as it is
         assert main([command, str(stored), str(tmp_path / "out")]) == 1
@@ -167,14 +167,16 @@ def test_a_folder_in_a_folder_keeps_its_own_list(tmp_path, key, other, capsys):
     """As `hf/` in the directory of a run that is encrypted afterwards, and taken to another key."""
     run = write(tmp_path / "run", {"config.yaml": b"run", "checkpoints/s.bin": b"state"})
     assert main(["encrypt", str(write(tmp_path / "plain")), str(run / "hf")]) == 0
-    encryption.append(run / "answers.jsonl.aes", ["one\n"])
+    encryption.append_lines(run / "answers.jsonl.aes", ["one\n"])
     (tmp_path / "old.key").write_text(bytes(range(32)).hex())
     (tmp_path / "old.key").chmod(0o600)
     assert main(["encrypt", str(run), str(tmp_path / "e1")]) == 0
     assert "2 encrypted, 6 copied as they are" in capsys.readouterr().out
     assert main(["encrypt", str(tmp_path / "e1"), str(tmp_path / "e2"), "--old-key", str(tmp_path / "old.key"),
                  "--key-file", str(other)]) == 0  # fmt: skip
-    encryption.append(tmp_path / "e2/answers.jsonl.aes", ["two\n"])  # a list that goes on is not an exchanged file
+    encryption.append_lines(
+        tmp_path / "e2/answers.jsonl.aes", ["two\n"]
+    )  # a list that goes on is not an exchanged file
     for name in ("e1", "e2"):
         folder = tmp_path / name
         (tmp_path / "key").unlink(missing_ok=True)
@@ -248,13 +250,13 @@ def test_a_data_folder_with_a_file_more_or_less_is_refused(tmp_path, key):
     rows = b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     write(tmp_path / "plain", {"part-0.jsonl": rows, "part-1.jsonl": rows, "images/0.png": b"no rows"})
     assert main(["encrypt", str(tmp_path / "plain"), str(tmp_path / "rows")]) == 0
-    assert len(files_of(tmp_path / "rows")) == 2
+    assert len(list_row_files(tmp_path / "rows")) == 2
     swap(tmp_path / "rows/part-0.jsonl", tmp_path / "rows/part-1.jsonl")
     with pytest.raises(data.DataError, match=r"part-0\.jsonl was encrypted as part-1\.jsonl"):
         list(open_rows(tmp_path / "rows"))
     (tmp_path / "rows/part-0.jsonl").unlink()
     with pytest.raises(data.DataError, match=r"part-0\.jsonl is missing"):
-        files_of(tmp_path / "rows")
+        list_row_files(tmp_path / "rows")
 
 
 def test_a_plain_file_in_a_folder_is_read_without_a_key(stored, monkeypatch):

@@ -13,7 +13,7 @@ import traceback
 import pytest
 
 from octavo.base import encryption
-from octavo.base.encryption.key import from_file, without_key, write_new
+from octavo.base.encryption.key import environment_without_key, from_file, write_new
 from tests.encryption.conftest import SECRET
 
 FORMS = {
@@ -29,7 +29,7 @@ def test_every_form_of_a_key_file(tmp_path, monkeypatch, form):
     file.chmod(0o600)
     monkeypatch.delenv(encryption.VALUE, raising=False)
     monkeypatch.setenv(encryption.FILE, str(file))
-    assert encryption.find().id == encryption.Key(SECRET).id
+    assert encryption.find_key().id == encryption.Key(SECRET).id
 
 
 @pytest.mark.parametrize(
@@ -61,11 +61,11 @@ def test_what_is_no_key_file_is_refused(tmp_path, monkeypatch, key):
         write_new(file)
     monkeypatch.setenv(encryption.FILE, str(file))
     with pytest.raises(encryption.NoKey, match="are both set"):
-        encryption.find()
+        encryption.find_key()
     monkeypatch.delenv(encryption.FILE)
     monkeypatch.delenv(encryption.VALUE)
     with pytest.raises(encryption.NoKey, match="--new-key"):
-        encryption.find()
+        encryption.find_key()
 
 
 def test_a_new_key_is_for_this_user_alone(tmp_path):
@@ -80,7 +80,7 @@ def test_a_key_is_shown_nowhere(key):
     for taken in (copy.copy, copy.deepcopy):
         with pytest.raises(TypeError, match="not pickled and not copied"):
             taken(key)
-    assert not {encryption.FILE, encryption.VALUE} & without_key().keys()
+    assert not {encryption.FILE, encryption.VALUE} & environment_without_key().keys()
 
 
 def test_no_core_file_and_none_through_a_pipe(key):
@@ -102,7 +102,7 @@ def test_one_byte_again_and_again_is_no_key(tmp_path, monkeypatch, wrong):
         monkeypatch.delenv(encryption.FILE, raising=False)
         monkeypatch.setenv(encryption.VALUE, wrong.decode())
         with pytest.raises(encryption.NoKey, match=r"OCTAVO_KEY is one byte, 32 times"):
-            encryption.find()
+            encryption.find_key()
     encryption.Key(bytes([0] * 31 + [1]))  # nearly so is one
 
 
@@ -120,9 +120,9 @@ def key_of(words: list[str], **more) -> subprocess.CompletedProcess[str]:
         "import subprocess, sys; from argparse import Namespace as Given; from octavo.base import encryption as vault;"
         "from octavo.cli import arguments;"
         "arguments.use_key(Given(key_file=sys.argv[1] if len(sys.argv) > 1 else None));"
-        "print(vault.find().id.hex(), vault.Key(vault.process_secret()).id.hex(), subprocess.run([sys.executable, '-c',"
-        "'from octavo.base import encryption as vault; print(vault.find().id.hex())'], capture_output=True, text=True, "
-        "check=True).stdout)"
+        "print(vault.find_key().id.hex(), vault.Key(vault.process_secret()).id.hex(), subprocess.run([sys.executable, "
+        "'-c','from octavo.base import encryption as vault; print(vault.find_key().id.hex())'], capture_output=True, "
+        "text=True, check=True).stdout)"
     )
     env = {name: value for name, value in os.environ.items() if name not in (encryption.FILE, encryption.VALUE)}
     env |= more.pop("environment", {})
@@ -153,7 +153,7 @@ def test_a_handle_without_a_key_is_refused(tmp_path, monkeypatch, raw):
     monkeypatch.delenv(encryption.VALUE, raising=False)
     monkeypatch.setenv(encryption.FILE, f"/dev/fd/{handle}")
     with pytest.raises(encryption.NoKey, match=rf"/dev/fd/{handle} "):
-        encryption.find()
+        encryption.find_key()
     os.close(handle)
     with pytest.raises(encryption.NoKey, match=rf"/dev/fd/{handle} cannot be read"):
-        encryption.find()
+        encryption.find_key()

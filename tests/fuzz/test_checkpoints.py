@@ -37,7 +37,7 @@ def damage(rng: random.Random, folder: Path) -> str:
         if how < 0.5 and isinstance(document, dict):
             document.pop("crc32", None)
             file.unlink()
-            files.write_sealed(file, document)
+            files.write_checksummed_json(file, document)
             return "a strange value, sealed"
         mutate.write(file, json.dumps(document).encode())
         return "a strange value"

@@ -109,7 +109,7 @@ def _stream(file: Path) -> None:
         reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
         found = reader.read_all()
     try:
-        columnar.too_large(found)
+        columnar.find_large_rows(found)
         found.to_pylist()
     except UnicodeDecodeError:  # bytes that are no UTF-8: `row_of` names them
         return
@@ -159,7 +159,7 @@ def _in_child(numbers: list[int], seed: int, kinds: list[Kind], place: Path, fou
     child = os.fork()
     if child == 0:
         os.environ["OCTAVO_CACHE"] = str(place / "cache")
-        cache.SMALL = cache.SMALL if seed % 2 else 0
+        cache.SMALL_FILE = cache.SMALL_FILE if seed % 2 else 0
         for number in numbers:
             wrong: list[Finding] = []
             try:

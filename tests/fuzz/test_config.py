@@ -28,9 +28,9 @@ from octavo.models.folder import chat
 from tests.fuzz import mutate
 from tests.fuzz.bounded import Finding, Hang, bounds, command
 
-SECONDS, PATIENCE, LETTERS = 5, 60, 20_000  # of processor time, by the clock, of a message
+SECONDS, MAX_CONSECUTIVE, LETTERS = 5, 60, 20_000  # of processor time, by the clock, of a message
 
-WHOLE = """\
+COMPLETE = """\
 model: {path: ./m, freeze: [image_encoder, "**.layers.0.**"], load_in_fp8: {foundation: rowwise}}
 fp8: &fp8
   recipe: rowwise
@@ -109,17 +109,19 @@ def _keys(annotation: object) -> list[str]:
 def _text(rng: random.Random, folder: Path) -> None:
     kind = rng.randrange(4)
     raw = (
-        mutate.damage(rng, WHOLE.encode()) if kind == 0 else _pieces(rng, WHOLE, PIECES).encode(errors="surrogatepass")
+        mutate.damage(rng, COMPLETE.encode())
+        if kind == 0
+        else _pieces(rng, COMPLETE, PIECES).encode(errors="surrogatepass")
     )
     if kind == 1:
-        raw = mutate.damage_json(rng, json.dumps(load_config_text(WHOLE).model_dump(mode="json"))).encode()
+        raw = mutate.damage_json(rng, json.dumps(load_config_text(COMPLETE).model_dump(mode="json"))).encode()
     mutate.write(folder / "config.yaml", raw)
     _same(load_config(folder / "config.yaml"))
 
 
 def _places(rng: random.Random, folder: Path) -> None:
-    mutate.write(folder / "config.yaml", f"extends: base.yaml\n{WHOLE}".encode())
-    mutate.write(folder / "base.yaml", WHOLE.encode())
+    mutate.write(folder / "config.yaml", f"extends: base.yaml\n{COMPLETE}".encode())
+    mutate.write(folder / "base.yaml", COMPLETE.encode())
     mutate.replace_file(rng, folder / rng.choice(("config.yaml", "base.yaml")))
     try:
         load_config(folder / "config.yaml")
@@ -130,7 +132,7 @@ def _places(rng: random.Random, folder: Path) -> None:
 
 
 def _command(rng: random.Random, folder: Path) -> None:
-    mutate.write(folder / "config.yaml", WHOLE.encode())
+    mutate.write(folder / "config.yaml", COMPLETE.encode())
     _same(load_config(folder / "config.yaml", _overrides(rng)))
 
 
@@ -210,7 +212,7 @@ def run(seed: int, cases: int, only: int | None = None, told: Counter[str] | Non
             rng = random.Random(f"{seed} {number}")
             kind = rng.choices(list(READERS), [often for often, _, _ in READERS.values()])[0]
             case = f"case {number} of seed {seed} ({kind})"
-            with bounds(case, found, PATIENCE, cpu=SECONDS):
+            with bounds(case, found, MAX_CONSECUTIVE, cpu=SECONDS):
                 if why := _judged(rng, kind, Path(folder), told):
                     found.append(Finding(case, why))
     return found
@@ -221,9 +223,9 @@ def _judged(rng: random.Random, kind: str, folder: Path, told: Counter[str]) -> 
     try:
         read(rng, folder)
         told[f"{kind}, read"] += 1
-    except error as refusal:
+    except error as processor_error:
         told[f"{kind}, refused"] += 1
-        message = str(refusal)
+        message = str(processor_error)
         if len(message) > LETTERS or not all(line.isprintable() for line in message.splitlines()):
             return f"{len(message)} letters, or some that nobody can print: {message[:200]!r}"
         if not any(name in message for name in (str(folder), "plan.json", "override")):

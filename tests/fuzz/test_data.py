@@ -30,8 +30,8 @@ from octavo.data import (
     Source,
     read,
 )
-from octavo.data.errors import ImageProblem
-from octavo.data.loaders.loader import Judge
+from octavo.data.errors import MediaProblem
+from octavo.data.loaders.loader import BadRowPolicy
 from octavo.data.rows.image_refs import load
 from octavo.data.tasks.sources import KINDS
 from tests.fuzz import mutate
@@ -166,7 +166,7 @@ def _rows(rng: random.Random, folder: Path, images: list[bytes], encoders: list[
 
 
 def _judged(source: Source, encoder: Encoder, folder: Path, alone: bool, good: Any) -> list[str]:
-    judge, wrong = Judge((source,), "skip", folder / "skipped.jsonl"), []
+    judge, wrong = BadRowPolicy((source,), "skip", folder / "skipped.jsonl"), []
     made: list[Any] = []
     for row in range(len(source)):
         try:
@@ -264,7 +264,7 @@ def _image(rng: random.Random, folder: Path, images: list[bytes], encoders: list
     file.write_bytes(raw)
     try:
         image = load(file, 0.5)
-    except ImageProblem as refused:
+    except MediaProblem as refused:
         return _said(refused, file)
     if image.mode != "RGB" or image.width * image.height > 500_000:
         return [f"became {image}"]

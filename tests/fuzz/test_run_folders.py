@@ -37,7 +37,7 @@ class One:
 def save(directory: Path, step: int) -> None:
     """A checkpoint of one small file, written as the run writes."""
     directory.mkdir(exist_ok=True)
-    files.sweep(directory)
+    files.remove_leftovers(directory)
     made = files.temporary_path(directory, step, "tmp")
     made.mkdir()
     (made / MARK).write_text(f"run {step}")
@@ -55,7 +55,7 @@ def name_of(rng: random.Random, step: int) -> str:
     return rng.choice((
         f"step_{number:03}", f"step_{number} (copy)", f"step_+{number}", f"step_-{number}", f"step_{fullwidth}",
         f"step_{arabic}", f"step_{number}.bak", f"step_{number}\n", f"Step_{number}", f"step_{number}_", "step_",
-        f"step_ {number}", f"step_{number}", f"step_{number}", f"step_{number}{files.OTHER}", "notes.txt",
+        f"step_ {number}", f"step_{number}", f"step_{number}", f"step_{number}{files.MOVED_SUFFIX}", "notes.txt",
         f"step_{number}\udcff", f"step_1_{number}", f".step_0{number}.tmp",
     ))  # fmt: skip
 
@@ -76,7 +76,7 @@ def disturb(rng: random.Random, directory: Path, outside: Path, step: int, numbe
         source = rng.choice(own)
         shutil.copytree(source, path)
         state_of = source / files.STATE
-        if files._WHOLE.fullmatch(path.name) and state_of.exists() and state_of.read_text() == "damaged":
+        if files._STEP_NAME.fullmatch(path.name) and state_of.exists() and state_of.read_text() == "damaged":
             return f"copy {path.name!r} of a damaged one", None  # which is the run's, as far as its name says
     elif kind == "link":
         path.symlink_to(outside)
@@ -96,7 +96,7 @@ def disturb(rng: random.Random, directory: Path, outside: Path, step: int, numbe
 
 def is_there(path: Path, number: int) -> bool:
     """Whether what the user put at a path is there still, or next to it under another name."""
-    for found in [path, *path.parent.glob(f"{glob_of(path.name)}{files.OTHER}*")]:
+    for found in [path, *path.parent.glob(f"{glob_of(path.name)}{files.MOVED_SUFFIX}*")]:
         if found.is_symlink():
             return True
         if found.is_file() and found.read_text() == "a file of the user":

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 from octavo.base import encryption, safe_read
-from octavo.base.encryption.file_format import was_encrypted
-from octavo.base.encryption.reader import read_in_version_1
+from octavo.base.encryption.file_format import looks_encrypted
+from octavo.base.encryption.reader import pop_version_1_files
 from octavo.cli.main import main
 from tests.encryption import version_1
 from tests.fuzz import mutate
@@ -138,7 +138,7 @@ def run(seed: int, cases: int) -> list[Finding]:
                 file = rng.choice(_files(folder))
                 mutate.write(file, damaged := mutate.damage(rng, file.read_bytes()))
                 done = [f"{file.relative_to(folder)} of 0.4.0: bytes"]
-                if not encryption.has_magic(damaged) and not was_encrypted(damaged[:64], encryption.find()):
+                if not encryption.has_magic(damaged) and not looks_encrypted(damaged[:64], encryption.find_key()):
                     continue  # nothing of an encrypted file is left, and nothing says that one was here
             else:
                 done = []
@@ -146,7 +146,7 @@ def run(seed: int, cases: int) -> list[Finding]:
                     if _files(folder):
                         done.append(change(rng, here, folder))
             _read(here, folder, f"case {number} of seed {seed}, {'; '.join(done)}", old, found)
-            read_in_version_1()
+            pop_version_1_files()
     return found
 
 

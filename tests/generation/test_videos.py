@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from octavo import generation, models
-from octavo.data.encoding.video import Shot
+from octavo.data.encoding.video import DecodedVideo
 from octavo.generation import Sampling
 from octavo.models import ModelError
 from octavo.models.tiny import tiny
@@ -20,7 +20,7 @@ def test_answers_about_a_video_are_those_of_transformers(tmp_path, kind):
     frames = np.random.RandomState(0).randint(0, 256, (5, 16, 24, 3), np.uint8)[
         :, :, : 16 if kind == "internvl" else 24
     ]
-    shot = Shot(20, 8.0, (0, 5, 10, 14, 19), frames.shape[1:3], frames)
+    shot = DecodedVideo(20, 8.0, (0, 5, 10, 14, 19), frames.shape[1:3], frames)
     words = {"type": "text", "text": "what?"}
     asked = [{"role": "user", "content": [{"type": "video"}, words]}], [], [shot]
     plain = [{"role": "user", "content": [words]}], []
@@ -30,4 +30,4 @@ def test_answers_about_a_video_are_those_of_transformers(tmp_path, kind):
     assert found[1] == [models.generate(model, processor, plain[0], (), 6)]
     assert bool(said) == (kind == "qwen2_5_vl")
     with pytest.raises(ModelError, match="hold 1 video parts but 0 videos were given"):
-        models.question(processor, asked[0])
+        models.encode_conversation(processor, asked[0])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 pytest.importorskip("triton")
 
 from octavo import fp8
-from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference_step
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
 from octavo.fp8.kernels.triton_kernels import adamw
 from octavo.fp8.kernels.triton_kernels.launch import launches
@@ -69,7 +69,7 @@ def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
     one, other = ([piece(*shape, i, states, master) for i, shape in enumerate(SHAPES)] for _ in range(2))
     factor = torch.tensor(0.7, device="cuda")
     for step in range(1, 5):
-        reference(with_gradients(one, step), settings(states, master), factor, None)
+        reference_step(with_gradients(one, step), settings(states, master), factor, None)
         with launches() as seen:
             adamw.step(with_gradients(other, step), settings(states, master), factor)
         assert seen == {"adamw_step": 4}
@@ -90,7 +90,7 @@ def test_the_cpu_has_the_same_bits(states: str) -> None:
             q.grad.copy_(p.grad)
         here = [q._replace(step=step) for q in here]
         adamw.step(there, settings(states, "bf16+16"))
-        reference(here, settings(states, "bf16+16"), None, None)
+        reference_step(here, settings(states, "bf16+16"), None, None)
     for p, q in zip(there, here, strict=True):
         for name, x in (("weight", p.weight), *p.state.items()):
             other = q.weight if name == "weight" else q.state[name]
@@ -227,7 +227,7 @@ def test_many_small_batches_on_streams_never_cross() -> None:
         for p in one
     ]
     for step in range(1, 6):
-        engine.engine(torch.device("cuda"))(with_gradients(one, step), settings("fp8", "bf16+16"), None, None)
+        engine.select_engine(torch.device("cuda"))(with_gradients(one, step), settings("fp8", "bf16+16"), None, None)
         offload.step(with_gradients(other, step), settings("fp8", "bf16+16"), None, None, adamw.step)
     offload.settle()
     assert_same(one, [q._replace(state={k: v.cuda() for k, v in q.state.items()}) for q in other])

@@ -19,7 +19,7 @@ from octavo.fp8.arithmetic import cast as reference
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import FORMATS
 from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.groups import route
+from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.triton_kernels import bits, cast, grouped_cast
 
 pytestmark = [
@@ -181,7 +181,7 @@ def test_back_again_and_laid_out_for_the_other_contraction(block):
             for dtype in (torch.float32, torch.bfloat16):
                 assert torch.equal(cast.dequantize(q, dtype), reference.dequantize(want, dtype))
             for other in (1, 0):
-                got, want = cast.relaid(q, other), layout.k_major(q, other)
+                got, want = cast.convert_to_k_major(q, other), layout.k_major(q, other)
                 assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
 
 
@@ -189,7 +189,7 @@ def test_back_again_and_laid_out_for_the_other_contraction(block):
 def test_experts_are_cast_as_if_alone(block):
     sizes = [300, 0, 1, 128, 700]
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)])
-    groups = route(chosen.cuda(), len(sizes)).groups
+    groups = group_rows(chosen.cuda(), len(sizes)).groups
     x = spread(groups.rows, 3420).cuda()
     w = torch.stack([spread(700, 1176) * 4.0**e for e in range(5)]).cuda()
     for kind, contract in itertools.product(("fp32", "pow2", "e8m0"), (1, 0)):
@@ -218,14 +218,14 @@ def test_more_elements_than_an_int32_counts():
     first, second = cast.quantize_both(x, row, col)
     assert_same(Quantized(first.data[-128:], first.scale[-128:], row), reference.quantize(tail, row))
     assert_same(Quantized(second.data[-128:], second.scale[-1:], col), reference.quantize(tail, col))
-    again = cast.relaid(first, 0).codes.view(torch.uint8)
+    again = cast.convert_to_k_major(first, 0).codes.view(torch.uint8)
     assert torch.equal(again[:, -128:].cpu(), first.data[-128:].view(torch.uint8).t().cpu())
 
 
 def test_casts_wait_for_nothing_and_replay_from_a_graph():
     row, col = CastSpec("e4m3", (1, -1)), CastSpec("e4m3", (-1, 1))
     x = spread(300, 3420).cuda()
-    groups = route(torch.arange(300, device="cuda") % 3, 3).groups
+    groups = group_rows(torch.arange(300, device="cuda") % 3, 3).groups
     padded = torch.zeros(groups.rows, 3420, dtype=torch.bfloat16, device="cuda")
 
     def step() -> tuple[Quantized, ...]:

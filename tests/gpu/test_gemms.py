@@ -14,7 +14,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import reference_grouped
-from octavo.fp8.kernels.groups import TILE, Groups, of_expert, route, spans
+from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, group_rows, select_expert
 from octavo.fp8.kernels.triton_kernels import grouped, tiles
 from octavo.fp8.kernels.triton_kernels.gemm import gemm
 from octavo.fp8.kernels.triton_kernels.tiles import Gpu
@@ -140,7 +140,7 @@ def test_neither_waits_nor_needs_new_code_in_a_graph() -> None:
 
 def routed(*sizes: int) -> Groups:
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate((*sizes, 200))])  # the last ones are nobody's
-    return route(chosen, len(sizes)).groups
+    return group_rows(chosen, len(sizes)).groups
 
 
 def on_gpu(q: Quantized) -> Quantized:
@@ -172,10 +172,10 @@ def test_grouped(title: str, which: str) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert got.isfinite().all()
-        for e, span in spans(groups):
-            own = of_expert(a, e, span)
+        for e, span in expert_spans(groups):
+            own = select_expert(a, e, span)
             if which == "wgrad":
-                judge(got[e], own, 0, of_expert(b, e, span), 0, fast)
+                judge(got[e], own, 0, select_expert(b, e, span), 0, fast)
             else:
                 judge(got[span], own, 1, Quantized(b.data[e], b.scale[e], b.spec), DIMS[which][1], fast)
         if which == "wgrad":

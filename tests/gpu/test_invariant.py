@@ -18,9 +18,9 @@ pytest.importorskip("triton")
 
 from octavo import fp8, models
 from octavo.fp8.arithmetic.recipe import recipe
-from octavo.fp8.invariance import Rows, row_linear
+from octavo.fp8.invariance import BatchInvariantMode, row_linear
 from octavo.fp8.invariance.attention import attention
-from octavo.fp8.kernels.groups import route
+from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import rows
 from octavo.generation import Engine, Prompt, Sampling
@@ -74,7 +74,7 @@ def test_attention(heads: int, kv: int, d: int, dtype: torch.dtype) -> None:
 def test_rows_of_norms_and_softmax() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         x = random(513, 4096, dtype=dtype)
-        with Rows():
+        with BatchInvariantMode():
             for call in (
                 lambda x: F.rms_norm(x, (4096,)),
                 lambda x: F.layer_norm(x, (4096,)),
@@ -98,7 +98,7 @@ def test_fp8_products(title: str) -> None:
         for some in (slice(5, 6), slice(64, 128), slice(3, 500)):
             assert torch.equal(rows.fp8_product(triton.quantize(x[some], casts.a, 1), w, torch.bfloat16), y[some])
     experts = triton.quantize_experts(random(4, 768, 2048, seed=2), casts.b)
-    groups, _, row_of = route(torch.arange(600, device=DEVICE) % 3, 4)
+    groups, _, row_of = group_rows(torch.arange(600, device=DEVICE) % 3, 4)
     given = torch.zeros(groups.rows, 2048, device=DEVICE).index_copy_(0, row_of, random(600, 2048))
     y = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, groups), experts, groups, torch.bfloat16)
     assert bool(y[row_of].isfinite().all())

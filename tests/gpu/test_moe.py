@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.kernels.groups import real_rows, route, spans
+from octavo.fp8.kernels.groups import expert_spans, group_rows, real_rows
 from octavo.fp8.metrics import calc_diff
 from octavo.fp8.moe import grouped_high
 
@@ -93,7 +93,7 @@ def test_a_step_waits_for_nothing(recipe):
 @pytest.mark.parametrize("used", [E, 3])
 def test_grouped_products_in_bf16_are_the_loop(used):
     g = torch.Generator().manual_seed(3)
-    groups = route(torch.randint(0, used, (700,), generator=g).cuda(), E).groups
+    groups = group_rows(torch.randint(0, used, (700,), generator=g).cuda(), E).groups
     padding = ~real_rows(groups).unsqueeze(1)
     x = torch.randn(groups.rows, H, generator=g).bfloat16().cuda().masked_fill(padding, float("nan"))
     dy = torch.randn(groups.rows, I, generator=g).bfloat16().cuda().masked_fill(padding, float("nan"))
@@ -104,7 +104,7 @@ def test_grouped_products_in_bf16_are_the_loop(used):
         dw, db = grouped_high.wgrad(dy, x, groups, torch.float32), grouped_high.bias_grad(dy, groups)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for expert, span in spans(groups):
+    for expert, span in expert_spans(groups):
         assert calc_diff(y[span], x[span].double() @ w[expert].double().t()) < 1e-5
         assert calc_diff(dx[span], dy[span].double() @ w[expert].double()) < 1e-5
         assert calc_diff(dw[expert], dy[span].double().t() @ x[span].double()) < 1e-5

@@ -66,10 +66,12 @@ def step(m, x, lowered=False):
 def test_codes_are_those_of_the_reference(k):
     x = torch.randn(257, k, device="cuda", dtype=torch.bfloat16) * 100
     x[3, 7], x[5, -1] = float("nan"), float("inf")
-    got, want = sources.keep(x), cast.quantize(x.cpu(), sources.SPEC)
+    got, want = sources.encode_activation(x), cast.quantize(x.cpu(), sources.SPEC)
     assert torch.equal(got.data.cpu().view(torch.uint8), want.data.view(torch.uint8))
     for dtype in (torch.float32, torch.bfloat16):
-        assert torch.equal(sources.value(got, dtype).cpu().nan_to_num(7), cast.dequantize(want).to(dtype).nan_to_num(7))
+        assert torch.equal(
+            sources.decode_activation(got, dtype).cpu().nan_to_num(7), cast.dequantize(want).to(dtype).nan_to_num(7)
+        )
 
 
 @pytest.mark.parametrize("lowered", [False, True])

@@ -8,7 +8,7 @@ from torch import nn
 
 from octavo import fp8
 from octavo.fp8.kernels import registry, select, self_check
-from octavo.fp8.planning import kernels_of
+from octavo.fp8.planning import collect_kernel_checks
 
 FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FP8, reason="needs a GPU with FP8")]
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not FP8, reason="needs a GPU w
 @pytest.mark.parametrize("name", fp8.RECIPES)
 def test_every_kernel_that_is_chosen_agrees(name: str) -> None:
     device = torch.device("cuda")
-    checks = kernels_of([fp8.plan(nn.ModuleList([nn.Linear(512, 512, device=device)]), name)], device)
+    checks = collect_kernel_checks([fp8.plan(nn.ModuleList([nn.Linear(512, 512, device=device)]), name)], device)
     recipe = fp8.recipe(name)
     for gemm in ("fwd", "dgrad", "wgrad"):
         if recipe.delayed is None:

@@ -22,7 +22,7 @@ def test_codes_are_shared_until_the_backward():
     m = Attention().to("cuda", torch.bfloat16)
     fp8.apply(m, fp8.plan(m, "blockwise"))
     x = torch.randn(256, 256, device="cuda", dtype=torch.bfloat16)
-    assert inputs.only_torch_writes(x)
+    assert inputs.is_written_only_by_torch(x)
     q = m.q_proj(x)
     held = held_bytes()
     k = m.k_proj(x)

@@ -137,7 +137,7 @@ CASES = {
     "tower and projector are trained beside adapters": (
         swift("--tuner_type lora_llm --lora_rank 4 --vit_lr 1e-5 --freeze_vit false"),
         "lora.rank=4 lora.targets=('foundation',) model.freeze=()", "tuner_type:none freeze_vit:dead"),
-    "a tuner that is not built": (swift("--train_type adalora"), "lora.rank=8", "train_type:none"),
+    "a tuner that is not implemented": (swift("--train_type adalora"), "lora.rank=8", "train_type:none"),
     "modules by name, whatever is frozen": (
         swift("--target_modules down_proj --freeze_vit true"), "lora.targets=('**.down_proj',) lora.exclude=()",
         "freeze_vit:dead"),
@@ -235,7 +235,7 @@ def test_a_run_of_another_kind_is_refused(content: str, said: str, tmp_path: Pat
     + [swift("--sequence_parallel_size 0"), mind(parallel=", ulysses_parallel_size: 0")],
 )
 def test_a_parallel_size_of_0_is_not_one_of_1(content: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a whole number from 1 belongs"):
+    with pytest.raises(ConfigError, match="expected a whole number of at least 1"):
         made_of(content, tmp_path)
 
 

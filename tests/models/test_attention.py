@@ -103,7 +103,7 @@ def test_components_have_a_kernel_each(checkpoint, monkeypatch):
     model = models.load(checkpoint("qwen3_vl")).train()
     inputs = dict(batch(models.load_processor(checkpoint("qwen3_vl")), image=True))
     asked = []
-    monkeypatch.setattr(attention, "by", lambda kernel: asked.append(kernel) or nullcontext())
+    monkeypatch.setattr(attention, "prefer_kernel", lambda kernel: asked.append(kernel) or nullcontext())
     tower, decoder = model.config.vision_config.depth, model.config.text_config.num_hidden_layers
     models.use_kernel(model, "math", "image_encoder")
     step(model, inputs)

@@ -308,10 +308,10 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
             return within(q[:, :, 2:], k, v)
 
     wanted = segments.attend(held, q, k, v, 0.3, 0.0, one)
-    monkeypatch.setattr(segments, "takes_varlen", lambda *of: True)
+    monkeypatch.setattr(segments, "supports_varlen", lambda *of: True)
     assert torch.allclose(segments.attend(held, q, k, v, 0.3, 0.0, one), wanted, atol=1e-6)
     late = segments.Segments.of((0, 4, 5, 9), share=Late())
     assert torch.allclose(segments.attend(late, q, k, v, 0.3, 0.0, one), wanted[:, 2:], atol=1e-6)
     images = segments.attend_images(q, q, q, held.cu_queries, 4, None)
-    monkeypatch.setattr(segments, "takes_varlen", lambda *of: False)
+    monkeypatch.setattr(segments, "supports_varlen", lambda *of: False)
     assert torch.allclose(segments.attend_images(q, q, q, held.cu_queries, 4, None), images, atol=1e-6)

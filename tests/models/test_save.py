@@ -162,7 +162,7 @@ def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch)
     (tmp_path / ".hf.part").mkdir()
     (tmp_path / ".hf.part" / "new").mkdir()
     (tmp_path / "hf").rename(tmp_path / ".hf.part" / "old")
-    monkeypatch.setattr(hf_folder, "_write", lambda *args: 1 / 0)
+    monkeypatch.setattr(hf_folder, "_write_parts", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # the next one fails too, and costs nothing
         save_hf(model, source, tmp_path / "hf", World())
     assert [entry.name for entry in tmp_path.iterdir()] == ["hf"] and (tmp_path / "hf" / "config.json").exists()
@@ -173,15 +173,15 @@ def test_what_a_killed_export_left_is_removed(checkpoint, tmp_path, monkeypatch)
 
 
 def test_two_who_write_one_place_do_not_mix(tmp_path):
-    with atomic_write.folder(tmp_path / "hf", models.ModelError) as made:
+    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as made:
         (made / "first").touch()
         with (
             pytest.raises(models.ModelError, match="hf is being written by another process"),
-            atomic_write.folder(tmp_path / "hf", models.ModelError),
+            atomic_write.new_folder(tmp_path / "hf", models.ModelError),
         ):
             pass
     assert [entry.name for entry in (tmp_path / "hf").iterdir()] == ["first"]
-    with atomic_write.folder(tmp_path / "hf", models.ModelError) as made:
+    with atomic_write.new_folder(tmp_path / "hf", models.ModelError) as made:
         (made / "second").touch()
     assert [entry.name for entry in tmp_path.rglob("*")] == ["hf", "second"]
 
@@ -189,7 +189,7 @@ def test_two_who_write_one_place_do_not_mix(tmp_path):
 def test_a_link_stays_one(tmp_path):
     (tmp_path / "disk" / "hf").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "hf")
-    with atomic_write.folder(tmp_path / "link", models.ModelError) as made:
+    with atomic_write.new_folder(tmp_path / "link", models.ModelError) as made:
         (made / "first").touch()
     assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "hf" / "first").exists()
 

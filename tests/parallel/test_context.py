@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from octavo.models.attention import segments
-from octavo.parallel import World, WorldError, context, context_of, ulysses_of
+from octavo.parallel import World, WorldError, context, make_context, ulysses_size
 from tests import ranks
 
 LENGTHS = {"one over all": (512,), "many": (37, 5, 90, 1, 123, 63, 193), "ends at a rank's": (256, 128, 127, 1)}
@@ -35,7 +35,7 @@ def attention(held, q, k, v):
 def _attends(world: World, ulysses: int) -> dict:
     answer = {}
     for heads, few in HEADS[world.layout.context]:
-        made = context_of(world, ulysses, heads)
+        made = make_context(world, ulysses, heads)
         assert made is not None
         for name, lengths in LENGTHS.items():
             edges = [0, *torch.tensor(lengths).cumsum(0).tolist()]
@@ -44,7 +44,7 @@ def _attends(world: World, ulysses: int) -> dict:
             dy = torch.randn(1, 512, heads, 16)
             wanted = attention(segments.Segments.of(edges), *whole)
             wanted.backward(dy)
-            part = made.part(512)
+            part = made.local_slice(512)
             mine = [x.detach()[:, :, part].clone().requires_grad_() for x in whole]
             found = attention(segments.Segments.of(edges, share=made), *mine)
             found.backward(dy[:, part])
@@ -72,7 +72,7 @@ def _sends(world: World, ulysses: int) -> list[float]:
     context._all_gather = counted(context._all_gather, "got")
     context._reduce_scatter = counted(context._reduce_scatter, "sent")
     ranks, tokens, heads, few, dim, each = world.size, 512, 8, 2, 16, 2
-    made = context_of(world, ulysses, heads)
+    made = make_context(world, ulysses, heads)
     x = [torch.randn(1, n, tokens // ranks, dim, dtype=torch.bfloat16, requires_grad=True) for n in (heads, few, few)]
     attention(segments.Segments.of((0, tokens), share=made), *x).float().sum().backward()
     u, c, held = ulysses, ranks // ulysses, math.lcm(few, ulysses)
@@ -100,7 +100,7 @@ def test_attention_of_a_shared_row_is_that_of_one_process(size: int, ulysses: in
 
 
 def test_ulysses_divides_the_context_and_the_heads():
-    assert [ulysses_of(8, "auto", heads) for heads in (32, 12, 7)] == [8, 4, 1]
+    assert [ulysses_size(8, "auto", heads) for heads in (32, 12, 7)] == [8, 4, 1]
     for asked, heads, why in ((3, 6, "the 4 ranks of a context"), (4, 6, r"6 heads .*auto \(2 here\)")):
         with pytest.raises(WorldError, match=rf"ulysses is {asked}, which does not divide .*{why}"):
-            ulysses_of(4, asked, heads)
+            ulysses_size(4, asked, heads)

@@ -16,8 +16,8 @@ from octavo.data.encoding.sample import Input, concatenate
 from octavo.models.forward.unused_towers import attach_dummy_image, attach_idle_experts
 from octavo.models.structure import anyres
 from octavo.models.tiny import tiny
-from octavo.parallel import Images, World, context_of
-from octavo.parallel.images import deal, dealt
+from octavo.parallel import ImageSharding, World, make_context
+from octavo.parallel.images import assign_images, make_assignment
 from octavo.train.forward.forward import Forward
 from tests import ranks
 
@@ -47,8 +47,8 @@ def sample(config: Any, before: int, images: tuple[tuple[int, int], ...], after:
         elif config.model_type == "llava_onevision":
             sizes.append((high * vision.patch_size, wide * vision.patch_size))
             of = (config, sizes[-1], len(images) == 1)
-            places, side = anyres.tokens(*of), vision.image_size
-            pixels.append(random.normal(size=(1, anyres.tiles(*of), vision.num_channels, side, side)))
+            places, side = anyres.count_tokens(*of), vision.image_size
+            pixels.append(random.normal(size=(1, anyres.count_tiles(*of), vision.num_channels, side, side)))
         else:  # tiles of 4 tokens
             tile = (vision.num_channels, *vision.image_size)
             pixels.append(random.normal(size=(high * wide // 4, *tile)))
@@ -96,9 +96,9 @@ def _models(world: World, ulysses: int, paths: list[str]) -> dict[str, Any]:
         if path.endswith(FP8):
             for model in (one, ours):
                 fp8.apply(model, fp8.plan(model, "blockwise", components={"foundation": ("model.layers.**",)}))
-        context = context_of(world, ulysses, ours.config.get_text_config().num_attention_heads)
+        context = make_context(world, ulysses, ours.config.get_text_config().num_attention_heads)
         assert context is not None
-        images = Images(ours, family, context) if family.has_vision else None
+        images = ImageSharding(ours, family, context) if family.has_vision else None
         alone = Forward(one, World(), None, packed=models.Packed(one, family))
         shared = Forward(ours, world, None, packed=models.Packed(ours, family, context), context=context, dealt=images)
         attach_dummy_image(ours, family, lambda: False) if images else None
@@ -166,14 +166,14 @@ def test_models_give_the_logits_and_gradients_of_one_process(paths: list[str], s
 
 
 def test_images_are_dealt_by_what_they_cost():
-    assert deal([4, 4, 4, 4], 2) == (0, 1, 0, 1)
-    assert deal([100, 9000, 8000, 900], 2) == (1, 0, 1, 1)
-    assert deal([], 2) == () and deal([7], 4) == (0,)
+    assert assign_images([4, 4, 4, 4], 2) == (0, 1, 0, 1)
+    assert assign_images([100, 9000, 8000, 900], 2) == (1, 0, 1, 1)
+    assert assign_images([], 2) == () and assign_images([7], 4) == (0,)
 
 
 def test_features_come_in_the_order_of_their_placeholders():
     places, tokens = torch.tensor([2, 3, 4, 9, 10, 11, 12, 13, 14]), (3, 4, 2)
-    seen = [dealt(places, tokens, (3, 50, 2), 8, 2, rank) for rank in range(2)]
+    seen = [make_assignment(places, tokens, (3, 50, 2), 8, 2, rank) for rank in range(2)]
     assert [d.images for d in seen] == [(1,), (0, 2)]
     assert [d.sent for d in seen] == [(0, 4), (3, 2)] and [d.got for d in seen] == [(0, 3), (4, 2)]
     came = torch.tensor([9, 10, 11, 12, 13, 14])  # rank 0's image, then rank 1's

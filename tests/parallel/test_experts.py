@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.fp8.optim import gradient_norm
 from octavo.parallel import Layout, World, WorldError, shard
-from octavo.parallel.experts import deal
+from octavo.parallel.experts import distribute_experts
 from octavo.train.step.update import _limited
 from tests import ranks
 from tests.fp8.moe.expert_modules import FAMILIES, H
@@ -138,16 +138,20 @@ def test_four_ranks_do_as_well_however_they_are_laid_out(axes: dict[str, int]):
     [
         (lambda: nn.Sequential(nn.Linear(2, 2)), 2, "Sequential has no experts that are stacked in one parameter"),
         (lambda: _model("mixtral", None), 3, "its 8 experts are not a multiple of the 3 ranks"),
-        (lambda: _model("mixtral", "delayed"), 2, "delayed hybrid keeps a history of each expert"),
-        (lambda: _with_norm(), 2, "its parameter norm.bias belongs to no single expert"),
-        (lambda: _with_own_order(), 2, "layer.experts cannot be dealt to ranks: our forward of experts differs"),
+        (lambda: _model("mixtral", "delayed"), 2, "delayed hybrid keeps an amax history per expert"),
+        (lambda: _with_norm(), 2, "its parameter norm.bias is shared by all experts"),
+        (
+            lambda: _with_own_order(),
+            2,
+            "layer.experts cannot be distributed over ranks: our forward of experts differs",
+        ),
     ],
     ids=["no experts", "number", "delayed", "more than experts", "another forward"],
 )
 def test_what_cannot_be_dealt_out_is_refused(model, ranks_: int, message: str):
     world = World(0, ranks_, mesh=object(), layout=Layout(shard=ranks_, expert=ranks_), experts=object())
     with pytest.raises(WorldError, match=message):
-        deal(model(), world)
+        distribute_experts(model(), world)
 
 
 def _with_norm() -> nn.Module:

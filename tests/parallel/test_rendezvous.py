@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from octavo.parallel import WorldError, nccl_flight_recorder
 from octavo.parallel import rendezvous as meetings
-from octavo.parallel.rendezvous import agree, in_words, meet
+from octavo.parallel.rendezvous import compare_facts, describe_differences, meet
 
 
 def _all_meet(store: dist.Store, size: int) -> list[str]:
@@ -45,7 +45,7 @@ def test_ranks_that_are_started_again_do_not_meet_their_forerunners() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(RuntimeError, match=r"after 0.1 s these ranks had not come: 1, 2"):
+    with pytest.raises(RuntimeError, match=r"these ranks did not appear within 0.1 s: 1, 2"):
         meet(dist.HashStore(), 0, 3, 0.1)
 
 
@@ -78,9 +78,9 @@ def _in_threads(ranks: dict[int, Callable[[], object]]) -> dict[int, object]:
 )
 def test_ranks_for_another_number_of_ranks_end_them_all(sizes: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     if len(sizes) == max(sizes.values()):
-        monkeypatch.setattr(meetings, "LINGER", 60)  # all come, however slowly
+        monkeypatch.setattr(meetings, "LINGER_SECONDS", 60)  # all come, however slowly
     else:
-        monkeypatch.setattr(meetings, "LINGER", 0.1)  # one never does
+        monkeypatch.setattr(meetings, "LINGER_SECONDS", 0.1)  # one never does
     store = dist.HashStore()
     store.set("knock/1", "of a former start")
     ends = _in_threads({rank: partial(meet, store, rank, size, 60) for rank, size in sizes.items()})
@@ -93,10 +93,10 @@ def test_ranks_for_another_number_of_ranks_end_them_all(sizes: dict[int, int], m
 
 def test_a_rank_that_a_running_run_has_no_place_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run has two ranks and has begun; a third is started for three. A run that no longer beats is no reason."""
-    monkeypatch.setattr(meetings, "LIVE", 0.05)
+    monkeypatch.setattr(meetings, "HEARTBEAT_SECONDS", 0.05)
     store = dist.HashStore()
     store.set("start", json.dumps({"name": "former", "size": 2}))
-    store.set("former/pulse_0", "the last beat")
+    store.set("former/heartbeat_0", "the last beat")
     with pytest.raises(RuntimeError, match="rank 0 has not answered within 0.3 s"):
         meet(store, 2, 3, 0.3)
     ended = threading.Event()
@@ -104,7 +104,7 @@ def test_a_rank_that_a_running_run_has_no_place_for_ends(monkeypatch: pytest.Mon
     def beat() -> None:
         number = 0
         while not ended.wait(0.01):
-            store.set("former/pulse_0", str(number := number + 1))
+            store.set("former/heartbeat_0", str(number := number + 1))
 
     beating = threading.Thread(target=beat)
     beating.start()
@@ -119,27 +119,33 @@ def test_a_rank_that_a_running_run_has_no_place_for_ends(monkeypatch: pytest.Mon
 def test_ranks_agree_or_every_one_of_them_gets_the_key_and_both_values() -> None:
     facts = {0: {"a": "1", "b": "2"}, 1: {"a": "1", "b": "3"}, 2: {"a": "1", "b": "2", "c": "4"}}
     store = dist.HashStore()
-    ends = _in_threads({rank: partial(agree, store, rank, 3, own, 60) for rank, own in facts.items()})
-    words = {in_words(found) for found in ends.values()}
+    ends = _in_threads({rank: partial(compare_facts, store, rank, 3, own, 60) for rank, own in facts.items()})
+    words = {describe_differences(found) for found in ends.values()}
     assert words == {"b is 2 on ranks 0, 2 and 3 on rank 1; c is absent on ranks 0, 1 and 4 on rank 2"}
-    again = _in_threads({rank: partial(agree, dist.PrefixStore("b", store), rank, 3, facts[0], 60) for rank in facts})
+    again = _in_threads(
+        {rank: partial(compare_facts, dist.PrefixStore("b", store), rank, 3, facts[0], 60) for rank in facts}
+    )
     assert all(not found for found in again.values())
 
 
 def test_many_differences_are_counted_and_many_ranks_are_cut() -> None:
     ten = {"1": range(20), "2": [20]}
-    words = in_words([(f"key {number}", ten) for number in range(9)])
+    words = describe_differences([(f"key {number}", ten) for number in range(9)])
     assert words.startswith("key 0 is 1 on ranks 0, 1, 2, 3, 4, 5, 6, 7, ... and 2 on rank 20; key 1")
     assert words.endswith("; and 5 more")
 
 
 def test_the_flight_recorder_is_told_by_both_sets_of_names_and_writes_a_file(tmp_path: Path, monkeypatch) -> None:
-    for name in (*nccl_flight_recorder._SIZE, *nccl_flight_recorder._PLACE, "TORCH_NCCL_DUMP_ON_TIMEOUT"):
+    for name in (
+        *nccl_flight_recorder._SIZE_VARIABLES,
+        *nccl_flight_recorder._FILE_VARIABLES,
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+    ):
         monkeypatch.setenv(name, "")  # so that what is set below is taken back
         monkeypatch.delenv(name)
     assert nccl_flight_recorder.save(1) is None
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
-    nccl_flight_recorder.record(tmp_path)
+    nccl_flight_recorder.enable(tmp_path)
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
     assert os.environ["TORCH_FR_DUMP_TEMP_FILE"] == os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from octavo import fp8
-from octavo.parallel import Counted, World, WorldError, shard
+from octavo.parallel import CommCounter, World, WorldError, shard
 from tests import ranks
 from tests.parallel.differences import worst_difference
 
@@ -85,7 +85,7 @@ def _decoders(world: World) -> dict:
 def _gathers(model: nn.Module, ids: torch.Tensor) -> list[int]:
     """How often weights were gathered as each block's forward begins, and at its end."""
     seen = []
-    with torch.no_grad(), Counted() as counted:
+    with torch.no_grad(), CommCounter() as counted:
         for block in model.blocks:
             block.norm.register_forward_pre_hook(lambda *_: seen.append(counted.calls["all_gather"]))
         model(ids)
@@ -162,7 +162,7 @@ def test_one_process_is_left_as_it_is():
 
 def test_a_model_without_blocks_and_blocks_that_share_are_refused():
     world = World(0, 2, mesh=object())  # refused before the mesh is looked at
-    with pytest.raises(WorldError, match="2 ranks were asked to share Linear, but its description names no repeating"):
+    with pytest.raises(WorldError, match="Linear cannot be sharded over 2 ranks: its description names no repeating"):
         shard(nn.Linear(2, 2), Blocks(), world)
     model = Decoder()
     model.blocks[1].up.weight = model.blocks[0].up.weight

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from octavo import parallel
-from octavo.parallel.wire import reduced
+from octavo.parallel.wire import all_reduce_bytes
 from tests import ranks
 
 
@@ -18,7 +18,7 @@ def _each(world: parallel.World) -> dict[str, dict[str, int]]:
     x, found = torch.ones(300), {}
 
     def count(name: str, work) -> None:
-        with parallel.Counted() as counted:
+        with parallel.CommCounter() as counted:
             work()
         found[name] = dict(counted.bytes)
 
@@ -53,4 +53,4 @@ def test_bytes_that_come_to_a_rank() -> None:
 
 
 def test_an_all_reduce_in_pieces() -> None:
-    assert [reduced(10, n) for n in (1, 2, 4)] == [0, 10, 18]
+    assert [all_reduce_bytes(10, n) for n in (1, 2, 4)] == [0, 10, 18]

@@ -37,7 +37,7 @@ def test_one_process_has_no_group_and_every_helper_is_the_identity():
     assert torch.equal(world.all_reduce_max(given), given)
     assert world.any(True) and not world.any(False)
     assert world.gather_objects({"a": [1, None]}) == [{"a": [1, None]}]
-    assert world.from_main(lambda: 3) == 3
+    assert world.run_on_main(lambda: 3) == 3
     world.barrier()
     world.close()
 
@@ -70,7 +70,7 @@ def test_more_ranks_than_gpus_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(WorldError, match="local rank 1 needs an accelerator of its own, but this machine shows 1"):
+    with pytest.raises(WorldError, match="local rank 1 needs a separate accelerator, but this machine has 1"):
         setup()
 
 
@@ -87,7 +87,7 @@ def test_objects_that_json_does_not_hold_are_refused():
 def _exchange(world: World) -> dict:
     message = ""
     try:
-        world.from_main(lambda: 1 / 0)
+        world.run_on_main(lambda: 1 / 0)
     except (ZeroDivisionError, WorldError) as error:
         message = f"{type(error).__name__}: {error}"
     given = torch.tensor([1.0 + world.rank])
@@ -98,7 +98,7 @@ def _exchange(world: World) -> dict:
         "any": [world.any(world.rank == 1), world.any(False)],
         "objects": world.gather_objects({"rank": world.rank, "long": "ü" * 300 * world.rank}),
         "empty": world.gather_objects(None),
-        "main": world.from_main(lambda: os.getpid()),
+        "main": world.run_on_main(lambda: os.getpid()),
         "pid": os.getpid(),
         "message": message,
         "mesh": list(world.mesh.shape),
@@ -122,7 +122,7 @@ def test_axes_that_do_not_make_the_ranks_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_of_a_context_share_a_part_of_the_batch_and_follow_one_another():
-    layout = Layout.of(24, ParallelSection(replicate=2, context=3, expert=4))
+    layout = Layout.from_section(24, ParallelSection(replicate=2, context=3, expert=4))
     assert (layout.shard, layout.sharded, layout.axes) == (4, 12, {"replicate": 2, "shard": 12})
     worlds = [World(rank, 24, layout=layout) for rank in (0, 2, 3, 23)]
     assert [(world.data_rank, world.context_rank) for world in worlds] == [(0, 0), (0, 2), (1, 0), (7, 2)]
@@ -147,12 +147,12 @@ def _exit(world: World) -> None:
 
 
 def _sleep(world: World) -> None:
-    world.at("step 7, reading its rows")
+    world.set_phase("step 7, reading its rows")
     time.sleep(60)
 
 
 def _stop(world: World) -> None:
-    world.at("step 7, reading its rows")
+    world.set_phase("step 7, reading its rows")
     time.sleep(0.5)  # for a beat that says so
     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -164,8 +164,8 @@ def _survive(rank: int, fails: int, port: int, failure: Callable[[World], None],
     world.barrier()
     if rank == fails:
         failure(world)
-    world.at("step 7, reading its rows")
-    world.at("step 7, forward and backward")
+    world.set_phase("step 7, reading its rows")
+    world.set_phase("step 7, forward and backward")
     try:
         world.barrier()
     except WorldError as error:
@@ -175,7 +175,7 @@ def _survive(rank: int, fails: int, port: int, failure: Callable[[World], None],
 
 FAILURES = [  # of rank r: how, the timeout, what the other one says
     (1, _exit, 600.0, "rank 1 has died or is stopped; it was last seen at the start"),  # noticed at once
-    (1, _sleep, 6.0, r"rank 1 has not come further than step 7, reading its rows \(parallel/test_world.py:\d+, _sleep"),
+    (1, _sleep, 6.0, r"rank 1 has not got past step 7, reading its rows \(parallel/test_world.py:\d+, _sleep"),
     (1, _stop, 6.0, r"rank 1 has died or is stopped; it was last seen at step 7, reading its rows \(.*, _stop"),
     (0, _stop, 6.0, "rank 0, which holds the store of the rendezvous, no longer answers"),
 ]
@@ -209,6 +209,6 @@ def test_ranks_that_do_not_appear_are_not_waited_for_in_silence(monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with pytest.raises(
-        WorldError, match="rank 1 of 2 could not meet the others at 127.0.0.1:None.*torchrun.* -m octavo train FILE"
+        WorldError, match="rank 1 of 2 could not reach the others at 127.0.0.1:None.*torchrun.* -m octavo train FILE"
     ):
         setup()

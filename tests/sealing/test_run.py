@@ -19,7 +19,7 @@ from octavo.base.encryption.key import write_new
 from octavo.cli.main import main
 from octavo.config import ConfigError, load_config_text, override
 from octavo.data.builtin import digit_clips, digits
-from octavo.data.tasks.sealed import Sealed
+from octavo.data.tasks.sealed import SealedRows
 from octavo.models.tiny import tiny
 from tests.sealing.conftest import SECRET
 from tests.sealing.test_adapter import attached
@@ -166,7 +166,7 @@ def test_sealed_pairs_are_read_as_they_were_made(place, pairs, tmp_path):
     cfg = preferring(place, True, tmp_path / "run")
     processor = models.load_processor(cfg.model.path)
     rows = data.preference_rows(cfg, processor, cfg.data.train)[1][0]
-    assert len(rows) == 16 and len(Sealed(pairs)) == 32
+    assert len(rows) == 16 and len(SealedRows(pairs)) == 32
     one = rows[2]
     assert [*one.chosen.input_ids] != [*one.rejected.input_ids] and one.row == one.rejected.row == 2
     with pytest.raises(data.LongSample, match="row 3.*left out"):
@@ -187,7 +187,7 @@ def test_worlds_are_not_mixed(place, tmp_path):
         (True, "model.path", place / "text", "is not sealed"),
         (False, "model.path", place / "text-twin", "to it plain rows are noise"),
         (True, "data.train", place / "text.jsonl", "is not sealed"),
-        (False, "data.train", place / "text-rows", "holds sealed rows"),
+        (False, "data.train", place / "text-rows", "contains sealed rows"),
     ):
         value = f"[{{path: {path}}}]" if key == "data.train" else path
         cfg = configured(place, "text", sealed, tmp_path / "run", f"{key}={value}")
@@ -206,12 +206,12 @@ def test_worlds_are_not_mixed(place, tmp_path):
 
 def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     plain = data.read(configured(place, "text", False, tmp_path).data.train[0])
-    sealed = Sealed(place / "text-rows")
+    sealed = SealedRows(place / "text-rows")
     assert len(sealed) == len(plain) == 25
     with pytest.raises(data.LongSample, match="left out"):
         sealed[5]
     assert (sealed[0].labels >= 0).sum() > 3 and sealed[0].id is None
-    seen = Sealed(place / "see-rows")[0]
+    seen = SealedRows(place / "see-rows")[0]
     assert seen.pixel_values.shape[0] == seen.image_grid_thw.prod() and seen.images == 1
 
     short = override(configured(place, "text", True, tmp_path / "run"), ["train.seq_length=8", "train.steps=1"])
@@ -220,14 +220,14 @@ def test_sealed_rows_are_read_as_they_were_made(place, tmp_path, monkeypatch):
     write_new(tmp_path / "files.key")
     monkeypatch.setenv(encryption.FILE, str(tmp_path / "files.key"))
     assert main(["encrypt", str(place / "text-rows"), str(tmp_path / "stored")]) == 0
-    stored = Sealed(tmp_path / "stored")
+    stored = SealedRows(tmp_path / "stored")
     assert [*stored[0].input_ids] == [*sealed[0].input_ids] and len(stored) == 25
     whole = (place / "text-rows" / "rows.arrow").read_bytes()
     (broken := tmp_path / "broken").mkdir()
     (broken / "sealed.json").write_bytes((place / "text-rows" / "sealed.json").read_bytes())
     (broken / "rows.arrow").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(data.DataError, match="no whole Arrow file"):
-        Sealed(broken)
+        SealedRows(broken)
 
 
 def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
@@ -283,7 +283,7 @@ def test_a_video_is_not_written_as_it_is(place, tmp_path, capsys):
     cfg = load_config_text(text + "train: {steps: 1, seq_length: 512}\nrun: {dir: a}\n")
     encoder, (rows,) = data.training_rows(cfg, models.load_processor(tmp_path / "frames"))
     (plain,) = encoder.encode_all([rows[0]])
-    sealed = Sealed(tmp_path / "rows")[0]
+    sealed = SealedRows(tmp_path / "rows")[0]
     pixels = [one.pixel_values.flatten() for one in (plain, sealed)]
     assert plain.videos and not np.array_equal(*pixels) and np.array_equal(*map(np.sort, pixels))
 

@@ -312,7 +312,7 @@ def test_a_plan_file_in_amax_histories_is_refused_before_a_step(make, tmp_path):
     file.write_text(text.replace('"recipe": "delayed", "format"', '"recipe": "delayed", "steps": [3, 60], "format"'))
     other = make("fp8.adapt=false", f"fp8.plan={file}", "train.steps=9", dir="histories")
     assert other.fp8.plan is not None
-    with pytest.raises(fp8.PlanError, match="cannot turn"):
+    with pytest.raises(fp8.PlanError, match="cannot switch"):
         train.run(other)
 
 

@@ -38,9 +38,9 @@ def test_encrypted_ones_are_dropped_by_step_too(tmp_path, monkeypatch):
     AnswersLog(tmp_path, TOKENIZER, 3, encrypt=True)
     CompletionsLog(tmp_path, 1, encrypt=True).begin(3)
     assert (tmp_path / f"{ANSWERS}.aes").read_bytes() == lines[0] + b"\n"
-    assert json.loads(encryption.decrypted_line(lines[1], "it"))["said"] == "words"
+    assert json.loads(encryption.decrypt_line(lines[1], "it"))["said"] == "words"
     shown = (tmp_path / "completions.jsonl.aes").read_bytes().splitlines()
-    assert [json.loads(encryption.decrypted_line(line, "it"))["completion"] for line in shown] == ["words"]
+    assert [json.loads(encryption.decrypt_line(line, "it"))["completion"] for line in shown] == ["words"]
 
 
 def test_they_are_text_and_those_behind_the_step_of_a_resume_are_dropped(tmp_path):

@@ -24,7 +24,7 @@ from rich.console import Console
 from octavo import checkpoint, train
 from octavo.config import Config
 from octavo.data import Encoder
-from octavo.data.loaders.loader import _Chunks, run_workers
+from octavo.data.loaders.loader import _RowChunks, run_workers
 from octavo.train.callbacks.signals import StopRequest
 from octavo.train.step.step import Stepper
 from tests import ranks
@@ -107,7 +107,7 @@ def test_a_rank_that_hangs_is_named_and_a_signal_ends_it(make, started) -> None:
         process.join(30)
     assert [process.exitcode for process in both] == [1, 143], said(cfg, 0) + said(cfg, 1)
     assert "a collective failed on rank 0 of 2 at step 3, forward and backward (run.timeout: 8 s)" in said(cfg, 0)
-    assert "rank 1 has not come further than step 3, forward and backward (train/test_hangs.py:" in said(cfg, 0)
+    assert "rank 1 has not got past step 3, forward and backward (train/test_hangs.py:" in said(cfg, 0)
     assert "rank 1 hangs: SIGTERM came 8 s ago (run.timeout), and this process has not ended" in said(cfg, 1)
     assert "in before_step" in said(cfg, 1)
     assert saved(cfg) == [2]
@@ -179,7 +179,7 @@ def _signal_a_worker() -> None:
             return places
 
     with StopRequest(0.2):
-        stream = run_workers(Rows(), _Chunks(range(99), 1), 1)
+        stream = run_workers(Rows(), _RowChunks(range(99), 1), 1)
         next(stream)
         os.kill(multiprocessing.active_children()[0].pid, signal.SIGHUP)
         time.sleep(0.5)

@@ -118,7 +118,7 @@ def test_every_place_of_a_configuration_is_compared_by_content_or_left_out():
         names = []
         for name, field in model.model_fields.items():
             text, below = str(field.annotation) + str(field.metadata), f"{key}.{name}" if key else name
-            if "_a_path" in text or field.annotation is FilePath:
+            if "_check_path" in text or field.annotation is FilePath:
                 names.append(below)
             for inner in sections(field.annotation):
                 listed = ".0" if "tuple" in str(field.annotation) else ""
@@ -183,8 +183,10 @@ def test_ranks_that_differ_end_before_the_first_step(own: Make, what: str):
 
 @pytest.mark.skipif(ranks.START != "fork", reason="ranks are forks")
 def test_a_rank_that_waits_for_others_says_so(own: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("octavo.parallel.world.SOON", 0.1)
+    monkeypatch.setattr("octavo.parallel.world.NOTICE_SECONDS", 0.1)
     cfg = own("run.timeout=2")
     ((code, said),) = started([(2, cfg, ())], ranks.free_port())
     assert code == 1 and "Traceback" not in said
-    assert "rank 0 of 2 has waited 0.1 s for one of its 1 other ranks" in said and "had not come: 1" in said
+    assert (
+        "rank 0 of 2 has waited 0.1 s for one of its 1 other ranks" in said and "did not appear within 1.8 s: 1" in said
+    )

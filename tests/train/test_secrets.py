@@ -65,7 +65,7 @@ run: {{dir: {here / "run"}, save_every: 2, eval_every: 2, threads: 1, encrypt: t
 def key(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(encryption.VALUE, raising=False)
     monkeypatch.setenv(encryption.FILE, str(place.parent / "outside.key"))
-    monkeypatch.setattr(cache, "SMALL", 0)  # as of large files: what is made of them would lie in the cache
+    monkeypatch.setattr(cache, "SMALL_FILE", 0)  # as of large files: what is made of them would lie in the cache
 
 
 def searched(*places: Path | str) -> int:
@@ -124,7 +124,7 @@ def test_what_fails_keeps_them_too(place, capfd, monkeypatch, tmp_path):
     assert "rows.jsonl, row 0 cannot be used" in told and "run.encrypt keeps it out of messages" in told
 
     named = tmp_path / "named.jsonl"  # what no column is known of is a whole file's fault, and no row's
-    named.write_bytes(encryption.encrypted(json.dumps({SENTENCE: SENTENCE}).encode() + b"\n"))
+    named.write_bytes(encryption.encrypt(json.dumps({SENTENCE: SENTENCE}).encode() + b"\n"))
     assert main([*command, f"run.dir={tmp_path / 'n'}", f"data.train.0.path={named}"]) == 1
     told += (found := "".join(capfd.readouterr()))
     assert "start without run.encrypt where the data may be read" in found and "skipped.jsonl.aes" not in found
@@ -181,7 +181,7 @@ def test_preferences_and_rewards_keep_them_too(place, tmp_path, capfd, uncounted
         ("pairs", {"prompt": asked, "chosen": SENTENCE, "rejected": "the owl flies away"}),
         ("prompts", {"prompt": asked, "answer": SENTENCE}),
     ):
-        (tmp_path / f"{name}.jsonl").write_bytes(encryption.encrypted((json.dumps(row) + "\n").encode() * 8))
+        (tmp_path / f"{name}.jsonl").write_bytes(encryption.encrypt((json.dumps(row) + "\n").encode() * 8))
     (tmp_path / "own.py").write_text(REWARD)
     (tmp_path / "run.yaml").write_text(f"""
 model: {{path: {place / "model"}}}

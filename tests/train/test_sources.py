@@ -76,7 +76,7 @@ def reading(make, place, tmp_path):
 @pytest.mark.long
 def test_every_source_trains_alike(reading, tmp_path, monkeypatch):
     """Through the cache where there is one; epochs make the same steps of all, and a stream resumes as the rest do."""
-    monkeypatch.setattr("octavo.data.storage.cache.SMALL", 0)
+    monkeypatch.setattr("octavo.data.storage.cache.SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     losses = {kind: train.run(reading(kind, dir=f"of-{kind[-7:]}-{len(kind)}")).losses() for kind in KINDS}
     assert len(losses["json"]) == 3 and all(found == losses["json"] for found in losses.values())

@@ -16,7 +16,7 @@ from octavo.base.encryption.folders import check_file, open_decrypted
 from octavo.base.encryption.reader import is_encrypted
 
 
-def anonymous(what: str) -> tuple[int, Path]:
+def create_memory_file(what: str) -> tuple[int, Path]:
     """A new empty file in memory: its handle, which the caller closes, and its path. Raises VaultError, which names
     `what` the file is for, where this system has none."""
     if not hasattr(os, "memfd_create"):
@@ -36,7 +36,7 @@ def plain_path(path: Path) -> Iterator[Path]:
         check_file(path, None)
         yield path
         return
-    handle, place = anonymous(str(path))
+    handle, place = create_memory_file(str(path))
     try:
         with open_decrypted(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path, 0) as plain:
             while piece := plain.read(1 << 22):

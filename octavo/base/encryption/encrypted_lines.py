@@ -14,20 +14,20 @@ from pathlib import Path
 from octavo.base.encryption import file_format
 from octavo.base.encryption.errors import Damaged
 from octavo.base.encryption.key import Key
-from octavo.base.encryption.reader import decrypted
-from octavo.base.encryption.writer import encrypted
+from octavo.base.encryption.reader import decrypt
+from octavo.base.encryption.writer import encrypt
 
 SUFFIX = ".aes"
 _CHUNK = 1 << 12
 _MARK = base64.b64encode(file_format.MAGIC[:6])  # how every line begins
 
 
-def encrypted_line(plain: bytes, key: Key | None = None) -> bytes:
+def encrypt_line(plain: bytes, key: Key | None = None) -> bytes:
     """Encrypt a line; the result ends in a line break. `key`: by default the key of the process."""
-    return base64.b64encode(encrypted(plain, _CHUNK, key)) + b"\n"
+    return base64.b64encode(encrypt(plain, _CHUNK, key)) + b"\n"
 
 
-def decrypted_line(line: bytes, where: object, key: Key | None = None) -> bytes:
+def decrypt_line(line: bytes, where: object, key: Key | None = None) -> bytes:
     """Decrypt a line without its line break. Raises VaultError, which names `where` the line is."""
     try:
         stored = base64.b64decode(line, validate=True)
@@ -35,18 +35,18 @@ def decrypted_line(line: bytes, where: object, key: Key | None = None) -> bytes:
         stored = b""
     if not stored.startswith(file_format.MAGIC[:7]):
         raise Damaged(f"{where} is damaged: it is no encrypted line. Take the file from a copy, or remove the line")
-    return decrypted(stored, where, key)
+    return decrypt(stored, where, key)
 
 
-def append(file: Path, lines: Iterable[str]) -> None:
+def append_lines(file: Path, lines: Iterable[str]) -> None:
     """Append lines, each with its line break, to a file; encrypted if its name ends in `.aes`."""
     with file.open("ab") as out:
         for line in lines:
             raw = line.encode("utf-8", "backslashreplace")
-            out.write(encrypted_line(raw) if file.suffix == SUFFIX else raw)
+            out.write(encrypt_line(raw) if file.suffix == SUFFIX else raw)
 
 
-def is_list(path: Path) -> bool:
+def is_encrypted_lines(path: Path) -> bool:
     """Whether a file holds encrypted lines."""
     with path.open("rb") as file:
         return file.read(len(_MARK)) == _MARK

@@ -34,5 +34,5 @@ class Damaged(VaultError):
     """The file differs from what was written: it was changed, cut short, or assembled from other files."""
 
 
-class Exchanged(Damaged):
+class Replaced(Damaged):
     """The file is intact, but not the one that was encrypted at this path; or a file of a folder is missing or new."""

@@ -36,14 +36,14 @@ if TYPE_CHECKING:
 Bytes: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"\x8fOCTAES\x02"
-FIRST = 1  # the version without names
+VERSION_1 = 1  # the version without names
 TAG = 16
-SALTED = 52  # bytes of magic, chunk size, key id and salt
-LONGEST = 4096  # bytes of a path in a folder (PATH_MAX of Linux)
-HEADER = SALTED + 2 + 16 + LONGEST + TAG  # bytes of the longest header
+SALTED_BYTES = 52  # bytes of magic, chunk size, key id and salt
+MAX_NAME_BYTES = 4096  # bytes of a path in a folder (PATH_MAX of Linux)
+MAX_HEADER_BYTES = SALTED_BYTES + 2 + 16 + MAX_NAME_BYTES + TAG  # bytes of the longest header
 CHUNK = 1 << 18  # bytes: small compared with a shard, large compared with the overhead of a call
-MOST = 1 << 26  # chunks of a file: 16 TiB in chunks of CHUNK bytes, which stays below 2^42 AES blocks for one key
-_SIZES = [1 << n for n in range(12, 25)]
+MAX_CHUNKS = 1 << 26  # chunks of a file: 16 TiB in chunks of CHUNK bytes, which stays below 2^42 AES blocks for one key
+_CHUNK_SIZES = [1 << n for n in range(12, 25)]
 
 
 @dataclass(frozen=True)
@@ -80,48 +80,48 @@ class Cipher:
 
 def new_cipher(key: Key, chunk: int = CHUNK, place: Place | None = None) -> Cipher:
     """The cipher, with its header, of a new file."""
-    assert chunk in _SIZES, chunk
+    assert chunk in _CHUNK_SIZES, chunk
     head = MAGIC + chunk.to_bytes(4, "big") + key.id
     salt = os.urandom(32)
     named = b"\0\0"
     if place is not None:
-        assert len(place.folder) == 16 and 0 < len(place.name) <= LONGEST, place
+        assert len(place.folder) == 16 and 0 < len(place.name) <= MAX_NAME_BYTES, place
         named = len(place.name).to_bytes(2, "big") + place.folder + place.name
     aead = _aead(key.derived(head, salt))
     bound = head + salt + named
     return Cipher(bound + aead.encrypt(_nonce(0, 2), b"", bound), chunk, aead, place)
 
 
-def cipher_of(key: Key, header: bytes, path: object) -> Cipher:
-    """The cipher of a file that begins with these bytes: `HEADER` of them, or all if the file is shorter. Raises
-    WrongKey and Damaged, which name the `path`."""
+def read_cipher(key: Key, header: bytes, path: object) -> Cipher:
+    """The cipher of a file that begins with these bytes: `MAX_HEADER_BYTES` of them, or all if the file is shorter.
+    Raises WrongKey and Damaged, which name the `path`."""
     from cryptography.exceptions import InvalidTag
 
-    if len(header) < SALTED + TAG:
+    if len(header) < SALTED_BYTES + TAG:
         raise Damaged(f"{path} is damaged: it ends within the header of an encrypted file. Take it from a copy")
-    if header[7] not in (FIRST, MAGIC[7]):
+    if header[7] not in (VERSION_1, MAGIC[7]):
         raise Damaged(
-            f"{path} is encrypted in version {header[7]} of the format, and this Octavo reads {FIRST} to {MAGIC[7]}"
+            f"{path} is encrypted in version {header[7]} of the format, and this Octavo reads {VERSION_1} to {MAGIC[7]}"
         )
     if header[12:20] != key.id:
         raise WrongKey(
             f"{path} was encrypted with another key ({header[12:20].hex()}) than the one that is given "
             f"({key.id.hex()}). Give that key"
         )
-    end, place = SALTED, None
-    if header[7] != FIRST:
-        length = int.from_bytes(header[SALTED : SALTED + 2], "big")
-        begin = SALTED + 2 + (16 if length else 0)
+    end, place = SALTED_BYTES, None
+    if header[7] != VERSION_1:
+        length = int.from_bytes(header[SALTED_BYTES : SALTED_BYTES + 2], "big")
+        begin = SALTED_BYTES + 2 + (16 if length else 0)
         end = begin + length
         if length:
-            place = Place(header[SALTED + 2 : begin], header[begin:end])
+            place = Place(header[SALTED_BYTES + 2 : begin], header[begin:end])
     chunk = int.from_bytes(header[8:12], "big")
     aead = _aead(key.derived(header[:20], header[20:52]))
     try:
         aead.decrypt(_nonce(0, 2), header[end : end + TAG], header[:end])
     except (InvalidTag, ValueError):  # ValueError: fewer bytes than a tag
         chunk = 0  # which is in no valid header: both faults raise the same error
-    if chunk not in _SIZES:
+    if chunk not in _CHUNK_SIZES:
         raise Damaged(
             f"{path} is damaged: its header (bytes 0 to {min(end + TAG, len(header)) - 1}) was changed or cut. Take "
             "it from a copy"
@@ -129,16 +129,16 @@ def cipher_of(key: Key, header: bytes, path: object) -> Cipher:
     return Cipher(header[: end + TAG], chunk, aead, place)
 
 
-def tag_of(header: bytes) -> bytes:
+def header_tag(header: bytes) -> bytes:
     """The tag of an encrypted file's header, unverified: it needs no key. `header`: the first bytes of the file."""
-    end = SALTED
-    if header[7:8] != bytes([FIRST]):
-        length = int.from_bytes(header[SALTED : SALTED + 2], "big")
+    end = SALTED_BYTES
+    if header[7:8] != bytes([VERSION_1]):
+        length = int.from_bytes(header[SALTED_BYTES : SALTED_BYTES + 2], "big")
         end += 2 + (16 + length if length else 0)
     return header[end : end + TAG]
 
 
-def was_encrypted(head: bytes, key: Key) -> bool:
+def looks_encrypted(head: bytes, key: Key) -> bool:
     """Whether the first bytes of a file without the magic bytes look like a damaged encrypted file: most of the magic
     bytes, their beginning, or the id of the key."""
     if len(head) < len(MAGIC):

@@ -21,17 +21,17 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from octavo.base.encryption import file_format
-from octavo.base.encryption.errors import Exchanged, NoKey, VaultError
-from octavo.base.encryption.key import Key, find
+from octavo.base.encryption.errors import NoKey, Replaced, VaultError
+from octavo.base.encryption.key import Key, find_key
 from octavo.base.encryption.reader import Reader
-from octavo.base.encryption.writer import encrypted
+from octavo.base.encryption.writer import encrypt
 
 LIST = "files.octavo"
 BOUND, LINES = "=", "*"
-_HEAD = b"octavo files 1\0"
+_LIST_HEADER = b"octavo files 1\0"
 _FIX = "Take the whole folder from a copy, its files.octavo included"
 #: suffixes of files that may appear in a folder without being listed: the lock of a process that works in it
-_PASSING = (".lock",)
+_UNLISTED = (".lock",)
 
 
 class Folder:
@@ -43,15 +43,15 @@ class Folder:
     def place(self, path: Path) -> file_format.Place:
         """The place that a file at this path is bound to. Raises VaultError for a path that is too long."""
         name = os.fsencode(path.relative_to(self.root))
-        if len(name) > file_format.LONGEST:
+        if len(name) > file_format.MAX_NAME_BYTES:
             raise VaultError(
-                f"{path}: a path of {len(name)} bytes inside a folder, and {file_format.LONGEST} are the most"
+                f"{path}: a path of {len(name)} bytes inside a folder, and {file_format.MAX_NAME_BYTES} are the most"
             )
         return file_format.Place(self.identity, name)
 
     def put(self, path: Path, plain: bytes) -> None:
         """Encrypt and write a whole file; not synced to the disk."""
-        path.write_bytes(encrypted(plain, key=self._key, place=self.place(path)))
+        path.write_bytes(encrypt(plain, key=self._key, place=self.place(path)))
 
     def write_list(self, kinds: Mapping[Path, str] | None = None) -> None:
         """Write the list of the folder's files, after all of them. `kinds`: the kind of each file; by default every
@@ -59,10 +59,10 @@ class Folder:
         if kinds is None:
             kinds = {path: BOUND for path in self.root.rglob("*") if path.is_file() and path != self.root / LIST}
         entries = [f"{kind} ".encode() + self.place(path).name + b"\0" for path, kind in sorted(kinds.items())]
-        self.put(self.root / LIST, _HEAD + b"".join(entries))
+        self.put(self.root / LIST, _LIST_HEADER + b"".join(entries))
 
 
-def put(path: Path, plain: bytes, folder: Folder | None) -> None:
+def write_file(path: Path, plain: bytes, folder: Folder | None) -> None:
     """Write a whole file, encrypted if it belongs to an encrypted `folder`; not synced to the disk."""
     if folder is None:
         path.write_bytes(plain)
@@ -70,17 +70,17 @@ def put(path: Path, plain: bytes, folder: Folder | None) -> None:
         folder.put(path, plain)
 
 
-def root_of(path: str | os.PathLike[str]) -> Path | None:
+def find_root(path: str | os.PathLike[str]) -> Path | None:
     """The nearest folder with a list that contains a path or is the path; None where there is none.
 
     The path is taken as it is spelled, so that a link in place of a file is detected. Only if that is in no such folder
     are its links resolved.
     """
     named = os.path.abspath(path)
-    return _root_above(named) or _root_above(os.path.realpath(named))
+    return _find_root(named) or _find_root(os.path.realpath(named))
 
 
-def _root_above(path: str) -> Path | None:
+def _find_root(path: str) -> Path | None:
     place = path if os.path.isdir(path) else os.path.dirname(path)
     while not os.path.lexists(os.path.join(place, LIST)):
         if place == os.path.dirname(place):
@@ -89,28 +89,28 @@ def _root_above(path: str) -> Path | None:
     return Path(place)
 
 
-def listed(root: Path, key: Key | None = None) -> Mapping[bytes, str]:
+def read_list(root: Path, key: Key | None = None) -> Mapping[bytes, str]:
     """Path inside -> kind, for a folder with a list. Raises VaultError for a list that is damaged or another file."""
-    key, stat = key or find(), os.stat(root / LIST)
-    return _listed(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    key, stat = key or find_key(), os.stat(root / LIST)
+    return _read_list(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=16)
-def _listed(root: Path, key: Key, *_state: object) -> Mapping[bytes, str]:
+def _read_list(root: Path, key: Key, *_state: object) -> Mapping[bytes, str]:
     with Reader.of(root / LIST, key) as reader:
         if reader.place is None or reader.place.name != LIST.encode():
-            raise Exchanged(f"{root / LIST} is not the list of a folder: another file was put in its place. {_FIX}")
+            raise Replaced(f"{root / LIST} is not the list of a folder: another file was put in its place. {_FIX}")
         raw = reader.readall()
-    if not raw.startswith(_HEAD):
-        raise Exchanged(f"{root / LIST} has a later format than this Octavo reads")
-    pairs = (entry.partition(b" ") for entry in raw[len(_HEAD) :].split(b"\0") if entry)
+    if not raw.startswith(_LIST_HEADER):
+        raise Replaced(f"{root / LIST} has a later format than this Octavo reads")
+    pairs = (entry.partition(b" ") for entry in raw[len(_LIST_HEADER) :].split(b"\0") if entry)
     return {name: kind.decode() for kind, _, name in pairs}
 
 
 def check_file(path: str | os.PathLike[str], reader: Reader | None, key: Key | None = None) -> None:
     """Check that an opened file is the one that was encrypted at this path. `reader`: None for a plain file.
 
-    Raises Exchanged, with the path, for a file that is bound to another path or folder, for one that was taken out of
+    Raises Replaced, with the path, for a file that is bound to another path or folder, for one that was taken out of
     its folder, and for a plain or unbound file where the list has another.
     """
     place = None if reader is None else reader.place
@@ -121,18 +121,18 @@ def check_file(path: str | os.PathLike[str], reader: Reader | None, key: Key | N
     real = os.path.realpath(named)
     # A link in a folder with a list may replace a file there, so the path as spelled is checked first; the resolved one
     # counts only if the spelled one is in no such folder.
-    for one in (named, *([real] if real != named and _root_above(named) is None else [])):
+    for one in (named, *([real] if real != named and _find_root(named) is None else [])):
         root = Path(one[: -len(name) - 1] or "/") if one.endswith(f"/{name}") else None
         if root is not None and (root / LIST).is_file():
-            if _identity(root, key) == place.folder:
+            if _folder_id(root, key) == place.folder:
                 return
-            raise Exchanged(f"{shown} is {name} of another encrypted folder than {root}: it was exchanged. {_FIX}")
+            raise Replaced(f"{shown} is {name} of another encrypted folder than {root}: it was exchanged. {_FIX}")
     if named.endswith(f"/{name}"):
-        raise Exchanged(
+        raise Replaced(
             f"{shown} is {name} of an encrypted folder, and there is no {LIST} where that begins: the file was taken "
             f"out of its folder, or the list was removed. {_FIX}"
         )
-    raise Exchanged(
+    raise Replaced(
         f"{shown} was encrypted as {name} of its folder, and is named otherwise here: it was exchanged with another "
         f"file, renamed or taken out. {_FIX}"
     )
@@ -146,35 +146,35 @@ def check_plain(path: str | os.PathLike[str], error: type[Exception]) -> None:
         raise error(str(cause)) from cause
 
 
-def _identity(root: Path, key: Key | None) -> bytes | None:
+def _folder_id(root: Path, key: Key | None) -> bytes | None:
     """The id of a folder, by the header of its list."""
-    key, stat = key or find(), os.stat(root / LIST)
-    return _identity_of(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    key, stat = key or find_key(), os.stat(root / LIST)
+    return _read_folder_id(root, key, key.id, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
-def _identity_of(root: Path, key: Key, *_state: object) -> bytes | None:
+def _read_folder_id(root: Path, key: Key, *_state: object) -> bytes | None:
     with Reader.of(root / LIST, key) as reader:
         place = reader.place
     return place.folder if place is not None and place.name == LIST.encode() else None
 
 
 def _check_unbound(path: str | os.PathLike[str], reader: Reader | None, key: Key | None) -> None:
-    if (root := root_of(path)) is None:
+    if (root := find_root(path)) is None:
         return
     if reader is None and key is None:
         try:
-            find()
+            find_key()
         except NoKey:  # without a key the list cannot be read, and plain files are trusted
             return
     name = os.path.relpath(os.path.abspath(path), root)
     if name.startswith(".."):
         name = os.path.relpath(os.path.realpath(path), os.path.realpath(root))
-    kind = listed(root, key).get(os.fsencode(name))
+    kind = read_list(root, key).get(os.fsencode(name))
     if kind is None or kind == LINES or (reader is not None and kind == reader.tag.hex()):
         return
     what = "is not encrypted" if reader is None else "is another encrypted file, one without a bound name"
-    raise Exchanged(f"{os.fspath(path)} {what}, and {root / LIST} lists an encrypted one: it was exchanged. {_FIX}")
+    raise Replaced(f"{os.fspath(path)} {what}, and {root / LIST} lists an encrypted one: it was exchanged. {_FIX}")
 
 
 def has_list(folder: Path) -> bool:
@@ -186,40 +186,40 @@ def check_folder(folder: Path, deep: bool = True, added: bool = True, key: Key |
     """Check that a folder, if it is in one that was encrypted, has the files on the list, and (`added`) no others;
     `deep`: also those in its subfolders. The content of a file is checked when it is opened.
 
-    Raises Exchanged with the first missing or added file, and VaultError for a list that cannot be read.
+    Raises Replaced with the first missing or added file, and VaultError for a list that cannot be read.
     """
-    if (root := root_of(folder)) is None:
+    if (root := find_root(folder)) is None:
         return
     inside = os.path.relpath(os.path.abspath(folder), root)
     if inside.startswith(".."):
         inside = os.path.relpath(os.path.realpath(folder), os.path.realpath(root))
     head = b"" if inside == "." else os.fsencode(inside) + b"/"
-    wanted = {name[len(head) :] for name in listed(root, key) if name.startswith(head)}
+    wanted = {name[len(head) :] for name in read_list(root, key) if name.startswith(head)}
     if not deep:
         wanted = {name for name in wanted if b"/" not in name}
-    present = set(_names(os.fsencode(folder), deep)) - ({LIST.encode()} if not head else set())
+    present = set(_walk_names(os.fsencode(folder), deep)) - ({LIST.encode()} if not head else set())
     where = f"{root / LIST}, the list of what was encrypted together"
     if missing := sorted(wanted - present):
-        raise Exchanged(f"{_named(folder, missing)} missing, by {where}. {_FIX}")
+        raise Replaced(f"{_describe_files(folder, missing)} missing, by {where}. {_FIX}")
     if added and (extra := sorted(present - wanted)):
-        raise Exchanged(
-            f"{_named(folder, extra)} added: not in {where}. Move it out, or encrypt the folder again with it (octavo "
-            "encrypt SRC DST --old-key)"
+        raise Replaced(
+            f"{_describe_files(folder, extra)} added: not in {where}. Move it out, or encrypt the folder again with it "
+            "(octavo encrypt SRC DST --old-key)"
         )
 
 
-def _named(folder: Path, names: list[bytes]) -> str:
+def _describe_files(folder: Path, names: list[bytes]) -> str:
     first = os.path.join(os.fspath(folder), os.fsdecode(names[0]))
     return f"{first} and {len(names) - 1} more are" if len(names) > 1 else f"{first} is"
 
 
-def _names(folder: bytes, deep: bool, head: bytes = b"") -> Iterator[bytes]:
+def _walk_names(folder: bytes, deep: bool, head: bytes = b"") -> Iterator[bytes]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 if deep:
-                    yield from _names(entry.path, deep, head + entry.name + b"/")
-            elif os.fsdecode(entry.name) not in _PASSING:
+                    yield from _walk_names(entry.path, deep, head + entry.name + b"/")
+            elif os.fsdecode(entry.name) not in _UNLISTED:
                 yield head + entry.name
 
 

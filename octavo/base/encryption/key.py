@@ -5,7 +5,8 @@
     OCTAVO_KEY=...                              the key itself in hex or base64, for launchers that pass secrets so
 
 Ranks and data workers inherit both environment variables. Processes that run third-party code (rewards) are started
-without them (:func:`without_key`). A `Key` shows its id and never its bytes: not in repr, format, a pickle or a copy.
+without them (:func:`environment_without_key`). A `Key` shows its id and never its bytes: not in repr, format, a pickle
+or a copy.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 
 SIZE = 32  # bytes: AES-256, and what HKDF takes
 FILE, VALUE = "OCTAVO_KEY_FILE", "OCTAVO_KEY"
-_LONGEST = 1024  # bytes of a key file
-_GIVE = f"Give one with --key-file FILE or {FILE}; `octavo encrypt --new-key FILE` makes one"
+_MAX_FILE_BYTES = 1024  # bytes of a key file
+_HOW_TO_GIVE = f"Give one with --key-file FILE or {FILE}; `octavo encrypt --new-key FILE` makes one"
 
 
 class Key:
@@ -38,27 +39,27 @@ class Key:
 
     def __init__(self, secret: bytes) -> None:
         if len(secret) != SIZE:
-            raise NoKey(f"a key has {SIZE} bytes, and this one has {len(secret)}. {_GIVE}")
+            raise NoKey(f"a key has {SIZE} bytes, and this one has {len(secret)}. {_HOW_TO_GIVE}")
         _refuse_repeated(secret, "what was given")
         self.__secret = bytes(secret)
         self.id = self.derived(b"octavo key id", b"", 8)
 
     def derived(self, info: bytes, salt: bytes, size: int = SIZE) -> bytes:
         """Bytes for one purpose, `info`, and one file, `salt`."""
-        hashes, hkdf = _library()
+        hashes, hkdf = _import_cryptography()
         return bytes(hkdf(algorithm=hashes.SHA256(), length=size, salt=salt, info=info).derive(self.__secret))
 
     def __repr__(self) -> str:
         return f"Key({self.id.hex()})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a key is not pickled and not copied; get it in each process (octavo.base.encryption.find)")
+        raise TypeError("a key is not pickled and not copied; get it in each process (octavo.base.encryption.find_key)")
 
     def __getstate__(self) -> NoReturn:
         self.__reduce__()
 
 
-def find() -> Key:
+def find_key() -> Key:
     """The key of this process, which writes no core file from now on. Raises NoKey as :func:`process_secret` does."""
     file, value = _source()
     source = file or hashlib.sha256((value or "").encode()).hexdigest()
@@ -76,18 +77,18 @@ def process_secret() -> bytes:
     # A core file would contain the key. A limit of 0 applies to files only: with 1 Linux also pipes none to a program.
     hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
-    return secret_in(file) if file else _decoded((value or "").encode(), VALUE)
+    return read_secret(file) if file else _decode_secret((value or "").encode(), VALUE)
 
 
-def keep_source() -> None:
+def buffer_key_file() -> None:
     """If the key's file is an open handle of this process (/dev/fd/N) or a pipe, replace it by a file in memory: either
     can be read only once, and ranks and workers, which have neither, open the new file by its path while this process
-    lives. Raises NoKey as :func:`secret_in` does, and where this system has no files in memory."""
+    lives. Raises NoKey as :func:`read_secret` does, and where this system has no files in memory."""
     path = os.environ.get(FILE)
     if path and (path.startswith(_HANDLES) or _is_pipe(path)):
         if not hasattr(os, "memfd_create"):
             raise NoKey(f"the key file {path} is read once, and this system keeps no files in memory. Name a file")
-        secret = secret_in(path)
+        secret = read_secret(path)
         handle = os.memfd_create("octavo")
         os.fchmod(handle, 0o600)
         os.write(handle, secret.hex().encode())
@@ -108,10 +109,10 @@ def _is_pipe(path: str) -> bool:
 
 def _source() -> tuple[str | None, str | None]:
     """The file of the key and the key as text, of which one is set."""
-    keep_source()
+    buffer_key_file()
     file, value = os.environ.get(FILE), os.environ.get(VALUE)
     if not file and not value:
-        raise NoKey(f"there is no key. {_GIVE}")
+        raise NoKey(f"there is no key. {_HOW_TO_GIVE}")
     if file and value:
         raise NoKey(f"{FILE} and {VALUE} are both set, and one key is used. Unset one of them")
     return file, value
@@ -121,11 +122,11 @@ _cached: dict[str, Key] = {}  # the key of this process, by its source
 
 
 def from_file(path: str | os.PathLike[str]) -> Key:
-    """The key in a file. Raises NoKey as :func:`secret_in` does."""
-    return Key(secret_in(path))
+    """The key in a file. Raises NoKey as :func:`read_secret` does."""
+    return Key(read_secret(path))
 
 
-def secret_in(path: str | os.PathLike[str]) -> bytes:
+def read_secret(path: str | os.PathLike[str]) -> bytes:
     """The 32 bytes in a key file; put them into a class that does not print them. Raises NoKey for a file that is
     missing, that all users may read, or that holds no key."""
     try:
@@ -140,9 +141,9 @@ def secret_in(path: str | os.PathLike[str]) -> bytes:
             raise NoKey(f"the key file {path} can be read by everybody on this machine; chmod o-rwx it")
         os.set_blocking(handle, True)  # the writer of a pipe may take a while: a password manager prompts first
         raw = b""
-        while len(raw) <= _LONGEST and (piece := os.read(handle, _LONGEST)):
+        while len(raw) <= _MAX_FILE_BYTES and (piece := os.read(handle, _MAX_FILE_BYTES)):
             raw += piece
-        return _decoded(raw, f"the key file {path}")
+        return _decode_secret(raw, f"the key file {path}")
     finally:
         os.close(handle)
 
@@ -167,7 +168,7 @@ def new_secret(path: str | os.PathLike[str]) -> bytes:
     return secret
 
 
-def without_key() -> dict[str, str]:
+def environment_without_key() -> dict[str, str]:
     """The environment for a process that runs third-party code: without variables whose names begin with OCTAVO_KEY."""
     return {name: value for name, value in os.environ.items() if not name.upper().startswith(VALUE)}
 
@@ -175,17 +176,17 @@ def without_key() -> dict[str, str]:
 def _refuse_repeated(secret: bytes, where: str) -> None:
     """Raises NoKey for a placeholder: no generator gives one byte 32 times, and such keys are guessed first."""
     if len(set(secret)) == 1:
-        raise NoKey(f"{where} is one byte, {SIZE} times: a placeholder, which others guess at once. {_GIVE}")
+        raise NoKey(f"{where} is one byte, {SIZE} times: a placeholder, which others guess at once. {_HOW_TO_GIVE}")
 
 
-def _decoded(raw: bytes, where: str) -> bytes:
+def _decode_secret(raw: bytes, where: str) -> bytes:
     """The key in the bytes of a file or variable: hex, base64 or raw. Raises NoKey, which quotes none of them."""
-    secret = _bytes_of(raw, where)
+    secret = _parse_secret(raw, where)
     _refuse_repeated(secret, f"the key in {where}" if where == VALUE else where)
     return secret
 
 
-def _bytes_of(raw: bytes, where: str) -> bytes:
+def _parse_secret(raw: bytes, where: str) -> bytes:
     text = raw.strip()
     # 32 printable characters are not raw random bytes: `openssl rand -hex 16` writes such, and they are half a key.
     if len(raw) == SIZE and not (raw.isascii() and raw.decode().isprintable()):
@@ -201,7 +202,7 @@ def _bytes_of(raw: bytes, where: str) -> bytes:
     raise NoKey(f"{where} holds no key: that is {2 * SIZE} hex digits, base64 of {SIZE} bytes, or {SIZE} bytes")
 
 
-def _library() -> tuple[ModuleType, type[HKDF]]:
+def _import_cryptography() -> tuple[ModuleType, type[HKDF]]:
     """The hashes and HKDF of `cryptography`. Raises NoKey where it is not installed."""
     try:
         from cryptography.hazmat.primitives import hashes

@@ -10,16 +10,18 @@ from typing import NoReturn
 
 from octavo.base.encryption import file_format
 from octavo.base.encryption.errors import Damaged
-from octavo.base.encryption.key import Key, find
+from octavo.base.encryption.key import Key, find_key
 
-_COUNTED = 10_000
-_of_version_1: dict[str, str] = {}  # files of version 1 that this process opened: absolute path -> path as first given
+_MAX_LISTED = 10_000
+_version_1_files: dict[
+    str, str
+] = {}  # files of version 1 that this process opened: absolute path -> path as first given
 
 
-def read_in_version_1() -> list[str]:
+def pop_version_1_files() -> list[str]:
     """The files of version 1, which are not bound to their paths, that this process read since the last call."""
-    files = list(_of_version_1.values())
-    _of_version_1.clear()
+    files = list(_version_1_files.values())
+    _version_1_files.clear()
     return files
 
 
@@ -51,22 +53,22 @@ class Reader(io.RawIOBase):
         self._stored, self._path, self._at = stored, path, 0
         self._kept: tuple[int, bytes] = (-1, b"")
         try:
-            self._begin_reading(key or find())
+            self._begin_reading(key or find_key())
         except BaseException:
             self.release()
             raise
 
     def _begin_reading(self, key: Key) -> None:
         stored, path = self._stored, self._path
-        self._cipher = file_format.cipher_of(key, self._bytes(0, file_format.HEADER), path)
-        if self._cipher.version == file_format.FIRST and len(_of_version_1) < _COUNTED:
-            _of_version_1.setdefault(os.path.abspath(str(path)), str(path))
+        self._cipher = file_format.read_cipher(key, self._bytes(0, file_format.MAX_HEADER_BYTES), path)
+        if self._cipher.version == file_format.VERSION_1 and len(_version_1_files) < _MAX_LISTED:
+            _version_1_files.setdefault(os.path.abspath(str(path)), str(path))
         size = len(stored) if isinstance(stored, bytes) else os.fstat(stored).st_size
         self._begin = len(self._cipher.header)
         body, whole = size - self._begin, self._cipher.chunk + file_format.TAG
         self._chunks, rest = divmod(body, whole)
         self._chunks += bool(rest)
-        if body < file_format.TAG or 0 < rest < file_format.TAG or self._chunks > file_format.MOST:
+        if body < file_format.TAG or 0 < rest < file_format.TAG or self._chunks > file_format.MAX_CHUNKS:
             raise Damaged(f"{path} is damaged: it ends within a chunk, at byte {size}. Take it from a copy")
         self.size = body - self._chunks * file_format.TAG
         self._chunk(self._chunks - 1)  # verifies that the file was not cut or lengthened
@@ -190,6 +192,6 @@ class Reader(io.RawIOBase):
         return self._kept[1]
 
 
-def decrypted(stored: bytes, path: object, key: Key | None = None) -> bytes:
+def decrypt(stored: bytes, path: object, key: Key | None = None) -> bytes:
     """The plain text of the bytes of an encrypted file, wherever they were stored. Raises VaultError."""
     return Reader(stored, path, key).readall()

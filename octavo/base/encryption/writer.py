@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from octavo.base.encryption import file_format
 from octavo.base.encryption.errors import VaultError
-from octavo.base.encryption.key import Key, find
+from octavo.base.encryption.key import Key, find_key
 
 
 class Writer(io.RawIOBase):
@@ -25,7 +25,7 @@ class Writer(io.RawIOBase):
         key: Key | None = None,
         place: file_format.Place | None = None,
     ) -> None:
-        self.out, self._cipher = out, file_format.new_cipher(key or find(), chunk, place)
+        self.out, self._cipher = out, file_format.new_cipher(key or find_key(), chunk, place)
         self._number, self._written, self._rest, self._done = 0, 0, bytearray(), False
         out.write(self._cipher.header)
 
@@ -69,15 +69,17 @@ class Writer(io.RawIOBase):
             self._done, self._rest = True, bytearray()
 
     def _put(self, plain: file_format.Bytes, last: bool) -> None:
-        if self._number >= file_format.MOST:
-            raise VaultError(f"a file of more than {file_format.MOST} chunks is not encrypted under one key; split it")
+        if self._number >= file_format.MAX_CHUNKS:
+            raise VaultError(
+                f"a file of more than {file_format.MAX_CHUNKS} chunks is not encrypted under one key; split it"
+            )
         # The number counts up before the write: after a failed one (a full disk) its nonce must not be used again.
         number, self._number = self._number, self._number + 1
         self.out.write(self._cipher.encrypt_chunk(number, plain, last))
 
 
 @contextmanager
-def writing(path: str | os.PathLike[str], chunk: int = file_format.CHUNK) -> Iterator[Writer]:
+def open_encrypted(path: str | os.PathLike[str], chunk: int = file_format.CHUNK) -> Iterator[Writer]:
     """A new encrypted file, synced to the disk when the block ends; if the block raises, the file cannot be read."""
     with open(path, "wb") as out:
         writer = Writer(out, chunk)
@@ -87,7 +89,7 @@ def writing(path: str | os.PathLike[str], chunk: int = file_format.CHUNK) -> Ite
         os.fsync(out.fileno())
 
 
-def encrypted(
+def encrypt(
     plain: bytes, chunk: int = file_format.CHUNK, key: Key | None = None, place: file_format.Place | None = None
 ) -> bytes:
     """The bytes of an encrypted file with this plain text."""

@@ -38,8 +38,8 @@ from octavo.checkpoint.convert.manifest import CARRIED, read_manifest, write_man
 from octavo.checkpoint.convert.resumable_work import SUFFIX, Advance, begin, write_parts
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.files import fingerprint
-from octavo.models.folder.folder import INDEX, one_folder, refuse_outside, write_config
-from octavo.models.folder.headers import Header, index_of
+from octavo.models.folder.folder import INDEX, refuse_outside, require_one_folder, write_config
+from octavo.models.folder.headers import Header, make_index
 from octavo.models.folder.quantization import Quantization, read_quantization
 
 Log = Callable[[str], None]
@@ -242,7 +242,7 @@ def _add_tied_head(keys: Keys, key: Callable[[str], str], source: Path) -> Keys:
 def _check_paths(source: str | Path, destination: str | Path) -> tuple[Path, Path]:
     """Return both as paths. Raises CheckpointError for a source of several folders and an impossible destination."""
     source, destination = Path(source), Path(destination)
-    one_folder(source, "octavo convert")
+    require_one_folder(source, "octavo convert")
     read_from, written_to = source.resolve(), destination.resolve()
     if written_to == read_from or read_from in written_to.parents:
         raise CheckpointError(f"{destination} is inside {source}, which is only read; name another directory")
@@ -279,7 +279,7 @@ def _write_bf16_config(folder: Folder, shards: tuple[Header, ...], target: Path)
     if CONFIG in folder.carried:
         write_config(folder.path, target, torch.bfloat16)
     if INDEX in folder.carried:
-        (target / INDEX).write_text(index_of(shards), encoding="utf-8")
+        (target / INDEX).write_text(make_index(shards), encoding="utf-8")
 
 
 def _result(destination: Path, shards: tuple[Header, ...], resumed: int) -> Converted:

@@ -39,7 +39,7 @@ from octavo.checkpoint.convert.folder import Place, bytes_of
 from octavo.checkpoint.convert.values import Opens
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.dcp_safe import SafeReader, read_item, tensor_entry
-from octavo.models.folder.headers import DTYPES, WORDS, Entry, Header
+from octavo.models.folder.headers import DTYPE_NAMES, DTYPES, Entry, Header
 
 RELEASE, LATEST, METADATA = "release", "latest_checkpointed_iteration.txt", ".metadata"
 MODEL = "model"  # the weights are in state_dict["model"], and DCP joins the path with dots
@@ -226,9 +226,9 @@ class Reader:
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
         """Return (safetensors' name of the dtype, shape). Raises CheckpointError for a dtype that has no such name."""
         entry = tensor_entry(self._metadata, self._prefix + key)
-        if entry.properties.dtype not in WORDS:
+        if entry.properties.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{self.directory}: {key} is {entry.properties.dtype}, which safetensors cannot hold")
-        return WORDS[entry.properties.dtype], tuple(entry.size)
+        return DTYPE_NAMES[entry.properties.dtype], tuple(entry.size)
 
     @contextmanager
     def tensor(self, key: str) -> Iterator[Tensor]:

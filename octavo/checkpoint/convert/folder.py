@@ -22,7 +22,7 @@ from torch import Tensor
 from octavo.base import safe_read
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder import headers
-from octavo.models.folder.folder import INDEX, PICKLES, SINGLE, no_weights, weight_map
+from octavo.models.folder.folder import INDEX, PICKLES, SINGLE, missing_weights_error, weight_map
 from octavo.models.folder.headers import Entry, Header
 
 ADAPTER = "adapter_model.safetensors"
@@ -104,7 +104,7 @@ def _missing(path: Path, name: str, present: list[str], indexed: bool) -> str:
         return f"{path} holds an adapter, not {name}: convert it with lora_hf_to_dcp"
     if name == ADAPTER and (SINGLE in present or INDEX in present):
         return f"{path} holds a whole model, not {name}: convert it with hf_to_dcp"
-    return no_weights(path / name, indexed).removesuffix(".")
+    return missing_weights_error(path / name, indexed).removesuffix(".")
 
 
 def to_json(shard: Header) -> dict[str, Any]:

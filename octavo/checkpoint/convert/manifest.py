@@ -8,7 +8,7 @@ from typing import Any
 
 from octavo.checkpoint.convert import dcp
 from octavo.checkpoint.convert import folder as folders
-from octavo.checkpoint.run_state.files import fingerprint, read_sealed, write_sealed
+from octavo.checkpoint.run_state.files import fingerprint, read_checksummed_json, write_checksummed_json
 from octavo.models.folder.headers import Header
 
 MANIFEST, CARRIED, FORMAT = "conversion.json", "hf", "octavo-conversion-1"
@@ -29,7 +29,7 @@ def write_manifest(
         "tensors": [[one.to_json() for one in part] for part in written],
         "carried": {file.name: fingerprint(file) for file in sorted((directory / CARRIED).iterdir())},
     }
-    write_sealed(directory / MANIFEST, document)
+    write_checksummed_json(directory / MANIFEST, document)
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
@@ -37,4 +37,4 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     file = directory.parent / MANIFEST
     if directory.name != dcp.RELEASE or not file.is_file():
         return None
-    return read_sealed(file, FORMAT, "convert the folder again")
+    return read_checksummed_json(file, FORMAT, "convert the folder again")

@@ -91,7 +91,7 @@ def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
     except (OSError, RuntimeError) as error:
         if isinstance(error, CheckpointError):
             raise
-        if reason := atomic_write.no_room(work.aside, error):
+        if reason := atomic_write.why_no_space(work.aside, error):
             raise CheckpointError(
                 f"{target} could not be written: {reason}. What is finished is kept in {work.aside}: free some space "
                 "and run the same command again, or delete that directory"

@@ -14,8 +14,8 @@ from octavo.checkpoint.convert.folder import Folder, mapped
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.headers import DTYPES, Entry, Header, compose
 from octavo.models.folder.quantization import Quantization
-from octavo.models.weights.fp8_codes import check_codes, check_ones, grid_of, pair, scale_values
-from octavo.models.weights.shards import Stored
+from octavo.models.weights.fp8_codes import check_codes, check_ones, decode_scales, pair_scales, scale_grid
+from octavo.models.weights.shards import StoredTensor
 
 Opens = Callable[[Entry], AbstractContextManager[Tensor]]
 
@@ -61,7 +61,7 @@ def in_bf16(
             codes, scale = scales[entry.name]
             with opens(entries[scale.name]) as read:
                 check_codes(tensor, codes)
-                values = scale_values(read, scale, quantization)
+                values = decode_scales(read, scale, quantization)
                 # Scales of 1 everywhere suggest that the codes were cast without scales.
                 if bool((values == 1).all()):
                     check_ones(tensor, scale, codes)
@@ -72,21 +72,21 @@ def in_bf16(
 
 def scales_of(
     shards: Iterable[Header], quantization: Quantization | None, where: Path
-) -> dict[str, tuple[Stored, Stored]]:
+) -> dict[str, tuple[StoredTensor, StoredTensor]]:
     """Return (codes, scales) by the codes' name. Only headers are read.
 
     Raises ModelError, naming tensor and file, for codes without scales or with scales that do not fit, and for a scale
     without codes; CheckpointError for codes in a layer that config.json lists as not quantized.
     """
     stored = {
-        entry.name: Stored(entry.name, where / shard.file, DTYPES[entry.dtype], entry.shape, entry.begin)
+        entry.name: StoredTensor(entry.name, where / shard.file, DTYPES[entry.dtype], entry.shape, entry.begin)
         for shard in shards
         for entry in shard.entries
     }
     scaled = {}
-    for name, scale in pair(stored.values(), quantization, where).scales.items():
+    for name, scale in pair_scales(stored.values(), quantization, where).scales.items():
         assert quantization is not None
-        grid_of(scale, stored[name], quantization)
+        scale_grid(scale, stored[name], quantization)
         if not quantization.covers(name.removesuffix(".weight")):
             raise CheckpointError(
                 f"{stored[name].file}: {name} is in FP8, but config.json lists that layer as not quantized. Correct "

@@ -18,7 +18,7 @@ from octavo.base import encryption
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.files import Planned, names_of, nbytes
 from octavo.models.folder.folder import INDEX
-from octavo.models.folder.headers import WORDS, Header, compose, index_of
+from octavo.models.folder.headers import DTYPE_NAMES, Header, compose, make_index
 
 
 class EncryptedShards:
@@ -93,8 +93,8 @@ class EncryptedShards:
     def write_index(self) -> None:
         """Write the index if there are several files."""
         if len(self._shards) > 1:
-            self._folder.put(self._directory / INDEX, index_of(self._headers).encode())
+            self._folder.put(self._directory / INDEX, make_index(self._headers).encode())
 
     def _header(self, number: int) -> Header:
-        tensors = [(name, WORDS[dtype], shape) for name, dtype, shape in self._shards[number]]
+        tensors = [(name, DTYPE_NAMES[dtype], shape) for name, dtype, shape in self._shards[number]]
         return compose(self._names[number], tensors)

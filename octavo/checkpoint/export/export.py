@@ -33,7 +33,7 @@ from octavo import fp8, models
 from octavo.base import atomic_write, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint import compat
-from octavo.checkpoint.checksums import MARKER, OWN, note_digest, read_note, sha256
+from octavo.checkpoint.checksums import MARKER, NOTE_DIGEST, note_digest, read_note, sha256
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export import layout as layouts
 from octavo.checkpoint.export.files import Shards, nbytes
@@ -44,7 +44,7 @@ from octavo.fp8.arithmetic import quantize, quantize_with_scale, scale_from_amax
 from octavo.fp8.policy import template
 from octavo.fp8.weights import FROZEN
 from octavo.models.folder.chat import check_template
-from octavo.models.folder.folder import at, check_companions, companions
+from octavo.models.folder.folder import check_companions, companions, find_file
 from octavo.models.folder.quantization import to_config
 from octavo.models.processors import stop_tokens
 from octavo.models.processors.companions import write_companions
@@ -200,11 +200,13 @@ def export(
     source, target = Path(source), Path(directory)
     check_target(target, [source, *(Path(p) for p in protect)])
     check_companions(source, copied=True)  # before the weights, which may take an hour
-    if at(source, "tokenizer.json").is_file() and any(file.match("chat_template*") for file in companions(source)):
+    if find_file(source, "tokenizer.json").is_file() and any(
+        file.match("chat_template*") for file in companions(source)
+    ):
         check_template(models.load_tokenizer(source), source)
-    stop_tokens.unstated_end(source)  # refuses the tokenizer of another model
+    stop_tokens.missing_end_token(source)  # refuses the tokenizer of another model
     plan = layouts.layout(source, format, include)
-    with atomic_write.folder(target, CheckpointError) as folder, Shards(folder, plan.tensors(), largest) as shards:
+    with atomic_write.new_folder(target, CheckpointError) as folder, Shards(folder, plan.tensors(), largest) as shards:
         _check_free_space(folder, target, shards.total)
         writer = _Writer(plan, source, shards, None if device is None else torch.device(device), progress, written)
         for name, value in values:
@@ -220,7 +222,7 @@ def export(
         shards.close()
         sums = {file.name: sha256(file) for file in sorted(folder.iterdir())}
         document = {"octavo_export": 1, **done.to_json(), "directory": target.name, "sha256": sums}
-        document[OWN] = note_digest(json.loads(json.dumps(document)))
+        document[NOTE_DIGEST] = note_digest(json.loads(json.dumps(document)))
         (folder / MARKER).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         atomic_write.sync_tree(folder)
         check_target(target, [])  # again, because files may have been added during the export
@@ -259,7 +261,7 @@ def _foreign(target: Path) -> list[str]:
     that were edited. Weights, and files of an export without checksums, are compared only by name."""
     note = read_note(target)
     sums: Mapping[str, str] = note["sha256"]
-    wrote = {MARKER, *(sums or compat.names_in_export(note, target))}
+    wrote = {MARKER, *(sums or compat.exported_names(note, target))}
     strange = []
     for entry in (target / name for name in target_folder.contents(target)):
         shard = entry.name.endswith(".safetensors")

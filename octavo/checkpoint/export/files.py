@@ -20,7 +20,7 @@ from torch import Tensor
 
 from octavo.checkpoint.errors import CheckpointError
 from octavo.models.folder.folder import INDEX, SINGLE
-from octavo.models.folder.headers import WORDS, Header, compose, index_of
+from octavo.models.folder.headers import DTYPE_NAMES, Header, compose, make_index
 
 Planned = tuple[str, torch.dtype, tuple[int, ...]]
 
@@ -95,7 +95,7 @@ class Shards:
         for index, (name, shard) in enumerate(zip(self.names, self.shards, strict=True)):
             # Wide elements first, so that every tensor is aligned to its element size.
             ordered = sorted(shard, key=lambda planned: (-planned[1].itemsize, planned[0]))
-            header = compose(name, [(tensor, WORDS[dtype], shape) for tensor, dtype, shape in ordered])
+            header = compose(name, [(tensor, DTYPE_NAMES[dtype], shape) for tensor, dtype, shape in ordered])
             self._headers.append(header)
             for entry, (tensor, dtype, shape) in zip(header.entries, ordered, strict=True):
                 self._places[tensor] = _Place(index, len(header.head) + entry.begin, dtype, shape)
@@ -143,4 +143,4 @@ class Shards:
     def write_index(self) -> None:
         """Write the index if there are several files."""
         if len(self.shards) > 1:
-            (self._directory / INDEX).write_text(index_of(self._headers), encoding="utf-8")
+            (self._directory / INDEX).write_text(make_index(self._headers), encoding="utf-8")

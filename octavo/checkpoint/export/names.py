@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.stock_model import EXPERTS, Stock
+from octavo.checkpoint.stock_model import EXPERTS, StockModel
 from octavo.fp8.policy import Row
 from octavo.models.folder.quantization import FUSED
 
@@ -49,7 +49,7 @@ class Matrix:
     shares: str
 
 
-class Matrices(Stock):
+class Matrices(StockModel):
     """A stock model, and the FP8 weights on disk for its rows of a plan."""
 
     def aliases(self, module: str) -> tuple[str, ...]:

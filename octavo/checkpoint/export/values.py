@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.fp8.arithmetic import scale_fp32
-from octavo.fp8.planning import needs_of
+from octavo.fp8.planning import required_casts
 from octavo.fp8.weights import CachesWeights, codes_of_frozen, is_frozen, is_whole, master_of
 
 
@@ -72,7 +72,7 @@ def _trained(module: Any, name: str, values: Tensor) -> Value:
     if site.recipe.fwd is None:  # its forward runs in high precision
         return values
     with torch.no_grad():
-        need = needs_of(module, name, site)[0]
+        need = required_casts(module, name, site)[0]
         return Trained(values, need.cast(values))
 
 

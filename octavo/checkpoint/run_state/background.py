@@ -34,7 +34,7 @@ class World(Ranks, Protocol):
 
     @property
     def group(self) -> ProcessGroup | None: ...
-    def with_own_group(self) -> World: ...
+    def with_separate_group(self) -> World: ...
 
 
 class Background:
@@ -44,7 +44,7 @@ class Background:
     """
 
     def __init__(self, world: World, device: torch.device, encrypt: bool = False) -> None:
-        self._world, self._save_world, self._device, self._encrypt = world, world.with_own_group(), device, encrypt
+        self._world, self._save_world, self._device, self._encrypt = world, world.with_separate_group(), device, encrypt
         self._staging = Staging(device)
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
@@ -102,7 +102,7 @@ class Background:
                 accelerator.set_current(self._device)
             # DCP waits for the current stream. In the stream of the training steps it would wait for them.
             if accelerator.why_no_streams(self._device) is None:
-                accelerator.set_stream(accelerator.stream(self._device))
+                accelerator.set_stream(accelerator.new_stream(self._device))
             self._path = write(directory, snapshot, self._save_world, None, self._save_world.group, self._encrypt)
         except Exception as error:  # from any library; `poll` raises it on the main thread
             self._error = error

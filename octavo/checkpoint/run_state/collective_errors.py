@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from octavo.base.atomic_write import no_room
+from octavo.base.atomic_write import why_no_space
 from octavo.base.encryption import VaultError
 from octavo.checkpoint.errors import CheckpointError
 
@@ -68,7 +68,7 @@ def dcp_errors(verb: str, path: Path) -> Iterator[None]:
 def _error_text(verb: str, path: Path, error: BaseException) -> str:
     if isinstance(error, CheckpointError | VaultError):
         return str(error)
-    if verb != "read" and (reason := no_room(path, error)):
+    if verb != "read" and (reason := why_no_space(path, error)):
         return (
             f"could not {verb} the checkpoint {path}: {reason}. Checkpoints already there are untouched; free some "
             "space (run.keep says how many checkpoints stay), then continue with run.resume=auto"

@@ -4,7 +4,7 @@ DCP unpickles in two places, and each runs any code that the file names:
 
 1. `.metadata`, with a bare `pickle.load`. `SafeReader` reads it with an unpickler that admits, by name, only the dozen
    classes that DCP writes there; then it checks the resulting object, including the file names in it.
-2. Every entry that is not a tensor ("byte entry"), with an unrestricted `torch.load`. `TensorsOnly` refuses a
+2. Every entry that is not a tensor ("byte entry"), with an unrestricted `torch.load`. `TensorLoadPlanner` refuses a
    checkpoint that holds one. Octavo writes none: everything but tensors is JSON in state.json.
 
 The tensors themselves are zip streams of `torch.save` inside `*.distcp`, which DCP opens with `weights_only=True`;
@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from octavo.base import accelerator, safe_read
-from octavo.base.encryption.writer import writing
+from octavo.base.encryption.writer import open_encrypted
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state.expert_rows import Rows
 
@@ -66,7 +66,7 @@ _RECORDS = (
 )
 
 # The globals in a `.metadata` of torch 2.11 to 2.13, found by disassembling the pickle -> what they resolve to here.
-_ADMITTED: dict[tuple[str, str], Any] = {
+_ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
     **{(kind.__module__, kind.__qualname__): kind for kind in (*_RECORDS, _MEM_FORMAT_ENCODING)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _layout,
@@ -82,9 +82,9 @@ class _MetadataUnpickler(pickle._Unpickler):
     dispatch = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ADMITTED:
+        if (module, name) not in _ALLOWED_GLOBALS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is none of the classes that DCP writes")
-        return _ADMITTED[module, name]
+        return _ALLOWED_GLOBALS[module, name]
 
 
 _load_build = pickle._Unpickler.dispatch[pickle.BUILD[0]]
@@ -101,13 +101,13 @@ def _load_build_of_records(unpickler: Any) -> None:
 _MetadataUnpickler.dispatch[pickle.BUILD[0]] = _load_build_of_records
 
 
-class Encrypting(FileSystem):
+class EncryptingFileSystem(FileSystem):
     """DCP's file system, which encrypts files as they are written. A file that was not finished cannot be read."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb", mode
-        with writing(path) as stream:
+        with open_encrypted(path) as stream:
             yield stream
 
 
@@ -123,7 +123,7 @@ class SafeWriter(FileSystemWriter):
         else:  # copying ahead needs the streams of an accelerator
             super().__init__(path, single_file_per_rank=True, sync_files=True, overwrite=False, per_thread_copy_ahead=0)
         if encrypt:
-            self.fs = Encrypting()
+            self.fs = EncryptingFileSystem()
 
     def storage_meta(self) -> StorageMeta | None:
         return None
@@ -163,8 +163,8 @@ class SafeReader(FileSystemReader):
         except Exception as error:  # a damaged pickle fails in a dozen ways (EOFError, IndexError, TypeError, ...)
             raise CheckpointError(f"{path} is damaged ({type(error).__name__}: {error})") from error
         if self.pass_over_bytes:
-            _drop_bytes(metadata)
-        _check(metadata, path)
+            _drop_byte_entries(metadata)
+        _check_metadata(metadata, path)
         metadata.planner_data = None  # paths chosen by the file, by which DCP would place the loaded values
         return metadata
 
@@ -179,7 +179,8 @@ class SafeReader(FileSystemReader):
             target = planner.resolve_tensor(item).detach()
             if part.shape != target.shape or part.dtype != target.dtype:
                 raise CheckpointError(
-                    f"{path}: {item.storage_index.fqn} holds {_kind(part)} where {_kind(target)} was announced"
+                    f"{path}: {item.storage_index.fqn} holds {_describe_tensor(part)} where {_describe_tensor(target)} "
+                    "was announced"
                 )
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -188,7 +189,7 @@ class SafeReader(FileSystemReader):
         return done
 
 
-class TensorsOnly(DefaultLoadPlanner):
+class TensorLoadPlanner(DefaultLoadPlanner):
     """DCP's load planner for a flat dict of tensors and `Rows`. A byte entry or another dtype is an error."""
 
     def __init__(self) -> None:
@@ -216,8 +217,9 @@ class TensorsOnly(DefaultLoadPlanner):
                 continue
             if entry.size != wanted.size() or entry.properties.dtype != wanted.dtype:
                 raise CheckpointError(
-                    f"the checkpoint's {name} is {_kind_of(entry.properties.dtype, entry.size)}, the run's is "
-                    f"{_kind(wanted)}: it was written by another model or another setting of optimizer or precision"
+                    f"the checkpoint's {name} is {_describe_type(entry.properties.dtype, entry.size)}, the run's is "
+                    f"{_describe_tensor(wanted)}: it was written by another model or another setting of optimizer or "
+                    "precision"
                 )
         if missing := sorted(set(self.state_dict) - set(self.metadata.state_dict_metadata)):
             raise CheckpointError(
@@ -230,7 +232,7 @@ class TensorsOnly(DefaultLoadPlanner):
         raise CheckpointError(_byte_entry_error(None, read_item.dest_index.fqn))
 
 
-def _check(metadata: Any, path: Path) -> None:
+def _check_metadata(metadata: Any, path: Path) -> None:
     """Raise CheckpointError unless the unpickled object is DCP's metadata of tensors in files of this directory.
 
     Fields are read with `_field`, because the pickle decides which attributes its records have.
@@ -264,8 +266,9 @@ def _check(metadata: Any, path: Path) -> None:
             raise CheckpointError(f"{path} was refused: {name} is at {offset!r}, {length!r} bytes long")
 
 
-def _drop_bytes(metadata: Any) -> None:
-    """Remove the entries that are not tensors from both tables. An object of another kind is left for `_check`."""
+def _drop_byte_entries(metadata: Any) -> None:
+    """Remove the entries that are not tensors from both tables. An object of another kind is left for
+    `_check_metadata`."""
     entries, places = _field(metadata, "state_dict_metadata"), _field(metadata, "storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
         return
@@ -313,9 +316,9 @@ def _byte_entry_error(path: Path | None, name: str) -> str:
     return f"{where} entry {name} is not a tensor but bytes, which DCP would unpickle. Octavo writes no such entries"
 
 
-def _kind(tensor: torch.Tensor | Rows) -> str:
-    return _kind_of(tensor.dtype, tensor.shape)
+def _describe_tensor(tensor: torch.Tensor | Rows) -> str:
+    return _describe_type(tensor.dtype, tensor.shape)
 
 
-def _kind_of(dtype: torch.dtype, shape: Any) -> str:
+def _describe_type(dtype: torch.dtype, shape: Any) -> str:
     return f"{str(dtype)[6:]} {list(shape)}"

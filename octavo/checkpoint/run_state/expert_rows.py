@@ -6,7 +6,8 @@ group that a shard boundary cuts is on both ranks, and the rank with its first e
 of a weight that keeps FP8 codes. Both are rows `start` to `start + n` of a tensor of `total` rows.
 
 DCP calls `__create_write_items__` and `__create_chunk_list__` on any object that has them; `TensorSavePlanner` and
-`dcp_safe.TensorsOnly` then look up the tensor in it. `CopiedShard` replaces a DTensor in a copy that is written later.
+`dcp_safe.TensorLoadPlanner` then look up the tensor in it. `CopiedShard` replaces a DTensor in a copy that is written
+later.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from octavo.checkpoint.errors import CheckpointError
 STATE = "state.json"
 FORMAT = "octavo-run-state-1"
 _NUMBER = "(0|[1-9][0-9]*)"  # as Octavo writes it: no leading zeros, and no digits of other scripts, which \d matches
-_WHOLE = re.compile(f"step_{_NUMBER}")
-_ASIDE = re.compile(rf"\.step_{_NUMBER}\.(tmp|old|gone)")
-OTHER = ".other"  # appended to the name of an entry that was in the way of a save
+_STEP_NAME = re.compile(f"step_{_NUMBER}")
+_TEMPORARY_NAME = re.compile(rf"\.step_{_NUMBER}\.(tmp|old|gone)")
+MOVED_SUFFIX = ".other"  # appended to the name of an entry that was in the way of a save
 
 
 def step_path(directory: Path, step: int) -> Path:
@@ -50,7 +50,7 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
     if not directory.is_dir():
         return []
     folders = (entry.name for entry in directory.iterdir() if entry.is_dir() and not entry.is_symlink())
-    return sorted(int(match[1]) for match in map(_WHOLE.fullmatch, folders) if match)
+    return sorted(int(match[1]) for match in map(_STEP_NAME.fullmatch, folders) if match)
 
 
 def foreign_entries(directory: str | os.PathLike[str]) -> list[str]:
@@ -68,7 +68,7 @@ def _why_foreign(entry: Path) -> str:
         return "a link"
     if not entry.is_dir():
         return "not a folder"
-    name = _WHOLE.fullmatch(entry.name)
+    name = _STEP_NAME.fullmatch(entry.name)
     if name is None:
         return "not a name that a run gives"
     if not (entry / STATE).is_file():
@@ -85,27 +85,27 @@ def why_misplaced(path: Path, document: Mapping[str, Any]) -> str | None:
 
     document   its state.json
     """
-    name = _WHOLE.fullmatch(path.name)
+    name = _STEP_NAME.fullmatch(path.name)
     if path.is_symlink() or name is None or document["step"] == int(name[1]):
         return None
     return f"{path} holds step {document['step']}: it was copied or renamed"
 
 
-def recover(directory: Path) -> None:
+def restore_previous(directory: Path) -> None:
     """Undo a replacement that was interrupted between its two renames: restore the previous checkpoint."""
     for step in _leftovers(directory, "old"):
         if not temporary_path(directory, step, "old").is_symlink() and not os.path.lexists(step_path(directory, step)):
             atomic_write.restore(temporary_path(directory, step, "old"), step_path(directory, step))
 
 
-def sweep(directory: str | os.PathLike[str]) -> None:
+def remove_leftovers(directory: str | os.PathLike[str]) -> None:
     """Remove what killed saves and deletions left.
 
     Called on the one rank that writes, when its run begins and before each save. Not for readers (`latest`), which
     cannot distinguish leftovers from a save that is under way. Does nothing if the directory does not exist.
     """
     directory = Path(directory)
-    recover(directory)
+    restore_previous(directory)
     for why in ("tmp", "old", "gone"):
         for step in _leftovers(directory, why):
             _remove(temporary_path(directory, step, why))
@@ -125,7 +125,7 @@ def _remove(path: Path) -> None:
 
 
 def _leftovers(directory: Path, why: str) -> list[int]:
-    matches = (_ASIDE.fullmatch(entry.name) for entry in directory.iterdir()) if directory.is_dir() else ()
+    matches = (_TEMPORARY_NAME.fullmatch(entry.name) for entry in directory.iterdir()) if directory.is_dir() else ()
     return [int(match[1]) for match in matches if match and match[2] == why]
 
 
@@ -142,7 +142,7 @@ def publish(directory: Path, step: int) -> Path:
     )
     atomic_write.sync(new)
     if os.path.lexists(final) and _why_foreign(final):
-        os.rename(final, _free_path(final.with_name(final.name + OTHER)))
+        os.rename(final, _free_path(final.with_name(final.name + MOVED_SUFFIX)))
     atomic_write.swap(new, final, former)
     if former.exists():
         _remove(former)
@@ -188,14 +188,15 @@ def fingerprint(path: Path) -> dict[str, int]:
     return {"size": size, "crc32": checksum}
 
 
-def write_sealed(file: Path, document: Mapping[str, Any], encrypt: bool = False) -> None:
+def write_checksummed_json(file: Path, document: Mapping[str, Any], encrypt: bool = False) -> None:
     """Write JSON with a checksum over its contents, atomically and forced to the disk."""
     raw = (json.dumps({"crc32": _checksum(document), **document}, indent=1) + "\n").encode()
-    atomic_write.write_bytes(file, encryption.encrypted(raw) if encrypt else raw)
+    atomic_write.write_bytes(file, encryption.encrypt(raw) if encrypt else raw)
 
 
-def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
-    """Read a file that `write_sealed` wrote. Raises CheckpointError for any other file, with its name and the fix."""
+def read_checksummed_json(file: Path, format: str, fix: str) -> dict[str, Any]:
+    """Read a file that `write_checksummed_json` wrote. Raises CheckpointError for any other file, with its name and the
+    fix."""
     if not os.path.lexists(file):
         raise CheckpointError(f"{file} is missing: {file.parent} is not a checkpoint that Octavo finished")
     try:
@@ -214,7 +215,7 @@ def read_sealed(file: Path, format: str, fix: str) -> dict[str, Any]:
 
 def write_state(path: Path, state: dict[str, Any], encrypt: bool = False) -> None:
     """Write state.json."""
-    write_sealed(path / STATE, state, encrypt)
+    write_checksummed_json(path / STATE, state, encrypt)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -226,8 +227,8 @@ def read_state(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         present = ", ".join(f"step_{step}" for step in steps(path.parent)) or "none"
         raise CheckpointError(f"there is no checkpoint {path}; {path.parent} holds {present}")
-    state = read_sealed(file, FORMAT, "use an earlier checkpoint")
-    for key, (fits, wanted) in _CONTENTS.items():
+    state = read_checksummed_json(file, FORMAT, "use an earlier checkpoint")
+    for key, (fits, wanted) in _SCHEMA.items():
         if key not in state:
             raise CheckpointError(f"{file} lacks {key!r}; Octavo did not write it")
         if not fits(state[key]):
@@ -238,33 +239,33 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _count(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
-def _group(value: Any) -> bool:
+def _is_group(value: Any) -> bool:
     if not isinstance(value, dict) or not isinstance(value.get("settings"), dict):
         return False
     names = value.get("parameters")
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
-def _file(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"size", "crc32"} and all(map(_count, value.values()))
+def _is_fingerprint(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"size", "crc32"} and all(map(_is_count, value.values()))
 
 
 # The keys of state.json next to its format -> their check and its description. The checksum proves that the file was
 # not damaged, not that its values make sense.
-_CONTENTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "step": (_count, "a number from 0"),
-    "ranks": (lambda value: _count(value) and value > 0, "a number from 1"),
+_SCHEMA: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "step": (_is_count, "a number from 0"),
+    "ranks": (lambda value: _is_count(value) and value > 0, "a number from 1"),
     "counters": (lambda value: isinstance(value, dict), "a table"),
     "groups": (
-        lambda value: isinstance(value, list) and all(map(_group, value)),
+        lambda value: isinstance(value, list) and all(map(_is_group, value)),
         "a list of groups, each with parameters and settings",
     ),
     "files": (
-        lambda value: isinstance(value, dict) and all(map(_file, value.values())),
+        lambda value: isinstance(value, dict) and all(map(_is_fingerprint, value.values())),
         "a table of files, each with size and crc32",
     ),
 }

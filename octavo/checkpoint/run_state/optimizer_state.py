@@ -28,7 +28,7 @@ from octavo.fp8.weights import reshard, span
 _MACHINE_FLAGS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 #: states that are part of a weight: the fp32 value of a BF16 weight, or its lower half
-OF_WEIGHTS = ("master", "master_low")
+WEIGHT_STATES = ("master", "master_low")
 
 Slots = dict[tuple[str, str], torch.Tensor]
 
@@ -39,13 +39,13 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     if isinstance(optimizer, AdamW):
         optimizer.settle()
     return {
-        f"optimizer.{names[parameter]}.{key}": form(parameter, key, value)
+        f"optimizer.{names[parameter]}.{key}": to_dcp(parameter, key, value)
         for parameter, entries in optimizer.state.items()
         for key, value in entries.items()
     }
 
 
-def form(parameter: torch.Tensor, key: str, value: Any) -> Any:
+def to_dcp(parameter: torch.Tensor, key: str, value: Any) -> Any:
     """Return a value of a parameter's state as DCP takes it: `Rows` for a shard that is not a DTensor."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -53,8 +53,8 @@ def form(parameter: torch.Tensor, key: str, value: Any) -> Any:
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or key not in optim.PER_GROUP:
         return value
     mine = span(parameter)
-    first, last = optim.touched(mine)
-    return Rows(value, first, optim.groups(mine.total), writes=last - max(first, optim.groups(mine.start)))
+    first, last = optim.local_groups(mine)
+    return Rows(value, first, optim.num_groups(mine.total), writes=last - max(first, optim.num_groups(mine.start)))
 
 
 def groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ def groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[di
     return result
 
 
-def slots(
+def allocate_slots(
     model: nn.Module, optimizer: torch.optim.Optimizer, metadata: Metadata, document: dict[str, Any], path: Path
 ) -> tuple[Slots, dict[str, Any]]:
     """Allocate tensors for the optimizer state of a checkpoint.
@@ -96,7 +96,7 @@ def slots(
     for name, keys in saved.items():
         parameter = parameters[name]
         if isinstance(optimizer, AdamW):
-            mine = optimizer.fresh(parameter, group_of[parameter])
+            mine = optimizer.init_state(parameter, group_of[parameter])
             if set(keys) != set(mine):
                 raise CheckpointError(
                     f"{path} holds {', '.join(sorted(keys))} of {name}, where this run's optimizer keeps "
@@ -113,10 +113,10 @@ def slots(
                 empty[name, key] = torch.empty_like(like, dtype=entry.properties.dtype)
             else:
                 empty[name, key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    return empty, {f"optimizer.{n}.{key}": form(parameters[n], key, value) for (n, key), value in empty.items()}
+    return empty, {f"optimizer.{n}.{key}": to_dcp(parameters[n], key, value) for (n, key), value in empty.items()}
 
 
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Slots, document: dict[str, Any]) -> None:
+def load_slots(model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Slots, document: dict[str, Any]) -> None:
     """Put the loaded state into the optimizer. `load_state_dict` would cast moments to the parameter's dtype."""
     parameters = {name: p for p, name in _names(model, optimizer).items()}
     optimizer.state.clear()
@@ -166,7 +166,7 @@ def _check_groups(
             "decay that it was written with (model.freeze, optimizer), or start a new run from its weights"
         )
     for group, former in zip(optimizer.param_groups, document["groups"], strict=True):
-        check_kinds(group, former["settings"], path)
+        check_settings(group, former["settings"], path)
         for key, value in former["settings"].items():
             present = group.get(key)
             if isinstance(present, tuple):
@@ -180,7 +180,7 @@ def _check_groups(
                 )
 
 
-def check_kinds(group: Mapping[str, Any], former: Mapping[str, Any], path: Path) -> None:
+def check_settings(group: Mapping[str, Any], former: Mapping[str, Any], path: Path) -> None:
     """Raise CheckpointError unless a group keeps its states and master weights in the saved form (torch's AdamW: fp32).
 
     Resuming converts nothing: the result would not be the run that was interrupted, and encoding fp32 states loses

@@ -29,7 +29,7 @@ def collect(rank: int = 0) -> dict[str, torch.Tensor]:
         "numpy": _to_bytes([kind, [int(key) for key in keys], int(position), int(has_gauss), float(gauss)]),
         "torch": torch.get_rng_state(),
     }
-    device = accelerator.here()
+    device = accelerator.default_device()
     if (device_state := accelerator.rng_state(device)) is not None:
         states[device.type] = device_state
     return {f"rng.{rank}.{name}": state for name, state in states.items()}
@@ -41,7 +41,7 @@ def restore(extra: Mapping[str, torch.Tensor], rank: int = 0) -> bool:
     Returns False, and changes nothing, if the checkpoint has no states of this rank because fewer ranks wrote it; the
     caller then seeds the generators. Raises CheckpointError for a state that its generator refuses.
     """
-    device = accelerator.here()
+    device = accelerator.default_device()
     names = ("python", "numpy", "torch", device.type)
     mine = {name: extra[key] for name in names if (key := f"rng.{rank}.{name}") in extra}
     if not {"python", "numpy", "torch"} <= set(mine):

@@ -26,7 +26,7 @@ from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import files
 from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, fail_together
-from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly, read_item, tensor_entry
+from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorLoadPlanner, read_item, tensor_entry
 from octavo.checkpoint.run_state.tensor_names import check_names, entry_label, refuse_nonfinite, tensors
 from octavo.checkpoint.run_state.writing import TRAINED
 
@@ -71,7 +71,7 @@ def latest(directory: str | os.PathLike[str], world: Ranks, log: Callable[[str],
 def _find_newest(directory: Path, log: Callable[[str], None] | None) -> dict[str, Any]:
     problems: list[str] = []
     try:
-        files.recover(directory)
+        files.restore_previous(directory)
         present = files.steps(directory)
     except OSError as error:
         return {"step": None, "problems": [f"{directory} cannot be read: {error.strerror}"]}
@@ -83,7 +83,7 @@ def _find_newest(directory: Path, log: Callable[[str], None] | None) -> dict[str
             document = files.read_state(path)
             problems_of = (files.file_problem(path, name, entry) for name, entry in document["files"].items())
             bad = files.why_misplaced(path, document) or next((fault for fault in problems_of if fault), None)
-            bad = bad or not_finite(path, document)
+            bad = bad or describe_nonfinite(path, document)
         except CheckpointError as error:
             bad = str(error)
         if bad is None:
@@ -94,16 +94,16 @@ def _find_newest(directory: Path, log: Callable[[str], None] | None) -> dict[str
     return {"step": None, "problems": problems}
 
 
-def not_finite(path: Path, document: Mapping[str, Any]) -> str | None:
+def describe_nonfinite(path: Path, document: Mapping[str, Any]) -> str | None:
     """Name in a sentence the first tensor of a checkpoint that holds NaN or infinity; None if none does.
 
     Values are read, one tensor at a time, unless state.json (`document`) says that they are finite.
     """
-    name = compat.not_finite(document, lambda: _values(path))
+    name = compat.find_nonfinite(document, lambda: _read_values(path))
     return None if name is None else f"{entry_label(name)} holds NaN or infinity"
 
 
-def _values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (entry, tensor) of a checkpoint one by one, weights first, without the caller's extra tensors."""
     places = SafeReader(path).read_metadata().storage_data
     ours = sorted(places, key=lambda index: (not index.fqn.startswith("model."), index.fqn))
@@ -138,7 +138,7 @@ def load(
         check_names(state, metadata, path, trained_only, model, spare)
         loaded: states.Slots = {}
         if optimizer is not None:
-            loaded, slots = states.slots(model, optimizer, metadata, document, path)
+            loaded, slots = states.allocate_slots(model, optimizer, metadata, document, path)
             state.update(slots)
         extra = {
             name: torch.empty((entry := tensor_entry(metadata, name)).size, dtype=entry.properties.dtype)
@@ -147,13 +147,13 @@ def load(
         }
         state.update(extra)
     with dcp_errors("read", path):
-        dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=world.size == 1)
+        dcp.load(state, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=world.size == 1)
     fp8.invalidate(model)  # the weights were written in place, so cached FP8 codes are stale
     with fail_together("read", path, world):
         fix = "Use an earlier checkpoint (run.resume=auto and commands without --step skip such checkpoints)"
         refuse_nonfinite(state, path, fix)
     if optimizer is not None:
-        states.fill(model, optimizer, loaded, document)
+        states.load_slots(model, optimizer, loaded, document)
     return Restored(
         step=document["step"],
         counters=document["counters"],

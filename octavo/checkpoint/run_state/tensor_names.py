@@ -78,7 +78,7 @@ def check_names(
 ) -> None:  # fmt: skip
     """Raise CheckpointError for a checkpoint of another model, with tensors that this one does not have.
 
-    `TensorsOnly` refuses the opposite case, missing tensors. `passed`: names that may be missing here.
+    `TensorLoadPlanner` refuses the opposite case, missing tensors. `passed`: names that may be missing here.
     """
     saved = [n for n in metadata.state_dict_metadata if n.startswith("model.")]
     spare = sorted(n for n in saved if n not in state and not passed(n.removeprefix("model.")))

@@ -19,12 +19,12 @@ from torch import nn
 from octavo import fp8
 from octavo.checkpoint.run_state import optimizer_state as states
 from octavo.checkpoint.run_state.collective_errors import Ranks, dcp_errors, fail_together
-from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorsOnly, tensor_entry
+from octavo.checkpoint.run_state.dcp_safe import SafeReader, TensorLoadPlanner, tensor_entry
 from octavo.checkpoint.run_state.state import read_verified
 from octavo.checkpoint.run_state.tensor_names import check_names, refuse_nonfinite, tensors
 from octavo.checkpoint.run_state.writing import TRAINED
 from octavo.fp8.arithmetic import join_master
-from octavo.fp8.optim import like, set_weight
+from octavo.fp8.optim import set_weight, shard_like
 from octavo.fp8.weights import plain
 
 FLOATS = (torch.float32, torch.bfloat16)
@@ -59,7 +59,7 @@ def load_weights(
             if name not in state or name not in entries:
                 continue
             dtype = tensor_entry(metadata, name).properties.dtype
-            masters = [key for key in states.OF_WEIGHTS if _entry_name(name, key) in entries]
+            masters = [key for key in states.WEIGHT_STATES if _entry_name(name, key) in entries]
             differs = bool(masters) or dtype != parameter.dtype or bool(held.get(parameter))
             if differs and dtype in FLOATS and parameter.dtype in FLOATS:
                 converted[name] = {
@@ -69,7 +69,7 @@ def load_weights(
         for name, parts in converted.items():
             state |= {_entry_name(name, key): target for key, target in parts.items()}
     with dcp_errors("read", path):
-        dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=world.size == 1)
+        dcp.load(state, storage_reader=reader, planner=TensorLoadPlanner(), no_dist=world.size == 1)
     with fail_together("read", path, world):
         refuse_nonfinite(state, path, "Begin from an earlier checkpoint")
         for name, parts in converted.items():
@@ -86,7 +86,7 @@ def _entry_name(name: str, key: str) -> str:
 def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor with the shape, sharding and device of a parameter."""
     local = plain(parameter)
-    return like(parameter, torch.empty(local.shape, dtype=dtype, device=local.device))
+    return shard_like(parameter, torch.empty(local.shape, dtype=dtype, device=local.device))
 
 
 def _fp32_value(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

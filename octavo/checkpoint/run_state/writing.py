@@ -3,7 +3,7 @@
 A checkpoint holds tensors in DCP (`model.<name>`, `optimizer.<parameter>.<key>`, `extra.<name>`) and everything else as
 JSON in state.json: counters, the optimizer's hyper-parameters by group, and size and checksum of every file. A
 checkpoint of weights only (`run.save_states: false`) holds no optimizer state except the parts that belong to a weight
-(`optimizer_state.OF_WEIGHTS`).
+(`optimizer_state.WEIGHT_STATES`).
 
 A save has two halves. `take_snapshot` collects the state as live tensors and checks that it is finite; `write` writes
 it to the disk. `save` calls both; :mod:`octavo.checkpoint.run_state.background` copies the snapshot in between and
@@ -113,7 +113,9 @@ def take_snapshot(
     """
     state = tensors(model, optimizer, trained_only)
     if weights_only:
-        state = {n: t for n, t in state.items() if n.startswith("model.") or n.rpartition(".")[2] in states.OF_WEIGHTS}
+        state = {
+            n: t for n, t in state.items() if n.startswith("model.") or n.rpartition(".")[2] in states.WEIGHT_STATES
+        }
     state.update({f"extra.{name}": tensor for name, tensor in extra.items()})
     refuse_non_tensors(state)
     with fail_together("write", Path(f"step_{step}"), world):
@@ -162,7 +164,7 @@ def write(
         with fail_together("write", tmp, world):
             if world.rank == 0:
                 directory.mkdir(parents=True, exist_ok=True)
-                files.sweep(directory)
+                files.remove_leftovers(directory)
                 tmp.mkdir()
         with dcp_errors("write", tmp):
             single = world.size == 1
@@ -182,7 +184,7 @@ def write(
                     files.prune(directory, step, keep)
     except CheckpointError:
         if world.rank == 0:
-            # Best effort, to free a full disk. `files.sweep` removes the rest when the next save begins.
+            # Best effort, to free a full disk. `files.remove_leftovers` removes the rest when the next save begins.
             shutil.rmtree(tmp, ignore_errors=True)
         raise
     return files.step_path(directory, step)
@@ -192,6 +194,6 @@ def _check_same_key(world: Ranks) -> None:
     """Raise CheckpointError unless all ranks have the same key: otherwise no process could read the checkpoint."""
     key = ""
     with fail_together("write", Path("checkpoints"), world):
-        key = encryption.find().id.hex()
+        key = encryption.find_key().id.hex()
     if len(keys := sorted({*world.gather_objects(key)})) > 1:
         raise CheckpointError(f"the ranks have different keys ({', '.join(keys)}). Give all of them the same key")

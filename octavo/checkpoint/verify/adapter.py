@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.stock_model import Stock
+from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import FAIL, WARN, Findings, Verdict
 from octavo.checkpoint.verify.headers import Headers, Held, read_folder
 from octavo.models import ModelError, empty
@@ -131,7 +131,7 @@ def _rank(layer: str, config: Mapping[str, Any]) -> int | None:
 
 def _check_base(parts: Mapping[str, Mapping[str, Held]], base: Path, findings: Findings) -> None:
     try:
-        stock = Stock(empty(stock_config(base)))
+        stock = StockModel(empty(stock_config(base)))
     except ModelError as error:
         findings.fail("config/base", "config.json", error=error)
         return

@@ -18,7 +18,7 @@ from octavo import models
 from octavo.base import encryption, safe_read
 from octavo.base.model_families import trains_on
 from octavo.checkpoint.checksums import MARKER, is_changed, read_note, sha256
-from octavo.checkpoint.stock_model import Stock
+from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
 from octavo.models.errors import ModelError
 from octavo.models.folder import chat
@@ -46,11 +46,11 @@ def check_files(folder: Path, findings: Findings) -> tuple[str, ...]:
         if name in failed:  # an earlier check has reported this file
             continue
         try:
-            kind = safe_read.kind_of(path)
+            kind = safe_read.describe_file_type(path)
         except OSError as error:
             findings.fail("link/broken", name, target=os.readlink(path), why=error.strerror)
             continue
-        if (target := safe_read.outside(path, folder)) is not None:
+        if (target := safe_read.link_target_outside(path, folder)) is not None:
             findings.warn("link/outside", name, target=target)
         if kind not in (None, "a folder") or (kind is not None and name in _READ):
             findings.fail("special", name, what=kind)
@@ -63,7 +63,7 @@ def check_files(folder: Path, findings: Findings) -> tuple[str, ...]:
     return tuple(unread)
 
 
-def check_companions(folder: Path, raw: Mapping[str, Any], stock: Stock | None, findings: Findings) -> None:
+def check_companions(folder: Path, raw: Mapping[str, Any], stock: StockModel | None, findings: Findings) -> None:
     """Check the files that a server needs with the weights: tokenizer, chat template and, for models of images or
     audio, the processor. `raw`: config.json."""
     before = len(findings.items)
@@ -105,7 +105,7 @@ def _names_template(folder: Path) -> bool:
     )
 
 
-def _check_ids(loaded: Any, stock: Stock | None, folder: Path, findings: Findings) -> None:
+def _check_ids(loaded: Any, stock: StockModel | None, folder: Path, findings: Findings) -> None:
     """Report tokens without a row in the embeddings and letters without a token. Media tokens may have no row, because
     some families do not look them up. Raises ModelError for such tokens that every conversation contains."""
     embeddings = None if stock is None else stock.model.get_input_embeddings()
@@ -129,14 +129,18 @@ def _check_end(loaded: Any, folder: Path, findings: Findings) -> None:
     vLLM and SGLang also stop at the end token of the tokenizer, transformers only at tokens in generation_config.json.
     """
     with findings.failing("generation_config.json"):
-        end = stop_tokens.unstated_end(folder, loaded)
+        end = stop_tokens.missing_end_token(folder, loaded)
         if end is None:
             return
-        stated = stop_tokens.stated_ends(folder)
+        stated = stop_tokens.stated_stop_ids(folder)
         tokenizer = getattr(loaded, "tokenizer", loaded)
         kind = "end-token-of-tokenizer" if end.id == tokenizer.eos_token_id else "end-token"
         findings.warn(
-            kind, "generation_config.json", end=end, stated=stated, ends=stop_tokens.ends_with(folder, end, tokenizer)
+            kind,
+            "generation_config.json",
+            end=end,
+            stated=stated,
+            ends=stop_tokens.required_stop_ids(folder, end, tokenizer),
         )
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.stock_model import Stock
+from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Compared, Findings
 from octavo.checkpoint.verify.headers import PIECE, Held
 from octavo.checkpoint.verify.scales import Pair
@@ -81,7 +81,7 @@ class Source:
         return scale[rows][:, cols]
 
 
-def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: Stock) -> dict[str, Source]:
+def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: StockModel) -> dict[str, Source]:
     """Return every tensor by the model's name on disk, stacked experts one by one, tied ones once."""
     out: dict[str, Source] = {}
     paired = {pair.weight.name: pair for pair in pairs}
@@ -102,7 +102,7 @@ def sources(known: Mapping[str, Held], pairs: Iterable[Pair], stock: Stock) -> d
     return out
 
 
-def _unstacked(name: str, held: Held, singles: tuple[str, ...], stock: Stock) -> Iterator[tuple[str, Source]]:
+def _unstacked(name: str, held: Held, singles: tuple[str, ...], stock: StockModel) -> Iterator[tuple[str, Source]]:
     wanted = tuple(stock.state[stock.to_module(name)].shape)
     turned = held.shape != wanted
     each = len(singles) // wanted[0]
@@ -135,7 +135,7 @@ def compare(
 
 
 def compare_unplaced(
-    here: Mapping[str, Held], reference: Mapping[str, Held], stock: Stock, findings: Findings
+    here: Mapping[str, Held], reference: Mapping[str, Held], stock: StockModel, findings: Findings
 ) -> list[Compared]:
     """Compare, by their names on disk, tensors that the model has no place for (layers for multi-token prediction,
     heads, adapters), and report those that only one folder has.

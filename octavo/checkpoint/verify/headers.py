@@ -20,7 +20,7 @@ from torch import Tensor
 from octavo.base import safe_read
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.verify.findings import Findings
-from octavo.models.folder.folder import pickles, weight_map
+from octavo.models.folder.folder import find_pickles, weight_map
 from octavo.models.folder.headers import DTYPES, HeaderError, is_pickle, read
 
 PIECE = 1 << 25
@@ -138,7 +138,7 @@ def read_folder(folder: Path, findings: Findings, stem: str = "model") -> Header
 
 
 def _check_pickles(folder: Path, findings: Findings, safetensors: bool) -> None:
-    usual = [name for name in pickles(folder) if name.endswith(".bin") or "model" in name]
+    usual = [name for name in find_pickles(folder) if name.endswith(".bin") or "model" in name]
     weights = [name for name in usual if is_pickle(folder / name)]
     if weights and not safetensors:
         findings.fail("only-pickles", weights[0])

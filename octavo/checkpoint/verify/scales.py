@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from octavo.base.model_families import trains_on
-from octavo.checkpoint.stock_model import Linear, Stock
+from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of
@@ -143,7 +143,7 @@ def _check_dangling(headers: Headers, q: Quantization | None, findings: Findings
             findings.fail(f"scale-dangling{case}", held, weight=weight, scaled=scaled)
 
 
-def check_fp8_places(known: Mapping[str, Held], stock: Stock, findings: Findings) -> None:
+def check_fp8_places(known: Mapping[str, Held], stock: StockModel, findings: Findings) -> None:
     """Report FP8 where no loader dequantizes (embeddings, norms, routers), and in lm_head, which servers do not
     quantize."""
     for name, held in known.items():
@@ -163,7 +163,7 @@ def check_fp8_places(known: Mapping[str, Held], stock: Stock, findings: Findings
         findings.fail(kind, held, single=next(iter(stock.stacked.get(name, ())), ""))
 
 
-def check_audio_fp8(known: Mapping[str, Held], stock: Stock, findings: Findings) -> None:
+def check_audio_fp8(known: Mapping[str, Held], stock: StockModel, findings: Findings) -> None:
     """Warn about FP8 in audio components, which servers run with transformers' modules in high precision; each once."""
     if not trains_on(stock.model.config.model_type, "sound"):
         return
@@ -175,7 +175,7 @@ def check_audio_fp8(known: Mapping[str, Held], stock: Stock, findings: Findings)
             findings.warn("of-sound", held, component=component)
 
 
-def check_blocks(known: Mapping[str, Held], stock: Stock, q: Quantization | None, findings: Findings) -> None:
+def check_blocks(known: Mapping[str, Held], stock: StockModel, q: Quantization | None, findings: Findings) -> None:
     """Report shapes that servers' block kernels refuse, and fused matrices whose parts are not all FP8 or all not."""
     for group in stock.fused_groups:
         _check_one_kind(group, known, findings)

@@ -11,10 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from octavo.checkpoint.stock_model import Linear, Stock
+from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.findings import LOADERS, Findings
 from octavo.checkpoint.verify.headers import Held
-from octavo.models.folder.quantization import Quantization, by_parts, by_pattern, by_target, exact
+from octavo.models.folder.quantization import (
+    Quantization,
+    matches_exactly,
+    matches_parts,
+    matches_pattern,
+    matches_target,
+)
 
 _TOWERS = ("visual.", "vision_tower.", "audio_tower.", "multi_modal_projector.")
 
@@ -30,16 +36,18 @@ def skipped_by(loader: str, layer: Linear, q: Quantization, moved: tuple[str, ..
     """Whether a loader leaves a layer in high precision. `moved`: the list in the model's names, for transformers."""
     if q.method == "compressed-tensors":
         names = forms(layer) if loader != "transformers" else (layer.disk if layer.expert else layer.module, layer.disk)
-        chosen = any(by_target(name, q.targets, layer.types) for name in names)
-        return not chosen or any(by_target(name, q.skipped, layer.types) for name in names)
+        chosen = any(matches_target(name, q.targets, layer.types) for name in names)
+        return not chosen or any(matches_target(name, q.skipped, layer.types) for name in names)
     if loader == "transformers":
-        return by_pattern(layer.module, moved)
+        return matches_pattern(layer.module, moved)
     names = (*forms(layer), layer.disk.rpartition(".experts.")[0] + ".experts") if layer.expert else forms(layer)
-    rule = exact if loader == "vLLM" else by_parts
+    rule = matches_exactly if loader == "vLLM" else matches_parts
     return any(rule(name, q.skipped) for name in names)
 
 
-def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed: bool, findings: Findings) -> None:
+def check_skips(
+    known: Mapping[str, Held], stock: StockModel, q: Quantization, listed: bool, findings: Findings
+) -> None:
     """Check each layer by each loader's rule, and report entries of the list that match nothing.
 
     listed   whether config.json has a skip list
@@ -70,7 +78,7 @@ def check_skips(known: Mapping[str, Held], stock: Stock, q: Quantization, listed
     _check_entries(stock, q, key, findings)
 
 
-def _layers(known: Mapping[str, Held], stock: Stock) -> Iterable[tuple[str, Linear]]:
+def _layers(known: Mapping[str, Held], stock: StockModel) -> Iterable[tuple[str, Linear]]:
     """Yield the layers of the model: experts one by one if they are stored so, else the stack as one layer."""
     single = {one for name, ones in stock.stacked.items() if name in known for one in ones}
     for name, layer in stock.linears.items():
@@ -88,19 +96,19 @@ def _layers(known: Mapping[str, Held], stock: Stock) -> Iterable[tuple[str, Line
 def _culprit(layer: Linear, q: Quantization) -> str:
     """Return the first entry of the skip list that matches a layer, in brackets; "" if none does."""
     for entry in q.skipped:
-        rules = (exact, by_parts, by_pattern) if q.method == "fp8" else (by_target,)
+        rules = (matches_exactly, matches_parts, matches_pattern) if q.method == "fp8" else (matches_target,)
         if any(rule(name, (entry,)) for rule in rules for name in forms(layer)):
             return f" ({entry!r})"
     return ""
 
 
-def _check_entries(stock: Stock, q: Quantization, key: str, findings: Findings) -> None:
+def _check_entries(stock: StockModel, q: Quantization, key: str, findings: Findings) -> None:
     classes = {cls.__name__ for module in stock.model.modules() for cls in type(module).__mro__}
     for entry in q.skipped:
         known = {entry, f"model.{entry}", entry.removesuffix(".weight")}
         if known & stock.names or entry in classes:
             continue
-        rule = by_target if q.method == "compressed-tensors" else by_pattern
+        rule = matches_target if q.method == "compressed-tensors" else matches_pattern
         if any(rule(name, (entry,)) for name in stock.names):
             continue
         findings.warn("skip-nothing", "config.json", entry=entry, key=key)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.checkpoint.stock_model import Stock
+from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
 from octavo.checkpoint.verify.headers import Headers, Held
 from octavo.checkpoint.verify.names import scale_of
@@ -61,7 +61,7 @@ class _Scanned:
 def scan(
     known: Mapping[str, Held],
     pairs: Sequence[Pair],
-    stock: Stock | None,
+    stock: StockModel | None,
     findings: Findings,
     progress: Progress | None,
 ) -> None:
@@ -229,7 +229,7 @@ def _judge_peaks(scanned: Sequence[_Scanned], findings: Findings) -> None:
 
 
 def _check_shared_scales(
-    pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: Stock, findings: Findings
+    pairs: Mapping[str, Pair], known: Mapping[str, Held], stock: StockModel, findings: Findings
 ) -> None:
     """Warn about per-tensor scales that layers of a fused GEMM do not share: servers quantize them again."""
     for group in stock.fused_groups:

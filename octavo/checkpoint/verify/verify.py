@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.stock_model import Stock
+from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.adapter import (
     adapter_verdicts,
     check_adapter,
@@ -47,7 +47,7 @@ from octavo.checkpoint.verify.scales import (
 from octavo.checkpoint.verify.skip_lists import check_skips
 from octavo.checkpoint.verify.values import Progress, scan, scan_inputs, weights_by_name
 from octavo.models import ModelError, empty
-from octavo.models.folder.folder import check_generation_config, one_folder, read_json
+from octavo.models.folder.folder import check_generation_config, read_json, require_one_folder
 from octavo.models.folder.quantization import Quantization, parse, parse_autofp8, quantization_block
 from octavo.models.structure.skeleton import stock_config
 
@@ -71,7 +71,7 @@ def verify(
         if place is not None and not place.is_dir():
             raise CheckpointError(f"{place} is not a folder; name a Hugging Face folder or a PEFT adapter folder.")
         if place is not None:
-            one_folder(place, "octavo verify")
+            require_one_folder(place, "octavo verify")
     if is_adapter(folder):
         return _adapter(folder, other, quick, progress)
     if quick and other is not None:
@@ -108,7 +108,7 @@ class _Inspected:
     raw: Mapping[str, Any]
     headers: Headers
     q: Quantization | None = None
-    stock: Stock | None = None
+    stock: StockModel | None = None
     known: dict[str, Held] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     cache: str = ""
@@ -118,7 +118,7 @@ class _Inspected:
         return sum(held.fp8 and scale_of(name) is None for name, held in self.headers.tensors.items())
 
 
-def _inspect(folder: Path, findings: Findings, stock: Stock | None = None, quick: bool = True) -> _Inspected:
+def _inspect(folder: Path, findings: Findings, stock: StockModel | None = None, quick: bool = True) -> _Inspected:
     """Run all checks that need no values. Only the scales of a KV cache are read, unless `quick`.
 
     stock   the model, if it is already known
@@ -147,7 +147,7 @@ def _inspect(folder: Path, findings: Findings, stock: Stock | None = None, quick
                 findings.fail("fp8-tensor" if bare else "quantization", "config.json", text=str(error))
     if stock is None and raw:
         with findings.failing("config.json"):
-            stock = Stock(empty(stock_config(folder)))
+            stock = StockModel(empty(stock_config(folder)))
     inspected.stock = stock
     if raw:
         check_config(raw, block, headers, findings)

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_serializer
 
-from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL, listed, with_format
+from octavo.base.recipe_specs import CANDIDATES, DEFAULT_RECIPE, FORMATS, SPECS, join_words, recipes_with_format
 from octavo.config.sections.fp8_adapt import Adapt
 from octavo.config.sections.names import (
     COMPONENTS,
@@ -22,8 +22,8 @@ from octavo.config.sections.names import (
 from octavo.config.sections.text_types import FilePath, Text
 
 PARTS = tuple(f"fp8.{name}" for name in COMPONENTS)
-_TWICE = listed(tuple(name for name, spec in SPECS.items() if spec.layouts > 1))
-_DEFAULTS = ", ".join(f"{form} for {listed(with_format(form))}" for form in FORMATS)
+_TWICE = join_words(tuple(name for name, spec in SPECS.items() if spec.layouts > 1))
+_DEFAULTS = ", ".join(f"{form} for {join_words(recipes_with_format(form))}" for form in FORMATS)
 
 
 class Component(Section):
@@ -80,11 +80,11 @@ class Fp8Section(Section):
     """What runs in FP8 and how: model, then component, then rules."""
 
     recipe: Recipe = Field(
-        default=USUAL,
+        default=DEFAULT_RECIPE,
         description="How operands are scaled, in every component without a recipe, including the projector: "
         f"off (high precision), {', '.join(RECIPES[1:])}; or auto: measured at the start of the "
         "run, FP8 only where it is faster (without a GPU: by a table, see docs/plan.md). If it is absent and "
-        f"components are named (other than off), only those run in FP8, {USUAL} unless they name a recipe.",
+        f"components are named (other than off), only those run in FP8, {DEFAULT_RECIPE} unless they name a recipe.",
     )
     format: Format | None = Field(
         default=None,
@@ -164,6 +164,6 @@ class Fp8Section(Section):
         return ruled or any(self.recipe_of(name) != "off" for name in COMPONENTS)
 
     @field_serializer("fuse")
-    def _auto_is_off(self, value: str) -> str:
+    def _write_auto_as_off(self, value: str) -> str:
         """Write auto as off, so that a run of version 0.4.0 resumes: its settings are compared as written."""
         return "off" if value == "auto" else value

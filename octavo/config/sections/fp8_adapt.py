@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from octavo.base.recipe_specs import CURRENT, LADDER
-from octavo.config.sections.names import FROM_LIST, Section, one_of, one_word
+from octavo.base.recipe_specs import COARSE_TO_FINE, CURRENT_SCALING
+from octavo.config.sections.names import FROM_LIST, Section, canonical_name, one_of
 
 if TYPE_CHECKING:
     _Name = str
 else:
-    _Name = one_of(*CURRENT)
-_Rung = Annotated[_Name, BeforeValidator(one_word)]
+    _Name = one_of(*CURRENT_SCALING)
+_RecipeName = Annotated[_Name, BeforeValidator(canonical_name)]
 
 
 class AdaptSection(Section):
@@ -26,10 +26,10 @@ class AdaptSection(Section):
         le=10**9,
         description="Steps between checks; a check costs as much as a step with health figures.",
     )
-    recipes: Annotated[tuple[_Rung, ...] | None, FROM_LIST] = Field(
+    recipes: Annotated[tuple[_RecipeName, ...] | None, FROM_LIST] = Field(
         default=None,
         description="Recipes to try, in this order, between the plan's recipe and high precision; [] for none. Absent: "
-        f"the recipes with smaller blocks, which come after it in {', '.join(LADDER)}.",
+        f"the recipes with smaller blocks, which come after it in {', '.join(COARSE_TO_FINE)}.",
     )
     sqnr_e4m3: float = Field(default=25.0, ge=0, le=60, description="Least SQNR of operands in E4M3, in dB.")
     sqnr_e5m2: float = Field(default=20.0, ge=0, le=60, description="Least SQNR of operands in E5M2, in dB.")
@@ -64,9 +64,11 @@ class AdaptSection(Section):
     )
 
 
-def _switch(value: Any) -> Any:
+def _section_from_bool(value: Any) -> Any:
     """True as the section with its defaults, false as None."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
-Adapt = Annotated[AdaptSection | None, BeforeValidator(_switch, json_schema_input_type=AdaptSection | bool | None)]
+Adapt = Annotated[
+    AdaptSection | None, BeforeValidator(_section_from_bool, json_schema_input_type=AdaptSection | bool | None)
+]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from octavo.base.recipe_specs import kind_of_word, listed
+from octavo.base.recipe_specs import join_words, parse_kind
 from octavo.config.sections.names import COMPONENTS, FROM_LIST, FROZEN, FROZEN_INPUT, Frozen, Section, frozen_word
 from octavo.config.sections.text_types import FilePath, Text
 
@@ -24,7 +24,7 @@ class LoadInFp8Section(Section):
     @property
     def kinds(self) -> dict[str, str]:
         """Component -> its kind of frozen weights (row, block, tensor); components in high precision are absent."""
-        return {name: kind_of_word(word) for name in COMPONENTS if (word := getattr(self, name)) is not None}
+        return {name: parse_kind(word) for name in COMPONENTS if (word := getattr(self, name)) is not None}
 
 
 def for_foundation(value: Any) -> Any:
@@ -63,7 +63,7 @@ class AttentionSection(Section):
         return {"image_encoder": self.image_encoder, "foundation": self.foundation}
 
 
-def _for_all(value: Any) -> Any:
+def _expand_word(value: Any) -> Any:
     """A single word as the setting of every component that has the kernel."""
     if value == "flex":
         return {"foundation": value}
@@ -71,7 +71,7 @@ def _for_all(value: Any) -> Any:
     return dict.fromkeys(AttentionSection.model_fields, value) if known else value
 
 
-_OR_KERNEL = BeforeValidator(_for_all, json_schema_input_type=Kernel | AttentionSection)
+_OR_KERNEL = BeforeValidator(_expand_word, json_schema_input_type=Kernel | AttentionSection)
 
 
 class ModelSection(Section):
@@ -115,10 +115,10 @@ class ModelSection(Section):
     )
     load_in_fp8: Annotated[LoadInFp8Section, _OR_KIND] = Field(
         default_factory=LoadInFp8Section,
-        description=f"Quantize the frozen base of LoRA while it is read: {listed(FROZEN, 'or')} (true: {FROZEN[0]}); "
-        "false: do not. One word means the language model's linear layers; or one word for each component. "
-        "Embeddings, lm_head and routers stay in high precision. fp8.recipe, if absent, becomes the recipe that "
-        "multiplies by such codes. A checkpoint that is already in FP8 does not need this setting.",
+        description=f"Quantize the frozen base of LoRA while it is read: {join_words(FROZEN, 'or')} (true: "
+        f"{FROZEN[0]}); false: do not. One word means the language model's linear layers; or one word for each "
+        "component. Embeddings, lm_head and routers stay in high precision. fp8.recipe, if absent, becomes the recipe "
+        "that multiplies by such codes. A checkpoint that is already in FP8 does not need this setting.",
     )
     keep_fp8: bool = Field(
         default=True,

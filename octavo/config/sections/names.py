@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-from octavo.base.recipe_specs import CURRENT, FORMATS, NAME_OF_KIND, NAMES, SPECS
+from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, NAME_OF_KIND, NAMES, SPECS
 
 
 def one_of(*words: str) -> Any:
@@ -17,14 +17,14 @@ def one_of(*words: str) -> Any:
     return Literal[words]
 
 
-def one_word(value: Any) -> Any:
+def canonical_name(value: Any) -> Any:
     """The recipe's name for a kind of frozen weights: ``block`` becomes ``blockwise``. Other values are unchanged."""
     return NAME_OF_KIND.get(value, value) if isinstance(value, str) else value
 
 
 def frozen_word(value: Any) -> Any:
     """The kind of frozen weights by name: `true` is the default, one scale a row, and `false` is None."""
-    return {True: NAME_OF_KIND["row"], False: None}[value] if isinstance(value, bool) else one_word(value)
+    return {True: NAME_OF_KIND["row"], False: None}[value] if isinstance(value, bool) else canonical_name(value)
 
 
 #: the recipes this version can run, `off` (plain high precision) first
@@ -43,19 +43,21 @@ else:
     Format = one_of(*FORMATS)
     RecipeName = one_of(*RECIPES, "auto")
     CandidateName = one_of(*NAMES)
-    HeadName = one_of("off", *CURRENT)
+    HeadName = one_of("off", *CURRENT_SCALING)
     FrozenName = one_of(*FROZEN)
 Gemm = Literal["fp8", "bf16"]
 
 Recipe = Annotated[
-    RecipeName, BeforeValidator(one_word, json_schema_input_type=one_of(*RECIPES, "auto", *NAME_OF_KIND))
+    RecipeName, BeforeValidator(canonical_name, json_schema_input_type=one_of(*RECIPES, "auto", *NAME_OF_KIND))
 ]
-Candidate = Annotated[CandidateName, BeforeValidator(one_word, json_schema_input_type=one_of(*NAMES, *NAME_OF_KIND))]
+Candidate = Annotated[
+    CandidateName, BeforeValidator(canonical_name, json_schema_input_type=one_of(*NAMES, *NAME_OF_KIND))
+]
 FROZEN_INPUT = one_of(*FROZEN, *NAME_OF_KIND) | bool
 Frozen = Annotated[FrozenName | None, BeforeValidator(frozen_word, json_schema_input_type=FROZEN_INPUT | None)]
 
 
-def lacks(recipe: str | None, form: str | None) -> bool:
+def is_unsupported(recipe: str | None, form: str | None) -> bool:
     """Whether both a recipe and a format are set, and the recipe does not have the format."""
     return recipe is not None and recipe in SPECS and form is not None and form not in SPECS[recipe].formats
 

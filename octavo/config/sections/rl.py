@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.base.recipe_specs import listed
+from octavo.base.recipe_specs import join_words
 from octavo.config.sections.names import FROM_LIST, FROZEN, Frozen, Section
 from octavo.config.sections.text_types import FilePath, Letters, Text
 
@@ -20,7 +20,7 @@ Reference = Literal["auto", "base", "copy", "disk"]
 #: Tests compare them with the registry of `octavo.rl`.
 WITH_CRITIC = ("ppo",)
 WITH_KL = ("rloo", "ppo")
-OF_CRITIC = ("gamma", "lam", "value_clip", "value_weight", "critic_lr")
+CRITIC_KEYS = ("gamma", "lam", "value_clip", "value_weight", "critic_lr")
 
 
 class RewardSection(Section):
@@ -54,7 +54,8 @@ class RewardSection(Section):
     )
     load_in_fp8: Frozen = Field(
         default=None,
-        description=f"For a reward model: keep linear layers as FP8 codes, {listed(FROZEN, 'or')} (true: {FROZEN[0]}).",
+        description=f"For a reward model: keep linear layers as FP8 codes, {join_words(FROZEN, 'or')} (true: "
+        f"{FROZEN[0]}).",
     )
     batch: int | None = Field(default=None, ge=1, le=2**16, description="For a reward model: completions at a time.")
 

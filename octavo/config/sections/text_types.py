@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/]*.")
 
 
-def not_a_path(text: str) -> str | None:
+def path_problem(text: str) -> str | None:
     """Why no file can have this name, or None. The limits are Linux's: 255 bytes a name, 4,095 a path."""
     if "\0" in text:
         return "holds a NUL character, which no file name can have"
@@ -35,7 +35,7 @@ def is_reward_path(word: str) -> bool:
     return ".py:" in word or "/" in word or word.startswith((".", "~"))
 
 
-def _whole(value: str) -> str:
+def _check_characters(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -43,13 +43,13 @@ def _whole(value: str) -> str:
     return value
 
 
-def _a_path(value: str) -> str:
-    if why := not_a_path(value):
+def _check_path(value: str) -> str:
+    if why := path_problem(value):
         raise PydanticCustomError("no_path", "{why}", {"why": why})
     return value
 
 
-Text = Annotated[str, AfterValidator(_whole)]
+Text = Annotated[str, AfterValidator(_check_characters)]
 Letters = Annotated[Text, Field(min_length=1)]
 """A text of at least one character."""
-FilePath = Annotated[Text, AfterValidator(_a_path)]
+FilePath = Annotated[Text, AfterValidator(_check_path)]

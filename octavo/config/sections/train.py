@@ -21,13 +21,13 @@ class RecomputeSection(Section):
     foundation: Recompute = Field(default="none", description="Blocks of the language model.")
 
 
-def _for_both(value: Any) -> Any:
+def _expand_word(value: Any) -> Any:
     """A single word as the setting of every component."""
     known = isinstance(value, str) and value in get_args(Recompute)
     return dict.fromkeys(RecomputeSection.model_fields, value) if known else value
 
 
-_OR_WORD = BeforeValidator(_for_both, json_schema_input_type=Recompute | RecomputeSection)
+_OR_WORD = BeforeValidator(_expand_word, json_schema_input_type=Recompute | RecomputeSection)
 
 
 #: `train.gc`: when Python's cyclic garbage collector runs

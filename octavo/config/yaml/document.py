@@ -28,13 +28,13 @@ _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _SPECIAL = re.compile(r"([-+]?)\.(inf|Inf|INF|nan|NaN|NAN)")
 
 #: a longer scalar is text: Python refuses to parse such integers, and no field takes them
-_LONGEST = 1000
+_MAX_SCALAR = 1000
 
 #: limits far above real configurations: characters of a text, values in it (an alias counts each time, because aliases
 #: let a small file describe a huge one), levels of nesting
-MOST_CHARACTERS = 1_000_000
-MOST_VALUES = 10_000
-MOST_LEVELS = 32
+MAX_CHARACTERS = 1_000_000
+MAX_VALUES = 10_000
+MAX_LEVELS = 32
 
 
 @dataclass
@@ -56,7 +56,7 @@ def scalar(text: str) -> Any:
         return None
     if _BOOL.fullmatch(text):
         return text[0] in "tT"
-    if len(text) > _LONGEST:
+    if len(text) > _MAX_SCALAR:
         return text
     if _INT.fullmatch(text):
         return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
@@ -72,26 +72,26 @@ def read_text(text: str, source: str, fix: str | None = None) -> Document:
     the file is not a mapping; None: that of a run's configuration."""
     reader = _Reader(source)
     document = reader.document
-    if len(text) > MOST_CHARACTERS:
+    if len(text) > MAX_CHARACTERS:
         reason = f"the text is too long for a configuration ({len(text):,} characters)"
-        return _broken(document, source, None, reason, f"name a YAML file of at most {MOST_CHARACTERS:,}")
+        return _mark_broken(document, source, None, reason, f"name a YAML file of at most {MAX_CHARACTERS:,}")
     try:
         node = reader.yaml.compose(text)
         value = {} if node is None else reader.build(node, ())
     except MarkedYAMLError as error:
-        return _broken(document, source, *_syntax(error, text))
+        return _mark_broken(document, source, *_describe_syntax_error(error, text))
     except ReaderError as error:
         line, reason = text.count("\n", 0, error.position) + 1, f"the character {chr(error.character)!r}"
-        return _broken(document, source, line, f"{reason} is not allowed in YAML", "remove it")
+        return _mark_broken(document, source, line, f"{reason} is not allowed in YAML", "remove it")
     except (YAMLError, RecursionError, ValueError) as error:  # ValueError: what ruamel's own reading of numbers raises
-        return _broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
+        return _mark_broken(document, source, None, f"cannot be read as YAML ({error})", "simplify the file")
     if node is None:
         instead = fix or "write at least `model`, `data` and `train`, or `extends: other.yaml`"
-        return _broken(document, source, None, "the file is empty", instead)
+        return _mark_broken(document, source, None, "the file is empty", instead)
     if not isinstance(value, dict):
         reason = f"the file holds {'a list' if isinstance(value, list) else 'a single value'} at the top"
         instead = fix or "write a mapping: `model:`, `data:`, `train:` at the left margin"
-        return _broken(document, source, node.start_mark.line + 1, reason, instead)
+        return _mark_broken(document, source, node.start_mark.line + 1, reason, instead)
     document.value = value
     return document
 
@@ -108,19 +108,19 @@ def read_value(text: str, source: str) -> tuple[Any, list[Problem]]:
     try:
         value = reader.build(reader.yaml.compose(text), ())
     except MarkedYAMLError as error:
-        _, reason, fix = _syntax(error, text)
+        _, reason, fix = _describe_syntax_error(error, text)
         return None, [Problem(Place(source), "", f"the value is not YAML: {reason}", fix)]
     except (YAMLError, RecursionError, ValueError) as error:
         return None, [Problem(Place(source), "", f"the value is not YAML ({error})")]
     return value, [Problem(Place(source), p.key, p.reason, p.fix) for p in reader.document.problems]
 
 
-class _TooMuchError(ValueError):
+class _TooLargeError(ValueError):
     pass
 
 
 class _Composer(Composer):
-    """Stops at :data:`MOST_VALUES`: composing takes 30 microseconds a value, before any value can be checked."""
+    """Stops at :data:`MAX_VALUES`: composing takes 30 microseconds a value, before any value can be checked."""
 
     nodes = 0
 
@@ -130,8 +130,8 @@ class _Composer(Composer):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.nodes += 1
-        if self.nodes > 2 * MOST_VALUES:  # keys are nodes too
-            raise _TooMuchError(f"it holds more than {MOST_VALUES:,} values")
+        if self.nodes > 2 * MAX_VALUES:  # keys are nodes too
+            raise _TooLargeError(f"it holds more than {MAX_VALUES:,} values")
         return super().compose_node(parent, index)
 
 
@@ -146,10 +146,10 @@ class _Reader:
 
     def build(self, node: Node, path: Path) -> Any:
         self.count += 1
-        if self.count > MOST_VALUES:
-            raise _TooMuchError(f"it describes more than {MOST_VALUES:,} values")
-        if len(path) > MOST_LEVELS:
-            raise _TooMuchError(f"it is nested in more than {MOST_LEVELS} levels")
+        if self.count > MAX_VALUES:
+            raise _TooLargeError(f"it describes more than {MAX_VALUES:,} values")
+        if len(path) > MAX_LEVELS:
+            raise _TooLargeError(f"it is nested in more than {MAX_LEVELS} levels")
         self.document.places.setdefault(path, self.place(node))
         if isinstance(node, ScalarNode):
             return self.leaf(node, path)
@@ -231,13 +231,13 @@ class _Reader:
         self.document.problems.append(Problem(self.place(node), dotted(path), reason, fix))
 
 
-def _broken(document: Document, source: str, line: int | None, reason: str, fix: str) -> Document:
+def _mark_broken(document: Document, source: str, line: int | None, reason: str, fix: str) -> Document:
     document.problems.append(Problem(Place(source, line), "", reason, fix))
     document.broken = True
     return document
 
 
-def _syntax(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
+def _describe_syntax_error(error: MarkedYAMLError, text: str) -> tuple[int | None, str, str]:
     """(line, what was found, the fix) for an error of the YAML parser."""
     mark = error.problem_mark or error.context_mark
     line = mark.line + 1 if mark else None

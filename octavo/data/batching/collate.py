@@ -14,11 +14,11 @@ import torch
 from octavo.data.encoding.sample import IGNORE, Sample, concatenate, concatenate_inputs
 
 Place = tuple[int, int]  # (source, row)
-Numbered = Sequence[tuple[int, Any]]  # (number in the stream, encoded row, or None for a row that is left out)
+NumberedRows = Sequence[tuple[int, Any]]  # (number in the stream, encoded row, or None for a row that is left out)
 Gather = Callable[..., list[Any]]  # (numbered rows, size, padding token) -> the micro-batches of a step
 # Length of the row of a micro-batch without samples: two tokens, so that one position has a prediction.
 EMPTY_LENGTH = 2
-MULTIPLE = 128  # packs are padded to a multiple of it, because GEMMs and FP8 blocks have tiles of this size
+PACK_MULTIPLE = 128  # packs are padded to a multiple of it, because GEMMs and FP8 blocks have tiles of this size
 
 
 @dataclass(frozen=True)
@@ -109,16 +109,16 @@ def collate(samples: Sequence[Sample], pad_id: int) -> dict[str, Any]:
                 "meta": Meta()}  # fmt: skip
     longest = max(len(sample.input_ids) for sample in samples)
     batch: dict[str, Any] = {
-        "input_ids": _padded([s.input_ids for s in samples], longest, pad_id),
-        "attention_mask": _padded([np.ones_like(s.input_ids) for s in samples], longest, 0),
-        "labels": _padded([s.labels for s in samples], longest, IGNORE),
+        "input_ids": _pad([s.input_ids for s in samples], longest, pad_id),
+        "attention_mask": _pad([np.ones_like(s.input_ids) for s in samples], longest, 0),
+        "labels": _pad([s.labels for s in samples], longest, IGNORE),
     }
-    batch |= _images(samples)
-    batch |= {name: _padded(kinds, longest, 0) for name, kinds in _kinds(samples).items()}
-    return {**batch, "meta": _meta(samples)}
+    batch |= _media_tensors(samples)
+    batch |= {name: _pad(kinds, longest, 0) for name, kinds in _token_types(samples).items()}
+    return {**batch, "meta": _make_meta(samples)}
 
 
-def micro_batches(rows: Numbered, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
+def make_micro_batches(rows: NumberedRows, size: int, pad_id: int, collate: Callable[..., Any] = collate) -> list[Any]:
     """The rows of a step as batches of up to `size`; a row that is left out makes its batch smaller."""
     pieces = (rows[first : first + size] for first in range(0, len(rows), size))
     return [collate([sample for _, sample in piece if sample is not None], pad_id) for piece in pieces]
@@ -138,22 +138,22 @@ def collate_pack(
     total = sum(lengths)
     if total > capacity:
         raise ValueError(f"samples of {lengths} tokens do not fit into a pack of {capacity}")
-    whole = MULTIPLE * ranks
-    longest = -(-total // whole) * whole if samples else EMPTY_LENGTH * ranks
+    multiple = PACK_MULTIPLE * ranks
+    longest = -(-total // multiple) * multiple if samples else EMPTY_LENGTH * ranks
     longest = min(longest, capacity) if ranks == 1 and samples else longest
     ends = [0, *accumulate(lengths)] + [longest] * (longest > total)
 
     def row(arrays: Sequence[np.ndarray], fill: int) -> torch.Tensor:
-        return _padded([np.concatenate(arrays)] if arrays else [np.empty(0)], longest, fill)
+        return _pad([np.concatenate(arrays)] if arrays else [np.empty(0)], longest, fill)
 
     labels = row([s.labels for s in samples], IGNORE)
     labels[0, ends[:-1]] = IGNORE
-    batch = {"input_ids": row([s.input_ids for s in samples], pad_id), "labels": labels, **_images(samples)}
-    batch |= {name: row(kinds, 0) for name, kinds in _kinds(samples).items()}
-    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), plan), "meta": _meta(samples)}
+    batch = {"input_ids": row([s.input_ids for s in samples], pad_id), "labels": labels, **_media_tensors(samples)}
+    batch |= {name: row(kinds, 0) for name, kinds in _token_types(samples).items()}
+    return {**batch, "boundaries": Boundaries(tuple(ends), len(samples), plan), "meta": _make_meta(samples)}
 
 
-def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
+def _media_tensors(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     arrays: dict[str, np.ndarray] = {}
     if any(sample.images for sample in samples):
         arrays["pixel_values"] = concatenate(s.pixel_values for s in samples if s.pixel_values is not None)
@@ -163,22 +163,24 @@ def _images(samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
-def _kinds(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
+def _token_types(samples: Sequence[Sample]) -> dict[str, list[np.ndarray]]:
     """Name -> token types of each sample, as the model takes them: if there are images or videos and the processor
     returns token types; 0 in samples without."""
     if not any(s.images or s.videos for s in samples):
         return {}
     by_sample = [{} if s.mm_token_type_ids is None else {"mm_token_type_ids": s.mm_token_type_ids} for s in samples]
-    for types, sample in zip(by_sample, samples, strict=True):
-        types |= {name: one.values for name, one in sample.extra.items() if one.per == "token"}
-    names = dict.fromkeys(name for types in by_sample for name in types)
+    for token_types, sample in zip(by_sample, samples, strict=True):
+        token_types |= {name: tensor.values for name, tensor in sample.extra.items() if tensor.per == "token"}
+    names = dict.fromkeys(name for token_types in by_sample for name in token_types)
     return {
-        name: [types.get(name, np.zeros_like(s.input_ids)) for types, s in zip(by_sample, samples, strict=True)]
+        name: [
+            token_types.get(name, np.zeros_like(s.input_ids)) for token_types, s in zip(by_sample, samples, strict=True)
+        ]
         for name in names
     }
 
 
-def _meta(samples: Sequence[Sample]) -> Meta:
+def _make_meta(samples: Sequence[Sample]) -> Meta:
     return Meta(
         files=tuple(s.file for s in samples),
         rows=tuple(s.row for s in samples),
@@ -188,13 +190,13 @@ def _meta(samples: Sequence[Sample]) -> Meta:
         patches=tuple(0 if s.pixel_values is None else len(s.pixel_values) for s in samples),
         lengths=tuple(len(s.input_ids) for s in samples),
         loss_tokens=tuple(int((s.labels != IGNORE).sum()) for s in samples),
-        inputs={name: one.per for s in samples for name, one in s.extra.items()},
+        inputs={name: tensor.per for s in samples for name, tensor in s.extra.items()},
         sounds=tuple(s.sounds for s in samples),
         videos=tuple(s.videos for s in samples),
     )
 
 
-def _padded(rows: Sequence[np.ndarray], length: int, fill: int) -> torch.Tensor:
+def _pad(rows: Sequence[np.ndarray], length: int, fill: int) -> torch.Tensor:
     out = np.full((len(rows), length), fill, dtype=np.int64)
     for number, row in enumerate(rows):
         out[number, : len(row)] = row

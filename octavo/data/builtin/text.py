@@ -27,8 +27,8 @@ LAYOUT = 1  # incremented when the same Python gives other files
 HELD_OUT = 10  # every tenth file
 PARTS = ("train", "test")
 TOPICS = "pydoc_data/topics.py"
-APART = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
-MACHINE = ("config-", "_sysconfigdata", "_sysconfig_vars")
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__"}
+EXCLUDED_PREFIXES = ("config-", "_sysconfigdata", "_sysconfig_vars")
 
 CARD = """# Octavo text
 
@@ -69,7 +69,7 @@ def write(directory: str | Path) -> TextSet:
     if not target_folder.is_free(directory):
         rows = _check_existing(directory, settings)
     else:
-        with atomic_write.folder(directory, DataError, replace=False) as new_folder:
+        with atomic_write.new_folder(directory, DataError, replace=False) as new_folder:
             rows = _write(new_folder, settings)
             atomic_write.sync_tree(new_folder)
     return TextSet(directory, directory / "train.jsonl", directory / "test.jsonl", rows)
@@ -118,7 +118,7 @@ def _documents() -> Iterator[tuple[str, str]]:
     files = 0
     for file in library.rglob("*.py"):
         name = file.relative_to(library)
-        if APART & set(name.parts[:-1]) or any(part.startswith(MACHINE) for part in name.parts):
+        if EXCLUDED_FOLDERS & set(name.parts[:-1]) or any(part.startswith(EXCLUDED_PREFIXES) for part in name.parts):
             continue
         if name.as_posix() == TOPICS or not file.is_file():
             continue

@@ -20,7 +20,7 @@ import numpy as np
 from octavo.base.encryption import is_encrypted
 from octavo.base.safe_read import open_file, read_bytes
 from octavo.data.errors import DataError, Mismatch
-from octavo.data.rows.audio_refs import Recording, SoundFile
+from octavo.data.rows.audio_refs import InlineSound, SoundFile
 
 FORMATS = ("WAV", "WAVEX", "FLAC")
 RATES = (4_000, 384_000)  # accepted samples a second of a file; another rate means a broken or malicious header
@@ -49,7 +49,7 @@ def load(path: SoundFile, limits: Limits) -> np.ndarray:
         import soundfile
     # The broad except: libsndfile and the operating system raise errors of many classes for a broken file.
     try:
-        with soundfile.SoundFile(_file(path)) as file:
+        with soundfile.SoundFile(_source(path)) as file:
             _check(path, file, limits)
             pieces = file.blocks(_BLOCK, dtype="float32", always_2d=True)
             samples = np.concatenate([piece.mean(axis=1) for piece in pieces])
@@ -65,32 +65,32 @@ def load(path: SoundFile, limits: Limits) -> np.ndarray:
     return samples if rate == limits.rate else _resample(path, samples, rate, limits.rate)
 
 
-def _file(path: SoundFile) -> Path | BytesIO:
+def _source(path: SoundFile) -> Path | BytesIO:
     """What soundfile opens: a path, or bytes. Raises DataError for an encrypted file that is damaged or has no key."""
-    if isinstance(path, Recording):
+    if isinstance(path, InlineSound):
         return BytesIO(path.data)
     return BytesIO(read_bytes(path, DataError)) if is_encrypted(path) else path
 
 
-def _resample(path: Path | Recording, samples: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """Resample from `rate` to the rate `wanted`; the result has exactly `_resampled_length` samples, float32."""
-    with _optional_package(f"sound {path} has {rate} samples a second, the model takes {wanted}, and soxr resamples"):
+def _resample(path: Path | InlineSound, samples: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
+    """Resample from `rate` to the rate `new_rate`; the result has exactly `_resampled_length` samples, float32."""
+    with _optional_package(f"sound {path} has {rate} samples a second, the model takes {new_rate}, and soxr resamples"):
         import soxr
-    resampled = soxr.resample(samples, rate, wanted, quality="HQ")
-    length = _resampled_length(len(samples), rate, wanted)
+    resampled = soxr.resample(samples, rate, new_rate, quality="HQ")
+    length = _resampled_length(len(samples), rate, new_rate)
     return np.ascontiguousarray(np.pad(resampled[:length], (0, max(0, length - len(resampled)))), np.float32)
 
 
-def _resampled_length(samples: int, rate: int, wanted: int) -> int:
-    """The number of samples after resampling from `rate` to the rate `wanted`."""
-    return math.ceil(samples * wanted / rate)
+def _resampled_length(samples: int, rate: int, new_rate: int) -> int:
+    """The number of samples after resampling from `rate` to the rate `new_rate`."""
+    return math.ceil(samples * new_rate / rate)
 
 
-def _check(path: Path | Recording, file: Any, limits: Limits) -> None:
+def _check(path: Path | InlineSound, file: Any, limits: Limits) -> None:
     if file.format not in FORMATS:
         raise Mismatch(f"sound {path} is {file.format}; convert it to wav or flac")
-    if file.format != "FLAC" and (lost := _missing_bytes(path)):
-        raise Mismatch(f"sound {path} is truncated: {lost} bytes fewer are there than its header says")
+    if file.format != "FLAC" and (missing := _missing_bytes(path)):
+        raise Mismatch(f"sound {path} is truncated: {missing} bytes fewer are there than its header says")
     if file.frames == (1 << 63) - 1:
         raise Mismatch(f"sound {path} has no length in its header, as if written into a pipe; write it again")
     if not RATES[0] <= file.samplerate <= RATES[1]:
@@ -105,7 +105,7 @@ def _check(path: Path | Recording, file: Any, limits: Limits) -> None:
 
 def _missing_bytes(path: SoundFile) -> int:
     """The number of bytes that a WAV lacks, by its header: libsndfile reads a truncated file without an error."""
-    with BytesIO(path.data) if isinstance(path, Recording) else open_file(path, DataError) as file:
+    with BytesIO(path.data) if isinstance(path, InlineSound) else open_file(path, DataError) as file:
         order: Literal["big", "little"] = "big" if file.read(12)[:4] == b"RIFX" else "little"
         while len(chunk := file.read(8)) == 8:
             size, start = int.from_bytes(chunk[4:], order), file.tell()

@@ -19,7 +19,7 @@ from octavo.data.encoding import video as video_files
 from octavo.data.encoding.audio import Limits
 from octavo.data.encoding.audio import load as load_sound
 from octavo.data.encoding.sample import check_lengths, extra_inputs
-from octavo.data.errors import DataError, ImageProblem, Mismatch
+from octavo.data.errors import DataError, MediaProblem, Mismatch
 from octavo.data.rows.audio_refs import SoundFile
 from octavo.data.rows.image_refs import ImageFile, load
 
@@ -30,50 +30,50 @@ KNOWN_OUTPUTS = {
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "offset_mapping",
     "pixel_values", "image_grid_thw", "num_patches", "text_replacement_offsets",
 }  # fmt: skip
-_BY_ROW = ("input_ids", "offset_mapping", "mm_token_type_ids", "text_replacement_offsets")
+_ROW_OUTPUTS = ("input_ids", "offset_mapping", "mm_token_type_ids", "text_replacement_offsets")
 
 
-class Wanted(NamedTuple):
+class ProcessorRequest(NamedTuple):
     """A request to the processor: a rendered text to tokenize, with its images, sounds and videos."""
 
     text: str
     images: tuple[ImageFile, ...] = ()
     sounds: tuple[SoundFile, ...] = ()
-    videos: tuple[video_files.Film, ...] = ()
+    videos: tuple[video_files.FrameSelection, ...] = ()
 
 
-Encoding = Generator[Wanted, Outputs, T]
+Encoding = Generator[ProcessorRequest, Outputs, T]
 
 
 def run_together(
-    rows: Sequence[Encoding[T]], answer: Callable[[Sequence[Wanted]], Sequence[Outputs | Exception]]
+    rows: Sequence[Encoding[T]], answer: Callable[[Sequence[ProcessorRequest]], Sequence[Outputs | Exception]]
 ) -> list[T | DataError]:
     """The return value of each row, or the `DataError` that it raises; other errors propagate. The requests of all rows
     are passed to `answer` at once; an exception among its results is raised in the generator of that row."""
     results: list[Any] = [None] * len(rows)
-    waiting: list[tuple[int, Wanted]] = []
+    waiting: list[tuple[int, ProcessorRequest]] = []
 
     def advance(number: int, answered: Outputs | Exception | None) -> None:
         row = rows[number]
         try:
-            wanted = row.throw(answered) if isinstance(answered, Exception) else row.send(answered)  # type: ignore[arg-type]
+            request = row.throw(answered) if isinstance(answered, Exception) else row.send(answered)  # type: ignore[arg-type]
         except StopIteration as done:
             results[number] = done.value
         except DataError as bad:
             results[number] = bad
         else:
-            waiting.append((number, wanted))
+            waiting.append((number, request))
 
     for number in range(len(rows)):
         advance(number, None)
     while waiting:
         requests, waiting = waiting, []
-        for (number, _), answered in zip(requests, answer([wanted for _, wanted in requests]), strict=True):
+        for (number, _), answered in zip(requests, answer([request for _, request in requests]), strict=True):
             advance(number, answered)
     return results
 
 
-class Calls:
+class ProcessorCalls:
     """Calls a processor (`.tokenizer`, `(text=, images=)`, or `(text=, audio=)`) for several rows at a time. Without
     `.image_processor` it takes no images, without `.sound_limits` no sounds, without `.videos` no videos.
     `file_limits`: of video files."""
@@ -85,39 +85,39 @@ class Calls:
         self.file_limits = file_limits or video_files.FileLimits(megapixels=max_image_megapixels)
         self.processor, self.tokenizer = processor, processor.tokenizer
         self.max_image_megapixels = max_image_megapixels
-        self.sees = getattr(processor, "image_processor", None) is not None
+        self.takes_images = getattr(processor, "image_processor", None) is not None
         limits = getattr(processor, "sound_limits", None)
         self.sound_limits = None if limits is None else Limits(*limits)
-        self.multimodal = self.sees or self.sound_limits is not None
+        self.multimodal = self.takes_images or self.sound_limits is not None
         self.image_token: str | None = None  # or the token of a sound: no family that trains takes both
         if self.multimodal:
-            self.image_token = processor.image_token if self.sees else processor.audio_token
+            self.image_token = processor.image_token if self.takes_images else processor.audio_token
 
     def tokens(self, texts: list[str]) -> Outputs:
         """The tokenizer's output for texts that contain all their special tokens."""
         return dict(self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True))
 
-    def __call__(self, wanted: Sequence[Wanted]) -> list[Outputs | Exception]:
+    def __call__(self, requests: Sequence[ProcessorRequest]) -> list[Outputs | Exception]:
         """The outputs for each request, or the error of the processor or of a media file. Rows of one kind share a
         call, as far as `OPEN_PIXELS` allows; images are opened here, so that they stay decoded only during a call."""
-        results: list[Outputs | Exception] = [Mismatch("")] * len(wanted)
+        results: list[Outputs | Exception] = [Mismatch("")] * len(requests)
         groups: dict[tuple[bool, bool], list[_Row]] = {}
-        for number, (text, paths, sounds, videos) in enumerate(wanted):
+        for number, (text, paths, sounds, videos) in enumerate(requests):
             try:
                 self._check(text, len(paths), len(sounds), len(videos))
                 images = [load(path, self.max_image_megapixels) for path in paths]
                 waves = [load_sound(path, self.sound_limits) for path in sounds] if self.sound_limits else []
                 row = _Row(number, text, images, waves, [video_files.load(video, self.file_limits) for video in videos])
-            except (ImageProblem, Mismatch, DataError) as problem:
+            except (MediaProblem, Mismatch, DataError) as problem:
                 results[number] = problem
                 continue
-            group = groups.setdefault((bool(paths or sounds or videos), self.bare(text)), [])
+            group = groups.setdefault((bool(paths or sounds or videos), self.starts_with_bos(text)), [])
             group.append(row)
             if sum(row.pixels for row in group) > OPEN_PIXELS:
-                self._answer(group, results)
+                self._process_group(group, results)
                 group.clear()
         for group in groups.values():
-            self._answer(group, results)
+            self._process_group(group, results)
         return results
 
     def _check(self, text: str, images: int, sounds: int = 0, videos: int = 0) -> None:
@@ -133,12 +133,12 @@ class Calls:
             media = f"{sounds} sound(s)" if sounds else f"{images} image(s)"
             raise Mismatch(f"the chat template writes {places} places for its {media}")
 
-    def bare(self, text: str) -> bool:
+    def starts_with_bos(self, text: str) -> bool:
         """Whether the template wrote the BOS token, so that the tokenizer must not add another."""
         bos = self.tokenizer.bos_token
         return bos is not None and text.startswith(bos)
 
-    def _answer(self, rows: Sequence[_Row], results: list[Outputs | Exception]) -> None:
+    def _process_group(self, rows: Sequence[_Row], results: list[Outputs | Exception]) -> None:
         """Put the outputs of one call for these rows into `results`; if the call fails, call it for each row, so that
         only the row at fault gets the error."""
         if not rows:
@@ -151,10 +151,10 @@ class Calls:
             if not isinstance(cause, Exception) and type(cause).__name__ != "PanicException":
                 raise
             if len(rows) == 1:
-                results[rows[0].number] = refusal(cause)
+                results[rows[0].number] = processor_error(cause)
             else:
                 for row in rows:
-                    self._answer([row], results)
+                    self._process_group([row], results)
             return
         names = extra_inputs(self.processor)
         if unknown := sorted(set(outputs) - KNOWN_OUTPUTS - set(names)):
@@ -167,8 +167,8 @@ class Calls:
         place = getattr(self.processor, "image_token_id", None)
         try:
             by_row = split_outputs(outputs, [self.image_count(row) for row in rows], place, names)
-            give_videos(by_row, outputs, [len(row.videos) for row in rows], names)
-            _give_sounds(by_row, outputs, [len(row.sounds) for row in rows], names)
+            add_video_inputs(by_row, outputs, [len(row.videos) for row in rows], names)
+            _add_sound_inputs(by_row, outputs, [len(row.sounds) for row in rows], names)
         except DataError as wrong:
             for row in rows:
                 results[row.number] = wrong
@@ -193,10 +193,10 @@ class Calls:
         if not self.multimodal:
             return self.tokens(texts)
         by_row = [row.images for row in rows]
-        apart = getattr(self.processor, "images_by_row", False)
-        images = by_row if apart and any(by_row) else [image for images in by_row for image in images]
-        options = {"add_special_tokens": False} if self.bare(texts[0]) else {}
-        if not self.sees:
+        grouped = getattr(self.processor, "images_by_row", False)
+        images = by_row if grouped and any(by_row) else [image for images in by_row for image in images]
+        options = {"add_special_tokens": False} if self.starts_with_bos(texts[0]) else {}
+        if not self.takes_images:
             sounds = [sound for row in rows for sound in row.sounds]
             return dict(self.processor(text=texts, audio=sounds or None, return_offsets_mapping=True, **options))
         shots = [shot for row in rows for shot in row.videos]
@@ -226,7 +226,7 @@ class _Row(NamedTuple):
     text: str
     images: list[Any]
     sounds: list[np.ndarray] = []
-    videos: list[video_files.Shot] = []
+    videos: list[video_files.DecodedVideo] = []
 
     @property
     def pixels(self) -> int:
@@ -234,7 +234,9 @@ class _Row(NamedTuple):
         return seen + sum(map(len, self.sounds))
 
 
-def _give_sounds(rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int], names: Mapping[str, str]) -> None:
+def _add_sound_inputs(
+    rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int], names: Mapping[str, str]
+) -> None:
     """Add to each row the tensors of its `sounds[k]` sounds. Raises `DataError` as `split_outputs`."""
     present = {name for name, per in names.items() if per == "sound" and outputs.get(name) is not None}
     check_lengths(outputs, dict.fromkeys(present, "sound"), {"sound": sum(sounds)})
@@ -243,7 +245,9 @@ def _give_sounds(rows: Sequence[Outputs], outputs: Outputs, sounds: Sequence[int
         row |= {name: np.stack(outputs[name][start:end]) for name in present if end > start}
 
 
-def give_videos(rows: Sequence[Outputs], outputs: Outputs, videos: Sequence[int], names: Mapping[str, str]) -> None:
+def add_video_inputs(
+    rows: Sequence[Outputs], outputs: Outputs, videos: Sequence[int], names: Mapping[str, str]
+) -> None:
     """Add to each row the tensors of its `videos[k]` videos: one row of a tensor that counts videos, and as many rows
     of a tensor of patches as their grids have. Raises `DataError` as `split_outputs`."""
     if (grid := outputs.get("video_grid_thw")) is None:
@@ -260,7 +264,7 @@ def give_videos(rows: Sequence[Outputs], outputs: Outputs, videos: Sequence[int]
                 row[name] = np.asarray(outputs[name])[part[per]].copy()
 
 
-def refusal(cause: BaseException) -> Mismatch:
+def processor_error(cause: BaseException) -> Mismatch:
     return Mismatch(f"the processor refuses it: {type(cause).__name__}: {cause}")
 
 
@@ -276,7 +280,7 @@ def split_outputs(
     """
     names = names or {}
     count = len(outputs["input_ids"])
-    by_token = [*_BY_ROW, *(name for name, per in names.items() if per == "token")]
+    by_token = [*_ROW_OUTPUTS, *(name for name, per in names.items() if per == "token")]
     rows = [{key: outputs[key][number] for key in by_token if outputs.get(key) is not None} for number in range(count)]
     if outputs.get("pixel_values") is None:
         return rows
@@ -348,10 +352,10 @@ class Expansion:
 
     def tokens(self, start: int, end: int) -> tuple[int, int]:
         """(first token, end) of the tokens that cover the characters start to end of the rendered text."""
-        first, last = self._shifted(start), self._shifted(end)
+        first, last = self._shift(start), self._shift(end)
         return covering_tokens(self.starts, self.stops, first, last)
 
-    def _shifted(self, position: int) -> int:
+    def _shift(self, position: int) -> int:
         return position + sum(by for end, by in self.growth if end <= position)
 
 
@@ -361,7 +365,7 @@ def covering_tokens(starts: np.ndarray, stops: np.ndarray, first: int, last: int
     return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else (0, 0)
 
 
-class Replaced(NamedTuple):
+class Replacement(NamedTuple):
     """The replacement for an image or a video (`kind`), as the processor reports it: the characters of its placeholder
     in the rendered text (`span`), and of its expansion in the processed one (`new_span`)."""
 
@@ -376,22 +380,25 @@ class Replaced(NamedTuple):
         return end, (stop - begin) - (end - start)
 
 
-def read_replacements(entries: Sequence[Mapping[str, Any]]) -> list[Replaced]:
+def read_replacements(entries: Sequence[Mapping[str, Any]]) -> list[Replacement]:
     """`text_replacement_offsets` of one row."""
-    return [Replaced(tuple(one["span"]), tuple(one["new_span"]), str(one.get("type", "image"))) for one in entries]
+    return [
+        Replacement(tuple(entry["span"]), tuple(entry["new_span"]), str(entry.get("type", "image")))
+        for entry in entries
+    ]
 
 
-def true_runs(mask: np.ndarray, opens: np.ndarray | None = None) -> list[tuple[int, int]]:
-    """(start, stop) of each run of True in `mask`; a new run begins at each position in `opens`."""
+def true_runs(mask: np.ndarray, boundaries: np.ndarray | None = None) -> list[tuple[int, int]]:
+    """(start, stop) of each run of True in `mask`; a new run begins at each position in `boundaries`."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask.astype(np.int8), [0]])))
     runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    if opens is None or not len(opens):
+    if boundaries is None or not len(boundaries):
         return runs
-    parted = []
+    split_runs = []
     for start, stop in runs:
-        cuts = [start, *(int(o) for o in opens if start < o < stop), stop]
-        parted += list(zip(cuts, cuts[1:], strict=False))
-    return parted
+        cuts = [start, *(int(boundary) for boundary in boundaries if start < boundary < stop), stop]
+        split_runs += list(zip(cuts, cuts[1:], strict=False))
+    return split_runs
 
 
 def token_offsets(outputs: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:

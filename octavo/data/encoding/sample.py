@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.data.errors import DataError
-from octavo.data.skip_report import CONTROL, left_out
+from octavo.data.skip_report import CONTROL_TOKENS, reasoning_notes
 
 IGNORE = -100
 COUNTED = ("token", "image", "pixels", "sound", "video", "patch", "row")
@@ -79,7 +79,7 @@ class Sample:
     def nbytes(self) -> int:
         """Memory of the arrays in bytes."""
         arrays = [self.input_ids, self.labels, self.mm_token_type_ids, self.pixel_values, self.image_grid_thw]
-        arrays += [one.values for one in self.extra.values()]
+        arrays += [tensor.values for tensor in self.extra.values()]
         return sum(array.nbytes for array in arrays if array is not None)
 
     @property
@@ -91,13 +91,17 @@ class Sample:
     def notes(self) -> list[tuple[str, str]]:
         """(action, reason) of each line for `skipped.jsonl` about a row that is used."""
         cut = [("cut", f"{self.length} tokens cut to {len(self.input_ids)}")] if self.cut else []
-        return [*cut, *control_notes(self.control), *(left_out(self.lost) if self.lost else [])]
+        return [*cut, *control_notes(self.control), *(reasoning_notes(self.lost) if self.lost else [])]
 
 
 def control_notes(control: Sequence[str]) -> list[tuple[str, str]]:
     """(action, reason) for a row whose text spells control tokens; [] if it spells none."""
-    spelt = ", ".join(map(repr, control))
-    return [(CONTROL, f"its text spells {spelt}, which the tokenizer takes for a control token")] if control else []
+    tokens = ", ".join(map(repr, control))
+    return (
+        [(CONTROL_TOKENS, f"its text spells {tokens}, which the tokenizer takes for a control token")]
+        if control
+        else []
+    )
 
 
 def extra_inputs(processor: Any) -> Mapping[str, str]:
@@ -138,8 +142,8 @@ def cut_inputs(
     and rows of `pixel_values_videos` (`patches`)."""
     ends = {"token": tokens, "image": images, "pixels": pixels, "video": videos, "patch": patches, "row": 1}
     remaining = {"video": videos, "patch": videos, "token": 1}
-    left = {name: one for name, one in inputs.items() if remaining.get(one.per, images)}
-    return {name: Input(per, values[: ends[per]].copy()) for name, (per, values) in left.items()}
+    remaining_inputs = {name: tensor for name, tensor in inputs.items() if remaining.get(tensor.per, images)}
+    return {name: Input(per, values[: ends[per]].copy()) for name, (per, values) in remaining_inputs.items()}
 
 
 def with_answer_tokens(inputs: Inputs, start: int, tokens: int) -> dict[str, Input]:
@@ -165,5 +169,5 @@ def concatenate(arrays: Iterable[np.ndarray]) -> np.ndarray:
 
 def concatenate_inputs(inputs: Sequence[Inputs]) -> dict[str, np.ndarray]:
     """The tensors of several rows, concatenated by name, except tensors of tokens."""
-    names = dict.fromkeys(name for row in inputs for name, one in row.items() if one.per != "token")
+    names = dict.fromkeys(name for row in inputs for name, tensor in row.items() if tensor.per != "token")
     return {name: concatenate(row[name].values for row in inputs if name in row) for name in names}

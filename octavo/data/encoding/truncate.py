@@ -38,9 +38,9 @@ def media_runs(sample: Sample, image_mask: np.ndarray, place: int | None, openin
     """The images and videos of a sample, in order. `image_mask` [T]: tokens of images; `place`: the token of an image
     feature; `opening`: a token that begins the expansion of each image."""
     grids = sample.extra.get("video_grid_thw")
-    of_video = () if grids is None else grids.values.prod(axis=1).tolist()
-    films = [Run(*film, patches, True) for film, patches in zip(sample.films, of_video, strict=True)]
-    return sorted([*films, *_of_images(sample, image_mask, place, opening)])
+    patch_counts = () if grids is None else grids.values.prod(axis=1).tolist()
+    video_runs = [Run(*span, patches, True) for span, patches in zip(sample.films, patch_counts, strict=True)]
+    return sorted([*video_runs, *_image_runs(sample, image_mask, place, opening)])
 
 
 def cut_position(runs: Sequence[Run], end: int) -> str:
@@ -50,7 +50,7 @@ def cut_position(runs: Sequence[Run], end: int) -> str:
     return f"the cut falls into {what}, which is removed whole, and " if hit else ""
 
 
-def _of_images(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
+def _image_runs(sample: Sample, image_mask: np.ndarray, place: int | None, opening: int | None) -> list[Run]:
     if sample.pixel_values is None:
         return []
     ids, pixels, grid = sample.input_ids, len(sample.pixel_values), sample.image_grid_thw
@@ -60,15 +60,17 @@ def _of_images(sample: Sample, image_mask: np.ndarray, place: int | None, openin
         rows = grid.prod(axis=1)
         if len(spans) != len(rows):  # ... otherwise tokens are divided in proportion to patches.
             edges = np.cumsum([0, *(rows * int(image_mask.sum()) // rows.sum())])
-            where = np.flatnonzero(image_mask)
-            spans = [(int(where[a]), int(where[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
+            positions = np.flatnonzero(image_mask)
+            spans = [(int(positions[a]), int(positions[b - 1]) + 1) for a, b in zip(edges, edges[1:], strict=False)]
     elif pixels == len(spans):
         rows = np.ones(pixels, dtype=np.int64)
     else:  # every tile of an image has the same number of tokens
         tokens = np.array([np.sum(ids[start:stop] == place) for start, stop in spans])
         rows = tokens * pixels // tokens.sum()
-    each = np.ones_like(rows) if sample.images == len(spans) else rows  # else videos whose frames are passed as images
-    runs = zip(spans, rows.tolist(), each.tolist(), strict=True)
+    images_per_run = (
+        np.ones_like(rows) if sample.images == len(spans) else rows
+    )  # else videos whose frames are passed as images
+    runs = zip(spans, rows.tolist(), images_per_run.tolist(), strict=True)
     return [Run(start, stop, count, images=images) for (start, stop), count, images in runs]
 
 
@@ -90,7 +92,7 @@ def cut(sample: Sample, end: int, images: Sequence[Run], opening: int | None) ->
         else:
             remaining, pixels, spans = remaining + run.images, pixels + run.pixels, spans + 1
     extra = cut_inputs(sample.extra, end, remaining, pixels, videos, patches)
-    if remaining == 1 < sample.images and any(one.per == "row" for one in extra.values()):
+    if remaining == 1 < sample.images and any(tensor.per == "row" for tensor in extra.values()):
         raise Mismatch(why_not_one_image(sample.images))
     kinds, values, grid = sample.mm_token_type_ids, sample.pixel_values, sample.image_grid_thw
     return replace(

@@ -56,7 +56,7 @@ class Text(NamedTuple):
     problem: str | None = None
 
 
-class Mapped:
+class MappedTable:
     """An Arrow table in memory, or in a memory-mapped file; for a file only its path is pickled."""
 
     schema: pa.Schema | None = None
@@ -85,9 +85,11 @@ class Mapped:
     def _validate(self, file: Path) -> None:
         """Read the whole file and check it, once for each version of a file."""
         fetched = isinstance(self.path, str)  # in CACHE/fetched/SET, where reading sets the time of use of a file
-        home = file.parents[1] if fetched else self._notes_in(file)
+        notes_folder = file.parents[1] if fetched else self._notes_in(file)
         try:
-            file_digests.check_once(file, home, lambda: columnar.check_file(file, self._damaged), used=fetched)
+            file_digests.check_once(
+                file, notes_folder, lambda: columnar.check_file(file, self._damaged), ctime_varies=fetched
+            )
         except OSError as cause:
             if isinstance(cause, FileNotFoundError):  # another process removed it
                 raise
@@ -132,7 +134,7 @@ class Mapped:
         self._open()
 
 
-class TextRows(Mapped):
+class TextRows(MappedTable):
     """Rows stored as JSON texts of any structure, so that a fault in one row does not affect others."""
 
     schema = TEXTS
@@ -154,7 +156,7 @@ class TextRows(Mapped):
         stored = self.kept.with_suffix(".keys") if isinstance(self.kept, Path) else None
         if stored is not None and (names := _names_in(stored)) is not None:
             return names
-        names = keys_of(self)
+        names = collect_keys(self)
         if stored is not None:
             with contextlib.suppress(OSError):  # a folder without write access: the next run computes them again
                 write_bytes(stored, json.dumps(sorted(names)).encode())
@@ -187,7 +189,7 @@ def parse_row(path: Path | str, row: int, raw: bytes, line: int, problem: str | 
         raise BadSample(path, row, f"{cause} Mend or remove the row.") from cause
 
 
-def keys_of(rows: Rows) -> set[str]:
+def collect_keys(rows: Rows) -> set[str]:
     """All keys of the rows that can be read, by a pass over all rows."""
     keys: set[str] = set()
     for number in range(len(rows)):
@@ -197,7 +199,7 @@ def keys_of(rows: Rows) -> set[str]:
     return keys
 
 
-class ColumnRows(Mapped):
+class ColumnRows(MappedTable):
     """Rows of typed columns. Columns, and fields in them, that are null in a row are missing keys of that row. A last
     column `PROBLEM` holds the reason for a row that could not be stored."""
 
@@ -214,10 +216,10 @@ class ColumnRows(Mapped):
             if problem is not None:
                 raise BadSample(self.path, row, problem)
             batch = batch.select(range(batch.num_columns - 1))
-        return row_of(self.path, row, batch)
+        return decode_row(self.path, row, batch)
 
 
-def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
+def decode_row(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
     """The row of a table of one row, as `json_values`. A time that Python cannot hold (in the year 10,000, or with an
     unknown time zone) becomes the text that Arrow prints for it. Raises `BadSample`, which names the column, for other
     values that cannot be read, such as text that is not UTF-8, or JSON columns whose text is not JSON."""
@@ -231,9 +233,9 @@ def row_of(path: Path | str, row: int, table: pa.Table | pa.RecordBatch) -> Any:
     return values
 
 
-def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_columns.Places) -> Any:
+def _from_json(path: Path | str, row: int, name: str, value: Any, places: json_columns.ChunkSampler) -> Any:
     try:
-        return json_columns.parse_values(value, places, f"its JSON column {name!r}", json_columns.our_name(name))
+        return json_columns.parse_values(value, places, f"its JSON column {name!r}", json_columns.octavo_name(name))
     except Unreadable as cause:
         raise BadSample(path, row, f"{cause} Mend the value, or leave out the row or the column.") from cause
 
@@ -243,8 +245,8 @@ def _value(path: Path | str, row: int, name: str, column: pa.Array | pa.ChunkedA
         return column[0].as_py()
     except UNREADABLE as cause:
         if pa.types.is_temporal(column.type):
-            plainly = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
-            return column.cast(plainly).cast(pa.string())[0].as_py()
+            without_zone = pa.timestamp(column.type.unit) if pa.types.is_timestamp(column.type) else column.type
+            return column.cast(without_zone).cast(pa.string())[0].as_py()
         raise BadSample(
             path, row, f"its column {name!r} ({columnar.plain_type(column.type)}) cannot be read ({cause}); mend the "
             "value, or leave out the row or the column"
@@ -264,7 +266,7 @@ def json_values(value: Any) -> Any:
 
 
 @contextmanager
-def writer(sink: Sink, schema: pa.Schema) -> Iterator[pa.RecordBatchWriter]:
+def open_writer(sink: Sink, schema: pa.Schema) -> Iterator[pa.RecordBatchWriter]:
     """A writer of record batches to a path or a stream."""
     with pa.OSFile(str(sink), "wb") if isinstance(sink, Path) else sink as out, pa.ipc.new_file(out, schema) as into:
         yield into
@@ -272,7 +274,7 @@ def writer(sink: Sink, schema: pa.Schema) -> Iterator[pa.RecordBatchWriter]:
 
 def write_texts(sink: Sink, rows: Iterator[Text], done: Callable[[int], None] = lambda size: None) -> None:
     """Write rows as `TextRows` reads them; `done` is called with the bytes of text written so far."""
-    with writer(sink, TEXTS) as out:
+    with open_writer(sink, TEXTS) as out:
         batch: list[Text] = []
         size = written = 0
         for row in rows:

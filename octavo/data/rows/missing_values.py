@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from octavo.data.errors import RowProblem, shown
+from octavo.data.errors import RowProblem, quote_value
 
 #: CSV cells that mean a missing value: the words that pandas writes for NaN, NaT, NA and None
 CELLS = frozenset(("nan", "NaN", "NaT", "<NA>", "None"))
@@ -44,8 +44,10 @@ def check_numbers(value: object, where: str) -> None:
     level: list[object] = [value]
     while level:
         below: list[object] = []
-        for one in level:
-            if is_missing(one):
-                raise RowProblem(f"{where} has the number {shown(one)}, which JSON does not have; write null or a text")
-            below += one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
+        for entry in level:
+            if is_missing(entry):
+                raise RowProblem(
+                    f"{where} has the number {quote_value(entry)}, which JSON does not have; write null or a text"
+                )
+            below += entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ()
         level = below

@@ -38,15 +38,15 @@ from octavo.data.rows.conversations import (
     Turn,
     bad_sample_context,
     check_turns,
-    conversation_of,
     is_learned,
+    make_conversation,
     parse,
+    quote_value,
+    read_reasoning,
     read_turns,
-    reasoning_of,
-    shown,
 )
 from octavo.data.rows.foreign import check_row, check_turn, check_turn_text, check_variables
-from octavo.data.rows.image_refs import ImageFile, Picture
+from octavo.data.rows.image_refs import ImageFile, InlineImage
 from octavo.data.rows.missing_values import is_missing
 from octavo.data.rows.video_refs import VIDEO, VideoRef
 
@@ -82,7 +82,7 @@ class PromptSample(Sample):
     @property
     def nbytes(self) -> int:
         """Memory of the arrays, and approximately of columns and files."""
-        files = sum(len(picture.data) for picture in self.pictures if isinstance(picture, Picture))
+        files = sum(len(picture.data) for picture in self.pictures if isinstance(picture, InlineImage))
         return super().nbytes + len(json.dumps(self.columns)) + files
 
 
@@ -90,7 +90,7 @@ class PromptEncoder(Encoder):
     """Encodes prompts. One that leaves no space for an answer of `reserve` tokens is left out or an error, never cut.
     Videos are converted to images, because the generation engine takes only images."""
 
-    ways = "drop"
+    on_long_options = "drop"
 
     def __init__(self, processor: Any, seq_length: int, **options: Any) -> None:
         super().__init__(processor, seq_length, **options)
@@ -101,12 +101,12 @@ class PromptEncoder(Encoder):
 
     def encoding(self, row: PromptRow) -> Encoding[PromptSample]:  # type: ignore[override]
         """Generator that encodes a prompt. Raises as `Encoder.encode` does."""
-        asks = row.conversation
-        if asks.videos and (why := getattr(self.processor, "why_not_images", None)):
+        conversation = row.conversation
+        if conversation.videos and (why := getattr(self.processor, "why_not_images", None)):
             why = f"holds a video, which the generation engine does not take: {why}; use a Qwen3-VL or InternVL"
-            raise BadSample(asks.source, asks.row, why, asks.id)
-        sample = self._videos_as_images((yield from super().encoding(asks, None)))
-        return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=asks.images)
+            raise BadSample(conversation.source, conversation.row, why, conversation.id)
+        sample = self._videos_as_images((yield from super().encoding(conversation, None)))
+        return PromptSample(**vars(sample), answer=row.answer, columns=row.columns, pictures=conversation.images)
 
     def _videos_as_images(self, sample: Sample) -> Sample:
         """A sample with the frames of its videos as images."""
@@ -116,7 +116,7 @@ class PromptEncoder(Encoder):
         assert kinds is not None  # processors that take videos return token types
         arrays = {"input_ids": sample.input_ids[None], "mm_token_type_ids": kinds[None],
                   "pixel_values": sample.pixel_values, "image_grid_thw": sample.image_grid_thw}  # fmt: skip
-        arrays |= {name: one.values for name, one in sample.extra.items()}
+        arrays |= {name: entry.values for name, entry in sample.extra.items()}
         converted = self.processor.as_images({name: torch.from_numpy(x) for name, x in arrays.items() if x is not None})
         return replace(
             sample,
@@ -125,7 +125,7 @@ class PromptEncoder(Encoder):
             pixel_values=converted["pixel_values"].numpy(),
             image_grid_thw=converted["image_grid_thw"].numpy(),
             images=len(converted["image_grid_thw"]),
-            extra={name: one for name, one in sample.extra.items() if name in converted},
+            extra={name: entry for name, entry in sample.extra.items() if name in converted},
             films=(),
             videos=0,
         )
@@ -135,17 +135,20 @@ def parse_prompt(raw: object, format: str, *, file: str | Path, row: int, images
     """One decoded row as a `PromptRow`; `format`: "prompt", or a format of conversations. Raises `BadSample`."""
     with bad_sample_context(raw, file, row) as identity:
         check_variables(raw)
-        prompt, names, answer, reasoning = _read(raw, format)
+        prompt, names, answer, reasoning = _read_prompt(raw, format)
         fields = raw if isinstance(raw, dict) else {}
         columns = {key: _without_bytes(fields[key]) for key in extra_columns(fields, format)}
         count = sum(isinstance(part, ImageRef) for turn in prompt for part in turn.parts)
-        words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_message(turn) for turn in prompt]}
-        asks = conversation_of(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
-        named = {"images": [str(path) for path in asks.images], "videos": [str(path) for path in asks.videos]}
-        return PromptRow(asks, answer, columns | words | named, reasoning)
+        words: dict[str, Any] = {"prompt": prompt[-1].text, "messages": [_to_message(turn) for turn in prompt]}
+        conversation = make_conversation(raw, prompt, names[:count], images, file=file, row=row, identity=identity)
+        named = {
+            "images": [str(path) for path in conversation.images],
+            "videos": [str(path) for path in conversation.videos],
+        }
+        return PromptRow(conversation, answer, columns | words | named, reasoning)
 
 
-def _read(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
+def _read_prompt(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[str] | None, str | None]:
     """(the prompt of a row, the names of its images, the answer, the reasoning before it). Raises `RowProblem`."""
     # The answer comes from `answer`, else from `completion`, else from the last assistant turn.
     if format != "prompt":
@@ -153,18 +156,18 @@ def _read(raw: object, format: str) -> tuple[list[Turn], list[Name], str | list[
     elif isinstance(raw, dict) and "prompt" in raw:
         turns, names = read_prompt_turns(raw, as_messages(raw["prompt"], "user"))
     else:
-        raise RowProblem(f"is {shown(raw)}; expected an object with 'prompt', as other rows of the file have")
+        raise RowProblem(f"is {quote_value(raw)}; expected an object with 'prompt', as other rows of the file have")
     fields = raw if isinstance(raw, dict) else {}
     reasoning = None
     if fields.get("answer") is None:
         content, reasoning = _completion_text(fields.get("completion"))
-        answer = _reference(content)
+        answer = _parse_reference(content)
     else:
-        answer = _reference(fields["answer"])
-    whole = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
-    prompt, said = _split_answer(turns, answer is not None or whole)
-    if answer is None and said is not None:
-        answer, reasoning = said.text, said.reasoning
+        answer = _parse_reference(fields["answer"])
+    ends_with_question = format == "prompt" and bool(turns) and turns[-1].role in ("user", "tool")
+    prompt, answer_turn = _split_answer(turns, answer is not None or ends_with_question)
+    if answer is None and answer_turn is not None:
+        answer, reasoning = answer_turn.text, answer_turn.reasoning
     if "completions" in fields:
         raise RowProblem("has a key 'completions', the name of the argument of rewards for generated text; rename it")
     return prompt, names, answer, reasoning
@@ -206,22 +209,22 @@ def parse_answered(raw: object, format: str, *, file: str | Path, row: int, imag
         turn = turn[-1] if isinstance(turn, list) and turn else turn
         if isinstance(turn, dict) and fields.get("answer") is None and not is_learned(turn, 1):
             raise RowProblem("has a completion that is context (weight 0), so there is nothing to learn from it")
-        answer = _answer(prompt.answer, prompt.reasoning)
+        answer = _answer_turn(prompt.answer, prompt.reasoning)
     return replace(prompt.conversation, turns=(*prompt.conversation.turns, answer))
 
 
-def turns_of(raw: object, format: str) -> list[Turn]:
+def read_answered_turns(raw: object, format: str) -> list[Turn]:
     """The turns of the conversation that `parse_answered` returns, without locating its files. Raises `RowProblem`."""
     if format != "prompt":
         turns = read_turns(raw, format)[0]
     else:
-        prompt, _, answer, reasoning = _read(raw, format)
-        turns = [*prompt, _answer(answer, reasoning)]
+        prompt, _, answer, reasoning = _read_prompt(raw, format)
+        turns = [*prompt, _answer_turn(answer, reasoning)]
     check_turns(turns)
     return turns
 
 
-def _answer(answer: str | list[str] | None, reasoning: str | None) -> Turn:
+def _answer_turn(answer: str | list[str] | None, reasoning: str | None) -> Turn:
     """The turn that answers a prompt, with the first answer if several are right. Raises `RowProblem`."""
     if answer is None:
         raise RowProblem("has a prompt and no answer to learn from or to compare with; give it one, or remove it")
@@ -283,20 +286,22 @@ def _places_images(turn: object) -> bool:
 def _split_answer(turns: Sequence[Turn], answered: bool) -> tuple[list[Turn], Turn | None]:
     """(the prompt, the answer after it or None): split before the last assistant turn; if the row has an answer in
     another key (`answered`), only if an assistant turn ends the conversation. Raises `RowProblem`."""
-    spoken = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
-    cut = bool(spoken) and (not answered or spoken[-1] == len(turns) - 1)
-    prompt = list(turns[: spoken[-1]] if cut else turns)
-    said = turns[spoken[-1]] if cut else None
-    check_turns([*prompt, said] if said else prompt, answered=False)
-    if said is not None and said.calls:
+    assistant_turns = [number for number, turn in enumerate(turns) if turn.role == "assistant"]
+    has_answer_turn = bool(assistant_turns) and (not answered or assistant_turns[-1] == len(turns) - 1)
+    prompt = list(turns[: assistant_turns[-1]] if has_answer_turn else turns)
+    answer_turn = turns[assistant_turns[-1]] if has_answer_turn else None
+    check_turns([*prompt, answer_turn] if answer_turn else prompt, answered=False)
+    if answer_turn is not None and answer_turn.calls:
         raise RowProblem("calls a tool in its last answer, and completions are text; name the reference in 'answer'")
-    if said is not None and (held := next((part for part in said.parts if not isinstance(part, Text)), None)):
-        what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(held), "a video")
+    if answer_turn is not None and (
+        media_part := next((part for part in answer_turn.parts if not isinstance(part, Text)), None)
+    ):
+        what = {ImageRef: "an image", AudioRef: "a sound"}.get(type(media_part), "a video")
         raise RowProblem(f"has {what} in its last answer, and completions are text; name the reference in 'answer'")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         ends = f"ends with a turn of the {prompt[-1].role}" if prompt else "is empty"
         raise RowProblem(f"has a prompt that {ends}; it must end with the user's or a tool's")
-    return prompt, said
+    return prompt, answer_turn
 
 
 def _completion_text(completion: object) -> tuple[object, str | None]:
@@ -304,25 +309,25 @@ def _completion_text(completion: object) -> tuple[object, str | None]:
     turns = completion if isinstance(completion, list) else [completion]
     if len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant":
         check_turn(turns[0], 1, "assistant")
-        return turns[0].get("content"), reasoning_of(turns[0], "assistant", 1)
+        return turns[0].get("content"), read_reasoning(turns[0], "assistant", 1)
     return completion, None
 
 
-def _reference(answer: object) -> str | list[str] | None:
+def _parse_reference(answer: object) -> str | list[str] | None:
     if isinstance(answer, list) and answer:
-        return [_text(one) for one in answer]
-    return None if answer is None else _text(answer)
+        return [_answer_text(entry) for entry in answer]
+    return None if answer is None else _answer_text(answer)
 
 
-def _text(answer: object) -> str:
+def _answer_text(answer: object) -> str:
     if isinstance(answer, str):
         return answer
     if isinstance(answer, int | float) and not isinstance(answer, bool) and not is_missing(answer):
         return repr(answer)
-    raise RowProblem(f"has the answer {shown(answer)}; expected {ANSWERS}")
+    raise RowProblem(f"has the answer {quote_value(answer)}; expected {ANSWERS}")
 
 
-def _message(turn: Turn) -> dict[str, str]:
-    words = {ImageRef: PLACEHOLDER, AudioRef: SOUND, VideoRef: VIDEO.placeholder}
-    said = (part.text if isinstance(part, Text) else words[type(part)] for part in turn.parts)
-    return {"role": turn.role, "content": "".join(said)}
+def _to_message(turn: Turn) -> dict[str, str]:
+    placeholders = {ImageRef: PLACEHOLDER, AudioRef: SOUND, VideoRef: VIDEO.placeholder}
+    texts = (part.text if isinstance(part, Text) else placeholders[type(part)] for part in turn.parts)
+    return {"role": turn.role, "content": "".join(texts)}

@@ -23,7 +23,7 @@ from octavo.base.encryption import check_plain, is_encrypted
 from octavo.base.seal_note import NOTE, Note, read_note
 from octavo.data.encoding.sample import COUNTED, IGNORE, Input, Sample
 from octavo.data.errors import BadSample, DataError, LongSample
-from octavo.data.formats.arrow_rows import Mapped
+from octavo.data.formats.arrow_rows import MappedTable
 from octavo.data.formats.columnar import error_line
 from octavo.data.storage.cache import cached_file, default_folder
 from octavo.data.tasks.pairs import Pair
@@ -47,15 +47,15 @@ SCHEMA = pa.schema(
         ("tensors", pa.list_(TENSOR)),
     ]
 )
-OWN = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
+SAMPLE_FIELDS = ("mm_token_type_ids", "pixel_values", "image_grid_thw")
 """Tensors that are fields of a `Sample`; the others are in its `extra`."""
 _DTYPES = {"int64": np.int64, "float32": np.float32}
 
 
 def to_row(sample: Sample) -> dict[str, Any]:
     """A sample as a row, without its file, row number, id and notes about its text."""
-    fields = ((name, "", getattr(sample, name)) for name in OWN)
-    extra = ((name, one.per, one.values) for name, one in sample.extra.items())
+    fields = ((name, "", getattr(sample, name)) for name in SAMPLE_FIELDS)
+    extra = ((name, tensor.per, tensor.values) for name, tensor in sample.extra.items())
     return {
         "left": None,
         "input_ids": sample.input_ids.astype(np.int32),
@@ -76,7 +76,7 @@ def dropped_row(action: str) -> dict[str, Any]:
     return dict.fromkeys(SCHEMA.names) | {"left": action}
 
 
-class Sealed(Mapped):
+class SealedRows(MappedTable):
     """The rows of a sealed folder: `len(rows)`, `rows[i]` (a `Sample`; raises `BadSample`), `rows.name`."""
 
     each = 1
@@ -125,14 +125,14 @@ class Sealed(Mapped):
             raise ValueError("its labels are not its tokens")
         arrays: dict[str, np.ndarray] = {}
         extra: dict[str, Input] = {}
-        for one in fields["tensors"]:
-            values = np.frombuffer(one["data"], _DTYPES[one["dtype"]]).reshape(one["shape"]).copy()
-            if one["name"] in OWN:
-                arrays[one["name"]] = values
-            elif one["per"] in COUNTED:
-                extra[one["name"]] = Input(one["per"], values)
+        for tensor in fields["tensors"]:
+            values = np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"]).copy()
+            if tensor["name"] in SAMPLE_FIELDS:
+                arrays[tensor["name"]] = values
+            elif tensor["per"] in COUNTED:
+                extra[tensor["name"]] = Input(tensor["per"], values)
             else:
-                raise ValueError(f"{one['name']!r} counts {one['per']!r}")
+                raise ValueError(f"{tensor['name']!r} counts {tensor['per']!r}")
         return Sample(
             ids, labels, images=fields["images"], answers=_pairs(fields["answers"]), length=fields["length"],
             lost=fields["lost"], extra=extra, places=_pairs(fields["places"]), file=self.name, row=row,
@@ -141,7 +141,7 @@ class Sealed(Mapped):
         )  # fmt: skip
 
 
-class SealedPairs(Sealed):
+class SealedPairs(SealedRows):
     """The pairs of a sealed folder of phase preference: `rows[i]` is a `Pair`."""
 
     each = 2
@@ -187,11 +187,11 @@ class SealedEncoder:
         return [self._check_length(row) for row in rows]
 
     def _check_length(self, row: Sample | Pair) -> Sample | Pair | LongSample:
-        longest = max(len(one.input_ids) for one in samples_of(row))
+        longest = max(len(tensor.input_ids) for tensor in samples_of(row))
         if longest <= self.seq_length:
             return row
-        why = f"is {longest} tokens long, train.seq_length is {self.seq_length}"
-        return LongSample(row.file, row.row, f"{why}; sealed rows are not cut: seal them with that seq_length")
+        reason = f"is {longest} tokens long, train.seq_length is {self.seq_length}"
+        return LongSample(row.file, row.row, f"{reason}; sealed rows are not cut: seal them with that seq_length")
 
 
 class SealedHeldOut(SealedEncoder):
@@ -206,17 +206,17 @@ def samples_of(row: Sample | Pair) -> tuple[Sample, ...]:
     return (row.chosen, row.rejected) if isinstance(row, Pair) else (row,)
 
 
-def holds_pairs(note: Note | None) -> bool:
+def contains_pairs(note: Note | None) -> bool:
     """Whether a sealed data set contains pairs."""
     return note is not None and note.details.get("phase") == "preference"
 
 
-def read_sealed(dataset: Dataset) -> Sealed:
+def read_sealed(dataset: Dataset) -> SealedRows:
     """The rows of a sealed data set of the configuration. Raises `DataError`."""
     folder = Path(dataset.path)
     if not (folder / ROWS).is_file():
         raise DataError(f"{folder} holds no {ROWS}, and data.sealed is true. `octavo seal data` writes such folders")
-    kind = SealedPairs if holds_pairs(read_note(folder, DataError)) else Sealed
+    kind = SealedPairs if contains_pairs(read_note(folder, DataError)) else SealedRows
     return kind(folder, dataset.max_samples)
 
 
@@ -237,8 +237,8 @@ def check_sealed_config(cfg: Config) -> None:
                             "each other they are noise. Seal one of them again")  # fmt: skip
     preference = cfg.train.phase == "preference"
     for number, (path, note) in enumerate(notes):
-        if holds_pairs(note) != preference and (holds_pairs(note) or number < len(cfg.data.train)):
-            content = "pairs" if holds_pairs(note) else "no pairs"
+        if contains_pairs(note) != preference and (contains_pairs(note) or number < len(cfg.data.train)):
+            content = "pairs" if contains_pairs(note) else "no pairs"
             raise DataError(f"{path} holds {content}, and this run is of phase {cfg.train.phase}. `octavo seal data` "
                             f"makes rows of a phase: give it train.phase={cfg.train.phase}")  # fmt: skip
 

@@ -1,18 +1,18 @@
 """Precision that schedules itself: figures of GEMMs at checks, what follows from them, and the plan that it makes."""
 
-from octavo.fp8.adapting.deciding import Decision, Limits, Place, decide
-from octavo.fp8.adapting.judge import Judge
-from octavo.fp8.adapting.ladder import apply_moves, casts_to_try, finer, ladders, work_of
+from octavo.fp8.adapting.deciding import Decision, GemmState, Limits, decide
+from octavo.fp8.adapting.judge import RecipeTrials
+from octavo.fp8.adapting.ladder import apply_moves, build_ladders, casts_to_try, finer_recipes, gemm_costs
 
 __all__ = [
     "Decision",
-    "Judge",
+    "RecipeTrials",
     "Limits",
-    "Place",
+    "GemmState",
     "apply_moves",
     "decide",
-    "finer",
-    "ladders",
+    "finer_recipes",
+    "build_ladders",
     "casts_to_try",
-    "work_of",
+    "gemm_costs",
 ]

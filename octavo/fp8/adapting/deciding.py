@@ -46,7 +46,7 @@ class Limits:
     time: float | None = None
 
 
-class Figure(NamedTuple):
+class Metric(NamedTuple):
     """A figure of a GEMM: sqnr, underflow, saturation, nan_codes or cosine, of an operand (x, w, dy) or of dw;
     ``format``: the format of its codes."""
 
@@ -59,7 +59,7 @@ class Figure(NamedTuple):
         return f"{self.name} of {self.of}"
 
 
-class Work(NamedTuple):
+class GemmCost(NamedTuple):
     """Shares of a GEMM: of a step's linear FLOPs, and of the measured time that it costs to have it in high precision
     (None: not measured)."""
 
@@ -68,7 +68,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Place:
+class GemmState:
     """The place of a GEMM: ``rung`` 0 is the recipe of the plan, ``word`` what it moved to ("": nothing), by which it
     is found again on the ladder of other steps. ``healthy``: checks in a row in which the rung below would do;
     ``refused``: it wanted high precision and the budget was spent. ``step`` and ``why``: its last move."""
@@ -112,14 +112,14 @@ class Decision:
         """The figure in words."""
         name = self.figure.partition(" ")[0]
         most = "at least" if name in ("sqnr", "cosine") else "at most"
-        return f"{self.figure} {_shown(name, self.value)}, {most} {_shown(name, self.threshold)}"
+        return f"{self.figure} {_format_value(name, self.value)}, {most} {_format_value(name, self.threshold)}"
 
     def __str__(self) -> str:
         prefixes = {"yields": "gives its budget to one that is worse; ", "refused": "wanted, the budget is spent; "}
         return f"{self.layer} {self.gemm}: {self.before} to {self.after}: {prefixes.get(self.kind, '')}{self.cause}"
 
 
-def _shown(name: str, value: float) -> str:
+def _format_value(name: str, value: float) -> str:
     if name == "sqnr":
         return f"{value:.1f} dB"
     return f"{100 * value:.3g} %" if name in ("underflow", "saturation") else f"{value:.4g}"
@@ -127,7 +127,7 @@ def _shown(name: str, value: float) -> str:
 
 class _Worst(NamedTuple):
     error: float
-    figure: Figure
+    figure: Metric
     threshold: float
 
 
@@ -139,17 +139,17 @@ class _Holder(NamedTuple):
     key: Key
 
 
-def _parts(work: Work) -> tuple[float, float]:
+def _cost_shares(work: GemmCost) -> tuple[float, float]:
     return work.flops, work.time or 0.0
 
 
-def _worst(figures: Sequence[Figure], gemm: str, limits: Limits) -> _Worst | None:
+def _find_worst(figures: Sequence[Metric], gemm: str, limits: Limits) -> _Worst | None:
     """The figure with the largest error; None of nothing."""
-    errors = [_Worst(*_error(figure, gemm, limits)) for figure in figures]
+    errors = [_Worst(*_relative_error(figure, gemm, limits)) for figure in figures]
     return max(errors, key=lambda one: one.error, default=None)
 
 
-def _error(figure: Figure, gemm: str, limits: Limits) -> tuple[float, Figure, float]:
+def _relative_error(figure: Metric, gemm: str, limits: Limits) -> tuple[float, Metric, float]:
     value, error = figure.value, math.inf
     if figure.name == "sqnr":
         allowed = limits.sqnr_e5m2 if figure.format == "e5m2" else limits.sqnr_e4m3
@@ -168,25 +168,25 @@ def _error(figure: Figure, gemm: str, limits: Limits) -> tuple[float, Figure, fl
 
 def decide(
     step: int,
-    places: Mapping[Key, Place],
-    read: Mapping[Key, Mapping[int, Sequence[Figure]]],
+    places: Mapping[Key, GemmState],
+    read: Mapping[Key, Mapping[int, Sequence[Metric]]],
     ladders: Mapping[Key, Sequence[str]],
-    work: Mapping[Key, Work],
+    work: Mapping[Key, GemmCost],
     limits: Limits,
-) -> tuple[dict[Key, Place], list[Decision]]:
+) -> tuple[dict[Key, GemmState], list[Decision]]:
     """(places of GEMMs from the next step on, decisions). ``read``: figures of a GEMM by rung, of its own rung, unless
     that is high precision, and of the one below. GEMMs without figures do not move."""
-    now = {key: place_on(place, ladders[key]) if key in ladders else place for key, place in places.items()}
+    now = {key: place_on_ladder(place, ladders[key]) if key in ladders else place for key, place in places.items()}
     check = _Check(step, now, read, ladders, work, limits)
     climbing = [key for key in ladders if read.get(key) and check.look(key)]
     climbing.sort(key=lambda key: -check.error(key))  # stable: equal errors in the order of the model
     check.count()
     for key in climbing:
         check.climb(key)
-    return {key: place for key, place in check.places.items() if place != Place()}, check.decisions
+    return {key: place for key, place in check.places.items() if place != GemmState()}, check.decisions
 
 
-def place_on(place: Place, ladder: Sequence[str]) -> Place:
+def place_on_ladder(place: GemmState, ladder: Sequence[str]) -> GemmState:
     """A place on a ladder, which rules may make another one: on the rung of its word, or the first without such."""
     return replace(place, rung=ladder.index(place.word) if place.word in ladder else 0)
 
@@ -196,10 +196,10 @@ class _Check:
     """One check under way: ``places`` as they become."""
 
     step: int
-    places: dict[Key, Place]
-    read: Mapping[Key, Mapping[int, Sequence[Figure]]]
+    places: dict[Key, GemmState]
+    read: Mapping[Key, Mapping[int, Sequence[Metric]]]
     ladders: Mapping[Key, Sequence[str]]
-    work: Mapping[Key, Work]
+    work: Mapping[Key, GemmCost]
     limits: Limits
 
     def __post_init__(self) -> None:
@@ -208,12 +208,12 @@ class _Check:
         self.holders: list[_Holder] = []
         self.used = 0.0, 0.0  # shares of FLOPs and of time
 
-    def at(self, key: Key) -> Place:
-        return self.places.get(key, Place())
+    def at(self, key: Key) -> GemmState:
+        return self.places.get(key, GemmState())
 
     def worst(self, key: Key, rung: int) -> _Worst | None:
         if (key, rung) not in self._worst:
-            self._worst[key, rung] = _worst(self.read.get(key, {}).get(rung, ()), key[1], self.limits)
+            self._worst[key, rung] = _find_worst(self.read.get(key, {}).get(rung, ()), key[1], self.limits)
         return self._worst[key, rung]
 
     def error(self, key: Key) -> float:
@@ -225,7 +225,7 @@ class _Check:
         high = [(number, key) for number, key in enumerate(self.ladders) if self.is_high(key)]
         below = [(self.worst(key, self.at(key).rung - 1), number, key) for number, key in high]
         self.holders = sorted(_Holder(one.error, number, key) for one, number, key in below if one is not None)
-        works = [_parts(self.work[key]) for _, key in high]
+        works = [_cost_shares(self.work[key]) for _, key in high]
         self.used = sum(flops for flops, _ in works), sum(time for _, time in works)
 
     def look(self, key: Key) -> bool:
@@ -255,13 +255,15 @@ class _Check:
 
     def make_room(self, key: Key, error: float) -> bool:
         """Whether a GEMM fits into the budget, maybe in place of those that need it least."""
-        flops, time = (sum(part) for part in zip(self.used, _parts(self.work[key]), strict=True))
+        flops, time = (sum(part) for part in zip(self.used, _cost_shares(self.work[key]), strict=True))
         gone: list[_Holder] = []
         for holder in self.holders:
             if self.fits(flops, time) or holder.error >= self.limits.back * error:
                 break
             gone.append(holder)
-            flops, time = (had - part for had, part in zip((flops, time), _parts(self.work[holder.key]), strict=True))
+            flops, time = (
+                had - part for had, part in zip((flops, time), _cost_shares(self.work[holder.key]), strict=True)
+            )
         if not self.fits(flops, time):
             return False
         self.used, self.holders = (flops, time), self.holders[len(gone) :]
@@ -284,7 +286,7 @@ class _Check:
     def move(self, key: Key, rung: int, kind: str, worst: _Worst) -> None:
         decision = self.decision(key, rung, kind, worst)
         self.decisions.append(decision)
-        self.places[key] = Place(rung, decision.after, step=self.step, why=decision.cause) if rung else Place()
+        self.places[key] = GemmState(rung, decision.after, step=self.step, why=decision.cause) if rung else GemmState()
 
     def decision(self, key: Key, rung: int, kind: str, worst: _Worst) -> Decision:
         ladder = self.ladders[key]

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic import master, moments, philox
-from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree
-from octavo.fp8.arithmetic.root import root
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, MaxOverRanks
+from octavo.fp8.arithmetic.root import sqrt
 
 MASTERS = ("fp32", "bf16+16", "bf16+sr")
 """How the fp32 weight is stored: see :mod:`octavo.fp8.arithmetic.master`."""
 
-_FIGURES = {k.name for specs in LAYOUT.values() for k in specs if k.row is not None}  # a row per group
+_GROUP_TENSORS = {k.name for specs in LAYOUT.values() for k in specs if k.row is not None}  # a row per group
 
 _CHUNK = 1 << 22  # elements per operation on devices where launches cost more than memory
 CPU_CHUNK = 31 << 10
@@ -123,24 +123,26 @@ class Edge(NamedTuple):
     group: int
 
 
-def part(piece: Piece, first: int, last: int) -> Piece:
+def slice_piece(piece: Piece, first: int, last: int) -> Piece:
     """Elements `first` to `last` of a piece, as views."""
     if (first, last) == (0, piece.weight.numel()):
         return piece
     begin, end, group = piece.start + first, piece.start + last, piece.start // GROUP
     rows = slice(begin // GROUP - group, -(-end // GROUP) - group if last > first else 0)
-    state = {name: x[rows] if name in _FIGURES else x[first:last] for name, x in piece.state.items()}
+    state = {name: x[rows] if name in _GROUP_TENSORS else x[first:last] for name, x in piece.state.items()}
     return piece._replace(weight=piece.weight[first:last], grad=piece.grad[first:last], state=state, start=begin)
 
 
-def whole(piece: Piece) -> Piece:
+def whole_groups(piece: Piece) -> Piece:
     """The part of a piece that consists of whole groups."""
     count = piece.weight.numel()
     head = min(-piece.start % GROUP, count)
-    return part(piece, head, head + (count - head) // GROUP * GROUP)
+    return slice_piece(piece, head, head + (count - head) // GROUP * GROUP)
 
 
-def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+def reference_step(
+    pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None
+) -> None:
     """The step in plain torch, on any device: whole groups in chunks, then all cut and ragged groups in one table."""
     for piece in pieces:
         for first, last in _chunks(piece, CPU_CHUNK if piece.weight.device.type == "cpu" else _CHUNK):
@@ -151,16 +153,16 @@ def reference(pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | No
             }
             weight = _read(piece, hyper, first, last).view(-1, GROUP)
             grad = piece.grad[first:last].view(-1, GROUP)
-            chance = _chance(hyper, piece, piece.start + first, last - first)
+            chance = _dither(hyper, piece, piece.start + first, last - first)
             m, v = moments.decode(hyper.states, state)
             weight, m, v = _advance(weight, grad, m, v, Scalars.of(hyper, piece.step), factor)
             for name, value in moments.encode(hyper.states, m, v, chance).items():
                 state[name].copy_(value)
             _write(piece, hyper, first, last, weight.view(-1))
-    _step_edges(edges(pieces), hyper, factor, agree)
+    _step_edges(find_edges(pieces), hyper, factor, agree)
 
 
-def edges(pieces: Sequence[Piece]) -> list[Edge]:
+def find_edges(pieces: Sequence[Piece]) -> list[Edge]:
     """The groups that a piece holds only in part, in the order of the pieces, its first before its last."""
     cut = []
     for piece in pieces:
@@ -182,17 +184,19 @@ def _chunks(piece: Piece, size: int) -> Iterator[tuple[int, int]]:
         yield first, min(first + size, stop)
 
 
-def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None) -> None:
+def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None) -> None:
     if not cut:
         return
     # All cut groups in one table [edges, 128]: zeros in the lanes of other ranks change no extremum.
-    table = [_pad(e, _read(e.piece, hyper, e.first, e.last)) for e in cut]
-    grads = [_pad(e, e.piece.grad[e.first : e.last].float()) for e in cut]
-    chance = [row for e in cut if (row := _chance(hyper, e.piece, e.group * GROUP, GROUP)) is not None]
+    table = [_pad_to_group(e, _read(e.piece, hyper, e.first, e.last)) for e in cut]
+    grads = [_pad_to_group(e, e.piece.grad[e.first : e.last].float()) for e in cut]
+    chance = [row for e in cut if (row := _dither(hyper, e.piece, e.group * GROUP, GROUP)) is not None]
     state = {}
     for k in LAYOUT[hyper.states]:
         of = [e.piece.state[k.name] for e in cut]
-        rows = [_pad(e, x[e.first : e.last]) if k.row is None else x[e.row] for e, x in zip(cut, of, strict=True)]
+        rows = [
+            _pad_to_group(e, x[e.first : e.last]) if k.row is None else x[e.row] for e, x in zip(cut, of, strict=True)
+        ]
         state[k.name] = torch.stack(rows)
     m, v = moments.decode(hyper.states, state)
     stepped = [
@@ -211,7 +215,7 @@ def _step_edges(cut: list[Edge], hyper: Hyper, factor: float | Tensor | None, ag
         _write(e.piece, hyper, e.first, e.last, stepped[i][0][lanes])
 
 
-def _pad(edge: Edge, part: Tensor) -> Tensor:
+def _pad_to_group(edge: Edge, part: Tensor) -> Tensor:
     row = part.new_zeros(GROUP)
     row[edge.lane : edge.lane + part.numel()] = part
     return row
@@ -226,11 +230,11 @@ def _advance(
         g = g * (factor if isinstance(factor, Tensor) else _fp32(factor))
     m = m * s.beta1 + g * s.rest1
     v = v * s.beta2 + (g * s.rest2) * g
-    d = root(v) * s.root + s.eps
+    d = sqrt(v) * s.root + s.eps
     return w * s.decay - (m * s.pace) / d, m, v
 
 
-def _chance(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor | None:
+def _dither(hyper: Hyper, piece: Piece, start: int, count: int) -> Tensor | None:
     """The dither of the second moments of a range of whole groups: int32 [G, 128], 0 to 65535; None if unused."""
     if hyper.states in ("fp32", "coat"):
         return None

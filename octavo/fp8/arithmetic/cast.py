@@ -32,7 +32,7 @@ from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.formats import E8M0, FORMATS, NAN_CODE, Format, decode, decode_e8m0
 
 SCALES = ("fp32", "pow2", "e8m0")
-_INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INF_BITS = 0x7F800000  # the fp32 pattern of infinity; every NaN is above it
 _NAN_BITS = 0x7FC00000
 _ONE_BITS = 0x3F800000
@@ -164,9 +164,9 @@ def layout(rows: int, cols: int, block: tuple[int, int]) -> Layout:
     return Layout((grid_rows, grid_cols), tuple(parts))
 
 
-def castable(x: Tensor) -> None:
+def check_castable(x: Tensor) -> None:
     """Check that x can be cast. Raises CastError for an unsupported dtype, or a tensor without dimensions."""
-    if x.dtype not in _INPUTS:
+    if x.dtype not in _INPUT_DTYPES:
         raise CastError(
             f"Cannot quantize a tensor of {x.dtype}: FP8 casts start from float32, bfloat16 or float16. "
             "Convert it first, for instance with x.float()."
@@ -175,23 +175,23 @@ def castable(x: Tensor) -> None:
         raise CastError("Cannot quantize a tensor without dimensions: a block needs at least one; use x.reshape(1).")
 
 
-def flat(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     """x as a matrix [product of leading dimensions, last], detached; a view if its strides allow. Raises CastError if x
-    is not :func:`castable`."""
-    if x.dtype not in _INPUTS or x.dim() == 0:
-        castable(x)  # raises the error
+    is not :func:`check_castable`."""
+    if x.dtype not in _INPUT_DTYPES or x.dim() == 0:
+        check_castable(x)  # raises the error
     x = x.detach()
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-def _may_look(tensor: Tensor) -> bool:
+def _can_read_values(tensor: Tensor) -> bool:
     """Whether Python can read the values without waiting for a device; a fake tensor has none."""
     return tensor.device.type == "cpu" and not hasattr(tensor, "fake_mode")
 
 
 def _scales(bits: Tensor, spec: CastSpec) -> tuple[Tensor, Tensor | None]:
     """Scales fp32 for a grid of amax bit patterns (int32), and the mask of bad blocks (None: no block is bad)."""
-    if _may_look(bits):
+    if _can_read_values(bits):
         low, high = torch.aminmax(bits) if bits.numel() else (_ONE_BITS, _ONE_BITS)
         some_tiny, some_bad = bool(low < _FLOOR_BITS), bool(high >= _INF_BITS)
     else:
@@ -250,14 +250,14 @@ def _e8m0(scale: Tensor) -> Tensor:
     return (scale.view(torch.int32) >> 23).to(torch.uint8).view(E8M0)
 
 
-def _quantized(data: Tensor, scale: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
+def _make_quantized(data: Tensor, scale: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
     return Quantized(data.view(shape), _e8m0(scale) if spec.scale == "e8m0" else scale, spec)
 
 
-def _shapes(x: Tensor, spec: CastSpec) -> Quantized:
+def _quantize_fake(x: Tensor, spec: CastSpec) -> Quantized:
     """The result of :func:`quantize` for a fake tensor, which has no values: two operations instead of twenty, because
     most of a forward of fake tensors are casts."""
-    castable(x)
+    check_castable(x)
     data = x.detach().new_empty(x.shape, dtype=spec.fmt.dtype)
     grid = layout(x.shape[:-1].numel(), x.shape[-1], spec.block).grid
     return Quantized(data, data.new_empty(grid, dtype=E8M0 if spec.scale == "e8m0" else torch.float32), spec)
@@ -276,15 +276,15 @@ def quantize(x: Tensor, spec: CastSpec) -> Quantized:
     Raises CastError for another dtype, or a tensor without dimensions.
     """
     if hasattr(x, "fake_mode"):
-        return _shapes(x, spec)
-    return _quantize(flat(x).contiguous().float(), x.shape, spec)
+        return _quantize_fake(x, spec)
+    return _quantize(as_matrix(x).contiguous().float(), x.shape, spec)
 
 
 def _quantize(x_MK: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
     """The cast of a contiguous fp32 matrix, with codes in ``shape``."""
     lay = layout(x_MK.shape[0], x_MK.shape[1], spec.block)
     if not lay.parts:
-        return _quantized(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), shape, spec)
+        return _make_quantized(x_MK.to(spec.fmt.dtype), x_MK.new_ones(lay.grid), shape, spec)
     buffer = x_MK.abs()
     scale, bad = _scales(_amax_bits(buffer, lay), spec)
     # No clamp is needed: amax <= FMAX * scale for powers of two, and amax / (amax / FMAX) exceeds FMAX by an ulp of
@@ -296,9 +296,9 @@ def _quantize(x_MK: Tensor, shape: torch.Size, spec: CastSpec) -> Quantized:
 def quantize_both(x: Tensor, row: CastSpec, col: CastSpec) -> tuple[Quantized, Quantized]:
     """x under two casts; the same object twice if they are equal. Raises CastError like :func:`quantize`."""
     if hasattr(x, "fake_mode"):
-        first = _shapes(x, row)
-        return first, first if col == row else _shapes(x, col)
-    x_MK = flat(x).contiguous().float()
+        first = _quantize_fake(x, row)
+        return first, first if col == row else _quantize_fake(x, col)
+    x_MK = as_matrix(x).contiguous().float()
     first = _quantize(x_MK, x.shape, row)
     return first, first if col == row else _quantize(x_MK, x.shape, col)
 
@@ -316,25 +316,25 @@ def quantize_with_scale(x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor |
 
     Raises CastError for a wrong dtype of x, or a scale or amax that does not match the grid of blocks.
     """
-    x_MK = flat(x).contiguous().float()
+    x_MK = as_matrix(x).contiguous().float()
     lay = layout(x_MK.shape[0], x_MK.shape[1], spec.block)
-    scale = on_grid("scale", scale, x_MK, lay, spec)
+    scale = expand_to_grid("scale", scale, x_MK, lay, spec)
     if not lay.parts:
-        return _quantized(x_MK.to(spec.fmt.dtype), scale, x.shape, spec)
+        return _make_quantized(x_MK.to(spec.fmt.dtype), scale, x.shape, spec)
     if amax is None:
         buffer = x_MK.abs()
         bits = _amax_bits(buffer, lay)
     else:
         buffer = torch.empty_like(x_MK)
-        bits = on_grid("amax", amax, x_MK, lay, spec).abs().view(torch.int32)
+        bits = expand_to_grid("amax", amax, x_MK, lay, spec).abs().view(torch.int32)
     bad = bits >= _INF_BITS
-    if _may_look(bad) and not bool(bad.any()):
-        return _quantized(_encode(x_MK, scale, None, lay, spec, buffer, clamp=True), scale, x.shape, spec)
+    if _can_read_values(bad) and not bool(bad.any()):
+        return _make_quantized(_encode(x_MK, scale, None, lay, spec, buffer, clamp=True), scale, x.shape, spec)
     scale = scale.masked_fill(bad, float("nan"))
-    return _quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=True), scale, x.shape, spec)
+    return _make_quantized(_encode(x_MK, scale, bad, lay, spec, buffer, clamp=True), scale, x.shape, spec)
 
 
-def on_grid(name: str, values: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
+def expand_to_grid(name: str, values: Tensor, x_MK: Tensor, lay: Layout, spec: CastSpec) -> Tensor:
     """One fp32 value per block, [row blocks, column blocks], contiguous, from a grid or from a single element. Raises
     CastError for other shapes."""
     values = values.detach().to(device=x_MK.device, dtype=torch.float32)
@@ -352,20 +352,20 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """fp32(code) * scale, rounded once to ``dtype``, in the shape of ``q.data`` (contiguous). Raises CastError if the
     scales do not match the codes and the spec."""
     if hasattr(q.data, "fake_mode"):
-        fitting(q)
+        check_scales(q)
         return q.data.new_empty(q.data.shape, dtype=dtype)
     values = decode(q.data)
     matrix = values if values.dim() == 2 else values.view(values.shape[:-1].numel(), values.shape[-1])
     lay = layout(matrix.shape[0], matrix.shape[1], q.spec.block)
     if q.scale.shape != lay.grid:
-        fitting(q)  # raises the error
+        check_scales(q)  # raises the error
     scale = q.scale if q.scale.dtype is torch.float32 else scale_fp32(q)
     for blocks, factor in lay.split(matrix, grid=scale.contiguous()):
         blocks.mul_(factor)
     return values if dtype is torch.float32 else values.to(dtype)
 
 
-def fitting(q: Quantized) -> Layout:
+def check_scales(q: Quantized) -> Layout:
     """The blocks of q's codes as a matrix. Raises CastError unless q has one scale per block."""
     rows, cols = q.data.shape[:-1].numel(), q.data.shape[-1]
     lay = layout(rows, cols, q.spec.block)

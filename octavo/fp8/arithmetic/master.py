@@ -24,7 +24,7 @@ _NAN = 0x7FC00000
 
 def split(w: Tensor) -> tuple[Tensor, Tensor]:
     """fp32 `w` -> (bfloat16, int16) of its shape, whose :func:`join` has w's bits (any NaN: those of 0x7FC00000)."""
-    bits = _clean(w)
+    bits = _canonical_bits(w)
     high = ((bits + 0x8000) >> 16).to(torch.int16)
     return high.view(torch.bfloat16), bits.to(torch.int16)  # the lower 16 bits, read as signed
 
@@ -40,9 +40,9 @@ def stochastic(w: Tensor, words: Tensor) -> Tensor:
     The result is one of w's two neighbours, the upper one in magnitude with probability (distance to the lower one) /
     (distance between them): its mean is w.
     """
-    return ((_clean(w) + (words & 0xFFFF)) >> 16).to(torch.int16).view(torch.bfloat16)
+    return ((_canonical_bits(w) + (words & 0xFFFF)) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def _clean(w: Tensor) -> Tensor:
+def _canonical_bits(w: Tensor) -> Tensor:
     bits = w.contiguous().view(torch.int32)
     return torch.where(torch.isnan(w), torch.full_like(bits, _NAN), bits)

@@ -65,7 +65,7 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.power import log2, power
-from octavo.fp8.arithmetic.root import root
+from octavo.fp8.arithmetic.root import sqrt
 
 GROUP = 128
 """Consecutive elements of a flattened parameter that share a range."""
@@ -100,7 +100,7 @@ LAYOUT: dict[str, tuple[StateSpec, ...]] = {
 }
 """The state tensors of each format. In every format, all zeros mean that both moments are zero."""
 
-Agree = Callable[[Tensor], Tensor]
+MaxOverRanks = Callable[[Tensor], Tensor]
 """Takes int32 [K, G] and returns the elementwise maximum over the ranks that share each of the G groups."""
 
 _NONE = 0x7FFFFFFF  # no non-zero value: above every bit pattern
@@ -174,7 +174,7 @@ def decode_v(code: Tensor, range_: Tensor) -> Tensor:
 
 def ratio(m: Tensor, v: Tensor) -> Tensor:
     """r = m / sqrt(v) of decoded v (fp32 [G, 128]); 0 where v is 0."""
-    return torch.where(v == 0, torch.zeros_like(m), m / root(v))
+    return torch.where(v == 0, torch.zeros_like(m), m / sqrt(v))
 
 
 def r_amax(r: Tensor) -> Tensor:
@@ -197,13 +197,13 @@ def r_grid(amax: Tensor) -> Tensor:
 
 def encode_r(r: Tensor, amax: Tensor) -> Tensor:
     """Codes -63 to 63 (int32 [G, 128]) of `r` (fp32) in groups whose largest magnitude has the bit patterns `amax`."""
-    code = (root(r.abs() * r_grid(amax)[:, None] + 256.0) - 16.0).round().clamp(max=63.0)
+    code = (sqrt(r.abs() * r_grid(amax)[:, None] + 256.0) - 16.0).round().clamp(max=63.0)
     return torch.where((amax >= _INF)[:, None], 0.0, torch.copysign(code, r)).to(torch.int32)
 
 
 def decode_m(code: Tensor, scale: Tensor, v: Tensor) -> Tensor:
     """The first moments (fp32 [G, 128]) of codes -63 to 63, `scale` fp32 [G] and decoded second moments `v`."""
-    return ((code * (code.abs() + 32)).float() * scale[:, None]) * root(v)
+    return ((code * (code.abs() + 32)).float() * scale[:, None]) * sqrt(v)
 
 
 def pack(m_code: Tensor, v_code: Tensor) -> tuple[Tensor, Tensor]:
@@ -222,7 +222,7 @@ def coat_figures(lo: Tensor, hi: Tensor) -> Tensor:
     low, high = (torch.where(hi == 0, 1.0, x.view(torch.float32)) for x in (lo, hi))
     octaves = (log2(high) - log2(low)).clamp(min=1.0)
     k = ((torch.full_like(octaves, _TARGET) / octaves) * 16.0).floor().clamp(1.0, 256.0) * 0.0625
-    c = root(high) * root(low)
+    c = sqrt(high) * sqrt(low)
     s = power(high / c, k) / torch.full_like(c, 448.0)
     return torch.where((hi >= _INF)[:, None], torch.nan, torch.stack([s, k, c], 1))
 
@@ -256,7 +256,9 @@ def decode(states: str, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return state["exp_avg"].float(), state["exp_avg_sq"].float()
 
 
-def encode(states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: Agree | None = None) -> dict[str, Tensor]:
+def encode(
+    states: str, m: Tensor, v: Tensor, chance: Tensor | None, agree: MaxOverRanks | None = None
+) -> dict[str, Tensor]:
     """The state tensors of format `states` for `m` and `v` (fp32 [G, 128]).
 
     `chance` is :func:`dither`, int32 [G, 128] from 0 to 65535, for fp8 and bf16; the other formats ignore it. `agree`

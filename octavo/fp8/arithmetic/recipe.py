@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from octavo.base import recipe_specs
-from octavo.base.recipe_specs import CURRENT, FORMATS, SPECS
+from octavo.base.recipe_specs import CURRENT_SCALING, FORMATS, SPECS
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.errors import Fp8Error
 
@@ -29,7 +29,7 @@ RECIPES = recipe_specs.NAMES
 """The names that :func:`recipe` knows."""
 
 GEMMS = ("fwd", "dgrad", "wgrad")
-PRECISIONS = ("fp8", "bf16", *CURRENT)
+PRECISIONS = ("fp8", "bf16", *CURRENT_SCALING)
 """The precisions that a recipe may choose for one of its GEMMs."""
 
 
@@ -96,16 +96,18 @@ class Recipe:
         """The casts of the weight in fwd and dgrad. Each is a layout of codes, a byte per parameter."""
         return tuple(dict.fromkeys(gemm.b for gemm in (self.fwd, self.dgrad) if gemm is not None))
 
-    def words(self) -> dict[str, str]:
+    def gemm_precisions(self) -> dict[str, str]:
         """The precision of each GEMM: fp8 (its own casts), bf16, or the recipe whose casts that GEMM has."""
-        return _words(self)
+        return _gemm_precisions(self)
 
-    def short(self) -> str:
+    def summary(self) -> str:
         """One line for ``extra_repr``: name, format, and the GEMMs with other casts or in high precision."""
-        return " ".join([self.name, self.format, *(f"{g}={word}" for g, word in _words(self).items() if word != "fp8")])
+        return " ".join(
+            [self.name, self.format, *(f"{g}={word}" for g, word in _gemm_precisions(self).items() if word != "fp8")]
+        )
 
     def __str__(self) -> str:
-        return self.short()
+        return self.summary()
 
 
 def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = "fp8", wgrad: str = "fp8") -> Recipe:
@@ -119,7 +121,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
     Raises RecipeError for an unknown name, format or precision, an invalid combination, and no GEMM in FP8.
     """
     if name not in RECIPES:
-        raise RecipeError(_unknown(name))
+        raise RecipeError(_unknown_recipe_message(name))
     spec = SPECS[name]
     chosen = spec.formats[0] if format is None else format
     if chosen not in FORMATS:
@@ -127,7 +129,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
             f"recipe {name!r}: format={chosen!r} does not exist; use 'e4m3' (for all) or 'hybrid' (E5M2 for dy)."
         )
     if chosen not in spec.formats:
-        others = ", ".join(recipe_specs.with_format(chosen))
+        others = ", ".join(recipe_specs.recipes_with_format(chosen))
         raise RecipeError(
             f"recipe {name!r} with format={chosen!r} cannot be: it scales each {max(spec.blocks[2])} values of dy, so "
             f"E5M2's range buys nothing and costs a digit. Use format={spec.formats[0]!r}, or another recipe "
@@ -138,9 +140,9 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
         if precision not in PRECISIONS:
             raise RecipeError(
                 f"recipe {name!r}: {gemm}={precision!r} is not a precision; use 'fp8' or 'bf16', or the recipe whose "
-                f"casts it has ({', '.join(CURRENT)})."
+                f"casts it has ({', '.join(CURRENT_SCALING)})."
             )
-        if spec.delayed and precision in CURRENT:
+        if spec.delayed and precision in CURRENT_SCALING:
             raise RecipeError(
                 f"recipe {name!r}: {gemm}={precision!r} cannot be: the histories of a layer serve all of its GEMMs. "
                 "Use 'fp8' or 'bf16'."
@@ -162,7 +164,7 @@ def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = 
 
 
 @lru_cache(maxsize=1024)
-def _words(of: Recipe) -> dict[str, str]:
+def _gemm_precisions(of: Recipe) -> dict[str, str]:
     plain, words = recipe(of.name, of.format) if of.name in RECIPES else None, {}
     for name in GEMMS:
         casts = of.gemm(name)
@@ -171,11 +173,11 @@ def _words(of: Recipe) -> dict[str, str]:
         elif plain is None or plain.gemm(name) == casts:
             words[name] = "fp8"
         else:
-            words[name] = next((other for other in CURRENT if recipe(other).gemm(name) == casts), "fp8")
+            words[name] = next((other for other in CURRENT_SCALING if recipe(other).gemm(name) == casts), "fp8")
     return words
 
 
-def _unknown(name: object) -> str:
+def _unknown_recipe_message(name: object) -> str:
     if name == "off":
         return "'off' is the absence of a recipe: leave the layer out of the plan, or use torch.nn.functional.linear."
     near = difflib.get_close_matches(str(name), RECIPES, n=1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.base import accelerator
 
 
-def root(x: Tensor, out: Tensor | None = None) -> Tensor:
+def sqrt(x: Tensor, out: Tensor | None = None) -> Tensor:
     """The root of each element of fp32 `x` (0 or more, or NaN), exactly rounded; into `out` if given.
 
     On the CPU it uses NumPy if installed, which runs the processor's instruction on the tensor's memory. GPUs have an
@@ -24,27 +24,27 @@ def root(x: Tensor, out: Tensor | None = None) -> Tensor:
     the middle of two fp32 numbers, so that rounding the fp64 root is exact.
     """
     if x.device.type != "cpu":
-        return torch.sqrt(x, out=out) if _exact(x.device) else _by_fp64(x, out)
+        return torch.sqrt(x, out=out) if _has_exact_sqrt(x.device) else _sqrt_via_fp64(x, out)
     out = torch.empty_like(x) if out is None else out
-    numpy = _numpy()
+    numpy = _import_numpy()
     if numpy is None:
-        return _by_fp64(x, out)
+        return _sqrt_via_fp64(x, out)
     numpy.sqrt(x.detach().numpy(), out=out.numpy())
     return out
 
 
-def _by_fp64(x: Tensor, out: Tensor | None) -> Tensor:
+def _sqrt_via_fp64(x: Tensor, out: Tensor | None) -> Tensor:
     wide = x.double().sqrt()
     return wide.float() if out is None else out.copy_(wide)
 
 
-def _exact(device: torch.device) -> bool:
+def _has_exact_sqrt(device: torch.device) -> bool:
     """Whether a device's own root is used: CUDA's is exactly rounded, and without fp64 there is no alternative."""
-    return accelerator.is_gpu(device) or device.type == "meta" or not accelerator.holds(device, torch.float64)
+    return accelerator.is_gpu(device) or device.type == "meta" or not accelerator.supports_dtype(device, torch.float64)
 
 
 @cache
-def _numpy() -> ModuleType | None:
+def _import_numpy() -> ModuleType | None:
     """NumPy, or None where it is not installed or torch was built without it."""
     try:
         import numpy

@@ -29,8 +29,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from octavo.fp8.blocks.attention_output import KEEPS_OUTPUT
-from octavo.fp8.invariance import active
+from octavo.fp8.blocks.attention_output import KEEPS_OUTPUT_KEY
+from octavo.fp8.invariance import is_active
 
 
 def grouped_attention(
@@ -60,15 +60,15 @@ def grouped_attention(
         ValueError: the shapes do not fit, or a mask came with ``is_causal``.
     """
     groups = _check(q, k, v, mask, is_causal)
-    if active():
+    if is_active():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=True)
-    q, k, v, mask = _lowered(q, k, v, mask)
+    q, k, v, mask = _apply_autocast(q, k, v, mask)
     if not torch.is_grad_enabled() or not (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _stock(q, k, v, mask, scale, is_causal, dropout, groups)
-    v = _own_memory(v, q, k)
+        return _stock_attention(q, k, v, mask, scale, is_causal, dropout, groups)
+    v = _separate_v(v, q, k)
     if groups == 1 and (mask is None or mask.dtype != torch.bool):
-        return _stock(q, k, v, mask, scale, is_causal, dropout, groups)  # keeps nothing twice
-    if q.device.type == "cpu" and _cpu_flash(q, k, v, mask, scale, is_causal, dropout, groups):
+        return _stock_attention(q, k, v, mask, scale, is_causal, dropout, groups)  # keeps nothing twice
+    if q.device.type == "cpu" and _uses_cpu_flash(q, k, v, mask, scale, is_causal, dropout, groups):
         out: Tensor = _CpuFlash.apply(q, k, v, mask, scale, is_causal, groups)
         return out
     if mask is None and q.device.type != "cpu" and k.shape[-1] == v.shape[-1] <= 256:
@@ -76,16 +76,16 @@ def grouped_attention(
             q, k, v, None, dropout, is_causal=is_causal, scale=scale, enable_gqa=groups > 1
         )
     again: Tensor = checkpoint(
-        _stock, q, k, v, mask, scale, is_causal, dropout, groups,
-        use_reentrant=False, preserve_rng_state=dropout > 0, context_fn=_by_the_same_kernels,
+        _stock_attention, q, k, v, mask, scale, is_causal, dropout, groups,
+        use_reentrant=False, preserve_rng_state=dropout > 0, context_fn=_recompute_contexts,
     )  # fmt: skip
     if again.grad_fn is not None:
         forgotten: Any = again.grad_fn.metadata  # a dictionary, whatever its annotation says
-        forgotten[KEEPS_OUTPUT] = False  # the next layer must not count on it
+        forgotten[KEEPS_OUTPUT_KEY] = False  # the next layer must not count on it
     return again
 
 
-def _by_the_same_kernels() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a forward and of its recomputation, which repeats the choice of torch's kernels."""
     allowed = _cur_sdpa_kernel_backends(with_priority=True)
     return nullcontext(), sdpa_kernel(allowed, set_priority=True)
@@ -107,7 +107,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
     return q.shape[1] // k.shape[1]
 
 
-def _lowered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _apply_autocast(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What autocast makes of the arguments of attention: floating tensors in its dtype, float64 as it is."""
     device = q.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
@@ -120,7 +122,7 @@ def _lowered(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tens
     return lower(q), lower(k), lower(v), None if mask is None else lower(mask)
 
 
-def _own_memory(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _separate_v(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """v apart from the q and k that were made in one buffer with it (one GEMM for all three): keeping a part keeps the
     whole, and after rotary embedding q and k are others. Where they are not, the buffer stays in any case."""
     wide = v.stride(2) > v.shape[1] * v.shape[3]  # rows farther apart than v's heads are long
@@ -128,7 +130,7 @@ def _own_memory(v: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return v.clone() if wide and all(x.untyped_storage()._cdata != storage for x in (q, k)) else v
 
 
-def _repeated(x: Tensor, groups: int) -> Tensor:
+def _repeat_heads(x: Tensor, groups: int) -> Tensor:
     """[B, H_kv, S, D] -> [B, H_kv * groups, S, D], each head ``groups`` times in a row."""
     if groups == 1:
         return x
@@ -136,8 +138,8 @@ def _repeated(x: Tensor, groups: int) -> Tensor:
     return x[:, :, None].expand(batch, heads, groups, rows, size).reshape(batch, heads * groups, rows, size)
 
 
-def _summed(x: Tensor, groups: int) -> Tensor:
-    """The transpose of :func:`_repeated`, summed in fp32."""
+def _sum_groups(x: Tensor, groups: int) -> Tensor:
+    """The transpose of :func:`_repeat_heads`, summed in fp32."""
     if groups == 1:
         return x
     batch, heads, rows, size = x.shape
@@ -145,15 +147,15 @@ def _summed(x: Tensor, groups: int) -> Tensor:
     return x.view(batch, heads // groups, groups, rows, size).sum(2, dtype=wide).to(x.dtype)
 
 
-def _stock(
+def _stock_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool, dropout: float,
     groups: int,
 ) -> Tensor:  # fmt: skip
-    k, v = _repeated(k, groups), _repeated(v, groups)
+    k, v = _repeat_heads(k, groups), _repeat_heads(v, groups)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=is_causal, scale=scale)
 
 
-def _cpu_flash(
+def _uses_cpu_flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None, is_causal: bool, dropout: float,
     groups: int,
 ) -> bool:  # fmt: skip
@@ -176,7 +178,13 @@ class _CpuFlash(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         out: Tensor
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, _repeated(k, groups), _repeated(v, groups), 0.0, is_causal, attn_mask=_added(mask, q), scale=scale
+            q,
+            _repeat_heads(k, groups),
+            _repeat_heads(v, groups),
+            0.0,
+            is_causal,
+            attn_mask=_additive_mask(mask, q),
+            scale=scale,
         )
         ctx.save_for_backward(q, k, v, out, lse, mask)
         ctx.scale, ctx.is_causal, ctx.groups = scale, is_causal, groups
@@ -187,13 +195,13 @@ class _CpuFlash(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, mask = ctx.saved_tensors
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            do, q, _repeated(k, ctx.groups), _repeated(v, ctx.groups), out, lse, 0.0, ctx.is_causal,
-            attn_mask=_added(mask, q), scale=ctx.scale,
+            do, q, _repeat_heads(k, ctx.groups), _repeat_heads(v, ctx.groups), out, lse, 0.0, ctx.is_causal,
+            attn_mask=_additive_mask(mask, q), scale=ctx.scale,
         )  # fmt: skip
-        return dq, _summed(dk, ctx.groups), _summed(dv, ctx.groups), None, None, None, None
+        return dq, _sum_groups(dk, ctx.groups), _sum_groups(dv, ctx.groups), None, None, None, None
 
 
-def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
+def _additive_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
     """A boolean mask as what is added to the scores: 0 or -inf in the dtype of q."""
     if mask is None or mask.dtype != torch.bool:
         return mask

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.dense import compiled, sources
-from octavo.fp8.dense.compiled import gemms, operand_of, packed_fake, packed_pair
+from octavo.fp8.dense.compiled import fake_pack, pack_pair, parse_key, parse_operand
 from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.kernels.registry import Backend
 
@@ -42,11 +42,11 @@ _lib.define(
 )
 
 
-def _fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, list[CastSpec | None]]:
+def _parse_fused(op: str, device: torch.device, *texts: str) -> tuple[Backend, list[CastSpec | None]]:
     """The backend of a fused operation next to GEMMs of these casts, and the casts."""
-    specs = [operand_of(text)[1] if text else None for text in texts]
+    specs = [parse_operand(text)[1] if text else None for text in texts]
     spec = next((s for s in specs if s is not None), sources.SPEC)
-    return sources.backend_of(op, spec, device, next(t for t in texts if t).partition("@")[0]), specs
+    return sources.select_backend(op, spec, device, next(t for t in texts if t).partition("@")[0]), specs
 
 
 # --- RMSNorm ----------------------------------------------------------------------------------------------------------
@@ -57,20 +57,20 @@ def _rmsnorm(
 ) -> tuple[Tensor, ...]:
     """y [M, K] in ``out``, rstd [M] in fp32, and the codes of y in ``low``. ``first``: a cast whose backend is asked
     first, also where no codes are wanted."""
-    backend, _ = _fused("rmsnorm", x.device, first)
-    specs = [operand_of(text)[1] if text else None for text in (row, col)]
+    backend, _ = _parse_fused("rmsnorm", x.device, first)
+    specs = [parse_operand(text)[1] if text else None for text in (row, col)]
     y, rstd, *codes = backend.rmsnorm_quantize(x, weight, eps, specs[0], specs[1], out, low)
-    return y, rstd, *packed_pair(x, codes[0], codes[1])
+    return y, rstd, *pack_pair(x, codes[0], codes[1])
 
 
 def _rmsnorm_fake(
     x: Tensor, weight: Tensor, eps: float, row: str, col: str, first: str, out: torch.dtype, low: torch.dtype
 ) -> tuple[Tensor, ...]:
     y, rstd = x.new_empty(x.shape, dtype=out), x.new_empty(x.shape[0], dtype=torch.float32)
-    return y, rstd, *packed_fake(x, row, 1), *packed_fake(x, col, 0)
+    return y, rstd, *fake_pack(x, row, 1), *fake_pack(x, col, 0)
 
 
-def _keep_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+def _save_norm(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
 
@@ -99,11 +99,11 @@ def rmsnorm(
 ) -> Tensor:  # of a swapped norm
     """y [..., K] in ``out``; its codes, under the casts that ``key`` asks for, are left on it. ``trains``: those for
     wgrad too."""
-    parts = gemms(key)
+    parts = parse_key(key)
     row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1)
-    first, low = row or col, compiled.lowered(x.device.type, out)
+    first, low = row or col, compiled.traced_compute_dtype(x.device.type, out)
     col = col if trains else ""
-    results = torch.ops.octavo.rmsnorm(compiled.matrix(x), weight, eps, row, col, first, out, low)
+    results = torch.ops.octavo.rmsnorm(compiled.as_matrix(x), weight, eps, row, col, first, out, low)
     y = results[0].view(x.shape)
     if row or col:
         compiled.attach_codes(y, low, row, col, results[2:])
@@ -120,22 +120,22 @@ def _gated_mlp(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """y [M, K], gate and up [M, I] in ``dtype``, and the codes of h under ``h_col``. x gives sizes and takes the
     gradient; ``col`` is only for the backward."""
-    fwd, down_fwd = gemms(key).fwd, gemms(down_key)
-    g = compiled.product(row, row_scale, x.shape[0], gate, gate_bias, dtype, fwd)
-    u = compiled.product(row, row_scale, x.shape[0], up, up_bias, dtype, fwd)
-    backend, specs = _fused("swiglu", x.device, down_fwd.operand("fwd", 0), h_col)
+    fwd, down_fwd = parse_key(key).fwd, parse_key(down_key)
+    g = compiled.multiply_fwd(row, row_scale, x.shape[0], gate, gate_bias, dtype, fwd)
+    u = compiled.multiply_fwd(row, row_scale, x.shape[0], up, up_bias, dtype, fwd)
+    backend, specs = _parse_fused("swiglu", x.device, down_fwd.operand("fwd", 0), h_col)
     h_row, h_for_wgrad = backend.swiglu_codes(g, u, *specs)
-    h, h_scale, w, w_scale = packed_pair(g, h_row, h_for_wgrad)
-    return compiled.product(h, h_scale, x.shape[0], down, down_bias, dtype, down_fwd.fwd), g, u, w, w_scale
+    h, h_scale, w, w_scale = pack_pair(g, h_row, h_for_wgrad)
+    return compiled.multiply_fwd(h, h_scale, x.shape[0], down, down_bias, dtype, down_fwd.fwd), g, u, w, w_scale
 
 
 def _gated_mlp_fake(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     dtype, _, _, h_col = arguments[-4:]
     g, u = (x.new_empty(x.shape[0], w.shape[0], dtype=dtype) for w in (gate, up))
-    return x.new_empty(x.shape[0], down.shape[0], dtype=dtype), g, u, *packed_fake(g, h_col, 0)
+    return x.new_empty(x.shape[0], down.shape[0], dtype=dtype), g, u, *fake_pack(g, h_col, 0)
 
 
-def _keep_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     """As eagerly: the codes of x and h for wgrad, gate and up, and the weights that dgrad multiplies by."""
     x, gate, up, down, *biases = inputs[:7]
     ctx.needs = needs_x, *weights = ctx.needs_input_grad[:7]
@@ -148,17 +148,17 @@ def _keep_mlp(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None
     tensors |= dict(zip(("g", "u"), output[1:3] if needs_h else (None, None), strict=True))
     tensors |= dict(zip(("x", "x_scale"), inputs[9:11] if any(weights[:2]) else (None, None), strict=True))
     tensors |= dict(zip(("h", "h_scale"), output[3:5] if weights[2] else (None, None), strict=True))
-    sources.save(ctx, **tensors)
+    sources.save_named(ctx, **tensors)
 
 
 def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    ops, held = torch.ops.octavo, sources.saved(ctx)
+    ops, held = torch.ops.octavo, sources.load_saved(ctx)
     needs_x, *needs = ctx.needs
     tokens, outputs = dy.shape
     dx: Tensor | None = None
     dws: list[Tensor | None] = [None] * 3
     dbs: list[Tensor | None] = [None] * 3
-    parts, down = gemms(ctx.key), gemms(ctx.down_key)
+    parts, down = parse_key(ctx.key), parse_key(ctx.down_key)
     # The operators and their order are those of the eager backward, so that gradients have the same bits.
     if needs[5]:
         dbs[2] = dy.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
@@ -171,7 +171,7 @@ def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]
     if ctx.needs_h:
         dh = ops.dgrad(row_q, row_s, held["down"], tokens, ctx.dtype, ctx.down_key)
         row, col = parts.operand("dgrad", 0) if needs_x else "", parts.operand("wgrad", 0) if any(needs[:2]) else ""
-        for i, codes in enumerate(_gradients(ctx, dh, held["g"], held["u"], row, col, dbs)):
+        for i, codes in enumerate(_cast_gradients(ctx, dh, held["g"], held["u"], row, col, dbs)):
             if needs_x:
                 part = ops.dgrad(codes[0], codes[1], held[("gate", "up")[i]], tokens, ctx.dtype, ctx.key)
                 dx = part.to(ctx.x_dtype) if dx is None else dx + part.to(ctx.x_dtype)
@@ -181,7 +181,7 @@ def _mlp_backward(ctx: Any, dy: Tensor, *rest: Any) -> tuple[Tensor | None, ...]
     return dx, *dws, *dbs, *[None] * 8
 
 
-def _gradients(
+def _cast_gradients(
     ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str, dbs: list[Tensor | None]
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """The codes of dgate and of dup; their sums too where a bias asks for them, which are of exact values."""
@@ -196,23 +196,23 @@ def _gradients(
 
 
 def _swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
-    backend, specs = _fused("swiglu_backward", dh.device, row, col)
+    backend, specs = _parse_fused("swiglu_backward", dh.device, row, col)
     codes = backend.swiglu_backward_quantize(dh, gate, up, *specs)
-    return *packed_pair(gate, *codes[:2]), *packed_pair(up, *codes[2:])
+    return *pack_pair(gate, *codes[:2]), *pack_pair(up, *codes[2:])
 
 
 def _swiglu_backward_fake(dh: Tensor, gate: Tensor, up: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
-    return tuple(t for _ in range(2) for text, c in ((row, 1), (col, 0)) for t in packed_fake(gate, text, c))
+    return tuple(t for _ in range(2) for text, c in ((row, 1), (col, 0)) for t in fake_pack(gate, text, c))
 
 
 def gated_mlp(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keys: tuple[str, str]) -> Tensor:
     """y [..., K] of x [..., K]; weights and biases of gate, up and down; ``keys``: of gate and up, and of down."""
-    low, grad = compiled.lowered(x.device.type, x.dtype), torch.is_grad_enabled()
-    x_MK, parts = compiled.matrix(x), gemms(keys[0])
+    low, grad = compiled.traced_compute_dtype(x.device.type, x.dtype), torch.is_grad_enabled()
+    x_MK, parts = compiled.as_matrix(x), parse_key(keys[0])
     trains = grad and (weights[0].requires_grad or weights[1].requires_grad)
     row, col = parts.operand("fwd", 0), parts.operand("wgrad", 1) if trains else ""
-    codes = compiled.codes_of_input(x, x_MK.to(low), row, col)
-    h_col = gemms(keys[1]).operand("wgrad", 1) if grad and weights[2].requires_grad else ""
+    codes = compiled.get_input_codes(x, x_MK.to(low), row, col)
+    h_col = parse_key(keys[1]).operand("wgrad", 1) if grad and weights[2].requires_grad else ""
     y, *_ = torch.ops.octavo.gated_mlp(x_MK, *weights, *biases, *codes, low, *keys, h_col)
     return y.view(*x.shape[:-1], weights[2].shape[0])
 
@@ -224,6 +224,6 @@ for _name, _run, _fake in (
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
-torch.library.register_autograd("octavo::rmsnorm", _rmsnorm_backward, setup_context=_keep_norm, lib=_lib)
-torch.library.register_autograd("octavo::gated_mlp", _mlp_backward, setup_context=_keep_mlp, lib=_lib)
+torch.library.register_autograd("octavo::rmsnorm", _rmsnorm_backward, setup_context=_save_norm, lib=_lib)
+torch.library.register_autograd("octavo::gated_mlp", _mlp_backward, setup_context=_save_mlp, lib=_lib)
 torch.library.register_autograd("octavo::swiglu_backward", compiled.refuse_second_derivative, lib=_lib)

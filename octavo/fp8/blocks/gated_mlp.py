@@ -39,20 +39,28 @@ from torch.autograd.function import once_differentiable
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.blocks import compiled, mlp
-from octavo.fp8.blocks.probe import compare_mlp, exchanged, small_mlp, trial
+from octavo.fp8.blocks.probe import cache_trial, compare_mlp, small_mlp, why_replaced
 from octavo.fp8.dense import gemms, sources
-from octavo.fp8.dense.gemms import DENSE, NO_GRADIENT, Site
-from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix, compute_dtype, without_autocast
-from octavo.fp8.dense.linear import WHOLE, Linear
-from octavo.fp8.dense.swap import Planned, Swapped, computable, hooked, planned, probe, swap
-from octavo.fp8.invariance import active
+from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, Site
+from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix, compute_dtype, without_autocast
+from octavo.fp8.dense.linear import WHOLE_WEIGHT, Linear
+from octavo.fp8.dense.swap import (
+    PlannedLayer,
+    SwappedModule,
+    has_hooks,
+    is_supported_input,
+    make_trial_module,
+    planned_layer,
+    swap,
+)
+from octavo.fp8.invariance import is_active
 from octavo.fp8.kernels.reference import swiglu_backward
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.shards import is_whole
 
 CHILDREN = ("gate_proj", "up_proj", "down_proj")
-_KNOWN = {*CHILDREN, "act_fn"}
-_PARTS = mlp.Parts(CHILDREN[:2], CHILDREN[2], "act_fn")
+_CHILD_NAMES = {*CHILDREN, "act_fn"}
+_PARTS = mlp.MlpParts(CHILDREN[:2], CHILDREN[2], "act_fn")
 
 
 def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
@@ -65,7 +73,7 @@ def convert(model: nn.Module) -> tuple[tuple[str, str | None], ...]:
 def fuse(module: nn.Module, saves: bool = False) -> str | None:
     """Let this gated MLP of FP8 layers run as one (and keep gate and up in FP8, with ``saves``); returns what stands
     against it instead, if anything does."""
-    reason = why_not(module, [planned(module._modules[name]) for name in CHILDREN])
+    reason = why_not(module, [planned_layer(module._modules[name]) for name in CHILDREN])
     if reason is None:
         swap(module, GatedMlp, _saves=saves)
     return reason
@@ -73,14 +81,14 @@ def fuse(module: nn.Module, saves: bool = False) -> str | None:
 
 def is_gated_mlp(module: nn.Module) -> bool:
     """True for a module with the children of a gated MLP, whatever else it holds."""
-    return all(module._modules.get(name) is not None for name in _KNOWN)
+    return all(module._modules.get(name) is not None for name in _CHILD_NAMES)
 
 
-def why_not(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
+def why_not(module: nn.Module, layers: Sequence[PlannedLayer | None]) -> str | None:
     """Why this gated MLP cannot run as one, None if it can. ``layers``: gate, up and down, None if not in FP8."""
-    if (reason := exchanged(module)) is not None:
+    if (reason := why_replaced(module)) is not None:
         return reason
-    extra = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _KNOWN]
+    extra = [name for name in (*module._modules, *module._parameters, *module._buffers) if name not in _CHILD_NAMES]
     if extra:
         return f"it holds {', '.join(extra)} besides a gated MLP's layers"
     whole = [p for p in layers if p is not None and type(p.layer) in (nn.Linear, Linear) and is_whole(p.layer.weight)]
@@ -89,7 +97,7 @@ def why_not(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     gate, up, _ = whole
     if gate.recipe != up.recipe or gate.backends != up.backends:
         return "gate_proj and up_proj have different recipes or backends"
-    reason = next((r for p in whole if (r := _recipe_why_not(p.recipe)) is not None), None)
+    reason = next((r for p in whole if (r := _why_not_recipe(p.recipe)) is not None), None)
     if reason is not None:
         return reason
     shapes = [tuple(p.layer.weight.shape) for p in whole]
@@ -98,7 +106,7 @@ def why_not(module: nn.Module, layers: Sequence[Planned | None]) -> str | None:
     return matches_stock(module)
 
 
-def _recipe_why_not(recipe: Recipe | None) -> str | None:
+def _why_not_recipe(recipe: Recipe | None) -> str | None:
     if recipe is None:
         return "not all of its layers are whole FP8 layers"
     if recipe.delayed is not None:
@@ -107,7 +115,7 @@ def _recipe_why_not(recipe: Recipe | None) -> str | None:
     return f"{high[0]} stays in high precision" if high else None
 
 
-@trial
+@cache_trial
 def matches_stock(module: nn.Module) -> str | None:
     """Run the stock forward on small random layers of the weights' dtype: None if it is that of a gated SiLU MLP, else
     why not.
@@ -117,7 +125,7 @@ def matches_stock(module: nn.Module) -> str | None:
     """
     layers, down, x = small_mlp({name: module._modules[name] for name in CHILDREN})
     gate, up, _ = layers.values()
-    small = probe(module, {}, {**layers, "act_fn": module._modules["act_fn"]})
+    small = make_trial_module(module, {}, {**layers, "act_fn": module._modules["act_fn"]})
 
     def product() -> Tensor:
         return (F.silu(gate(x).float()) * up(x).float()).to(x.dtype)
@@ -125,26 +133,26 @@ def matches_stock(module: nn.Module) -> str | None:
     return compare_mlp(small, x, product, down, "down(silu(gate(x)) * up(x))", 4, "three small layers")
 
 
-class GatedMlp(Swapped):
+class GatedMlp(SwappedModule):
     """The forward of a gated MLP in FP8; see the module's docstring."""
 
     _saves: bool
-    own = ("_saves",)
+    attributes = ("_saves",)
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         layers = [self._modules.get(name) for name in CHILDREN]
         if not self._can(x, layers):
-            return mlp.run(self, _PARTS, x) if self._saves else None
+            return mlp.run_mlp(self, _PARTS, x) if self._saves else None
         gate, up, down = (m for m in layers if isinstance(m, Linear))
-        call = _Call((gate._site, up._site, down._site), torch.is_grad_enabled(), self._saves)
+        call = _MlpArgs((gate._site, up._site, down._site), torch.is_grad_enabled(), self._saves)
         return _Mlp.apply(x, call, gate.weight, up.weight, down.weight, gate.bias, up.bias, down.bias)
 
-    def traced(self, x: Tensor) -> Tensor | None:
+    def traced_forward(self, x: Tensor) -> Tensor | None:
         layers = [self._modules.get(name) for name in CHILDREN]
         act = self._modules.get("act_fn")
-        if self._saves or act is None or hooked(act) or len(self._modules) != len(_KNOWN):
+        if self._saves or act is None or has_hooks(act) or len(self._modules) != len(_CHILD_NAMES):
             return None
-        linears = [m for m in layers if type(m) is Linear and not hooked(m) and not m._fp8_param]
+        linears = [m for m in layers if type(m) is Linear and not has_hooks(m) and not m._fp8_param]
         if len(linears) < len(CHILDREN) or not x.dim() or not x.numel():
             return None
         gate, up, down = linears
@@ -156,19 +164,19 @@ class GatedMlp(Swapped):
     def _can(self, x: Tensor, layers: list[nn.Module | None]) -> bool:
         """Whether this call may be fused; what is wrong with it otherwise is for the single layers to say."""
         act = self._modules.get("act_fn")
-        if recorder.watching() or _seen_from_outside() or not computable(x) or active():
+        if recorder.is_watching() or _has_global_hooks() or not is_supported_input(x) or is_active():
             return False
-        if act is None or hooked(act) or len(self._modules) != len(_KNOWN):
+        if act is None or has_hooks(act) or len(self._modules) != len(_CHILD_NAMES):
             return False
-        linears = [m for m in layers if type(m) is Linear and not hooked(m)]
+        linears = [m for m in layers if type(m) is Linear and not has_hooks(m)]
         if len(linears) < len(CHILDREN) or compute_dtype(x) not in sources.DTYPES:
             return False
         if any(not is_whole(m.weight) or m.weight.device != x.device for m in linears):
             return False
-        return x.shape[-1] == linears[0].weight.shape[1] and all(_recipe_why_not(m.recipe) is None for m in linears)
+        return x.shape[-1] == linears[0].weight.shape[1] and all(_why_not_recipe(m.recipe) is None for m in linears)
 
 
-def _seen_from_outside() -> bool:
+def _has_global_hooks() -> bool:
     """Whether hooks on all modules of the process wait for calls of the children. Those that only watch, and say so, do
     not: a forward that they watch must save what it saves without them, since a recomputed one runs without them."""
     module = nn.modules.module
@@ -177,13 +185,13 @@ def _seen_from_outside() -> bool:
     return bool(module._global_backward_hooks or module._global_backward_pre_hooks or next(others, None) is not None)
 
 
-class _Call(NamedTuple):
+class _MlpArgs(NamedTuple):
     sites: tuple[Site, Site, Site]  # gate, up, down
     grad: bool
     saves: bool  # gate and up in FP8
 
 
-class _Needs(NamedTuple):
+class _GradNeeds(NamedTuple):
     """Who asks for a gradient."""
 
     x: bool
@@ -197,40 +205,38 @@ class _Needs(NamedTuple):
 
 class _Mlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: _Call, *parameters: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, call: _MlpArgs, *parameters: Tensor | None) -> Tensor:
         wants_grad = [call.grad and n for n in ctx.needs_input_grad]
-        needs = _Needs(wants_grad[0], tuple(wants_grad[2:5]), tuple(wants_grad[5:]))
+        needs = _GradNeeds(wants_grad[0], tuple(wants_grad[2:5]), tuple(wants_grad[5:]))
         gate, _, down = call.sites
         dgrads = (needs.x, needs.x, needs.h)
         seen = [
             recorder.begin(site.name, dgrad, wgrad, call.grad)
             for site, dgrad, wgrad in zip(call.sites, dgrads, needs.weights, strict=True)
         ]
-        seen[0].shown = seen[1].shown = False  # dgate and dup are cast without being written
-        source, way = Input(x, gate), DENSE if call.grad else NO_GRADIENT
+        seen[0].shows_operands = seen[1].shows_operands = False  # dgate and dup are cast without being written
+        source, way = Input(x, gate), DENSE_OPS if call.grad else INFERENCE_OPS
 
         def forward(at: int, x_q: Quantized | None) -> tuple[Tensor, Quantized | None]:
             weight = parameters[at]
             assert weight is not None
             bias = parameters[3 + at]
-            return gemms.fwd(call.sites[at], way, None, x_q, weight, WHOLE, bias, source.dtype, seen[at])
+            return gemms.fwd(call.sites[at], way, None, x_q, weight, WHOLE_WEIGHT, bias, source.dtype, seen[at])
 
         with source.autocast_off:
             x_row, x_col = source.codes(gate.x.row, gate.x.col if any(needs.weights[:2]) else None)
             (g, g_w), (u, u_w) = forward(0, x_row), forward(1, x_row)
             pair: list[Tensor | Quantized] = [g, u]
             if call.saves:
-                pair = [sources.keep(g), sources.keep(u)]
-                g, u = (sources.decoded(q, source.dtype) for q in pair)
-            h_row, h_col = _codes_of_h(
-                down, g, u, down.x.row, down.x.col if needs.weights[2] and not call.saves else None
-            )
+                pair = [sources.encode_activation(g), sources.encode_activation(u)]
+                g, u = (sources.decode_if_quantized(q, source.dtype) for q in pair)
+            h_row, h_col = _cast_h(down, g, u, down.x.row, down.x.col if needs.weights[2] and not call.saves else None)
             y, y_w = forward(2, h_row)
         weights = {f"w{i}": parameters[i] if due else None for i, due in enumerate(dgrads)}
         codes = {f"q{i}": (g_w, u_w, y_w)[i] if due else None for i, due in enumerate(dgrads)}
         again = needs.h or (call.saves and needs.weights[2])
         saved_g, saved_u = pair if again else (None, None)
-        sources.save(ctx, x_col=x_col, h_col=h_col, gate=saved_g, up=saved_u, **weights, **codes)
+        sources.save_named(ctx, x_col=x_col, h_col=h_col, gate=saved_g, up=saved_u, **weights, **codes)
         ctx.call, ctx.needs, ctx.seen, ctx.forget = call, needs, seen, source.forget
         ctx.x_shape, ctx.x_dtype, ctx.compute_dtype = x.shape, x.dtype, source.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in parameters]
@@ -241,7 +247,7 @@ class _Mlp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.forget()
-        held, needs = sources.saved(ctx), ctx.needs
+        held, needs = sources.load_saved(ctx), ctx.needs
         _, _, down = ctx.call.sites
         dy_MK = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx: Tensor | None = None
@@ -253,15 +259,15 @@ class _Mlp(torch.autograd.Function):
             if needs.biases[2]:
                 dbs[2] = dy_MK.sum(0, dtype=torch.float32).to(ctx.dtypes[5])
             # With saved FP8 codes these are the decoded values, from which the forward made h as well.
-            gate_MI, up_MI = (sources.decoded(held[name], ctx.compute_dtype) for name in ("gate", "up"))
+            gate_MI, up_MI = (sources.decode_if_quantized(held[name], ctx.compute_dtype) for name in ("gate", "up"))
             if needs.weights[2]:
                 h_col = held["h_col"]
                 if ctx.call.saves:
-                    _, h_col = _codes_of_h(down, gate_MI, up_MI, None, down.x.col)
+                    _, h_col = _cast_h(down, gate_MI, up_MI, None, down.x.col)
                 dws[2] = _wgrad(ctx, 2, dy_MK, col, h_col)
             if needs.h:
                 dh = _dgrad(ctx, 2, dy_MK, row, held)
-                for i, (row, col) in enumerate(_gradients(ctx, dh, gate_MI, up_MI, dbs)):
+                for i, (row, col) in enumerate(_cast_gradients(ctx, dh, gate_MI, up_MI, dbs)):
                     if needs.x:
                         part = _dgrad(ctx, i, dh, row, held).view(ctx.x_shape).to(ctx.x_dtype)
                         dx = part if dx is None else dx + part
@@ -270,16 +276,18 @@ class _Mlp(torch.autograd.Function):
         return dx, None, *dws, *dbs
 
 
-def _codes_of_h(down: Site, gate: Tensor, up: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
-    backend = sources.fused_backend("swiglu", down, gate.device)
-    return backend.swiglu_codes(gate, up, _spec(row), _spec(col))
+def _cast_h(down: Site, gate: Tensor, up: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
+    backend = sources.select_fused_backend("swiglu", down, gate.device)
+    return backend.swiglu_codes(gate, up, _request_spec(row), _request_spec(col))
 
 
-def _spec(request: CastRequest | None) -> CastSpec | None:
+def _request_spec(request: CastRequest | None) -> CastSpec | None:
     return None if request is None else request.spec
 
 
-def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor | None]) -> tuple[Pair, Pair]:
+def _cast_gradients(
+    ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor | None]
+) -> tuple[QuantizedPair, QuantizedPair]:
     """The codes of dgate and of dup; their sums too where a bias asks for them."""
     site, needs = ctx.call.sites[0], ctx.needs
     row, col = site.dy.row if needs.x else None, site.dy.col if any(needs.weights[:2]) else None
@@ -289,15 +297,15 @@ def _gradients(ctx: Any, dh: Tensor, gate: Tensor, up: Tensor, dbs: list[Tensor 
             if needs.biases[i]:
                 dbs[i] = d.sum(0, dtype=torch.float32).to(ctx.dtypes[3 + i])
         return cast_matrix(pair[0], row, col), cast_matrix(pair[1], row, col)
-    backend = sources.fused_backend("swiglu_backward", site, dh.device)
-    codes = backend.swiglu_backward_quantize(dh, gate, up, _spec(row), _spec(col))
+    backend = sources.select_fused_backend("swiglu_backward", site, dh.device)
+    codes = backend.swiglu_backward_quantize(dh, gate, up, _request_spec(row), _request_spec(col))
     return codes[:2], codes[2:]
 
 
 def _dgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, held: dict[str, Any]) -> Tensor:
     site, weight, w_q = ctx.call.sites[at], held[f"w{at}"], held[f"q{at}"]
-    return gemms.dgrad(site, DENSE, dy, dy_q, weight, WHOLE, w_q, ctx.compute_dtype, ctx.seen[at])
+    return gemms.dgrad(site, DENSE_OPS, dy, dy_q, weight, WHOLE_WEIGHT, w_q, ctx.compute_dtype, ctx.seen[at])
 
 
 def _wgrad(ctx: Any, at: int, dy: Tensor, dy_q: Quantized | None, x_q: Quantized) -> Tensor:
-    return gemms.wgrad(ctx.call.sites[at], DENSE, dy, dy_q, x_q, None, ctx.dtypes[at], ctx.seen[at])
+    return gemms.wgrad(ctx.call.sites[at], DENSE_OPS, dy, dy_q, x_q, None, ctx.dtypes[at], ctx.seen[at])

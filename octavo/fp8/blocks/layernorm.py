@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.blocks import rmsnorm
-from octavo.fp8.blocks.probe import exchanged, wrong_dtype
+from octavo.fp8.blocks.probe import why_replaced, wrong_dtype
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import autocast_enabled, without_autocast
-from octavo.fp8.dense.swap import Swapped, computable, swap
+from octavo.fp8.dense.inputs import is_autocast_enabled, without_autocast
+from octavo.fp8.dense.swap import SwappedModule, is_supported_input, swap
 from octavo.fp8.weights.shards import is_whole
 
 
@@ -43,7 +43,7 @@ def why_not(norm: nn.Module) -> str | None:
     """Why this norm cannot keep FP8 codes of its input, None if it can."""
     if not isinstance(norm, nn.LayerNorm):
         return rmsnorm.why_not_save(norm)
-    if (reason := exchanged(norm)) is not None:
+    if (reason := why_replaced(norm)) is not None:
         return reason
     if type(norm).forward is not nn.LayerNorm.forward:
         return f"{type(norm).__name__} is a LayerNorm with a forward of its own"
@@ -55,62 +55,62 @@ def why_not(norm: nn.Module) -> str | None:
     return wrong_dtype("its weight is", parameters)
 
 
-def save(norm: nn.Module) -> str | None:
+def save_as_codes(norm: nn.Module) -> str | None:
     """Let a norm keep FP8 codes of its input; returns the reason against it, if there is one."""
     if not isinstance(norm, nn.LayerNorm):
-        return rmsnorm.save(norm)
+        return rmsnorm.save_as_codes(norm)
     reason = why_not(norm)
     if reason is None:
         swap(norm, LayerNorm)
     return reason
 
 
-class LayerNorm(Swapped):
+class LayerNorm(SwappedModule):
     """The forward of a LayerNorm that keeps codes of its input; see the module's docstring."""
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
         parameters = [p for p in (weight, bias) if p is not None]
-        if not computable(x) or x.dtype not in sources.DTYPES:
+        if not is_supported_input(x) or x.dtype not in sources.DTYPES:
             return None
         if x.shape[-1:] != self.normalized_shape or not torch.is_grad_enabled():
             return None
-        out = _dtype_of(x)
+        out = _output_dtype(x)
         mixed = any(p.dtype != x.dtype for p in parameters) and out == x.dtype and x.device.type != "cpu"
         if mixed or any(not is_whole(p) or p.device != x.device for p in parameters):
             return None  # whether a device takes mixed dtypes is for the stock forward to say
-        return _LayerNorm.apply(x, weight, bias, _Call(self.eps, out))  # type: ignore[arg-type]
+        return _LayerNorm.apply(x, weight, bias, _NormArgs(self.eps, out))  # type: ignore[arg-type]
 
 
-def _dtype_of(x: Tensor) -> torch.dtype:
+def _output_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which the stock norm computes and returns: autocast may have an opinion."""
-    if not autocast_enabled(x):
+    if not is_autocast_enabled(x):
         return x.dtype
-    return _under_autocast(x.device.type, x.dtype, torch.get_autocast_dtype(x.device.type))
+    return _autocast_output_dtype(x.device.type, x.dtype, torch.get_autocast_dtype(x.device.type))
 
 
 @lru_cache(maxsize=64)
-def _under_autocast(device: str, dtype: torch.dtype, low: torch.dtype) -> torch.dtype:
+def _autocast_output_dtype(device: str, dtype: torch.dtype, low: torch.dtype) -> torch.dtype:
     with torch.no_grad():
         return F.layer_norm(torch.ones(1, 2, device=device, dtype=dtype), (2,)).dtype
 
 
-class _Call(NamedTuple):
+class _NormArgs(NamedTuple):
     eps: float
     out: torch.dtype
 
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, call: _NormArgs) -> Tensor:
         with without_autocast(x):
             # The CPU's kernel takes its statistics to 16 bits for inputs of 16 bits, the GPU's keeps fp32.
             wide = torch.float32 if x.device.type == "cpu" else call.out
             x_MK = x.detach().reshape(-1, x.shape[-1])
             w, b = (None if p is None else p.detach().to(wide) for p in (weight, bias))
             y_MK, mean_M, rstd_M = torch.native_layer_norm(x_MK.to(wide), [x.shape[-1]], w, b, call.eps)
-            saved = sources.keep(x_MK) if any(ctx.needs_input_grad) else None
-        sources.save(ctx, x=saved, weight=weight, bias=bias, mean=mean_M.float(), rstd=rstd_M.float())
+            saved = sources.encode_activation(x_MK) if any(ctx.needs_input_grad) else None
+        sources.save_named(ctx, x=saved, weight=weight, bias=bias, mean=mean_M.float(), rstd=rstd_M.float())
         ctx.wide, ctx.x_shape, ctx.x_dtype = wide, x.shape, x.dtype
         # Not a view in autograd's eyes, as the stock norm's output is none: a model may write into it.
         return torch.ops.aten._unsafe_view(y_MK.to(call.out), list(x.shape))
@@ -118,10 +118,10 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, mean_M, rstd_M = sources.saved(ctx).values()
+        x, weight, bias, mean_M, rstd_M = sources.load_saved(ctx).values()
         needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
         with without_autocast(dy):
-            x_MK = sources.value(x, ctx.wide)
+            x_MK = sources.decode_activation(x, ctx.wide)
             dy_MK = dy.reshape(x_MK.shape).to(ctx.wide)
             w, b = (None if p is None else p.detach().to(ctx.wide) for p in (weight, bias))
             dx, dw, db = torch.ops.aten.native_layer_norm_backward(

@@ -16,8 +16,8 @@ adapter around them. The last layer finds out by itself that its input can be ma
 multiplies it. An adapter's own matrices keep h in 16 bits where they are trained, unless they ask for the source as
 well.
 
-A module is known by the names of its children (:data:`KINDS`), and must first give the stock forward's output on random
-input (:func:`matches_stock`). One with anything besides (dropout, a norm between) stays.
+A module is known by the names of its children (:data:`LAYER_NAMES`), and must first give the stock forward's output on
+random input (:func:`matches_stock`). One with anything besides (dropout, a norm between) stays.
 """
 
 from __future__ import annotations
@@ -32,15 +32,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.blocks.probe import compare_mlp, exchanged, is_idle, layer_of, small_mlp, trial, wrong_dtype
+from octavo.fp8.blocks.probe import (
+    cache_trial,
+    compare_mlp,
+    is_idle,
+    small_mlp,
+    unwrap_adapter,
+    why_replaced,
+    wrong_dtype,
+)
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.inputs import Source, source_of, with_source, without_autocast
-from octavo.fp8.dense.swap import Swapped, computable, hooked, probe, swap
-from octavo.fp8.weights.shards import is_whole, ordinary
+from octavo.fp8.dense.inputs import Source, get_source, with_source, without_autocast
+from octavo.fp8.dense.swap import SwappedModule, has_hooks, is_supported_input, make_trial_module, swap
+from octavo.fp8.weights.shards import is_plain_tensor, is_whole
 
 Act = Callable[[Tensor], Tensor]
 
-KINDS = (
+LAYER_NAMES = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("linear_fc1",), "linear_fc2"),
     (("fc1",), "fc2"),
@@ -48,10 +56,10 @@ KINDS = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
 )
 """(first layers, last layer): of a gated MLP the activation is that of the first of two."""
-ACTS = ("act_fn", "activation_fn", "act", "activation")
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation")
 
 
-class Parts(NamedTuple):
+class MlpParts(NamedTuple):
     """The names of an MLP's children."""
 
     first: tuple[str, ...]
@@ -63,20 +71,20 @@ class Parts(NamedTuple):
         return (*self.first, self.last, self.act)
 
 
-def parts(module: nn.Module) -> Parts | None:
+def find_parts(module: nn.Module) -> MlpParts | None:
     """The children of an MLP, whatever else it holds; None for any other module."""
     held = {name for name, child in module._modules.items() if child is not None}
-    act = next((name for name in ACTS if name in held), None)
+    act = next((name for name in ACTIVATION_NAMES if name in held), None)
     if act is None:
         return None
-    return next((Parts(first, last, act) for first, last in KINDS if {*first, last} <= held), None)
+    return next((MlpParts(first, last, act) for first, last in LAYER_NAMES if {*first, last} <= held), None)
 
 
 def why_not(module: nn.Module) -> str | None:
     """Why this MLP cannot keep FP8 codes, None if it can."""
-    mlp_parts = parts(module)
+    mlp_parts = find_parts(module)
     assert mlp_parts is not None
-    if (reason := exchanged(module)) is not None:
+    if (reason := why_replaced(module)) is not None:
         return reason
     extra = [name for name, child in module._modules.items() if name not in mlp_parts.names and not is_idle(child)]
     extra += [*module._parameters, *module._buffers]
@@ -88,28 +96,28 @@ def why_not(module: nn.Module) -> str | None:
         return f"its activation {type(act).__name__} has parameters or buffers"
     if getattr(act, "inplace", False):
         return f"its activation {type(act).__name__} writes in place"
-    if hooked(act):
+    if has_hooks(act):
         return f"its activation {type(act).__name__} has hooks"
-    layers = [layer_of(module._modules[name]) for name in (*mlp_parts.first, mlp_parts.last)]
+    layers = [unwrap_adapter(module._modules[name]) for name in (*mlp_parts.first, mlp_parts.last)]
     if not all(isinstance(m, nn.Linear) for m in layers):
         return "not all of its layers are linear"
     weights = [m.weight for m in layers if isinstance(m, nn.Linear)]
     return wrong_dtype("its weights are", weights) or matches_stock(module)
 
 
-@trial
+@cache_trial
 def matches_stock(module: nn.Module) -> str | None:
     """Run the stock forward on small random layers in fp32: None if it is last(act(first) * second), else why not.
 
     Tolerance: 16 epsilons of fp32 of the sum of the last product's magnitudes.
     """
-    mlp_parts = parts(module)
+    mlp_parts = find_parts(module)
     assert mlp_parts is not None
     first, act = mlp_parts.first, module._modules[mlp_parts.act]
     assert act is not None
-    stock_layers = {name: layer_of(module._modules[name]) for name in (*first, mlp_parts.last)}
+    stock_layers = {name: unwrap_adapter(module._modules[name]) for name in (*first, mlp_parts.last)}
     layers, last, x = small_mlp(stock_layers, torch.float32)
-    small = probe(module, {}, {**module._modules, **layers})
+    small = make_trial_module(module, {}, {**module._modules, **layers})
     small.__dict__["training"] = True
 
     def product() -> Tensor:
@@ -121,46 +129,46 @@ def matches_stock(module: nn.Module) -> str | None:
     return compare_mlp(small, x, product, last, formula, 16, "small layers", "shape")
 
 
-def save(module: nn.Module) -> str | None:
+def save_as_codes(module: nn.Module) -> str | None:
     """Let this MLP keep FP8 codes; returns the reason against it, if there is one."""
     reason = why_not(module)
     if reason is None:
-        mlp_parts = parts(module)
+        mlp_parts = find_parts(module)
         assert mlp_parts is not None
-        prepare(module, mlp_parts)
+        prepare_last_layer(module, mlp_parts)
         swap(module, SavedMlp, _parts=mlp_parts)
     return reason
 
 
-def prepare(module: nn.Module, mlp_parts: Parts) -> None:
+def prepare_last_layer(module: nn.Module, mlp_parts: MlpParts) -> None:
     """Let a last layer in high precision look for the source of its input; FP8 layers do of themselves."""
-    last = layer_of(module._modules[mlp_parts.last])
+    last = unwrap_adapter(module._modules[mlp_parts.last])
     if type(last) is nn.Linear and "forward" not in last.__dict__:
         swap(last, HighLinear)
 
 
-class SavedMlp(Swapped):
+class SavedMlp(SwappedModule):
     """The forward of an MLP that keeps FP8 codes; see the module's docstring."""
 
-    _parts: Parts
-    own = ("_parts",)
+    _parts: MlpParts
+    attributes = ("_parts",)
 
-    def other(self, x: Tensor) -> Tensor | None:
-        return run(self, self._parts, x)
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
+        return run_mlp(self, self._parts, x)
 
 
-def run(module: nn.Module, mlp_parts: Parts, x: Tensor) -> Tensor | None:
+def run_mlp(module: nn.Module, mlp_parts: MlpParts, x: Tensor) -> Tensor | None:
     """The output of an MLP by its children; None where it should take its stock forward."""
     act, last = module._modules[mlp_parts.act], module._modules[mlp_parts.last]
-    if act is None or last is None or hooked(act) or not computable(x) or x.dtype not in sources.DTYPES:
+    if act is None or last is None or has_hooks(act) or not is_supported_input(x) or x.dtype not in sources.DTYPES:
         return None
     if not all(is_idle(m) for name, m in module._modules.items() if name not in mlp_parts.names):
         return None
     inner = [module._modules[name](x) for name in mlp_parts.first]  # type: ignore[misc]
-    if not all(ordinary(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
+    if not all(is_plain_tensor(t) and t.dtype in sources.DTYPES and t.numel() for t in inner):
         h = act(inner[0])
         return last(h * inner[1] if len(inner) == 2 else h)
-    h, source = product(act, *inner)
+    h, source = activation_product(act, *inner)
     del inner  # they are not needed while the last layer runs
     if source is None:
         return last(h)
@@ -168,56 +176,56 @@ def run(module: nn.Module, mlp_parts: Parts, x: Tensor) -> Tensor | None:
         return last(h)
 
 
-def product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
+def activation_product(act: Act, a: Tensor, b: Tensor | None = None) -> tuple[Tensor, Source | None]:
     """(act(a^) * b^, how to make it again: None where a, b ask for no gradient) of a, b [..., I] as FP8 holds them.
 
     Off autocast, which would choose dtypes again in the backward. Gradients reach a and b.
     """
-    codes = _codes(a, b)
+    codes = _encode(a, b)
     specs = tuple((q.spec, dtype) for q, dtype in codes)
     tensors = tuple(t for q, _ in codes for t in (q.data, q.scale))
-    call = _Call(act, specs, a.shape, tensors)
+    call = _ProductArgs(act, specs, a.shape, tensors)
     h = _Product.apply(a, b, call)
     # Without a gradient for a and b their codes are not kept, and the codes of h are fewer.
-    return h, Source(tensors, partial(_remade, act, specs, a.shape)) if h.requires_grad else None
+    return h, Source(tensors, partial(_recompute_product, act, specs, a.shape)) if h.requires_grad else None
 
 
-def _codes(*tensors: Tensor | None) -> list[tuple[Quantized, torch.dtype]]:
+def _encode(*tensors: Tensor | None) -> list[tuple[Quantized, torch.dtype]]:
     with torch.no_grad():
-        return [(sources.keep(t), t.dtype) for t in tensors if t is not None]
+        return [(sources.encode_activation(t), t.dtype) for t in tensors if t is not None]
 
 
 Specs = tuple[tuple[CastSpec, torch.dtype], ...]
 
 
-class _Call(NamedTuple):
+class _ProductArgs(NamedTuple):
     act: Act
     specs: Specs
     shape: torch.Size
     tensors: tuple[Tensor, ...]
 
 
-def _values(specs: Specs, shape: torch.Size, tensors: tuple[Tensor, ...]) -> list[Tensor]:
+def _decode(specs: Specs, shape: torch.Size, tensors: tuple[Tensor, ...]) -> list[Tensor]:
     return [
-        sources.value(Quantized(tensors[2 * i], tensors[2 * i + 1], spec), dtype).view(shape)
+        sources.decode_activation(Quantized(tensors[2 * i], tensors[2 * i + 1], spec), dtype).view(shape)
         for i, (spec, dtype) in enumerate(specs)
     ]
 
 
-def _remade(act: Act, specs: Specs, shape: torch.Size, *tensors: Tensor) -> Tensor:
+def _recompute_product(act: Act, specs: Specs, shape: torch.Size, *tensors: Tensor) -> Tensor:
     """h from the codes: what the forward computes, and the backward again."""
     with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
-        values = _values(specs, shape, tensors)
+        values = _decode(specs, shape, tensors)
         h = act(values[0])
         return h * values[1] if len(values) == 2 else h
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor | None, call: _ProductArgs) -> Tensor:
         ctx.act, ctx.specs, ctx.shape = call.act, call.specs, call.shape
         ctx.save_for_backward(*call.tensors)
-        return _remade(call.act, call.specs, call.shape, *call.tensors)
+        return _recompute_product(call.act, call.specs, call.shape, *call.tensors)
 
     @staticmethod
     @once_differentiable
@@ -225,7 +233,7 @@ class _Product(torch.autograd.Function):
         needs_a, needs_b = ctx.needs_input_grad[:2]
         da = db = None
         with torch.autocast(dh.device.type, enabled=False):
-            a, *rest = _values(ctx.specs, ctx.shape, ctx.saved_tensors)
+            a, *rest = _decode(ctx.specs, ctx.shape, ctx.saved_tensors)
             with torch.set_grad_enabled(needs_a):
                 s = ctx.act(a.requires_grad_(needs_a))
             if needs_b:
@@ -236,14 +244,14 @@ class _Product(torch.autograd.Function):
         return da, db, None
 
 
-class HighLinear(Swapped):
+class HighLinear(SwappedModule):
     """A stock linear layer whose input can be made again: keeps nothing of it."""
 
     weight: Tensor
     bias: Tensor | None
 
-    def other(self, x: Tensor) -> Tensor | None:
-        source = source_of(x)
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
+        source = get_source(x)
         if source is None or not self.weight.requires_grad or not is_whole(self.weight):
             return None  # a frozen weight keeps no input anyway
         return _HighLinear.apply(x, self.weight, self.bias, source)

@@ -1,10 +1,10 @@
 """Whether a block may replace a module: the checks that norms and MLPs share.
 
 A module is found by its names, which do not say what its forward computes. Its stock forward is therefore tried on
-small random layers (:func:`~octavo.fp8.dense.swap.probe`, also where the model is on the meta device) and compared with
-our formula, element by element, under a tolerance that each block states. A reason against a module is a
+small random layers (:func:`~octavo.fp8.dense.swap.make_trial_module`, also where the model is on the meta device) and
+compared with our formula, element by element, under a tolerance that each block states. A reason against a module is a
 sentence, which the plan shows; None where nothing does. Of modules that are alike one is tried for all, within
-:func:`one_of_a_kind`.
+:func:`share_trials`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from octavo.fp8.dense import sources
-from octavo.fp8.dense.swap import Swapped
+from octavo.fp8.dense.swap import SwappedModule
 
 
-def layer_of(module: nn.Module | None) -> nn.Module | None:
+def unwrap_adapter(module: nn.Module | None) -> nn.Module | None:
     """The layer itself, also inside an adapter that wraps it (PEFT's ``base_layer``)."""
     inner = None if module is None else module._modules.get("base_layer")
     return inner if isinstance(inner, nn.Module) else module
@@ -34,9 +34,9 @@ def is_idle(child: nn.Module | None) -> bool:
     return child is None or isinstance(child, nn.Identity) or (isinstance(child, nn.Dropout) and child.p == 0)
 
 
-def exchanged(module: nn.Module) -> str | None:
+def why_replaced(module: nn.Module) -> str | None:
     """Why this module's forward is not the stock one any more."""
-    if isinstance(module, Swapped):
+    if isinstance(module, SwappedModule):
         return "fused before"
     return "its forward was replaced on the instance (an accelerate hook?)" if "forward" in module.__dict__ else None
 
@@ -47,28 +47,28 @@ def wrong_dtype(what: str, weights: Iterable[Tensor]) -> str | None:
     return None if wrong is None else f"{what} {str(wrong).removeprefix('torch.')}"
 
 
-Trial = Callable[[nn.Module], str | None]
-_tried: ContextVar[dict[Hashable, str | None] | None] = ContextVar("_tried", default=None)
-_OF_EVERY_MODULE = frozenset(nn.Module().__dict__) - {"training"}
+TrialFunction = Callable[[nn.Module], str | None]
+_trial_results: ContextVar[dict[Hashable, str | None] | None] = ContextVar("_tried", default=None)
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 
 
 @contextmanager
-def one_of_a_kind() -> Iterator[None]:
+def share_trials() -> Iterator[None]:
     """Inside, a trial of a module also answers for those that are alike: a model has hundreds, of few kinds."""
-    token = _tried.set({})
+    token = _trial_results.set({})
     try:
         yield
     finally:
-        _tried.reset(token)
+        _trial_results.reset(token)
 
 
-def trial(ask: Trial) -> Trial:
-    """A function that tries a module, asked once for all that are alike within :func:`one_of_a_kind`."""
+def cache_trial(ask: TrialFunction) -> TrialFunction:
+    """A function that tries a module, asked once for all that are alike within :func:`share_trials`."""
 
     @wraps(ask)
     def asked(module: nn.Module) -> str | None:
-        known = {} if (tried := _tried.get()) is None else tried
-        key = ask, _kind(module)
+        known = {} if (tried := _trial_results.get()) is None else tried
+        key = ask, _module_key(module)
         if key not in known:
             threads = torch.get_num_threads()
             torch.set_num_threads(1)  # on a busy machine so small a product waits fifty times as long for a second one
@@ -81,23 +81,25 @@ def trial(ask: Trial) -> Trial:
     return asked
 
 
-def _kind(module: nn.Module) -> Hashable:
+def _module_key(module: nn.Module) -> Hashable:
     """What decides how a module computes, values of its parameters aside. What is no plain value must be the same
     object: a configuration, a buffer, hooks."""
     attributes = module.__dict__
-    plain = tuple((name, _plain(value)) for name, value in attributes.items() if name not in _OF_EVERY_MODULE)
-    hooks = tuple((name, id(attributes[name])) for name in _OF_EVERY_MODULE if "hooks" in name and attributes.get(name))
+    plain = tuple((name, _value_key(value)) for name, value in attributes.items() if name not in _MODULE_ATTRIBUTES)
+    hooks = tuple(
+        (name, id(attributes[name])) for name in _MODULE_ATTRIBUTES if "hooks" in name and attributes.get(name)
+    )
     parameters = tuple((n, None if p is None else (p.shape, p.dtype)) for n, p in module._parameters.items())
     buffers = tuple((n, id(b)) for n, b in module._buffers.items())
-    children = tuple((n, None if child is None else _kind(child)) for n, child in module._modules.items())
+    children = tuple((n, None if child is None else _module_key(child)) for n, child in module._modules.items())
     return type(module), plain, hooks, parameters, buffers, children
 
 
-def _plain(value: Any) -> Hashable:
+def _value_key(value: Any) -> Hashable:
     return (type(value), value) if isinstance(value, bool | int | float | str | torch.dtype | None) else id(value)
 
 
-def random() -> torch.Generator:
+def make_generator() -> torch.Generator:
     return torch.Generator("cpu").manual_seed(0)  # torch.manual_seed would seed the GPUs, too
 
 
@@ -108,7 +110,7 @@ def small_mlp(
 
     The last layer takes 40 features back to 24. Layers have a bias where ``own`` have one.
     """
-    generator, *_, last = random(), *stock_layers
+    generator, *_, last = make_generator(), *stock_layers
     layers: dict[str, nn.Linear] = {}
     for name, layer in stock_layers.items():
         k, n = (40, 24) if name == last else (24, 40)
@@ -132,25 +134,25 @@ def compare_mlp(
         try:
             stock, h = type(small).forward(small, x), product()
         except Exception as error:  # a forward that is not known may fail in any way
-            return fails(on, error)
+            return describe_failure(on, error)
         ours, size = last(h), h.float().abs() @ last.weight.float().abs().t()
         if last.bias is not None:
             size = size + last.bias.float().abs()
     allowed = epsilons * torch.finfo(x.dtype).eps * size
-    return unlike(stock, x, like) or off(stock, ours, allowed, f"its output is not {formula}")
+    return why_unlike(stock, x, like) or why_different(stock, ours, allowed, f"its output is not {formula}")
 
 
-def fails(on: str, error: Exception) -> str:
+def describe_failure(on: str, error: Exception) -> str:
     return f"its forward fails on {on} ({type(error).__name__}: {error})"
 
 
-def unlike(stock: Any, x: Tensor, like: str = "shape and dtype") -> str | None:
+def why_unlike(stock: Any, x: Tensor, like: str = "shape and dtype") -> str | None:
     """Why an output does not look like its input; ``like``: "shape" where its dtype does not matter."""
     same = isinstance(stock, Tensor) and stock.shape == x.shape and (like == "shape" or stock.dtype == x.dtype)
     return None if same else f"its forward does not return one tensor of the {like} of its input"
 
 
-def off(stock: Tensor, ours: Tensor, allowed: Tensor, what: str) -> str | None:
+def why_different(stock: Tensor, ours: Tensor, allowed: Tensor, what: str) -> str | None:
     """``what`` is the matter, unless both agree within ``allowed``."""
     error = (stock.float() - ours.float()).abs()
     return None if bool((error <= allowed).all()) else f"{what}: off by up to {float(error.max()):.3g} on random input"

@@ -41,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from octavo.fp8.arithmetic.cast import CastSpec, Quantized, castable
+from octavo.fp8.arithmetic.cast import CastSpec, Quantized, check_castable
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.arithmetic.recipe import GEMMS, Gemm, Recipe
 from octavo.fp8.kernels import layout
@@ -61,29 +61,32 @@ def describe(recipe: Recipe, selections: Mapping[str, Selection]) -> str:
     parts = []
     for name in GEMMS:
         gemm, selection = recipe.gemm(name), selections.get(name)
-        used = gemm is not None and selection is not None
-        parts.append(f"{selection.backend.name}@{layout.REVISION}:{_text(gemm.a)};{_text(gemm.b)}" if used else "")  # type: ignore[union-attr]
+        if gemm is None or selection is None:
+            parts.append("")
+        else:
+            backend = f"{selection.backend.name}@{layout.REVISION}"
+            parts.append(f"{backend}:{_format_spec(gemm.a)};{_format_spec(gemm.b)}")
     return "|".join(parts)
 
 
-def casts_of(recipe: Recipe) -> str:
-    """The casts of a recipe as text: the inverse of :func:`recipe_of`, without delayed scaling."""
+def format_casts(recipe: Recipe) -> str:
+    """The casts of a recipe as text: the inverse of :func:`parse_casts`, without delayed scaling."""
     parts = [recipe.name, recipe.format]
     for name in GEMMS:
         gemm = recipe.gemm(name)
-        parts.append("" if gemm is None else f"{_text(gemm.a)};{_text(gemm.b)}")
+        parts.append("" if gemm is None else f"{_format_spec(gemm.a)};{_format_spec(gemm.b)}")
     return "|".join(parts)
 
 
-def recipe_of(text: str) -> Recipe:
-    """The recipe of :func:`casts_of`'s text."""
+def parse_casts(text: str) -> Recipe:
+    """The recipe of :func:`format_casts`'s text."""
     name, fmt, *gemms = text.split("|")
-    pairs = [[_spec(spec) for spec in gemm.split(";")] if gemm else None for gemm in gemms]
+    pairs = [[_parse_spec(spec) for spec in gemm.split(";")] if gemm else None for gemm in gemms]
     fwd, dgrad, wgrad = (None if pair is None else Gemm(*pair) for pair in pairs)
     return Recipe(name, fmt, fwd, dgrad, wgrad)
 
 
-class Gemms(NamedTuple):
+class GemmTexts(NamedTuple):
     """The parts of :func:`describe`'s text, one per GEMM."""
 
     fwd: str
@@ -99,35 +102,35 @@ class Gemms(NamedTuple):
         return backend + ":" + casts.split(";")[which]
 
 
-def gemms(key: str) -> Gemms:
+def parse_key(key: str) -> GemmTexts:
     """Split :func:`describe`'s text. Only string operations, which Dynamo folds."""
     fwd, dgrad, wgrad = key.split("|")
-    return Gemms(fwd, dgrad, wgrad)
+    return GemmTexts(fwd, dgrad, wgrad)
 
 
-def _text(spec: CastSpec) -> str:
+def _format_spec(spec: CastSpec) -> str:
     return f"{spec.format},{spec.block[0]},{spec.block[1]},{spec.scale}"
 
 
 @lru_cache(maxsize=256)
-def _spec(text: str) -> CastSpec:
+def _parse_spec(text: str) -> CastSpec:
     fmt, rows, cols, scale = text.split(",")
     return CastSpec(fmt, (int(rows), int(cols)), scale)
 
 
 @lru_cache(maxsize=256)
-def operand_of(text: str) -> tuple[Backend, CastSpec]:
+def parse_operand(text: str) -> tuple[Backend, CastSpec]:
     """Backend and cast of ``backend:cast``."""
     backend, spec = text.split(":")
-    return get(backend.partition("@")[0]), _spec(spec)
+    return get(backend.partition("@")[0]), _parse_spec(spec)
 
 
 @lru_cache(maxsize=256)
-def gemm_of(text: str) -> tuple[Backend, CastSpec, CastSpec]:
+def parse_gemm(text: str) -> tuple[Backend, CastSpec, CastSpec]:
     """Backend and both casts of ``backend:cast;cast``."""
     backend, casts = text.split(":")
     a, b = casts.split(";")
-    return get(backend.partition("@")[0]), _spec(a), _spec(b)
+    return get(backend.partition("@")[0]), _parse_spec(a), _parse_spec(b)
 
 
 # --- codes as plain buffers -------------------------------------------------------------------------------------------
@@ -157,7 +160,7 @@ def pack(q: Quantized, contract: int) -> tuple[Tensor, Tensor]:
 
 def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, contract: int) -> Quantized:
     """The [rows, cols] matrix of buffers from :func:`pack`, as views."""
-    grid = layout.grid_of(rows, cols, spec)
+    grid = layout.grid_shape(rows, cols, spec)
     free, contracted = (grid[0], grid[1]) if contract == 1 else (grid[1], grid[0])
     data, scale = codes.view(spec.fmt.dtype), scale.view(layout.scale_sizes(rows, cols, spec, contract))
     if layout.scales_by_contraction(spec, contract):
@@ -170,11 +173,11 @@ def unpack(codes: Tensor, scale: Tensor, rows: int, cols: int, spec: CastSpec, c
     return Quantized(data[:cols, :rows].t(), scale.t(), spec)
 
 
-def packed_fake(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
+def fake_pack(x: Tensor, text: str, contract: int) -> tuple[Tensor, Tensor]:
     """Buffers as from :func:`pack` for x under ``backend:cast``, without values; empty ones for no cast."""
     if not text:
         return x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.float32)
-    spec = operand_of(text)[1]
+    spec = parse_operand(text)[1]
     rows, cols = x.shape
     a, b = layout.scale_sizes(rows, cols, spec, contract)
     kind = torch.uint8 if spec.scale == "e8m0" else torch.float32
@@ -202,19 +205,19 @@ _lib.define(
 
 def _cast(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if row and col and row.split(":")[0] == col.split(":")[0]:
-        (backend, row_spec), (_, col_spec) = operand_of(row), operand_of(col)
-        return packed_pair(x, *backend.quantize_both(x, row_spec, col_spec))
+        (backend, row_spec), (_, col_spec) = parse_operand(row), parse_operand(col)
+        return pack_pair(x, *backend.quantize_both(x, row_spec, col_spec))
     codes: list[Quantized | None] = [None, None]
     for contract, text in ((1, row), (0, col)):
         if text:
-            backend, spec = operand_of(text)
+            backend, spec = parse_operand(text)
             codes[1 - contract] = backend.quantize(x, spec, contract)
-    return packed_pair(x, *codes)
+    return pack_pair(x, *codes)
 
 
-def packed_pair(x: Tensor, row: Quantized | None, col: Quantized | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pack_pair(x: Tensor, row: Quantized | None, col: Quantized | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes of x for a contraction of its columns and of its rows, as buffers; empty ones for None."""
-    packed = [packed_fake(x, "", 1) if q is None else pack(q, contract) for q, contract in ((row, 1), (col, 0))]
+    packed = [fake_pack(x, "", 1) if q is None else pack(q, contract) for q, contract in ((row, 1), (col, 0))]
     for i in range(2):  # a backend may return one tensor for both; an operator must not alias its results
         if packed[0][i].untyped_storage()._cdata == packed[1][i].untyped_storage()._cdata:
             packed[1] = (packed[1][0], packed[1][1].clone()) if i else (packed[1][0].clone(), packed[1][1])
@@ -223,8 +226,8 @@ def packed_pair(x: Tensor, row: Quantized | None, col: Quantized | None) -> tupl
 
 def _cast_fake(x: Tensor, row: str, col: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if row or col:
-        castable(x)
-    return (*packed_fake(x, row, 1), *packed_fake(x, col, 0))
+        check_castable(x)
+    return (*fake_pack(x, row, 1), *fake_pack(x, col, 0))
 
 
 def _unwritten_fake(x: Tensor) -> None:
@@ -237,7 +240,9 @@ def _unwritten_fake(x: Tensor) -> None:
         )
 
 
-def weight_codes(weight: Tensor, spec: CastSpec, backend: Backend, forward: bool, shared: bool = False) -> Quantized:
+def get_weight_codes(
+    weight: Tensor, spec: CastSpec, backend: Backend, forward: bool, shared: bool = False
+) -> Quantized:
     """The codes of a weight for fwd or dgrad, from the cache of its layer or a new cast; ``shared``: dgrad multiplies
     by the codes of the forward."""
     codes, cast = codes_of(weight), partial(backend.quantize, contract=1 if forward or shared else 0)
@@ -251,19 +256,19 @@ def _linear(
     key: str,
 ) -> Tensor:  # fmt: skip
     """y [M, N] in x's dtype. Only the backward uses ``col`` and ``col_scale``."""
-    fwd = gemms(key).fwd
+    fwd = parse_key(key).fwd
     if not fwd:
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-    return product(row, row_scale, x.shape[0], weight, bias, x.dtype, fwd)
+    return multiply_fwd(row, row_scale, x.shape[0], weight, bias, x.dtype, fwd)
 
 
-def product(
+def multiply_fwd(
     row: Tensor, scale: Tensor, tokens: int, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, fwd: str
 ) -> Tensor:
     """y [tokens, N] in ``dtype`` from the row codes of x; ``fwd``: the text of its GEMM."""
-    backend, a, b = gemm_of(fwd)
+    backend, a, b = parse_gemm(fwd)
     x_q = unpack(row, scale, tokens, weight.shape[1], a, 1)
-    return backend.gemm_fwd(x_q, weight_codes(weight, b, backend, True), dtype, bias).contiguous()
+    return backend.gemm_fwd(x_q, get_weight_codes(weight, b, backend, True), dtype, bias).contiguous()
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
@@ -271,11 +276,11 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> 
 
 
 def _dgrad(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
-    parts = gemms(key)
-    backend, a, b = gemm_of(parts.dgrad)
+    parts = parse_key(key)
+    backend, a, b = parse_gemm(parts.dgrad)
     dy_q = unpack(dy, dy_scale, tokens, weight.shape[0], a, 1)
-    shared = parts.fwd != "" and gemm_of(parts.fwd)[2] == b
-    return backend.gemm_dgrad(dy_q, weight_codes(weight, b, backend, False, shared), dtype).contiguous()
+    shared = parts.fwd != "" and parse_gemm(parts.fwd)[2] == b
+    return backend.gemm_dgrad(dy_q, get_weight_codes(weight, b, backend, False, shared), dtype).contiguous()
 
 
 def _dgrad_fake(dy: Tensor, dy_scale: Tensor, weight: Tensor, tokens: int, dtype: torch.dtype, key: str) -> Tensor:
@@ -286,7 +291,7 @@ def _wgrad(
     dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, tokens: int, outputs: int, inputs: int,
     dtype: torch.dtype, key: str,
 ) -> Tensor:  # fmt: skip
-    backend, a, b = gemm_of(gemms(key).wgrad)
+    backend, a, b = parse_gemm(parse_key(key).wgrad)
     dy_q = unpack(dy, dy_scale, tokens, outputs, a, 0)
     x_q = unpack(x, x_scale, tokens, inputs, b, 0)
     return backend.gemm_wgrad(dy_q, x_q, dtype).contiguous()
@@ -308,7 +313,7 @@ def _save_for_backward(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     needs_x, needs_w, needs_b = ctx.needs_input_grad[:3]
     saved: tuple[Tensor, ...] = (weight,) if needs_x else ()
     if needs_w:
-        saved += (col, col_scale) if gemms(key).wgrad else (x,)
+        saved += (col, col_scale) if parse_key(key).wgrad else (x,)
     ctx.save_for_backward(*saved)
     ctx.key, ctx.needs = key, (needs_x, needs_w, needs_b)
     ctx.inputs, ctx.x_dtype, ctx.w_dtype = x.shape[1], x.dtype, weight.dtype
@@ -316,7 +321,7 @@ def _save_for_backward(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    (needs_x, needs_w, needs_b), parts = ctx.needs, gemms(ctx.key)
+    (needs_x, needs_w, needs_b), parts = ctx.needs, parse_key(ctx.key)
     saved = list(ctx.saved_tensors)
     row, col = parts.operand("dgrad", 0) if needs_x else "", parts.operand("wgrad", 0) if needs_w else ""
     tokens, outputs = dy.shape
@@ -340,7 +345,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return dx, dw, db, None, None, None, None, None
 
 
-def _codes_have_no_gradient(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+def _mark_codes_non_differentiable(ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
     ctx.mark_non_differentiable(*output)
 
 
@@ -351,7 +356,7 @@ def refuse_second_derivative(ctx: Any, *grads: Tensor) -> NoReturn:
     )
 
 
-def _no_gradient(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+def _cast_backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
     return None, None, None
 
 
@@ -364,7 +369,7 @@ for _name, _run, _fake in (
 ):
     _lib.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"octavo::{_name}", _fake, lib=_lib)
-torch.library.register_autograd("octavo::cast", _no_gradient, setup_context=_codes_have_no_gradient, lib=_lib)
+torch.library.register_autograd("octavo::cast", _cast_backward, setup_context=_mark_codes_non_differentiable, lib=_lib)
 torch.library.register_autograd("octavo::linear", _backward, setup_context=_save_for_backward, lib=_lib)
 torch.library.register_autograd("octavo::dgrad", refuse_second_derivative, lib=_lib)
 torch.library.register_autograd("octavo::wgrad", refuse_second_derivative, lib=_lib)
@@ -373,7 +378,7 @@ torch.library.register_autograd("octavo::wgrad", refuse_second_derivative, lib=_
 # --- the layer as a compiler traces it --------------------------------------------------------------------------------
 
 
-def prepare(layer: Any) -> None:
+def record_weight_kind(layer: Any) -> None:
     """Record whether the weight of an FP8 layer is FP8 between steps: a compiler cannot trace an access to it."""
     layer.__dict__["_fp8_param"] = isinstance(layer.weight, Fp8Weight)
 
@@ -420,21 +425,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, key: str) -> Tensor:
             f"An FP8 linear layer multiplies inputs of {weight.shape[1]} features, its weight being "
             f"{list(weight.shape)}; found an input of shape {list(x.shape)}."
         )
-    low = x.to(lowered(x.device.type, x.dtype))
-    x_MK, parts = matrix(low), gemms(key)
+    low = x.to(traced_compute_dtype(x.device.type, x.dtype))
+    x_MK, parts = as_matrix(low), parse_key(key)
     # Only a trained weight needs x in the backward, where its codes in wgrad layout are enough.
     keeps = weight.requires_grad and torch.is_grad_enabled()
-    codes = codes_of_input(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
+    codes = get_input_codes(x, x_MK, parts.operand("fwd", 0), parts.operand("wgrad", 1) if keeps else "")
     y_MN = torch.ops.octavo.linear(x_MK, weight, bias, *codes, key)
     return y_MN.view(*x.shape[:-1], weight.shape[0])
 
 
-def matrix(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     """x [..., K] as [M, K]."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
-def lowered(device: str, dtype: torch.dtype) -> torch.dtype:
+def traced_compute_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of GEMMs for an input of ``dtype``: see :func:`octavo.fp8.dense.inputs.compute_dtype`."""
     # Dynamo of torch 2.11 cannot trace is_autocast_available; meta is the only device without autocast.
     if dtype != torch.float64 and device != "meta" and torch.is_autocast_enabled(device):
@@ -442,21 +447,21 @@ def lowered(device: str, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-_ATTACHED = "_octavo_codes"
-_numbers = itertools.count()
+_CODES_ATTRIBUTE = "_octavo_codes"
+_graph_numbers = itertools.count()
 
 
 def attach_codes(y: Tensor, dtype: torch.dtype, row: str, col: str, codes: tuple[Tensor, ...]) -> None:
     """Attach the codes of ``y`` in ``dtype`` under ``row`` and ``col`` for layers that are traced with y itself, in the
     same graph, where a write into y before them is refused. After a graph break such a write could not be noticed, and
     y is cast again."""
-    setattr(y, _ATTACHED, (dtype, row, col, codes, graph_number()))
+    setattr(y, _CODES_ATTRIBUTE, (dtype, row, col, codes, graph_number()))
 
 
-def codes_of_input(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
+def get_input_codes(x: Tensor, x_MK: Tensor, row: str, col: str) -> tuple[Tensor, ...]:
     """Codes and scales of ``x_MK``, which is x in the dtype of the GEMMs: those attached to x if they fit, else a
     cast."""
-    attached = getattr(x, _ATTACHED, None)
+    attached = getattr(x, _CODES_ATTRIBUTE, None)
     if (
         attached is not None
         and attached[0] == x_MK.dtype
@@ -475,15 +480,15 @@ def graph_number() -> str:
     context: Any = torch._guards.TracingContext.try_get()
     if context is None:
         return ""
-    return str(context.__dict__.setdefault("octavo_number", next(_numbers)))
+    return str(context.__dict__.setdefault("octavo_number", next(_graph_numbers)))
 
 
-def key(casts: str, device: str, backend: str) -> str:
-    """:func:`describe` for a recipe's casts (:func:`casts_of`) and the backends chosen for them.
+def make_key(casts: str, device: str, backend: str) -> str:
+    """:func:`describe` for a recipe's casts (:func:`format_casts`) and the backends chosen for them.
 
     Raises BackendError if the requested backend does not support one of them.
     """
-    recipe = recipe_of(casts)
+    recipe = parse_casts(casts)
     selections = {
         gemm: select(gemm, recipe_or_spec=recipe, device=device, requested=backend)
         for gemm in GEMMS
@@ -494,4 +499,4 @@ def key(casts: str, device: str, backend: str) -> str:
 
 # As torch.compiler.assume_constant_result, without importing torch._dynamo before the first call: the choice of a
 # backend queries the machine, which a compiler cannot trace and need not.
-key._dynamo_marked_constant = graph_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+make_key._dynamo_marked_constant = graph_number._dynamo_marked_constant = True  # type: ignore[attr-defined]

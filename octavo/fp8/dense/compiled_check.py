@@ -17,43 +17,43 @@ from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.kernels.registry import Selection, get
-from octavo.fp8.kernels.self_check import BOUND, Fault, farthest, sizes, spread
+from octavo.fp8.kernels.self_check import BOUND, Mismatch, find_largest_error, random_matrix, sizes
 
 
-def compiled_layer(recipe: Recipe, selections: Mapping[str, Selection], device: torch.device) -> Fault | None:
+def check_compiled_layer(recipe: Recipe, selections: Mapping[str, Selection], device: torch.device) -> Mismatch | None:
     """The first of y, dx and dw of a compiled layer that differs by more than twice the rounding error of a product."""
     tokens, outputs, inputs = sizes(device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     x, w, dy = (
-        spread(seed, *shape).to(dtype)
+        random_matrix(seed, *shape).to(dtype)
         for seed, shape in enumerate(((tokens, inputs), (outputs, inputs), (tokens, outputs)))
     )
     reference = {gemm: Selection(get("reference"), "", ()) for gemm in selections}
-    want = _step(_layer(w, recipe, reference), x, dy)
-    layer = _layer(w.to(device), recipe, selections)
+    want = _run_step(_make_layer(w, recipe, reference), x, dy)
+    layer = _make_layer(w.to(device), recipe, selections)
 
     def forward(x: Tensor) -> Tensor:
         return layer(x)
 
     compiled = torch.compile(forward, backend="aot_eager", fullgraph=True, dynamic=False)
-    got = _step(layer, x.to(device), dy.to(device), compiled)
+    got = _run_step(layer, x.to(device), dy.to(device), compiled)
     x, w, dy = (t.float().abs() for t in (x, w, dy))
     for name, mine, exact, most in zip(
         ("y", "dx", "dw"), got, want, (x @ w.t(), dy @ w, dy.t() @ x), strict=True
     ):  # fmt: skip
-        if (fault := farthest(name, mine, exact.float(), most * 2 * BOUND)) is not None:
+        if (fault := find_largest_error(name, mine, exact.float(), most * 2 * BOUND)) is not None:
             return fault
     return None
 
 
-def _layer(w: Tensor, recipe: Recipe, selections: Mapping[str, Selection]) -> nn.Linear:
+def _make_layer(w: Tensor, recipe: Recipe, selections: Mapping[str, Selection]) -> nn.Linear:
     """An FP8 layer with weight w, created on meta so that the random state of the process does not change."""
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
     layer.weight = nn.Parameter(w.clone())
     return convert(layer, Site("self-check", recipe, selections))
 
 
-def _step(
+def _run_step(
     layer: nn.Linear, x: Tensor, dy: Tensor, forward: Callable[[Tensor], Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, dx, dw)"""

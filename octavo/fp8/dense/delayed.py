@@ -27,17 +27,17 @@ from octavo.base import accelerator
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.inputs import CastRequest, Input, Pair
+from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.kernels.capture import capturing
+from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.registry import Backend
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 
 PREFIX = "fp8_amax_"  # names: PREFIX + "x" or "dy", then "_<parameter>" in modules of experts
-HELD = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
-_RECENT = 64  # forwards whose scale a recomputation can find
-_FAR = 1 << 62  # larger than any distance between autograd nodes
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+HISTORIES_KEY = "_fp8_histories"  # the attribute of a module: dict of name -> [slots, ...]
+_NUM_RECENT = 64  # forwards whose scale a recomputation can find
+_MAX_DISTANCE = 1 << 62  # larger than any distance between autograd nodes
+_INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 class History(NamedTuple):
@@ -55,9 +55,9 @@ class DelayedScaling(NamedTuple):
     held: dict[str, Tensor]
     suffix: str
 
-    def begin(self, x: Tensor, slot: int | None, training: bool, seen: Seen) -> Casts:
+    def begin(self, x: Tensor, slot: int | None, training: bool, seen: LayerRecord) -> DelayedCasts:
         """The casts of one forward and its backward: rows on the device of x, which only training writes."""
-        return Casts(self.history(slot or 0, x.device), training and seen.counted, seen.recompute)
+        return DelayedCasts(self.history(slot or 0, x.device), training and seen.counted, seen.recompute)
 
     def history(self, slot: int, device: torch.device) -> History:
         """The rows of one slot, on ``device``. A forward on meta gets a copy, so that the real rows stay on their
@@ -65,32 +65,32 @@ class DelayedScaling(NamedTuple):
         rows = []
         for key in History._fields:
             name = PREFIX + key + self.suffix
-            tensor = moved(self.held[name], device)
+            tensor = move_tensor(self.held[name], device)
             if device.type != "meta":
                 self.held[name] = tensor
             rows.append(tensor[slot])
         return History(*rows)
 
-    def follow(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Histories follow the weights to their device, never to their dtype."""
         if device.type != "meta":
-            self.held.update({name: moved(tensor, device) for name, tensor in self.held.items()})
+            self.held.update({name: move_tensor(tensor, device) for name, tensor in self.held.items()})
 
 
-class Casts(NamedTuple):
+class DelayedCasts(NamedTuple):
     """The casts of one forward and its backward; ``record``: their amaxes, except in a recomputation."""
 
     rows: History
     record: bool
     recompute: bool
 
-    def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> Pair:
+    def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
         """The input of a layer [M, K] by its history."""
-        return _pair(partial(self._cast_x, x.matrix()), row, col)
+        return _cast_pair(partial(self._cast_x, x.matrix()), row, col)
 
-    def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
+    def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
         """The gradient of a layer's output [M, N] by its history."""
-        return _pair(partial(self._cast_dy, dy), row, col)
+        return _cast_pair(partial(self._cast_dy, dy), row, col)
 
     def _cast_x(self, x: Tensor, request: CastRequest, contracts: Sequence[int]) -> Sequence[Quantized]:
         """A forward and its recomputation run the same operations, except writes: selective checkpointing replays
@@ -98,35 +98,35 @@ class Casts(NamedTuple):
         (backend, spec), rows = request, self.rows
         with torch.no_grad():
             amax = _amax(x)
-            scale = _scale(rows.x, amax, spec)
+            scale = _history_scale(rows.x, amax, spec)
             if not x.numel():
-                return _codes(backend, x, scale, spec, amax, contracts)
+                return _quantize(backend, x, scale, spec, amax, contracts)
             print_ = _fingerprint(x)
             number = torch.autograd._get_sequence_nr() - 1  # the node of this forward has the latest number
             entry = torch.stack([torch.full_like(print_, number), print_, scale.view(torch.int32).long()]).view(3, 1)
-            recent, longer = torch.cat([entry, rows.recent[:, :-1]], 1), _pushed(rows.x, amax, amax.isfinite())
+            recent, longer = torch.cat([entry, rows.recent[:, :-1]], 1), _push(rows.x, amax, amax.isfinite())
             if self.recompute:
-                scale = _noted_scale(rows.recent, print_, *_recomputing(), scale)
+                scale = _look_up_scale(rows.recent, print_, *_recomputing_node(), scale)
             else:
                 rows.recent.copy_(recent)
                 if self.record:
                     rows.x.copy_(longer)
-                scale = _noted_scale(recent, print_, number, False, scale)  # this forward's entry
-            return _codes(backend, x, scale, spec, amax, contracts)
+                scale = _look_up_scale(recent, print_, number, False, scale)  # this forward's entry
+            return _quantize(backend, x, scale, spec, amax, contracts)
 
     def _cast_dy(self, dy: Tensor, request: CastRequest, contracts: Sequence[int]) -> Sequence[Quantized]:
         (backend, spec), rows = request, self.rows
         with torch.no_grad():
             amax = _amax(dy)
-            scale = _scale(rows.dy, amax, spec)
+            scale = _history_scale(rows.dy, amax, spec)
             if self.record and dy.numel():
-                rows.dy.copy_(_pushed(rows.dy, amax, amax.isfinite()))
-            return _codes(backend, dy, scale, spec, amax, contracts)
+                rows.dy.copy_(_push(rows.dy, amax, amax.isfinite()))
+            return _quantize(backend, dy, scale, spec, amax, contracts)
 
 
-def _pair(
+def _cast_pair(
     cast: Callable[[CastRequest, Sequence[int]], Sequence[Quantized]], row: CastRequest | None, col: CastRequest | None
-) -> Pair:
+) -> QuantizedPair:
     """The codes under both requests; equal requests share one cast, because each cast changes the history."""
     if row is not None and col is not None and row.spec == col.spec:
         first, second = cast(row, (1, 0))
@@ -134,7 +134,7 @@ def _pair(
     return None if row is None else cast(row, (1,))[0], None if col is None else cast(col, (0,))[0]
 
 
-def _codes(
+def _quantize(
     backend: Backend, x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor, contracts: Sequence[int]
 ) -> Sequence[Quantized]:
     """x under a known scale, in the layout for each of ``contracts``: (1,), (0,) or (1, 0)."""
@@ -147,24 +147,24 @@ def convert(module: nn.Linear, site: Site) -> Linear:
     """:meth:`Linear.convert`, with histories if the recipe uses delayed scaling."""
     layer = Linear.convert(module, site)
     if site.recipe.delayed is not None:
-        attach(layer, site)
+        attach_histories(layer, site)
     return layer
 
 
-def attach(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> None:
+def attach_histories(module: nn.Module, site: Site, slots: int = 1, suffix: str = "") -> None:
     """Add empty histories to a module, [slots, length] for x and dy, and delayed scaling to its site."""
     assert site.recipe.delayed is not None
     weight, length = next(module.parameters(recurse=False)), site.recipe.delayed.length
     device = torch.device("cpu") if weight.is_meta else weight.device
-    held = module.__dict__.setdefault(HELD, {})
+    held = module.__dict__.setdefault(HISTORIES_KEY, {})
     with torch.inference_mode(False):  # training writes them, even if they were created in inference mode
         for key in ("x", "dy"):
             held[PREFIX + key + suffix] = torch.zeros(slots, length, device=device, dtype=torch.float32)
-        held[PREFIX + "recent" + suffix] = torch.zeros(slots, 3, _RECENT, device=device, dtype=torch.int64)
+        held[PREFIX + "recent" + suffix] = torch.zeros(slots, 3, _NUM_RECENT, device=device, dtype=torch.int64)
     site.scaling = DelayedScaling(held, suffix)
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on ``device``; a copy is an ordinary tensor, also inside inference mode."""
     if tensor.device == device:
         return tensor
@@ -177,26 +177,26 @@ def scaling_state(model: nn.Module) -> dict[str, Tensor]:
 
     A checkpoint needs them: without them the first steps after a resume cast with other scales.
     """
-    return {name: b.detach().clone() for name, b in _named(model).items()}
+    return {name: b.detach().clone() for name, b in _named_histories(model).items()}
 
 
 def move_scaling(model: nn.Module, device: torch.device) -> None:
     """Move the amax histories of a model to ``device``, for a model whose weights were on the meta device."""
     for module in model.modules():
-        held = module.__dict__.get(HELD)
+        held = module.__dict__.get(HISTORIES_KEY)
         if held is not None:
-            held.update({name: moved(tensor, device) for name, tensor in held.items()})
+            held.update({name: move_tensor(tensor, device) for name, tensor in held.items()})
 
 
 def load_scaling_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Restore what :func:`scaling_state` returned. Raises ValueError if names or shapes differ from the model's."""
-    histories = _named(model)
+    histories = _named_histories(model)
     missing, extra = sorted(histories.keys() - state.keys()), sorted(state.keys() - histories.keys())
     if missing or extra:
         raise ValueError(
             f"The amax histories do not belong to this model: {len(missing)} are missing"
-            f"{_some(missing)}, {len(extra)} are unknown{_some(extra)}. Resume with the recipe that wrote the "
-            "checkpoint."
+            f"{_format_example(missing)}, {len(extra)} are unknown{_format_example(extra)}. Resume with the recipe "
+            "that wrote the checkpoint."
         )
     for name, history in histories.items():
         if tuple(state[name].shape) != tuple(history.shape):
@@ -214,7 +214,7 @@ def reduce_scaling_state(model: nn.Module, group: torch.distributed.ProcessGroup
 
     Per-tensor amax is local to a rank; afterwards all ranks cast with the scales of the whole batch.
     """
-    rows = list(_named(model).values())
+    rows = list(_named_histories(model).values())
     if rows:
         # With offloaded weights, the histories of layers that have not run may still be in host memory.
         device = next((row.device for row in rows if row.device.type != "cpu"), rows[0].device)
@@ -229,23 +229,23 @@ def scale_gradient_histories(model: nn.Module, factor: float) -> None:
 
     A power of two changes no code of the following casts.
     """
-    for name, row in _named(model).items():
+    for name, row in _named_histories(model).items():
         if name.rpartition(".")[2].startswith(PREFIX + "dy"):
             row.mul_(factor)
 
 
-def _named(model: nn.Module) -> dict[str, Tensor]:
+def _named_histories(model: nn.Module) -> dict[str, Tensor]:
     """The histories of x and dy, by the names that buffers would have."""
     # Notes for recomputed forwards are left out: they serve one step only.
     return {
         f"{path}.{name}" if path else name: tensor
         for path, module in model.named_modules()
-        for name, tensor in module.__dict__.get(HELD, {}).items()
+        for name, tensor in module.__dict__.get(HISTORIES_KEY, {}).items()
         if not name.startswith(PREFIX + "recent")
     }
 
 
-def _some(names: list[str]) -> str:
+def _format_example(names: list[str]) -> str:
     return f" (such as {names[0]!r})" if names else ""
 
 
@@ -255,39 +255,41 @@ def _fingerprint(x: Tensor) -> Tensor:
     if x.shape[1] % packed == 0:  # the fast path: several values per integer
         words = (x if x.storage_offset() % packed == 0 else x.clone()).view(torch.int64)
     else:
-        words = x.view(_BITS[x.element_size()])
-    return (words.sum(1) * _odd(x)).sum().bitwise_or(1)
+        words = x.view(_INT_DTYPES[x.element_size()])
+    return (words.sum(1) * _odd_multipliers(x)).sum().bitwise_or(1)
 
 
-_odd_numbers: dict[tuple[torch.device, int], Tensor] = {}  # by device and stream, on which creation precedes use
+_odd_multiplier_cache: dict[
+    tuple[torch.device, int], Tensor
+] = {}  # by device and stream, on which creation precedes use
 
 
-def _odd(x: Tensor) -> Tensor:
+def _odd_multipliers(x: Tensor) -> Tensor:
     """1, 3, 5, ... for each row of x, int64. Cached, except where a mode or a graph capture would own the tensor."""
     rows, device = x.shape[0], x.device
-    if x.is_meta or capturing(x.device) or torch._C._len_torch_dispatch_stack():
+    if x.is_meta or is_capturing(x.device) or torch._C._len_torch_dispatch_stack():
         return torch.arange(1, 2 * rows, 2, device=device)
-    stream = 0 if device.type == "cpu" else accelerator.stream_number(device)
-    held = _odd_numbers.get((device, stream))
+    stream = 0 if device.type == "cpu" else accelerator.stream_id(device)
+    held = _odd_multiplier_cache.get((device, stream))
     if held is None or held.shape[0] < rows:
         with torch.inference_mode(False):
-            held = _odd_numbers[device, stream] = torch.arange(1, 2 * rows, 2, device=device)
+            held = _odd_multiplier_cache[device, stream] = torch.arange(1, 2 * rows, 2, device=device)
     return held[:rows]
 
 
-def _recomputing() -> tuple[int, bool]:
+def _recomputing_node() -> tuple[int, bool]:
     """The number of the node whose backward recomputes, and whether the original forwards have larger numbers: the node
     of a reentrant checkpoint precedes them, while other checkpoints recompute for a node after them."""
     node = torch._C._current_autograd_node()
     return (0, False) if node is None else (node._sequence_nr(), node.name() == "CheckpointFunctionBackward")
 
 
-def _noted_scale(recent: Tensor, print_: Tensor, node: int, after: bool, otherwise: Tensor) -> Tensor:
+def _look_up_scale(recent: Tensor, print_: Tensor, node: int, after: bool, otherwise: Tensor) -> Tensor:
     """The scale stored for the same input; among equal inputs, of the forward nearest before (or after) the node."""
     numbers, prints, scales = recent.unbind(0)
     # A distance in the wrong direction is negative and wraps to a large number.
-    distance = ((numbers - node) * (1 if after else -1)).bitwise_and(_FAR - 1)
-    best = distance.masked_fill(prints != print_, _FAR).argmin(0, keepdim=True)
+    distance = ((numbers - node) * (1 if after else -1)).bitwise_and(_MAX_DISTANCE - 1)
+    best = distance.masked_fill(prints != print_, _MAX_DISTANCE).argmin(0, keepdim=True)
     matches = prints.index_select(0, best) == print_
     return torch.where(matches, scales.index_select(0, best).int().view(torch.float32), otherwise).view(())
 
@@ -300,11 +302,11 @@ def _amax(x: Tensor) -> Tensor:
     return torch.maximum(high, -low).float()
 
 
-def _scale(row: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
+def _history_scale(row: Tensor, amax: Tensor, spec: CastSpec) -> Tensor:
     largest = row.max()
     return cast.scale_from_amax(torch.where(largest > 0, largest, amax), spec)
 
 
-def _pushed(row: Tensor, value: Tensor, valid: Tensor) -> Tensor:
+def _push(row: Tensor, value: Tensor, valid: Tensor) -> Tensor:
     """``row`` with ``value`` first, if it is valid, which the device decides without synchronization."""
     return torch.where(valid, torch.cat([value.reshape(1), row[:-1]]), row)

@@ -5,7 +5,7 @@ With x [M, K], w [N, K], dy [M, N]::
     fwd    y  = x @ w.T (+ bias)     dgrad  dx = dy @ w     wgrad  dw = dy.T @ x,  accumulated in fp32
 
 A linear layer, a gated MLP and the experts of a layer run the same three, in FP8 or in high precision, with the same
-reports to the recorder; only the casts and products of matrices differ (:class:`Dense`, and the grouped version in
+reports to the recorder; only the casts and products of matrices differ (:class:`DenseOps`, and the grouped version in
 :mod:`octavo.fp8.moe.grouped`, which has the same methods). :mod:`octavo.fp8.arithmetic.cast` defines the casts.
 """
 
@@ -24,11 +24,11 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import GEMMS, Recipe
 from octavo.fp8.dense import compiled
-from octavo.fp8.dense.inputs import CastRequest, Input, Pair, cast_matrix
-from octavo.fp8.invariance import active, row_linear
+from octavo.fp8.dense.inputs import CastRequest, Input, QuantizedPair, cast_matrix
+from octavo.fp8.invariance import is_active, row_linear
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, select
-from octavo.fp8.kernels.self_check import ensure, kernel_checks
-from octavo.fp8.observe.recorder import HIGH, Result, Seen
+from octavo.fp8.kernels.self_check import kernel_checks, run_checks
+from octavo.fp8.observe.recorder import HIGH, LayerRecord, Result
 from octavo.fp8.weights.cache import WeightCache, WeightSlice, has_values
 
 
@@ -42,17 +42,17 @@ class Requests(NamedTuple):
 class ScaledCasts(Protocol):
     """The casts of one forward and its backward with scales that are not from the current amax."""
 
-    def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> Pair: ...
+    def cast_x(self, x: Input, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair: ...
 
-    def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair: ...
+    def cast_dy(self, dy: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair: ...
 
 
 class Scaling(Protocol):
     """Where the scales of x and dy come from, if not from the current amax."""
 
-    def begin(self, x: Tensor, slot: int | None, training: bool, seen: Seen) -> ScaledCasts: ...
+    def begin(self, x: Tensor, slot: int | None, training: bool, seen: LayerRecord) -> ScaledCasts: ...
 
-    def follow(self, device: torch.device) -> None: ...
+    def move_to(self, device: torch.device) -> None: ...
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Site:
         self.x = Requests(self._request("fwd", "a"), self._request("wgrad", "b"))
         self.dy = Requests(self._request("dgrad", "a"), self._request("wgrad", "a"))
 
-    def turn(self, recipe: Recipe, selections: Mapping[str, Selection]) -> None:
+    def set_recipe(self, recipe: Recipe, selections: Mapping[str, Selection]) -> None:
         """Use another recipe from the next forward on; drops the weight's codes."""
         self.recipe, self.selections = recipe, selections
         self.codes.drop()
@@ -101,14 +101,14 @@ class Site:
         return next(iter(self.selections.values()))
 
 
-class Dense:
+class DenseOps:
     """Casts and products of a linear layer, whose operands are single matrices."""
 
     tensors: tuple[Tensor, ...] = ()  # saved for the backward
     sizes: Tensor | None = None  # rows of each expert, on their device
-    cast: Callable[[Tensor, CastRequest | None, CastRequest | None], Pair] = staticmethod(cast_matrix)
+    cast: Callable[[Tensor, CastRequest | None, CastRequest | None], QuantizedPair] = staticmethod(cast_matrix)
 
-    def restored(self, tensors: Sequence[Tensor]) -> tuple[Dense, list[Tensor]]:
+    def restore(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
         """(this object for a backward, the remaining saved tensors), from the tensors that a forward saved."""
         return self, list(tensors)
 
@@ -129,7 +129,7 @@ class Dense:
         return backend.gemm_wgrad(dy, x, dtype)
 
     def high_fwd(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        product = row_linear if torch._C._len_torch_function_stack() and active() else F.linear
+        product = row_linear if torch._C._len_torch_function_stack() and is_active() else F.linear
         return product(x, w.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def high_dgrad(self, dy: Tensor, w: Tensor) -> Tensor:
@@ -141,33 +141,35 @@ class Dense:
     def bias_grad(self, dy: Tensor) -> Tensor:
         return dy.sum(0, dtype=torch.float32)
 
-    def operand(self, seen: Seen, role: str, x: Tensor, q: Quantized) -> None:
+    def operand(self, seen: LayerRecord, role: str, x: Tensor, q: Quantized) -> None:
         seen.operand(role, x, q)
 
-    def weight(self, seen: Seen, w: Tensor, q: Quantized) -> None:
+    def weight(self, seen: LayerRecord, w: Tensor, q: Quantized) -> None:
         seen.operand("w", w, q)
 
-    def gradient(self, seen: Seen, dw: Tensor, dy: Tensor, x: Tensor) -> None:
+    def gradient(self, seen: LayerRecord, dw: Tensor, dy: Tensor, x: Tensor) -> None:
         seen.gradient(dw, dy, x)
 
-    def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
+    def product(self, seen: LayerRecord, gemm: str, a: Tensor, b: Tensor) -> None:
         seen.product(gemm, a, b)
 
-    def result(self, seen: Seen, result: Result) -> None:
+    def result(self, seen: LayerRecord, result: Result) -> None:
         seen.result(result)
 
 
-class WithoutGradient(Dense):
-    """:class:`Dense` without a backward, as in generation: a backend may have a kernel for few rows."""
+class InferenceOps(DenseOps):
+    """:class:`DenseOps` without a backward, as in generation: a backend may have a kernel for few rows."""
 
     def fwd(self, backend: Backend, x: Quantized, w: Quantized, dtype: torch.dtype, bias: Tensor | None) -> Tensor:
         return backend.gemm_decode(x, w, dtype, bias)
 
 
-DENSE, NO_GRADIENT = Dense(), WithoutGradient()
+DENSE_OPS, INFERENCE_OPS = DenseOps(), InferenceOps()
 
 
-def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec) -> Quantized:
+def get_weight_codes(
+    site: Site, way: DenseOps, gemm: str, weight: Tensor, part: WeightSlice, spec: CastSpec
+) -> Quantized:
     """The codes of a weight for fwd or dgrad; dgrad reads the forward's codes if both have the same cast."""
     backend = site.selections[gemm].backend
     forward, shared = gemm == "fwd", site.shares_weight
@@ -176,8 +178,8 @@ def weight_codes(site: Site, way: Dense, gemm: str, weight: Tensor, part: Weight
 
 
 def fwd(
-    site: Site, way: Dense, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
-    bias: Tensor | None, dtype: torch.dtype, seen: Seen,
+    site: Site, way: DenseOps, x: Input | None, x_q: Quantized | None, weight: Tensor, part: WeightSlice,
+    bias: Tensor | None, dtype: torch.dtype, seen: LayerRecord,
 ) -> tuple[Tensor, Quantized | None]:  # fmt: skip
     """(y [M, N] in ``dtype``, the codes of w if the backward must save them).
 
@@ -185,23 +187,23 @@ def fwd(
     cast during a graph capture, where no cache keeps them, and dgrad uses the same codes.
     """
     gemm = site.recipe.fwd
-    if seen.judged and not seen.recompute and x is not None and has_values(weight):
+    if seen.is_observed and not seen.recompute and x is not None and has_values(weight):
         way.product(seen, "fwd", x.matrix(), part.of(weight))
     if gemm is None or x_q is None:
         assert x is not None
-        if seen.heard:
+        if seen.has_counters:
             seen.gemm("fwd", HIGH, way.flops(x.rows, *part.shape(weight)))
         return way.high_fwd(x.high(), part.of(weight), bias), None
     backend = site.selections["fwd"].backend
-    w_q = weight_codes(site, way, "fwd", weight, part, gemm.b)
-    if seen.watched and not seen.recompute and x is not None:
+    w_q = get_weight_codes(site, way, "fwd", weight, part, gemm.b)
+    if seen.keeps_x and not seen.recompute and x is not None:
         way.operand(seen, "x", x.matrix(), x_q)
         if has_values(weight):
             way.weight(seen, part.of(weight), w_q)
-    if seen.heard:
+    if seen.has_counters:
         seen.gemm("fwd", backend.name, way.flops(x_q.data.shape[0], *part.shape(weight)))
     y = way.fwd(backend, x_q, w_q, dtype, bias)
-    if "fwd" in seen.checked:
+    if "fwd" in seen.checked_gemms:
         # Observers may run the GEMM again, or compare it with the operands in high precision.
         exact, w = None if x is None else x.matrix(), part.of(weight) if has_values(weight) else None
         again, noted = partial(way.fwd, backend, x_q, w_q, dtype, bias), site.scaling is not None
@@ -211,18 +213,18 @@ def fwd(
 
 def dgrad(
     site: Site,
-    way: Dense,
+    way: DenseOps,
     dy: Tensor,
     dy_q: Quantized | None,
     weight: Tensor,
     part: WeightSlice,
     w_q: Quantized | None,
     dtype: torch.dtype,
-    seen: Seen,
+    seen: LayerRecord,
 ) -> Tensor:
     """dx [M, K] in ``dtype``. ``w_q``: the codes of w if the forward saved them."""
     gemm = site.recipe.dgrad
-    if seen.judged and has_values(weight):
+    if seen.is_observed and has_values(weight):
         way.product(seen, "dgrad", dy, part.of(weight))
     if gemm is None or dy_q is None:
         if seen.counters:
@@ -230,15 +232,15 @@ def dgrad(
         return way.high_dgrad(dy, part.of(weight))
     if w_q is None:
         # Cached codes if the weight has not changed; otherwise, after resharding, a new cast of the gathered weight.
-        w_q = weight_codes(site, way, "dgrad", weight, part, gemm.b)
+        w_q = get_weight_codes(site, way, "dgrad", weight, part, gemm.b)
     backend = site.selections["dgrad"].backend
-    if seen.watched:
+    if seen.keeps_x:
         way.operand(seen, "dy", dy, dy_q)
     if seen.counters:
         seen.gemm("dgrad", backend.name, way.flops(dy.shape[0], *part.shape(weight)))
     dx = way.dgrad(backend, dy_q, w_q, dtype)
-    if "dgrad" in seen.checked:
-        shown, w = dy if seen.shown else None, part.of(weight) if has_values(weight) else None
+    if "dgrad" in seen.checked_gemms:
+        shown, w = dy if seen.shows_operands else None, part.of(weight) if has_values(weight) else None
         again, noted = partial(way.dgrad, backend, dy_q, w_q, dtype), site.scaling is not None
         way.result(seen, Result("dgrad", backend.name, shown, dy_q, w, w_q, noted, None, dx, again))
     return dx
@@ -246,18 +248,18 @@ def dgrad(
 
 def wgrad(
     site: Site,
-    way: Dense,
+    way: DenseOps,
     dy: Tensor,
     dy_q: Quantized | None,
     x: Quantized | Tensor,
     exact: Tensor | None,
     dtype: torch.dtype,
-    seen: Seen,
+    seen: LayerRecord,
 ) -> Tensor:
     """dw [N, K] in ``dtype``. ``x``: saved by the forward; ``exact``: x in high precision, for observers."""
     if dy_q is None or not isinstance(x, Quantized):
         assert isinstance(x, Tensor)
-        if seen.judged:
+        if seen.is_observed:
             way.product(seen, "wgrad", dy, x)
         if seen.counters:
             seen.gemm("wgrad", HIGH, way.flops(dy.shape[0], dy.shape[1], x.shape[1]))
@@ -266,14 +268,14 @@ def wgrad(
     if seen.counters:
         seen.gemm("wgrad", backend.name, way.flops(dy.shape[0], dy.shape[1], x.data.shape[1]))
     dw = way.wgrad(backend, dy_q, x, dtype)
-    if "wgrad" in seen.checked:
-        shown, noted = dy if seen.shown else None, site.scaling is not None
+    if "wgrad" in seen.checked_gemms:
+        shown, noted = dy if seen.shows_operands else None, site.scaling is not None
         again = partial(way.wgrad, backend, dy_q, x, dtype)
         way.result(seen, Result("wgrad", backend.name, shown, dy_q, exact, x, noted, None, dw, again))
-    if seen.judged and exact is not None:
+    if seen.is_observed and exact is not None:
         way.product(seen, "wgrad", dy, exact)
     # wgrad has casts of its own, along the rows of x and dy, so observers see both operands again.
-    if seen.watched and exact is not None:
+    if seen.keeps_x and exact is not None:
         way.operand(seen, "x_wgrad", exact, x)
         way.operand(seen, "dy_wgrad", dy, dy_q)
         way.gradient(seen, dw, dy, exact)
@@ -289,11 +291,11 @@ def select_backends(chosen: Recipe, device: torch.device, requested: str = "auto
         if chosen.gemm(gemm) is not None
     }
     for gemm, selection in selections.items():
-        ensure(kernel_checks(chosen, gemm, selection.backend.name, device), device)
+        run_checks(kernel_checks(chosen, gemm, selection.backend.name, device), device)
     return selections
 
 
-def backends_for(
+def select_layer_backends(
     chosen: Recipe,
     device: torch.device,
     shape: Sequence[int | None],

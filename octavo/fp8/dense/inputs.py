@@ -19,9 +19,10 @@ then multiplies the values that the first one saw. This happens if the model wri
 without gradients, one buffer is refilled this way and the layers alternate (q in this step, k in the next). Write to x
 itself, which is detected, or call ``fp8.invalidate`` after the write.
 
-A layer that quantizes its output, such as a norm, stores the codes here for the layers that it feeds (:func:`offer`),
-with the same rules. Delayed scaling has a history for each layer and shares nothing. A layer whose input can be
-recomputed in the backward need not save it: the caller that computes it provides a source (:func:`with_source`).
+A layer that quantizes its output, such as a norm, stores the codes here for the layers that it feeds
+(:func:`store_output_codes`), with the same rules. Delayed scaling has a history for each layer and shares nothing. A
+layer whose input can be recomputed in the backward need not save it: the caller that computes it provides a source
+(:func:`with_source`).
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.kernels.capture import capturing
+from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend
-from octavo.fp8.weights.shards import ordinary
+from octavo.fp8.weights.shards import is_plain_tensor
 from octavo.fp8.weights.versions import listen
 
 # --- autocast ---------------------------------------------------------------------------------------------------------
@@ -49,25 +50,25 @@ from octavo.fp8.weights.versions import listen
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the GEMMs of x: autocast's under autocast, which does not change float64, else x's own."""
-    lowered = autocast_enabled(x) and x.dtype != torch.float64
+    lowered = is_autocast_enabled(x) and x.dtype != torch.float64
     return torch.get_autocast_dtype(x.device.type) if lowered else x.dtype
 
 
-_AS_IT_IS = nullcontext()  # one object for all layers, which also tells that autocast is off
+_NO_OP_CONTEXT = nullcontext()  # one object for all layers, which also tells that autocast is off
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     """A context without autocast on x's device."""
-    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else _AS_IT_IS
+    return torch.autocast(x.device.type, enabled=False) if is_autocast_enabled(x) else _NO_OP_CONTEXT
 
 
-def autocast_enabled(x: Tensor) -> bool:
+def is_autocast_enabled(x: Tensor) -> bool:
     """Whether autocast is on for x's device; False for devices without autocast, such as meta, where torch raises."""
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-def transformed() -> bool:
+def is_functorch_active() -> bool:
     """Whether a transform of torch.func is active, which the gradients of FP8 layers do not support."""
     return torch._C._are_functorch_transforms_active()
 
@@ -82,11 +83,11 @@ class CastRequest(NamedTuple):
     spec: CastSpec
 
 
-Pair = tuple["Quantized | None", "Quantized | None"]
+QuantizedPair = tuple["Quantized | None", "Quantized | None"]
 """The codes of a matrix for a contraction of its columns, and for one of its rows."""
 
 
-def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
+def cast_matrix(x: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
     """(x under ``row`` for a contraction of dimension 1, x under ``col`` for one of dimension 0), in one pass over x if
     the first backend, or its cast backend, can do both: all backends give the same codes. With equal specs these are
     the same codes in two layouts, so that no GEMM copies them."""
@@ -127,15 +128,15 @@ class Input:
         x: Tensor,
         user: object,
         dtype: torch.dtype | None = None,
-        cast: Callable[[Tensor, CastRequest | None, CastRequest | None], Pair] = cast_matrix,
+        cast: Callable[[Tensor, CastRequest | None, CastRequest | None], QuantizedPair] = cast_matrix,
     ) -> None:
         self.given, self.user, self.cast = x, user, cast
         self.autocast_off = without_autocast(x)  # a context for the work on this input
         if dtype is None:
-            dtype = x.dtype if self.autocast_off is _AS_IT_IS else compute_dtype(x)
+            dtype = x.dtype if self.autocast_off is _NO_OP_CONTEXT else compute_dtype(x)
         self.dtype = dtype
-        self.source = source_of(x)
-        self.forget: Callable[[], None] = _nothing
+        self.source = get_source(x)
+        self.forget: Callable[[], None] = _no_op
         self.rows, self.features = x.shape[:-1].numel(), x.shape[-1]  # no -1, ambiguous in an empty tensor
         self._matrix: Tensor | None = None
         self._entry: _Entry | None = None
@@ -150,20 +151,20 @@ class Input:
     def high(self) -> Tensor:
         """:meth:`matrix` for a GEMM in high precision: all layers share autocast's conversion of the input."""
         if self.dtype != self.given.dtype:
-            entry = _entry(self)
+            entry = _find_or_start_entry(self)
             if entry.high is None:
                 entry.high = self.matrix()
             self._matrix = entry.high
         return self.matrix()
 
-    def codes(self, row: CastRequest | None, col: CastRequest | None) -> Pair:
+    def codes(self, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
         """x under ``row`` for a contraction of its features and under ``col`` for one of its rows; None for None.
 
         If both are needed and neither is cached, they come from one pass over x if the backend can do that.
         """
         if row is None and col is None:
             return None, None
-        entry = _entry(self)
+        entry = _find_or_start_entry(self)
         codes = entry.find(row, col)
         missing = (None if codes[0] is not None else row, None if codes[1] is not None else col)
         if missing != (None, None):
@@ -178,14 +179,14 @@ class _Entry:
 
     def __init__(self, stamp: tuple[object, ...] = ()) -> None:
         self.stamp = stamp
-        self.storage: Callable[[], object] = _nothing  # a weak reference to the input's storage
-        self.forget: Callable[[], None] = _nothing
+        self.storage: Callable[[], object] = _no_op  # a weak reference to the input's storage
+        self.forget: Callable[[], None] = _no_op
         # By request and the dimension that their GEMM contracts; no entry has the request None.
         self.codes: dict[tuple[CastRequest | None, int], Quantized] = {}
         self.high: Tensor | None = None
         self.served: set[int] = set()
 
-    def find(self, row: CastRequest | None, col: CastRequest | None) -> Pair:
+    def find(self, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
         """Codes under ``row`` and under ``col``, preferably in the layouts for contractions of dimensions 1 and 0;
         every GEMM also takes the other layout."""
         if not self.codes:
@@ -196,35 +197,35 @@ class _Entry:
             self.codes.get((col, 1)) if by_col is None else by_col,
         )
 
-    def hold(self, requests: tuple[CastRequest | None, CastRequest | None], codes: Pair) -> None:
+    def hold(self, requests: tuple[CastRequest | None, CastRequest | None], codes: QuantizedPair) -> None:
         for contract, request, q in zip((1, 0), requests, codes, strict=True):
             if request is not None and q is not None:
                 self.codes[request, contract] = q
 
 
-class _Memo:
+class _ThreadCache:
     """The last entry of one thread."""
 
     entry: _Entry | None = None
 
 
-_memos: weakref.WeakSet[_Memo] = weakref.WeakSet()
+_thread_caches: weakref.WeakSet[_ThreadCache] = weakref.WeakSet()
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     """The state of one thread: its memo, and the input that can be recomputed."""
 
     def __init__(self) -> None:
-        self.memo = _Memo()
-        self.held: _Held | None = None
-        _memos.add(self.memo)
+        self.memo = _ThreadCache()
+        self.held: _SourceBinding | None = None
+        _thread_caches.add(self.memo)
 
 
-_state = _Thread()
+_state = _ThreadState()
 
 
-def offer(
-    y: Tensor, dtype: torch.dtype, requests: tuple[CastRequest | None, CastRequest | None], codes: Pair
+def store_output_codes(
+    y: Tensor, dtype: torch.dtype, requests: tuple[CastRequest | None, CastRequest | None], codes: QuantizedPair
 ) -> Container[int]:
     """Store the codes of ``y`` in ``dtype`` for the layers that will be called with y itself.
 
@@ -232,71 +233,71 @@ def offer(
     contraction of its columns and of its rows. The returned container is empty until a layer uses the codes; it is
     never empty if y cannot be recognized later.
     """
-    if not _recognizable(y):
+    if not _is_recognizable(y):
         return (0,)
-    entry = _begin(y.untyped_storage(), _stamp(Input(y, None, dtype)))
+    entry = _start_entry(y.untyped_storage(), _input_key(Input(y, None, dtype)))
     entry.hold(requests, codes)
     return entry.served
 
 
-def forget() -> None:
+def drop_entries() -> None:
     """Drop the entries of all threads."""
-    for memo in list(_memos):
+    for memo in list(_thread_caches):
         memo.entry = None
 
 
-listen(forget)
+listen(drop_entries)
 
 
-def _entry(x: Input) -> _Entry:
+def _find_or_start_entry(x: Input) -> _Entry:
     """The entry of this input if this layer may use it, else a new one, which other layers find only if the input can
     be recognized."""
     tensor = x.given
     if x._entry is not None:
         return x._entry
-    if x.user is None or not _recognizable(tensor):
+    if x.user is None or not _is_recognizable(tensor):
         x._entry = _Entry()
         return x._entry
-    storage, stamp, entry = tensor.untyped_storage(), _stamp(x), _state.memo.entry
+    storage, stamp, entry = tensor.untyped_storage(), _input_key(x), _state.memo.entry
     if entry is None or entry.stamp != stamp or entry.storage() is not storage or id(x.user) in entry.served:
-        entry = _begin(storage, stamp)
+        entry = _start_entry(storage, stamp)
     entry.served.add(id(x.user))
     x._entry, x.forget = entry, entry.forget
     return entry
 
 
-def _begin(storage: torch.UntypedStorage, stamp: tuple[object, ...]) -> _Entry:
+def _start_entry(storage: torch.UntypedStorage, stamp: tuple[object, ...]) -> _Entry:
     memo = _state.memo
     memo.entry = entry = _Entry(stamp)
-    entry.forget = partial(_forget, weakref.ref(memo), weakref.ref(entry))
+    entry.forget = partial(_drop_entry, weakref.ref(memo), weakref.ref(entry))
     # torch keeps the Python object of a storage as long as the storage itself.
     entry.storage = weakref.ref(storage, entry.forget)
     return entry
 
 
-def _nothing() -> None:
+def _no_op() -> None:
     pass
 
 
-def _recognizable(x: Tensor) -> bool:
+def _is_recognizable(x: Tensor) -> bool:
     """Whether a later call with the same tensor can be recognized, and its codes reused."""
-    if (type(x) is not Tensor and not ordinary(x)) or x.is_meta or x.is_inference() or not x.numel():
+    if (type(x) is not Tensor and not is_plain_tensor(x)) or x.is_meta or x.is_inference() or not x.numel():
         return False
     # Codes made in inference mode could not be saved for a backward later.
-    return only_torch_writes(x) and not torch.is_inference_mode_enabled()
+    return is_written_only_by_torch(x) and not torch.is_inference_mode_enabled()
 
 
-def only_torch_writes(x: Tensor) -> bool:
+def is_written_only_by_torch(x: Tensor) -> bool:
     """Whether only torch can write this memory. False for memory that NumPy owns or shares (``x.numpy()``), which may
     change without a new version; torch cannot resize such a storage, which identifies it."""
     return x.untyped_storage().resizable()
 
 
-def _capturing(x: Tensor) -> bool:
-    return x.device.type != "cpu" and capturing(x.device)
+def _is_capturing(x: Tensor) -> bool:
+    return x.device.type != "cpu" and is_capturing(x.device)
 
 
-def _forget(of: weakref.ref[_Memo], what: weakref.ref[_Entry], _: object = None) -> None:
+def _drop_entry(of: weakref.ref[_ThreadCache], what: weakref.ref[_Entry], _: object = None) -> None:
     """Drop an entry, unless another one has replaced it. Called when the storage of its input is freed, or by a
     backward."""
     memo, entry = of(), what()
@@ -304,11 +305,11 @@ def _forget(of: weakref.ref[_Memo], what: weakref.ref[_Entry], _: object = None)
         memo.entry = None
 
 
-def _stamp(x: Input) -> tuple[object, ...]:
+def _input_key(x: Input) -> tuple[object, ...]:
     """What identifies an input: see the top of this file."""
     tensor = x.given
     device = tensor.device
-    stream = 0 if device.type == "cpu" else accelerator.stream_number(device)
+    stream = 0 if device.type == "cpu" else accelerator.stream_id(device)
     return (
         tensor._version,
         tensor.data_ptr(),
@@ -318,7 +319,7 @@ def _stamp(x: Input) -> tuple[object, ...]:
         x.dtype,
         device,
         stream,
-        _capturing(tensor),
+        _is_capturing(tensor),
         # Selective checkpointing replays the operations of a region by counting them: no entry may cross its border.
         id(_get_current_dispatch_mode()),
     )
@@ -335,7 +336,7 @@ class Source(NamedTuple):
     remake: Callable[..., Tensor]
 
 
-class _Held(NamedTuple):
+class _SourceBinding(NamedTuple):
     x: Tensor
     version: int
     source: Source
@@ -346,14 +347,14 @@ def with_source(x: Tensor, source: Source) -> Iterator[None]:
     """A context in which layers of this thread that are called with ``x`` itself, also inside an adapter, use
     ``source``."""
     before = _state.held
-    _state.held = _Held(x, x._version, source)
+    _state.held = _SourceBinding(x, x._version, source)
     try:
         yield
     finally:
         _state.held = before
 
 
-def source_of(x: Tensor) -> Source | None:
+def get_source(x: Tensor) -> Source | None:
     """The source of this tensor, if one is set and the tensor was not written since."""
     held = _state.held
     return held.source if held is not None and held.x is x and held.version == x._version else None

@@ -35,23 +35,23 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.arithmetic.recipe import recipe as named_recipe
 from octavo.fp8.dense import compiled, gemms
-from octavo.fp8.dense.gemms import DENSE, NO_GRADIENT, Dense, ScaledCasts, Site, select_backends
+from octavo.fp8.dense.gemms import DENSE_OPS, INFERENCE_OPS, DenseOps, ScaledCasts, Site, select_backends
 from octavo.fp8.dense.inputs import Input, Source, without_autocast
-from octavo.fp8.invariance import active
+from octavo.fp8.invariance import is_active
 from octavo.fp8.observe import recorder
-from octavo.fp8.observe.recorder import Seen
+from octavo.fp8.observe.recorder import LayerRecord
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 from octavo.fp8.weights.shards import is_whole
 
-_PLAIN = (Tensor, nn.Parameter)
-_NEEDS_NONE = (False, False, False, False)
-WHOLE = WeightSlice()
-SOURCE = "_source"
+_PLAIN_TENSORS = (Tensor, nn.Parameter)
+_NO_GRADS = (False, False, False, False)
+WHOLE_WEIGHT = WeightSlice()
+SOURCE_KEY = "_source"
 """The key in the __dict__ of a layer whose input an enclosing module recomputes in the backward: a SourceOf."""
-SourceOf = Callable[[Tensor, torch.dtype], "Source | None"]
+SourceFactory = Callable[[Tensor, torch.dtype], "Source | None"]
 
 
-class Call(NamedTuple):
+class GemmArgs(NamedTuple):
     """The arguments of a forward, other than its tensors."""
 
     site: Site
@@ -59,13 +59,13 @@ class Call(NamedTuple):
     part: WeightSlice  # the part of it that is multiplied
     grad: bool  # gradients are enabled
     training: bool = False  # whether delayed scaling records
-    way: Dense = DENSE
+    way: DenseOps = DENSE_OPS
     shares: bool = True  # whether layers with the same input share its codes
-    source: SourceOf | None = None  # how the backward recomputes x, if the layer knows
+    source: SourceFactory | None = None  # how the backward recomputes x, if the layer knows
 
 
 @torch._disable_dynamo  # as torch.compiler.disable, without importing torch._dynamo before the first call
-def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N] -> [..., N], in x's dtype (autocast's under autocast).
 
     ``torch.compile`` does not trace into it: caches, counters and casts that read values cannot be traced.
@@ -74,16 +74,16 @@ def three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> T
     return _ThreeGemms.apply(x, weight, bias, call)
 
 
-def run_three_gemms(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def three_gemms_unchecked(x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
     """:func:`three_gemms` without checks, with the casts and products of ``call.way``."""
     return _ThreeGemms.apply(x, weight, bias, call)
 
 
 class _ThreeGemms(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
         site, way = call.site, call.way
-        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if call.grad else _NEEDS_NONE
+        needs_x, needs_w, needs_b, _ = ctx.needs_input_grad if call.grad else _NO_GRADS
         ctx.needs = needs_x, needs_w, needs_b
         ctx.seen = seen = recorder.begin(site.name, needs_x, needs_w, call.grad, way.sizes)
         operand = Input(x, site if call.shares else None, cast=way.cast)
@@ -91,7 +91,7 @@ class _ThreeGemms(torch.autograd.Function):
             ctx.scaling, x_q, saved = _cast_x(operand, call, seen, needs_w)
             y, w_q = gemms.fwd(site, way, operand, x_q, call.weight, call.part, bias, operand.dtype, seen)
         ctx.site, ctx.part, ctx.way, ctx.restore, ctx.forget = site, call.part, way, saved.restore, operand.forget
-        ctx.save_for_backward(*way.tensors, *_weight(call, w_q, needs_x), *saved.tensors)
+        ctx.save_for_backward(*way.tensors, *_weight_tensors(call, w_q, needs_x), *saved.tensors)
         ctx.w_spec, ctx.dtype = None if w_q is None else w_q.spec, operand.dtype
         ctx.x_shape, ctx.dtypes = x.shape, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         # Autograd must not see a view, because F.linear's output is none: a model may write into it (+=, inplace=True).
@@ -102,7 +102,7 @@ class _ThreeGemms(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         ctx.forget()
         (needs_x, needs_w, needs_b), site, seen = ctx.needs, ctx.site, ctx.seen
-        way, tensors = ctx.way.restored(ctx.saved_tensors)
+        way, tensors = ctx.way.restore(ctx.saved_tensors)
         x_dtype, w_dtype, b_dtype = ctx.dtypes
         dy_MN = dy if dy.dim() == 2 else dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
         dx = dw = db = None
@@ -127,15 +127,17 @@ class _ThreeGemms(torch.autograd.Function):
 # --- what a forward saves ---------------------------------------------------------------------------------------------
 
 
-class Saved(NamedTuple):
+class SavedInput(NamedTuple):
     """The tensors that a forward saves of x for wgrad; ``restore(way, tensors)`` returns the operand of wgrad, and x
     itself if it is available."""
 
     tensors: tuple[Tensor, ...]
-    restore: Callable[[Dense, Sequence[Tensor]], tuple[Quantized | Tensor, Tensor | None]] | None
+    restore: Callable[[DenseOps, Sequence[Tensor]], tuple[Quantized | Tensor, Tensor | None]] | None
 
 
-def _cast_x(x: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[ScaledCasts | None, Quantized | None, Saved]:
+def _cast_x(
+    x: Input, call: GemmArgs, seen: LayerRecord, needs_w: bool
+) -> tuple[ScaledCasts | None, Quantized | None, SavedInput]:
     """(the scaling of casts, None for the current amax; the operand x of fwd; what is saved of x for wgrad).
 
     If the backward recomputes x, only the tensors that x is computed from are saved, and a scale from a history.
@@ -148,27 +150,27 @@ def _cast_x(x: Input, call: Call, seen: Seen, needs_w: bool) -> tuple[ScaledCast
     wanted = site.x.col if needs_w and (source is None or scaling is not None) else None
     x_q, x_col = cast(site.x.row, wanted)
     if not needs_w:
-        return scaling, x_q, Saved((), None)
+        return scaling, x_q, SavedInput((), None)
     if source is not None:
         scale = () if x_col is None else (x_col.scale,)
-        again = partial(_again, source.remake, len(source.tensors), site, x.dtype)
-        return scaling, x_q, Saved((*source.tensors, *scale), again)
+        again = partial(_recompute_x, source.remake, len(source.tensors), site, x.dtype)
+        return scaling, x_q, SavedInput((*source.tensors, *scale), again)
     if x_col is None:
-        return scaling, x_q, Saved((x.high(),), _itself)
-    exact = (x.matrix(),) if seen.watched else ()
-    return scaling, x_q, Saved((x_col.data, x_col.scale, *exact), partial(_codes, x_col.spec))
+        return scaling, x_q, SavedInput((x.high(),), _restore_x)
+    exact = (x.matrix(),) if seen.keeps_x else ()
+    return scaling, x_q, SavedInput((x_col.data, x_col.scale, *exact), partial(_restore_codes, x_col.spec))
 
 
-def _codes(spec: CastSpec, way: Dense, tensors: Sequence[Tensor]) -> tuple[Quantized, Tensor | None]:
+def _restore_codes(spec: CastSpec, way: DenseOps, tensors: Sequence[Tensor]) -> tuple[Quantized, Tensor | None]:
     return Quantized(tensors[0], tensors[1], spec), tensors[2] if len(tensors) > 2 else None
 
 
-def _itself(way: Dense, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _restore_x(way: DenseOps, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return tensors[0], tensors[0]
 
 
-def _again(
-    remake: Callable[..., Tensor], count: int, site: Site, dtype: torch.dtype, way: Dense, tensors: Sequence[Tensor]
+def _recompute_x(
+    remake: Callable[..., Tensor], count: int, site: Site, dtype: torch.dtype, way: DenseOps, tensors: Sequence[Tensor]
 ) -> tuple[Quantized | Tensor, Tensor]:
     """(the operand of wgrad, x), recomputed in the backward."""
     x = remake(*tensors[:count]).to(dtype)
@@ -182,7 +184,7 @@ def _again(
     return x_q, x_MK
 
 
-def _weight(call: Call, w_q: Quantized | None, needs_x: bool) -> tuple[Tensor, ...]:
+def _weight_tensors(call: GemmArgs, w_q: Quantized | None, needs_x: bool) -> tuple[Tensor, ...]:
     """The tensors of the weight that dgrad needs: the parameter, and codes that are in no cache."""
     if not needs_x:
         return ()
@@ -196,7 +198,7 @@ def _check(x: Tensor, weight: Tensor, name: str) -> None:
             "differentiated only by torch.autograd. Use loss.backward() or torch.autograd.grad, or call the model "
             "inside fp8.high_precision(model)."
         )
-    if type(weight) not in _PLAIN and not is_whole(weight):
+    if type(weight) not in _PLAIN_TENSORS and not is_whole(weight):
         raise RuntimeError(
             f"The weight of {name!r} is a DTensor where its GEMM runs. FP8 layers multiply by plain weights: under "
             "FSDP2 call the module that fully_shard wrapped, so that its hooks gather the weight first; tensor "
@@ -215,7 +217,7 @@ class Linear(CachesWeights, nn.Linear):
 
     _site: Site
     _fp8_param = False  # whether its weight is FP8 between steps: see `compiled`
-    _source: SourceOf | None = None  # of its input, if an enclosing module recomputes that
+    _source: SourceFactory | None = None  # of its input, if an enclosing module recomputes that
 
     @classmethod
     def convert(cls, module: nn.Linear, site: Site) -> Linear:
@@ -232,8 +234,8 @@ class Linear(CachesWeights, nn.Linear):
         module.__dict__["_site"] = site  # before the class, whose __setattr__ reads it
         module.__class__ = cls
         assert isinstance(module, cls)
-        compiled.prepare(module)
-        module.own_weights()
+        compiled.record_weight_kind(module)
+        module.register_caches()
         return module
 
     @property
@@ -256,9 +258,9 @@ class Linear(CachesWeights, nn.Linear):
         if torch.compiler.is_compiling():
             return compiled.forward(self, input)
         grad = torch.is_grad_enabled()
-        way = DENSE if grad else NO_GRADIENT
-        call = Call(self._site, self.weight, WHOLE, grad, self.training, way, source=self._source)
-        if torch._C._len_torch_function_stack() and active():
+        way = DENSE_OPS if grad else INFERENCE_OPS
+        call = GemmArgs(self._site, self.weight, WHOLE_WEIGHT, grad, self.training, way, source=self._source)
+        if torch._C._len_torch_function_stack() and is_active():
             with torch._C.DisableTorchFunction():  # a mode that intercepts each call takes longer than most calls
                 return three_gemms(input, self.weight, self.bias, call)
         return three_gemms(input, self.weight, self.bias, call)
@@ -266,11 +268,11 @@ class Linear(CachesWeights, nn.Linear):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         out = super()._apply(fn, recurse)
         if self._site.scaling is not None:
-            self._site.scaling.follow(self.weight.device)
+            self._site.scaling.move_to(self.weight.device)
         return out
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.recipe.short()}, backend={self.backend}"
+        return f"{super().extra_repr()}, fp8={self.recipe.summary()}, backend={self.backend}"
 
 
 def linear(
@@ -301,7 +303,7 @@ def linear(
         )
     _check(x, weight, "linear")
     if torch.compiler.is_compiling():
-        key = compiled.key(compiled.casts_of(chosen), str(x.device), backend)
+        key = compiled.make_key(compiled.format_casts(chosen), str(x.device), backend)
         return compiled.linear(x, weight, bias, key)
     site = Site("linear", chosen, select_backends(chosen, x.device, backend), WeightCache(keep=False))
-    return three_gemms(x, weight, bias, Call(site, weight, WHOLE, torch.is_grad_enabled(), shares=False))
+    return three_gemms(x, weight, bias, GemmArgs(site, weight, WHOLE_WEIGHT, torch.is_grad_enabled(), shares=False))

@@ -51,25 +51,25 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that are saved as codes; modules called with others run unchanged."""
 
 
-def keep(x: Tensor) -> Quantized:
+def encode_activation(x: Tensor) -> Quantized:
     """The codes of x as a matrix [product of leading dimensions, last], detached. NaN and infinity become NaN."""
     x_MK = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
     spec = _NARROW if x.shape[-1] < SPEC.block[1] else SPEC
-    return backend_of("quantize", spec, x.device).quantize(x_MK, spec, 1)
+    return select_backend("quantize", spec, x.device).quantize(x_MK, spec, 1)
 
 
-def value(q: Quantized, dtype: torch.dtype) -> Tensor:
+def decode_activation(q: Quantized, dtype: torch.dtype) -> Tensor:
     """The decoded codes [rows, features]: exact in fp32 and bf16. In fp16, values that rounding pushed beyond the
     largest finite number become that number; NaN stays NaN."""
-    backend = backend_of("dequantize", q.spec, q.data.device)
+    backend = select_backend("dequantize", q.spec, q.data.device)
     if dtype is torch.float16:
         most = torch.finfo(dtype).max
         return backend.dequantize(q, torch.float32).clamp_(-most, most).to(dtype)
     return backend.dequantize(q, dtype)
 
 
-def save(ctx: Any, **named: Quantized | Tensor | None) -> None:
-    """Save tensors and codes for a backward, which reads them by name with :func:`saved`."""
+def save_named(ctx: Any, **named: Quantized | Tensor | None) -> None:
+    """Save tensors and codes for a backward, which reads them by name with :func:`load_saved`."""
     tensors: list[Tensor | None] = []
     ctx.saved_specs = {name: value.spec if isinstance(value, Quantized) else None for name, value in named.items()}
     for value in named.values():
@@ -77,8 +77,8 @@ def save(ctx: Any, **named: Quantized | Tensor | None) -> None:
     ctx.save_for_backward(*tensors)
 
 
-def saved(ctx: Any) -> dict[str, Any]:
-    """The arguments of :func:`save`, by name."""
+def load_saved(ctx: Any) -> dict[str, Any]:
+    """The arguments of :func:`save_named`, by name."""
     held = iter(ctx.saved_tensors)
     return {
         name: next(held) if spec is None else Quantized(next(held), next(held), spec)
@@ -86,25 +86,25 @@ def saved(ctx: Any) -> dict[str, Any]:
     }
 
 
-def decoded(held: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
+def decode_if_quantized(held: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
     """The values of a saved argument: of codes in ``dtype``; a tensor unchanged."""
-    return value(held, dtype) if isinstance(held, Quantized) else held
+    return decode_activation(held, dtype) if isinstance(held, Quantized) else held
 
 
-def fused_backend(op: str, site: Site, device: torch.device) -> Backend:
+def select_fused_backend(op: str, site: Site, device: torch.device) -> Backend:
     """The backend of a fused operation of a layer: the backend of its GEMMs if it supports the operation, else the one
-    that :func:`backend_of` chooses. All give the same codes."""
-    return _backend_of(registry.names(), op, site.recipe, device, site.backend.backend.name)
+    that :func:`select_backend` chooses. All give the same codes."""
+    return _select_cached(registry.names(), op, site.recipe, device, site.backend.backend.name)
 
 
-def backend_of(op: str, spec: CastSpec, device: torch.device, first: str | None = None) -> Backend:
+def select_backend(op: str, spec: CastSpec, device: torch.device, first: str | None = None) -> Backend:
     """The backend of an operation that belongs to no layer: ``first`` if it supports the operation, else the choice of
     :func:`~octavo.fp8.kernels.registry.select`."""
-    return _backend_of(registry.names(), op, spec, device, first)
+    return _select_cached(registry.names(), op, spec, device, first)
 
 
 @lru_cache(maxsize=512)
-def _backend_of(
+def _select_cached(
     registered: tuple[str, ...], op: str, what: CastSpec | Recipe, device: torch.device, first: str | None
 ) -> Backend:
     """Cached, because every layer of every step needs it; ``registered`` is part of the key for new backends."""

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.inputs import transformed
+from octavo.fp8.dense.inputs import is_functorch_active
 from octavo.fp8.dense.linear import Linear
-from octavo.fp8.weights.shards import ordinary
+from octavo.fp8.weights.shards import is_plain_tensor
 
-STOCK = "_as_stock"
+STOCK_KEY = "_as_stock"
 """The key in the __dict__ of a swapped module that runs the stock forward for now, because its class must stay."""
 
 
-_PUT = "_fp8_put"
+_ADDED = "_fp8_put"
 
 
-class Planned(NamedTuple):
+class PlannedLayer(NamedTuple):
     """A linear layer and its planned recipe and backends: what other modules need to know to make codes for it."""
 
     layer: nn.Linear
@@ -32,36 +32,36 @@ class Planned(NamedTuple):
     backends: Mapping[str, str]
 
 
-def planned(layer: nn.Module | None) -> Planned | None:
+def planned_layer(layer: nn.Module | None) -> PlannedLayer | None:
     """The current recipe and backends of an FP8 layer; None for other modules."""
     if not isinstance(layer, Linear):
         return None
-    return Planned(layer, layer.recipe, {gemm: s.backend.name for gemm, s in layer._site.selections.items()})
+    return PlannedLayer(layer, layer.recipe, {gemm: s.backend.name for gemm, s in layer._site.selections.items()})
 
 
-class Swapped(nn.Module):
-    """A replacement forward for modules with one input: subclasses implement :meth:`other`."""
+class SwappedModule(nn.Module):
+    """A replacement forward for modules with one input: subclasses implement :meth:`replacement_forward`."""
 
     _stock: ClassVar[type[nn.Module]]
-    _kind: ClassVar[type[Swapped]]
+    _kind: ClassVar[type[SwappedModule]]
     _as_stock = False  # STOCK
     prefix: ClassVar[str] = "Fp8"  # of the class's name
-    own: ClassVar[tuple[str, ...]] = ()  # names that swapping adds to the module's __dict__
-    volatile: ClassVar[tuple[str, ...]] = ()  # the part of ``own`` that copies and pickles omit
-    precise: ClassVar[bool] = False  # computes in high precision, and stays inside fp8.high_precision
+    attributes: ClassVar[tuple[str, ...]] = ()  # names that swapping adds to the module's __dict__
+    transient_attributes: ClassVar[tuple[str, ...]] = ()  # the part of ``attributes`` that copies and pickles omit
+    runs_in_high_precision: ClassVar[bool] = False  # computes in high precision, and stays inside fp8.high_precision
 
-    def other(self, x: Tensor) -> Tensor | None:
+    def replacement_forward(self, x: Tensor) -> Tensor | None:
         """The output; None: this call runs the stock forward."""
         raise NotImplementedError
 
-    def traced(self, x: Tensor) -> Tensor | None:
-        """:meth:`other` while a compiler traces it, in operators of its graph; by default the stock forward, which a
-        compiler can fuse."""
+    def traced_forward(self, x: Tensor) -> Tensor | None:
+        """:meth:`replacement_forward` while a compiler traces it, in operators of its graph; by default the stock
+        forward, which a compiler can fuse."""
         return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) + len(kwargs) == 1 and not self._as_stock:
-            other = self.traced if torch.compiler.is_compiling() else self.other
+            other = self.traced_forward if torch.compiler.is_compiling() else self.replacement_forward
             y = other(*args, *kwargs.values())
             if y is not None:
                 return y
@@ -69,50 +69,51 @@ class Swapped(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles refer to the stock class and the kind, since the dynamic class has no importable name."""
-        state = {name: value for name, value in self.__dict__.items() if name not in self.volatile}
+        state = {name: value for name, value in self.__dict__.items() if name not in self.transient_attributes}
         return _rebuild, (self._kind, self._stock), state
 
 
-_classes: dict[tuple[type[Swapped], type[nn.Module]], type[nn.Module]] = {}
+_classes: dict[tuple[type[SwappedModule], type[nn.Module]], type[nn.Module]] = {}
 
 
-def _class(kind: type[Swapped], stock: type[nn.Module]) -> type[nn.Module]:
+def _get_class(kind: type[SwappedModule], stock: type[nn.Module]) -> type[nn.Module]:
     if (kind, stock) not in _classes:
         names = {"__module__": __name__, "_stock": stock, "_kind": kind}
         _classes[kind, stock] = type(f"{kind.prefix}{stock.__name__}", (kind, stock), names)
     return _classes[kind, stock]
 
 
-def _rebuild(kind: type[Swapped], stock: type[nn.Module]) -> nn.Module:
-    cls = _class(kind, stock)
+def _rebuild(kind: type[SwappedModule], stock: type[nn.Module]) -> nn.Module:
+    cls = _get_class(kind, stock)
     return cls.__new__(cls)
 
 
-def swap(module: nn.Module, kind: type[Swapped], **attributes: object) -> None:
-    """Replace the class of a module by ``kind``, with ``attributes`` (the names of ``kind.own``) in its
+def swap(module: nn.Module, kind: type[SwappedModule], **attributes: object) -> None:
+    """Replace the class of a module by ``kind``, with ``attributes`` (the names of ``kind.attributes``) in its
     ``__dict__``."""
-    assert set(attributes) == set(kind.own) - set(kind.volatile)
+    assert set(attributes) == set(kind.attributes) - set(kind.transient_attributes)
     module.__dict__.update(attributes)
-    module.__class__ = _class(kind, type(module))
+    module.__class__ = _get_class(kind, type(module))
 
 
-def put(module: nn.Module, name: str, value: object) -> None:
+def add_attribute(module: nn.Module, name: str, value: object) -> None:
     """Add an entry to the ``__dict__`` of a module that is not swapped, which :func:`unswap` removes."""
     module.__dict__[name] = value
-    module.__dict__[_PUT] = (*module.__dict__.get(_PUT, ()), name)
+    module.__dict__[_ADDED] = (*module.__dict__.get(_ADDED, ()), name)
 
 
 def unswap(module: nn.Module) -> None:
-    """Restore the stock class of a swapped module, and remove what :func:`put` added; other modules are unchanged."""
-    for name in module.__dict__.pop(_PUT, ()):
+    """Restore the stock class of a swapped module, and remove what :func:`add_attribute` added; other modules are
+    unchanged."""
+    for name in module.__dict__.pop(_ADDED, ()):
         module.__dict__.pop(name, None)
-    if isinstance(module, Swapped) and "_stock" in type(module).__dict__:
-        for name in module.own:
+    if isinstance(module, SwappedModule) and "_stock" in type(module).__dict__:
+        for name in module.attributes:
             module.__dict__.pop(name, None)
         object.__setattr__(module, "__class__", module._stock)
 
 
-def hooked(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether user code observes or changes the calls of this module: hooks, or a forward on the instance."""
     return bool(
         module._forward_hooks
@@ -123,7 +124,7 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
-def probe(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> nn.Module:
+def make_trial_module(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> nn.Module:
     """A module with the forward and the attributes of ``module``, but other parameters and children, and no hooks: for
     a test of its forward on random numbers, also if the model itself is on the meta device."""
     copy = object.__new__(type(module))
@@ -131,7 +132,7 @@ def probe(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]
     return copy
 
 
-def computable(x: Tensor) -> bool:
+def is_supported_input(x: Tensor) -> bool:
     """Whether a replacement forward supports x: a plain tensor with elements, outside of transforms of torch.func,
     which our gradients do not support."""
-    return ordinary(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not transformed()
+    return is_plain_tensor(x) and not x.is_meta and x.dim() > 0 and x.numel() > 0 and not is_functorch_active()

@@ -19,39 +19,40 @@ from octavo.fp8.arithmetic.cast import CastSpec, Quantized, dequantize
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.kernels.registry import quantize
 
-CODING = "_coding"
-"""The key in the __dict__ of an attention module whose output is sent to other ranks as codes: a :class:`Coding`."""
+WIRE_FORMAT_KEY = "_coding"
+"""The key in the __dict__ of an attention module whose output is sent to other ranks as codes: a
+:class:`WireFormat`."""
 
 
 @dataclass(frozen=True)
-class Coding:
+class WireFormat:
     """The cast of a layer whose operand may be sent as codes."""
 
     spec: CastSpec
 
     @classmethod
-    def of_x(cls, recipe: Recipe | None, piece: int) -> Coding | None:
-        """The encoding of a layer's input, whose rows are split into pieces of ``piece`` columns; None if codes would
+    def for_inputs(cls, recipe: Recipe | None, chunk: int) -> WireFormat | None:
+        """The encoding of a layer's input, whose rows are split into chunks of ``chunk`` columns; None if codes would
         not be exact, or a GEMM needs the values."""
         if recipe is None or recipe.fwd is None or recipe.wgrad is None:
             return None
-        return cls._of(recipe.fwd.a, piece)
+        return cls._from_cast(recipe.fwd.a, chunk)
 
     @classmethod
-    def of_dy(cls, recipe: Recipe | None, piece: int) -> Coding | None:
-        """The encoding of the gradient of a layer's output, as :meth:`of_x`."""
+    def for_gradients(cls, recipe: Recipe | None, chunk: int) -> WireFormat | None:
+        """The encoding of the gradient of a layer's output, as :meth:`for_inputs`."""
         if recipe is None or recipe.dgrad is None or recipe.wgrad is None:
             return None
-        return cls._of(recipe.dgrad.a, piece)
+        return cls._from_cast(recipe.dgrad.a, chunk)
 
     @classmethod
-    def _of(cls, spec: CastSpec, piece: int) -> Coding | None:
+    def _from_cast(cls, spec: CastSpec, chunk: int) -> WireFormat | None:
         rows, columns = spec.block
-        exact = rows == 1 and columns > 0 and piece % columns == 0 and spec.scale in ("pow2", "e8m0")
+        exact = rows == 1 and columns > 0 and chunk % columns == 0 and spec.scale in ("pow2", "e8m0")
         return cls(spec) if exact else None
 
     @property
-    def width(self) -> float:
+    def bytes_per_value(self) -> float:
         """Bytes per value, including its share of a scale."""
         return 1 + (4 if self.spec.scale == "pow2" else 1) / self.spec.block[1]
 

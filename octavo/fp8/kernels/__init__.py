@@ -1,12 +1,19 @@
 """The FP8 operations and their backends: one registry, one file per backend, and the memory layout of codes."""
 
 from octavo.fp8.kernels.backends import BACKENDS
-from octavo.fp8.kernels.capture import CudaGraph, Graph, weights_stay, without_waits
+from octavo.fp8.kernels.capture import CudaGraph, Graph, assume_constant_weights, forbid_synchronization
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import ALIGN, PAGED_CHUNK, padded_sizes
 from octavo.fp8.kernels.registry import Backend, BackendError, Selection, get, names, select
-from octavo.fp8.kernels.self_check import TESTED, SelfCheckError, adamw_checks, ensure, installed, newer
-from octavo.fp8.kernels.triton_backend import PagedKernels, paged, why_not_paged, why_not_rows
+from octavo.fp8.kernels.self_check import (
+    TESTED,
+    SelfCheckError,
+    adamw_checks,
+    find_untested,
+    installed_versions,
+    run_checks,
+)
+from octavo.fp8.kernels.triton_backend import PagedKernels, paged_kernels, why_not_paged, why_not_rows
 
 __all__ = [
     "ALIGN",
@@ -22,16 +29,16 @@ __all__ = [
     "SelfCheckError",
     "TESTED",
     "adamw_checks",
-    "ensure",
+    "run_checks",
     "get",
-    "installed",
+    "installed_versions",
     "names",
-    "newer",
+    "find_untested",
     "padded_sizes",
-    "paged",
+    "paged_kernels",
     "select",
-    "weights_stay",
+    "assume_constant_weights",
     "why_not_paged",
     "why_not_rows",
-    "without_waits",
+    "forbid_synchronization",
 ]

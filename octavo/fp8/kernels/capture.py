@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_lasting = 0  # nested weights_stay()
+_constant_weights_depth = 0  # nested weights_stay()
 
 
-def capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     """Whether work on this device is now captured into a CUDA graph, ours or Inductor's (``reduce-overhead``, whose
     memory pool must not hold anything that outlives a run)."""
     if device.type != "cuda":
@@ -67,7 +67,7 @@ class CudaGraph:
 
 
 @contextmanager
-def without_waits(device: torch.device) -> Iterator[None]:
+def forbid_synchronization(device: torch.device) -> Iterator[None]:
     """A context in which an operation that would wait for the GPU raises RuntimeError: it cannot be captured."""
     if device.type != "cuda":
         yield
@@ -83,19 +83,19 @@ def without_waits(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def weights_stay() -> Iterator[None]:
+def assume_constant_weights() -> Iterator[None]:
     """A context in which captured work may read cached codes of weights instead of casting in each replay.
 
     The caller must ensure that no weight changes or moves while the graph is in use.
     """
-    global _lasting
-    _lasting += 1
+    global _constant_weights_depth
+    _constant_weights_depth += 1
     try:
         yield
     finally:
-        _lasting -= 1
+        _constant_weights_depth -= 1
 
 
-def lasting() -> bool:
-    """Whether this is inside :func:`weights_stay`."""
-    return _lasting > 0
+def are_weights_constant() -> bool:
+    """Whether this is inside :func:`assume_constant_weights`."""
+    return _constant_weights_depth > 0

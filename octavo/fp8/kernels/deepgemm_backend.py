@@ -31,13 +31,16 @@ from torch import Tensor
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels.groups import TILE, Groups
-from octavo.fp8.kernels.layout import CONTRACTED, Operand, Relay, experts_k_major, k_major, padded_scales
+from octavo.fp8.kernels.layout import CONTRACTED, CopyToLayout, Operand, experts_k_major, k_major, padded_scales
 from octavo.fp8.kernels.registry import GEMMS, GemmOnlyBackend, get
-from octavo.fp8.kernels.torch_backend import finish, kind_of
+from octavo.fp8.kernels.torch_backend import add_bias_and_round, scaling_kind
 
 SOURCE = "github.com/deepseek-ai/DeepGEMM"
-NEEDED = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
-SQUARES, LINES = (1, 128, 128), (1, 1, 128)  # DeepGEMM's "recipes": block sides along m, n and k
+REQUIRED_FUNCTIONS = ("fp8_gemm_nt", "m_grouped_fp8_gemm_nt_contiguous", "get_mk_alignment_for_contiguous_layout")
+RECIPE_BLOCK_WEIGHTS, RECIPE_ROW_BLOCKS = (
+    (1, 128, 128),
+    (1, 1, 128),
+)  # DeepGEMM's "recipes": block sides along m, n and k
 
 
 class DeepGemmBackend(GemmOnlyBackend):
@@ -53,7 +56,7 @@ class DeepGemmBackend(GemmOnlyBackend):
                 continue
         return "deep_gemm, not installed" if importlib.util.find_spec("deep_gemm") is None else "deep_gemm"
 
-    def auto_unsupported(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "it runs only on NVIDIA GPUs"
 
     def why_not_here(self, device: torch.device) -> str | None:
@@ -79,33 +82,35 @@ class DeepGemmBackend(GemmOnlyBackend):
             # DeepGEMM's wgrad adds to fp32: see the top of this file.
             why_not = get("torch").supports(op, recipe("blockwise"), a_q.data.device, None)
             return get("torch" if why_not is None else "triton").gemm_wgrad(a_q, b_q, out_dtype)
-        a, b = k_major(a_q, a_dim, self.relay), k_major(b_q, b_dim, self.relay)
+        a, b = k_major(a_q, a_dim, self.copy_to_layout), k_major(b_q, b_dim, self.copy_to_layout)
         shape = (a.codes.shape[0], b.codes.shape[0])
         squares = b_q.spec.block == (128, 128)
         if squares and bias is None and out_dtype is torch.bfloat16:
             out = torch.empty(shape, dtype=out_dtype, device=a.codes.device)
-            _library().fp8_gemm_nt((a.codes, padded_scales(a)), (b.codes, b.scale.contiguous()), out, recipe=SQUARES)
+            _import_deep_gemm().fp8_gemm_nt(
+                (a.codes, padded_scales(a)), (b.codes, b.scale.contiguous()), out, recipe=RECIPE_BLOCK_WEIGHTS
+            )
             return out[:rows, :cols].contiguous()
         # This form adds to its output, so that the output begins with zeros.
         out = torch.zeros(shape, dtype=torch.float32, device=a.codes.device)
-        scale_b = _repeated(b) if squares else padded_scales(b)
+        scale_b = _repeat_block_scales(b) if squares else padded_scales(b)
         # DeepGEMM compiles a kernel for each value of these sizes. Weights have few; the number of tokens, k in wgrad,
         # changes from step to step.
         fixed = "mn" if op == "wgrad" else "nk"
-        _library().fp8_gemm_nt(
-            (a.codes, padded_scales(a)), (b.codes, scale_b), out, c=out, recipe=LINES, compiled_dims=fixed
+        _import_deep_gemm().fp8_gemm_nt(
+            (a.codes, padded_scales(a)), (b.codes, scale_b), out, c=out, recipe=RECIPE_ROW_BLOCKS, compiled_dims=fixed
         )
-        return finish(out[:rows, :cols], bias, out_dtype)
+        return add_bias_and_round(out[:rows, :cols], bias, out_dtype)
 
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
         if bias is not None:
             return get("triton").grouped_fwd(x_q, w_q, groups, out_dtype, bias)
-        return _grouped(self.relay, "fwd", x_q, w_q, groups, out_dtype)
+        return _grouped(self.copy_to_layout, "fwd", x_q, w_q, groups, out_dtype)
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        return _grouped(self.relay, "dgrad", dy_q, w_q, groups, out_dtype)
+        return _grouped(self.copy_to_layout, "dgrad", dy_q, w_q, groups, out_dtype)
 
 
 @lru_cache(maxsize=64)
@@ -130,11 +135,11 @@ def why_not_on_gpu(capability: tuple[int, int]) -> str | None:
 def _why_not_library() -> str | None:
     """Why the installed deep_gemm cannot be used (it is broken, or another project of that name), None if it can."""
     try:
-        module = _library()
+        module = _import_deep_gemm()
     except Exception as error:  # any error of the import is the reason, and is shown
         lines_ = str(error).strip().splitlines() or [""]
         return f"deep_gemm does not import: {type(error).__name__}: {lines_[0]}"
-    missing = [name for name in NEEDED if not hasattr(module, name)]
+    missing = [name for name in REQUIRED_FUNCTIONS if not hasattr(module, name)]
     if missing:
         return f"the deep_gemm installed has no {missing[0]}: it is not {SOURCE} 2.0 or later (PyPI's deep-gemm is not)"
     if TILE % module.get_mk_alignment_for_contiguous_layout():
@@ -144,25 +149,25 @@ def _why_not_library() -> str | None:
 
 def _why_not_casts(op: str, a: CastSpec, b: CastSpec, device: torch.device) -> str | None:
     formats, scales = {a.format, b.format}, {a.scale, b.scale}
-    if kind_of(op, a, b) not in ("block", "line") or formats != {"e4m3"} or not scales <= {"pow2", "fp32"}:
+    if scaling_kind(op, a, b) not in ("block", "line") or formats != {"e4m3"} or not scales <= {"pow2", "fp32"}:
         return f"it multiplies E4M3 with pow2 scales of 1x128 by 128x128 or 1x128, not {a} by {b}"
-    if "fp32" in scales and not _any_scale(device.type, device.index):
+    if "fp32" in scales and not _supports_fp32_scales(device.type, device.index):
         return f"on this GPU DeepGEMM keeps only the exponents of scales, and scales of {a} by {b} have more bits"
     return None
 
 
 @lru_cache(maxsize=64)
-def _any_scale(kind: str, index: int | None) -> bool:
+def _supports_fp32_scales(kind: str, index: int | None) -> bool:
     """Whether scales may be any fp32 number, as in checkpoints: on Hopper. On Blackwell the library converts them to
     UE8M0."""
     return kind == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(index)[0] == 9
 
 
-def _library() -> ModuleType:
+def _import_deep_gemm() -> ModuleType:
     return importlib.import_module("deep_gemm")
 
 
-def _repeated(operand: Operand) -> Tensor:
+def _repeat_block_scales(operand: Operand) -> Tensor:
     """The scales of 128x128 blocks as scales of 1x128 blocks, [padded free, blocks]: repeated for each row."""
     rows = operand.codes.shape[0]
     spread = operand.scale.t()[:, :, None].expand(-1, -1, 128).flatten(1)  # [blocks, free blocks * 128]
@@ -171,20 +176,22 @@ def _repeated(operand: Operand) -> Tensor:
     return scales.t()
 
 
-def _grouped(relay: Relay, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
+def _grouped(
+    copy_codes: CopyToLayout, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype
+) -> Tensor:
     """Rows [R, contracted] of all experts times each expert's weight; zeros where no expert owns the tile."""
     dim = CONTRACTED[op][1]
     fits = a_q.data.dim() == 2 and w_q.data.dim() == 3 and a_q.data.shape[1] == w_q.data.shape[1 + dim]
     _check(f"grouped_{op}", a_q, w_q, fits and a_q.data.shape[0] == groups.rows)
     if out_dtype is not torch.bfloat16:
         return getattr(get("triton"), f"grouped_{op}")(a_q, w_q, groups, out_dtype)
-    a, w = k_major(a_q, 1, relay), experts_k_major(w_q, dim, relay)
+    a, w = k_major(a_q, 1, copy_codes), experts_k_major(w_q, dim, copy_codes)
     out = torch.zeros(groups.rows, w.codes.shape[1], dtype=out_dtype, device=a.codes.device)
     if not (w.free and w.contracted and groups.experts):
         return out[:, : w.free]
     experts = groups.tiles[:, None].expand(-1, TILE).reshape(-1)
-    _library().m_grouped_fp8_gemm_nt_contiguous(
-        (a.codes, padded_scales(a)), (w.codes, w.scale.contiguous()), out, experts, recipe=SQUARES
+    _import_deep_gemm().m_grouped_fp8_gemm_nt_contiguous(
+        (a.codes, padded_scales(a)), (w.codes, w.scale.contiguous()), out, experts, recipe=RECIPE_BLOCK_WEIGHTS
     )
     return out[:, : w.free].contiguous()
 

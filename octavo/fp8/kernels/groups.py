@@ -46,7 +46,7 @@ class Routing(NamedTuple):
     row_of: Tensor
 
 
-def route(chosen: Tensor, experts: int) -> Routing:
+def group_rows(chosen: Tensor, experts: int) -> Routing:
     """Lay out the pairs whose experts are ``chosen`` [pairs] (integers; others than 0..experts-1 belong to no expert).
 
     Pairs of one expert keep their order. Runs on the device of ``chosen`` without synchronization.
@@ -84,14 +84,14 @@ def real_rows(groups: Groups) -> Tensor:
     return (rows < ends.unsqueeze(1)).view(-1)
 
 
-def spans(groups: Groups) -> Iterator[tuple[int, slice]]:
+def expert_spans(groups: Groups) -> Iterator[tuple[int, slice]]:
     """(expert, its real rows) of every expert with rows. Reads the sizes, which waits for any device but the CPU."""
     for expert, (size, start) in enumerate(zip(groups.sizes.tolist(), groups.starts.tolist(), strict=False)):
         if size:
             yield expert, slice(start, start + size)
 
 
-def of_expert(q: Quantized, expert: int, span: slice) -> Quantized:
+def select_expert(q: Quantized, expert: int, span: slice) -> Quantized:
     """One expert's rows of the result of ``Backend.quantize_rows``, equal to a cast of only these rows; views."""
     r = q.spec.block[0]
     if r == -1:

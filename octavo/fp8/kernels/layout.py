@@ -81,7 +81,7 @@ def round_up(size: int, multiple: int) -> int:
     return ceil_div(size, multiple) * multiple
 
 
-def grid_of(rows: int, cols: int, spec: CastSpec) -> tuple[int, int]:
+def grid_shape(rows: int, cols: int, spec: CastSpec) -> tuple[int, int]:
     """Blocks along both sides of a [rows, cols] matrix; -1 is one block, also of an empty side."""
     r, c = spec.block
     return 1 if r == -1 else ceil_div(rows, r), 1 if c == -1 else ceil_div(cols, c)
@@ -115,7 +115,7 @@ def scales_by_contraction(spec: CastSpec, contract: int) -> bool:
 def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[int, int]:
     """Sizes of the contiguous buffer that holds the scales of a [rows, cols] matrix in the order above, padding
     included: [contracted, free] where :func:`scales_by_contraction`, else [free, contracted]."""
-    grid = grid_of(rows, cols, spec)
+    grid = grid_shape(rows, cols, spec)
     free, contracted = grid[1 - contract], grid[contract]
     if spec.scale == "e8m0" or spec.block[contract] == -1:  # one byte each, or one for the whole contraction
         return free, contracted
@@ -124,11 +124,11 @@ def scale_sizes(rows: int, cols: int, spec: CastSpec, contract: int) -> tuple[in
     return free, round_up(contracted, SCALE_ALIGN)
 
 
-Relay = Callable[[Quantized, int], Quantized]
-"""Copies codes into another layout: see :func:`relay`."""
+CopyToLayout = Callable[[Quantized, int], Quantized]
+"""Copies codes into another layout: see :func:`copy_to_layout`."""
 
 
-def relay(q: Quantized, contract: int) -> Quantized:
+def copy_to_layout(q: Quantized, contract: int) -> Quantized:
     """q, [rows, columns] or [E, rows, columns], with its codes copied into the layout for a contraction of dimension
     ``contract`` of each matrix."""
     *experts, rows, cols = q.data.shape
@@ -138,14 +138,14 @@ def relay(q: Quantized, contract: int) -> Quantized:
     return q._replace(data=data.view(q.data.dtype))
 
 
-def k_major(q: Quantized, contract: int, relay: Relay = relay) -> Operand:
+def k_major(q: Quantized, contract: int, copy_codes: CopyToLayout = copy_to_layout) -> Operand:
     """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted.
 
-    Views where it already has the layout; ``relay`` copies other codes. e8m0 scales keep their byte order.
+    Views where it already has the layout; ``copy_codes`` copies other codes. e8m0 scales keep their byte order.
     """
     views = _views(q, contract)
     if views.codes is None:
-        q = relay(q, contract)
+        q = copy_codes(q, contract)
         views = _views(q, contract)
         assert views.codes is not None
     codes, scale = q.data.as_strided(*views.codes), _scale(q, contract, views.scale)
@@ -171,7 +171,7 @@ def memory_key(q: Quantized) -> MemoryKey:
     )
 
 
-def without_values(key: MemoryKey) -> Quantized:
+def make_meta_quantized(key: MemoryKey) -> Quantized:
     """A Quantized on the meta device with this memory layout."""
 
     def tensor(dtype: torch.dtype, size: torch.Size, stride: tuple[int, ...], offset: int, nbytes: int) -> Tensor:
@@ -191,11 +191,11 @@ class _Views(NamedTuple):
 
 
 def _views(q: Quantized, contract: int) -> _Views:
-    return _views_of(contract, *memory_key(q))
+    return _compute_views(contract, *memory_key(q))
 
 
 @lru_cache(maxsize=4096)
-def _views_of(
+def _compute_views(
     contract: int, spec: CastSpec,
     shape: torch.Size, strides: tuple[int, int], offset: int, nbytes: int,
     grid: torch.Size, steps: tuple[int, int], scale_offset: int, scale_nbytes: int,
@@ -230,7 +230,7 @@ def _views_of(
     return _Views((sizes, (sizes[1], 1)) if codes_fit else None, scale)
 
 
-def experts_k_major(q: Quantized, contract: int, relay: Relay = relay) -> Operand:
+def experts_k_major(q: Quantized, contract: int, copy_codes: CopyToLayout = copy_to_layout) -> Operand:
     """Weights [E, N, K] of E experts as an operand: :func:`k_major` for each, with codes [E, free, contracted] in one
     buffer, and scales [E, free blocks, contracted blocks] with the strides they have."""
     experts, *shape = q.data.shape
@@ -241,7 +241,7 @@ def experts_k_major(q: Quantized, contract: int, relay: Relay = relay) -> Operan
         by_free, nbytes = data if contract == 1 else data.mT, data.untyped_storage().nbytes()
         return by_free.stride() == strides and data.storage_offset() == 0 and nbytes == experts * strides[0]
 
-    data = q.data if in_layout(q.data) else relay(q, contract).data
+    data = q.data if in_layout(q.data) else copy_codes(q, contract).data
     scale = q.scale if contract == 1 else q.scale.mT
     return Operand(data.as_strided((experts, *sizes), strides), scale, shape[1 - contract], shape[contract])
 
@@ -252,7 +252,7 @@ def padded_scales(operand: Operand) -> Tensor:
     return operand.scale.as_strided((rows, blocks), (1, rows))
 
 
-def scales_for(q: Quantized, contract: int) -> Quantized:
+def reorder_scales(q: Quantized, contract: int) -> Quantized:
     """The same codes (two-dimensional) with scales in the order of a contraction of dimension ``contract``."""
     scale = _scale(q, contract, _views(q, contract).scale)
     return q._replace(scale=scale if contract == 1 else scale.t())

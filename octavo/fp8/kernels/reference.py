@@ -34,19 +34,19 @@ from torch import Tensor
 
 from octavo.base import accelerator
 from octavo.fp8.arithmetic import cast
-from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference_step
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import decode
-from octavo.fp8.arithmetic.moments import Agree
+from octavo.fp8.arithmetic.moments import MaxOverRanks
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.invariance import active, row_mm
+from octavo.fp8.invariance import is_active, row_mm
 from octavo.fp8.kernels import reference_grouped as grouped
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED, check_fit
 from octavo.fp8.kernels.registry import Backend
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the inputs of fused layers
-_ALWAYS = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward", "adamw")
+_ALWAYS_SUPPORTED = ("quantize", "dequantize", "rmsnorm", "swiglu", "swiglu_backward", "adamw")
 
 
 def check_rmsnorm(x: Tensor, weight: Tensor) -> None:
@@ -86,7 +86,7 @@ def rmsnorm_quantize(
     x_MK = x.detach().float()
     rstd_M = 1.0 / torch.sqrt((x_MK * x_MK).mean(1) + eps)
     y_MK = (x_MK * rstd_M.view(-1, 1) * weight.detach().float()).to(out or x.dtype)
-    return y_MK, rstd_M, *_casts(y_MK.to(low or y_MK.dtype), row, col)
+    return y_MK, rstd_M, *_cast_both(y_MK.to(low or y_MK.dtype), row, col)
 
 
 def swiglu_quantize(
@@ -97,7 +97,7 @@ def swiglu_quantize(
     check_swiglu("swiglu_quantize", gate, up)
     g, u = gate.detach().float(), up.detach().float()
     h_MI = (g * torch.sigmoid(g) * u).to(gate.dtype)
-    return h_MI, *_casts(h_MI, row, col)
+    return h_MI, *_cast_both(h_MI, row, col)
 
 
 def swiglu_backward_quantize(
@@ -107,7 +107,7 @@ def swiglu_backward_quantize(
     Raises CastError for shapes or dtypes that do not fit."""
     check_swiglu("swiglu_backward_quantize", dh, gate, up)
     dgate_MI, dup_MI = swiglu_backward(dh.detach(), gate.detach(), up.detach())
-    return *_casts(dgate_MI, row, col), *_casts(dup_MI, row, col)
+    return *_cast_both(dgate_MI, row, col), *_cast_both(dup_MI, row, col)
 
 
 def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +118,7 @@ def swiglu_backward(dh: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return (d * up.float() * (s + silu * (1.0 - s))).to(gate.dtype), (d * silu).to(gate.dtype)
 
 
-def _casts(y: Tensor, row: CastSpec | None, col: CastSpec | None) -> tuple[Quantized | None, Quantized | None]:
+def _cast_both(y: Tensor, row: CastSpec | None, col: CastSpec | None) -> tuple[Quantized | None, Quantized | None]:
     if row is not None and col is not None:
         return cast.quantize_both(y, row, col)
     return None if row is None else cast.quantize(y, row), None if col is None else cast.quantize(y, col)
@@ -138,7 +138,7 @@ class ReferenceBackend(Backend):
             return lacks
         named = op.removeprefix("grouped_")
         if named not in CONTRACTED or not isinstance(what, Recipe):
-            return None if op in _ALWAYS else f"it has no {op}"
+            return None if op in _ALWAYS_SUPPORTED else f"it has no {op}"
         if op in grouped.OPS and (why_not := grouped.why_not(device)) is not None:
             return why_not
         if what.gemm(named) is None:
@@ -163,10 +163,10 @@ class ReferenceBackend(Backend):
         q = cast.quantize_with_scale(x, scale, spec, amax)
         return q, q
 
-    def scales_for(self, q: Quantized, contract: int) -> Quantized:
+    def reorder_scales(self, q: Quantized, contract: int) -> Quantized:
         return q  # its GEMMs read any order
 
-    laid_for = scales_for
+    copy_for_gemm = reorder_scales
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is None:
@@ -210,9 +210,9 @@ class ReferenceBackend(Backend):
     swiglu_backward_quantize = staticmethod(swiglu_backward_quantize)
 
     def adamw(
-        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
+        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None = None
     ) -> None:
-        reference(pieces, hyper, factor, agree)
+        reference_step(pieces, hyper, factor, agree)
 
 
 def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out_dtype: torch.dtype) -> Tensor:
@@ -223,7 +223,7 @@ def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out
     b, b_scale = _operand(b_q, b_dim)
     out = _matmul_fp32(a if a_dim == 1 else a.t(), b if b_dim == 0 else b.t())
     if a_scale is not None and b_scale is not None:
-        out = scaled(out, a_scale.view(-1, 1), b_scale.view(1, -1))
+        out = apply_scales(out, a_scale.view(-1, 1), b_scale.view(1, -1))
     elif a_scale is not None:
         out = out * a_scale.view(-1, 1)
     elif b_scale is not None:
@@ -231,7 +231,7 @@ def _gemm(name: str, a_q: Quantized, a_dim: int, b_q: Quantized, b_dim: int, out
     return out if out_dtype is torch.float32 else out.to(out_dtype)
 
 
-def scaled(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def apply_scales(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """out [M, N] * a [M or 1, 1] * b [1, N or 1], in this order, infinite only where the result is.
 
     With a scale beyond 2^80 the first product may overflow fp32 although b would bring it back into range: then 2^40
@@ -264,7 +264,7 @@ def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
         with torch.autocast(device, enabled=False):
             return _matmul_fp32(a, b)
     matmul = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    mm = row_mm if torch._C._len_torch_function_stack() and active() else torch.mm
+    mm = row_mm if torch._C._len_torch_function_stack() and is_active() else torch.mm
     if matmul.fp32_precision in ("none", "ieee"):
         return mm(a, b)
     return mm(a.double(), b.double()).float()

@@ -19,7 +19,7 @@ from octavo.base import accelerator
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
+from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, select_expert
 from octavo.fp8.kernels.layout import as_bytes, ceil_div
 
 OPS = ("grouped_fwd", "grouped_dgrad", "grouped_wgrad")
@@ -50,8 +50,8 @@ def quantize_rows(x: Tensor, spec: CastSpec, groups: Groups) -> Quantized:
     if spec.scale == "e8m0":
         scale = scale.to(E8M0)
     out = Quantized(data, scale, spec)
-    for expert, span in spans(groups):
-        q, rows_out = cast.quantize(x[span], spec), of_expert(out, expert, span)
+    for expert, span in expert_spans(groups):
+        q, rows_out = cast.quantize(x[span], spec), select_expert(out, expert, span)
         as_bytes(rows_out.data).copy_(as_bytes(q.data))
         as_bytes(rows_out.scale).copy_(as_bytes(q.scale))
     return out
@@ -78,8 +78,8 @@ def fwd(
 ) -> Tensor:
     """y [R, N] = x [R, K] times each expert's w [E, N, K] transposed, plus its bias [E, N]."""
     out = _zeros(x_q, w_q.data.shape[1], groups, out_dtype)
-    for expert, span in spans(groups):
-        x, w = of_expert(x_q, expert, span), _matrix(w_q, expert)
+    for expert, span in expert_spans(groups):
+        x, w = select_expert(x_q, expert, span), _select_weight(w_q, expert)
         if bias is None:
             out[span] = gemm("fwd", x, 1, w, 1, out_dtype)
         else:
@@ -90,8 +90,8 @@ def fwd(
 def dgrad(gemm: Gemm, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
     """dx [R, K] = dy [R, N] times each expert's w [E, N, K]."""
     out = _zeros(dy_q, w_q.data.shape[2], groups, out_dtype)
-    for expert, span in spans(groups):
-        out[span] = gemm("dgrad", of_expert(dy_q, expert, span), 1, _matrix(w_q, expert), 0, out_dtype)
+    for expert, span in expert_spans(groups):
+        out[span] = gemm("dgrad", select_expert(dy_q, expert, span), 1, _select_weight(w_q, expert), 0, out_dtype)
     return out
 
 
@@ -100,12 +100,14 @@ def wgrad(gemm: Gemm, dy_q: Quantized, x_q: Quantized, groups: Groups, out_dtype
     _check(x_q.data.shape[0], groups)
     shape = (groups.experts, dy_q.data.shape[1], x_q.data.shape[1])
     out = torch.zeros(shape, dtype=out_dtype, device=x_q.data.device)
-    for expert, span in spans(groups):
-        out[expert] = gemm("wgrad", of_expert(dy_q, expert, span), 0, of_expert(x_q, expert, span), 0, out_dtype)
+    for expert, span in expert_spans(groups):
+        out[expert] = gemm(
+            "wgrad", select_expert(dy_q, expert, span), 0, select_expert(x_q, expert, span), 0, out_dtype
+        )
     return out
 
 
-def _matrix(q: Quantized, expert: int) -> Quantized:
+def _select_weight(q: Quantized, expert: int) -> Quantized:
     return Quantized(q.data[expert], q.scale[expert], q.spec)
 
 

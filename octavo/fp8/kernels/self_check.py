@@ -38,8 +38,8 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized, quantize
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.kernels.capture import capturing
-from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.kernels.capture import is_capturing
+from octavo.fp8.kernels.groups import Groups, group_rows
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend, BackendError, get
 
@@ -55,7 +55,7 @@ class SelfCheckError(BackendError):
     """With untested versions, a kernel gives other results than the reference."""
 
 
-class Fault(NamedTuple):
+class Mismatch(NamedTuple):
     """The largest difference between a kernel and the reference: what is compared, the coordinate, both values, and the
     allowed difference (0: the bits must be equal)."""
 
@@ -70,14 +70,14 @@ class Fault(NamedTuple):
         return f"{self.what} at {list(self.at)} is {self.value:.6g}, the reference has {self.expected:.6g} ({near})"
 
 
-Check = Callable[[], "Fault | None"]
+Check = Callable[[], "Mismatch | None"]
 
 
 # --- newer versions, and the record of checks -------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=1)
-def installed() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """The installed versions of the packages in :data:`TESTED`."""
     versions = {"torch": str(torch.__version__)}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not installed: no Triton kernel can run
@@ -85,10 +85,10 @@ def installed() -> dict[str, str]:
     return versions
 
 
-def newer() -> tuple[str, ...]:
+def find_untested() -> tuple[str, ...]:
     """Packages newer than tested, as phrases: ``torch 2.15.0 (tested up to 2.13)``."""
     phrases = []
-    for package, version in installed().items():
+    for package, version in installed_versions().items():
         numbers = re.match(r"(\d+)\.(\d+)", version)
         tested = TESTED[package]
         if numbers is None or (int(numbers[1]), int(numbers[2])) > tested:
@@ -111,7 +111,7 @@ class Machine:
         name = " ".join(str(about[key]) for key in ("name", "capability") if about.get(key))
         driver = Path("/proc/driver/nvidia/version")
         driver_text = driver.read_text(errors="replace").splitlines()[0] if driver.exists() else ""
-        versions = ", ".join(f"{package} {version}" for package, version in installed().items())
+        versions = ", ".join(f"{package} {version}" for package, version in installed_versions().items())
         return cls(name, driver_text, versions, _digest())
 
 
@@ -132,7 +132,7 @@ def record_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "octavo" / FILE
 
 
-def passed(machine: Machine) -> set[str]:
+def load_passed(machine: Machine) -> set[str]:
     """The names of the checks that passed on this machine."""
     return {name for entry in _entries() if entry.get("machine") == vars(machine) for name in entry.get("passed", ())}
 
@@ -151,7 +151,7 @@ def _entries() -> list[dict[str, Any]]:
 def _record(machine: Machine, names: Iterable[str]) -> None:
     """Add checks that passed to the file, which is read again first: another process may have added to it."""
     entries = [entry for entry in _entries() if entry.get("machine") != vars(machine)]
-    entry = {"machine": vars(machine), "passed": sorted(passed(machine) | set(names))}
+    entry = {"machine": vars(machine), "passed": sorted(load_passed(machine) | set(names))}
     text = json.dumps({"octavo_self_check": _FORMAT, "machines": [*entries, entry]}, indent=1)
     try:
         record_file().parent.mkdir(parents=True, exist_ok=True)
@@ -160,10 +160,10 @@ def _record(machine: Machine, names: Iterable[str]) -> None:
         warnings.warn(f"the self-check of kernels cannot be saved ({error}): it runs at each start", stacklevel=3)
 
 
-_done: set[tuple[torch.device, str]] = set()  # checks of this process
+_passed_here: set[tuple[torch.device, str]] = set()  # checks of this process
 
 
-def ensure(
+def run_checks(
     checks: Mapping[str, Check],
     device: torch.device,
     limit: float = LIMIT_S,
@@ -171,14 +171,14 @@ def ensure(
 ) -> tuple[str, ...]:
     """If a version newer than tested is installed, run the checks that did not pass on this machine yet.
 
-    ``checks``: by name, each returns a :class:`Fault` or None. ``limit``: seconds after which no further check begins.
-    Returns the names of the checks that ran. Raises SelfCheckError for the first that fails, in whatever way.
+    ``checks``: by name, each returns a :class:`Mismatch` or None. ``limit``: seconds after which no further check
+    begins. Returns the names of the checks that ran. Raises SelfCheckError for the first that fails, in whatever way.
     """
-    left = [name for name in checks if (device, name) not in _done]
-    if not left or not (phrases := newer()) or not _may_run(device):
+    left = [name for name in checks if (device, name) not in _passed_here]
+    if not left or not (phrases := find_untested()) or not _may_run(device):
         return ()
     machine = Machine.here(device)
-    before = passed(machine)
+    before = load_passed(machine)
     start = clock()
     ran: list[str] = []
     for name in left:
@@ -186,12 +186,12 @@ def ensure(
             # At least one check runs at each start, so that even a slow one gets done.
             if ran and clock() - start > limit:
                 break
-            _run(name, checks[name], phrases)
+            _run_check(name, checks[name], phrases)
             ran.append(name)
-        _done.add((device, name))
+        _passed_here.add((device, name))
     if ran:
         _record(machine, ran)
-    if open_checks := [name for name in left if (device, name) not in _done]:
+    if open_checks := [name for name in left if (device, name) not in _passed_here]:
         warnings.warn(
             f"{' and '.join(phrases)}: {len(open_checks)} of {len(checks)} kernels are not checked yet ({limit:g} s "
             f"are over; first {open_checks[0]}) and are used. `octavo doctor` checks all; the next start goes on.",
@@ -205,12 +205,12 @@ def _may_run(device: torch.device) -> bool:
     first rank of a node."""
     if device.type == "meta" or os.environ.get("LOCAL_RANK", "0") != "0" or torch.compiler.is_compiling():
         return False
-    if device.type != "cpu" and not accelerator.has_own_memory(accelerator.here()):
+    if device.type != "cpu" and not accelerator.has_own_memory(accelerator.default_device()):
         return False
-    return not capturing(device)
+    return not is_capturing(device)
 
 
-def _run(name: str, check: Check, phrases: tuple[str, ...]) -> None:
+def _run_check(name: str, check: Check, phrases: tuple[str, ...]) -> None:
     what = f"{' and '.join(phrases)}: {name}"
     versions = ", ".join(f"{package} {'.'.join(map(str, tested))}" for package, tested in TESTED.items())
     fix = f"Use fp8.backend: reference (backend='reference' in a Policy), or a version that was tested: {versions}."
@@ -234,22 +234,22 @@ def kernel_checks(
     """The checks of one GEMM of a recipe on a backend, with the casts of its operands. The reference needs none."""
     if backend == "reference":
         return {}
-    run, op = (_grouped, f"grouped_{gemm}") if grouped else (_gemm, gemm)
-    return {f"{op} of {recipe.short()} on {backend}": lambda: run(get(backend), recipe, gemm, device)}
+    run, op = (_check_grouped, f"grouped_{gemm}") if grouped else (_check_gemm, gemm)
+    return {f"{op} of {recipe.summary()} on {backend}": lambda: run(get(backend), recipe, gemm, device)}
 
 
 def fused_checks(recipe: Recipe, op: str, backend: str, device: torch.device) -> dict[str, Check]:
     """The check of rmsnorm, swiglu or swiglu_backward with outputs for a recipe's GEMMs."""
     if backend == "reference":
         return {}
-    return {f"{op} of {recipe.short()} on {backend}": lambda: _fused(get(backend), recipe, op, device)}
+    return {f"{op} of {recipe.summary()} on {backend}": lambda: _check_fused(get(backend), recipe, op, device)}
 
 
 def adamw_checks(backend: str, device: torch.device) -> dict[str, Check]:
     """The check of the optimizer's step, states in FP8 and in fp32."""
     if backend == "reference":
         return {}
-    return {f"adamw on {backend}": lambda: _adamw(get(backend), device)}
+    return {f"adamw on {backend}": lambda: _check_adamw(get(backend), device)}
 
 
 def sizes(
@@ -267,11 +267,11 @@ def sizes(
     return fitting
 
 
-def _gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> Fault | None:
+def _check_gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> Mismatch | None:
     casts, (a_dim, b_dim) = recipe.gemm(gemm), CONTRACTED[gemm]
     assert casts is not None
     tokens, outputs, inputs = sizes(device, backend, gemm, recipe)
-    x, w, dy = spread(1, tokens, inputs), spread(2, outputs, inputs), spread(3, tokens, outputs)
+    x, w, dy = random_matrix(1, tokens, inputs), random_matrix(2, outputs, inputs), random_matrix(3, tokens, outputs)
     a, b = {"fwd": (x, w), "dgrad": (dy, w), "wgrad": (dy, x)}[gemm]
     # Delayed scaling casts activations with a scale of earlier steps.
     late = recipe.delayed is not None
@@ -288,40 +288,46 @@ def _gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> 
             # dgrad reads the codes of w that the forward made, if both have one cast.
             shared = gemm == "dgrad" and values is w and _spec(recipe, "fwd", "b") == spec
             got, want = backend.quantize(values.to(device), spec, 1 if shared else dim), quantize(values, spec)
-            got = backend.scales_for(got, dim) if shared else got
-        if (fault := codes_differ(name, got, want)) is not None:
+            got = backend.reorder_scales(got, dim) if shared else got
+        if (fault := compare_codes(name, got, want)) is not None:
             return fault
         operands.append(got)
         wanted.append(want)
-    if gemm == "wgrad" and not late and (fault := _both(backend, recipe, x, dy, device)) is not None:
+    if gemm == "wgrad" and not late and (fault := _check_double_cast(backend, recipe, x, dy, device)) is not None:
         return fault
     reference = getattr(get("reference"), f"gemm_{gemm}")
     multiply = getattr(backend, f"gemm_{gemm}")
-    want, most = reference(*wanted, torch.float32), reference(*map(magnitudes, wanted), torch.float32)
-    if (fault := farthest("result in bf16", multiply(*operands, torch.bfloat16), want, most * BOUND)) is not None:
+    want, most = reference(*wanted, torch.float32), reference(*map(absolute_codes, wanted), torch.float32)
+    if (
+        fault := find_largest_error("result in bf16", multiply(*operands, torch.bfloat16), want, most * BOUND)
+    ) is not None:
         return fault
     if gemm != "fwd":
-        return farthest("result in fp32", multiply(*operands, torch.float32), want, most * BOUND)
-    bias = spread(4, outputs, 1).flatten()
+        return find_largest_error("result in fp32", multiply(*operands, torch.float32), want, most * BOUND)
+    bias = random_matrix(4, outputs, 1).flatten()
     got = multiply(*operands, torch.bfloat16, bias.to(device))
-    if (fault := farthest("result with a bias", got, want + bias, (most + bias.abs()) * BOUND)) is not None:
+    if (fault := find_largest_error("result with a bias", got, want + bias, (most + bias.abs()) * BOUND)) is not None:
         return fault
-    return _decoding(backend, recipe, x[:3], operands[1], wanted[1], device)
+    return _check_decode(backend, recipe, x[:3], operands[1], wanted[1], device)
 
 
-def _decoding(
+def _check_decode(
     backend: Backend, recipe: Recipe, x: Tensor, w_q: Quantized, w_want: Quantized, device: torch.device
-) -> Fault | None:
+) -> Mismatch | None:
     """Check the product of few rows, for which a backend may have another kernel."""
     spec, reference = _spec(recipe, "fwd", "a"), get("reference")
     assert spec is not None
     x_want = quantize(x, spec)
     got = backend.gemm_decode(backend.quantize(x.to(device), spec, 1), w_q, torch.bfloat16)
-    most = reference.gemm_fwd(magnitudes(x_want), magnitudes(w_want), torch.float32)
-    return farthest("result of three rows", got, reference.gemm_fwd(x_want, w_want, torch.float32), most * BOUND)
+    most = reference.gemm_fwd(absolute_codes(x_want), absolute_codes(w_want), torch.float32)
+    return find_largest_error(
+        "result of three rows", got, reference.gemm_fwd(x_want, w_want, torch.float32), most * BOUND
+    )
 
 
-def _both(backend: Backend, recipe: Recipe, x: Tensor, dy: Tensor, device: torch.device) -> Fault | None:
+def _check_double_cast(
+    backend: Backend, recipe: Recipe, x: Tensor, dy: Tensor, device: torch.device
+) -> Mismatch | None:
     """Check casts of one tensor for two GEMMs, as layers use them."""
     x_specs = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
     dy_specs = _spec(recipe, "dgrad", "a"), _spec(recipe, "wgrad", "a")
@@ -329,43 +335,43 @@ def _both(backend: Backend, recipe: Recipe, x: Tensor, dy: Tensor, device: torch
         if first is None or second is None:
             continue
         for spec, q in zip((first, second), backend.quantize_both(values.to(device), first, second), strict=True):
-            if (fault := codes_differ(f"cast of {name} for two GEMMs", q, quantize(values, spec))) is not None:
+            if (fault := compare_codes(f"cast of {name} for two GEMMs", q, quantize(values, spec))) is not None:
                 return fault
     return None
 
 
-def _grouped(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> Fault | None:
+def _check_grouped(backend: Backend, recipe: Recipe, gemm: str, device: torch.device) -> Mismatch | None:
     casts, b_dim = recipe.gemm(gemm), CONTRACTED[gemm][1]
     assert casts is not None
     tokens, outputs, inputs = sizes(device, backend, f"grouped_{gemm}", recipe)
     experts = 3
-    groups = route(torch.arange(tokens) % (experts * 2) // 2, experts + 1).groups  # the last expert has no rows
+    groups = group_rows(torch.arange(tokens) % (experts * 2) // 2, experts + 1).groups  # the last expert has no rows
     on_device = Groups(groups.sizes.to(device), groups.starts.to(device), groups.tiles.to(device), groups.rows)
     reference = get("reference")
-    a = spread(1, groups.rows, inputs if gemm == "fwd" else outputs)
+    a = random_matrix(1, groups.rows, inputs if gemm == "fwd" else outputs)
     a_want = reference.quantize_rows(a, casts.a, groups)
     a_got = backend.quantize_rows(a.to(device), casts.a, on_device, CONTRACTED[gemm][0])
-    if (fault := codes_differ("cast of rows", a_got, a_want)) is not None:
+    if (fault := compare_codes("cast of rows", a_got, a_want)) is not None:
         return fault
     if gemm == "wgrad":
-        b = spread(2, groups.rows, inputs)
+        b = random_matrix(2, groups.rows, inputs)
         b_want, b_got = (
             reference.quantize_rows(b, casts.b, groups),
             backend.quantize_rows(b.to(device), casts.b, on_device, 0),
         )
     else:
-        b = spread(2, (experts + 1) * outputs, inputs).view(experts + 1, outputs, inputs)
+        b = random_matrix(2, (experts + 1) * outputs, inputs).view(experts + 1, outputs, inputs)
         b_want, b_got = reference.quantize_experts(b, casts.b), backend.quantize_experts(b.to(device), casts.b, b_dim)
-    if (fault := codes_differ("cast of the other operand", b_got, b_want)) is not None:
+    if (fault := compare_codes("cast of the other operand", b_got, b_want)) is not None:
         return fault
     multiply = getattr(reference, f"grouped_{gemm}")
     want = multiply(a_want, b_want, groups, torch.float32)
-    most = multiply(magnitudes(a_want), magnitudes(b_want), groups, torch.float32)
+    most = multiply(absolute_codes(a_want), absolute_codes(b_want), groups, torch.float32)
     got = getattr(backend, f"grouped_{gemm}")(a_got, b_got, on_device, torch.bfloat16)
     if gemm != "wgrad":  # padding rows have any finite values
         real = real_rows(groups)
         got, want, most = got.cpu()[real], want[real], most[real]
-    return farthest("result", got, want, most * BOUND)
+    return find_largest_error("result", got, want, most * BOUND)
 
 
 def real_rows(groups: Groups) -> Tensor:
@@ -374,10 +380,10 @@ def real_rows(groups: Groups) -> Tensor:
     return torch.cat([torch.arange(start, start + size) for start, size in ranges])
 
 
-def _fused(backend: Backend, recipe: Recipe, op: str, device: torch.device) -> Fault | None:
+def _check_fused(backend: Backend, recipe: Recipe, op: str, device: torch.device) -> Mismatch | None:
     row, col = _spec(recipe, "fwd", "a"), _spec(recipe, "wgrad", "b")
     tokens, _, inputs = sizes(device)
-    first, second, third = (spread(seed, tokens, inputs).bfloat16() for seed in (1, 2, 3))
+    first, second, third = (random_matrix(seed, tokens, inputs).bfloat16() for seed in (1, 2, 3))
     reference = get("reference")
     if op == "swiglu_backward":
         gates = backend.swiglu_backward_quantize(first.to(device), second.to(device), third.to(device), row, col)
@@ -388,7 +394,7 @@ def _fused(backend: Backend, recipe: Recipe, op: str, device: torch.device) -> F
             exact = reference.dequantize(want)
             # The codes may be neighbours, where the two implementations round a value to different sides.
             allowed = exact.abs() / 7 + exact.abs().amax() * 2.0**-14
-            if (fault := farthest(name, backend.dequantize(got), exact, allowed)) is not None:
+            if (fault := find_largest_error(name, backend.dequantize(got), exact, allowed)) is not None:
                 return fault
         return None
     if op == "rmsnorm":
@@ -398,10 +404,10 @@ def _fused(backend: Backend, recipe: Recipe, op: str, device: torch.device) -> F
     else:
         y, *codes = backend.swiglu_quantize(first.to(device), second.to(device), row, col)
         values = reference.swiglu_quantize(first, second, None, None)[0].float()
-    if (fault := farthest("result", y, values, values.abs() * BOUND)) is not None:
+    if (fault := find_largest_error("result", y, values, values.abs() * BOUND)) is not None:
         return fault
     for name, q in zip(("cast", "cast turned"), codes, strict=True):
-        fault = None if q is None else codes_differ(f"{name} of the result", q, quantize(y.cpu(), q.spec))
+        fault = None if q is None else compare_codes(f"{name} of the result", q, quantize(y.cpu(), q.spec))
         if fault is not None:
             return fault
     return None
@@ -412,11 +418,11 @@ def _spec(recipe: Recipe, gemm: str, operand: str) -> CastSpec | None:
     return None if casts is None else casts.a if operand == "a" else casts.b
 
 
-def _adamw(backend: Backend, device: torch.device) -> Fault | None:
+def _check_adamw(backend: Backend, device: torch.device) -> Mismatch | None:
     count = 2 * GROUP + 50
     for states in ("fp8", "fp32"):
         empty = {k.name: torch.zeros((count,) if k.row is None else (3, *k.row), dtype=k.dtype) for k in LAYOUT[states]}
-        piece = Piece(spread(1, count, 1).flatten(), spread(2, count, 1).flatten() * 1e-3, empty, 0, 0, 1)
+        piece = Piece(random_matrix(1, count, 1).flatten(), random_matrix(2, count, 1).flatten() * 1e-3, empty, 0, 0, 1)
         mine = piece._replace(
             weight=piece.weight.to(device, copy=True), grad=piece.grad.to(device),
             state={name: t.to(device, copy=True) for name, t in empty.items()},
@@ -428,7 +434,7 @@ def _adamw(backend: Backend, device: torch.device) -> Fault | None:
             ("weight", mine.weight, piece.weight),
             *((name, mine.state[name], value) for name, value in piece.state.items()),
         ):
-            if (fault := _bits_differ(f"{name} with states in {states}", got, want)) is not None:
+            if (fault := _compare_bits(f"{name} with states in {states}", got, want)) is not None:
                 return fault
     return None
 
@@ -436,25 +442,25 @@ def _adamw(backend: Backend, device: torch.device) -> Fault | None:
 # --- how it is compared -----------------------------------------------------------------------------------------------
 
 
-def spread(seed: int, rows: int, cols: int) -> Tensor:
+def random_matrix(seed: int, rows: int, cols: int) -> Tensor:
     """Random values fp32 [rows, cols] on the CPU, whose magnitudes differ by row and column."""
     g = torch.Generator().manual_seed(seed)
     down, across = (torch.randint(-4, 5, shape, generator=g, device="cpu").float() for shape in ((rows, 1), (1, cols)))
     return torch.randn(rows, cols, generator=g, device="cpu") * torch.exp2(down + across)
 
 
-def magnitudes(q: Quantized) -> Quantized:
+def absolute_codes(q: Quantized) -> Quantized:
     """q without signs."""
     return q._replace(data=q.data.float().abs().to(q.data.dtype))
 
 
-def codes_differ(what: str, got: Quantized, want: Quantized) -> Fault | None:
+def compare_codes(what: str, got: Quantized, want: Quantized) -> Mismatch | None:
     """The first code, else the first scale, that differs from the reference; None if all are equal."""
-    fault = _bits_differ(what, got.data, want.data)
-    return fault or _bits_differ(f"scale in the {what}", got.scale, want.scale)
+    fault = _compare_bits(what, got.data, want.data)
+    return fault or _compare_bits(f"scale in the {what}", got.scale, want.scale)
 
 
-def _bits_differ(what: str, got: Tensor, want: Tensor) -> Fault | None:
+def _compare_bits(what: str, got: Tensor, want: Tensor) -> Mismatch | None:
     got = got.cpu()
     if got.shape != want.shape or got.dtype is not want.dtype:
         raise TypeError(
@@ -466,22 +472,22 @@ def _bits_differ(what: str, got: Tensor, want: Tensor) -> Fault | None:
     if not len(wrong):
         return None
     at = tuple(wrong[0].tolist())
-    return Fault(what, at, float(got[at].float()), float(want[at].float()), 0.0)
+    return Mismatch(what, at, float(got[at].float()), float(want[at].float()), 0.0)
 
 
-def farthest(what: str, got: Tensor, want: Tensor, allowed: Tensor) -> Fault | None:
+def find_largest_error(what: str, got: Tensor, want: Tensor, allowed: Tensor) -> Mismatch | None:
     """The element with the largest difference relative to ``allowed`` (NaN: infinite), or None if all are within it."""
     if tuple(got.shape) != tuple(want.shape):
         raise TypeError(f"{what} has shape {list(got.shape)}, the reference {list(want.shape)}")
     got = got.cpu().float()
-    ratio = excess(got, want, allowed)
+    ratio = relative_error(got, want, allowed)
     if not ratio.numel() or ratio.max() <= 1:
         return None
     at = tuple(int(i) for i in torch.unravel_index(ratio.argmax(), ratio.shape))
-    return Fault(what, at, float(got[at]), float(want[at]), float(allowed[at]))
+    return Mismatch(what, at, float(got[at]), float(want[at]), float(allowed[at]))
 
 
-def excess(got: Tensor, want: Tensor, allowed: Tensor) -> Tensor:
+def relative_error(got: Tensor, want: Tensor, allowed: Tensor) -> Tensor:
     """The difference divided by the allowed one, element by element; infinite for NaN."""
     ratio = (got.cpu().float() - want).abs() / allowed.clamp(min=torch.finfo(torch.float32).tiny)
     return ratio.nan_to_num(float("inf"))

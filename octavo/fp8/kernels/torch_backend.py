@@ -14,12 +14,12 @@ b [n, k].T::
 The last three need both operands in E4M3; with one scale per tensor or row, one of them may be in E5M2.
 
 k and n must be multiples of 16 and both operands contiguous along k, as in :mod:`octavo.fp8.kernels.layout`. The
-casting backend copies operands with another layout (``relay``), and columns of zeros are cut off the result.
+casting backend copies operands with another layout (``copy_to_layout``), and columns of zeros are cut off the result.
 (Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
 
 Fast accumulation, which keeps partial sums in fewer bits, is used only in the forward, and only with one scale per
 tensor or row. A bias is added by the GEMM where that rounds once; otherwise the GEMM returns fp32. For block scales, a
-test on the device at first use decides this (:func:`bias_why_not`). If the GEMM rounds twice, Triton computes the
+test on the device at first use decides this (:func:`why_not_bias`). If the GEMM rounds twice, Triton computes the
 product: it runs wherever this kind does, reads the same operands and adds in registers. torch would need an fp32
 result, an addition and a cast, 18 bytes per output instead of 2.
 """
@@ -40,19 +40,19 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels.layout import (
     CONTRACTED,
+    CopyToLayout,
     MemoryKey,
     Operand,
-    Relay,
     check_fit,
+    copy_to_layout,
     is_k_major,
     k_major,
+    make_meta_quantized,
     memory_key,
     padded_scales,
-    relay,
     round_up,
-    without_values,
 )
-from octavo.fp8.kernels.reference import scaled
+from octavo.fp8.kernels.reference import apply_scales
 from octavo.fp8.kernels.registry import GemmOnlyBackend, get
 
 _KINDS = {  # blocks as (across, along) the contraction
@@ -62,7 +62,7 @@ _KINDS = {  # blocks as (across, along) the contraction
     ((1, 128), (1, 128)): "line",
     ((1, 32), (1, 32)): "mx",
 }
-_NAMES = {
+_KIND_NAMES = {
     "block": "blocks of 1x128 by 128x128",
     "line": "blocks of 1x128 by 1x128",
     "mx": "blocks of 1x32 with e8m0 scales",
@@ -95,44 +95,46 @@ class TorchBackend(GemmOnlyBackend):
     def version(self) -> str:
         return f"torch {torch.__version__}" + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
 
-    def auto_unsupported(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "on the CPU it is slower than the reference; ask for it by name"
 
     def why_not_casts(
         self, op: str, a: CastSpec, b: CastSpec, device: torch.device, shape: Sequence[int | None] | None
     ) -> str | None:
-        kind = kind_of(op, a, b)
+        kind = scaling_kind(op, a, b)
         if kind is None:
             return f"scaled_mm cannot multiply {a} by {b}"
-        if kind in _NAMES and "e5m2" in (a.format, b.format):
-            return f"scaled_mm has {_NAMES[kind]} only for two matrices in E4M3, not for {a} by {b}"
+        if kind in _KIND_NAMES and "e5m2" in (a.format, b.format):
+            return f"scaled_mm has {_KIND_NAMES[kind]} only for two matrices in E4M3, not for {a} by {b}"
         return _why_not(kind, device.type, device.index)
 
     def gemm(
         self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        product = lay_out(op, a_q, b_q, self.relay)
+        product = make_product(op, a_q, b_q, self.copy_to_layout)
         a_dim, b_dim = CONTRACTED[op]
         rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
         if not (rows and cols and a_q.data.shape[a_dim]):  # the kernels do not take empty matrices
             empty = product.scale_a.new_zeros(rows, cols, dtype=out_dtype)
             return empty if bias is None else empty + bias.to(out_dtype)
         fast = op == "fwd" and product.kind in ("tensor", "row")
-        if product.kind == "row" and not _row_direct(product.a, out_dtype, bias):
-            return _by_hand(product, fast, bias, out_dtype, rows, cols)
+        if product.kind == "row" and not _has_row_kernel(product.a, out_dtype, bias):
+            return _multiply_rows(product, fast, bias, out_dtype, rows, cols)
         if bias is None and out_dtype in (*_SIXTEEN_BITS, torch.float32):
-            return _real(multiply(product, out_dtype, fast), rows, cols)
+            return _crop(multiply(product, out_dtype, fast), rows, cols)
         if bias is not None and out_dtype in _SIXTEEN_BITS and (fast or product.kind == "block"):
-            if bias.dtype == out_dtype and (fast or bias_why_not(bias.device, out_dtype) is None):
-                padded = F.pad(bias, (0, product.b.shape[1] - cols)) if product.b.shape[1] != cols else _aligned(bias)
-                return _real(multiply(product, out_dtype, fast, padded), rows, cols)
+            if bias.dtype == out_dtype and (fast or why_not_bias(bias.device, out_dtype) is None):
+                padded = (
+                    F.pad(bias, (0, product.b.shape[1] - cols)) if product.b.shape[1] != cols else _align_bias(bias)
+                )
+                return _crop(multiply(product, out_dtype, fast, padded), rows, cols)
             if product.kind == "block":
                 return get("triton").gemm_fwd(a_q, b_q, out_dtype, bias)
-        return finish(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
+        return add_bias_and_round(multiply(product, torch.float32, fast)[:rows, :cols], bias, out_dtype)
 
 
 @lru_cache(maxsize=256)
-def kind_of(op: str, a: CastSpec, b: CastSpec) -> str | None:
+def scaling_kind(op: str, a: CastSpec, b: CastSpec) -> str | None:
     """The kind of scaling of a GEMM with operands of these casts; None if scaled_mm has no such GEMM."""
     dims = CONTRACTED[op]
     a_block, b_block = ((s.block[1 - dim], s.block[dim]) for s, dim in zip((a, b), dims, strict=True))
@@ -148,7 +150,7 @@ def _why_not(kind: str, device: str, index: int | None) -> str | None:
     if device == "cpu":
         if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
             return f"torch {torch.__version__} has no scaled_mm for the CPU"
-        return None if kind in ("tensor", "row") else f"torch has no {_NAMES[kind]} on the CPU"
+        return None if kind in ("tensor", "row") else f"torch has no {_KIND_NAMES[kind]} on the CPU"
     if device != "cuda":
         return f"scaled_mm runs on NVIDIA GPUs, not on {device}"
     if torch.version.hip is not None:
@@ -166,12 +168,12 @@ def why_not_on_gpu(kind: str, capability: tuple[int, int], cuda: tuple[int, int]
         return f"FP8 needs compute capability 8.9 or later, {here}"
     if kind in ("block", "line"):
         if capability[0] != 9:
-            return f"cuBLAS has {_NAMES[kind]} only on compute capability 9.0, {here}"
-        return None if cuda >= (12, 9) else f"{_NAMES[kind]} need CUDA 12.9 or later, {built}"
+            return f"cuBLAS has {_KIND_NAMES[kind]} only on compute capability 9.0, {here}"
+        return None if cuda >= (12, 9) else f"{_KIND_NAMES[kind]} need CUDA 12.9 or later, {built}"
     if kind == "mx":
         if capability < (10, 0):
-            return f"{_NAMES[kind]} need compute capability 10.0 or later, {here}"
-        return None if cuda >= (12, 8) else f"{_NAMES[kind]} need CUDA 12.8 or later, {built}"
+            return f"{_KIND_NAMES[kind]} need compute capability 10.0 or later, {here}"
+        return None if cuda >= (12, 8) else f"{_KIND_NAMES[kind]} need CUDA 12.8 or later, {built}"
     if kind == "row" and capability[0] == 9 and cuda < (12, 9):
         # Before cuBLAS supported it, torch used a CUTLASS kernel that reads scales out of bounds (pytorch#133334).
         return f"one scale a row needs CUDA 12.9 or later on compute capability 9.0, {built}"
@@ -185,16 +187,16 @@ def _cuda_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def lay_out(op: str, a_q: Quantized, b_q: Quantized, relay: Relay = relay) -> Product:
-    """The operands of a GEMM in scaled_mm's layout; ``relay`` copies codes that have another. Raises CastError unless
-    they are two matrices of matching shapes, with casts that scaled_mm can multiply."""
-    plan = _plan(op, memory_key(a_q), memory_key(b_q))
-    if plan.relay_a or plan.relay_b:
-        a_q = relay(a_q, CONTRACTED[op][0]) if plan.relay_a else a_q
-        b_q = relay(b_q, CONTRACTED[op][1]) if plan.relay_b else b_q
-        plan = _plan(op, memory_key(a_q), memory_key(b_q))
+def make_product(op: str, a_q: Quantized, b_q: Quantized, copy_codes: CopyToLayout = copy_to_layout) -> Product:
+    """The operands of a GEMM in scaled_mm's layout; ``copy_codes`` copies codes that have another. Raises CastError
+    unless they are two matrices of matching shapes, with casts that scaled_mm can multiply."""
+    plan = _plan_views(op, memory_key(a_q), memory_key(b_q))
+    if plan.copies_a or plan.copies_b:
+        a_q = copy_codes(a_q, CONTRACTED[op][0]) if plan.copies_a else a_q
+        b_q = copy_codes(b_q, CONTRACTED[op][1]) if plan.copies_b else b_q
+        plan = _plan_views(op, memory_key(a_q), memory_key(b_q))
     if plan.views is None:
-        return _lay_out(op, a_q, b_q)
+        return _make_product(op, a_q, b_q)
     a, b, scale_a, scale_b = plan.views
     return Product(
         plan.kind,
@@ -208,36 +210,36 @@ def lay_out(op: str, a_q: Quantized, b_q: Quantized, relay: Relay = relay) -> Pr
 _View = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]  # sizes, strides, offset
 
 
-class _Plan(NamedTuple):
+class _ViewPlan(NamedTuple):
     """How operands with one memory layout become a product."""
 
     kind: str
-    relay_a: bool  # whether the codes of a and of b must be copied
-    relay_b: bool
+    copies_a: bool  # whether the codes of a and of b must be copied
+    copies_b: bool
     views: tuple[_View | None, ...] | None
     """Of both codes and both scales; None for a tensor as it is. None in all if scales must be copied too."""
 
 
 @lru_cache(maxsize=4096)
-def _plan(op: str, a: MemoryKey, b: MemoryKey) -> _Plan:
+def _plan_views(op: str, a: MemoryKey, b: MemoryKey) -> _ViewPlan:
     """Computed once for all GEMMs whose operands have these layouts, with two operands on the meta device."""
     with _disable_current_modes():
-        a_q, b_q = without_values(a), without_values(b)
-        product = _lay_out(op, a_q, b_q)
+        a_q, b_q = make_meta_quantized(a), make_meta_quantized(b)
+        product = _make_product(op, a_q, b_q)
         copied = not is_k_major(a_q, CONTRACTED[op][0]), not is_k_major(b_q, CONTRACTED[op][1])
     views: list[_View | None] = []
     for result, operand in zip(product[1:], (a_q.data, b_q.data, a_q.scale, b_q.scale), strict=True):
         if result.untyped_storage()._cdata != operand.untyped_storage()._cdata:
-            return _Plan(product.kind, *copied, None)
+            return _ViewPlan(product.kind, *copied, None)
         view, same = ((t.shape, t.stride(), t.storage_offset()) for t in (result, operand))
         views.append(None if view == same else view)
-    return _Plan(product.kind, *copied, tuple(views))
+    return _ViewPlan(product.kind, *copied, tuple(views))
 
 
-def _lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
+def _make_product(op: str, a_q: Quantized, b_q: Quantized) -> Product:
     a_dim, b_dim = CONTRACTED[op]
     check_fit(op, a_q, a_dim, b_q, b_dim)
-    kind = kind_of(op, a_q.spec, b_q.spec)
+    kind = scaling_kind(op, a_q.spec, b_q.spec)
     if kind is None:
         raise CastError(
             f"gemm_{op}: scaled_mm cannot multiply {a_q.spec} by {b_q.spec}; use the casts of a recipe that "
@@ -245,24 +247,24 @@ def _lay_out(op: str, a_q: Quantized, b_q: Quantized) -> Product:
         )
     a, b = k_major(a_q, a_dim), k_major(b_q, b_dim)
     if kind in ("block", "line"):  # scales include the padding of the free dimension, so the product has all rows
-        scale_b = padded_scales(b) if kind == "line" else _squares(b)
+        scale_b = padded_scales(b) if kind == "line" else _square_scales(b)
         return Product(kind, a.codes, b.codes.t(), padded_scales(a), scale_b)
     codes, scale_a, scale_b = a.codes[: a.free], a.scale, b.scale.t()
     if kind == "row" and b.codes.shape[0] != b.free:
         scale_b = F.pad(scale_b, (0, b.codes.shape[0] - b.free), value=1.0)
     if kind == "mx":
-        scale_a, scale_b = swizzled(a.scale), swizzled(b.scale)
+        scale_a, scale_b = swizzle_scales(a.scale), swizzle_scales(b.scale)
     return Product(kind, codes, b.codes.t(), scale_a, scale_b)
 
 
-def _squares(operand: Operand) -> Tensor:
+def _square_scales(operand: Operand) -> Tensor:
     """Scales [blocks of the contraction rounded up to 4, free blocks], contiguous along the first."""
     free, blocks = operand.scale.shape
     blocks = round_up(blocks, 4)
     return operand.scale.as_strided((blocks, free), (1, blocks))
 
 
-def swizzled(scale: Tensor) -> Tensor:
+def swizzle_scales(scale: Tensor) -> Tensor:
     """e8m0 scales [rows, blocks] in the order of tensor cores, flat, padded with 0 to whole tiles.
 
     Tiles have 128 rows by 4 blocks and are stored row-major; within a tile, the scale (row, block) is byte
@@ -285,7 +287,7 @@ def multiply(product: Product, out_dtype: torch.dtype, fast: bool = False, bias:
     )  # fmt: skip
 
 
-def _row_direct(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
+def _has_row_kernel(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
     """Whether torch's kernel for row scales is used for this output dtype.
 
     cuBLAS (sm 9.0) supports all. Elsewhere it is CUTLASS, whose support of fp16 and fp32 varies with the version of
@@ -296,27 +298,29 @@ def _row_direct(a: Tensor, out_dtype: torch.dtype, bias: Tensor | None) -> bool:
     return out_dtype is torch.bfloat16 and (bias is None or bias.dtype is torch.bfloat16)
 
 
-def _by_hand(product: Product, fast: bool, bias: Tensor | None, out_dtype: torch.dtype, rows: int, cols: int) -> Tensor:
+def _multiply_rows(
+    product: Product, fast: bool, bias: Tensor | None, out_dtype: torch.dtype, rows: int, cols: int
+) -> Tensor:
     """Row scales applied to the fp32 product of the codes: they are powers of two, so that only the end rounds."""
     one = product.scale_a.new_ones(1, 1)
     out = multiply(product._replace(kind="tensor", scale_a=one, scale_b=one), torch.float32, fast)
-    return finish(scaled(out, product.scale_a, product.scale_b)[:rows, :cols], bias, out_dtype)
+    return add_bias_and_round(apply_scales(out, product.scale_a, product.scale_b)[:rows, :cols], bias, out_dtype)
 
 
-def finish(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def add_bias_and_round(out: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """The fp32 result plus the bias, rounded once."""
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype).contiguous()
 
 
-def _real(out: Tensor, rows: int, cols: int) -> Tensor:
+def _crop(out: Tensor, rows: int, cols: int) -> Tensor:
     """The result without rows and columns of padding."""
     return out if out.shape == (rows, cols) else out[:rows, :cols].contiguous()
 
 
 @lru_cache(maxsize=16)
-def bias_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+def why_not_bias(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a GEMM of 1x128 by 128x128 must not add a bias in ``dtype`` on this device; None if the result equals an
     addition in fp32 before the one rounding. Tested with a small product, once per process."""
     m, n, k = 256, 384, 512
@@ -328,7 +332,7 @@ def bias_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
         scale_a, scale_b = (torch.exp2(power.float()).t() for power in powers)
         product = Product("block", a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t(), scale_a, scale_b)
         bias = (added * 64).to(dtype)
-        want = finish(multiply(product, torch.float32), bias, dtype)
+        want = add_bias_and_round(multiply(product, torch.float32), bias, dtype)
         try:
             got = multiply(product, dtype, bias=bias)
         except RuntimeError as error:
@@ -337,7 +341,7 @@ def bias_why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return None if differ < 0.02 else f"{differ:.1%} of the values differ from an addition before the one rounding"
 
 
-def _aligned(bias: Tensor) -> Tensor:
+def _align_bias(bias: Tensor) -> Tensor:
     """The bias contiguous and at a multiple of 16 bytes, as cuBLAS reads it; a slice of a fused one may not be."""
     bias = bias.contiguous()
     return bias.clone() if bias.storage_offset() * bias.element_size() % 16 else bias

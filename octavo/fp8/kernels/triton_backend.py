@@ -19,17 +19,17 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
-from octavo.fp8.arithmetic.moments import Agree
+from octavo.fp8.arithmetic.moments import MaxOverRanks
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.invariance import KERNELS, RowKernels, active
+from octavo.fp8.invariance import KERNELS, RowKernels, is_active
 from octavo.fp8.kernels import triton_kernels as kernels
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
 from octavo.fp8.kernels.registry import Backend
 
-OLDEST = (8, 9)  # Ada has the first tensor cores that multiply FP8
-WHOLE = ((-1, -1), (1, -1), (-1, 1))
-SIDES = (1, 16, 32, 64, 128)  # sides of finite blocks, for a cast
+MIN_CAPABILITY = (8, 9)  # Ada has the first tensor cores that multiply FP8
+WHOLE_BLOCKS = ((-1, -1), (1, -1), (-1, 1))
+CAST_SIDES = (1, 16, 32, 64, 128)  # sides of finite blocks, for a cast
 ALONG, ACROSS = (-1, 32, 128), (-1, 1, 128)  # sides of blocks for a GEMM, along its contraction and across
 
 
@@ -41,7 +41,7 @@ class TritonBackend(Backend):
     def version(self) -> str:
         return f"triton {_version()}"
 
-    def auto_unsupported(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "Triton's interpreter is for tests; ask for it by name"
 
     def supports(
@@ -80,16 +80,16 @@ class TritonBackend(Backend):
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return kernels.cast.dequantize(q, dtype)
 
-    def relay(self, q: Quantized, contract: int) -> Quantized:
-        return kernels.cast.relay(q, contract)
+    def copy_to_layout(self, q: Quantized, contract: int) -> Quantized:
+        return kernels.cast.copy_to_layout(q, contract)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if torch._C._len_torch_function_stack() and active():
+        if torch._C._len_torch_function_stack() and is_active():
             return kernels.rows.fp8_product(x_q, w_q, out_dtype, bias)
         return kernels.gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias)
 
     def gemm_decode(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if torch._C._len_torch_function_stack() and active():
+        if torch._C._len_torch_function_stack() and is_active():
             return kernels.rows.fp8_product(x_q, w_q, out_dtype, bias)
         return kernels.decode.decode(x_q, w_q, out_dtype, bias)
 
@@ -113,7 +113,7 @@ class TritonBackend(Backend):
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        if torch._C._len_torch_function_stack() and active():
+        if torch._C._len_torch_function_stack() and is_active():
             return kernels.rows.fp8_grouped_product(x_q, w_q, groups, out_dtype, bias)
         return kernels.grouped.fwd(x_q, w_q, groups, out_dtype, bias)
 
@@ -145,7 +145,7 @@ class TritonBackend(Backend):
         return kernels.fused.swiglu_backward_quantize(dh, gate, up, row, col)
 
     def adamw(
-        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: Agree | None = None
+        self, pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None, agree: MaxOverRanks | None = None
     ) -> None:
         kernels.adamw.step(pieces, hyper, factor, agree)
 
@@ -162,20 +162,20 @@ class PagedKernels(Protocol):
     ) -> Tensor: ...
 
 
-def paged() -> PagedKernels:
+def paged_kernels() -> PagedKernels:
     """Import triton and return the kernels of a paged cache. They run where :func:`why_not_paged` returns None."""
     module: PagedKernels = kernels.paged
     return module
 
 
-def rows() -> RowKernels:
+def row_kernels() -> RowKernels:
     """Import triton and return the batch-invariant kernels. They run where :func:`why_not_rows` returns None; elsewhere
     the import fails."""
     module: RowKernels = kernels.rows
     return module
 
 
-KERNELS["cuda"] = rows
+KERNELS["cuda"] = row_kernels
 
 
 def why_not_rows(device: torch.device) -> str | None:
@@ -210,7 +210,7 @@ def _why_not(kind: str, index: int | None) -> str | None:
             return None  # a plan for another machine
         capability = torch.cuda.get_device_capability(index)
         here = f"this GPU has {capability[0]}.{capability[1]}"
-        return None if capability >= OLDEST else f"FP8 needs compute capability 8.9 or later, {here}"
+        return None if capability >= MIN_CAPABILITY else f"FP8 needs compute capability 8.9 or later, {here}"
     if kind == "cpu":
         if os.environ.get("TRITON_INTERPRET") == "1":
             return None
@@ -219,7 +219,7 @@ def _why_not(kind: str, index: int | None) -> str | None:
 
 
 def _why_not_cast(spec: CastSpec) -> str | None:
-    if spec.block in WHOLE or all(side in SIDES for side in spec.block):
+    if spec.block in WHOLE_BLOCKS or all(side in CAST_SIDES for side in spec.block):
         return None
     return f"it has no kernel for blocks of {spec}"
 

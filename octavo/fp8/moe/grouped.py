@@ -24,13 +24,13 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.gemms import Dense
-from octavo.fp8.dense.inputs import CastRequest, Pair
-from octavo.fp8.dense.linear import Call, run_three_gemms
-from octavo.fp8.kernels.groups import TILE, Groups, of_expert, spans
+from octavo.fp8.dense.gemms import DenseOps
+from octavo.fp8.dense.inputs import CastRequest, QuantizedPair
+from octavo.fp8.dense.linear import GemmArgs, three_gemms_unchecked
+from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, select_expert
 from octavo.fp8.kernels.registry import Backend, GemmOnlyBackend, Selection
 from octavo.fp8.moe import grouped_high
-from octavo.fp8.observe.recorder import Result, Seen
+from octavo.fp8.observe.recorder import LayerRecord, Result
 from octavo.fp8.weights.shards import is_whole
 
 
@@ -48,7 +48,7 @@ def why_not_grouped(chosen: Recipe, selections: Mapping[str, Selection], device:
     return None
 
 
-class Grouped(Dense):
+class Grouped(DenseOps):
     """How the rows of all experts, laid out by ``groups``, are cast and multiplied; ``transposed``: the weight is
     stored as [E, K, N]."""
 
@@ -56,11 +56,11 @@ class Grouped(Dense):
         self.groups, self.transposed = groups, transposed
         self.tensors, self.sizes = groups[:3], groups.sizes
 
-    def restored(self, tensors: Sequence[Tensor]) -> tuple[Dense, list[Tensor]]:
+    def restore(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
         sizes, starts, tiles, *rest = tensors
         return Grouped(Groups(sizes, starts, tiles, self.groups.rows), self.transposed), rest
 
-    def cast(self, x: Tensor, row: CastRequest | None, col: CastRequest | None) -> Pair:
+    def cast(self, x: Tensor, row: CastRequest | None, col: CastRequest | None) -> QuantizedPair:
         """In one pass where one backend can do both: all of them give the same codes."""
         if (
             row is not None
@@ -105,26 +105,26 @@ class Grouped(Dense):
 
     # Figures of each expert with rows: they read values and wait for the device in any case.
 
-    def operand(self, seen: Seen, role: str, x: Tensor, q: Quantized) -> None:
-        for expert, span in spans(self.groups):
-            seen.operand(role, x[span], of_expert(q, expert, span))
+    def operand(self, seen: LayerRecord, role: str, x: Tensor, q: Quantized) -> None:
+        for expert, span in expert_spans(self.groups):
+            seen.operand(role, x[span], select_expert(q, expert, span))
 
-    def weight(self, seen: Seen, w: Tensor, q: Quantized) -> None:
-        for expert, _ in spans(self.groups):
+    def weight(self, seen: LayerRecord, w: Tensor, q: Quantized) -> None:
+        for expert, _ in expert_spans(self.groups):
             seen.operand("w", w[expert], Quantized(q.data[expert], q.scale[expert], q.spec))
 
-    def gradient(self, seen: Seen, dw: Tensor, dy: Tensor, x: Tensor) -> None:
+    def gradient(self, seen: LayerRecord, dw: Tensor, dy: Tensor, x: Tensor) -> None:
         dw = self._stored(dw)  # [E, N, K] again
-        for expert, span in spans(self.groups):
+        for expert, span in expert_spans(self.groups):
             seen.gradient(dw[expert], dy[span], x[span])
 
-    def product(self, seen: Seen, gemm: str, a: Tensor, b: Tensor) -> None:
-        for expert, span in spans(self.groups):
+    def product(self, seen: LayerRecord, gemm: str, a: Tensor, b: Tensor) -> None:
+        for expert, span in expert_spans(self.groups):
             seen.product(gemm, a[span], b[span] if gemm == "wgrad" else b[expert])
 
-    def result(self, seen: Seen, product: Result) -> None:
+    def result(self, seen: LayerRecord, product: Result) -> None:
         """Report the result of one expert with rows, which the checker picks."""
-        filled = list(spans(self.groups))
+        filled = list(expert_spans(self.groups))
         if not filled:
             return
         expert, span = filled[seen.pick(len(filled))]
@@ -134,11 +134,11 @@ class Grouped(Dense):
 
         b_q, wgrad = product.b_q, product.gemm == "wgrad"
         part = (lambda out: self._stored(out)[expert]) if wgrad else (lambda out: out[span])
-        mine = of_expert(b_q, expert, span) if wgrad else Quantized(b_q.data[expert], b_q.scale[expert], b_q.spec)
+        mine = select_expert(b_q, expert, span) if wgrad else Quantized(b_q.data[expert], b_q.scale[expert], b_q.spec)
         seen.result(
             product._replace(
                 a=own(product.a, True),
-                a_q=of_expert(product.a_q, expert, span),
+                a_q=select_expert(product.a_q, expert, span),
                 b=own(product.b, wgrad),
                 b_q=mine,
                 bias=own(product.bias, False),
@@ -148,7 +148,7 @@ class Grouped(Dense):
         )
 
 
-def grouped_gemms(x: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+def grouped_gemms(x: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
     """x [R, K] -> [R, N] in x's dtype (autocast's under autocast); padding rows hold anything.
 
     The call's weight is the parameter itself, [E, N, K] or transposed; ``bias`` [E, N]. Not for ``torch.compile`` to
@@ -160,15 +160,15 @@ def grouped_gemms(x: Tensor, bias: Tensor | None, call: Call) -> Tensor:
             "weights: under FSDP2 call the module that fully_shard wrapped, so that its hooks gather them first; "
             "expert and tensor parallelism are not supported."
         )
-    return run_three_gemms(x, call.weight, bias, call)
+    return three_gemms_unchecked(x, call.weight, bias, call)
 
 
-def one_by_one(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
+def run_each_expert(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
     """(``run(expert, its rows)`` of every expert with rows, where its rows are, else zeros; how many experts ran).
 
     With no row at all the first expert runs on none, so that its weights belong to the graph. Waits for the device.
     """
-    filled = list(spans(groups)) or [(0, slice(0, 0))]
+    filled = list(expert_spans(groups)) or [(0, slice(0, 0))]
     parts = []
     for expert, span in filled:
         y = run(expert, x[span])

@@ -118,7 +118,7 @@ class GemmCounts(Mapping[Key, int]):
 def record_gemms() -> Iterator[GemmCounts]:
     """Count the GEMMs that are recorded inside and not run, without a report to other counters. For a graph that is
     captured, whose replays then report themselves by :func:`report_replay`."""
-    with recorder.muted(), count_gemms() as tape:
+    with recorder.mute_reports(), count_gemms() as tape:
         yield tape
 
 
@@ -137,7 +137,7 @@ _counts = 0  # how many `count_gemms` are open
 def count_gemms() -> Iterator[GemmCounts]:
     """Count the GEMMs that run inside, whichever thread runs them."""
     counts = GemmCounts()
-    with recorder.attached(counter=counts):
+    with recorder.attach(counter=counts):
         _watch_modules(+1)
         try:
             yield counts
@@ -148,7 +148,7 @@ def count_gemms() -> Iterator[GemmCounts]:
 # --- linear layers in high precision, counted only while a counter is open --------------------------------------------
 
 
-class Watched(NamedTuple):
+class HighPrecisionGemms(NamedTuple):
     """The GEMMs of a module that stays in high precision: (name, N, K) each. ``routed``: the second argument holds
     top-k indices, one row of work for each."""
 
@@ -160,7 +160,7 @@ _MARK = "_fp8_watched"  # in the module's __dict__, so that copies and pickles k
 _hook: Any = None
 
 
-def watch(module: nn.Module, watched: Watched) -> None:
+def watch_module(module: nn.Module, watched: HighPrecisionGemms) -> None:
     """Let counters see this module, which the plan keeps in high precision."""
     module.__dict__[_MARK] = watched
 
@@ -177,7 +177,7 @@ def _watch_modules(change: int) -> None:
             _hook = None
 
 
-@recorder.only_watches
+@recorder.observer_hook
 def _observe_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     watched = module.__dict__.get(_MARK)
     if watched is None:

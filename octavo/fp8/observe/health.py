@@ -17,7 +17,7 @@ from octavo.fp8 import metrics
 from octavo.fp8.observe import recorder
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
-FIGURES = ("sqnr", "underflow", "saturation")
+METRICS = ("sqnr", "underflow", "saturation")
 
 
 class Health:
@@ -39,7 +39,7 @@ class Health:
         out: dict[str, dict[str, Any]] = {}
         for layer, roles in self._figures.items():
             row: dict[str, Any] = {
-                role: {f: _mean(v[i] for v in roles[role]) for i, f in enumerate(FIGURES)}
+                role: {f: _finite_mean(v[i] for v in roles[role]) for i, f in enumerate(METRICS)}
                 for role in ROLES
                 if role in roles
             }
@@ -56,7 +56,7 @@ class Health:
         table = self.table()
         out: dict[str, float] = {}
         for role in ROLES:
-            for figure in FIGURES:
+            for figure in METRICS:
                 values = [row[role][figure] for row in table.values() if role in row]
                 values = [v for v in values if math.isfinite(v)]
                 if not values:
@@ -73,9 +73,9 @@ class Health:
 
     # What the recorder calls: see `recorder.Watcher`.
 
-    def on_operand(self, layer: str, role: str, figures: metrics.Figures) -> None:
+    def on_operand(self, layer: str, role: str, figures: metrics.OperandMetrics) -> None:
         self._nan[layer] += figures.nan_codes
-        self._figures[layer][role].append(figures[: len(FIGURES)])
+        self._figures[layer][role].append(figures[: len(METRICS)])
 
     def on_gradient(self, layer: str, cosine: float) -> None:
         if math.isfinite(cosine):
@@ -86,11 +86,11 @@ class Health:
 def health() -> Iterator[Health]:
     """Collect health figures from the forwards and backwards that run inside (both must)."""
     collector = Health()
-    with recorder.attached(watcher=collector):
+    with recorder.attach(watcher=collector):
         yield collector
 
 
-def _mean(values: Iterator[float]) -> float:
+def _finite_mean(values: Iterator[float]) -> float:
     all_ = list(values)
     finite = [v for v in all_ if math.isfinite(v)]
     return statistics.fmean(finite) if finite else all_[0]

@@ -48,12 +48,12 @@ class Counter(Protocol):
 class Watcher(Protocol):
     """Receives figures of operands and gradients."""
 
-    def on_operand(self, layer: str, role: str, figures: metrics.Figures) -> None: ...
+    def on_operand(self, layer: str, role: str, figures: metrics.OperandMetrics) -> None: ...
 
     def on_gradient(self, layer: str, cosine: float) -> None: ...
 
 
-class Judge(Protocol):
+class OperandObserver(Protocol):
     """Receives both operands of GEMMs in high precision: x [M, K] and w [N, K] of fwd, dy [M, N] and w of dgrad, dy and
     x of wgrad; one expert at a time."""
 
@@ -95,16 +95,16 @@ class Checker(Protocol):
 _lock = threading.Lock()
 _counters: list[Counter] = []
 _watchers: list[Watcher] = []
-_judges: list[Judge] = []
+_observers: list[OperandObserver] = []
 _checkers: list[Checker] = []  # one at most
 _muted = 0  # how many `muted` are open that had watchers or judges before
 
 
 @contextmanager
-def attached(
+def attach(
     counter: Counter | None = None,
     watcher: Watcher | None = None,
-    judge: Judge | None = None,
+    observer: OperandObserver | None = None,
     checker: Checker | None = None,
 ) -> Iterator[None]:
     """Report what runs inside to a listener, on any thread. Raises RuntimeError for a second checker."""
@@ -113,7 +113,7 @@ def attached(
     with _lock:
         _counters.extend(() if counter is None else (counter,))
         _watchers.extend(() if watcher is None else (watcher,))
-        _judges.extend(() if judge is None else (judge,))
+        _observers.extend(() if observer is None else (observer,))
         _checkers.extend(() if checker is None else (checker,))
     try:
         yield
@@ -121,30 +121,30 @@ def attached(
         with _lock:
             _counters[:] = [c for c in _counters if c is not counter]
             _watchers[:] = [w for w in _watchers if w is not watcher]
-            _judges[:] = [j for j in _judges if j is not judge]
+            _observers[:] = [o for o in _observers if o is not observer]
             _checkers[:] = [c for c in _checkers if c is not checker]
 
 
 @contextmanager
-def muted() -> Iterator[None]:
+def mute_reports() -> Iterator[None]:
     """Report nothing that runs inside: a backward that runs again over the same graph, which is reported once. Checkers
     still receive reports: what is computed twice may go wrong twice.
 
-    Layers still are :func:`watching`, as they were in its forward: what is computed again must save what it saved, or
-    torch refuses it.
+    Layers still are :func:`is_watching`, as they were in its forward: what is computed again must save what it saved,
+    or torch refuses it.
     """
     global _muted
     with _lock:
-        held = list(_counters), list(_watchers), list(_judges)
+        held = list(_counters), list(_watchers), list(_observers)
         _counters.clear()
         _watchers.clear()
-        _judges.clear()
+        _observers.clear()
         _muted += bool(held[1] or held[2])
     try:
         yield
     finally:
         with _lock:
-            _counters[:], _watchers[:], _judges[:] = held
+            _counters[:], _watchers[:], _observers[:] = held
             _muted -= bool(held[1] or held[2])
 
 
@@ -153,22 +153,22 @@ def counters() -> tuple[Counter, ...]:
     return tuple(_counters)
 
 
-def watching() -> bool:
+def is_watching() -> bool:
     """Whether blocks run as single layers, for figures of each. A checker sees of fused ones what there is to see, so
     that a step computes what it computes without."""
-    return bool(_watchers or _judges or _muted)
+    return bool(_watchers or _observers or _muted)
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
-def only_watches(hook: Hook) -> Hook:
+def observer_hook(hook: Hook) -> Hook:
     """Mark a hook on all modules that only watches, so that blocks run as they run without it."""
     hook._octavo_watches = True  # type: ignore[attr-defined]
     return hook
 
 
-class Seen:
+class LayerRecord:
     """One forward of one layer, and its backward. ``heard``: counters are open. ``watched``: the layer
     saves x in high precision for figures. ``judged``: a judge wants the operands of its GEMMs. ``checked``: the GEMMs
     whose results a checker wants. ``shown``: False where its codes were not cast from the operands that it reports, as
@@ -176,8 +176,8 @@ class Seen:
     with :meth:`gemm`."""
 
     __slots__ = (
-        *("calls", "checked", "counted", "counters", "heard", "judged", "kind", "layer", "recompute"),
-        *("shown", "sizes", "watched"),
+        *("calls", "checked_gemms", "counted", "counters", "has_counters", "is_observed", "keeps_x", "kind"),
+        *("layer", "recompute", "shows_operands", "sizes"),
     )
 
     def __init__(self, layer: str, now: Phase, sizes: Tensor | None) -> None:
@@ -185,12 +185,12 @@ class Seen:
         self.counted, self.recompute = now
         self.kind = "recompute" if now.recompute else "fwd"
         self.counters: Sequence[Counter] = _counters if now.counted else ()
-        self.heard = bool(self.counters)
-        self.watched = now.counted and bool(_watchers or _judges or _muted)  # the same as watching()
-        self.judged = now.counted and bool(_judges)
-        self.checked: Collection[str] = _checkers[0].gemms_of(layer) if _checkers and now.counted else ()
-        self.watched |= "wgrad" in self.checked
-        self.shown = True
+        self.has_counters = bool(self.counters)
+        self.keeps_x = now.counted and bool(_watchers or _observers or _muted)  # the same as watching()
+        self.is_observed = now.counted and bool(_observers)
+        self.checked_gemms: Collection[str] = _checkers[0].gemms_of(layer) if _checkers and now.counted else ()
+        self.keeps_x |= "wgrad" in self.checked_gemms
+        self.shows_operands = True
 
     def gemm(self, gemm: str, backend: str, flops: int) -> None:
         """A GEMM that runs: "fwd", "dgrad" or "wgrad"; ``flops`` of one row where experts run grouped."""
@@ -204,7 +204,7 @@ class Seen:
     def operand(self, role: str, x: Tensor, q: Quantized) -> None:
         """An operand and its codes; an empty one has no figures."""
         if x.numel() and _watchers:
-            figures = metrics.figures(x, q)
+            figures = metrics.operand_metrics(x, q)
             for watcher in _watchers:
                 watcher.on_operand(self.layer, role, figures)
 
@@ -218,7 +218,7 @@ class Seen:
     def product(self, gemm: str, a: Tensor, b: Tensor) -> None:
         """The operands of a GEMM in high precision; with an empty operand there is nothing to judge."""
         if a.numel() and b.numel():
-            for judge in _judges:
+            for judge in _observers:
                 judge.on_product(self.layer, gemm, a, b)
 
     def pick(self, count: int) -> int:
@@ -232,11 +232,11 @@ class Seen:
                 checker.on_result(self.layer, product)
 
 
-def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> Seen:
+def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None = None) -> LayerRecord:
     """A forward of a layer begins. Where ``dgrad`` and ``wgrad`` will be due, counters expect them; ``grad``: gradients
     are enabled; ``sizes``: see :class:`Counter`."""
-    seen = Seen(layer, phase(), sizes)
-    if seen.heard:
+    seen = LayerRecord(layer, phase(), sizes)
+    if seen.has_counters:
         for counter in _counters:
             for gemm, due in (("dgrad", dgrad), ("wgrad", wgrad)):
                 if due:
@@ -246,7 +246,7 @@ def begin(layer: str, dgrad: bool, wgrad: bool, grad: bool, sizes: Tensor | None
     return seen
 
 
-def idle(layer: str, experts: int) -> None:
+def record_idle_experts(layer: str, experts: int) -> None:
     """Experts of a layer that runs them one by one got no token, in a forward that counts."""
     if _counters and phase() == Phase(counted=True, recompute=False):
         for counter in _counters:
@@ -278,7 +278,7 @@ class _Spans:
         self.firsts.append(first)
         self.lasts.append(last)
 
-    def hold(self, number: int) -> bool:
+    def contains(self, number: int) -> bool:
         at = bisect_right(self.firsts, number) - 1
         return at >= 0 and number < self.lasts[at]
 
@@ -326,6 +326,7 @@ def phase() -> Phase:
             # Autograd's own threads (one a GPU) create no nodes: there the node may come from any thread.
             thread_spans = getattr(_state, "spans", None)
             counted = not any(
-                s.hold(node._sequence_nr()) for s in ([thread_spans] if thread_spans is not None else list(_all_spans))
+                s.contains(node._sequence_nr())
+                for s in ([thread_spans] if thread_spans is not None else list(_all_spans))
             )
     return Phase(counted, recompute)

@@ -1,10 +1,10 @@
 """The plan: what every layer will run in and why, on paper, in a file and applied."""
 
 from octavo.fp8.planning.apply import Fusion, unfuse
-from octavo.fp8.planning.checks import kernels_of
-from octavo.fp8.planning.exchange import needs_of
+from octavo.fp8.planning.checks import collect_kernel_checks
+from octavo.fp8.planning.exchange import required_casts
 from octavo.fp8.planning.file import document
-from octavo.fp8.planning.modules import blocks_of, saving_of
+from octavo.fp8.planning.modules import components_saving_fp8, plan_blocks
 from octavo.fp8.planning.plan import Schedule, Span
 from octavo.fp8.planning.table import lines, totals
 
@@ -12,12 +12,12 @@ __all__ = [
     "Fusion",
     "Schedule",
     "Span",
-    "blocks_of",
+    "plan_blocks",
     "document",
-    "kernels_of",
+    "collect_kernel_checks",
     "lines",
-    "needs_of",
-    "saving_of",
+    "required_casts",
+    "components_saving_fp8",
     "totals",
     "unfuse",
 ]

@@ -13,16 +13,16 @@ from torch import nn
 
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
-from octavo.fp8.blocks.probe import one_of_a_kind
+from octavo.fp8.blocks.probe import share_trials
 from octavo.fp8.dense.delayed import convert
 from octavo.fp8.dense.gemms import Site
-from octavo.fp8.dense.swap import Swapped, unswap
-from octavo.fp8.kernels.self_check import ensure
+from octavo.fp8.dense.swap import SwappedModule, unswap
+from octavo.fp8.kernels.self_check import run_checks
 from octavo.fp8.moe import experts
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.observe import counts
-from octavo.fp8.planning.checks import kernels_of
-from octavo.fp8.planning.exchange import exchange, sites_of
+from octavo.fp8.planning.checks import collect_kernel_checks
+from octavo.fp8.planning.exchange import convert_to_fp8_weights, get_sites
 from octavo.fp8.planning.modules import ATTENTION, EXPERTS, MLP, NORM
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanBlock, PlanRow
@@ -59,24 +59,24 @@ def apply(model: nn.Module, plan: Plan, others: Iterable[Plan] = ()) -> nn.Modul
     for row in plan.rows:
         by_module.setdefault(row.row.module, []).append(row)
     # Checked before any layer is converted: a plan that cannot be switched to must not leave a half-converted model.
-    pairs = [pair for other in others for pair in _changes(plan, other)]
+    pairs = [pair for other in others for pair in _changed_rows(plan, other)]
     for old, new in pairs:
-        if (why := _why_fixed(plan, old, new)) is not None:
-            raise PlanError(_cannot_switch(old, new, why))
+        if (why := _why_not_switchable(plan, old, new)) is not None:
+            raise PlanError(_switch_error(old, new, why))
     also = frozenset(old.name for old, _ in pairs)
     _check_modules(modules, by_module, also)
     device = torch.device(plan.device)
-    ensure(kernels_of((plan, *others), device), device)
+    run_checks(collect_kernel_checks((plan, *others), device), device)
     for name, rows in by_module.items():
         module = modules[name]
         if not any(r.fp8 or r.name in also for r in rows):
             gemms = tuple((r.name, *r.shape) for r in rows)
-            counts.watch(module, counts.Watched(gemms, routed=rows[0].kind == "experts"))
+            counts.watch_module(module, counts.HighPrecisionGemms(gemms, routed=rows[0].kind == "experts"))
         elif rows[0].kind == "experts":
-            Experts.convert(module, {r.name.rpartition(".")[2]: _site(r) for r in rows})
+            Experts.convert(module, {r.name.rpartition(".")[2]: _make_site(r) for r in rows})
         else:
             assert isinstance(module, nn.Linear)
-            convert(module, _site(rows[0]))
+            convert(module, _make_site(rows[0]))
     _apply_weights(model, plan, also)
     _apply_blocks(model, plan.blocks)
     return model
@@ -90,19 +90,19 @@ def switch_plan(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
     exchanged: one with amax histories, or of weights that are stored as codes.
     """
     turned = []
-    for old, new in _changes(before, after):
+    for old, new in _changed_rows(before, after):
         module = model.get_submodule(new.row.module)
         stock = not isinstance(module, CachesWeights)
-        why = "it is no FP8 layer (apply the plan with the others)" if stock else _why_fixed(after, old, new)
+        why = "it is no FP8 layer (apply the plan with the others)" if stock else _why_not_switchable(after, old, new)
         if why is not None:
-            raise PlanError(_cannot_switch(old, new, why))
-        turned.append((sites_of(module)[_parameter(new)], new))
+            raise PlanError(_switch_error(old, new, why))
+        turned.append((get_sites(module)[_parameter_name(new)], new))
     for site, new in turned:
-        site.turn(new.recipe or _HIGH, new.selections)
+        site.set_recipe(new.recipe or _HIGH, new.selections)
     return tuple(new.name for _, new in turned)
 
 
-def _changes(before: Plan, after: Plan) -> list[tuple[PlanRow, PlanRow]]:
+def _changed_rows(before: Plan, after: Plan) -> list[tuple[PlanRow, PlanRow]]:
     return [
         (old, new)
         for old, new in zip(before.rows, after.rows, strict=True)
@@ -110,7 +110,7 @@ def _changes(before: Plan, after: Plan) -> list[tuple[PlanRow, PlanRow]]:
     ]
 
 
-def _why_fixed(plan: Plan, old: PlanRow, new: PlanRow) -> str | None:
+def _why_not_switchable(plan: Plan, old: PlanRow, new: PlanRow) -> str | None:
     """Why a row must keep its recipe for a whole run; None if it may change."""
     if new.row.codes is not None or plan.policy.param_of(new.component):
         return "its weight is kept as codes of one recipe"
@@ -119,19 +119,20 @@ def _why_fixed(plan: Plan, old: PlanRow, new: PlanRow) -> str | None:
     return "the head keeps one recipe for the whole run" if new.kind == HEAD else None
 
 
-def _cannot_switch(old: PlanRow, new: PlanRow, why: str) -> str:
-    return f"{new.name!r} cannot turn from {_word(old)} to {_word(new)}: {why}. Give it one recipe in all steps."
+def _switch_error(old: PlanRow, new: PlanRow, why: str) -> str:
+    names = f"{_recipe_name(old)} to {_recipe_name(new)}"
+    return f"{new.name!r} cannot switch from {names}: {why}. Give it one recipe in all steps."
 
 
-def _word(row: PlanRow) -> str:
-    return "high precision" if row.recipe is None else row.recipe.short()
+def _recipe_name(row: PlanRow) -> str:
+    return "high precision" if row.recipe is None else row.recipe.summary()
 
 
-def _parameter(row: PlanRow) -> str:
+def _parameter_name(row: PlanRow) -> str:
     return row.name.rpartition(".")[2] if row.kind == "experts" else "weight"
 
 
-@one_of_a_kind()
+@share_trials()
 def _check_modules(
     modules: Mapping[str, nn.Module], by_module: Mapping[str, Sequence[PlanRow]], also: Collection[str] = ()
 ) -> None:
@@ -145,18 +146,18 @@ def _check_modules(
                 f"{name!r} got a forward of its own on the instance since the plan was made (an accelerate hook?), "
                 "which would bypass FP8. Apply the plan first and add the hooks afterwards."
             )
-        why = _experts_differ(module) if rows[0].kind == "experts" else None
+        why = _why_experts_differ(module) if rows[0].kind == "experts" else None
         if why is not None:
             raise PlanError(
                 f"{name!r} cannot be converted: {why}. Plan again on the loaded model, which leaves it out."
             )
 
 
-def _experts_differ(module: nn.Module) -> str | None:
+def _why_experts_differ(module: nn.Module) -> str | None:
     return experts.stand_in_matches(module) if is_meta(module) else experts.matches_stock(module)
 
 
-def _site(row: PlanRow) -> Site:
+def _make_site(row: PlanRow) -> Site:
     return Site(row.name, row.recipe or _HIGH, row.selections)
 
 
@@ -167,34 +168,34 @@ def _apply_weights(model: nn.Module, plan: Plan, also: Collection[str]) -> None:
     for row in plan.rows:
         if not row.fp8 and row.name not in also:
             continue
-        parameter = _parameter(row)
-        site = sites_of(model.get_submodule(row.row.module))[parameter]
+        parameter = _parameter_name(row)
+        site = get_sites(model.get_submodule(row.row.module))[parameter]
         site.codes.keep, site.codes.both = keep, plan.policy.weight_codes == "both"
         if plan.policy.param_of(row.component):
             sites[row.row.module, parameter] = site
-    exchange(model, sites, keep)
+    convert_to_fp8_weights(model, sites, keep)
 
 
-@one_of_a_kind()
+@share_trials()
 def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
     """What is planned of blocks, in a model with FP8 layers. Raises PlanError where the loaded model does not allow
     it."""
     feeds = {name: layers for name, _, layers in rmsnorm.norms_and_layers(model)}
-    attention = {a.name: a for a in attention_output.outputs(model)}
+    attention = {a.name: a for a in attention_output.find_attention_modules(model)}
     for block in blocks:
         if not block.fused and not block.saves:
             continue
         module, saves, why_not = model.get_submodule(block.name), bool(block.saves), None
         if block.kind == ATTENTION:
-            attention_output.mark(attention[block.name])
+            attention_output.recompute_input(attention[block.name])
         elif block.kind == EXPERTS:
-            experts.mark(module)
+            experts.save_in_fp8(module)
         elif block.fused and block.kind == MLP:
             why_not = gated_mlp.fuse(module, saves)
         elif block.fused:
-            why_not = rmsnorm.fuse(module, rmsnorm.fp8_of(feeds.get(block.name, ())), saves)
+            why_not = rmsnorm.fuse(module, rmsnorm.select_fp8(feeds.get(block.name, ())), saves)
         else:
-            why_not = layernorm.save(module) if block.kind == NORM else mlp.save(module)
+            why_not = layernorm.save_as_codes(module) if block.kind == NORM else mlp.save_as_codes(module)
         if why_not is not None:
             what = "be fused with its FP8 layers" if block.fused else "keep FP8 for its backward"
             fix = "use fuse='off'" if block.fused else "use activations='bf16'"
@@ -213,7 +214,7 @@ def _check_same_model(model: nn.Module, plan: Plan) -> None:
         return "nothing" if row is None else f"{row[0]} {list(row[1])}{codes}"
 
     for name in [*planned, *present]:
-        if not _same(planned.get(name), present.get(name)):
+        if not _is_same_row(planned.get(name), present.get(name)):
             has, wants = shown(present.get(name)), shown(planned.get(name))
             raise PlanError(
                 f"This plan belongs to another model: for {name!r} it has {wants}, the model has {has}. Plan this "
@@ -221,7 +222,9 @@ def _check_same_model(model: nn.Module, plan: Plan) -> None:
             )
 
 
-def _same(planned: tuple[str, tuple[int, int], Any] | None, present: tuple[str, tuple[int, int], Any] | None) -> bool:
+def _is_same_row(
+    planned: tuple[str, tuple[int, int], Any] | None, present: tuple[str, tuple[int, int], Any] | None
+) -> bool:
     """Whether a row is the one that was planned. That all scales of codes are powers of two is known only once they are
     read: a plan for any scales serves them too."""
     if planned is None or present is None or None in (planned[2], present[2]):
@@ -250,5 +253,5 @@ def fuse(model: nn.Module) -> tuple[Fusion, ...]:
 def unfuse(model: nn.Module) -> None:
     """Restore the stock forward of norms, MLPs and the output of attention."""
     for module in list(model.modules()):
-        if not (isinstance(module, Swapped) and module.precise):
+        if not (isinstance(module, SwappedModule) and module.runs_in_high_precision):
             unswap(module)

@@ -10,7 +10,7 @@ from torch import nn
 
 from octavo.base.recipe_specs import TENSOR
 from octavo.fp8.arithmetic.recipe import RECIPES, Recipe
-from octavo.fp8.dense.compiled_check import compiled_layer
+from octavo.fp8.dense.compiled_check import check_compiled_layer
 from octavo.fp8.kernels.registry import select
 from octavo.fp8.kernels.self_check import Check, fused_checks, kernel_checks
 from octavo.fp8.measuring.cases import Measurements
@@ -19,7 +19,7 @@ from octavo.fp8.planning.frozen import frozen_notes
 from octavo.fp8.planning.modules import MLP, NORM
 from octavo.fp8.planning.plan import Plan
 from octavo.fp8.planning.rows import PlanRow
-from octavo.fp8.planning.table import padded
+from octavo.fp8.planning.table import describe_padding
 from octavo.fp8.policy.decisions import OUTSIDE, applies
 from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import AUTO, OFF, PlanError, Policy
@@ -28,7 +28,7 @@ from octavo.fp8.policy.stays import last_layer
 _FUSED = {NORM: ("rmsnorm",), MLP: ("swiglu", "swiglu_backward")}  # what blocks run besides their linear layers
 
 
-def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], step: int | None = None) -> None:
+def check_requests(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], step: int | None = None) -> None:
     """Raise PlanError if a component or a rule asks for FP8 that no layer can run. ``able``: the names of the rows that
     nothing forbids. A whole ``step`` in high precision is fine: a rule with a span asks for it."""
     parts = {c: p for c, p in policy.components.items() if p.recipe not in (None, OFF, AUTO)}
@@ -42,7 +42,7 @@ def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], st
             raise PlanError(
                 f"{what} asks for FP8, but none of its {len(matching)} layers can run in FP8 ({why}). Take it out."
             )
-    if step is None and policy.at(None).asks_fp8 and not any(r.fp8 or r.decided for r in rows):
+    if step is None and policy.at(None).requests_fp8 and not any(r.fp8 or r.decided for r in rows):
         why = "; ".join(dict.fromkeys(r.reason for r in rows)) or "it has no linear layers"
         raise PlanError(
             f"FP8 was asked for and nothing of this model would run in it: {why}. Use recipe 'off' for high "
@@ -50,14 +50,14 @@ def check_met(policy: Policy, rows: Sequence[PlanRow], able: Collection[str], st
         )
 
 
-def notes_of(
+def make_notes(
     model: nn.Module, policy: Policy, rows: Sequence[PlanRow], tokens: Mapping[str, int] | None, device: torch.device
 ) -> tuple[str, ...]:
     """Notes on a plan, one sentence each."""
     fp8 = [r for r in rows if r.fp8]
     notes = _output_note(rows) + _cast_notes(policy, fp8)
     notes += frozen_notes(model, rows)
-    notes += padded(rows)
+    notes += describe_padding(rows)
     frozen = sum(r.row.frozen for r in fp8)
     if frozen:
         notes.append(f"{frozen} of {len(fp8)} FP8 layers are frozen: no wgrad, no saved input")
@@ -80,25 +80,27 @@ def notes_of(
 def _cast_notes(policy: Policy, rows: Sequence[PlanRow]) -> list[str]:
     """Notes on the casts of rows in FP8: scales that span tokens, and weights with two layouts of codes."""
     notes = []
-    if any(_by_tensor(row) for row in rows):
+    if any(_scales_by_tensor(row) for row in rows):
         late = any(r.recipe is not None and r.recipe.delayed is not None for r in rows)
         advice = "; fp8.delayed.reduce_scaling_state shares the histories of delayed scaling" if late else ""
         notes.append(f"per-tensor amax is local to each data-parallel rank{advice}")
     casts_weights = [row.recipe for row in rows if row.recipe is not None and row.row.codes is None]
-    twice = sorted({_name_of(recipe) for recipe in casts_weights if len(recipe.weight_casts()) > 1})
+    twice = sorted({_describe_recipe(recipe) for recipe in casts_weights if len(recipe.weight_casts()) > 1})
     if twice:
         where = " at each use" if policy.weight_codes == "recast" else ": 2 bytes of codes a parameter"
         notes.append(f"{' and '.join(twice)} cast weights twice{where}")
     return notes
 
 
-def _name_of(recipe: Recipe) -> str:
+def _describe_recipe(recipe: Recipe) -> str:
     """A recipe and those whose casts of a weight it has, such as "blockwise with dgrad of mxfp8"."""
-    lent = [f"{gemm} of {word}" for gemm, word in recipe.words().items() if gemm != "wgrad" and word in RECIPES]
+    lent = [
+        f"{gemm} of {word}" for gemm, word in recipe.gemm_precisions().items() if gemm != "wgrad" and word in RECIPES
+    ]
     return " with ".join([recipe.name, *([" and ".join(lent)] if lent else [])])
 
 
-def _by_tensor(row: PlanRow) -> bool:
+def _scales_by_tensor(row: PlanRow) -> bool:
     """Whether x or dy has one scale, taken from the tokens on this rank only. (Weights are gathered before they are
     cast.)"""
     assert row.recipe is not None
@@ -124,10 +126,10 @@ def _output_note(rows: Sequence[PlanRow]) -> list[str]:
     ]
 
 
-def measured_notes(policy: Policy, measurements: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
+def measurement_notes(policy: Policy, measurements: Measurements | None, rows: Sequence[PlanRow]) -> tuple[str, ...]:
     """Notes on whether measurements decided, and what was not measured."""
     if measurements is None or measurements.machine.emulated:
-        if not policy.asks_auto:
+        if not policy.requests_auto:
             return ()
         where = "" if measurements is None else " that counts: FP8 is emulated on a CPU, and its times decide nothing"
         return (f"recipe auto: nothing was measured{where}; recipes come from the documented table (docs/plan.md)",)
@@ -136,9 +138,9 @@ def measured_notes(policy: Policy, measurements: Measurements | None, rows: Sequ
     return (f"measured on {measurements.machine.gpu}: a layer runs in FP8 only where that won{unmeasured}",)
 
 
-def kernels_of(plans: Sequence[Plan], device: torch.device) -> dict[str, Check]:
+def collect_kernel_checks(plans: Sequence[Plan], device: torch.device) -> dict[str, Check]:
     """The kernels that plans let run on a device, each with what holds it against the reference; one compiled layer
-    last. For :func:`octavo.fp8.kernels.self_check.ensure`, which runs them where a version was not tested."""
+    last. For :func:`octavo.fp8.kernels.self_check.run_checks`, which runs them where a version was not tested."""
     checks: dict[str, Check] = {}
     compiled: dict[str, Check] = {}
     fused = {op for plan in plans for b in plan.blocks if b.fused or b.saves for op in _FUSED.get(b.kind, ())}
@@ -154,8 +156,8 @@ def kernels_of(plans: Sequence[Plan], device: torch.device) -> dict[str, Check]:
                 checks |= kernel_checks(recipe, gemm, chosen.backend.name, device, grouped)
         ours = {chosen.backend.name for chosen in row.selections.values()} - {"reference"}
         if ours and not grouped and not compiled:
-            name = f"a compiled layer of {recipe.short()} on {', '.join(sorted(ours))}"
-            compiled[name] = partial(compiled_layer, recipe, row.selections, device)
+            name = f"a compiled layer of {recipe.summary()} on {', '.join(sorted(ours))}"
+            compiled[name] = partial(check_compiled_layer, recipe, row.selections, device)
     for recipe in recipes:
         for op in sorted(fused):
             chosen = select(op, recipe_or_spec=recipe, device=device)

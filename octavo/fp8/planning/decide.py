@@ -18,17 +18,17 @@ from torch import nn
 
 from octavo.base import accelerator
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.dense.gemms import backends_for
+from octavo.fp8.dense.gemms import select_layer_backends
 from octavo.fp8.kernels.registry import BackendError, Selection
-from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, cases_of
-from octavo.fp8.measuring.choose import by_measurement, by_table
+from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, make_cases
+from octavo.fp8.measuring.choose import choose_by_measurement, choose_by_table
 from octavo.fp8.measuring.machine import Machine
-from octavo.fp8.planning.checks import check_met, measured_notes, notes_of
-from octavo.fp8.planning.frozen import fitting, none_fits
-from octavo.fp8.planning.modules import blocks_of, saving_of, sentences
+from octavo.fp8.planning.checks import check_requests, make_notes, measurement_notes
+from octavo.fp8.planning.frozen import no_recipe_reason, recipes_for_codes
+from octavo.fp8.planning.modules import components_saving_fp8, describe_blocks, plan_blocks
 from octavo.fp8.planning.plan import Plan, Schedule, Span
 from octavo.fp8.planning.rows import PlanRow, Times
-from octavo.fp8.policy.decisions import OUTSIDE, decisions, device_of
+from octavo.fp8.policy.decisions import OUTSIDE, decide_layers, device_of
 from octavo.fp8.policy.policy import AUTO, OFF, Decision, PlanError, Policy
 from octavo.fp8.policy.topology import Row
 
@@ -61,14 +61,14 @@ def plan(
             measurements without tokens.
         BackendError: a backend asked for by name that does not exist or cannot do it.
     """
-    policy = policy if isinstance(policy, Policy) else _policy_named(policy)
+    policy = policy if isinstance(policy, Policy) else _policy_for(policy)
     if measurements is not None and tokens is None:
         raise PlanError("A plan by measurements needs the tokens that they were made with. Give tokens as well.")
-    decided = decisions(model, policy, components, tokens, step)
+    decided = decide_layers(model, policy, components, tokens, step)
     device = device_of(model)
     # Times of FP8 that is emulated on a CPU would switch every layer off: they are shown and decide nothing.
     used = None if measurements is None or measurements.machine.emulated else measurements
-    cases = cases_of(model, [row for row, _, _ in decided], tokens) if used is not None and tokens is not None else {}
+    cases = make_cases(model, [row for row, _, _ in decided], tokens) if used is not None and tokens is not None else {}
     chooser = _Chooser(policy, device, used, micro_steps)
     rows: list[PlanRow] = []
     for row, decision, why_not in decided:
@@ -77,16 +77,16 @@ def plan(
             rows.append(PlanRow(row, None, why_not, {}, flops))
         else:
             rows.append(chooser.choose(row, decision, cases.get(row.name), flops))
-    check_met(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)
+    check_requests(policy, rows, {row.name for row, _, why_not in decided if why_not is None}, step)
     total = sum(r.flops for r in rows if r.kind not in OUTSIDE) or 1.0
     done = tuple(replace(r, share=0.0 if r.kind in OUTSIDE else r.flops / total) for r in rows)
-    blocks = blocks_of(model, done, policy.fuse == "on", saving_of(policy, components), components)
+    blocks = plan_blocks(model, done, policy.fuse == "on", components_saving_fp8(policy, components), components)
     notes = (
-        *notes_of(model, policy, done, tokens, device),
-        *measured_notes(policy, measurements, done),
-        *sentences(blocks),
+        *make_notes(model, policy, done, tokens, device),
+        *measurement_notes(policy, measurements, done),
+        *describe_blocks(blocks),
     )
-    machine = Machine.here(device) if measurements is None else measurements.machine
+    machine = Machine.detect(device) if measurements is None else measurements.machine
     return Plan(done, policy, components, tokens, str(device), notes, machine, micro_steps, blocks)
 
 
@@ -114,7 +114,7 @@ class _Chooser:
         self, policy: Policy, device: torch.device, measurements: Measurements | None, micro_steps: int
     ) -> None:
         self.policy, self.device, self.found, self.micro_steps = policy, device, measurements, micro_steps
-        self.sm = accelerator.capability(device)
+        self.sm = accelerator.compute_capability(device)
         self._allowed: dict[Decision, dict[str, Recipe]] = {}
         self._selections: dict[tuple[Any, ...], dict[str, Selection]] = {}
 
@@ -126,12 +126,12 @@ class _Chooser:
     def _fitting(self, row: Row, decision: Decision) -> Mapping[str, Recipe]:
         """The same, without those that cannot multiply by the frozen codes of this row."""
         allowed = self._allowed_by(decision)
-        return allowed if row.codes is None else fitting(row, row.codes, decision, allowed)
+        return allowed if row.codes is None else recipes_for_codes(row, row.codes, decision, allowed)
 
     def choose(self, row: Row, decision: Decision, case: Case | None, flops: float) -> PlanRow:
         allowed = self._fitting(row, decision)
         if not allowed and decision.recipe == AUTO and row.codes is not None:
-            return PlanRow(row, None, none_fits(row.codes), {}, flops, decided=True)
+            return PlanRow(row, None, no_recipe_reason(row.codes), {}, flops, decided=True)
         if not allowed:
             off = decision.recipe == OFF and "stays" not in decision.source
             return PlanRow(row, None, decision.reason(": off" if off else ""), {}, flops)
@@ -145,19 +145,19 @@ class _Chooser:
     def _measured(
         self, row: Row, allowed: Mapping[str, Recipe], case: Case, measured: Measured, flops: float
     ) -> PlanRow:
-        choice = by_measurement(measured, tuple(allowed.values()), self.micro_steps)
+        choice = choose_by_measurement(measured, tuple(allowed.values()), self.micro_steps)
         high = measured.high.cost(self.micro_steps)
         best, fp8 = (None, None) if choice.best is None else (choice.best[0], choice.best[1].cost(self.micro_steps))
         planned = high if choice.entry is None or fp8 is None else fp8
         times = Times(case, measured, best, high, fp8, planned)
         if choice.entry is None:
             return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
-        recipe = next(r for r in allowed.values() if r.short() == choice.entry.recipe)
+        recipe = next(r for r in allowed.values() if r.summary() == choice.entry.recipe)
         picked = self._as_measured(row, recipe, choice.entry, case.m)
         return PlanRow(row, recipe, choice.reason, picked, flops, times=times, decided=True)
 
     def _by_table(self, row: Row, allowed: Mapping[str, Recipe], flops: float) -> PlanRow:
-        recipe, reason = by_table(self.sm, row.shape, allowed)
+        recipe, reason = choose_by_table(self.sm, row.shape, allowed)
         if recipe is not None:
             try:
                 return PlanRow(row, recipe, reason, self._select(row, recipe), flops, decided=True)
@@ -171,7 +171,7 @@ class _Chooser:
         key = (recipe, m, row.shape, row.kind)
         if key not in self._selections:
             shape = (m, *row.shape)
-            self._selections[key] = backends_for(recipe, self.device, shape, self.policy.backend, row.kind)
+            self._selections[key] = select_layer_backends(recipe, self.device, shape, self.policy.backend, row.kind)
         return self._selections[key]
 
     def _named(self, row: Row, recipe: Recipe, decision: Decision) -> dict[str, Selection]:
@@ -180,7 +180,7 @@ class _Chooser:
         for gemm, name in decision.backends:
             if gemm in picked:
                 try:
-                    picked |= backends_for(recipe, self.device, (None, *row.shape), name, row.kind, (gemm,))
+                    picked |= select_layer_backends(recipe, self.device, (None, *row.shape), name, row.kind, (gemm,))
                 except BackendError as error:
                     raise PlanError(f"{decision.source}: {error}") from error
         return picked
@@ -192,7 +192,7 @@ class _Chooser:
             shape, usual = (m, *row.shape), self._select(row, recipe, m)
             self._selections[key] = {}
             for gemm, name in entry.backends.items():
-                timed = backends_for(recipe, self.device, shape, name, row.kind, (gemm,))[gemm].backend
+                timed = select_layer_backends(recipe, self.device, shape, name, row.kind, (gemm,))[gemm].backend
                 first = usual[gemm]
                 rejected = first.rejected if first.backend is timed else (
                     *first.rejected, (first.backend.name, "measured, and slower")
@@ -201,7 +201,7 @@ class _Chooser:
         return self._selections[key]
 
 
-def _policy_named(request: object) -> Policy:
+def _policy_for(request: object) -> Policy:
     if isinstance(request, str):
         return Policy(recipe=request)
     hint = f": Policy(recipe={request.name!r}, format={request.format!r})" if isinstance(request, Recipe) else ""

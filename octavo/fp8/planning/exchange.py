@@ -17,7 +17,7 @@ from octavo.fp8.weights.frozen import is_frozen
 from octavo.fp8.weights.shards import is_whole
 
 
-def exchange(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool = True) -> None:
+def convert_to_fp8_weights(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool = True) -> None:
     """Make FP8 weights of the parameters that ``sites`` names, by module and parameter.
 
     A parameter that several layers share becomes one only if all of them ask for FP8 codes; frozen FP8 weights stay.
@@ -34,17 +34,17 @@ def exchange(model: nn.Module, sites: Mapping[tuple[str, str], Site], keep: bool
         first, name = used[0]
         if is_frozen(modules[first]._parameters[name]):
             continue
-        each = [needs_of(modules[user[0]], user[1], sites[user]) if user in sites else [] for user in used]
+        each = [required_casts(modules[user[0]], user[1], sites[user]) if user in sites else [] for user in used]
         if all(each):
             casts = tuple(dict.fromkeys(need for needs in each for need in needs))
-            weight = _exchanged(modules[first]._parameters[name], casts, keep, f"{first}.{name}")
+            weight = _make_fp8_weight(modules[first]._parameters[name], casts, keep, f"{first}.{name}")
             for where, parameter in used:
                 modules[where]._parameters[parameter] = weight
                 modules[where].__dict__["_fp8_param"] = True
-            _share(modules, used)
+            _share_cache(modules, used)
 
 
-def _exchanged(old: Any, casts: tuple[Need, ...], keep: bool, name: str) -> nn.Parameter:
+def _make_fp8_weight(old: Any, casts: tuple[Need, ...], keep: bool, name: str) -> nn.Parameter:
     if not is_whole(old):
         raise PlanError(
             f"{name} is sharded already, and FP8 weights are made of whole ones. Call fp8.apply before fully_shard."
@@ -55,22 +55,22 @@ def _exchanged(old: Any, casts: tuple[Need, ...], keep: bool, name: str) -> nn.P
     return new
 
 
-def _share(modules: Mapping[str, nn.Module], used: list[tuple[str, str]]) -> None:
+def _share_cache(modules: Mapping[str, nn.Module], used: list[tuple[str, str]]) -> None:
     """One cache for layers that share a weight: its codes are the same."""
-    first = sites_of(modules[used[0][0]])[used[0][1]].codes
+    first = get_sites(modules[used[0][0]])[used[0][1]].codes
     for name, parameter in used[1:]:
-        site = sites_of(modules[name])[parameter]
+        site = get_sites(modules[name])[parameter]
         if site.codes is not None and first is not None and site.codes.keep == first.keep:
             site.codes = first
 
 
-def sites_of(module: nn.Module) -> dict[str, Site]:
+def get_sites(module: nn.Module) -> dict[str, Site]:
     """Parameter of an FP8 layer, or of a module of FP8 experts -> where its GEMMs run."""
     sites = module.__dict__.get("_sites")
     return sites if sites is not None else {"weight": module.__dict__["_site"]}
 
 
-def needs_of(module: nn.Module, name: str, site: Site) -> list[Need]:
+def required_casts(module: nn.Module, name: str, site: Site) -> list[Need]:
     """The casts of a weight that the GEMMs of its layer ask for: one or two, none if no FP8 GEMM multiplies by it."""
     weight, recipe = module._parameters[name], site.recipe
     assert weight is not None

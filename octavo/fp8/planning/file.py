@@ -28,11 +28,11 @@ from typing import Any
 from torch import nn
 
 from octavo.base import atomic_write
-from octavo.base.recipe_specs import FORMATS, NAMES, listed
+from octavo.base.recipe_specs import FORMATS, NAMES, join_words
 from octavo.base.safe_read import printable
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.decide import plan
-from octavo.fp8.planning.file_form import FORMAT, lines_of, read, read_lines
+from octavo.fp8.planning.file_form import FORMAT, make_lines, parse_lines, read_document
 from octavo.fp8.planning.plan import Plan, Span
 from octavo.fp8.policy.decisions import device_of
 from octavo.fp8.policy.globs import matches, template
@@ -41,7 +41,7 @@ from octavo.fp8.policy.topology import Row, describe_layers
 
 HELP = (
     "Edit only layers. A line gives a recipe to the layers whose names match; a later line wins over an earlier one.",
-    f"recipe: {listed((OFF, *NAMES), 'or')}. format: {listed(FORMATS, 'or')}. fwd, dgrad, wgrad: fp8 or "
+    f"recipe: {join_words((OFF, *NAMES), 'or')}. format: {join_words(FORMATS, 'or')}. fwd, dgrad, wgrad: fp8 or "
     "bf16, or a recipe whose casts the GEMM has. backend: a name that octavo doctor lists, or leave it out. why and ms "
     "are remarks.",
     "steps: the first and the last step in which a line holds, as in [1, 100]; leave it out for all.",
@@ -53,13 +53,13 @@ HELP = (
 def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) -> dict[str, Any]:
     """What a plan file holds, as JSON types; ``now``: with all that this plan says, as in a run's plan.json. ``spans``
     of a schedule become lines that hold only in their steps."""
-    timed = [line for s in spans if s.plan is not plan for line in lines_of(s.plan.rows, plan.rows, s[:2])]
+    timed = [line for s in spans if s.plan is not plan for line in make_lines(s.plan.rows, plan.rows, s[:2])]
     return {
         **({} if now is None else now.to_json()),
         "octavo_plan": FORMAT,
         "help": list(HELP),
         "machine": plan.machine.to_json(),
-        "model": _summary(r.row for r in plan.rows),
+        "model": _summarize_model(r.row for r in plan.rows),
         "components": None if plan.components is None else {k: list(v) for k, v in plan.components.items()},
         "tokens": None if plan.tokens is None else dict(plan.tokens),
         "micro_steps": plan.micro_steps,
@@ -67,7 +67,7 @@ def document(plan: Plan, now: Plan | None = None, spans: Iterable[Span] = ()) ->
         "activations": _by_component(plan.policy, "activations"),
         "param": _by_component(plan.policy, "param"),
         "weight_codes": plan.policy.weight_codes,
-        "layers": [*lines_of(plan.rows), *timed],
+        "layers": [*make_lines(plan.rows), *timed],
     }
 
 
@@ -118,17 +118,17 @@ def load_plan(
             cannot be read or met, with its place.
     """
     path = Path(path)
-    fields, text = read(path)
-    then, here = Machine(**fields["machine"]), Machine.here(device_of(model))
+    fields, text = read_document(path)
+    then, here = Machine(**fields["machine"]), Machine.detect(device_of(model))
     elsewhere = (then.gpu, then.capability) != (here.gpu, here.capability)
     if elsewhere and not other_machine:
         raise PlanError(
-            f"{path} was made for {_gpu(then)}, and this is {_gpu(here)}: what is fast there need not be fast here. "
-            "Measure on this machine (octavo plan FILE --measure --save), or leave fp8.plan out."
+            f"{path} was made for {_describe_gpu(then)}, and this is {_describe_gpu(here)}: what is fast there need "
+            "not be fast here. Measure on this machine (octavo plan FILE --measure --save), or leave fp8.plan out."
         )
     if components is None and fields.get("components") is not None:
         components = {k: tuple(v) for k, v in fields["components"].items()}
-    policy = _policy(fields, path, text, other_machine, backend)
+    policy = _read_policy(fields, path, text, other_machine, backend)
     _check_model(path, fields["model"], describe_layers(model, components))
     try:
         planned = plan(model, policy, components, fields.get("tokens"), micro_steps=fields["micro_steps"])
@@ -137,21 +137,23 @@ def load_plan(
     rows = (
         replace(r, reason="not in the plan file") if r.reason == "the whole model: off" else r for r in planned.rows
     )
-    changes = [*_separated(path.name, fields, planned)]
+    changes = [*_notes_on_old_fusion(path.name, fields, planned)]
     changed = [d for d in then.differences(here) if not d.startswith(("gpu", "capability"))]
     if elsewhere:
-        changes.append(f"{path.name} was made for {_gpu(then)}: its recipes are kept, backends are chosen again")
+        changes.append(
+            f"{path.name} was made for {_describe_gpu(then)}: its recipes are kept, backends are chosen again"
+        )
     elif changed and not here.emulated:
         changes.append(f"{path.name} was made with other versions, measure again to be sure: {'; '.join(changed)}")
     return replace(planned, rows=tuple(rows), notes=(*planned.notes, *changes), changes=tuple(changes))
 
 
-def _policy(fields: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:
+def _read_policy(fields: Mapping[str, Any], path: Path, text: str, other_machine: bool, backend: str) -> Policy:
     """What a file asks for; ``other_machine``: without its backends, on ``backend``."""
     activations, param = (dict(fields.get(setting) or {}) for setting in ("activations", "param"))
     return Policy(
         recipe=OFF,
-        rules=read_lines(fields["layers"], path, text, backends=not other_machine),
+        rules=parse_lines(fields["layers"], path, text, backends=not other_machine),
         fuse="on" if fields.get("fuse_blocks") else OFF,
         weight_codes=fields.get("weight_codes") or "keep",
         backend=backend,
@@ -163,7 +165,7 @@ def _policy(fields: Mapping[str, Any], path: Path, text: str, other_machine: boo
     )
 
 
-def _separated(name: str, fields: Mapping[str, Any], plan: Plan) -> Iterator[str]:
+def _notes_on_old_fusion(name: str, fields: Mapping[str, Any], plan: Plan) -> Iterator[str]:
     """Notes on what version 0.4.0 let run as one GEMM, by what it wrote into the plan file ``name``."""
     layers = [row.name.removesuffix(".base_layer").rpartition(".") for row in plan.rows]
     ones: list[str] = []
@@ -178,7 +180,7 @@ def _separated(name: str, fields: Mapping[str, Any], plan: Plan) -> Iterator[str
         yield f"{name} is of version 0.4.0, which ran {what}: each layer runs its own now, on one cast of their input"
 
 
-def _summary(rows: Iterable[Row]) -> list[dict[str, Any]]:
+def _summarize_model(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """The linear maps of a model; those that differ only in their numbers are counted together."""
     counts = Counter((template(r.name), r.kind, r.shape, r.experts) for r in rows)
     return [
@@ -198,7 +200,7 @@ def _check_model(path: Path, saved: Sequence[Any], rows: Sequence[Row]) -> None:
             )
         return {name: ", ".join(sorted(kinds)) for name, kinds in out.items()}
 
-    was, now = shown(saved), shown(_summary(rows))
+    was, now = shown(saved), shown(_summarize_model(rows))
     differ = [n for n in dict.fromkeys([*was, *now]) if was.get(n) != now.get(n)]
     if differ:
         first = "; ".join(f"{n}: {was.get(n, 'nothing')} there, {now.get(n, 'nothing')} here" for n in differ[:5])
@@ -206,5 +208,5 @@ def _check_model(path: Path, saved: Sequence[Any], rows: Sequence[Row]) -> None:
         raise PlanError(f"{path} was made for another model: {first}{rest}. Plan this model (octavo plan FILE --save).")
 
 
-def _gpu(machine: Machine) -> str:
+def _describe_gpu(machine: Machine) -> str:
     return "a CPU" if machine.emulated else f"{machine.gpu} (compute capability {machine.capability})"

@@ -27,7 +27,7 @@ _RULE = ("match", "recipe", "format", *GEMMS)
 _FIELDS = (*_RULE, "steps", "backend", "why", "ms")
 
 
-def read(path: Path) -> tuple[dict[str, Any], str]:
+def read_document(path: Path) -> tuple[dict[str, Any], str]:
     """(what the file holds, its text). Raises PlanError for a file that cannot be read or is no plan."""
     text = safe_read.read_text(path, PlanError)
     try:
@@ -46,12 +46,12 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
         raise PlanError(f"{path} {what} (octavo_plan is missing). Write one with octavo plan FILE --save.")
     if document["octavo_plan"] != FORMAT or isinstance(document["octavo_plan"], bool):
         raise PlanError(
-            f"{path} is no plan of this version of Octavo (octavo_plan is {_short(document['octavo_plan'])}, this one "
-            f"reads {FORMAT}). Write one with octavo plan FILE --save."
+            f"{path} is not a plan of this version of Octavo: octavo_plan is {_short_repr(document['octavo_plan'])}, "
+            f"and this version reads {FORMAT}. Write a new plan with octavo plan FILE --save."
         )
     for key, (fits, wanted) in _KEYS.items():
         if not fits(document.get(key)):
-            state = f"it is {_short(document[key])}" if key in document else "it is missing"
+            state = f"it is {_short_repr(document[key])}" if key in document else "it is missing"
             raise PlanError(
                 f"{path} has no usable {key!r}: {state}, where {wanted} belongs. Edit only layers, or save the plan "
                 "again."
@@ -64,35 +64,35 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
     return document, text
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-Fits = Callable[[Any], bool]
+Check = Callable[[Any], bool]
 
 
-def _count(value: Any, least: int = 0) -> bool:
+def _is_count(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _text(value: Any) -> bool:
+def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _list(fits: Fits) -> Fits:
+def _list_of(fits: Check) -> Check:
     return lambda value: isinstance(value, list) and all(map(fits, value))
 
 
-def _dict(fits: Fits) -> Fits:
+def _dict_of(fits: Check) -> Check:
     return lambda value: isinstance(value, dict) and all(map(fits, value.values()))
 
 
-def _maybe(fits: Fits) -> Fits:
+def _optional(fits: Check) -> Check:
     return lambda value: value is None or fits(value)
 
 
-def _holds(needed: Sequence[str], kinds: Mapping[str, Fits]) -> Fits:
+def _mapping_of(needed: Sequence[str], kinds: Mapping[str, Check]) -> Check:
     """Whether a value is a mapping with these keys, ``needed`` ones among them, and what belongs under each."""
 
     def fits(value: Any) -> bool:
@@ -102,49 +102,61 @@ def _holds(needed: Sequence[str], kinds: Mapping[str, Fits]) -> Fits:
     return fits
 
 
-_MACHINE = _holds(
+_MACHINE = _mapping_of(
     ["gpu"],
     {
-        "gpu": lambda v: _text(v) and bool(v),
-        "capability": _maybe(lambda v: _text(v) and re.fullmatch(r"\d+\.\d+", v) is not None),
-        "driver": _maybe(_text),
-        "torch": _text,
-        "cuda": _maybe(_text),
-        "backends": _dict(_text),
+        "gpu": lambda v: _is_text(v) and bool(v),
+        "capability": _optional(lambda v: _is_text(v) and re.fullmatch(r"\d+\.\d+", v) is not None),
+        "driver": _optional(_is_text),
+        "torch": _is_text,
+        "cuda": _optional(_is_text),
+        "backends": _dict_of(_is_text),
     },
 )
-_LAYER = _holds(
+_LAYER = _mapping_of(
     ["name", "kind", "shape", "layers"],
     {
-        "name": _text,
-        "kind": _text,
-        "shape": lambda v: _list(_count)(v) and len(v) == 2,
-        "layers": lambda v: _count(v, 1),
-        "experts": _maybe(lambda v: _count(v, 1)),
+        "name": _is_text,
+        "kind": _is_text,
+        "shape": lambda v: _list_of(_is_count)(v) and len(v) == 2,
+        "layers": lambda v: _is_count(v, 1),
+        "experts": _optional(lambda v: _is_count(v, 1)),
     },
 )
 _SISTERS = {  # of version 0.4.0; an empty match is the model itself
-    "match": lambda v: v == "" or _text(v) and all(s == "**" or s and "**" not in s for s in v.split(".")),
+    "match": lambda v: v == "" or _is_text(v) and all(s == "**" or s and "**" not in s for s in v.split(".")),
     "fuse": lambda v: v in ("on", OFF),
-    "names": _maybe(_text),
+    "names": _optional(_is_text),
     **dict.fromkeys(("why", "ms"), lambda v: True),
 }
 
 #: key -> (whether a value, None for an absent one, fits; what belongs there)
-_KEYS: dict[str, tuple[Fits, str]] = {
+_KEYS: dict[str, tuple[Check, str]] = {
     "machine": (
         lambda v: _MACHINE(v) and not (v["gpu"] == "cpu" and v.get("capability") is not None),
         "a GPU with its capability such as 9.0 (none for cpu) and versions",
     ),
-    "model": (_list(_LAYER), "a list of layers with name, kind, shape, layers"),
-    "components": (_maybe(_dict(_list(lambda v: _text(v) and bool(v)))), "a list of globs for each component, or null"),
-    "tokens": (_maybe(_dict(_count)), "a whole number for each component, or null"),
-    "micro_steps": (lambda v: _count(v, 1), "a whole number of at least 1"),
-    "activations": (_maybe(_dict(lambda v: v in ACTIVATIONS)), "bf16 or fp8 by component (an empty name: the model)"),
-    "param": (_maybe(_dict(lambda v: isinstance(v, bool))), "true or false by component (an empty name: the model)"),
-    "weight_codes": (_maybe(lambda v: v in WEIGHT_CODES), "keep, recast or both"),
-    "fuse_blocks": (_maybe(lambda v: isinstance(v, bool)), "true or false"),
-    "sisters": (_maybe(_list(_holds(["match", "fuse"], _SISTERS))), "a list of lines with match, names and fuse"),
+    "model": (_list_of(_LAYER), "a list of layers with name, kind, shape, layers"),
+    "components": (
+        _optional(_dict_of(_list_of(lambda v: _is_text(v) and bool(v)))),
+        "a list of globs for each component, or null",
+    ),
+    "tokens": (_optional(_dict_of(_is_count)), "a whole number for each component, or null"),
+    "micro_steps": (lambda v: _is_count(v, 1), "a whole number of at least 1"),
+    "activations": (
+        _optional(_dict_of(lambda v: v in ACTIVATIONS)),
+        "bf16 or fp8 by component (an empty name: the model)",
+    ),
+    "param": (
+        _optional(_dict_of(lambda v: isinstance(v, bool))),
+        "true or false by component (an empty name: the model)",
+    ),
+    "weight_codes": (_optional(lambda v: v in WEIGHT_CODES), "keep, recast or both"),
+    "fuse_blocks": (_optional(lambda v: isinstance(v, bool)), "true or false"),
+    "sisters": (
+        _optional(_list_of(_mapping_of(["match", "fuse"], _SISTERS))),
+        "a list of lines with match, names and fuse",
+    ),
     "layers": (lambda v: isinstance(v, list), "a list of lines"),
 }
 
@@ -166,7 +178,7 @@ class Line(Rule):
         return f"{self.place}: {self.match!r}"
 
 
-def read_lines(entries: Sequence[Any], path: Path, text: str, backends: bool) -> tuple[Line, ...]:
+def parse_lines(entries: Sequence[Any], path: Path, text: str, backends: bool) -> tuple[Line, ...]:
     """The lines with their places, the k-th "match" of them standing in the k-th line that has one; ``backends``:
     whether theirs are taken. Raises PlanError for one that cannot be read."""
     start = text.find('"layers"')
@@ -179,13 +191,13 @@ def read_lines(entries: Sequence[Any], path: Path, text: str, backends: bool) ->
                 place = f"{path}, line {places[with_match]}"
             with_match += 1
         try:
-            lines.append(_line(item, place, backends))
+            lines.append(_parse_line(item, place, backends))
         except (PlanError, ValueError) as error:
             raise PlanError(f"{place}: {error}") from None
     return tuple(lines)
 
 
-def _line(item: Any, place: str, backends: bool) -> Line:
+def _parse_line(item: Any, place: str, backends: bool) -> Line:
     if not isinstance(item, dict) or "match" not in item or "recipe" not in item:
         raise PlanError(f'{item!r} is no line of a plan; write {{"match": a glob, "recipe": a name}}.')
     unknown = [key for key in item if key not in _FIELDS]
@@ -208,7 +220,7 @@ def _line(item: Any, place: str, backends: bool) -> Line:
         raise PlanError(f"backend is a name, or a name for each of {', '.join(GEMMS)}; found {backend!r}.")
     taken = tuple((gemm, b) for gemm, b in named.items() if backends and b != AUTO)
     steps = item.get("steps")
-    if steps is not None and not (isinstance(steps, list) and len(steps) == 2 and all(map(_count, steps))):
+    if steps is not None and not (isinstance(steps, list) and len(steps) == 2 and all(map(_is_count, steps))):
         raise PlanError(f"steps are the first and the last one, as in [1, 100]; found {steps!r}.")
     settings = {key: item[key] for key in _RULE if key in item}
     line = Line(**settings, steps=None if steps is None else (steps[0], steps[1]), place=place, why=why, backends=taken)
@@ -220,7 +232,7 @@ def _line(item: Any, place: str, backends: bool) -> Line:
     return line
 
 
-def lines_of(
+def make_lines(
     rows: Sequence[PlanRow], beside: Sequence[PlanRow] = (), steps: tuple[int, int] | None = None
 ) -> list[dict[str, Any]]:
     """One line for layers that differ only in their numbers, if a glob names exactly them; else one for each. With
@@ -233,23 +245,23 @@ def lines_of(
     names = [r.name for r in rows]
     groups: dict[str, dict[str, list[PlanRow]]] = {}
     for row in able:
-        alike = json.dumps({k: v for k, v in _fields(row).items() if k not in ("why", "ms")})
+        alike = json.dumps({k: v for k, v in _line_fields(row).items() if k not in ("why", "ms")})
         groups.setdefault(template(row.name), {}).setdefault(alike, []).append(row)
     out: list[dict[str, Any]] = []
     for glob, kinds in groups.items():
         members = [row for alike in kinds.values() for row in alike]
         if len(kinds) == 1 and sum(matches(glob, n) for n in names) == len(members):
-            out.append({"match": glob, **span, **_fields(members[0])})
+            out.append({"match": glob, **span, **_line_fields(members[0])})
         else:
-            out += [{"match": row.name, **span, **_fields(row)} for row in members]
+            out += [{"match": row.name, **span, **_line_fields(row)} for row in members]
     return out
 
 
-def _fields(row: PlanRow) -> dict[str, Any]:
+def _line_fields(row: PlanRow) -> dict[str, Any]:
     line: dict[str, Any] = {"recipe": OFF}
     if row.recipe is not None:
         line = {"recipe": row.recipe.name, "format": row.recipe.format}
-        line |= {gemm: word for gemm, word in row.recipe.words().items() if word != "fp8"}
+        line |= {gemm: word for gemm, word in row.recipe.gemm_precisions().items() if word != "fp8"}
         used = {g: s.backend.name for g, s in row.selections.items()}
         line["backend"] = next(iter(used.values())) if len(set(used.values())) == 1 else used
     line["why"] = row.reason

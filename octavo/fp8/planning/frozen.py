@@ -1,11 +1,11 @@
 """Frozen FP8 weights in a plan: which recipes multiply by their codes as they are, and notes on them.
 
 A layer's forward needs codes in the blocks of its recipe's cast: of a row rowwise, of 128 x 128 blockwise, of a tensor
-tensorwise and delayed (:data:`octavo.base.recipe_specs.FITTING`). There is no other way to run it in FP8, since casting
-dequantized values in other blocks would train for a base that does not exist. dgrad multiplies by the same codes where
-its blocks are the same (block, tensor); rowwise contracts the other dimension there, and its codes are cast from
-dequantized values at each backward and not kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``) GEMMs
-multiply by dequantized values.
+tensorwise and delayed (:data:`octavo.base.recipe_specs.RECIPES_OF_KIND`). There is no other way to run it in FP8, since
+casting dequantized values in other blocks would train for a base that does not exist. dgrad multiplies by the same
+codes where its blocks are the same (block, tensor); rowwise contracts the other dimension there, and its codes are cast
+from dequantized values at each backward and not kept. In high precision (recipe off, ``fwd: bf16``, ``dgrad: bf16``)
+GEMMs multiply by dequantized values.
 """
 
 from __future__ import annotations
@@ -25,32 +25,36 @@ from octavo.fp8.policy.topology import Row
 from octavo.fp8.weights.frozen import codes_cast, frozen_bytes, frozen_weights, kind_of
 
 
-def fitted(recipe: Recipe, codes: CastSpec) -> Recipe | None:
+def recipe_for_codes(recipe: Recipe, codes: CastSpec) -> Recipe | None:
     """The recipe with the cast of these codes in place of its own for the weight (scales of checkpoints may be no
     powers of two, and backends ask); None if it would multiply by other blocks."""
 
     def own(gemm: Gemm | None) -> Gemm | None:
-        same = gemm is not None and _alike(gemm.b, codes)
+        same = gemm is not None and _same_codes(gemm.b, codes)
         return Gemm(gemm.a, codes) if gemm is not None and same else gemm
 
     fwd, dgrad = recipe.fwd, recipe.dgrad
     if fwd is not None:
-        fits = _alike(fwd.b, codes)
+        fits = _same_codes(fwd.b, codes)
     else:
-        fits = dgrad is None or _alike(dgrad.b, codes) or (codes.block == ROW and dgrad.b.block == COLUMN)
+        fits = dgrad is None or _same_codes(dgrad.b, codes) or (codes.block == ROW and dgrad.b.block == COLUMN)
     return replace(recipe, fwd=own(fwd), dgrad=own(dgrad)) if fits else None
 
 
-def _alike(spec: CastSpec, codes: CastSpec) -> bool:
+def _same_codes(spec: CastSpec, codes: CastSpec) -> bool:
     return (spec.format, spec.block, spec.scale == "e8m0") == (codes.format, codes.block, codes.scale == "e8m0")
 
 
-def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str, Recipe]) -> Mapping[str, Recipe]:
+def recipes_for_codes(
+    row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str, Recipe]
+) -> Mapping[str, Recipe]:
     """Of the recipes that a layer may take those that multiply by its codes, with their cast.
 
     Raises PlanError where one was asked for by name that does not.
     """
-    out = {name: matching for name, recipe in allowed.items() if (matching := fitted(recipe, codes)) is not None}
+    out = {
+        name: matching for name, recipe in allowed.items() if (matching := recipe_for_codes(recipe, codes)) is not None
+    }
     if not out and decision.recipe not in (AUTO, OFF):
         kind = kind_of(codes)
         fix = f"recipe {NAME_OF_KIND[kind]!r}" if kind in NAME_OF_KIND else "another checkpoint"
@@ -62,7 +66,7 @@ def fitting(row: Row, codes: CastSpec, decision: Decision, allowed: Mapping[str,
     return out
 
 
-def none_fits(codes: CastSpec) -> str:
+def no_recipe_reason(codes: CastSpec) -> str:
     """The reason of a layer that "auto" leaves in high precision."""
     kind = kind_of(codes)
     no_candidate = f", and {NAME_OF_KIND[kind]} is no candidate of auto" if kind in NAME_OF_KIND else ""

@@ -17,8 +17,8 @@ from dataclasses import replace
 from torch import nn
 
 from octavo.fp8.blocks import attention_output, gated_mlp, layernorm, mlp, rmsnorm
-from octavo.fp8.blocks.probe import one_of_a_kind
-from octavo.fp8.dense.swap import Planned
+from octavo.fp8.blocks.probe import share_trials
+from octavo.fp8.dense.swap import PlannedLayer
 from octavo.fp8.planning.rows import PlanBlock, PlanRow
 from octavo.fp8.policy.globs import template
 from octavo.fp8.policy.policy import Policy
@@ -27,11 +27,11 @@ from octavo.fp8.policy.topology import CONVENTIONS, component_namer
 NORM, MLP, PLAIN, ATTENTION, EXPERTS = "norm", "gated MLP", "MLP", "attention", "experts"
 
 
-Lookup = Callable[["nn.Module | None"], "Planned | None"]
+Lookup = Callable[["nn.Module | None"], "PlannedLayer | None"]
 
 
-@one_of_a_kind()
-def blocks_of(
+@share_trials()
+def plan_blocks(
     model: nn.Module,
     rows: Sequence[PlanRow],
     on: bool,
@@ -46,85 +46,85 @@ def blocks_of(
         saving: the components whose blocks are to keep FP8 for backward.
         components: component -> globs of module names, as for the plan.
     """
-    blocks = _fusing(model, _lookup(model, rows)) if on else {}
+    blocks = _plan_fusion(model, _make_lookup(model, rows)) if on else {}
     if saving:
-        for block in _saving(model, rows, saving, components):
+        for block in _plan_saving(model, rows, saving, components):
             before = blocks.get(block.name)
             blocks[block.name] = block if before is None else replace(before, saves=block.saves, why=block.why)
     return tuple(blocks.values())
 
 
-def saving_of(policy: Policy, components: Mapping[str, tuple[str, ...]] | None) -> tuple[str, ...]:
+def components_saving_fp8(policy: Policy, components: Mapping[str, tuple[str, ...]] | None) -> tuple[str, ...]:
     """The components whose blocks keep FP8 for their backward."""
     known = {"foundation", *(CONVENTIONS if components is None else components)}
     return tuple(sorted(c for c in known if policy.activations_of(c) == "fp8"))
 
 
-def _lookup(model: nn.Module, rows: Sequence[PlanRow]) -> Lookup:
+def _make_lookup(model: nn.Module, rows: Sequence[PlanRow]) -> Lookup:
     by_module = {id(model.get_submodule(r.row.module)): r for r in rows if r.fp8 and r.kind == "linear"}
 
-    def planned(layer: nn.Module | None) -> Planned | None:
+    def planned(layer: nn.Module | None) -> PlannedLayer | None:
         row = by_module.get(id(layer))
         if row is None or not isinstance(layer, nn.Linear):
             return None
-        return Planned(layer, row.recipe, {gemm: s.backend.name for gemm, s in row.selections.items()})
+        return PlannedLayer(layer, row.recipe, {gemm: s.backend.name for gemm, s in row.selections.items()})
 
     return planned
 
 
-def _fusing(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
+def _plan_fusion(model: nn.Module, planned: Lookup) -> dict[str, PlanBlock]:
     """The norms and gated MLPs next to an FP8 layer, by name."""
     out: dict[str, PlanBlock] = {}
     for name, module in model.named_modules():
         if gated_mlp.is_gated_mlp(module):
             layers = [planned(module._modules[child]) for child in gated_mlp.CHILDREN]
             if any(p is not None for p in layers):
-                out[name] = _fused(name, MLP, gated_mlp.why_not(module, layers))
+                out[name] = _fusion_block(name, MLP, gated_mlp.why_not(module, layers))
     for name, norm, linears in rmsnorm.norms_and_layers(model):
         fed_layers = [p for layer in linears if (p := planned(layer)) is not None]
         if fed_layers:
-            out[name] = _fused(name, NORM, rmsnorm.why_not(norm, fed_layers))
+            out[name] = _fusion_block(name, NORM, rmsnorm.why_not(norm, fed_layers))
     return out
 
 
-def _fused(name: str, kind: str, why: str | None) -> PlanBlock:
+def _fusion_block(name: str, kind: str, why: str | None) -> PlanBlock:
     return PlanBlock(name, kind, why is None, "fuse: on" if why is None else why)
 
 
-def _saving(
+def _plan_saving(
     model: nn.Module, rows: Sequence[PlanRow], saving: Collection[str], components: Mapping[str, tuple[str, ...]] | None
 ) -> list[PlanBlock]:
     """The norms, MLPs and attention modules of the components that are to keep FP8."""
     component, out = component_namer(components), []
-    attention = {a.name: a for a in attention_output.outputs(model)}
+    attention = {a.name: a for a in attention_output.find_attention_modules(model)}
     by_name = {r.name: r for r in rows}
     experts = {r.row.module for r in rows if r.kind == "experts" and r.fp8}
     for name, module in model.named_modules():
         if component(name) not in saving:
             continue
-        parts = mlp.parts(module)
+        parts = mlp.find_parts(module)
         if layernorm.is_norm(module):
-            out.append(_saved(name, NORM, layernorm.why_not(module)))
+            out.append(_saving_block(name, NORM, layernorm.why_not(module)))
         elif parts is not None:
             kind = MLP if len(parts.first) == 2 else PLAIN
-            out.append(_saved(name, kind, mlp.why_not(module)))
+            out.append(_saving_block(name, kind, mlp.why_not(module)))
         elif name in experts:
-            out.append(_saved(name, EXPERTS, None))
+            out.append(_saving_block(name, EXPERTS, None))
         if name in attention:
             row = by_name.get(attention[name].output_name)
             if row is not None and row.fp8:
-                out.append(_saved(name, ATTENTION, _output_why_not(row)))
+                out.append(_saving_block(name, ATTENTION, _why_output_keeps_input(row)))
     return out
 
 
-def _output_why_not(row: PlanRow) -> str | None:
+def _why_output_keeps_input(row: PlanRow) -> str | None:
     if row.row.frozen:
         return "its output layer is frozen and keeps no input"
     assert row.recipe is not None
     return "its output layer keeps its input for wgrad in high precision" if row.recipe.wgrad is None else None
 
 
-def _saved(name: str, kind: str, why: str | None) -> PlanBlock:
+def _saving_block(name: str, kind: str, why: str | None) -> PlanBlock:
     return PlanBlock(name, kind, False, "", why is None, "activations: fp8" if why is None else why)
 
 
@@ -138,7 +138,7 @@ _SAVED = (
 )
 
 
-def sentences(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
+def describe_blocks(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
     """What a reader should know: what is fused and what keeps FP8, and what stays, each kind of name and reason
     once."""
     out = []
@@ -146,16 +146,16 @@ def sentences(blocks: Sequence[PlanBlock]) -> tuple[str, ...]:
         count = sum(b.fused for b in blocks if b.kind == kind)
         if count:
             out.append(f"{count} {kind}s {how}")
-    out += _staying("not fused", [(b, b.reason) for b in blocks if b.reason and not b.fused])
+    out += _describe_unchanged("not fused", [(b, b.reason) for b in blocks if b.reason and not b.fused])
     counts = [(sum(b.saves is True for b in blocks if b.kind == kind), how) for kind, how in _SAVED]
     if any(count for count, _ in counts):
         done = ", ".join(f"{count} {how}" for count, how in counts if count)
         out.append(f"activations: {done}; under torch.compile they run and keep as the stock model does")
-    out += _staying("activations stay", [(b, b.why) for b in blocks if b.saves is False])
+    out += _describe_unchanged("activations stay", [(b, b.why) for b in blocks if b.saves is False])
     return tuple(out)
 
 
-def _staying(what: str, staying: Sequence[tuple[PlanBlock, str]]) -> list[str]:
+def _describe_unchanged(what: str, staying: Sequence[tuple[PlanBlock, str]]) -> list[str]:
     kinds = Counter((block.kind, template(block.name), why) for block, why in staying)
     return [
         f"{what}: {kind} {name}{f' ({n} of them)' if n > 1 else ''}: {why}" for (kind, name, why), n in kinds.items()

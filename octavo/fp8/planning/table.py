@@ -8,7 +8,7 @@ are multiplied too. With a weight [N, K] the forward contracts K, dgrad N and wg
     part = mean over the GEMMs in FP8 of  N' K' / (N K) - 1
 
 That is what the codes hold. Kernels cut matrices into tiles of 64 to 256 as well, as BF16 kernels do, which is not
-counted. Some backends write a result as wide as the codes and copy the real columns out (``Backend.cuts_results``):
+counted. Some backends write a result as wide as the codes and copy the real columns out (``Backend.pads_results``):
 y, whose width is N, dx and dw, whose width is K, each where that is no multiple of 16. Such a copy moves 4 bytes an
 element, which next to a GEMM over 1280 inputs is much more than the zeros.
 """
@@ -46,7 +46,7 @@ class BackendLine(NamedTuple):
 def backends(rows: Iterable[PlanRow]) -> list[BackendLine]:
     """One line for each distinct recipe, shape and GEMM that runs in FP8."""
     backend_lines = [
-        BackendLine(r.recipe.short(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
+        BackendLine(r.recipe.summary(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
         for r in rows
         if r.recipe is not None
         for gemm, s in r.selections.items()
@@ -65,7 +65,7 @@ def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
 
 def summary(rows: Sequence[PlanRow]) -> str:
     """One line: the recipes in use, how many layers run in FP8, and in which GEMMs."""
-    recipes = list(dict.fromkeys(row.recipe.short() for row in rows if row.recipe is not None))
+    recipes = list(dict.fromkeys(row.recipe.summary() for row in rows if row.recipe is not None))
     used = {gemm for row in rows for gemm in row.selections}
     gemms = "/".join(gemm for gemm in GEMMS if gemm in used)
     count = f"{sum(row.fp8 for row in rows)} of {len(rows)} layers in FP8"
@@ -90,9 +90,17 @@ def lines(rows: Iterable[PlanRow]) -> list[tuple[str, ...]]:
     """The cells under :data:`HEAD`, one line for layers that differ only in their numbers."""
     groups: dict[tuple[object, ...], list[PlanRow]] = {}
     for row in rows:
-        key = (template(row.name), row.component, row.row.shape, row.recipe, row.reason, row.row.frozen, _backend(row))
+        key = (
+            template(row.name),
+            row.component,
+            row.row.shape,
+            row.recipe,
+            row.reason,
+            row.row.frozen,
+            _backend_names(row),
+        )
         groups.setdefault(key, []).append(row)
-    return [_line(alike) for alike in groups.values()]
+    return [_make_line(alike) for alike in groups.values()]
 
 
 def fold(names: Iterable[str]) -> str:
@@ -115,7 +123,7 @@ def _fold_segment(values: list[str]) -> str:
     return "{" + ",".join(parts) + "}"
 
 
-def _line(rows: list[PlanRow]) -> tuple[str, ...]:
+def _make_line(rows: list[PlanRow]) -> tuple[str, ...]:
     row = rows[0]
     shape = f"{row.shape[0]} x {row.shape[1]}"
     if row.row.experts is not None:
@@ -126,11 +134,19 @@ def _line(rows: list[PlanRow]) -> tuple[str, ...]:
         notes.append("frozen, no wgrad" if row.fp8 else "frozen")
     if row.row.tied:
         notes.append(f"tied to {row.row.tied[0]}")
-    recipe = row.recipe.short() if row.recipe is not None else "-"
-    return row.component, fold(r.name for r in rows), shape, str(len(rows)), recipe, _backend(row), "; ".join(notes)
+    recipe = row.recipe.summary() if row.recipe is not None else "-"
+    return (
+        row.component,
+        fold(r.name for r in rows),
+        shape,
+        str(len(rows)),
+        recipe,
+        _backend_names(row),
+        "; ".join(notes),
+    )
 
 
-def _backend(row: PlanRow) -> str:
+def _backend_names(row: PlanRow) -> str:
     return ", ".join(dict.fromkeys(s.backend.name for s in row.selections.values())) or "-"
 
 
@@ -151,14 +167,16 @@ def totals(rows: Sequence[PlanRow]) -> list[str]:
     return out
 
 
-def padded(rows: Sequence[PlanRow]) -> list[str]:
+def describe_padding(rows: Sequence[PlanRow]) -> list[str]:
     """Which layers have sizes that tensor cores do not take as they are, and what that costs: a sentence for all, and
     one for each of the most expensive kinds; none where every size is taken as it is."""
     kinds: dict[tuple[str, tuple[int, int], Padding, tuple[str, ...]], list[PlanRow]] = {}
     for row in rows:
         runs = {gemm: s.backend for gemm, s in row.selections.items() if gemm != "wgrad" or not row.row.frozen}
-        if row.recipe is not None and (padded_to := padding(row.recipe, row.shape, tuple(runs))).part:
-            kinds.setdefault((template(row.name), row.shape, padded_to, copied(row.shape, runs)), []).append(row)
+        if row.recipe is not None and (padded_to := compute_padding(row.recipe, row.shape, tuple(runs))).part:
+            kinds.setdefault((template(row.name), row.shape, padded_to, copied_results(row.shape, runs)), []).append(
+                row
+            )
     if not kinds:
         return []
     flops = {key: key[2].part * sum(row.fp8_flops for row in alike) for key, alike in kinds.items()}
@@ -169,11 +187,11 @@ def padded(rows: Sequence[PlanRow]) -> list[str]:
     part = _percent(sum(flops.values()) / total)
     return [
         f"{count} have sizes that tensor cores take filled up with zeros, {part} of all layers' FLOPs more{rest}",
-        *(f"{fold(row.name for row in kinds[key])}: {_as(*key[1:])}" for key in shown),
+        *(f"{fold(row.name for row in kinds[key])}: {_padding_text(*key[1:])}" for key in shown),
     ]
 
 
-def _as(shape: tuple[int, int], padded_to: Padding, cut: Sequence[str]) -> str:
+def _padding_text(shape: tuple[int, int], padded_to: Padding, cut: Sequence[str]) -> str:
     (n, k), (wide, deep) = shape, padded_to.sizes
     copies = f", {' and '.join(cut)} copied out" if cut else ""
     return f"{n} x {k} as {wide} x {deep}, {_percent(padded_to.part)} more{copies}"
@@ -192,7 +210,7 @@ class Padding(NamedTuple):
     part: float
 
 
-def padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Padding:
+def compute_padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Padding:
     """What a weight [N, K] is filled up to in the GEMMs (of fwd, dgrad, wgrad) that the recipe runs in FP8."""
     n, k = shape
     sizes_of_gemms = []
@@ -212,9 +230,9 @@ def padding(recipe: Recipe, shape: tuple[int, int], gemms: Sequence[str]) -> Pad
     return Padding((max(a for a, _ in sizes_of_gemms), max(b for _, b in sizes_of_gemms)), part)
 
 
-def copied(shape: tuple[int, int], backends: Mapping[str, Backend]) -> tuple[str, ...]:
+def copied_results(shape: tuple[int, int], backends: Mapping[str, Backend]) -> tuple[str, ...]:
     """Which results (y, dx, dw) of a weight [N, K] are copied out of wider ones, by the backend of each GEMM."""
     n, k = shape
     widths = {"fwd": ("y", n), "dgrad": ("dx", k), "wgrad": ("dw", k)}
-    named = (widths[gemm] for gemm, backend in backends.items() if backend.cuts_results)
+    named = (widths[gemm] for gemm, backend in backends.items() if backend.pads_results)
     return tuple(name for name, width in named if width % ALIGN)

@@ -14,37 +14,37 @@ from octavo.fp8.moe import experts as moe
 from octavo.fp8.moe.experts import Experts
 from octavo.fp8.policy.globs import matches, nearest
 from octavo.fp8.policy.policy import HEAD, Decision, PlanError, Policy, Rule, decide
-from octavo.fp8.policy.stays import stays
+from octavo.fp8.policy.stays import reasons_to_stay
 from octavo.fp8.policy.topology import Row, describe_layers
 from octavo.fp8.weights.shards import is_whole
 
 _CASTABLE = (torch.float32, torch.bfloat16, torch.float16)
 
-Asked = tuple[Row, Decision, "str | None"]
+LayerDecision = tuple[Row, Decision, "str | None"]
 
 
-def decisions(
+def decide_layers(
     model: nn.Module,
     policy: Policy,
     components: Mapping[str, tuple[str, ...]] | None = None,
     tokens: Mapping[str, int] | None = None,
     step: int | None = None,
-) -> list[Asked]:
+) -> list[LayerDecision]:
     """(row, what the policy says of it in ``step``, what forbids FP8 or None) for every linear map. Raises PlanError as
     plan."""
     rows = describe_layers(model, components)
     check_names(policy, rows, tokens, components or ())
     policy = policy.at(step)
     modules = dict(model.named_modules())
-    reasons = stays(rows, modules, policy)
+    reasons = reasons_to_stay(rows, modules, policy)
     verdicts: dict[tuple[Any, ...], str | None] = {}
     return [
         (
             row,
             decide(policy, row.component, tuple(r for r in policy.rules if applies(r, row))),
-            _gates(row, modules, policy)
+            _why_gate_stays(row, modules, policy)
             or reasons.get(row.name)
-            or _why_not(row, modules[row.module], verdicts, asks_for_head(policy, row)),
+            or _why_not(row, modules[row.module], verdicts, requests_head(policy, row)),
         )
         for row in rows
     ]
@@ -58,10 +58,10 @@ def device_of(model: nn.Module) -> torch.device:
     """Where the GEMMs will run: where the weights are; for a meta model where this process
     computes."""
     first = next((p.device for p in model.parameters() if not p.is_meta), None)
-    return first or accelerator.here()
+    return first or accelerator.default_device()
 
 
-def asks_for_head(policy: Policy, row: Row) -> bool:
+def requests_head(policy: Policy, row: Row) -> bool:
     """Whether a head is meant: by its component's recipe, or by a rule that names it. A glob that happens to match does
     not."""
     component = policy.components.get(HEAD)
@@ -69,16 +69,16 @@ def asks_for_head(policy: Policy, row: Row) -> bool:
     return row.kind == HEAD and (named or (component is not None and component.recipe is not None))
 
 
-def _gates(row: Row, modules: Mapping[str, nn.Module], policy: Policy) -> str | None:
+def _why_gate_stays(row: Row, modules: Mapping[str, nn.Module], policy: Policy) -> str | None:
     """Why a layer that says how fast a state is forgotten, a number or two a head, stays: ``in_proj_a`` and
     ``in_proj_b`` of Qwen3.5's recurrent layers, ``in_proj_ba`` of Qwen3-Next's. None for any other, and for one that a
     rule names, as plan files of runs do that were begun when they did not stay."""
     decay = modules[row.module.rpartition(".")[0]]._parameters.get("A_log")
     gates = row.kind == "linear" and decay is not None and row.shape[0] in (decay.numel(), 2 * decay.numel())
-    return GATE if gates and not any(_names(rule, row) for rule in policy.rules) else None
+    return GATE if gates and not any(_is_named_by(rule, row) for rule in policy.rules) else None
 
 
-def _names(rule: Rule, row: Row) -> bool:
+def _is_named_by(rule: Rule, row: Row) -> bool:
     """Whether a rule gives a layer a recipe by its own name, at whatever depth."""
     same_name = rule.match.rpartition(".")[2] == row.name.rpartition(".")[2]
     return same_name and rule.recipe is not None and applies(rule, row)

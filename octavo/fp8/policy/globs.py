@@ -23,7 +23,7 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
         raise ValueError(f"in the pattern {pattern!r} '**' must stand alone between dots, as in '**.q_proj'")
     # Neighbours that say the same twice would be tried against each other in every split: once is enough.
     segments = [s for s, before in zip(segments, ["", *segments], strict=False) if not s == before == "**"]
-    segments = [s if s == "**" else re.sub(r"[*?]+", _wild, s) for s in segments]
+    segments = [s if s == "**" else re.sub(r"[*?]+", _normalize_wildcards, s) for s in segments]
     out, dot = "", False  # dot: the next segment must be preceded by one
     for i, segment in enumerate(segments):
         last = i == len(segments) - 1
@@ -39,7 +39,7 @@ def compile_glob(pattern: str) -> re.Pattern[str]:
     return re.compile(out)
 
 
-def _wild(run: re.Match[str]) -> str:
+def _normalize_wildcards(run: re.Match[str]) -> str:
     """``*?*?`` as ``??*``: two of any, and more."""
     return "?" * run[0].count("?") + "*" * ("*" in run[0])
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
-from octavo.base.recipe_specs import CANDIDATES, FORMATS, SPECS, USUAL
+from octavo.base.recipe_specs import CANDIDATES, DEFAULT_RECIPE, FORMATS, SPECS
 from octavo.fp8.arithmetic.errors import Fp8Error
 from octavo.fp8.arithmetic.recipe import GEMMS, PRECISIONS, RECIPES, Recipe, RecipeError, recipe
 from octavo.fp8.kernels import registry
@@ -162,21 +162,21 @@ class Policy:
     def __post_init__(self) -> None:
         if not isinstance(self.components, Mapping):
             raise PlanError(f"components maps a component's name to its ComponentPolicy; found {self.components!r}.")
-        parts = {k: _as_level(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
+        parts = {k: _parse_level(ComponentPolicy, v, f"component {k!r}") for k, v in self.components.items()}
         if self.recipe is None:
             named = [k for k, part in parts.items() if k != HEAD and part.recipe != OFF]
-            parts |= {k: replace(parts[k], recipe=parts[k].recipe or USUAL) for k in named}
-            object.__setattr__(self, "recipe", OFF if named else USUAL)
+            parts |= {k: replace(parts[k], recipe=parts[k].recipe or DEFAULT_RECIPE) for k in named}
+            object.__setattr__(self, "recipe", OFF if named else DEFAULT_RECIPE)
         object.__setattr__(self, "components", parts)
         if isinstance(self.rules, str | Mapping | Rule) or not isinstance(self.rules, Iterable):
             raise PlanError(f"rules is a sequence of Rule objects; found {self.rules!r}. Put it into a tuple.")
         head = parts.get(HEAD, ComponentPolicy())
         if head.recipe in (AUTO, *_DELAYED) or head.param or head.activations:
             raise PlanError(
-                f"component {HEAD!r}: {_set_fields(head)} asks for what a head cannot do. Give it a recipe that scales "
-                f"by the current amax, by name ({', '.join(CANDIDATES)}), without param and activations."
+                f"component {HEAD!r}: {_explicit_fields(head)} is not supported for a head. Name a recipe that scales "
+                f"by the current amax ({', '.join(CANDIDATES)}), without param and activations."
             )
-        rules = tuple(_as_level(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
+        rules = tuple(_parse_level(Rule, r, f"rule {i}") for i, r in enumerate(self.rules, 1))
         object.__setattr__(self, "rules", rules)
         for where, level in self._levels():
             if isinstance(level, Rule):
@@ -193,7 +193,7 @@ class Policy:
             self._check_words(where, level)
         for where, name in self._recipes():
             if name not in (OFF, AUTO, *RECIPES):
-                raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_names()}.")
+                raise PlanError(f"{where}: recipe {name!r} does not exist; use one of {_recipe_names()}.")
         candidates = (self.candidates,) if isinstance(self.candidates, str) else tuple(self.candidates)
         unknown = [c for c in candidates if c not in RECIPES]
         if unknown or not candidates:
@@ -218,7 +218,7 @@ class Policy:
                 f"recipe={level.recipe.name!r}, with format, fwd, dgrad and wgrad as further arguments."
             )
         if not isinstance(level.recipe, str | None):
-            raise PlanError(f"{where}: recipe takes a name, one of {_names()}; found {level.recipe!r}.")
+            raise PlanError(f"{where}: recipe takes a name, one of {_recipe_names()}; found {level.recipe!r}.")
 
     def _levels(self) -> list[tuple[str, Policy | ComponentPolicy | Rule]]:
         """The whole model, components and rules, each with its name in errors."""
@@ -254,12 +254,12 @@ class Policy:
         return tuple((first, after - 1) for first, after in zip(cuts, cuts[1:], strict=False))
 
     @property
-    def asks_fp8(self) -> bool:
+    def requests_fp8(self) -> bool:
         """True if any level asks for FP8 by a recipe's name; "auto" is content with high precision."""
         return any(name not in (OFF, AUTO) for _, name in self._recipes())
 
     @property
-    def asks_auto(self) -> bool:
+    def requests_auto(self) -> bool:
         """True if any level leaves the recipe to measurements."""
         return any(name == AUTO for _, name in self._recipes())
 
@@ -267,9 +267,9 @@ class Policy:
         plain = [f.name for f in fields(self) if f.name not in ("components", "rules", "candidates")]
         return {
             **{name: getattr(self, name) for name in plain},
-            **({"candidates": list(self.candidates)} if self.asks_auto else {}),
-            "components": {k: _set_fields(c) for k, c in self.components.items()},
-            "rules": [_set_fields(r) for r in self.rules],
+            **({"candidates": list(self.candidates)} if self.requests_auto else {}),
+            "components": {k: _explicit_fields(c) for k, c in self.components.items()},
+            "rules": [_explicit_fields(r) for r in self.rules],
         }
 
 
@@ -287,7 +287,7 @@ class Decision:
     why: str = ""
     backends: tuple[tuple[str, str], ...] = ()
 
-    def over(self, level: ComponentPolicy | Rule, source: str) -> Decision:
+    def overlay(self, level: ComponentPolicy | Rule, source: str) -> Decision:
         """This decision with what ``level`` asks put on top."""
         settings: dict[str, Any] = {f: getattr(level, f) for f in _SETTINGS if getattr(level, f) is not None}
         if isinstance(level, Rule):
@@ -324,13 +324,13 @@ def decide(policy: Policy, component: str, rules: tuple[Rule, ...]) -> Decision:
     if policy.recipe == OFF and on and component != HEAD:
         decision = replace(decision, source=f"stays: {' and '.join(on)} alone {'is' if len(on) == 1 else 'are'} named")
     if level is not None:
-        decision = decision.over(level, f"component {component}" if level.recipe is not None else decision.source)
+        decision = decision.overlay(level, f"component {component}" if level.recipe is not None else decision.source)
     for rule in rules:
-        decision = decision.over(rule, rule.source)
+        decision = decision.overlay(rule, rule.source)
     return decision
 
 
-def _as_level(kind: Any, value: Any, where: str) -> Any:
+def _parse_level(kind: Any, value: Any, where: str) -> Any:
     """A level as it is, or made of the mapping or (for a component) the recipe's name that was given."""
     if isinstance(value, kind):
         return value
@@ -354,10 +354,10 @@ def _short_repr(level: Policy | ComponentPolicy | Rule) -> str:
     return f"{type(level).__name__}({', '.join(shown)})"
 
 
-def _set_fields(level: ComponentPolicy | Rule) -> dict[str, Any]:
+def _explicit_fields(level: ComponentPolicy | Rule) -> dict[str, Any]:
     known = fields(Rule if isinstance(level, Rule) else level)
     return {f.name: getattr(level, f.name) for f in known if getattr(level, f.name) is not None}
 
 
-def _names() -> str:
+def _recipe_names() -> str:
     return ", ".join((OFF, *RECIPES, AUTO))

@@ -50,7 +50,7 @@ _TIMES = (
 _STOCK = {*WRAPPED, "base_model", "model", "transformer_backbone", "word_embeddings"}
 
 
-def stays(rows: Sequence[Row], modules: Mapping[str, nn.Module], policy: Policy) -> dict[str, str]:
+def reasons_to_stay(rows: Sequence[Row], modules: Mapping[str, nn.Module], policy: Policy) -> dict[str, str]:
     """The reason of each row (by its name) that stays in high precision because it is one of the table above.
 
     ``modules``: the modules of the model by name, the model itself as "".
@@ -58,22 +58,22 @@ def stays(rows: Sequence[Row], modules: Mapping[str, nn.Module], policy: Policy)
     reasons: dict[str, str] = {}
     parts = {row.name: _adapter_part(row.module, modules) for row in rows}
     last = last_layer([row for row in rows if not parts[row.name]])
-    output = last.name if last is not None and _narrow(last.shape) else None
+    output = last.name if last is not None and _is_narrow(last.shape) else None
     for row in rows:
         part = parts[row.name]
         if part:
             reason = ORIGINAL if part[0] == "original_module" else ADAPTER
-        elif row.kind == "experts" and _sums(row.module, modules):
+        elif row.kind == "experts" and _has_adapted_parameter(row.module, modules):
             reasons[row.name] = ADDED  # whatever a rule says: the codes would be those of the base, without the adapter
             continue
         elif row.kind != "linear" or row.component == HEAD:  # the component's own recipe decides on a head
             continue
         else:
             part = tuple(unwrapped(row.name).split("."))[-1:]
-            known = _by_name(row) or (_routes(row, modules) and ROUTER)
+            known = _reason_by_name(row) or (_is_router(row, modules) and ROUTER)
             few = len(rows) > 1 and row.shape[0] < min(ALIGN, row.shape[1])
             reason = known or (OUTPUT if few or row.name == output else "")
-        if reason and not any(_names(rule, row, part) for rule in policy.rules):
+        if reason and not any(_rule_names_part(rule, row, part) for rule in policy.rules):
             reasons[row.name] = reason
     return reasons
 
@@ -84,12 +84,12 @@ def _adapter_part(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...
     for depth, child in enumerate(segments):
         parent = modules.get(".".join(segments[:depth]))
         module = modules.get(".".join(segments[: depth + 1]))
-        if parent is not None and not hasattr(module, "base_layer") and _adds(parent, child):
+        if parent is not None and not hasattr(module, "base_layer") and _is_adapter_child(parent, child):
             return tuple(segments[depth:])
     return ()
 
 
-def _adds(parent: nn.Module, child: str) -> bool:
+def _is_adapter_child(parent: nn.Module, child: str) -> bool:
     """Whether ``child`` is a part of an adapter and no part of what the adapter was put around."""
     if child == "original_module":
         return "modules_to_save" in parent._modules
@@ -101,7 +101,7 @@ def _adds(parent: nn.Module, child: str) -> bool:
     return type(parent).__module__.partition(".")[0] == "peft" and child not in _STOCK
 
 
-def _sums(name: str, modules: Mapping[str, nn.Module]) -> bool:
+def _has_adapted_parameter(name: str, modules: Mapping[str, nn.Module]) -> bool:
     """Whether PEFT's wrapper of parameters is around a module of experts: it has the parameter's name."""
     while name.rpartition(".")[2] == "base_layer":
         name = name.rpartition(".")[0]
@@ -110,14 +110,14 @@ def _sums(name: str, modules: Mapping[str, nn.Module]) -> bool:
     return False
 
 
-def _by_name(row: Row) -> str:
+def _reason_by_name(row: Row) -> str:
     segments = unwrapped(row.name).split(".")
     if any(segment in _TIMES for segment in segments):
         return TIME
     return OUTPUT if any(segment in _OUTPUTS for segment in segments[-3:]) else ""
 
 
-def _routes(row: Row, modules: Mapping[str, nn.Module]) -> bool:
+def _is_router(row: Row, modules: Mapping[str, nn.Module]) -> bool:
     """Whether a layer has an output for each expert of the block that it (or the module around it) is in."""
     path = unwrapped(row.name)
     for _ in range(2):
@@ -141,14 +141,14 @@ def last_layer(rows: Sequence[Row]) -> Row | None:
     return linear[-1]
 
 
-def _narrow(shape: tuple[int, int]) -> bool:
+def _is_narrow(shape: tuple[int, int]) -> bool:
     """Fewer outputs than inputs, and an eighth of them at most, or so few that an eighth and more would be zeros."""
     outputs, inputs = shape
     zeros = -outputs % ALIGN
     return outputs < inputs and (8 * outputs <= inputs or outputs < ALIGN or 8 * zeros > outputs)
 
 
-def _names(rule: Rule, row: Row, part: Sequence[str]) -> bool:
+def _rule_names_part(rule: Rule, row: Row, part: Sequence[str]) -> bool:
     """Whether a rule gives a layer a recipe by a word of ``part``; a glob that happens to match does not."""
     words = [segment for segment in rule.match.split(".") if segment.strip("*?")]
     named = any(fnmatchcase(segment_name, word) for segment_name in part for word in words)

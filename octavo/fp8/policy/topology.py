@@ -100,8 +100,8 @@ def describe_layers(model: nn.Module, components: Mapping[str, tuple[str, ...]] 
     component = component_namer(components)
     rows: list[Row] = []
     for name, module in modules.items():
-        for row in _rows_of(name, module, modules, head):
-            weight = _weight_of(row, module)
+        for row in _make_rows(name, module, modules, head):
+            weight = _get_weight(row, module)
             tied = tuple(n for n in shared[id(weight)] if n != row.parameter)
             where = "lm_head" if row.kind == "lm_head" else component(row.module)
             frozen = not weight.requires_grad
@@ -117,12 +117,12 @@ def unwrapped(name: str) -> str:
     return name
 
 
-def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], head: nn.Module | None) -> Iterator[Row]:
+def _make_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module], head: nn.Module | None) -> Iterator[Row]:
     stock = unwrapped(name)
     last, kind_name = stock.rpartition(".")[2], type(module).__name__
     of_patches = any(s in _PATCH for s in name.split("."))
     if is_experts(module):
-        yield from _expert_rows(name, module, modules)
+        yield from _make_expert_rows(name, module, modules)
     elif isinstance(module, nn.Linear):
         if any(one in module._modules for one in WRAPPED):
             return  # some wrappers of PEFT's (RandLora, VBLoRA) are nn.Linear by class, and hold the layer inside
@@ -130,28 +130,28 @@ def _rows_of(name: str, module: nn.Module, modules: Mapping[str, nn.Module], hea
             kind = "lm_head"
         elif of_patches:
             kind = "patch_embed"
-        elif _routes(stock, modules):
+        elif _is_router(stock, modules):
             kind = "router"
         else:
             kind = "linear" if type(module) is nn.Linear or isinstance(module, Linear) else "subclass"
-        yield _row(name, kind, module, tuple(module.weight.shape), kind_name)
+        yield _make_row(name, kind, module, tuple(module.weight.shape), kind_name)
     elif isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         if of_patches or module.kernel_size == module.stride != (1,) * len(module.stride):
             n, k = module.weight.shape[0], module.weight[0].numel()
-            yield _row(name, "patch_embed", module, (n, k), kind_name)
-    elif _routes(stock, modules):
+            yield _make_row(name, "patch_embed", module, (n, k), kind_name)
+    elif _is_router(stock, modules):
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == 2:
-            yield _row(name, "router", module, tuple(weight.shape), kind_name)
+            yield _make_row(name, "router", module, tuple(weight.shape), kind_name)
 
 
-def _row(name: str, kind: str, module: nn.Module, shape: tuple[int, ...], type_name: str) -> Row:
+def _make_row(name: str, kind: str, module: nn.Module, shape: tuple[int, ...], type_name: str) -> Row:
     params = sum(p.numel() for p in module._parameters.values() if p is not None)
     bias = module._parameters.get("bias") is not None
     return Row(name, kind, "", (shape[0], shape[1]), bias=bias, params=params, type=type_name, module=name)
 
 
-def _expert_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Row]:
+def _make_expert_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[Row]:
     transposed = bool(getattr(module, "is_transposed", False))
     for which in PROJECTIONS:
         weight = module._parameters[which]
@@ -161,12 +161,12 @@ def _expert_rows(name: str, module: nn.Module, modules: Mapping[str, nn.Module])
         params = weight.numel() + (bias.numel() if bias is not None else 0)
         yield Row(
             f"{name}.{which}" if name else which, "experts", "", (b, a) if transposed else (a, b), experts=count,
-            experts_per_token=_top_k(name, module, modules), bias=bias is not None, params=params,
+            experts_per_token=_find_top_k(name, module, modules), bias=bias is not None, params=params,
             type=type(module).__name__, module=name,
         )  # fmt: skip
 
 
-def _top_k(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int | None:
+def _find_top_k(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> int | None:
     """How many experts work on a token: from the block, its router or the configuration."""
     parent = modules.get(unwrapped(name).rpartition(".")[0]) if name else None
     places: list[Any] = [module, parent, *(parent.children() if parent is not None else ())]
@@ -179,7 +179,7 @@ def _top_k(name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> in
     return None
 
 
-def _routes(name: str, modules: Mapping[str, nn.Module]) -> bool:
+def _is_router(name: str, modules: Mapping[str, nn.Module]) -> bool:
     parent, _, last = name.rpartition(".")
     if last not in _ROUTERS or parent not in modules:
         return False
@@ -209,7 +209,7 @@ def _names_by_weight(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def _weight_of(row: Row, module: nn.Module) -> torch.Tensor:
+def _get_weight(row: Row, module: nn.Module) -> torch.Tensor:
     weight = module._parameters[row.name.rpartition(".")[2] if row.kind == "experts" else "weight"]
     assert weight is not None
     return weight

@@ -55,7 +55,7 @@ IMAGES = "octavo_flash_images"  # towers make one call for all images only if th
 _kernels: dict[str, str | None] = {}  # registered name -> kernel
 
 
-def by(kernel: str | None) -> AbstractContextManager[object]:
+def prefer_kernel(kernel: str | None) -> AbstractContextManager[object]:
     """A context in which torch computes attention by this kernel, with the others of :data:`KERNELS` as fallback."""
     if kernel not in KERNELS:
         return nullcontext()
@@ -123,7 +123,7 @@ def _register(attention: Attention | None, kernel: str | None) -> str:
     name = "_".join(["octavo", STOCK if attention is None else attention.__name__, *number])
     _kernels[name] = kernel
     ALL_ATTENTION_FUNCTIONS.register(name, _transformers_attention(attention, kernel))
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, segments.masks)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, segments.make_mask)
     return name
 
 
@@ -140,7 +140,7 @@ def uses_octavo_attention(model: nn.Module) -> bool:
 
 
 @contextmanager
-def without_masks(model: PreTrainedModel) -> Iterator[None]:
+def disable_masks(model: PreTrainedModel) -> Iterator[None]:
     """A context in which no part of a model builds a mask or inspects positions to decide whether it needs one: rows
     have one length, and attention is causal by itself. Raises ModelError for layers with a window, which is a mask."""
     configs = {id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values()
@@ -161,7 +161,7 @@ def without_masks(model: PreTrainedModel) -> Iterator[None]:
             config._attn_implementation = name
 
 
-def kernels_here() -> tuple[str, ...]:
+def available_kernels() -> tuple[str, ...]:
     """The available kernels: torch's and the kernels of installed packages."""
     return (*KERNELS, *(name for name, is_available in PACKAGES.items() if is_available()))
 
@@ -195,7 +195,7 @@ def _use_images(model: PreTrainedModel) -> None:
     if tower is None or not hasattr(tower, "spatial_merge_size"):
         raise ModelError(f"{type(model).__name__} has no tower whose images differ in size, and varlen is for those")
     ALL_ATTENTION_FUNCTIONS.register(IMAGES, _image_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(IMAGES, segments.masks)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMAGES, segments.make_mask)
     tower._attn_implementation = IMAGES  # set_attn_implementation looks for names with "flash" on the hub
 
 
@@ -216,10 +216,10 @@ def attend(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor
     """Attention of q [B, H, T, D] over k and v [B, H_kv, T, D] by this kernel, without fallback. Raises RuntimeError,
     or the package's error, for inputs that the kernel does not support."""
     if kernel == VARLEN:
-        if not segments.takes_varlen(q, v):
+        if not segments.supports_varlen(q, v):
             raise RuntimeError(
                 "flash attention for rows of several samples takes CUDA, 16 bits and heads of up to "
-                f"{segments.LARGEST_HEAD} in eights, found {q.device.type}, {q.dtype} and {q.shape[-1]}"
+                f"{segments.MAX_HEAD_DIM} in eights, found {q.device.type}, {q.dtype} and {q.shape[-1]}"
             )
         edges = torch.tensor([0, q.shape[2]], dtype=torch.int32, device=q.device)
         return segments.varlen(q, k, v, edges, q.shape[2], None, causal)[None].transpose(1, 2)
@@ -287,7 +287,7 @@ def _transformers_attention(
             use_stock = stock or q.shape[2] == 1
             return plain(q, k, v, None, True)[0].transpose(1, 2) if use_stock else ours(q, k, v, None, True)
 
-        with by(kernel):
+        with prefer_kernel(kernel):
             if isinstance(attention_mask, segments.Segments):
                 if odd := [*special, *(["sliding_window"] if kwargs.get("sliding_window") else [])]:
                     raise ModelError(f"{type(module).__name__} asks attention of a packed row for {odd[0]}, which "

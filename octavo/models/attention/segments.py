@@ -9,7 +9,7 @@ Attention is causal and runs sample by sample: on CUDA in 16 bits by one call of
 attention), elsewhere by one call for each sample; with the kernel ``flex`` by one call of flex attention with a block
 mask.
 
-A row may be shared by several ranks, each with some of its tokens: then a :class:`Share` gathers queries, keys and
+A row may be shared by several ranks, each with some of its tokens: then a :class:`RowShare` gathers queries, keys and
 values, and the queries of a span attend to all earlier tokens of their sample.
 """
 
@@ -33,17 +33,17 @@ from octavo.base import accelerator
 from octavo.models.attention import alibi
 from octavo.models.errors import ModelError
 
-LARGEST_HEAD = 256  # the largest head dimension that flash attention supports
-INSTEAD = "Set data.packing: false"
+MAX_HEAD_DIM = 256  # the largest head dimension that flash attention supports
+PACKING_FIX = "Set data.packing: false"
 
 
-class Share(Protocol):
+class RowShare(Protocol):
     """This rank's share of a row (`parallel.Context`)."""
 
-    def part(self, length: int) -> slice:
+    def local_slice(self, length: int) -> slice:
         """This rank's tokens of a row of `length` tokens."""
 
-    def queries(self, length: int) -> tuple[int, int]:
+    def query_range(self, length: int) -> tuple[int, int]:
         """[first, last) of the tokens whose queries this rank computes."""
 
     def attend(
@@ -73,13 +73,13 @@ class Segments:
     cu_queries: Tensor
     cu_keys: Tensor
     longest: tuple[int, int]
-    share: Share | None = None
+    share: RowShare | None = None
     biases: dict[tuple[int, int, torch.dtype], Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, edges: Sequence[int], device: torch.device | str = "cpu", share: Share | None = None) -> Segments:
+    def of(cls, edges: Sequence[int], device: torch.device | str = "cpu", share: RowShare | None = None) -> Segments:
         """The segments of a row whose samples end at ``edges``, which begin with 0 and end with T."""
-        first, last = (0, edges[-1]) if share is None else share.queries(edges[-1])
+        first, last = (0, edges[-1]) if share is None else share.query_range(edges[-1])
         inside = ((a, b) for a, b in pairwise(edges) if a < last and b > first)
         spans = tuple(Span(a, max(a, first), min(b, last)) for a, b in inside)
         queries, keys = [span.last - span.first for span in spans], [span.last - span.start for span in spans]
@@ -118,7 +118,7 @@ class Segments:
         """Tokens of the row that this rank has."""
         if self.share is None:
             return self.edges[-1]
-        part = self.share.part(self.edges[-1])
+        part = self.share.local_slice(self.edges[-1])
         return int(part.stop - part.start)
 
 
@@ -130,19 +130,19 @@ class PackedForward:
     seen: set[int] = field(default_factory=set)
 
 
-under_way: ContextVar[PackedForward | None] = ContextVar("packed forward", default=None)
+current_forward: ContextVar[PackedForward | None] = ContextVar("packed forward", default=None)
 
 
-def masks(**options: Any) -> Tensor | Segments | None:
+def make_mask(**options: Any) -> Tensor | Segments | None:
     """The mask function of every attention that Octavo registers: torch's masks, and in a packed forward its segments
     as the mask of a decoder. `options`: the arguments of transformers' mask functions."""
-    now = under_way.get()
+    now = current_forward.get()
     is_encoder = options["mask_function"] is bidirectional_mask_function
     if now is None or is_encoder or options["q_length"] != now.segments.tokens:
         mask: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](**options)
         return mask
     if options.get("local_size"):
-        raise ModelError(f"a packed row met a layer with a window of {options['local_size']} tokens. {INSTEAD}")
+        raise ModelError(f"a packed row met a layer with a window of {options['local_size']} tokens. {PACKING_FIX}")
     if options["kv_length"] != options["q_length"]:
         raise ModelError("a packed row met a cache of keys and values. Call the model with use_cache=False")
     return now.segments
@@ -160,7 +160,7 @@ def attend(
     whether flash attention may compute all samples in one call. ``whole``: computes all samples instead, as
     [1, T, H, D]. Raises ModelError if the number of tokens is not that in the segments.
     """
-    now = under_way.get()
+    now = current_forward.get()
     # Afterwards the caller checks that every layer was here: a layer that ignored the segments would mix samples.
     if now is not None and now.segments is segments:
         now.seen.add(id(layer))
@@ -175,7 +175,7 @@ def attend(
         last = segments.spans[-1].last
         if whole is not None:
             return whole(q, k[:, :, begin:last], v[:, :, begin:last])
-        if at_once and takes_varlen(q, v, dropout):
+        if at_once and supports_varlen(q, v, dropout):
             ends, keys = (segments.cu_queries, segments.longest[0]), (segments.cu_keys, segments.longest[1])
             return varlen(q, k[:, :, begin:last], v[:, :, begin:last], *ends, scale, True, keys)[None]
         parts = [one(q[:, :, a - first : b - first], k[:, :, s:b], v[:, :, s:b]) for s, a, b in segments.spans]
@@ -186,10 +186,10 @@ def attend(
     return segments.share.attend(q, k, v, within, layer)
 
 
-def takes_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
+def supports_varlen(q: Tensor, v: Tensor, dropout: float = 0.0) -> bool:
     """Whether torch's ``varlen_attn`` supports these inputs."""
     half = q.dtype in (torch.bfloat16, torch.float16)
-    fits = q.shape[-1] == v.shape[-1] <= LARGEST_HEAD and q.shape[-1] % 8 == 0
+    fits = q.shape[-1] == v.shape[-1] <= MAX_HEAD_DIM and q.shape[-1] % 8 == 0
     return accelerator.is_gpu(q.device) and half and not dropout and fits
 
 
@@ -198,7 +198,7 @@ def attend_images(
 ) -> Tensor:
     """Attention within each image of a row: q, k, v [1, H, T, D] -> [1, T, H, D]; `edges`: the ends of the images,
     int32 [images + 1] on the device. On CUDA in 16 bits without synchronising with the device."""
-    if takes_varlen(q, v, dropout):
+    if supports_varlen(q, v, dropout):
         return varlen(q, k, v, edges, longest, scale, causal=False)[None]
     parts = [
         F.scaled_dot_product_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], dropout_p=dropout, scale=scale)

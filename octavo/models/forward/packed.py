@@ -23,10 +23,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.base.model_families import attends_both_ways
 from octavo.models.attention import attention
-from octavo.models.attention.segments import INSTEAD, PackedForward, Segments, Share, under_way
+from octavo.models.attention.segments import PACKING_FIX, PackedForward, RowShare, Segments, current_forward
 from octavo.models.errors import ModelError
-from octavo.models.forward.paged import axes, positions
-from octavo.models.processors.frames import OF_VIDEOS
+from octavo.models.forward.paged import position_axes, prompt_positions
+from octavo.models.processors.frames import VIDEO_INPUTS
 from octavo.models.structure.describe import Family
 
 _RECURRENT = ("linear_attention", "mamba", "mamba2", "recurrent", "conv", "linear")
@@ -75,13 +75,13 @@ class Packed:
     not in transformers' registry, or that uses another kernel than torch's.
     """
 
-    def __init__(self, model: PreTrainedModel, family: Family, share: Share | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, family: Family, share: RowShare | None = None) -> None:
         if (why := why_not_packed(model)) is not None:
-            raise ModelError(f"samples cannot be packed: {why}. {INSTEAD}")
+            raise ModelError(f"samples cannot be packed: {why}. {PACKING_FIX}")
         if not attention.uses_octavo_attention(model.get_submodule(family.language_model)):
             attention.use_attention(model, component="foundation")
         self.model, self.family, self.share = model, family, share
-        self.axes = axes(model, family)
+        self.axes = position_axes(model, family)
         self.layers = model.config.get_text_config().num_hidden_layers
 
     def positions(
@@ -93,7 +93,7 @@ class Packed:
 
         ids [1, T] · images: the number in each sample; padding has none · kinds [1, T]: 1 for placeholders of images,
         2 of videos · grid [images, 3] · videos: the number in each sample (`counts`), and the inputs of
-        :data:`octavo.models.processors.frames.OF_VIDEOS`; all in host memory.
+        :data:`octavo.models.processors.frames.VIDEO_INPUTS`; all in host memory.
         """
         plain = _plain(edges, ids.device)
         if self.axes == 1:
@@ -108,8 +108,8 @@ class Packed:
             sample_kinds = None if kinds is None else kinds[0, a:b]
             clips = counts[number] if number < len(counts) else 0
             of_clips = slice(first_clip, first_clip + clips)
-            inputs = {name: videos[name][of_clips] for name in OF_VIDEOS if clips and name in videos}
-            rows.append(positions(self.model, self.family, ids[0, a:b], sample_kinds, sizes, inputs)[0])
+            inputs = {name: videos[name][of_clips] for name in VIDEO_INPUTS if clips and name in videos}
+            rows.append(prompt_positions(self.model, self.family, ids[0, a:b], sample_kinds, sizes, inputs)[0])
             first_image, first_clip = first_image + count, first_clip + clips
         return torch.cat([plain[None], torch.cat(rows, 1)[:, None]])
 
@@ -125,15 +125,15 @@ class Packed:
         self._check(edges, positions)
         device = next(self.model.parameters()).device
         now = PackedForward(Segments.of(edges, device, self.share))
-        token = under_way.set(now)
+        token = current_forward.set(now)
         try:
             yield
         finally:
-            under_way.reset(token)
+            current_forward.reset(token)
         if len(now.seen) != self.layers:
             raise ModelError(
                 f"{len(now.seen)} of the {self.layers} layers of {type(self.model).__name__} attended within samples: "
-                f"the others mixed them, or use another attention function. {INSTEAD}"
+                f"the others mixed them, or use another attention function. {PACKING_FIX}"
             )
 
     def _check(self, edges: Sequence[int], positions: Tensor | None) -> None:

@@ -1,8 +1,8 @@
 """The interface between a Hugging Face decoder and a generation engine: its attention, its positions, its sizes.
 
-transformers selects an attention function by the name in the decoder's configuration. Inside :func:`attention_by` that
-name refers to a function of the caller, which receives the queries, keys and values of the new tokens of a layer and
-maintains the cache; transformers builds no mask and no cache. The attention of the vision tower is not changed.
+transformers selects an attention function by the name in the decoder's configuration. Inside :func:`replace_attention`
+that name refers to a function of the caller, which receives the queries, keys and values of the new tokens of a layer
+and maintains the cache; transformers builds no mask and no cache. The attention of the vision tower is not changed.
 
 The tokens of all sequences are concatenated to one row without padding: position ids are those in each sequence, and
 the attention function decides which tokens see each other.
@@ -96,7 +96,7 @@ def why_not_paged(model: PreTrainedModel) -> str | None:
 
 
 @contextmanager
-def attention_by(model: PreTrainedModel, family: Family, attend: Attend) -> Iterator[None]:
+def replace_attention(model: PreTrainedModel, family: Family, attend: Attend) -> Iterator[None]:
     """A context in which every layer of the decoder computes attention by ``attend``. Raises ModelError for a layer
     that needs more than a scaled softmax over earlier tokens."""
     config = cast(PreTrainedConfig, model.get_submodule(family.language_model).config)
@@ -127,7 +127,7 @@ def attention_by(model: PreTrainedModel, family: Family, attend: Attend) -> Iter
             ALL_ATTENTION_FUNCTIONS[NAME] = outer
 
 
-def positions(
+def prompt_positions(
     model: PreTrainedModel, family: Family, ids: Tensor, kinds: Tensor | None = None, grid: Tensor | None = None,
     videos: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, int]:  # fmt: skip
@@ -135,7 +135,7 @@ def positions(
     three axes (from the model's ``get_rope_index``), else [1, P].
 
     ids [P] int64 · kinds [P] int64: 1 for placeholders of images, 2 of videos (None: from the ids) · grid [images, 3]
-    · videos: the inputs of :data:`octavo.models.processors.frames.OF_VIDEOS`
+    · videos: the inputs of :data:`octavo.models.processors.frames.VIDEO_INPUTS`
     """
     plain = torch.arange(len(ids), device=ids.device)[None]
     index = _rope_index(model, family)
@@ -152,7 +152,7 @@ def positions(
     return of_row[:, 0], int(of_row.max()) + 1
 
 
-def axes(model: PreTrainedModel, family: Family) -> int:
+def position_axes(model: PreTrainedModel, family: Family) -> int:
     """The number of axes of a token's position: 3 or 1."""
     return 1 if _rope_index(model, family) is None else 3
 

@@ -41,16 +41,16 @@ def generate(
 ) -> str:
     """The model's greedy answer to `messages`, decoded without special tokens.
 
-    messages, images, videos  as :func:`question` takes them
+    messages, images, videos  as :func:`encode_conversation` takes them
 
     :func:`ignored_settings` lists the generation settings of the model that have no effect. The settings and the mode
-    of the model are restored afterwards. Raises ModelError as :func:`question` does, when max_new_tokens is below one,
-    if the installed transformers gives a video's tokens other times than training, and if a score is NaN, in which case
-    the most likely token would be arbitrary.
+    of the model are restored afterwards. Raises ModelError as :func:`encode_conversation` does, when max_new_tokens is
+    below one, if the installed transformers gives a video's tokens other times than training, and if a score is NaN, in
+    which case the most likely token would be arbitrary.
     """
     if max_new_tokens < 1:
         raise ModelError(f"max_new_tokens is {max_new_tokens}: an answer needs at least one token.")
-    batch = question(processor, messages, images, videos=videos).to(model.device)
+    batch = encode_conversation(processor, messages, images, videos=videos).to(model.device)
     if (why := why_not_stock_times(model, batch)) is not None:
         raise ModelError(why)
     stated = model.generation_config
@@ -75,7 +75,7 @@ def generate(
     return cast(str, answer).strip()
 
 
-def question(
+def encode_conversation(
     processor: ProcessorMixin | TextProcessor,
     messages: Sequence[dict[str, Any]],
     images: Sequence[Image] = (),

@@ -7,8 +7,8 @@ properties of a family are defined in :mod:`octavo.models.folder.processor_base`
 without packages that only videos need; the missing parts of them are here.
 
 `image_class` of each is the image processor that AutoProcessor uses, which computes with torchvision, or its PIL form
-if torchvision is not installed, which resizes slightly differently (`processors.pixels_by` returns which). This module
-is imported when a processor is loaded, so benchmarks of models need no Pillow.
+if torchvision is not installed, which resizes slightly differently (`processors.image_backend` returns which). This
+module is imported when a processor is loaded, so benchmarks of models need no Pillow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from octavo.models.custom.nvila.processor import NvilaProcessor
 from octavo.models.folder.chat import WithDeadline
 from octavo.models.folder.processor_base import ProcessorTraits, TraitsWithoutVideo
 from octavo.models.processors.frames import as_images
-from octavo.models.processors.video import Videos, metadata
+from octavo.models.processors.video import VideoProcessor, metadata
 
 # The type checker sees only the first branch: the classes of both have the same interface, but no common type.
 if TYPE_CHECKING or is_torchvision_available():
@@ -88,8 +88,8 @@ class _VideoTraits:
     tensors in `inputs`, whether `frames_are_images`, and `why_not_images`: why prompts of the generation engine cannot
     contain them as images (None: they can)."""
 
-    videos: Videos | None = None
-    video_processor: Videos | None = None  # the same, where stock code looks for it
+    videos: VideoProcessor | None = None
+    video_processor: VideoProcessor | None = None  # the same, where stock code looks for it
     frames_are_images = False
     why_not_images: ClassVar[str | None] = None
 

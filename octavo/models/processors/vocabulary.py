@@ -16,7 +16,7 @@ from octavo.base import safe_read
 from octavo.base.seal_note import NOTE
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder import chat
-from octavo.models.folder.folder import at
+from octavo.models.folder.folder import find_file
 
 _CONVERSATION = (("user", "What is this?"), ("assistant", "A word."))
 _LETTERS = string.ascii_letters + string.digits
@@ -72,7 +72,7 @@ def missing_letters(processor: Any, folder: Path) -> str:
     """The ASCII letters and digits without a token: they are dropped from texts, or become the unknown token. Empty for
     a sealed model, whose vocabulary has other words."""
     tokenizer = getattr(processor, "tokenizer", processor)
-    if os.path.lexists(at(folder, NOTE)):
+    if os.path.lexists(find_file(folder, NOTE)):
         return ""
     ids = tokenizer(list(_LETTERS), add_special_tokens=False)["input_ids"]
     # Tokenizers of words put a space before a text, which is a token even if nothing follows.

@@ -15,24 +15,24 @@ from transformers import PreTrainedConfig
 from transformers.image_processing_utils import select_best_resolution
 
 
-def alone(counts: Iterable[int]) -> list[bool]:
+def only_images(counts: Iterable[int]) -> list[bool]:
     """Whether each image is the only one of its row; `counts`: images of each row, in order."""
     return [count == 1 for count in map(int, counts) for _ in range(count)]
 
 
-def tiles(config: PreTrainedConfig, size: Sequence[int], alone: bool) -> int:
+def count_tiles(config: PreTrainedConfig, size: Sequence[int], only_image: bool) -> int:
     """Tiles of an image of (height, width), including the tile of the whole image; the last argument is whether it is
     the only image of its row."""
-    if not alone:
+    if not only_image:
         return 1
     rows, columns = _grid(config, size)
     return 1 + rows * columns
 
 
-def tokens(config: PreTrainedConfig, size: Sequence[int], alone: bool) -> int:
+def count_tokens(config: PreTrainedConfig, size: Sequence[int], only_image: bool) -> int:
     """Placeholders of the same image, which its features replace, as transformers' model unpads and shrinks them."""
     side = config.vision_config.image_size // config.vision_config.patch_size
-    if not alone:
+    if not only_image:
         return side * side + 1
     rows, columns = _grid(config, size)
     (height, width), tall, wide = map(int, size), rows * side, columns * side
@@ -47,11 +47,11 @@ def tokens(config: PreTrainedConfig, size: Sequence[int], alone: bool) -> int:
     return side * side + tall * (wide + 1)
 
 
-def nearest(config: PreTrainedConfig, wanted: int) -> tuple[int, int]:
+def closest_grid(config: PreTrainedConfig, wanted: int) -> tuple[int, int]:
     """The (height, width) of the grid whose number of tiles is closest to `wanted`; of several, the most square one."""
 
     def distance(size: Sequence[int]) -> tuple[int, float]:
-        return abs(tiles(config, size, True) - wanted), abs(math.log(size[0] / size[1]))
+        return abs(count_tiles(config, size, True) - wanted), abs(math.log(size[0] / size[1]))
 
     height, width = min(config.image_grid_pinpoints, key=distance)
     return int(height), int(width)

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from octavo.models.errors import ModelError
 
-LEAST = 2
+MIN_TOKENS = 2
 """Tokens of the shortest sound. For Qwen2-Audio, transformers takes a batch without two adjacent placeholders for the
 legacy form, in which each placeholder is a whole sound."""
 
@@ -33,7 +33,7 @@ class Audio:
     frames: int
     positions: int
     features: int
-    least: int = LEAST
+    least: int = MIN_TOKENS
 
     def tokens(self, frames: int) -> int:
         """Tokens in the decoder of a sound of this many frames: its placeholders in the text."""

@@ -31,7 +31,7 @@ from octavo.models.custom.mpt import MPTConfig
 from octavo.models.custom.nvila import NvilaConfig
 from octavo.models.custom.onevision import LLaVAOneVision1_5_Config
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import quiet
+from octavo.models.folder.folder import silence_transformers
 from octavo.models.structure.describe import Family, describe
 from octavo.models.structure.skeleton import auto_class, empty
 
@@ -195,12 +195,14 @@ def random_model(
 
     Raises ModelError for an unknown shape.
     """
-    config = shortened(shape_config(shape) if isinstance(shape, str) else copy.deepcopy(shape), layers, vision_layers)
-    with quiet(), torch.device(device):
+    config = shorten_config(
+        shape_config(shape) if isinstance(shape, str) else copy.deepcopy(shape), layers, vision_layers
+    )
+    with silence_transformers(), torch.device(device):
         return auto_class(config).from_config(config, dtype=dtype).train()
 
 
-def shortened(config: PreTrainedConfig, layers: int | None, vision_layers: int | None = None) -> PreTrainedConfig:
+def shorten_config(config: PreTrainedConfig, layers: int | None, vision_layers: int | None = None) -> PreTrainedConfig:
     """The configuration, changed in place to the first `layers` blocks of the decoder and the first `vision_layers`
     blocks of the vision tower (None: all)."""
     if layers is not None:

@@ -26,14 +26,14 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from octavo.models.custom import mpt
-from octavo.models.custom.nvila.three_folders import IN_THREE_FOLDERS, read_three, refuse_incomplete
-from octavo.models.custom.register import IN_PLACE, needs_no_code
+from octavo.models.custom.nvila.three_folders import IN_THREE_FOLDERS, check_parts, read_three_folders
+from octavo.models.custom.register import REPLACED_FAMILIES, may_name_code
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import check_sizes, parts_of, read_json, readable, stock
+from octavo.models.folder.folder import check_sizes, open_plain, parts_of, read_json, wrap_errors
 from octavo.models.folder.quantization import QUANTIZED_KEYS, read_quantization
 
 #: the end of the names of architectures that score conversations
-SCORING = "ForSequenceClassification"
+SCORING_SUFFIX = "ForSequenceClassification"
 
 
 class ModelClass(Protocol):
@@ -69,23 +69,23 @@ def read_config(path: str | Path) -> PreTrainedConfig:
 def stock_config(folder: Path) -> PreTrainedConfig:
     """The configuration of the stock model of a folder, whatever the format of its weights. Raises ModelError."""
     if parts_of(folder):
-        with stock(f"{folder}/config.json cannot be used"):
-            return read_three(folder)
+        with wrap_errors(f"{folder}/config.json cannot be used"):
+            return read_three_folders(folder)
     raw = read_json(folder / "config.json")
     if raw.get("model_type") in IN_THREE_FOLDERS:
-        refuse_incomplete(folder, raw["model_type"])
-    if "auto_map" in raw and not needs_no_code(raw.get("model_type")):
+        check_parts(folder, raw["model_type"])
+    if "auto_map" in raw and not may_name_code(raw.get("model_type")):
         raise ModelError(
             f"{folder}/config.json asks to run Python code from the folder (auto_map); Octavo runs none. Use the "
             "checkpoint in its transformers form (InternVL: the -HF folders)."
         )
     check_sizes(folder / "config.json")
     _check_dtypes(folder / "config.json")
-    with stock(f"{folder}/config.json cannot be used"):
-        if raw.get("model_type") in IN_PLACE:
+    with wrap_errors(f"{folder}/config.json cannot be used"):
+        if raw.get("model_type") in REPLACED_FAMILIES:
             config: PreTrainedConfig = mpt.read(folder, raw)
         else:
-            with readable(folder) as plain:
+            with open_plain(folder) as plain:
                 config = AutoConfig.from_pretrained(plain, local_files_only=True, trust_remote_code=False)
         config.name_or_path = str(folder)
     if hasattr(config, "auto_map"):  # or transformers would look for the code too
@@ -169,7 +169,7 @@ def _scoring_class(config_class: type[PreTrainedConfig]) -> ModelClass:
         def from_config(cls, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
             return cls._from_config(config, **options)
 
-    Scoring.__name__ = Scoring.__qualname__ = writes.__name__.replace("ForConditionalGeneration", SCORING)
+    Scoring.__name__ = Scoring.__qualname__ = writes.__name__.replace("ForConditionalGeneration", SCORING_SUFFIX)
     if (names := get_checkpoint_conversion_mapping(writes.__name__)) is not None:  # names on disk may differ
         register_checkpoint_conversion_mapping(Scoring.__name__, names, overwrite=True)
     return Scoring
@@ -181,7 +181,7 @@ def skeleton(
     """The model on the meta device, as from_pretrained builds it before it reads weights. Raises ModelError."""
     extra = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     where = f" of {config.name_or_path}" if config.name_or_path else ""
-    with stock(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
+    with wrap_errors(f"no {config.model_type!r} model can be built from the config{where}"), torch.device("meta"):
         return auto_class(config, scores).from_config(config, dtype=dtype, **extra)
 
 
@@ -189,6 +189,6 @@ def empty(path_or_config: str | Path | PreTrainedConfig, dtype: torch.dtype = to
     """The model of a folder or configuration on the meta device: shapes without memory. Reads no weights."""
     config = path_or_config if isinstance(path_or_config, PreTrainedConfig) else read_config(path_or_config)
     model = skeleton(config, dtype)
-    with stock(f"the weights of {config.model_type!r} cannot be tied"):
+    with wrap_errors(f"the weights of {config.model_type!r} cannot be tied"):
         model.tie_weights()
     return model

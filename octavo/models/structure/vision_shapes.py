@@ -167,7 +167,7 @@ def _stacked_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: i
 
 def _anyres_tiles(config: PreTrainedConfig, patch: tuple[int, int], channels: int) -> Vision:
     tile, cells = _tile(config, patch)
-    most = max(anyres.tiles(config, size, True) for size in config.image_grid_pinpoints)
+    most = max(anyres.count_tiles(config, size, True) for size in config.image_grid_pinpoints)
     breaks = tile[0] // patch[0]  # of a tile in a grid of one column; in wider ones tiles share them
     return Vision("tiles", patch, channels, 1, tile, tile, 0, cells, breaks, most=most, axes=5, sized=True)
 

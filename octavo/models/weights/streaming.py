@@ -15,7 +15,7 @@ block of the format, the blocks of the whole become smaller and their scales are
 
 On several ranks each needs only some rows of a parameter (`window`), and little else is read: of a matrix that is cast
 in blocks, the rows of all blocks that overlap the window; of a stack, the experts in it. A scale of a whole matrix uses
-the maximum over all ranks (`largest`). The result is bit for bit the same as in one process. A parameter that goes
+the maximum over all ranks (`reduce_max`). The result is bit for bit the same as in one process. A parameter that goes
 through a rule of transformers is computed whole and then cut.
 """
 
@@ -34,9 +34,9 @@ from octavo.fp8.arithmetic import quantize_with_scale, scale_from_amax
 from octavo.fp8.weights import FROZEN, frozen_from_codes, frozen_rows
 from octavo.models.errors import ModelError
 from octavo.models.folder.quantization import Quantization
-from octavo.models.weights.fp8_codes import check_codes, read_scale, repeat_scales, rows_of_a_block
+from octavo.models.weights.fp8_codes import check_codes, common_block_rows, read_scale, repeat_scales
 from octavo.models.weights.name_mapping import Origin, Piece, is_transposed, run_rule
-from octavo.models.weights.shards import Shards, Stored
+from octavo.models.weights.shards import Shards, StoredTensor
 
 Rows = tuple[int, int]  # [first, last)
 Parts = Callable[[int, Rows], Iterator[tuple[int, Tensor]]]  # slot, its rows -> (first row, rows as the GEMM has them)
@@ -44,7 +44,7 @@ _CHUNK = 1 << 21  # elements of a matrix that are read and cast at once
 
 
 @dataclass
-class Stream:
+class WeightStream:
     """Fills parameters. `kinds`: those that are quantized during loading; `dtype_of`: the dtype of values.
 
     window   parameter, its shape -> the needed rows of its first dimension; None: all
@@ -54,14 +54,14 @@ class Stream:
 
     shards: Shards
     model: PreTrainedModel
-    scales: Mapping[str, Stored]
+    scales: Mapping[str, StoredTensor]
     quantization: Quantization | None
     kinds: Mapping[str, str]
     dtype_of: Callable[[str], torch.dtype]
     device: torch.device
     keep_fp8: bool = True
     window: Callable[[str, torch.Size], Rows] | None = None
-    largest: Callable[[Tensor], Tensor] = lambda amax: amax
+    reduce_max: Callable[[Tensor], Tensor] = lambda amax: amax
     place: Callable[[str, Tensor], None] | None = None
     rules: PreTrainedModel = field(init=False)  # the model that is passed to transformers' own rules
     notes: list[str] = field(default_factory=list)
@@ -124,7 +124,7 @@ class Stream:
         for slot in range(begin, end) if origin.experts else (0,):
             matrix, rows = out, (begin, end)
             if origin.experts:
-                matrix, rows = out[slot - begin], (0, _height(origin.slots[slot]))
+                matrix, rows = out[slot - begin], (0, _num_rows(origin.slots[slot]))
                 matrix = matrix.mT if origin.name in self._turned else matrix
             for row, values in parts_of(slot, rows):
                 if not matrix.dim():
@@ -163,15 +163,15 @@ class Stream:
         if not origin.experts:
             touched = self._block_rows(origin, spec)
             codes, scale = self._storage(origin, spec, touched)
-            largest = self.largest if self.window is not None else None
-            cast_into(codes, scale, spec, partial(parts_of, 0, touched), touched[0], largest)
+            reduce_max = self.reduce_max if self.window is not None else None
+            cast_into(codes, scale, spec, partial(parts_of, 0, touched), touched[0], reduce_max)
             self._check_scales(scale, origin.slots[0])
             return self._freeze_codes(origin, codes, scale, spec, touched)
         begin, end = self._rows_of(origin.name)
         codes, scale = self._storage(origin, spec, (begin, end))
         for slot in range(begin, end):
             pieces = origin.slots[slot]
-            whole = partial(parts, slot, (0, _height(pieces))) if parts else partial(iter, [(0, self._slot(pieces))])
+            whole = partial(parts, slot, (0, _num_rows(pieces))) if parts else partial(iter, [(0, self._slot(pieces))])
             cast_into(codes[slot - begin], scale[slot - begin], spec, whole)
             self._check_scales(scale[slot - begin], pieces)
         return self._freeze_codes(origin, codes, scale, spec, (begin, end))
@@ -222,7 +222,7 @@ class Stream:
         if origin.experts:
             for slot in range(begin, end):
                 pieces = origin.slots[slot]
-                self._read_codes(pieces, codes[slot - begin], (0, _height(pieces)))
+                self._read_codes(pieces, codes[slot - begin], (0, _num_rows(pieces)))
                 scale[slot - begin].copy_(scales[slot])
         else:
             self._read_codes(origin.slots[0], codes, (begin, end))
@@ -267,7 +267,7 @@ class Stream:
         read = [[read_scale(self.shards, self.scales[p.stored.name], p, q) for p in slot] for slot in origin.slots]
         heights, turned = [piece.shape[0] for piece in origin.slots[0]], origin.slots[0][0].turned
         block = q.spec.block if not turned or q.kind != "block" else q.spec.block[::-1]
-        rows = rows_of_a_block(q, heights, turned, read)
+        rows = common_block_rows(q, heights, turned, read)
         if rows != block[0]:
             self._cut.add(origin.name)
         if rows == -1:
@@ -339,7 +339,7 @@ class Stream:
             module._parameters[leaf] = nn.Parameter(value, requires_grad=trains)
 
 
-def _height(pieces: tuple[Piece, ...]) -> int:
+def _num_rows(pieces: tuple[Piece, ...]) -> int:
     """Rows of a slot."""
     return sum(piece.shape[0] for piece in pieces)
 
@@ -391,7 +391,7 @@ def cast_into(
         codes[row : row + values.shape[0]].copy_(q.data)
 
 
-def _check_finite(values: Tensor, stored: Stored) -> Tensor:
+def _check_finite(values: Tensor, stored: StoredTensor) -> Tensor:
     """Return the values; raise ModelError for NaN and infinity."""
     if fp8.find_nonfinite([(stored.name, values)]):
         raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")

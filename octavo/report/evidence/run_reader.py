@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from octavo.base import safe_read
-from octavo.base.safe_read import COUNT, FINITE, NUMBER, TEXT, Is
+from octavo.base.safe_read import COUNT, FINITE, NUMBER, TEXT, ValueCheck
 
 ROLES = ("x", "w", "dy", "x_wgrad", "dy_wgrad")
 #: what rows of phases rl and preference have in addition
@@ -40,7 +40,9 @@ _COMPLETION = {
 _PLAN_ROW = {
     "name!": TEXT, "component": TEXT, "kind": TEXT, "reason": TEXT, "share": FINITE,
     "shape": [COUNT], "format": TEXT,
-    "recipe": Is(lambda r: isinstance(r, str) or (isinstance(r, dict) and isinstance(r.get("name"), str)), "a recipe"),
+    "recipe": ValueCheck(
+        lambda r: isinstance(r, str) or (isinstance(r, dict) and isinstance(r.get("name"), str)), "a recipe"
+    ),
 }  # fmt: skip
 _FORMS: dict[str, Any] = {
     "result.json": {"eval": _EVAL, "status": TEXT},
@@ -198,7 +200,7 @@ def json_of(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     value = safe_read.read_json(path, ReportError)
-    safe_read.check_form(value, _FORMS[path.name], path, ReportError)
+    safe_read.check_schema(value, _FORMS[path.name], path, ReportError)
     return value
 
 
@@ -212,7 +214,7 @@ def _lines(path: Path, form: Any) -> Iterator[dict[str, Any]]:
         raise ReportError(f"{path} does not exist; is {path.parent} a run directory of Octavo?")
     for number, row in safe_read.json_lines(path, ReportError):
         if "step" in row:
-            safe_read.check_form(row, form, f"{path}:{number}", ReportError)
+            safe_read.check_schema(row, form, f"{path}:{number}", ReportError)
             yield row
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from octavo import train
 from octavo.base import atomic_write
-from octavo.base.safe_read import finite, first_line
+from octavo.base.safe_read import first_line, replace_nonfinite
 from octavo.report.evidence.run_reader import rows_of
 from octavo.report.run import run_page
 from octavo.report.run.history import History
@@ -64,7 +64,7 @@ class Page(train.Callback):
         if self._history is None:
             return
         if step.wanted:
-            self._history.add(finite(step.row))
+            self._history.add(replace_nonfinite(step.row))
         now = time.monotonic()
         due = self._requested or now - self._last >= EVERY
         if due and self._spent + self._cost < SHARE * (now - self._began):

@@ -191,7 +191,7 @@ def _planned(run: Run, fresh: bool) -> list[Any]:
         return []
     from octavo.train.setup import planning
 
-    if planning.policy_from(run.cfg).asks_auto:
+    if planning.policy_from(run.cfg).requests_auto:
         return []
     return [planning.RunPlan(run.cfg, *planning.plan_for(run.cfg))]
 
@@ -227,7 +227,7 @@ def _forget_peaks() -> None:
     """Reset the peak of GPU memory, so that each run records its own."""
     from octavo.base import accelerator
 
-    accelerator.empty_cache_and_reset_peak(accelerator.here())
+    accelerator.empty_cache_and_reset_peak(accelerator.default_device())
 
 
 def _say(console: Any, text: str) -> None:

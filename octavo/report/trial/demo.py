@@ -91,7 +91,7 @@ def _jobs() -> int:
     accelerator."""
     from octavo.base import accelerator
 
-    if accelerator.count():
+    if accelerator.device_count():
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

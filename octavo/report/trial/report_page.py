@@ -18,7 +18,7 @@ import numpy as np
 
 import octavo
 from octavo.base import atomic_write
-from octavo.base.safe_read import finite
+from octavo.base.safe_read import replace_nonfinite
 from octavo.report.evidence import rl_claims
 from octavo.report.evidence.claims import LOSS_MARGIN
 from octavo.report.evidence.power import Estimate
@@ -40,7 +40,10 @@ ROLE_WORDS = {"x": "x", "w": "w", "dy": "dy", "x_wgrad": "x, wgrad", "dy_wgrad":
 def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ...]:
     """Write the report of a trial into ``directory``; return the paths, the page first."""
     directory.mkdir(parents=True, exist_ok=True)
-    data = document(verdict) | {"savings": finite(savings_of(verdict, records)), "completions": spoken(records)}
+    data = document(verdict) | {
+        "savings": replace_nonfinite(savings_of(verdict, records)),
+        "completions": spoken(records),
+    }
     drawings, images = draw(records, directory, (*verdict.claims, *verdict.effects))
     page, numbers = directory / "report.html", directory / "report.json"
     atomic_write.write_text(page, render(verdict, records, drawings, data["created"]))
@@ -50,7 +53,7 @@ def write(verdict: Verdict, records: Records, directory: Path) -> tuple[Path, ..
 
 def document(verdict: Verdict) -> dict[str, Any]:
     """``report.json``: verdict, checks and all measurements, as plain JSON; numbers that are not finite are null."""
-    return finite(
+    return replace_nonfinite(
         {
             "octavo": octavo.__version__,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from octavo.base.recipe_specs import FITTING
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config import COMPONENTS, RECIPES, Config, Fp8Section, override
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.report.evidence.claims import LEAST_FORK
@@ -107,7 +107,7 @@ def high_precision(cfg: Config) -> Config:
 def with_recipe(cfg: Config, name: str) -> Config:
     """Set the recipe wherever no other is set explicitly; a base that is quantized while loading gets the codes that
     this recipe multiplies, or stays in high precision if there are none."""
-    kind = next((kind for kind, recipes in FITTING.items() if name in recipes), None)
+    kind = next((kind for kind, recipes in RECIPES_OF_KIND.items() if name in recipes), None)
     kinds = {
         part: kind if (settings := getattr(cfg.fp8, part)) is None or settings.recipe is None else was
         for part, was in cfg.model.load_in_fp8.kinds.items()

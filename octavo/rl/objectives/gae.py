@@ -49,7 +49,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, advantages + values
 
 
-def gae_of_parts(
+def gae_of_micro_batches(
     rewards: Sequence[Tensor], values: Sequence[Tensor], masks: Sequence[Tensor], gamma: float, lam: float
 ) -> list[tuple[Tensor, Tensor]]:
     """:func:`gae` of micro-batches of any widths, in one pass over the tokens that count: a loop over time for each

@@ -74,7 +74,7 @@ UNLIMITED = Correction(high=math.inf)
 """For weights that are reported but not applied."""
 
 
-def difference_of(logps: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+def logp_difference(logps: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     """log p - log q of each token; where the mask is 0, the difference and its gradient are exactly 0, even for NaN."""
     return torch.where(mask.bool(), logps - others, 0.0).clamp(-LARGEST, LARGEST)
 
@@ -86,7 +86,7 @@ def gap(old_logps: Tensor, sampled_logps: Tensor, mask: Tensor, tokens: float) -
     the rollout's policy from the trainer's, estimated as in ``octavo/rl/objectives/penalties.py``. All four are 0 where
     both computed the same numbers.
     """
-    d = difference_of(old_logps, sampled_logps, mask)
+    d = logp_difference(old_logps, sampled_logps, mask)
     distance, total = d.abs(), max(tokens, 1.0)
     return {
         "logp_gap_mean": distance.sum() / total,
@@ -107,7 +107,7 @@ def weights(
     tokens (or completions), and ``sampling/limited``, the share of them that was truncated or masked.
     """
     counted = mask.bool()
-    d = difference_of(old_logps, sampled_logps, mask)
+    d = logp_difference(old_logps, sampled_logps, mask)
     if how.level != "token":
         d = d.sum(dim=1, keepdim=True)
         if how.level == "geometric":

@@ -53,7 +53,7 @@ def highest(values: Tensor, where: Tensor) -> Tensor:
     return -lowest(-values, where)
 
 
-def add_up(parts: Iterable[Mapping[str, Tensor]]) -> Figures:
+def combine_figures(parts: Iterable[Mapping[str, Tensor]]) -> Figures:
     """Combine the figures of several parts; a part may lack a name."""
     total: Figures = {}
     put: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "min": torch.minimum, "max": torch.maximum}

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from octavo.rl.objectives.importance import difference_of
+from octavo.rl.objectives.importance import logp_difference
 
 Kl = Literal["k1", "k2", "k3"]
 
@@ -29,7 +29,7 @@ def kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: Kl) -> Tensor:
     """The estimate of the KL at each token [B, T], in nats, from log-probabilities [B, T]; 0 where the mask is 0."""
     if estimator not in get_args(Kl):
         raise ValueError(f"KL estimator {estimator!r} does not exist; there are {', '.join(get_args(Kl))}")
-    difference = difference_of(logps, ref_logps, mask)
+    difference = logp_difference(logps, ref_logps, mask)
     if estimator == "k1":
         return difference
     if estimator == "k2":
@@ -37,7 +37,7 @@ def kl(logps: Tensor, ref_logps: Tensor, mask: Tensor, estimator: Kl) -> Tensor:
     return torch.expm1(-difference) + difference
 
 
-def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
+def overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13) of completions of ``lengths`` [N] tokens: fp32 [N], to
     be added to rewards.
 
@@ -50,7 +50,7 @@ def overlong(lengths: Tensor, longest: int, buffer: int) -> Tensor:
     return ((longest - buffer - lengths.float()) / buffer).clamp(-1.0, 0.0)
 
 
-def without_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
+def mask_out_truncated(mask: Tensor, truncated: Tensor) -> Tensor:
     """The mask [B, T] without the completions that were cut off at the limit (``truncated``, bool [B]): how the policy
     would have ended them is unknown. Their rewards stay in the group's mean (DAPO's overlong filtering, TRL)."""
     return mask.bool() & ~truncated.bool()[:, None]

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from octavo.rl.objectives.importance import LARGEST, difference_of
+from octavo.rl.objectives.importance import LARGEST, logp_difference
 from octavo.rl.objectives.metrics import Figures, highest, lowest
 from octavo.rl.objectives.penalties import Kl, kl
 
@@ -135,7 +135,7 @@ def dapo(b: Batch, clip: Clip, n: Counts) -> Terms:
     """DAPO (arXiv 2503.14476, eq. 8): mean over all tokens of the batch; more room above than below (``high > low``).
 
     Its other two parts are :func:`octavo.rl.objectives.advantages.informative` and
-    :func:`octavo.rl.objectives.penalties.overlong`.
+    :func:`octavo.rl.objectives.penalties.overlong_penalty`.
     """
     return _clipped(b, _token_ratio(b), clip, by_token(b.mask, n))
 
@@ -284,7 +284,7 @@ def _clipped(
 
 
 def _log_ratio(b: Batch) -> Tensor:
-    return difference_of(b.logps, b.old_logps, b.mask)
+    return logp_difference(b.logps, b.old_logps, b.mask)
 
 
 def _token_ratio(b: Batch) -> Tensor:

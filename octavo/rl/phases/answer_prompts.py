@@ -13,8 +13,8 @@ from octavo.data.loaders.from_config import prompt_set
 from octavo.data.loaders.rows_from_config import prompt_columns
 from octavo.data.tasks.prompts import PromptEncoder
 from octavo.parallel import World
-from octavo.rl.phases.rl_phase import rewards_of
-from octavo.rl.phases.settings import sampling_of
+from octavo.rl.phases.rl_phase import make_rewards
+from octavo.rl.phases.settings import make_sampling
 from octavo.rl.rollout.rollout import evaluate_held_out
 from octavo.train import TrainError
 from octavo.train.artifacts import Target
@@ -57,13 +57,13 @@ def evaluate_target(
         context = generation.Context(forward.autocast)
         engine = generation.Engine(model, processor, context, slots=1, kv=rl.kv, pages=rl.pages, log=log)
         assert isinstance(rows.encoder, PromptEncoder)
-        sampling = sampling_of(rl, answer_cfg.run.seed, 0, rows.encoder.places)
-        with rewards_of(rl) as rewards:
+        sampling = make_sampling(rl, answer_cfg.run.seed, 0, rows.encoder.places)
+        with make_rewards(rl) as rewards:
             rewards.expect(prompt_columns(answer_cfg, answer_cfg.data.eval))
             prompts = [prompt for batch in rows for prompt in batch]
             world = World(device=forward.device)
             figures = evaluate_held_out(engine, rewards, processor.tokenizer, prompts, sampling, rl, world)
-            for sentence in rewards.taken()[0]:
+            for sentence in rewards.take_reports()[0]:
                 log(f"note: {sentence}")
             return figures
 

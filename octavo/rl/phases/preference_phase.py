@@ -22,11 +22,11 @@ from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import pair_loader, pair_set
 from octavo.data.loaders.loader import Loader
 from octavo.rl.objectives.kto import FIGURES, AnswerCounts, baseline, kto
-from octavo.rl.objectives.metrics import Figures, add_up, whole
+from octavo.rl.objectives.metrics import Figures, combine_figures, whole
 from octavo.rl.objectives.pairwise import PairCounts, Pairs, answer_logps
 from octavo.rl.objectives.registry import PREFERENCES, Preference
-from octavo.rl.phases.reference import kind_of, reference_for, untracked_forward, with_bytes
-from octavo.rl.phases.reference_cache import ComputedReference, StoredReference, stored_reference
+from octavo.rl.phases.reference import add_reference_memory, make_reference, resolve_reference, untracked_forward
+from octavo.rl.phases.reference_cache import ComputedReference, StoredReference, load_or_compute_reference
 from octavo.train import Observe
 from octavo.train.forward import losses
 from octavo.train.forward.evaluation import Answer
@@ -43,14 +43,14 @@ class PreferencePhase(Phase):
     names = ("preference",)
 
     def __init__(self) -> None:
-        self._held: EvalSet | None = None
+        self._held_out: EvalSet | None = None
 
     def loader(self, cfg: Config, processor: Any, **share: Any) -> Loader:
-        return pair_loader(cfg, processor, kind=_kind(cfg), **share)
+        return pair_loader(cfg, processor, kind=_row_kind(cfg), **share)
 
     def evalset(self, cfg: Config, processor: Any, **share: Any) -> EvalSet | None:
         ranks = {name: share[name] for name in ("rank", "world")}  # `evalset` reports skipped rows
-        self._held = pair_set(cfg, processor, kind=_kind(cfg), **ranks)
+        self._held_out = pair_set(cfg, processor, kind=_row_kind(cfg), **ranks)
         return super().evalset(cfg, processor, **share)
 
     def evaluate(self, stepper: Stepper, evalset: EvalSet, shown: list[Answer] | None = None) -> Mapping[str, Any]:
@@ -58,7 +58,7 @@ class PreferencePhase(Phase):
         `loss` and `exact_match` are those of their chosen or good answers."""
         assert isinstance(stepper, PreferenceStepper)
         figures = super().evaluate(stepper, evalset, shown)
-        return figures if self._held is None else {**figures, **stepper.on_held_out(self._held)}
+        return figures if self._held_out is None else {**figures, **stepper.evaluate_held_out(self._held_out)}
 
     def stepper(
         self, plain: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]
@@ -68,19 +68,19 @@ class PreferencePhase(Phase):
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
         assert isinstance(stepper, PreferenceStepper)
         kind = settings(stepper.cfg).reference
-        if not stepper.how.reference:
+        if not stepper.spec.reference:
             return
-        if kind_of(kind, stepper.cfg) == "disk":
-            stepper.reference = stored_reference(stepper, processor, directory, step, self._held, log)
+        if resolve_reference(kind, stepper.cfg) == "disk":
+            stepper.reference = load_or_compute_reference(stepper, processor, directory, step, self._held_out, log)
         else:
-            stepper.reference = ComputedReference(reference_for(kind, stepper, directory / PLAN, log))
+            stepper.reference = ComputedReference(make_reference(kind, stepper, directory / PLAN, log))
 
 
 def settings(cfg: Config) -> PreferenceSection:
     return cfg.preference or PreferenceSection()
 
 
-def _kind(cfg: Config) -> Literal["pairs", "labelled"]:
+def _row_kind(cfg: Config) -> Literal["pairs", "labelled"]:
     return "pairs" if PREFERENCES[settings(cfg).loss].paired else "labelled"
 
 
@@ -94,7 +94,7 @@ class PreferenceStepper(Stepper):
     z: Tensor | None = None
 
     @property
-    def how(self) -> Preference:
+    def spec(self) -> Preference:
         return PREFERENCES[settings(self.cfg).loss]
 
     @property
@@ -102,30 +102,30 @@ class PreferenceStepper(Stepper):
         """The options of the loss: those of the configuration, else the loss's defaults."""
         section = settings(self.cfg)
         configured = {name: getattr(section, name) for name in OPTIONS[section.loss]}
-        return {**self.how.options, **{name: value for name, value in configured.items() if value is not None}}
+        return {**self.spec.options, **{name: value for name, value in configured.items() if value is not None}}
 
     def run(self, batches: Batches, lr: float, observe: Observe) -> StepResult:
         self.part_figures = []
-        self.z = None if self.how.paired else self._baseline(batches)
+        self.z = None if self.spec.paired else self._baseline(batches)
         result = super().run(batches, lr, observe)
-        figures: dict[str, float | None] = {**whole(add_up(self.part_figures), self.world)}
+        figures: dict[str, float | None] = {**whole(combine_figures(self.part_figures), self.world)}
         if self.z is not None:
             figures = {**dict.fromkeys(FIGURES), **figures, "kl": float(self.z)}
         if not result.loss_tokens:  # no token to learn from: the figures are means of nothing
             figures = dict.fromkeys(figures)
-        return replace(with_bytes(result, self.reference), figures=figures)
+        return replace(add_reference_memory(result, self.reference), figures=figures)
 
     def totals(self, batches: Batches) -> Tensor:
         """[pairs or labelled answers, tokens, loss tokens] over all ranks."""
         masks = [losses.targets(batch["labels"]) != losses.IGNORE for batch in batches]
-        if self.how.paired:
-            mine: PairCounts | AnswerCounts = PairCounts.of(masks)
+        if self.spec.paired:
+            local_counts: PairCounts | AnswerCounts = PairCounts.of(masks)
         else:
             good = (batch["desirable"] for batch in batches)
-            mine = AnswerCounts.of([(m.sum(dim=1)[: len(g)], g) for m, g in zip(masks, good, strict=True)])
+            local_counts = AnswerCounts.of([(m.sum(dim=1)[: len(g)], g) for m, g in zip(masks, good, strict=True)])
         tokens = [sum(batch["meta"].tokens for batch in batches), sum(int(mask.sum()) for mask in masks)]
-        *counts, seen, judged = self.world.sum(torch.tensor([*mine, *tokens], dtype=torch.float64)).tolist()
-        self.counts = type(mine)(*counts)
+        *counts, seen, judged = self.world.sum(torch.tensor([*local_counts, *tokens], dtype=torch.float64)).tolist()
+        self.counts = type(local_counts)(*counts)
         rows = self.counts.pairs if isinstance(self.counts, PairCounts) else sum(self.counts)
         return torch.tensor([rows, seen, judged], dtype=torch.float64)
 
@@ -139,33 +139,34 @@ class PreferenceStepper(Stepper):
         if self.reference is not None:
             ref = self.reference(batch, keep, target).to(logs.device)
         if isinstance(self.counts, PairCounts):
-            loss, figures = self.how.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
+            loss, figures = self.spec.loss(Pairs.of(logs, mask, ref), self.counts, **self.options)
         else:
             assert ref is not None and self.counts is not None and self.z is not None
             sums, tokens = answer_logps(logs, mask)
-            good, z = _good(batch).to(logs.device), self.z.to(logs.device)
+            good, z = _desirable_mask(batch).to(logs.device), self.z.to(logs.device)
             loss, figures = kto(sums, tokens, ref, good, z, self.counts, **self.options)
         self.part_figures.append(figures)
         return Loss(loss, torch.stack([loss, torch.zeros_like(loss)]).detach())
 
     def _baseline(self, batches: Batches) -> Tensor:
         """KTO's z over all mismatched answers of the step, without a graph. A collective."""
-        sums, tokens, ref = self._everywhere(self._sums(batch["crossed"]) for batch in batches).unbind(dim=1)
+        sums, tokens, ref = self._gather_rows(self._sums(batch["crossed"]) for batch in batches).unbind(dim=1)
         return baseline(sums[tokens > 0], ref[tokens > 0])
 
-    def on_held_out(self, batches: Iterable[dict[str, Any]]) -> dict[str, float | None]:
+    def evaluate_held_out(self, batches: Iterable[dict[str, Any]]) -> dict[str, float | None]:
         """Loss and figures over all held-out preferences, and their number. A collective."""
-        if self.how.paired:
-            rows = self._everywhere(torch.cat(self._sums(batch).chunk(2), dim=1) for batch in batches)
+        if self.spec.paired:
+            rows = self._gather_rows(torch.cat(self._sums(batch).chunk(2), dim=1) for batch in batches)
             chosen, n, of_chosen, rejected, m, of_rejected = rows.unbind(dim=1)
             refs = (None, None) if self.reference is None else (of_chosen, of_rejected)
             pairs = Pairs(chosen, rejected, n, m, *refs)
             counts = PairCounts(float(pairs.whole.sum()), float(n[pairs.whole].sum()))
-            loss, figures = self.how.loss(pairs, counts, **self.options)
+            loss, figures = self.spec.loss(pairs, counts, **self.options)
             names, count = [*figures], counts.pairs
         else:
-            rows = self._everywhere(
-                torch.cat([self._sums(b), _good(b)[:, None], self._sums(b["crossed"])], dim=1) for b in batches
+            rows = self._gather_rows(
+                torch.cat([self._sums(b), _desirable_mask(b)[:, None], self._sums(b["crossed"])], dim=1)
+                for b in batches
             )
             sums, n, ref, good, crossed, crossed_tokens, ref_crossed = rows.unbind(dim=1)
             z = baseline(crossed[crossed_tokens > 0], ref_crossed[crossed_tokens > 0])
@@ -186,14 +187,14 @@ class PreferenceStepper(Stepper):
         ref = torch.zeros_like(sums) if self.reference is None else self.reference(batch, keep, target)
         return torch.stack([x.cpu() for x in (sums, tokens, ref)], dim=1)
 
-    def _everywhere(self, tables: Iterable[Tensor]) -> Tensor:
+    def _gather_rows(self, tables: Iterable[Tensor]) -> Tensor:
         """The rows of the tables of all ranks. A collective."""
-        mine = torch.cat([*tables])
-        every = self.world.gather_objects(mine.tolist())
-        return torch.tensor([row for rows in every for row in rows]).view(-1, mine.shape[1])
+        local_counts = torch.cat([*tables])
+        every = self.world.gather_objects(local_counts.tolist())
+        return torch.tensor([row for rows in every for row in rows]).view(-1, local_counts.shape[1])
 
 
-def _good(batch: dict[str, Any]) -> Tensor:
+def _desirable_mask(batch: dict[str, Any]) -> Tensor:
     """bool [B]: which answers of a micro-batch are labelled good. A micro-batch whose rows were all skipped has a
     placeholder row, which is not."""
     good = torch.zeros(len(batch["labels"]), dtype=torch.bool)

@@ -42,27 +42,27 @@ class Reference(HoldsMemory, Protocol):
         without a graph."""
 
 
-def reference_for(kind: str, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> Reference:
+def make_reference(kind: str, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> Reference:
     """The reference of a run. `kind`: auto, base or copy. `plan_file`: the run's plan.json, which a copy follows.
 
     Raises the errors of loading a model and its plan.
     """
     cfg = stepper.cfg
-    if kind_of(kind, cfg) == "base":
+    if resolve_reference(kind, cfg) == "base":
         if cfg.lora is not None and (source := cfg.lora.adapter or cfg.run.start_from):
             log(f"note: the reference is the base without adapters, not the base with the adapters of {source}")
-        return Base(stepper)
-    return Copy.of(stepper, plan_file, log)
+        return BaseReference(stepper)
+    return CopyReference.of(stepper, plan_file, log)
 
 
-def kind_of(kind: str, cfg: Config) -> str:
+def resolve_reference(kind: str, cfg: Config) -> str:
     """`base`, `copy` or `disk`; resolves auto."""
     if kind != "auto":
         return kind
     return "copy" if cfg.lora is None else "base"
 
 
-class Base:
+class BaseReference:
     """The policy without its adapters; a policy that has none, unchanged."""
 
     bytes = 0
@@ -76,18 +76,18 @@ class Base:
         model = self.stepper.model
         cfg = self.stepper.cfg
         without = nullcontext() if cfg.lora is None else adapters.disabled(model)
-        with without, batch_invariance(cfg, model), untracked_forward(model):
+        with without, batch_invariant_context(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
 
-class Copy:
+class CopyReference:
     """A frozen copy of the model."""
 
     def __init__(self, cfg: Config, forward: Forward, head: ChunkedHead | None) -> None:
         self.cfg, self.forward, self.head = cfg, forward, head
 
     @classmethod
-    def of(cls, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> Copy:
+    def of(cls, stepper: Stepper, plan_file: Path, log: Callable[[str], None]) -> CopyReference:
         """Load the weights that the run began with, on the policy's device and ranks."""
         cfg, world, family = stepper.cfg, stepper.world, stepper.family
         model = models.load(cfg.model.path, dtype=model_dtype(cfg), device=world.device, **_load_options(cfg))
@@ -115,17 +115,17 @@ class Copy:
         return weight_bytes(self.model)
 
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor, temperature: float = 1.0) -> Tensor:
-        with batch_invariance(self.cfg, self.model), untracked_forward(self.model):
+        with batch_invariant_context(self.cfg, self.model), untracked_forward(self.model):
             return log_probs(self.forward, self.head, batch, keep, target, temperature)[0]
 
 
-def batch_invariance(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
+def batch_invariant_context(cfg: Config, model: nn.Module) -> AbstractContextManager[object]:
     """Context of a forward whose log-probabilities are compared with a rollout's: with `rl.invariant` no row of it
     depends on another."""
     return fp8.batch_invariant(model) if cfg.rl is not None and cfg.rl.invariant else nullcontext()
 
 
-def with_bytes(result: StepResult, reference: HoldsMemory | None, **kinds: int) -> StepResult:
+def add_reference_memory(result: StepResult, reference: HoldsMemory | None, **kinds: int) -> StepResult:
     """The result of a step with further `kinds` of memory (name -> bytes) and, under `reference`, the reference's.
     Unchanged where the step did not count its memory."""
     if result.memory is None:

@@ -12,7 +12,7 @@ and where the rounding of products depends on the shape of a batch, single codes
 nothing differs.
 
 The file is bound to settings, data, model folder, plan and initial weights; a file of others is not used. A kill loses
-the numbers of the last `EVERY` seconds.
+the numbers of the last `WRITE_INTERVAL_S` seconds.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from octavo.data.order import Mixture
 from octavo.fp8.proof import reference_note
 from octavo.fp8.weights import weight_sums
 from octavo.rl.objectives.pairwise import answer_logps
-from octavo.rl.phases.reference import Base, Copy, Reference
+from octavo.rl.phases.reference import BaseReference, CopyReference, Reference
 from octavo.train import TrainError
 from octavo.train.forward import losses
 from octavo.train.run_dir import input_fingerprints, run_dir
 from octavo.train.step.step import Stepper
 
 FILE = "reference.safetensors"
-EVERY = 30.0
+WRITE_INTERVAL_S = 30.0
 """Seconds between writes, and between progress lines."""
-_LARGEST = 1 << 36  # bytes of a file: 10^9 pairs
+_MAX_BYTES = 1 << 36  # bytes of a file: 10^9 pairs
 
 Batches = Sequence[dict[str, Any]]
 
@@ -83,13 +83,13 @@ class StoredReference:
         for source in sources:
             sizes[source.name] = max(len(source), sizes.get(source.name, 0))
         self.sums = {name: np.full((rows, 2), np.nan, dtype=np.float32) for name, rows in sizes.items()}
-        self.prints = {name: np.zeros((rows, 2), dtype=np.int64) for name, rows in sizes.items()}
+        self.checksums = {name: np.zeros((rows, 2), dtype=np.int64) for name, rows in sizes.items()}
 
     def __call__(self, batch: dict[str, Any], keep: Tensor, target: Tensor) -> Tensor:
         out = torch.zeros(len(target))
-        for place, (file, row, side, mark) in enumerate(_answers(batch)):
+        for place, (file, row, side, checksum) in enumerate(_iter_answers(batch)):
             total = float(self.sums[file][row, side])
-            if np.isnan(total) or self.prints[file][row, side] != mark:
+            if np.isnan(total) or self.checksums[file][row, side] != checksum:
                 what = "was skipped" if np.isnan(total) else "had other tokens or images"
                 raise TrainError(
                     f"{file}, row {row}: {what} when {self.file.name} was written, and is trained on now. Restore the "
@@ -98,11 +98,11 @@ class StoredReference:
             out[place] = total
         return out
 
-    def take(self, entries: Iterable[Sequence[Any]]) -> None:
+    def add(self, entries: Iterable[Sequence[Any]]) -> None:
         """Add entries (file, row, side, checksum of the answer, sum); the first sum of an answer stays."""
-        for file, row, side, mark, total in entries:
+        for file, row, side, checksum, total in entries:
             if np.isnan(self.sums[file][row, side]):
-                self.sums[file][row, side], self.prints[file][row, side] = total, mark
+                self.sums[file][row, side], self.checksums[file][row, side] = total, checksum
 
     def write(self, key: Mapping[str, str], done: int, total: int, ranks: int) -> None:
         """Write all sums so far, after `done` of `total` rounds on `ranks` ranks."""
@@ -110,19 +110,19 @@ class StoredReference:
         about = json.dumps({"key": dict(key), **counts, "files": list(self.sums)}).encode()
         tensors: dict[str, np.ndarray] = {"about": np.frombuffer(about, dtype=np.uint8)}
         for n, name in enumerate(self.sums):
-            tensors |= {f"sums.{n}": self.sums[name], f"prints.{n}": self.prints[name]}
+            tensors |= {f"sums.{n}": self.sums[name], f"prints.{n}": self.checksums[name]}
         raw = safetensors.numpy.save(tensors)
-        write_bytes(self.file, encryption.encrypted(raw) if self.encrypt else raw)
+        write_bytes(self.file, encryption.encrypt(raw) if self.encrypt else raw)
 
     def read(self) -> dict[str, Any]:
         """Read the sums from the file; returns its header: {"key", "done", "total", "ranks"}. Raises TrainError if it
         is damaged."""
-        raw = safe_read.read_bytes(self.file, TrainError, _LARGEST)
+        raw = safe_read.read_bytes(self.file, TrainError, _MAX_BYTES)
         try:
             tensors = safetensors.numpy.load(raw)
             about = dict(json.loads(tensors["about"].tobytes()))
             for n, name in enumerate(about["files"]):
-                for mine, kind in ((self.sums, "sums"), (self.prints, "prints")):
+                for mine, kind in ((self.sums, "sums"), (self.checksums, "prints")):
                     if name in mine and tensors[f"{kind}.{n}"].shape == mine[name].shape:
                         mine[name][:] = tensors[f"{kind}.{n}"]
             return {"key": dict(about["key"]), **{name: int(about[name]) for name in ("done", "total", "ranks")}}
@@ -131,10 +131,10 @@ class StoredReference:
             raise TrainError(f"{self.file} is damaged ({cause}); delete it: it is computed again") from error
 
 
-def stored_reference(
-    stepper: Stepper, processor: Any, directory: Path, step: int, held: EvalSet | None, log: Callable[[str], None]
+def load_or_compute_reference(
+    stepper: Stepper, processor: Any, directory: Path, step: int, held_out: EvalSet | None, log: Callable[[str], None]
 ) -> StoredReference:
-    """The reference of a run that resumed after `step`, computed where its directory does not hold it yet. `held`:
+    """The reference of a run that resumed after `step`, computed where its directory does not hold it yet. `held_out`:
     held-out pairs. A collective.
 
     Raises TrainError for sums that are not finite, and the errors of loading and of reading rows.
@@ -142,12 +142,12 @@ def stored_reference(
     world, cfg = stepper.world, stepper.cfg
     mixture = pair_loader(cfg, processor, rank=world.data_rank, world=world.data_size).mixture
     table = StoredReference(
-        directory / FILE, [*mixture.sources, *([] if held is None else held.sources)], cfg.run.encrypt
+        directory / FILE, [*mixture.sources, *([] if held_out is None else held_out.sources)], cfg.run.encrypt
     )
     steps = _steps(mixture, cfg.train.global_batch, cfg.train.total_steps)
-    wanted, total = set(steps), len(steps) + (0 if held is None else len(held))
+    needed_steps, total = set(steps), len(steps) + (0 if held_out is None else len(held_out))
     key = _key(stepper, directory / run_dir.PLAN)
-    done = world.from_main(lambda: _done(table, key, step, total, world.size, log))
+    done = world.run_on_main(lambda: _count_finished_rounds(table, key, step, total, world.size, log))
     if done:
         table.read()
     if done == total:
@@ -164,24 +164,24 @@ def stored_reference(
             )
             for number in range(steps[done], steps[-1] + 1):
                 batches = next(loader)
-                if number in wanted:
+                if number in needed_steps:
                     yield batches
             loader.close()
-        for batch in itertools.islice(held or (), max(0, done - len(steps)), None):
+        for batch in itertools.islice(held_out or (), max(0, done - len(steps)), None):
             yield [batch]
 
-    reference = _first_weights(stepper, directory, step, log)
+    reference = _initial_reference(stepper, directory, step, log)
     if note := reference_note(stepper.model, stepper.model):
         log(f"note: {note}")
-    log(f"the reference is computed once: {_pairs(table, done, total)} into {table.file}")
+    log(f"the reference is computed once: {_describe_work(table, done, total)} into {table.file}")
     began = last = time.monotonic()
     for number, batches in enumerate(rounds(), done + 1):
-        world.at(f"the reference, batches {number} of {total}")
-        entries = [entry for batch in batches for entry in _entries(stepper, reference, batch)]
+        world.set_phase(f"the reference, batches {number} of {total}")
+        entries = [entry for batch in batches for entry in _compute_entries(stepper, reference, batch)]
         for part in world.gather_objects(entries):  # each rank keeps all: a later epoch deals rows differently
-            table.take(part)
+            table.add(part)
         now = time.monotonic()
-        if world.is_main and (number == total or now - last >= EVERY):
+        if world.is_main and (number == total or now - last >= WRITE_INTERVAL_S):
             table.write(key, number, total, world.size)
             log(f"reference: {number} of {total} batches, {now - began:.0f} s")
             last = now
@@ -189,35 +189,35 @@ def stored_reference(
     return table
 
 
-def _pairs(table: StoredReference, done: int, total: int) -> str:
+def _describe_work(table: StoredReference, done: int, total: int) -> str:
     rows = sum(map(len, table.sums.values()))
     return f"{rows} pairs at most, batches {done + 1} to {total}"
 
 
-def _entries(stepper: Stepper, reference: Reference, batch: dict[str, Any]) -> Iterator[list[Any]]:
-    """The entries of a micro-batch's answers for `StoredReference.take`."""
+def _compute_entries(stepper: Stepper, reference: Reference, batch: dict[str, Any]) -> Iterator[list[Any]]:
+    """The entries of a micro-batch's answers for `StoredReference.add`."""
     keep, target, _ = stepper.loss_positions(batch, 1.0)
     sums = ComputedReference(reference)(batch, keep, target).tolist()
-    for (file, row, side, mark), total in zip(_answers(batch), sums, strict=False):
+    for (file, row, side, checksum), total in zip(_iter_answers(batch), sums, strict=False):
         if not np.isfinite(total):
             raise TrainError(
                 f"{file}, row {row}: the first weights give its {('chosen', 'rejected')[side]} answer the "
                 f"log-probability {total}, which is not finite. Use another model.path, or another recipe"
             )
-        yield [file, row, side, mark, total]
+        yield [file, row, side, checksum, total]
 
 
-def _answers(batch: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
+def _iter_answers(batch: Mapping[str, Any]) -> Iterator[tuple[str, int, int, int]]:
     """(file, row, 0 chosen or 1 rejected, checksum of tokens, labels and pixels) of each row of a micro-batch of pairs:
     a pass over the batch in host memory."""
     meta, ids, labels = batch["meta"], batch["input_ids"], batch["labels"]
     pixels = batch["pixel_values"].split(meta.patches) if meta.has_image else [ids[:0]] * meta.samples
     clips = _video_pixels(batch) if meta.has_video else [ids[:0]] * meta.samples
     for place in range(meta.samples):
-        count, mark = meta.lengths[place], 0
+        count, checksum = meta.lengths[place], 0
         for part in (ids[place, :count], labels[place, :count], pixels[place], clips[place]):
-            mark = zlib.crc32(part.contiguous().numpy().data, mark)
-        yield meta.files[place], meta.rows[place], int(place >= meta.samples // 2), mark
+            checksum = zlib.crc32(part.contiguous().numpy().data, checksum)
+        yield meta.files[place], meta.rows[place], int(place >= meta.samples // 2), checksum
 
 
 def _video_pixels(batch: Mapping[str, Any]) -> Sequence[torch.Tensor]:
@@ -244,9 +244,9 @@ def _steps(mixture: Mixture, rows: int, steps: int) -> list[int]:
 def _key(stepper: Stepper, plan: Path) -> dict[str, str]:
     """Digests of all that decides the numbers: `run` of settings and data, `first` of plan and initial weights."""
     cfg, world = stepper.cfg, stepper.world
-    run = world.from_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
+    run = world.run_on_main(lambda: _digest([run_dir.settings(cfg), input_fingerprints.fingerprints(cfg)]))
     weights = world.gather_objects(_digest(dict(weight_sums(stepper.model))))
-    rows = world.from_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
+    rows = world.run_on_main(lambda: _digest((run_dir.read_json(plan) or {}).get("rows")))
     return {"run": run, "first": _digest([weights, rows])}
 
 
@@ -254,7 +254,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _done(
+def _count_finished_rounds(
     table: StoredReference, key: Mapping[str, str], step: int, total: int, ranks: int, log: Callable[[str], None]
 ) -> int:
     """How many of `total` rounds the file holds; 0 if it belongs to other settings, data or weights. After the first
@@ -262,9 +262,9 @@ def _done(
     if not table.file.exists():
         return 0
     about = StoredReference.read(table)
-    other = [name for name in ("run", *(("first",) if step == 0 else ())) if about["key"].get(name) != key[name]]
-    if other:
-        what = "other settings or data" if other[0] == "run" else "other weights or another plan"
+    differing = [name for name in ("run", *(("first",) if step == 0 else ())) if about["key"].get(name) != key[name]]
+    if differing:
+        what = "other settings or data" if differing[0] == "run" else "other weights or another plan"
         log(f"{table.file} belongs to {what}; it is computed again")
         for name in table.sums:
             table.sums[name][:] = np.nan
@@ -274,10 +274,10 @@ def _done(
     return about["done"] if about["ranks"] == ranks else 0  # other ranks have other held-out batches
 
 
-def _first_weights(stepper: Stepper, directory: Path, step: int, log: Callable[[str], None]) -> Reference:
+def _initial_reference(stepper: Stepper, directory: Path, step: int, log: Callable[[str], None]) -> Reference:
     """A reference with the initial weights: the policy itself before its first update, else a second copy."""
     if step == 0 or stepper.cfg.lora is not None:
-        return Base(stepper)
+        return BaseReference(stepper)
     missing = directory / FILE
     log(f"note: {missing} does not exist, and weights have changed: the initial weights are loaded again for it")
-    return Copy.of(stepper, directory / run_dir.PLAN, log)
+    return CopyReference.of(stepper, directory / run_dir.PLAN, log)

@@ -25,7 +25,7 @@ class RewardErrors:
 
     def report(self) -> None:
         """Print the new kinds of failures since the last call. A collective."""
-        for sentences, counts in self._world.gather_objects(self._rewards.taken()):
+        for sentences, counts in self._world.gather_objects(self._rewards.take_reports()):
             self._counts += counts
             for sentence in () if self._withhold else sentences:
                 self._log(f"note: {sentence}")

@@ -18,17 +18,17 @@ from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import prompt_loader, prompt_set
 from octavo.data.loaders.loader import Loader
 from octavo.data.loaders.rows_from_config import prompt_columns
-from octavo.models.folder.folder import at
+from octavo.models.folder.folder import find_file
 from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.rl.phases.completions_log import CompletionsLog
-from octavo.rl.phases.reference import reference_for
+from octavo.rl.phases.reference import make_reference
 from octavo.rl.phases.reward_errors import RewardErrors
 from octavo.rl.phases.rl_step import RlStepper
 from octavo.rl.phases.settings import Settings
 from octavo.rl.phases.stepper_protocol import Roles
 from octavo.rl.rewards import Rewards
 from octavo.rl.rollout.rollout import evaluate_held_out
-from octavo.rl.rollout.same_weights import PROVEN
+from octavo.rl.rollout.same_weights import ROLLOUT_PROOF
 from octavo.train import TrainError
 from octavo.train.forward.evaluation import Answer
 from octavo.train.run_dir.run_dir import PLAN, PROOF, read_json
@@ -58,12 +58,12 @@ class RlPhase(Phase):
     def check(self, cfg: Config) -> None:
         super().check(cfg)
         if self.rewards is None:  # a reward that cannot be used is an error before the run directory exists
-            self.rewards = rewards_of(Settings.of(cfg).section)
+            self.rewards = make_rewards(Settings.of(cfg).section)
 
     def fingerprints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
         digests = {f"reward {one['name']}": str(one["sha256"]) for one in self.rewards.digest()}
-        if ends := _end_tokens(at(Path(cfg.model.path), "generation_config.json")):
+        if ends := _end_tokens(find_file(Path(cfg.model.path), "generation_config.json")):
             digests["generation_config.json (which tokens end a completion)"] = ends
         return digests
 
@@ -122,7 +122,7 @@ class RlPhase(Phase):
             invariant=section.invariant,
             log=log,
         )
-        reference = reference_for(section.reference, plain, directory / PLAN, log) if settings.beta else None
+        reference = make_reference(section.reference, plain, directory / PLAN, log) if settings.beta else None
         if self.rewards.on_bad == "zero":
             self.reward_errors = RewardErrors(self.rewards, world, log, step, plain.cfg.run.encrypt)
         stepper = RlStepper.from_stepper(
@@ -133,8 +133,8 @@ class RlPhase(Phase):
             log=CompletionsLog(directory, section.show, plain.cfg.run.encrypt) if world.is_main else None,
         )
         proof = read_json(directory / PROOF) or {}
-        safe_read.check_form(proof, {"rollouts": PROVEN}, directory / PROOF, TrainError)
-        stepper.same.resume(proof.get("rollouts") or {}, step)
+        safe_read.check_schema(proof, {"rollouts": ROLLOUT_PROOF}, directory / PROOF, TrainError)
+        stepper.weight_check.resume(proof.get("rollouts") or {}, step)
         return stepper
 
     def begin(self, stepper: Stepper, processor: Any, directory: Path, step: int, log: Callable[[str], None]) -> None:
@@ -145,7 +145,7 @@ class RlPhase(Phase):
     def proof(self, stepper: Stepper) -> Mapping[str, Any]:
         """The steps whose weights were proven to be those that wrote their completions, `stale` updates before."""
         assert isinstance(stepper, RlStepper)
-        proven = stepper.same.report(stepper.world)
+        proven = stepper.weight_check.report(stepper.world)
         return {"rollouts": {**proven, "stale": stepper.settings.section.stale}} if proven else {}
 
     def close(self) -> None:
@@ -162,9 +162,9 @@ def _end_tokens(file: Path) -> str:
     return "" if tokens is None else json.dumps(tokens)
 
 
-def rewards_of(rl: RlSection) -> Rewards:
+def make_rewards(rl: RlSection) -> Rewards:
     """The rewards of a configuration's section; their paths are absolute."""
     entries = [{name: value for name, value in entry.model_dump().items() if value is not None} for entry in rl.rewards]
-    kind = accelerator.here()
+    kind = accelerator.default_device()
     device = f"{kind.type}:{os.environ.get('LOCAL_RANK', 0)}" if accelerator.has_own_memory(kind) else kind.type
     return Rewards(entries, Path.cwd(), rl.on_bad_reward, rl.reward_timeout, device)

@@ -1,4 +1,4 @@
-"""The settings of a run in phase rl: its section, and the algorithm's defaults for what the section leaves open."""
+"""The settings of a run in phase rl: its section, completed with the algorithm's defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from octavo.rl.objectives.registry import ALGORITHMS, Algorithm, Values
 
 @dataclass(frozen=True)
 class Settings:
-    """`section` is as written; the other fields follow from it and the algorithm."""
+    """`section` is the section of the configuration; the other fields are resolved from it and the algorithm."""
 
     section: RlSection
     algorithm: Algorithm
@@ -57,18 +57,19 @@ class Settings:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of a step."""
+        """Number of optimizer updates per step."""
         return self.section.epochs * self.section.mini_batches
 
 
-def sampling_of(rl: RlSection, seed: int, step: int, never: tuple[int, ...]) -> Sampling:
-    """The sampling of a step's completions; `never`: placeholder tokens of images, which are not sampled."""
+def make_sampling(rl: RlSection, seed: int, step: int, never: tuple[int, ...]) -> Sampling:
+    """Return the sampling settings of a step. `never`: image placeholder tokens, which are not sampled."""
     return Sampling(rl.max_new_tokens, rl.temperature, rl.top_p, rl.top_k, rl.min_p, rl.stop, seed, step, never)
 
 
-def _values(rl: RlSection, usual: Values | None, apart: bool) -> Values | None:
-    """The settings of the critic; None without one. With separate layers (`apart`) its loss has the weight 1."""
-    if usual is None:
+def _values(rl: RlSection, defaults: Values | None, separate: bool) -> Values | None:
+    """Return the settings of the critic, or None without one. With separate layers its loss has the weight 1."""
+    if defaults is None:
         return None
-    written = {"gamma": rl.gamma, "lam": rl.lam, "clip": rl.value_clip, "weight": 1.0 if apart else rl.value_weight}
-    return replace(usual, **{name: value for name, value in written.items() if value is not None})
+    weight = 1.0 if separate else rl.value_weight
+    configured = {"gamma": rl.gamma, "lam": rl.lam, "clip": rl.value_clip, "weight": weight}
+    return replace(defaults, **{name: value for name, value in configured.items() if value is not None})

@@ -1,5 +1,5 @@
-"""The interface between the parts of a step of reinforcement learning: the roles besides the policy, and the attributes
-of the stepper (:class:`octavo.rl.phases.rl_step.RlStepper`) that the critic and the mismatch limit use."""
+"""The attributes of :class:`octavo.rl.phases.rl_step.RlStepper` that the critic and the mismatch limit use, and the
+participants of a step in addition to the policy."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Roles:
-    """The participants of a step besides the policy.
+    """The participants of a step in addition to the policy.
 
     engine     generates completions with the policy's weights
-    rewards    judge completions
-    reference  computes the log-probabilities for the objective's KL; None: the objective has no KL
+    rewards    score completions
+    reference  computes the log-probabilities for the objective's KL, or None if it has no KL
     tokenizer  decodes completions
     """
 
@@ -53,6 +53,6 @@ class StepperProtocol(Protocol):
     counts: Counts
     part_figures: list[Figures]
 
-    def rows(self) -> AbstractContextManager[object]: ...
+    def batch_invariant_context(self) -> AbstractContextManager[object]: ...
     def mask(self, batch: dict[str, Any], target: Tensor) -> Tensor: ...
     def loss_positions(self, batch: dict[str, Any], denominator: float) -> tuple[Tensor, Tensor, Tensor]: ...

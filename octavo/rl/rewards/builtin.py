@@ -28,7 +28,7 @@ _NAMED = re.compile(r"\(([A-Z])\)|\b(?i:option|choice)\W+([A-Z])(?!'?\w)")
 _WORD = re.compile(r"(?<![\\A-Za-z])(?!(?:and|arc|cos|cot|csc|exp|inf|infinity|log|sec|sin|sqrt|tan)\b)[A-Za-z]{3,}")
 
 
-class Unjudged(ValueError):
+class CannotJudge(ValueError):
     """Why a row cannot be judged: a sentence that needs no line number."""
 
     plain = True
@@ -48,7 +48,7 @@ def number(completions: Sequence[str], answer: Sequence[Any], tolerance: float =
     def equal(text: str, truth: str) -> bool:
         right, said = last_number(truth), last_number(text)
         if right is None or isinf(right):
-            raise Unjudged(f"the reference {truth[:60]!r} holds no number{'' if right is None else ' below 1e308'}")
+            raise CannotJudge(f"the reference {truth[:60]!r} holds no number{'' if right is None else ' below 1e308'}")
         return said is not None and abs(said - right) <= tolerance * max(1.0, abs(right))
 
     return _judge(completions, answer, equal)
@@ -63,7 +63,7 @@ def choice(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
     def equal(text: str, truth: str) -> bool:
         right = letter(truth)
         if right is None:
-            raise Unjudged(f"the reference {truth[:60]!r} names no letter")
+            raise CannotJudge(f"the reference {truth[:60]!r} names no letter")
         return letter(text) == right
 
     return _judge(completions, answer, equal)
@@ -76,7 +76,7 @@ def regex(completions: Sequence[str], answer: Sequence[Any] | None = None, patte
     if not compiled.groups:
         return [float(compiled.search(text) is not None) for text in completions]
     if answer is None:
-        raise Unjudged(f"the pattern {pattern!r} has a group, and no row has an answer for it")
+        raise CannotJudge(f"the pattern {pattern!r} has a group, and no row has an answer for it")
 
     def equal(text: str, truth: str) -> bool:
         *_, last = [None, *compiled.finditer(text)]
@@ -101,7 +101,7 @@ def math(completions: Sequence[str], answer: Sequence[Any]) -> list[float]:
         right = parse(truth) if _marked(truth) else parse(f"${truth}$") or parse(truth)
         words = not _marked(truth) and _WORD.search(truth) and not re.search(r"\d", truth)
         if not right or words:
-            raise Unjudged(f"the reference {truth[:60]!r} is no mathematics that math-verify reads")
+            raise CannotJudge(f"the reference {truth[:60]!r} is no mathematics that math-verify reads")
         bare = text.strip()
         return bool(
             verify(right, parse(text))
@@ -148,6 +148,6 @@ def _judge(completions: Sequence[str], answer: Sequence[Any], equal: Callable[[s
     values = []
     for text, truth in zip(completions, answer, strict=True):
         if truth is None or truth == []:
-            raise Unjudged("the row has no answer to compare with")
+            raise CannotJudge("the row has no answer to compare with")
         values.append(float(any(equal(text, one) for one in (truth if isinstance(truth, list) else [truth]))))
     return values

@@ -15,11 +15,11 @@ from octavo import data, fp8
 from octavo.base import accelerator
 from octavo.base.model_families import trained_families
 from octavo.data.encoding.sample import IGNORE, Sample, inputs_of_processor
-from octavo.data.errors import ImageProblem
+from octavo.data.errors import MediaProblem
 from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import load as opened
-from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
-from octavo.models.structure.skeleton import SCORING
+from octavo.models import ModelError, describe, encode_conversation, freeze_all, load, load_processor, read_config
+from octavo.models.structure.skeleton import SCORING_SUFFIX
 from octavo.rl.rewards.entry import RewardError
 from octavo.train.artifacts.load_target import make_fitting_policy
 
@@ -44,12 +44,12 @@ class RewardModel:
             raise RewardError(f"reward {folder.name} has the batch {batch!r}; expected a whole number of at least 1")
         config = read_config(folder)
         kind = (config.architectures or ["no architecture"])[0]
-        if not kind.endswith(SCORING) or config.num_labels != 1:
+        if not kind.endswith(SCORING_SUFFIX) or config.num_labels != 1:
             raise RewardError(
                 f"{folder} holds {kind} with num_labels {config.num_labels}, and a reward model is a "
                 "...ForSequenceClassification with num_labels 1; name one that was trained to give rewards"
             )
-        dtype = accelerator.low_precision(self.device) or torch.float32
+        dtype = accelerator.autocast_dtype(self.device) or torch.float32
         self.model = load(folder, dtype, self.device, load_in_fp8=load_in_fp8, scores=True)
         family = describe(self.model)
         policy = make_fitting_policy(self.model, family)  # None without FP8 codes: the model stays in high precision
@@ -69,7 +69,7 @@ class RewardModel:
 
     def __call__(self, completions: Sequence[str], columns: dict[str, list[Any]]) -> list[float | str]:
         """A number for each completion, or the reason why there is none. Columns: `messages` (turns) or `prompt` (a
-        text), and `images` (files or :class:`octavo.data.rows.image_refs.Picture`, one for each `<image>` in the
+        text), and `images` (files or :class:`octavo.data.rows.image_refs.InlineImage`, one for each `<image>` in the
         turns). A text model refuses rows with images, which it cannot see."""
         values: list[float | str] = []
         for first in range(0, len(completions), self.batch):
@@ -90,7 +90,7 @@ class RewardModel:
         if files and not self.sees:
             return (
                 f"has images, and the reward model ({self.model.config.model_type}) reads only text; models that read "
-                f"images are ...{SCORING} of {', '.join(trained_families('images'))}"
+                f"images are ...{SCORING_SUFFIX} of {', '.join(trained_families('images'))}"
             )
         if row.get("videos"):
             return "has videos, which reward models do not support in this version; use another reward for such rows"
@@ -104,8 +104,10 @@ class RewardModel:
         try:
             for file in files:
                 images[file] = images.get(file) or opened(file, math.inf)  # its size was checked with its prompt
-            encoded = question(self.processor, [*turns, answer], [images[file] for file in files], answered=True)
-        except (ModelError, ImageProblem) as cause:
+            encoded = encode_conversation(
+                self.processor, [*turns, answer], [images[file] for file in files], answered=True
+            )
+        except (ModelError, MediaProblem) as cause:
             return str(cause)
         arrays = {key: value.numpy() for key, value in encoded.items()}
         ids, kinds = arrays["input_ids"][0], arrays.get("mm_token_type_ids")

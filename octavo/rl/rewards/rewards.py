@@ -134,7 +134,7 @@ class Rewards:
             except WorkerError as fault:
                 values = [str(fault)] * count
             # A reason (text) in place of a number becomes NaN, which the sum counts as 0.
-            faulty = [(row, why) for row, value in enumerate(values) if (why := _no_number(value))]
+            faulty = [(row, why) for row, value in enumerate(values) if (why := _why_unusable(value))]
             if faulty:
                 self._report(entry, faulty, texts, where)
             bad += [(row, entry.name, reason) for row, reason in faulty]
@@ -145,7 +145,7 @@ class Rewards:
             totals += entry.weight * np.nan_to_num(each[entry.name])
         return RewardTable(totals, each or {name: np.zeros(0) for name in self.names}, bad)
 
-    def taken(self) -> tuple[list[str], Counter[str]]:
+    def take_reports(self) -> tuple[list[str], Counter[str]]:
         """Since the last call, if `on_bad` is "zero": a sentence for each new kind of failure, and how many times each
         reward returned no number."""
         news, counts = self._news, self._counts
@@ -201,8 +201,8 @@ class Rewards:
     def _report(
         self, entry: Entry, faulty: list[tuple[int, str]], completions: list[str], where: Sequence[str] | None
     ) -> None:
-        """Raise RewardError, or keep a sentence for :meth:`taken`; the kind of a reason is its text before the first
-        digit or quote."""
+        """Raise RewardError, or keep a sentence for :meth:`take_reports`; the kind of a reason is its text before the
+        first digit or quote."""
         sentence = self._sentence(entry, faulty, completions, where)
         if self.on_bad == "error":
             bad = [(row, entry.name, reason) for row, reason in faulty]
@@ -225,7 +225,7 @@ class Rewards:
             place = f"{where[first]}: " if where is not None else ""
             many = "s" if len(those) > 1 else ""
             lines.append(
-                f"Row{many} {_listed(those)} ({place}{completions[first][:60]!r}{', ...' * bool(many)}): {reason}"
+                f"Row{many} {_format_rows(those)} ({place}{completions[first][:60]!r}{', ...' * bool(many)}): {reason}"
             )
         unlisted = f"; {len(rows) - LISTED} more reasons" if len(rows) > LISTED else ""
         return printable(
@@ -253,14 +253,14 @@ def changed(before: Sequence[Mapping[str, object]], now: Sequence[Mapping[str, o
     return None
 
 
-def _no_number(value: Any) -> str:
+def _why_unusable(value: Any) -> str:
     """Why a value is not a usable number; empty if it is."""
     if isinstance(value, str) or not math.isfinite(value):
         return value if isinstance(value, str) else f"returned {value}"
     return f"returned {value:g}, and the limit of rewards is {LARGEST:g}" if abs(value) > LARGEST else ""
 
 
-def _listed(rows: Sequence[int]) -> str:
+def _format_rows(rows: Sequence[int]) -> str:
     """0, 1, 2, 5 as "0 to 2, 5"; at most five pieces."""
     pieces: list[list[int]] = []
     for row in rows:

@@ -73,11 +73,11 @@ def _serve(trainer: socket.socket) -> None:
             if "source" in request:
                 path = request["path"]
                 functions = _load(path, request["source"], request["functions"])
-                needs = {name: sorted(_needed(one)) for name, one in functions.items()}
+                needs = {name: sorted(_required_parameters(one)) for name, one in functions.items()}
                 answer = {"needs": needs, "beside": _imported_files(os.path.dirname(path))}
             else:
                 answer = {"values": _values(functions[request["function"]], request, path)}
-        except _Wrong as cause:
+        except _InvalidResult as cause:
             answer = {"error": str(cause)}
         # also sys.exit() in a function; the trainer sees a process that really ended
         except BaseException as cause:
@@ -87,7 +87,7 @@ def _serve(trainer: socket.socket) -> None:
         trainer.sendall(json.dumps({"turn": request["turn"], **answer}).encode() + b"\n")
 
 
-class _Wrong(Exception):
+class _InvalidResult(Exception):
     """A function's result is unusable; the text follows the function's name."""
 
 
@@ -112,7 +112,7 @@ def _load(path: str, source: str, names: list[str]) -> dict[str, Callable[..., A
     for name in names:
         if not callable(getattr(module, name, None)):
             public = [key for key, one in vars(module).items() if inspect.isfunction(one) and not key.startswith("_")]
-            raise _Wrong(f"has no function {name!r}; it has {', '.join(public) or 'none'}")
+            raise _InvalidResult(f"has no function {name!r}; it has {', '.join(public) or 'none'}")
     return {name: getattr(module, name) for name in names}
 
 
@@ -136,42 +136,42 @@ def _values(function: Callable[..., Any], request: dict[str, Any], path: str) ->
     accepted = inspect.signature(function).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in accepted):
         columns = {name: columns[name] for name in columns if name in {one.name for one in accepted}}
-    if lacks := sorted(_needed(function) - {*columns, *request["arguments"]}):
+    if lacks := sorted(_required_parameters(function) - {*columns, *request["arguments"]}):
         have = ", ".join(sorted(request["columns"])) or "none"
-        raise _Wrong(f"takes {', '.join(lacks)}, and the columns of the rows are {have}")
+        raise _InvalidResult(f"takes {', '.join(lacks)}, and the columns of the rows are {have}")
     if not request.get("apart"):
-        return _called(function, completions, columns | request["arguments"])
+        return _call(function, completions, columns | request["arguments"])
     values = []
     for row in range(len(completions)):
         row_columns = {name: column[row : row + 1] for name, column in columns.items()}
         try:
-            values += _called(function, completions[row : row + 1], row_columns | request["arguments"])
-        except _Wrong as cause:
+            values += _call(function, completions[row : row + 1], row_columns | request["arguments"])
+        except _InvalidResult as cause:
             values.append(str(cause))
         except Exception as cause:
             values.append(_describe(cause, path))
     return values
 
 
-def _needed(function: Callable[..., Any]) -> set[str]:
+def _required_parameters(function: Callable[..., Any]) -> set[str]:
     """Parameters without a default, except the completions."""
     rest = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(function).parameters.values()
     return {one.name for one in parameters if one.default is one.empty and one.kind not in rest} - {"completions"}
 
 
-def _called(function: Callable[..., Any], completions: list[str], arguments: dict[str, Any]) -> list[Any]:
+def _call(function: Callable[..., Any], completions: list[str], arguments: dict[str, Any]) -> list[Any]:
     """The values of a call. The function receives copies, so that one that empties or sorts its list does not change
     the number of completions that its result is compared with."""
     count = len(completions)
     returned = function(completions=[*completions], **copy.deepcopy(arguments))
     if isinstance(returned, str | bytes | dict | set | frozenset) or not hasattr(returned, "__iter__"):
-        raise _Wrong(f"returned {_short(returned)} instead of a list of {count} numbers")
+        raise _InvalidResult(f"returned {_short(returned)} instead of a list of {count} numbers")
     values = [_number(one) for one in islice(returned, count + 1)]  # a generator may never end
     if len(values) != count:
         number = len(returned) if hasattr(returned, "__len__") else len(values)
         many = f"more than {count}" if number == count + 1 and not hasattr(returned, "__len__") else str(number)
-        raise _Wrong(f"returned {many} values for {count} completions")
+        raise _InvalidResult(f"returned {many} values for {count} completions")
     return values
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from octavo.base.encryption.key import without_key
+from octavo.base.encryption.key import environment_without_key
 
 #: seconds in which the file of functions must load: it may import libraries and read tables
 STARTING = 300.0
@@ -58,7 +58,7 @@ class Worker:
                 stdout=2,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                env=without_key(),  # the file is untrusted code, which must not read the key of encrypted files
+                env=environment_without_key(),  # the file is untrusted code: it must not read the key
             )
         self._socket, self._rest = ours, bytearray()
         try:
@@ -142,7 +142,7 @@ class Worker:
             self.close()
             raise WorkerError(f"gave no answer within {timeout:g} s, and was ended") from None
         except OSError as cause:
-            raise WorkerError(f"ended its process ({self._fate()})") from cause
+            raise WorkerError(f"ended its process ({self._describe_exit()})") from cause
         line = bytes(self._rest[:end])
         del self._rest[: end + 1]
         try:
@@ -162,7 +162,7 @@ class Worker:
         self.close()
         return WorkerError(f"wrote {what} to the socket of its process, and was ended. Print to stdout or to a file")
 
-    def _fate(self) -> str:
+    def _describe_exit(self) -> str:
         """How the process ended; its watcher reports it within a second."""
         assert self._process is not None
         try:

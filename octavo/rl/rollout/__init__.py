@@ -1,1 +1,1 @@
-"""Completions that the trainer can learn from: sampled, numbered, compared with the trainer's own."""
+"""Generates and scores completions, and compares their log-probabilities and weights with the trainer's."""

@@ -1,7 +1,7 @@
-"""The data of a rollout that a step learns from: completions after their prompts, in micro-batches.
+"""The training data of a rollout: prompts with their completions, in micro-batches.
 
 Rollout      all completions of a step on this rank, with their rewards
-Experience   what the objective needs of a micro-batch's completions in addition to the model's forward
+Experience   the inputs of the objective for a micro-batch, in addition to those of the model's forward
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from octavo.generation import Completion, Prompt
 
 @dataclass
 class Rollout:
-    """The completions of P prompts, G of each, in that order.
+    """The completions of P prompts, G per prompt, in the order of the prompts.
 
-    scores      name of a reward -> [P G]; NaN where it returned no number, which counts 0
-    rewards     [P G] fp64: their weighted sum, plus penalties
+    scores      name of a reward -> [P G]; NaN if it returned no number, which counts as 0
+    rewards     [P G] fp64: the weighted sum of the scores, plus penalties
     advantages  [P G] fp32, once they are computed
-    old         [T] fp32 of each completion: the trainer's log-probabilities with the weights that wrote it; only for
-                completions that wait for their step (:mod:`octavo.rl.rollout.stale_queue`)
+    old         [T] fp32 per completion: the trainer's log-probabilities with the weights that generated it; only for
+                pending completions (:mod:`octavo.rl.rollout.stale_queue`)
     """
 
     prompts: list[PromptSample]
@@ -45,7 +45,7 @@ class Rollout:
 
     @property
     def truncated(self) -> np.ndarray:
-        """bool [P G]: cut off at max_new_tokens."""
+        """bool [P G]: completions that were cut off at max_new_tokens."""
         return np.array([c.reason == "length" for c in self.completions], dtype=bool)
 
     @property
@@ -53,12 +53,12 @@ class Rollout:
         return np.array([len(c.tokens) for c in self.completions], dtype=np.int64)
 
     def span(self, row: int) -> slice:
-        """The positions that predict a completion's tokens, in the sequence of prompt and completion."""
+        """Return the positions that predict a completion's tokens, in the sequence of prompt and completion."""
         start = len(self.prompts[row // self.group].input_ids) - 1
         return slice(start, start + len(self.completions[row].tokens))
 
     def of(self, prompts: Sequence[int]) -> Rollout:
-        """The part of the rollout that belongs to some prompts, by their indices."""
+        """Return the part of the rollout with the prompts of these indices."""
         rows = [p * self.group + g for p in prompts for g in range(self.group)]
         return Rollout(
             [self.prompts[p] for p in prompts],
@@ -69,8 +69,8 @@ class Rollout:
             old=None if self.old is None else [self.old[row] for row in rows],
         )
 
-    def and_then(self, other: Rollout) -> Rollout:
-        """This rollout followed by another."""
+    def concatenate(self, other: Rollout) -> Rollout:
+        """Return this rollout followed by another."""
         shift = len(self.prompts)
         return Rollout(
             self.prompts + other.prompts,
@@ -91,8 +91,8 @@ class Experience:
     sampled      log-probabilities of the rollout (0 at other positions)
     truncated    bool [B]: cut off at max_new_tokens
     advantages   [B], once rewards are known; [B, T - 1] with a critic
-    old, ref     log-probabilities under the trainer with the weights of the rollout, and under the reference; None: not
-                 computed yet
+    old, ref     log-probabilities under the trainer with the weights of the rollout, and under the reference, or None
+                 if they are not computed yet
     values       the critic's values with the weights of the rollout
     returns      the critic's targets
     """
@@ -107,8 +107,8 @@ class Experience:
     returns: Tensor | None = None
 
 
-def prompt_of(sample: PromptSample) -> Prompt:
-    """The prompt of a sample, as the generation engine takes it."""
+def engine_prompt(sample: PromptSample) -> Prompt:
+    """Convert a sample to the prompt that the generation engine takes."""
     return Prompt(
         sample.input_ids, sample.number, sample.pixel_values, sample.image_grid_thw, sample.mm_token_type_ids,
         sample.images, f"{sample.file}, row {sample.row}", sample.extra,
@@ -118,15 +118,16 @@ def prompt_of(sample: PromptSample) -> Prompt:
 def micro_batches(
     rollout: Rollout, prompts: Sequence[int], size: int, number: int, pad_id: int
 ) -> list[dict[str, Any]]:
-    """The completions of these prompts as `number` micro-batches of up to `size` rows (the last may be empty): batches
-    of :func:`octavo.data.batching.collate` with labels on the completions, and their :class:`Experience` under
-    "experience"."""
+    """Split the completions of these prompts into `number` micro-batches of up to `size` rows; the last may be empty.
+
+    Each is a batch of :func:`octavo.data.batching.collate` with labels on the completions, and has its
+    :class:`Experience` under the key "experience"."""
     rows = [p * rollout.group + g for p in prompts for g in range(rollout.group)]
     return [_batch(rollout, tuple(rows[n * size : (n + 1) * size]), pad_id) for n in range(number)]
 
 
 def _batch(rollout: Rollout, rows: tuple[int, ...], pad_id: int) -> dict[str, Any]:
-    samples = [whole(rollout.prompts[row // rollout.group], rollout.completions[row]) for row in rows]
+    samples = [full_sample(rollout.prompts[row // rollout.group], rollout.completions[row]) for row in rows]
     batch = data.collate(samples, pad_id)
     shape = batch["input_ids"].shape
     sampled = torch.zeros(shape[0], shape[1] - 1)
@@ -142,8 +143,8 @@ def _batch(rollout: Rollout, rows: tuple[int, ...], pad_id: int) -> dict[str, An
     return batch
 
 
-def whole(prompt: PromptSample, completion: Completion) -> Sample:
-    """Prompt and completion as a sample with labels only on the completion."""
+def full_sample(prompt: PromptSample, completion: Completion) -> Sample:
+    """Join a prompt and its completion into a sample with labels only on the completion."""
     count, new = len(prompt.input_ids), len(completion.tokens)
     labels = np.concatenate([np.full(count, IGNORE, dtype=np.int64), completion.tokens])
     kinds = prompt.mm_token_type_ids
@@ -163,8 +164,8 @@ def whole(prompt: PromptSample, completion: Completion) -> Sample:
     )
 
 
-def spread(values: Tensor, keep: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    """Values [B, P] at the positions `keep`, written into zeros [B, T - 1] in host memory."""
+def scatter_to_positions(values: Tensor, keep: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """Write values [B, P] to the positions `keep` of a zero tensor [B, T - 1] in host memory."""
     ids = batch["input_ids"]
     out = torch.zeros(ids.shape[0], ids.shape[1] - 1)
     out[:, keep] = values.float().cpu()

@@ -1,5 +1,4 @@
-"""Generate completions, as many at a time as fit in memory, and score them: for the steps of phase rl and for held-out
-prompts."""
+"""Generates completions, as many at a time as fit in memory, and scores them."""
 
 from __future__ import annotations
 
@@ -19,15 +18,15 @@ from octavo.fp8.observe import uncounted
 from octavo.generation import Completion, Engine, Prompt, Sampling
 from octavo.parallel import World
 from octavo.rl.rewards import Rewards
-from octavo.rl.rollout.experience import Rollout, prompt_of
+from octavo.rl.rollout.experience import Rollout, engine_prompt
 from octavo.train import TrainError
 from octavo.train.estimate.memory import gb
 from octavo.train.estimate.memory.rollout import check_pages
 from octavo.train.forward.evaluation import SHOWN, Answer
 
-SHARE = 0.9
-"""Share of free memory that is used: the rest is what an allocator cannot use."""
-ANY = 1 << 62  # bytes: no limit, for devices whose free memory is not known
+USABLE_SHARE = 0.9
+"""Share of free memory that is used; the rest is reserved for fragmentation of the allocator."""
+UNLIMITED = 1 << 62  # bytes, for devices that do not report their free memory
 
 
 def generate_completions(
@@ -37,9 +36,10 @@ def generate_completions(
     rl: RlSection,
     doing: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[Completion], int]:
-    """`rl.group` completions of each prompt, and the bytes that the engine held, which are free again. A collective
-    where ranks share parameters. Raises the errors of :meth:`octavo.generation.Engine.generate`."""
-    engine_prompts = [prompt_of(p) for p in prompts]
+    """Generate `rl.group` completions per prompt. Returns them and the bytes that the engine used, which are freed.
+
+    A collective if ranks share parameters. Raises the errors of :meth:`octavo.generation.Engine.generate`."""
+    engine_prompts = [engine_prompt(p) for p in prompts]
     engine.slots = slots_for(engine, engine_prompts, sampling, rl, free_bytes(engine.caller.device))
     with uncounted():
         completions = engine.generate(engine_prompts, sampling, rl.group, lambda done, total: doing(f"{done}/{total}"))
@@ -49,28 +49,29 @@ def generate_completions(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that tensors can still take on a device, including those that torch has cached; None on a device that does
-    not report it, such as the CPU."""
+    """Return the bytes available to tensors on a device, including those that torch has cached, or None on a device
+    that does not report them, such as the CPU."""
     free = accelerator.free_bytes(device)
-    return None if free is None else int(SHARE * free)
+    return None if free is None else int(USABLE_SHARE * free)
 
 
 def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl: RlSection, free: int | None) -> int:
-    """Sequences at a time for these prompts in `free` bytes (None: all fit). The completions do not depend on it.
+    """Return how many sequences to generate at a time in `free` bytes (None if unlimited). Completions do not depend
+    on it.
 
-    Raises TrainError where not even one fits, or `rl.pages` is too small.
+    Raises TrainError if not even one sequence fits, or `rl.pages` is too small.
     """
-    wanted = max(1, len(prompts) * rl.group)
+    total = max(1, len(prompts) * rl.group)
     if not prompts:
-        return min(rl.slots or wanted, wanted)
-    caller, most = engine.caller, max(prompts, key=lambda prompt: len(prompt.input_ids))
-    longest = len(most.input_ids)
+        return min(rl.slots or total, total)
+    caller, longest_prompt = engine.caller, max(prompts, key=lambda prompt: len(prompt.input_ids))
+    longest = len(longest_prompt.input_ids)
     if rl.pages is not None:
-        check_pages(rl, longest, engine.page, most.name)
-    # All prompts get as many slots as the longest one allows: slots have one size.
+        check_pages(rl, longest, engine.page, longest_prompt.name)
+    # All slots have the size that the longest prompt needs.
     if rl.slots is not None or (free is None and rl.pages is None):
-        return min(rl.slots or wanted, wanted)
-    free = ANY if free is None else free
+        return min(rl.slots or total, total)
+    free = UNLIMITED if free is None else free
     grids = [int(p.image_grid_thw.prod(-1).sum()) for p in prompts if p.image_grid_thw is not None]
     slots = generation.sequences_that_fit(
         free,
@@ -82,7 +83,7 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
         rl.kv,
         caller.dtype,
         patches=max(grids, default=0),
-        most=wanted,
+        most=total,
         pages=rl.pages,
         in_place=engine.in_place,
     )
@@ -90,10 +91,9 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
         shape = generation.Shape(1, longest, rl.max_new_tokens, rl.group, engine.page, max(grids, default=0), rl.pages)
         needs = generation.predict(caller.model.config, shape, rl.kv, caller.dtype, sampling, engine.in_place).total
         raise TrainError(
-            f"{gb(free)} are free for the rollout, and one completion of a prompt of {longest} tokens with "
-            f"{rl.max_new_tokens} new ones takes {gb(needs)}. Lower rl.max_new_tokens"
-            f"{' or rl.pages' * bool(rl.pages)}, keep keys and values in FP8 (rl.kv: fp8), or save memory elsewhere: "
-            "octavo plan FILE --card SIZE"
+            f"the rollout has {gb(free)} of free memory, but one completion of {rl.max_new_tokens} tokens after a "
+            f"prompt of {longest} tokens takes {gb(needs)}. Lower rl.max_new_tokens{' or rl.pages' * bool(rl.pages)}, "
+            "keep keys and values in FP8 (rl.kv: fp8), or reduce the memory of training: octavo plan FILE --card SIZE"
         )
     return slots
 
@@ -101,7 +101,7 @@ def slots_for(engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, rl:
 def score_completions(
     rewards: Rewards, tokenizer: Any, prompts: Sequence[PromptSample], completions: Sequence[Completion]
 ) -> Rollout:
-    """The rollout of completions with their rewards. Raises RewardError."""
+    """Score completions; returns them as a rollout. Raises RewardError."""
     group = len(completions) // max(len(prompts), 1)
     texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
     where = [f"{prompts[c.prompt].file}, row {prompts[c.prompt].row}" for c in completions]
@@ -111,16 +111,16 @@ def score_completions(
 
 
 def reward_columns(prompts: Sequence[PromptSample], group: int = 1) -> dict[str, list[Any]]:
-    """The columns of `group` completions of each prompt, in that order, as rewards take them: `answer`, `prompt`,
-    `messages`, `images`, `videos` and every other column of any row (None for rows without it)."""
+    """Return the columns that rewards take, for `group` completions per prompt: `answer`, `prompt`, `messages`,
+    `images`, `videos` and every other column of any row (None for rows without it)."""
     rows = [{**prompt.columns, "answer": prompt.answer} for prompt in prompts for _ in range(group)]
     return {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
 
 
 def completion_means(rollout: Rollout, world: World, rl: RlSection) -> dict[str, float | None]:
-    """Figures over the completions of all ranks: their number, mean reward and length, the share that was cut off, the
-    mean of each reward, and with `on_bad_reward: zero` the share where a reward returned no number; None without
-    completions. A collective."""
+    """Compute figures over the completions of all ranks: their number, mean reward and length, the share that was cut
+    off, the mean of each reward, and with `on_bad_reward: zero` the share for which a reward returned no number. Values
+    are None without completions. Collective call."""
     sums = {
         "reward": rollout.rewards.sum(),
         "length": float(rollout.lengths.sum()),
@@ -129,22 +129,22 @@ def completion_means(rollout: Rollout, world: World, rl: RlSection) -> dict[str,
     }
     if rl.on_bad_reward == "zero":
         sums |= {f"rewards/{name}/bad": float(np.isnan(scores).sum()) for name, scores in rollout.scores.items()}
-    every = torch.tensor([*sums.values(), len(rollout.completions)], dtype=torch.float64)
-    *values, count = world.sum(every).tolist()
+    local_sums = torch.tensor([*sums.values(), len(rollout.completions)], dtype=torch.float64)
+    *values, count = world.sum(local_sums).tolist()
     averages = {name: value / count if count else None for name, value in zip(sums, values, strict=True)}
     return {**averages, "completions": count}
 
 
 def group_figures(rollout: Rollout, world: World) -> dict[str, float | None]:
-    """Figures over the groups of all ranks: the mean of their standard deviations, and the share of groups whose
-    rewards are all equal; None without groups. A collective."""
+    """Compute figures over the groups of all ranks: the mean of their standard deviations, and the share of groups with
+    equal rewards. Values are None without groups. Collective call."""
     groups = rollout.rewards.reshape(-1, max(rollout.group, 1))
-    apart = groups.std(axis=1, ddof=min(1, groups.shape[1] - 1)) if groups.size else np.zeros(0)
-    # Not by a deviation of 0: the mean of equal numbers may differ from them in the last bit.
-    alike = groups.max(axis=1) == groups.min(axis=1) if groups.size else np.zeros(0)
-    every = torch.tensor([apart.sum(), float(alike.sum()), len(rollout.prompts)], dtype=torch.float64)
-    spread, equal, prompts = world.sum(every).tolist()
-    sums = {"reward_std": spread, "frac_reward_zero_std": equal}
+    deviations = groups.std(axis=1, ddof=min(1, groups.shape[1] - 1)) if groups.size else np.zeros(0)
+    # Not a deviation of 0: the mean of equal numbers may differ from them in the last bit.
+    all_equal = groups.max(axis=1) == groups.min(axis=1) if groups.size else np.zeros(0)
+    local_sums = torch.tensor([deviations.sum(), float(all_equal.sum()), len(rollout.prompts)], dtype=torch.float64)
+    deviation, equal, prompts = world.sum(local_sums).tolist()
+    sums = {"reward_std": deviation, "frac_reward_zero_std": equal}
     return {name: value / prompts if prompts else None for name, value in sums.items()}
 
 
@@ -159,19 +159,21 @@ def evaluate_held_out(
     doing: Callable[[str], None] = lambda text: None,
     shown: list[Answer] | None = None,
 ) -> dict[str, float | None]:
-    """:func:`completion_means` of one greedy answer to each held-out prompt, ended as `sampling` says. The first
-    answers are appended to `shown`. A collective."""
-    one = rl.model_copy(update={"group": 1})
+    """Generate one greedy answer per held-out prompt, with the stop conditions of `sampling`; returns their
+    :func:`completion_means`. The first answers are appended to `shown`. Collective call."""
+    single = rl.model_copy(update={"group": 1})
     greedy = replace(sampling, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0)
     prompts = [replace(prompt, number=place) for place, prompt in enumerate(prompts)]
-    completions, _ = generate_completions(engine, prompts, greedy, one, doing)
+    completions, _ = generate_completions(engine, prompts, greedy, single, doing)
     rollout = score_completions(rewards, tokenizer, prompts, completions)
     if shown is not None:
         first = list(zip(rollout.prompts, rollout.texts, rollout.rewards.tolist(), strict=True))[:SHOWN]
-        shown += [Answer(p.file, p.row, p.input_ids.tolist(), _words(p.answer), text, None, r) for p, text, r in first]
+        shown += [
+            Answer(p.file, p.row, p.input_ids.tolist(), _answer_text(p.answer), text, None, r) for p, text, r in first
+        ]
     return completion_means(rollout, world, rl)
 
 
-def _words(answer: Any) -> str:
-    """An answer as text; rows may hold any JSON value that their reward understands."""
+def _answer_text(answer: Any) -> str:
+    """Format an answer as text; rows may have any JSON value that their reward accepts."""
     return answer if isinstance(answer, str) else "" if answer is None else json.dumps(answer, default=str)

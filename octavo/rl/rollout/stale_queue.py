@@ -1,12 +1,12 @@
-"""`rl.stale: 1`: completions that wait for one step.
+"""`rl.stale: 1`: completions that are one step old when they are trained on.
 
-The completions of step n + 1 are generated before step n's update, with the weights that step n begins with. Generation
-and update could run at the same time on different devices with the same numbers; here they run one after the other. The
-completions are one version of the weights old, so the trainer's log-probabilities are computed right after generation,
-with the weights that wrote them, and the objective's ratio is relative to those.
+The completions of step n + 1 are generated before step n's update, with the weights at the start of step n. Generation
+and update could therefore run in parallel on different devices; here they run one after the other. The trainer's
+log-probabilities are computed right after generation, with the weights that generated the completions, and the
+objective's ratio is relative to them.
 
-Waiting completions are stored in the checkpoint as tensors and JSON; their prompts are read again by their numbers in
-the stream.
+Pending completions are stored in the checkpoint as tensors and JSON. Their prompts are read again by their numbers in
+the data stream.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from octavo.parallel import World
 from octavo.rl.rollout.experience import Rollout
 from octavo.train import TrainError
 
-_NAME = "pending"
-_PARTS = {"tokens": np.int64, "logps": np.float32, "entropy": np.float32, "old": np.float32}  # of each token
+_PREFIX = "pending"
+_PARTS = {"tokens": np.int64, "logps": np.float32, "entropy": np.float32, "old": np.float32}  # per-token arrays
 _FORM = {
     "numbers!": [safe_read.COUNT], "lengths!": [safe_read.COUNT], "reasons!": [safe_read.TEXT],
     "scores!": [safe_read.TEXT], "weights!": safe_read.COUNT, "figures!": {...: safe_read.FINITE},
@@ -36,17 +36,17 @@ _FORM = {
 
 
 @dataclass
-class Written:
-    """The data that a step learns from: the rollout of this rank's prompts, figures over all ranks, and `weights`, the
-    step after whose update the weights wrote it."""
+class VersionedRollout:
+    """A rollout of this rank's prompts, its figures over all ranks, and the version of the weights that generated it:
+    `weights` is the number of the last step before it (0: the initial weights)."""
 
     rollout: Rollout
     figures: dict[str, Any]
     weights: int
 
     def tensors(self, rank: int) -> dict[str, Tensor]:
-        """The state for a checkpoint: name -> tensor."""
-        rollout, name = self.rollout, f"{_NAME}.{rank}."
+        """Return the state for a checkpoint, by tensor name."""
+        rollout, name = self.rollout, f"{_PREFIX}.{rank}."
         assert rollout.old is not None
         about = {
             "numbers": [prompt.number for prompt in rollout.prompts], "lengths": rollout.lengths.tolist(),
@@ -66,14 +66,15 @@ def restore_pending(
     row: Callable[[int], PromptSample],
     decode: Callable[[np.ndarray], str],
     world: World,
-) -> Written | None:
-    """The waiting completions of this rank in a checkpoint; None without any. `row`: reads a prompt by its number. On
-    the number of ranks that wrote them each rank takes back its part; on another number the prompts are distributed
-    again, in their order.
+) -> VersionedRollout | None:
+    """Return this rank's pending completions from a checkpoint, or None if there are none.
+
+    `row` reads a prompt by its number. With an unchanged number of ranks each rank takes its own part; otherwise the
+    prompts are redistributed in their order.
 
     Raises TrainError for a damaged checkpoint.
     """
-    ranks = [f"{_NAME}.{rank}." for rank in range(len(extra)) if f"{_NAME}.{rank}.about" in extra]
+    ranks = [f"{_PREFIX}.{rank}." for rank in range(len(extra)) if f"{_PREFIX}.{rank}.about" in extra]
     if not ranks:
         return None
     try:
@@ -82,25 +83,25 @@ def restore_pending(
         parts = [_read(extra, name, row, decode) for name in ranks]
     except (KeyError, ValueError, TypeError, IndexError) as error:
         cause = safe_read.first_line(error)
-        raise TrainError(f"the checkpoint's completions that wait for their step are damaged ({cause})") from error
-    whole = parts[0].rollout
+        raise TrainError(f"the pending completions of the checkpoint are damaged ({cause})") from error
+    merged = parts[0].rollout
     for part in parts[1:]:
-        whole = whole.and_then(part.rollout)
-    order = sorted(range(len(whole.prompts)), key=lambda p: whole.prompts[p].number)
+        merged = merged.concatenate(part.rollout)
+    order = sorted(range(len(merged.prompts)), key=lambda p: merged.prompts[p].number)
     first, last = (len(order) * rank // world.size for rank in (world.rank, world.rank + 1))
-    return replace(parts[0], rollout=whole.of(order[first:last]))
+    return replace(parts[0], rollout=merged.of(order[first:last]))
 
 
 def _read(
     extra: Mapping[str, Tensor], name: str, row: Callable[[int], PromptSample], decode: Callable[[np.ndarray], str]
-) -> Written:
+) -> VersionedRollout:
     about = json.loads(extra[f"{name}about"].numpy().tobytes())
-    safe_read.check_form(about, _FORM, "the completions that wait in the checkpoint", TrainError)
+    safe_read.check_schema(about, _FORM, "the pending completions of the checkpoint", TrainError)
     prompts = [replace(row(number), number=number) for number in about["numbers"]]
     lengths, group = about["lengths"], len(about["lengths"]) // max(len(prompts), 1)
     if not lengths:
-        nothing = {reward: np.zeros(0) for reward in about["scores"]}
-        return Written(Rollout([], [], [], np.zeros(0), nothing, old=[]), about["figures"], about["weights"])
+        no_scores = {reward: np.zeros(0) for reward in about["scores"]}
+        return VersionedRollout(Rollout([], [], [], np.zeros(0), no_scores, old=[]), about["figures"], about["weights"])
     ends = np.cumsum(lengths)[:-1]
     parts = {part: np.split(extra[name + part].numpy().astype(kind), ends) for part, kind in _PARTS.items()}
     completions = [
@@ -111,4 +112,4 @@ def _read(
     texts = [decode(c.tokens) for c in completions]
     rewards = extra[f"{name}rewards"].numpy()
     rollout = Rollout(prompts, completions, texts, rewards, scores, old=parts["old"])
-    return Written(rollout, about["figures"], about["weights"])
+    return VersionedRollout(rollout, about["figures"], about["weights"])

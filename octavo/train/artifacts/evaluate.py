@@ -12,7 +12,7 @@ import torch
 
 from octavo import fp8, models, parallel
 from octavo.base import accelerator
-from octavo.base.recipe_specs import listed
+from octavo.base.recipe_specs import join_words
 from octavo.config import Config
 from octavo.config.sections.names import FROZEN
 from octavo.data.loaders.eval_set import EvalSet
@@ -126,7 +126,7 @@ def compare_bases(
     if not kinds or kinds == HIGH:
         raise TrainError(
             f"{target.path} was not trained over an FP8 base, and none is asked for; say which codes to compare with: "
-            f"--load-in-fp8 {listed(FROZEN, 'or')}"
+            f"--load-in-fp8 {join_words(FROZEN, 'or')}"
         )
     from octavo import adapters
 
@@ -166,7 +166,7 @@ def _step(target: Target, step: int | None, log: Log) -> int | None:
     """For a run, the step of the checkpoint that is opened, which is part of the result."""
     if target.kind != "run":
         return step
-    here = parallel.World(device=accelerator.here())
+    here = parallel.World(device=accelerator.default_device())
     return int(find_checkpoint(target.path, step, here, log).name.removeprefix("step_"))
 
 

@@ -52,7 +52,7 @@ def export_model(
     if step is not None and target.kind != "run":
         raise TrainError(f"step {step} chooses a checkpoint of a run, but {path} is not a run directory")
     check_target(Path(directory), (target.path, target.base))  # before anything is loaded
-    device = torch.device(device or accelerator.here())
+    device = torch.device(device or accelerator.default_device())
     values: Iterator[tuple[str, Value]]
     if target.kind == "run":
         opened = target.open(step=step, device=device, log=log)
@@ -60,7 +60,7 @@ def export_model(
         values = values_of(opened.model)
     else:
         log(f"{path}: {target.quantization or 'high precision'}")
-        values = models.stream(target.base)
+        values = models.iter_weights(target.base)
     return export(
         values, target.base, directory, format, include=include, largest=largest, device=device, protect=(target.path,),
         log=log, progress=progress,

@@ -31,7 +31,7 @@ from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
-from octavo.models.folder.folder import pickles, read_json
+from octavo.models.folder.folder import find_pickles, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
@@ -124,12 +124,12 @@ class Target:
 
         Raises TrainError, ModelError, AdapterError, CheckpointError, PlanError, each with its fix.
         """
-        device = torch.device(device or accelerator.here())
+        device = torch.device(device or accelerator.default_device())
         if self.cfg is not None:
             return self._open_run(load_in_fp8, recipe, backend, step, device, dtype, log)
         if step is not None:
             raise TrainError(f"step {step} chooses a checkpoint of a run, but {self.path} is not a run directory")
-        dtype = dtype or accelerator.low_precision(device) or torch.float32
+        dtype = dtype or accelerator.autocast_dtype(device) or torch.float32
         model = self._load(dtype, device, load_in_fp8 or None, log)
         known = () if self.adapter is not None and load_in_fp8 else self.notes  # the notes recommend load_in_fp8
         notes = [*known, *_convert(model, recipe, backend)]
@@ -144,7 +144,7 @@ class Target:
         self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, log: Log
     ) -> Any:
         if self.random is not None:
-            return models.fresh(self.base, dtype, device, *self.random)
+            return models.init_model(self.base, dtype, device, *self.random)
         high = load_in_fp8 == HIGH
         kinds = None if high else load_in_fp8
         return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high, log=log)
@@ -263,7 +263,7 @@ def inspect_target(path: str | Path, base: str | Path | None = None) -> Target:
 def _instead(path: Path) -> str | None:
     """Describe what is at a path; None if there is nothing."""
     try:
-        return safe_read.kind_of(path) or "a file"
+        return safe_read.describe_file_type(path) or "a file"
     except OSError:
         return "a link that leads nowhere" if path.is_symlink() else None
 
@@ -367,7 +367,7 @@ def _run(folder: Path, base: str | Path | None) -> Target:
 
 def _adapter(folder: Path, base: str | Path | None) -> Target:
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = pickles(folder)
+        pickled = find_pickles(folder)
         raise TrainError(
             f"{folder} has {ADAPTER} but no {ADAPTER_WEIGHTS}"
             + (

@@ -40,7 +40,7 @@ class AdaptPrecision(Callback):
         trials, run.job.stepper.recipe_trials = run.job.stepper.recipe_trials, None
         if trials is None or not step.result.applied or not step.result.loss_tokens:
             return
-        run.world.at(f"step {step.number}, deciding on the precision of its GEMMs")
+        run.world.set_phase(f"step {step.number}, deciding on the precision of its GEMMs")
         schedule = run.job.precision_schedule
         decisions = schedule.decide(step.number, trials, run.world)
         for decision in decisions:

@@ -185,7 +185,7 @@ class Run:
             self.log.sync()
         self.settle()
         self._saved[folder] = self.step
-        self.world.at(f"step {self.step}, saving")
+        self.world.set_phase(f"step {self.step}, saving")
         with self._waiting():
             path = save(self.job, folder)
         self._notify_saved(path)
@@ -197,7 +197,7 @@ class Run:
         if background is None or not background.under_way:
             return
         if wait:
-            self.world.at(f"step {self.step}, waiting for the checkpoint that is being written")
+            self.world.set_phase(f"step {self.step}, waiting for the checkpoint that is being written")
         with self._waiting():
             path = background.poll(wait)
         self._notify_saved(path)

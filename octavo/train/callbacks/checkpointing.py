@@ -56,7 +56,7 @@ class CheckpointCallback(Callback):
         if self.newest:
             folder, newest, keep = run.directory / run_dir.CHECKPOINTS, self.newest, run.cfg.run.keep
             self.newest = 0
-            for problem in run.world.from_main(lambda: checkpoints.prune(folder, newest, keep)):
+            for problem in run.world.run_on_main(lambda: checkpoints.prune(folder, newest, keep)):
                 if problem not in self.reported:
                     run.say(f"note: {problem}")
                 self.reported.add(problem)
@@ -72,7 +72,7 @@ def save_interval(cfg: Config) -> int:
 def write_outputs(job: Job) -> Mapping[str, Any] | None:
     """Check that the frozen base has not changed, then write hf/ or adapter/ (`run.hf`). Returns the record of the base
     for the result, or None if no weight is frozen. Collective call."""
-    job.world.at("the end, writing the trained weights")
+    job.world.set_phase("the end, writing the trained weights")
     base_record = None if job.base is None else _check_base(job, job.base)
     if job.cfg.run.hf:
         _write_adapter(job) if job.cfg.lora is not None else _write_hf(job)
@@ -101,7 +101,7 @@ def _write_adapter(job: Job) -> None:
     from octavo import adapters
 
     state = adapters.adapter_state(job.model)
-    job.world.from_main(
+    job.world.run_on_main(
         lambda: str(adapters.save(job.model, job.directory / "adapter", job.cfg.model.path, state, job.cfg.run.encrypt))
     )
 

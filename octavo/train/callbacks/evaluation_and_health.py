@@ -32,7 +32,7 @@ class Proof(Callback):
         parts = schedule.schedule.parts if schedule.varies else ()
         self.proof = PlanProof(schedule.plan_at(run.first), run.world.layout.expert, parts, run.first)
         before = run_dir.read_json(run.directory / run_dir.PROOF) or {} if schedule.varies and run.step else {}
-        safe_read.check_form(
+        safe_read.check_schema(
             before, {"spans": [{"steps!": [safe_read.COUNT]}]}, run.directory / run_dir.PROOF, TrainError
         )
         # The span of the checkpoint ends with it, because the GEMMs from here on are counted again.
@@ -45,7 +45,7 @@ class Proof(Callback):
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         if run.job.plan is not self.proof.plan:
-            self.proof.follow(run.job.plan, number)
+            self.proof.switch_plan(run.job.plan, number)
         reached = {component for component, n in run.job.stepper.count_forwards(batches).items() if n}
         return Observe(gemms=number == run.first or bool(self.proof.pending & reached))
 
@@ -71,7 +71,9 @@ class Proof(Callback):
             report = self.proof.report()
             if self.earlier_spans or "spans" in report:
                 report["spans"] = [*self.earlier_spans, *self.proof.spans]
-            run_dir.write_json(run.directory / run_dir.PROOF, safe_read.finite({**report, **self.phase_proof}))
+            run_dir.write_json(
+                run.directory / run_dir.PROOF, safe_read.replace_nonfinite({**report, **self.phase_proof})
+            )
 
 
 class HealthMetrics(Callback):
@@ -170,7 +172,7 @@ class Evaluation(Callback):
 
     def _evaluate(self, run: Run) -> Mapping[str, Any]:
         assert run.job.evalset is not None
-        run.world.at(f"step {run.step}, evaluating")
+        run.world.set_phase(f"step {run.step}, evaluating")
         refuse_weights(run.model, run.world, f"after step {run.step}")
         shown: list[Answer] = []
         run.eval = run.job.phase.evaluate(run.job.stepper, run.job.evalset, shown)

@@ -22,7 +22,7 @@ import torch
 
 from octavo import checkpoint, fp8
 from octavo.base import accelerator
-from octavo.base.safe_read import finite
+from octavo.base.safe_read import replace_nonfinite
 from octavo.fp8.observe import uncounted
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
@@ -110,7 +110,7 @@ class GainWindow(Callback):
         run.say(message)
         run.gain = row
         if run.world.is_main:
-            run_dir.write_json(run.directory / run_dir.GAIN, finite(row))
+            run_dir.write_json(run.directory / run_dir.GAIN, replace_nonfinite(row))
         if "failed" not in row:
             run.row = {**run.row, "gain": row}
             if run.log is not None:

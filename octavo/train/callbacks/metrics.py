@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from octavo.base.safe_read import finite
+from octavo.base.safe_read import replace_nonfinite
 from octavo.train.run_dir.run_dir import METRICS, truncate_metrics
 
 
@@ -32,7 +32,7 @@ class MetricsLog:
 
     def write(self, row: Mapping[str, Any], summary: Mapping[str, float] | None = None) -> None:
         """Write one line. `summary`: FP8 health figures for TensorBoard only (the row has the whole table)."""
-        self._file.write(json.dumps(finite(row)) + "\n")
+        self._file.write(json.dumps(replace_nonfinite(row)) + "\n")
         self._file.flush()
         if self._events is None:
             return
@@ -43,7 +43,7 @@ class MetricsLog:
         self._file.close()
         truncate_metrics(self._path, row["step"] - 1)
         self._file = self._path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(finite(row)) + "\n")
+        self._file.write(json.dumps(replace_nonfinite(row)) + "\n")
         self._file.flush()
         self._scalars(flatten_row({part: row[part]}, None, self._names), row["step"])
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.base import environment
-from octavo.base.safe_read import finite, first_line
+from octavo.base.safe_read import first_line, replace_nonfinite
 from octavo.config import Config
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.callbacks.metrics import flatten_row
@@ -106,7 +106,7 @@ _OPEN = {"wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow, "swanlab": _sw
 
 def refuse_missing(cfg: Config) -> None:
     """Raises TrainError for trackers whose package is not installed."""
-    if why := environment.missing_trackers(cfg.run.trackers):
+    if why := environment.why_no_trackers(cfg.run.trackers):
         raise TrainError(why)
 
 
@@ -127,7 +127,7 @@ class Tracker(Callback):
 
     def begin(self, run: Run) -> None:
         names = run_dir.read_json(run.directory / FILE) or {}
-        settings = finite(run.cfg.model_dump(mode="json"))
+        settings = replace_nonfinite(run.cfg.model_dump(mode="json"))
         try:
             self.opened = _OPEN[self.name](settings, run.directory.resolve(), names.get(self.name))
         except Exception as error:
@@ -142,7 +142,7 @@ class Tracker(Callback):
         if step.wanted and self.opened is not None:
             row = {**step.row, **({"gain": run.row["gain"]} if "gain" in run.row else {})}
             summary = run.job.progress.health if "health" in row else None
-            self.opened.log(flatten_row(finite(row), summary, run.job.phase.tensorboard), step.number)
+            self.opened.log(flatten_row(replace_nonfinite(row), summary, run.job.phase.tensorboard), step.number)
 
     def end(self, run: Run, result: RunResult) -> None:
         self._close(run, result.status == "finished")

@@ -93,7 +93,7 @@ def choose(
         return Choice(word, "as requested")
     rejected: dict[str, str] = {}
     calls: dict[str, list[Callable[[], Any]]] = {}
-    for name in models.kernels_here() if word == "auto" else (word,):
+    for name in models.available_kernels() if word == "auto" else (word,):
         try:
             calls[name] = [_tried(name, part, device) for part in parts]
         except Exception as error:  # any error means that the kernel does not work here, and is shown
@@ -183,7 +183,7 @@ def decide(cfg: Config, world: World, saved: Any) -> tuple[Choice, ...]:
         parts = heads_of(models.read_config(cfg.model.path), cfg.train.seq_length)
         return [{**asdict(choice), "rejected": dict(choice.rejected)} for choice in choices(cfg, parts, world.device)]
 
-    return tuple(Choice(**choice) for choice in world.from_main(work))
+    return tuple(Choice(**choice) for choice in world.run_on_main(work))
 
 
 def saved_choices(chosen: Sequence[Choice]) -> Any:

@@ -70,7 +70,7 @@ def evaluate(
     """
     world = world or World(device=next(model.parameters()).device)
     wide = next(model.parameters()).dtype == torch.float32
-    forward = forward or Forward(model, world, accelerator.low_precision(world.device) if wide else None)
+    forward = forward or Forward(model, world, accelerator.autocast_dtype(world.device) if wide else None)
     sums = torch.zeros(4, dtype=torch.float64)
     with _evaluating(model):
         for batch in evalset:

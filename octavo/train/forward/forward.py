@@ -17,7 +17,7 @@ from octavo.config import Config
 from octavo.fp8.memory import ChunkedHead, chunk_head
 from octavo.fp8.observe import uncounted
 from octavo.models.forward.unused_towers import attach_dummy_image, attach_dummy_sound, attach_idle_experts
-from octavo.parallel import Context, Images, World
+from octavo.parallel import Context, ImageSharding, World
 from octavo.train.errors import TrainError
 from octavo.train.forward import balance
 
@@ -32,11 +32,11 @@ def model_dtype(cfg: Config) -> torch.dtype:
 
 def autocast_dtype(cfg: Config, device: torch.device) -> torch.dtype | None:
     """The dtype of autocast for a model with fp32 parameters: `train.precision`, for `auto` the device's own
-    (`accelerator.low_precision`). None: without autocast, also for a model with BF16 parameters, which computes in
+    (`accelerator.autocast_dtype`). None: without autocast, also for a model with BF16 parameters, which computes in
     BF16 anyway."""
     if model_dtype(cfg) != torch.float32:
         return None
-    return accelerator.low_precision(device) if cfg.train.precision == "auto" else LOW.get(cfg.train.precision)
+    return accelerator.autocast_dtype(device) if cfg.train.precision == "auto" else LOW.get(cfg.train.precision)
 
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -67,7 +67,7 @@ class Forward:
     dtype     of pixels without autocast (None: the parameters' dtype)
     packed    attention of packs (None: batches are not packed)
     context   ranks that share the tokens of packs (None: none do). Logits and `keep` are then of this rank's tokens
-    dealt     distributes the images of a pack over those ranks
+    image_sharding     distributes the images of a pack over those ranks
 
     The attributes `images` and `sounds` say whether the current batch has images or videos, and sounds; the hooks for
     dummy inputs read them. Videos go through the tower as images (:mod:`octavo.models.processors.frames`).
@@ -75,10 +75,11 @@ class Forward:
 
     def __init__(
         self, model: nn.Module, world: World, autocast: torch.dtype | None, dtype: torch.dtype | None = None,
-        packed: models.Packed | None = None, context: Context | None = None, dealt: Images | None = None,
+        packed: models.Packed | None = None, context: Context | None = None,
+        image_sharding: ImageSharding | None = None,
     ) -> None:  # fmt: skip
         self.model, self.device, self.autocast, self.packed = model, world.device, autocast, packed
-        self.context, self.dealt = context, dealt
+        self.context, self.image_sharding = context, image_sharding
         self.images = self.sounds = False
         parameter_dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = dtype or parameter_dtype
@@ -100,12 +101,12 @@ class Forward:
         """The slice of a batch's tokens that this rank computes."""
         if self.context is None or "boundaries" not in batch:
             return slice(0, batch["input_ids"].shape[1])
-        return self.context.part(batch["boundaries"].length)
+        return self.context.local_slice(batch["boundaries"].length)
 
     def sees(self, batch: dict[str, Any]) -> bool:
         """Whether this rank encodes an image or a video of the batch."""
-        shared = self.dealt is not None and "boundaries" in batch
-        return self.dealt.sees(self._seen(batch)) if shared else batch["meta"].sees  # type: ignore[union-attr]
+        shared = self.image_sharding is not None and "boundaries" in batch
+        return self.image_sharding.has_local_images(self._seen(batch)) if shared else batch["meta"].sees  # type: ignore[union-attr]
 
     def balanced(self, batch: dict[str, Any], keep: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits as in :meth:`__call__`, and the routers' load-balancing loss over this batch, a scalar
@@ -130,7 +131,7 @@ class Forward:
         """(logits at `keep`, the model's output)."""
         original, batch = batch, self._seen(batch)
         if original is not batch and "boundaries" not in batch:
-            batch["position_ids"] = models.positions_of_rows(self.model, original)  # type: ignore[arg-type]
+            batch["position_ids"] = models.batch_positions(self.model, original)  # type: ignore[arg-type]
         self.images, self.sounds = batch["meta"].sees, batch["meta"].has_sound
         inputs = {
             name: value.to(self.device, self.dtype if value.is_floating_point() else None, non_blocking=True)
@@ -164,7 +165,7 @@ class Forward:
         of_images = {name for name, per in batch["meta"].inputs.items() if per != "token"}
         part, images = self.part(batch), {"pixel_values", "image_grid_thw"} | of_images
         local = {name: x[:, part] if isinstance(x, Tensor) else x for name, x in batch.items() if name not in images}
-        return local if self.dealt is None else {**local, **self.dealt.begin(batch)}
+        return local if self.image_sharding is None else {**local, **self.image_sharding.begin(batch)}
 
     @contextmanager
     def _apart(self, batch: dict[str, Any], inputs: dict[str, Any]) -> Iterator[None]:
@@ -176,15 +177,15 @@ class Forward:
             raise TrainError("a batch is a pack of samples, but this model was not set up for packs (data.packing)")
         edges, images = batch["boundaries"].edges, batch["meta"].images
         kinds, grid = batch.get("mm_token_type_ids"), batch.get("image_grid_thw")
-        of = {"counts": batch["meta"].videos, **{name: batch[name] for name in models.OF_VIDEOS if name in batch}}
+        of = {"counts": batch["meta"].videos, **{name: batch[name] for name in models.VIDEO_INPUTS if name in batch}}
         positions = self.packed.positions(edges, batch["input_ids"], images, kinds, grid, of)
         inputs["position_ids"] = positions[..., self.part(batch)].to(self.device, non_blocking=True)
         try:
             with self.packed.forward(edges, positions):
                 yield
         finally:
-            if self.dealt is not None:
-                self.dealt.end()
+            if self.image_sharding is not None:
+                self.image_sharding.end()
 
 
 def real(batch: dict[str, Any]) -> Tensor | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from octavo import checkpoint, parallel
 from octavo.base import hub
-from octavo.base.safe_read import finite
+from octavo.base.safe_read import replace_nonfinite
 from octavo.config import Config
 from octavo.train.callbacks import trackers
 from octavo.train.callbacks.adaptive_precision import AdaptPrecision, ApplyPrecisionSchedule
@@ -135,7 +135,7 @@ def _run(
 
 
 def _lost_rank_error(error: Exception, world: parallel.World) -> parallel.WorldError | None:
-    return world.lost(error) if isinstance(error, RuntimeError) else None
+    return world.lost_rank_error(error) if isinstance(error, RuntimeError) else None
 
 
 def _check_model_settings(cfg: Config) -> None:
@@ -152,7 +152,7 @@ def _start_run(
     describe_plan: DescribePlan, watchers: Sequence[Callback],
 ) -> Run:  # fmt: skip
     """Assemble and resume the run; read the last metrics of earlier sessions from its directory."""
-    world.at("the start, assembling the run")
+    world.set_phase("the start, assembling the run")
     prints_plan = display.console is not None
     job = build.build(cfg, world, start, phase, display.log, describe_plan if prints_plan else lambda planned: ())
     run_dir.discard_later_files(start, world, display.log)
@@ -197,7 +197,7 @@ def _train(run: Run) -> RunResult:
             return _training_loop(run)
     except Exception as error:
         may_have_lost_rank = isinstance(error, RuntimeError) and not isinstance(error, TrainError)
-        wait_s = (1 - parallel.WAITS if may_have_lost_rank else 1) * run.cfg.run.timeout
+        wait_s = (1 - parallel.COLLECTIVE_SHARE if may_have_lost_rank else 1) * run.cfg.run.timeout
         run.notify_watchers("failed", error)
         raise
     finally:
@@ -241,9 +241,9 @@ def _step(run: Run, number: int) -> Step:
     """Train one step and make its metrics row, without the entries that callbacks add."""
     job, progress, settings = run.job, run.job.progress, run.cfg.train
     began = time.perf_counter()
-    run.world.at(f"step {number}, reading its rows")
+    run.world.set_phase(f"step {number}, reading its rows")
     batches = tuple(next(job.loader))
-    run.world.at(f"step {number}, forward and backward")
+    run.world.set_phase(f"step {number}, forward and backward")
     observe = _observe(run, number, batches)
     lr = lr_at(
         number,
@@ -320,5 +320,5 @@ def _result(run: Run, stopped: bool) -> RunResult:
             how = f"Start a new run with these weights: run.start_from={run.directory}, and another run.dir"
         run.say(f"stopped after step {run.step}; saved. {how}")
     elif run.world.is_main:
-        run_dir.write_json(run.directory / run_dir.RESULT, finite(result.to_json()))
+        run_dir.write_json(run.directory / run_dir.RESULT, replace_nonfinite(result.to_json()))
     return result

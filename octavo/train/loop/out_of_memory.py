@@ -26,6 +26,6 @@ def out_of_memory_error(error: BaseException, world: World) -> TrainError | None
         return None
     process = f"rank {world.rank} of {world.size}" if world.size > 1 else "the run"
     return TrainError(
-        f"{process} ran out of memory at {world.marks.place}: {full}; {SMALLER} (octavo plan FILE --card shows how "
+        f"{process} ran out of memory at {world.progress.phase}: {full}; {SMALLER} (octavo plan FILE --card shows how "
         "much each saves). Continue with run.resume=auto"
     )

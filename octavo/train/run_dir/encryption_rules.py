@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from octavo.base import encryption
-from octavo.base.seal_note import ONE_PURPOSE, fingerprint, read_note
+from octavo.base.seal_note import ONE_KEY_ONE_PURPOSE, fingerprint, read_note
 from octavo.checkpoint.run_state.files import STATE
 from octavo.config import Config
 from octavo.data.errors import BadSample
-from octavo.data.storage.cache import files_of
+from octavo.data.storage.cache import list_row_files
 from octavo.models.folder.folder import is_weights
 from octavo.train.errors import TrainError
 
@@ -27,13 +27,15 @@ def check(cfg: Config) -> None:
     _refuse_readable_key(cfg)
     if cfg.run.encrypt:
         try:
-            encryption.find()
+            encryption.find_key()
         except encryption.VaultError as error:
             raise TrainError(f"run.encrypt: {error}") from error
         for folder in _folders(cfg):
             note = read_note(folder, TrainError)
             if note is not None and note.key == fingerprint(encryption.process_secret()):
-                raise TrainError(f"run.encrypt: {folder} was sealed with the key for encrypted files. {ONE_PURPOSE}")
+                raise TrainError(
+                    f"run.encrypt: {folder} was sealed with the key for encrypted files. {ONE_KEY_ONE_PURPOSE}"
+                )
         return
     for key, file in _inputs(cfg):
         if encryption.is_encrypted(file):
@@ -104,7 +106,7 @@ def _inputs(cfg: Config) -> Iterator[tuple[str, Path]]:
     for of in ("train", "eval"):
         for n, entry in enumerate(getattr(cfg.data, of)):
             if Path(entry.path).exists():
-                yield from ((f"data.{of}.{n}", file) for file in files_of(Path(entry.path)))
+                yield from ((f"data.{of}.{n}", file) for file in list_row_files(Path(entry.path)))
     for key in ("resume", "fork", "start_from"):
         if (named := getattr(cfg.run, key)) is not None:
             yield f"run.{key}", Path(named) / STATE

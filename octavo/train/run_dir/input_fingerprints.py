@@ -12,8 +12,8 @@ from typing import Any
 from octavo.checkpoint import compat
 from octavo.config import Config
 from octavo.config.sections.text_types import is_url
-from octavo.data.file_digests import Content, content_of, digests
-from octavo.data.storage.cache import Log, default_folder, files_of, quiet
+from octavo.data.file_digests import Content, compute_digests, digest_file
+from octavo.data.storage.cache import Log, default_folder, list_row_files, no_log
 from octavo.data.storage.remote import fingerprint, local_files
 from octavo.models.folder.folder import COMPANIONS, parts_of
 from octavo.train.errors import TrainError
@@ -29,7 +29,7 @@ Fingerprints = Mapping[str, Mapping[str, Any]]
 determine the run's numbers."""
 
 
-def fingerprints(cfg: Config, log: Log = quiet) -> dict[str, dict[str, Any]]:
+def fingerprints(cfg: Config, log: Log = no_log) -> dict[str, dict[str, Any]]:
     """Return {"data": files of data.train and data.eval by path, "model": files of the model folder by name}.
 
     Each file is {"size": bytes, "sha256": digest of the first 64 MiB, "whole": digest of the whole file}; a data folder
@@ -44,14 +44,14 @@ def fingerprints(cfg: Config, log: Log = quiet) -> dict[str, dict[str, Any]]:
     for url in filter(is_url, paths):
         of_data[url] = fingerprint(url)
         if files := local_files(url):
-            of_data[url]["whole"] = _digest([content.sha256 for content in digests(files, folder, log)])
+            of_data[url]["whole"] = _digest([content.sha256 for content in compute_digests(files, folder, log)])
     return {"data": of_data, "model": folder_fingerprints(Path(cfg.model.path))}
 
 
 def folder_fingerprints(folder: Path) -> dict[str, Any]:
     """Return the fingerprints of the files of a model folder that determine a run's numbers, except weights, by
     name."""
-    return {name: _file_fingerprint(content_of(folder / name)) for name in model_files(folder)}
+    return {name: _file_fingerprint(digest_file(folder / name)) for name in model_files(folder)}
 
 
 def model_files(folder: Path) -> list[str]:
@@ -79,7 +79,7 @@ def check_same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], w
     the checkpoint `where`. ``saved`` is None for a checkpoint without these fingerprints."""
     if saved is None:
         return
-    changed = [name for name in {**saved, **now} if compat.prints_differ(saved.get(name), now.get(name))]
+    changed = [name for name in {**saved, **now} if compat.fingerprints_differ(saved.get(name), now.get(name))]
     if not changed:
         return
     how = [
@@ -94,7 +94,7 @@ def check_same_folder(saved: Mapping[str, Any] | None, now: Mapping[str, Any], w
 
 
 def _check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    changed = [path for path, value in saved.items() if path in now and compat.prints_differ(now[path], value)]
+    changed = [path for path, value in saved.items() if path in now and compat.fingerprints_differ(now[path], value)]
     if changed:
         sizes = "; ".join(f"{path} had {saved[path]['size']} bytes, has {now[path]['size']} now" for path in changed)
         raise TrainError(
@@ -103,9 +103,9 @@ def _check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any], where: Pa
         )
 
 
-def _data_fingerprint(path: Path, folder: Path, log: Log = quiet) -> dict[str, Any]:
-    files = [path] if path.is_file() else files_of(path)
-    contents = {file.name: content for file, content in zip(files, digests(files, folder, log), strict=True)}
+def _data_fingerprint(path: Path, folder: Path, log: Log = no_log) -> dict[str, Any]:
+    files = [path] if path.is_file() else list_row_files(path)
+    contents = {file.name: content for file, content in zip(files, compute_digests(files, folder, log), strict=True)}
     if path.is_file():
         return _file_fingerprint(contents[path.name])
     heads = {name: {"size": content.size, "sha256": content.head} for name, content in contents.items()}

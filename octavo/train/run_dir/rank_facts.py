@@ -24,7 +24,7 @@ import torch
 import octavo
 from octavo.base import accelerator, encryption, env_vars, environment
 from octavo.config import Config
-from octavo.data.storage.cache import files_of
+from octavo.data.storage.cache import list_row_files
 from octavo.models.folder.folder import parts_of
 from octavo.train.run_dir import input_fingerprints
 
@@ -68,9 +68,9 @@ def rank_facts(cfg: Config, fingerprints: Mapping[str, str], epochs: float | Non
     facts |= {key: json.dumps(_comparable_name(key, value)) for key, value in missing.items()}
     facts |= {f"file of {name}": digest[:16] for name, digest in fingerprints.items()}
     facts |= _versions()
-    facts["device"] = accelerator.here().type
+    facts["device"] = accelerator.default_device().type
     if cfg.run.encrypt:  # otherwise the run would fail at its first save
-        facts["id of the key"] = encryption.find().id.hex()
+        facts["id of the key"] = encryption.find_key().id.hex()
     facts |= {f"variable {name}": os.environ[name] for name in env_vars.VARIABLES["numbers"] if name in os.environ}
     return {key: value if len(value) <= 80 else f"{value[:60]}... ({_digest(value.encode())})" for key, value in
             facts.items() if not _matches_any(key, LOCAL_KEYS)}  # fmt: skip
@@ -115,7 +115,7 @@ def _files_of_folder(key: str, folder: Path) -> list[Path]:
         return sorted(file for file in folder.glob("adapter_*") if file.is_file())
     if key.startswith("run."):
         return [file for file in [folder / "state.json"] if file.is_file()]
-    rows = files_of(folder)
+    rows = list_row_files(folder)
     # In a folder written by `datasets`, only the library itself knows which files contain rows.
     return rows or sorted(file for file in folder.rglob("*") if file.is_file())[:_MAX_FILES]
 

@@ -131,7 +131,7 @@ class Progress:
     @classmethod
     def from_counters(cls, counters: Mapping[str, Any]) -> Progress:
         """Return the progress that :meth:`counters` stored."""
-        known = compat.progress(counters)
+        known = compat.complete_counters(counters)
         keys = {spec.name: _STORED_NAMES.get(spec.name, spec.name) for spec in fields(cls)}
         return cls(**{name: known[key] for name, key in keys.items() if key in known})
 
@@ -216,7 +216,7 @@ def enter(
     model folder have changed since the checkpoint; the message names them.
     """
     directory = Path(cfg.run.dir)
-    known = world.from_main(lambda: _lock_and_inspect(cfg, directory, lock, log))
+    known = world.run_on_main(lambda: _lock_and_inspect(cfg, directory, lock, log))
     if dead := known.get("dead"):
         log(f"{directory} has a result, but {dead}: the run has not finished; it resumes from its last good checkpoint")
     if known["result"] is not None:
@@ -232,7 +232,7 @@ def enter(
         chosen = Path(str(cfg.run.fork))
     begins_with = None if chosen is not None or cfg.run.start_from is None else Path(cfg.run.start_from)
     first = None if begins_with is None else start_from.find_first_weights(begins_with, cfg, world, log)
-    prepared = world.from_main(lambda: _prepare(cfg, directory, chosen, first, forked, fingerprints, log))
+    prepared = world.run_on_main(lambda: _prepare(cfg, directory, chosen, first, forked, fingerprints, log))
     if known["run"] and chosen is None:
         log(f"{directory} contains a run that has no checkpoint yet; it starts from the beginning")
     prepared["place"] = tuple(prepared["place"])  # JSON has no tuples
@@ -250,7 +250,7 @@ def discard_later_files(start: Start, world: World, log: Callable[[str], None] =
     def remove() -> None:
         (start.directory / RESULT).unlink(missing_ok=True)
         gain = read_json(start.directory / GAIN)
-        safe_read.check_form(gain or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
+        safe_read.check_schema(gain or {}, {"step": safe_read.COUNT}, start.directory / GAIN, TrainError)
         if gain is not None and gain.get("step", 0) > start.step:  # measured in a step that will run again
             (start.directory / GAIN).unlink()
         folder = start.directory / CHECKPOINTS
@@ -263,12 +263,12 @@ def discard_later_files(start: Start, world: World, log: Callable[[str], None] =
             if others := checkpoint.foreign_entries(place):
                 log(
                     f"note: {place} contains entries that the run did not write and will not read or delete: "
-                    f"{', '.join(others)}. An entry in the way of a save is renamed to NAME{checkpoint.OTHER}"
+                    f"{', '.join(others)}. An entry in the way of a save is renamed to NAME{checkpoint.MOVED_SUFFIX}"
                 )
         truncate_metrics(start.directory / METRICS, start.step)
         truncate_metrics(start.directory / ADAPT, start.step)
 
-    world.from_main(remove)
+    world.run_on_main(remove)
 
 
 def _lock_and_inspect(cfg: Config, directory: Path, lock: RunLock, log: Callable[[str], None]) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _why_not_finished(directory: Path, result: Mapping[str, Any]) -> str | None:
         if not steps or steps[-1] != result["steps"]:
             return None
         newest = directory / CHECKPOINTS / f"step_{steps[-1]}"
-        bad = checkpoint.not_finite(newest, read_state(newest))
+        bad = checkpoint.describe_nonfinite(newest, read_state(newest))
         return None if bad is None else f"in {newest} {bad}"
 
     return compat.why_not_finished(result, last)
@@ -365,17 +365,17 @@ def _prepare(
         encryption_rules.refuse_plain_checkpoint(chosen, cfg)
         start_from.refuse_without_states(chosen)
         counters = read_state(chosen)["counters"]
-        safe_read.check_form(counters, _COUNTERS, chosen / "state.json", TrainError)
+        safe_read.check_schema(counters, _COUNTERS, chosen / "state.json", TrainError)
         saved = _with_defaults(counters["settings"])
         _check_same_settings({**saved, **_fork_settings(saved, settings(cfg))} if forked else saved, cfg, chosen)
         input_fingerprints.check_same_inputs(counters, files, chosen, cfg.model.path)
         step, rows = counters["step"], counters["rows"]
-        known = compat.progress(counters)
+        known = compat.complete_counters(counters)
         place = known["window"], known["pack"], known["packs"]
         first_record = start_from.check_note(counters, cfg, chosen)
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / CHECKPOINTS).is_dir():
-        checkpoint.sweep(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
+        checkpoint.remove_leftovers(directory / CHECKPOINTS)  # removes unfinished saves of a killed process
     if not (directory / CONFIG).exists() or not _has_begun(directory):
         write_text(directory / CONFIG, to_yaml(cfg))
     return {"rows": rows, "place": place, "step": step, "files": files, "first": first_record}
@@ -447,7 +447,7 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, 
 def append_lines(file: Path, lines: Iterable[str]) -> None:
     """Append lines, which end with a newline, to a file of the run. They are encrypted if its name ends in `.aes`."""
     if file.suffix == encryption.SUFFIX:
-        encryption.append(file, lines)
+        encryption.append_lines(file, lines)
         return
     with file.open("a", encoding="utf-8", errors="backslashreplace") as out:
         out.writelines(lines)
@@ -459,7 +459,7 @@ def truncate_metrics(file: Path, step: int) -> None:
         return
     if file.suffix == encryption.SUFFIX:
         lines = safe_read.read_bytes(file, TrainError).split(b"\n")[:-1]
-        earlier = [line for line in lines if json.loads(encryption.decrypted_line(line, file))["step"] <= step]
+        earlier = [line for line in lines if json.loads(encryption.decrypt_line(line, file))["step"] <= step]
         write_bytes(file, b"".join(line + b"\n" for line in earlier))
         return
     rows = [row for row in read_rows(file) if row["step"] <= step]
@@ -473,7 +473,7 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     rows = []
     try:
         for number, row in safe_read.json_lines(file):
-            safe_read.check_form(row, {"step!": safe_read.COUNT}, f"{file}:{number}")
+            safe_read.check_schema(row, {"step!": safe_read.COUNT}, f"{file}:{number}")
             rows.append(row)
     except safe_read.Unreadable as error:
         raise TrainError(f"{error} The file was changed; delete that line.") from error

@@ -31,7 +31,7 @@ from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config
 from octavo.data.loaders.eval_set import EvalSet
-from octavo.data.loaders.rows_from_config import prepare
+from octavo.data.loaders.rows_from_config import prepare_datasets
 from octavo.fp8.planning import Schedule
 from octavo.models.folder.folder import check_companions
 from octavo.train.forward import attention_kernel, routing
@@ -80,7 +80,7 @@ def build(
     seed_everything(cfg.run.seed + world.rank)
     processor = _processor(cfg, world, start)
     settings = data_settings(cfg)
-    prepare(settings, processor, log)
+    prepare_datasets(settings, processor, log)
     planned = _plan(cfg, world, start, settings, processor, log, describe_plan)
     data = _data(settings, processor, world, start, phase)
     built = _model(cfg, world, context, data, planned, log)
@@ -186,7 +186,7 @@ def _plan(
     kernels = attention_kernel.decide(cfg, world, counters.get("attention"))
     notes = (*notes, *map(str, kernels), *model_folder.notes(cfg, processor))
     # A collective, so that no rank continues before the file is written: each quantizes a reference model by it.
-    world.from_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
+    world.run_on_main(lambda: keep_plan(start.directory, saved, family.name, schedule, plan, notes, prediction))
     for line in describe_plan(planning.RunPlan(planned_cfg, schedule.main, family, notes, prediction, world.size)):
         log(line)
     if saved is not None and planning.has_open_recipes(cfg):
@@ -196,10 +196,10 @@ def _plan(
 
 def _note_image_backend(counters: Any, processor: Any, log: Log) -> None:
     """Log a note if the run resized its images with a different library before it was resumed."""
-    backend = models.pixels_by(processor)
+    backend = models.image_backend(processor)
     if not counters or backend is None:
         return
-    previous = compat.pixels(counters)
+    previous = compat.image_backend(counters)
     if previous != backend:
         action = "install" if previous == "torchvision" else "remove"
         log(
@@ -240,7 +240,9 @@ def _model(
     aux_loss_coef, expert_load = routing.aux_loss_coef(cfg, model), routing.ExpertLoad(model)
     gather = torch.bfloat16 if gathers_bf16(cfg, world.size) else None
     packed = models.Packed(model, family, context) if cfg.data.packing else None
-    image_sharding = parallel.Images(model, family, context) if context is not None and family.has_vision else None
+    image_sharding = (
+        parallel.ImageSharding(model, family, context) if context is not None and family.has_vision else None
+    )
     autocast = autocast_dtype(cfg, world.device) if gather is None else None
     forward = Forward(model, world, autocast, gather, packed, context, image_sharding)
     keep_towers_running(model, family, forward, world)
@@ -252,7 +254,7 @@ def _model(
             f"train.exchange: sending FP8 codes: attention outputs of {outputs} layers, expert rows of {experts} layers"
         )
     if unread_weights is not None:
-        world.at("loading the weights")
+        world.set_phase("loading the weights")
         lower_halves, _ = parallel.fill(model, unread_weights, world)
     digests = frozen_base.compute_digests(model, world) if cfg.lora is not None else {}
     frozen = frozen_base.FrozenBase.from_model(model, digests, world)
@@ -284,11 +286,11 @@ def _record_machine(directory: Path, cfg: Config, world: parallel.World, process
     if not world.is_main:
         return
     origin = hub.origin(cfg.model.path)
-    record = {**environment.describe(), "ranks": world.size, "pixels": models.pixels_by(processor)}
+    record = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
     if origin is not None:
         record["model"] = origin
     if (videos := getattr(processor, "videos", None)) is not None:
-        record["video"] = models.videos_described(videos)
+        record["video"] = models.describe_videos(videos)
     run_dir.write_json(directory / "environment.json", record)
 
 
@@ -298,7 +300,7 @@ def context_for(cfg: Config, world: parallel.World) -> parallel.Context | None:
     if world.layout.context == 1:
         return None
     heads = models.read_config(cfg.model.path).get_text_config().num_attention_heads
-    return parallel.context_of(world, cfg.parallel.ulysses, heads)
+    return parallel.make_context(world, cfg.parallel.ulysses, heads)
 
 
 def seed_everything(seed: int) -> None:

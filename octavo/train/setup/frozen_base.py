@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from octavo import fp8, models
 from octavo.adapters.experts import stock_name
-from octavo.base.recipe_specs import FITTING
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_bytes, frozen_weights, full, is_frozen, master_of, plain
@@ -48,12 +48,12 @@ def switch_off_dropout(model: nn.Module, cfg: Config) -> None:
     ModelError for a model with randomness that cannot be switched off.
     """
     if cfg.train.phase in BEYOND_SFT:
-        models.switch_off_dropout(model)
+        models.disable_dropout(model)
 
 
 def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
     """Return a sentence about what :func:`switch_off_dropout` switched off; ``model`` may have no adapters yet."""
-    off = [*models.switched_off(model)]
+    off = [*models.disabled_dropout(model)]
     if cfg.lora is not None and cfg.lora.dropout and cfg.train.phase in BEYOND_SFT:
         off.append(f"lora.dropout {cfg.lora.dropout:g}")
     if not off:
@@ -83,9 +83,9 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
         quantized = models.read_quantization(folder) is not None
         if not quantized and not kinds:
             return {}
-        requested = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
+        requested = models.frozen_casts(folder, model, kinds, keeps_codes(cfg))
         if quantized and kinds and not keeps_codes(cfg):
-            _not_cast_twice(requested, models.frozen_names(folder, model), folder)
+            _not_cast_twice(requested, models.frozen_casts(folder, model), folder)
         return requested
     missing = [name for name in kinds if name not in family.components]
     if missing:
@@ -113,7 +113,7 @@ def _not_cast_twice(requested: Mapping[str, fp8.CastSpec], stored: Mapping[str, 
 def quantize_frozen_weights(model: nn.Module, plan: fp8.Plan) -> None:
     """Quantize the weights of all layers whose recipe in the plan is one for frozen codes. The head stays as it is,
     because its weight may be tied to the embedding."""
-    kinds = {recipe: kind for kind, fitting in FITTING.items() for recipe in fitting}
+    kinds = {recipe: kind for kind, fitting in RECIPES_OF_KIND.items() for recipe in fitting}
     for row in plan.rows:
         if row.recipe is None or row.recipe.name not in kinds or row.kind not in ("linear", "experts"):
             continue

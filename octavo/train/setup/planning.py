@@ -22,7 +22,7 @@ from octavo.config.sections.names import COMPONENTS
 from octavo.fp8.planning import Schedule
 from octavo.fp8.proof import Prediction
 from octavo.fp8.proof import predict as predict_step
-from octavo.parallel import ulysses_of
+from octavo.parallel import ulysses_size
 from octavo.train.errors import TrainError
 from octavo.train.forward import routing
 from octavo.train.forward.forward import model_dtype
@@ -112,12 +112,12 @@ def describe_spans(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _recipes(plan: fp8.Plan) -> str:
-    return ", ".join(dict.fromkeys(row.recipe.short() for row in plan.rows if row.recipe is not None))
+    return ", ".join(dict.fromkeys(row.recipe.summary() for row in plan.rows if row.recipe is not None))
 
 
 def has_open_recipes(cfg: Config) -> bool:
     """Whether the configuration leaves recipes to a measurement or a plan file."""
-    return cfg.fp8.plan is not None or policy_from(cfg).asks_auto
+    return cfg.fp8.plan is not None or policy_from(cfg).requests_auto
 
 
 def meta_model(cfg: Config) -> tuple[PreTrainedModel, models.Family]:
@@ -228,7 +228,7 @@ def plan_run(
     a GPU, rank 0 measures and all ranks plan with the same measurements.
     """
     planned = saved is not None or cfg.fp8.plan is not None
-    if planned or not policy_from(cfg).asks_auto or not accelerator.is_gpu(world.device):
+    if planned or not policy_from(cfg).requests_auto or not accelerator.is_gpu(world.device):
         plan, family, notes = plan_for(cfg, world.size, saved)
         plans = make_schedule(cfg, plan)
         return plans, family, (*notes, *describe_spans(plans)), None
@@ -239,7 +239,7 @@ def plan_run(
         measurements = measure_recipes(cfg, model, family, world.device, tokens, _progress_of(log))
         return {"tokens": list(astuple(tokens)), "found": measurements.to_json()}
 
-    answer = world.from_main(work)
+    answer = world.run_on_main(work)
     tokens = Tokens(*answer["tokens"])
     measurements = fp8.Measurements.from_json(answer["found"])
     plan, family, notes = plan_model(cfg, model, family, world.size, tokens, measurements)
@@ -273,7 +273,7 @@ def _progress_of(log: Callable[[str], None]) -> Callable[[int, int, str], None]:
 
 def high_precision_notes(model: nn.Module) -> list[str]:
     """Return notes on what stays in high precision in every model, besides linear layers."""
-    return [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
+    return [f"{kind} in high precision: {reason}" for kind, reason in models.high_precision_modules(model).items()]
 
 
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:
@@ -305,7 +305,7 @@ def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks:
         )
     if (shared := cfg.parallel.context) > 1:
         heads = model.config.get_text_config().num_attention_heads
-        by_heads = ulysses_of(shared, cfg.parallel.ulysses, heads)
+        by_heads = ulysses_size(shared, cfg.parallel.ulysses, heads)
         notes.append(
             f"parallel.context: {shared} ranks share the tokens of each pack; {by_heads} exchange heads for tokens, "
             f"{shared // by_heads} gather keys and values. Tensorwise and delayed scales are of a rank's own tokens"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo import models
-from octavo.base.recipe_specs import FITTING
+from octavo.base.recipe_specs import RECIPES_OF_KIND
 from octavo.config import Config, override
 from octavo.data.loaders.from_config import count_packs
 from octavo.data.loaders.rows_from_config import count_epoch_rows
@@ -33,7 +33,7 @@ def resolve_recipe(cfg: Config) -> Config:
     if quantization is None:
         return cfg
     fits = quantization.spec.block == FROZEN[quantization.kind].block
-    section = cfg.fp8.model_copy(update={"recipe": FITTING[quantization.kind][0] if fits else "off"})
+    section = cfg.fp8.model_copy(update={"recipe": RECIPES_OF_KIND[quantization.kind][0] if fits else "off"})
     return cfg.model_copy(update={"fp8": section})
 
 

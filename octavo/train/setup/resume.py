@@ -10,7 +10,7 @@ import torch
 from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
-from octavo.fp8.optim import note_on_old_coat
+from octavo.fp8.optim import old_coat_note
 from octavo.fp8.planning import Schedule, document
 from octavo.fp8.proof import Prediction
 from octavo.train.errors import TrainError
@@ -46,7 +46,7 @@ def saved_plan(world: parallel.World, start: run_dir.Start) -> Path | None:
         run_dir.write_json(start.directory / run_dir.PLAN, plan)
         return str(start.directory.resolve() / run_dir.PLAN)
 
-    return Path(world.from_main(find))
+    return Path(world.run_on_main(find))
 
 
 def keep_plan(
@@ -65,7 +65,7 @@ def keep_plan(
     """
     file = directory / run_dir.PLAN
     written = (run_dir.read_json(file) or {}) if saved == file.resolve() else {}
-    if "rows" not in written or compat.ran_siblings_as_one(written):
+    if "rows" not in written or compat.has_sibling_gemms(written):
         run_dir.write_plan(directory, family, plans, plan, notes, prediction)
 
 
@@ -86,7 +86,7 @@ def resume(
         before = read_state(start.checkpoint)["counters"].get("base", {})
         frozen_base.check_same_base(before, frozen.fingerprint, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
-    if note := note_on_old_coat(stepper.optimizer):
+    if note := old_coat_note(stepper.optimizer):
         log(f"note: {start.checkpoint}: {note}")
     if not start.forked:  # a fork starts new amax histories
         fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
@@ -150,7 +150,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
             **({} if job.base is None else {"base": job.base.fingerprint}),
             **({} if job.attention is None else {"attention": job.attention}),
             **({} if job.first is None else {"start_from": dict(job.first)}),
-            "pixels": models.pixels_by(job.processor),
+            "pixels": models.image_backend(job.processor),
             **({} if (scale := job.stepper.update.scale) is None else {"loss_scale": scale.state()}),
         },
         world=job.world,

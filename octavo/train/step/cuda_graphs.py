@@ -33,7 +33,7 @@ from octavo import fp8, models
 from octavo.base import accelerator
 from octavo.base.safe_read import first_line
 from octavo.fp8 import observe
-from octavo.fp8.kernels import CudaGraph, Graph, without_waits
+from octavo.fp8.kernels import CudaGraph, Graph, forbid_synchronization
 from octavo.parallel import World
 from octavo.train.forward.losses import IGNORE
 from octavo.train.step.update import Loss
@@ -136,7 +136,7 @@ class Graphs:
 
         def work() -> Tensor:
             batch = {name: value for name, value in graph_inputs.items() if name not in _LOSS_INPUTS}
-            with models.without_masks(self.model):
+            with models.disable_masks(self.model):
                 keep, target, weight = (graph_inputs[name] for name in ("keep", "target", "weight"))
                 loss = self.compute_loss({**batch, "meta": meta}, keep, target, weight)
             (loss.total * graph_inputs["scale"] if "scale" in graph_inputs else loss.total).backward()
@@ -170,11 +170,11 @@ class Graphs:
         stream = torch.cuda.Stream(self.device) if gpu else None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self.device))
-        with observe.muted(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+        with observe.mute_reports(), torch.cuda.stream(stream) if stream is not None else nullcontext():
             work()
             parameters = [p for p in self.model.parameters() if p.grad is not None]
             _without_gradients(self.model)
-            with without_waits(self.device):
+            with forbid_synchronization(self.device):
                 work()
             _without_gradients(self.model)
         if stream is not None:

@@ -63,8 +63,8 @@ class Memory:
             "logits": self.logits,
             "peak_rss": peak_rss(),
         }
-        device = accelerator.here()
-        if (peak := accelerator.peak(device)) is not None:
+        device = accelerator.default_device()
+        if (peak := accelerator.peak_bytes(device)) is not None:
             kinds["peak_cuda" if accelerator.is_gpu(device) else "peak_device"] = peak
         return kinds
 

@@ -13,7 +13,17 @@ from typing import Any
 from octavo import fp8
 from octavo.config import Config
 from octavo.config.sections.fp8_adapt import AdaptSection
-from octavo.fp8.adapting import Decision, Judge, Limits, Place, apply_moves, casts_to_try, decide, ladders, work_of
+from octavo.fp8.adapting import (
+    Decision,
+    GemmState,
+    Limits,
+    RecipeTrials,
+    apply_moves,
+    build_ladders,
+    casts_to_try,
+    decide,
+    gemm_costs,
+)
 from octavo.fp8.planning import Schedule
 from octavo.parallel import World
 
@@ -31,7 +41,7 @@ class PrecisionSchedule:
 
     schedule: Schedule
     adapt: AdaptSection | None = None
-    places: dict[_Key, Place] = field(default_factory=dict)
+    places: dict[_Key, GemmState] = field(default_factory=dict)
     _candidates: list[tuple[fp8.Plan, dict[_Key, tuple[str, ...]]]] = field(default_factory=list)
     # Cache of `plan_at`: (plan of the rules, changes, plan with the changes).
     _adapted: tuple[fp8.Plan, dict[_Key, tuple[str, int]], fp8.Plan] | None = None
@@ -41,7 +51,7 @@ class PrecisionSchedule:
         """Return the schedule with the recipes that a checkpoint's counters record."""
         saved = counters.get("adapt") or () if cfg.fp8.adapt is not None else ()
         entries = [dict(entry) for entry in saved]
-        places = {(entry.pop("layer"), entry.pop("gemm")): Place(**entry) for entry in entries}
+        places = {(entry.pop("layer"), entry.pop("gemm")): GemmState(**entry) for entry in entries}
         return cls(schedule, cfg.fp8.adapt, places)
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -69,22 +79,22 @@ class PrecisionSchedule:
             self._adapted = planned, moves, apply_moves(planned, self._recipe_candidates(planned), self.places)
         return self._adapted[2]
 
-    def recipe_trials(self, step: int) -> Judge | None:
+    def recipe_trials(self, step: int) -> RecipeTrials | None:
         """Return the judge that tries recipes in this step, or None if the step tries none or has nothing in FP8."""
         if self.adapt is None or step % self.adapt.every:
             return None
         planned = self.schedule.at(step)
         sites = casts_to_try(planned, self._recipe_candidates(planned), self.places)
-        return Judge(sites) if sites else None
+        return RecipeTrials(sites) if sites else None
 
-    def decide(self, step: int, judge: Judge, world: World) -> list[Decision]:
+    def decide(self, step: int, judge: RecipeTrials, world: World) -> list[Decision]:
         """Change recipes according to the measurements of a step, and return these decisions. Measurements are averaged
         over ranks, so all ranks decide alike. Collective call."""
         assert self.adapt is not None
         limits = Limits(**self.adapt.model_dump(exclude={"every", "recipes"}))
         planned, figures = self.schedule.at(step), judge.figures(world.sum)
         candidates = self._recipe_candidates(planned)
-        self.places, decisions = decide(step, self.places, figures, candidates, work_of(planned), limits)
+        self.places, decisions = decide(step, self.places, figures, candidates, gemm_costs(planned), limits)
         return decisions
 
     def _recipe_candidates(self, plan: fp8.Plan) -> dict[_Key, tuple[str, ...]]:
@@ -92,6 +102,6 @@ class PrecisionSchedule:
         assert self.adapt is not None
         candidates = next((cached for key, cached in self._candidates if key is plan), None)
         if candidates is None:
-            candidates = ladders(plan, self.adapt.recipes)
+            candidates = build_ladders(plan, self.adapt.recipes)
             self._candidates.append((plan, candidates))
         return candidates

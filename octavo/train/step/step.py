@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo import fp8, models
 from octavo.config import Config
-from octavo.fp8.adapting import Judge
+from octavo.fp8.adapting import RecipeTrials
 from octavo.fp8.delayed import reduce_scaling_state, scale_gradient_histories
 from octavo.fp8.memory import ChunkedHead
 from octavo.fp8.observe import Health
@@ -110,7 +110,7 @@ class Stepper:
     delayed: bool = True
     graphs: Graphs | None = None
     number: int = 0
-    recipe_trials: Judge | None = None
+    recipe_trials: RecipeTrials | None = None
     check: Check | None = None
     on_progress: Callable[[str], None] = lambda part: None
 
@@ -137,8 +137,8 @@ class Stepper:
             compile.step(eager=observe.gemms or observe.health) if self.cfg.train.compile else nullcontext(),
             fp8.count_gemms() if observe.gemms else nullcontext() as counts,
             fp8.health() if observe.health else nullcontext() as health,
-            self.recipe_trials.attached() if self.recipe_trials else nullcontext(),
-            self.check.attached() if self.check and self.check.sites else nullcontext(),
+            self.recipe_trials.attach() if self.recipe_trials else nullcontext(),
+            self.check.attach() if self.check and self.check.sites else nullcontext(),
         ):
             totals = self.totals(batches)
             denominator, tokens = float(totals[0]), max(float(totals[1]), 1.0)
@@ -151,7 +151,7 @@ class Stepper:
                         self.update.backward(loss)
                         del loss  # with the parts of its graph that backward does not free
                 if self.check:
-                    self.check.look_at_codes(self.model)
+                    self.check.check_weight_codes(self.model)
                 outcome = self.update.step()  # norm, finiteness check, clipping, update
         if not outcome.applied and histories:  # undo a skipped step's amaxes, and the codes cast with them
             fp8.load_scaling_state(self.model, histories)

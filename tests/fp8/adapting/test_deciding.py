@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.fp8.adapting import Decision, Limits, Place, decide
-from octavo.fp8.adapting.deciding import Figure, Work
+from octavo.fp8.adapting import Decision, GemmState, Limits, decide
+from octavo.fp8.adapting.deciding import GemmCost, Metric
 
 KEY, OTHER, THIRD = ("a", "fwd"), ("b", "fwd"), ("c", "fwd")
 LADDER = ("tensorwise", "blockwise", "bf16")
 
 
-def sqnr(value: float) -> list[Figure]:
-    return [Figure("sqnr", "x", value)]
+def sqnr(value: float) -> list[Metric]:
+    return [Metric("sqnr", "x", value)]
 
 
 class Run:
@@ -25,21 +25,21 @@ class Run:
 
     def __init__(self, *keys, ladder=LADDER, share=0.04, **limits) -> None:
         self.ladders = dict.fromkeys(keys or (KEY,), ladder)
-        self.work = dict.fromkeys(self.ladders, Work(share))
+        self.work = dict.fromkeys(self.ladders, GemmCost(share))
         self.limits, self.places, self.step, self.log = Limits(**limits), {}, 0, []
 
     def check(self, level) -> list[Decision]:
         self.step += 10
         read = {}
         for key, ladder in self.ladders.items():
-            rung = self.places.get(key, Place()).rung
+            rung = self.places.get(key, GemmState()).rung
             read[key] = {r: sqnr(level(key, r)) for r in (rung - 1, rung) if 0 <= r < len(ladder) - 1}
         self.places, found = decide(self.step, self.places, read, self.ladders, self.work, self.limits)
         self.log += found
         return found
 
     def rung(self, key=KEY) -> int:
-        return self.places.get(key, Place()).rung
+        return self.places.get(key, GemmState()).rung
 
 
 def test_what_is_healthy_stays_and_leaves_no_trace() -> None:
@@ -102,7 +102,7 @@ def test_one_that_is_much_worse_takes_the_place_of_the_mildest() -> None:
 
 def test_time_is_a_budget_of_its_own() -> None:
     run = Run(KEY, OTHER, ladder=("blockwise", "bf16"), budget=1.0, time=0.05)
-    run.work = {KEY: Work(0.01, 0.2), OTHER: Work(0.4, 0.01)}
+    run.work = {KEY: GemmCost(0.01, 0.2), OTHER: GemmCost(0.4, 0.01)}
     found = run.check(lambda key, rung: 10.0)
     assert {d.layer: d.kind for d in found} == {"a": "refused", "b": "leaves"}
 
@@ -110,22 +110,22 @@ def test_time_is_a_budget_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("figure", "moves"),
     [
-        (Figure("sqnr", "dy", 21.0, "e5m2"), False),
-        (Figure("sqnr", "dy", 19.9, "e5m2"), True),
-        (Figure("sqnr", "x", math.inf), False),
-        (Figure("sqnr", "x", math.nan), True),
-        (Figure("underflow", "x", 0.009), False),
-        (Figure("underflow", "x", 0.011), True),
-        (Figure("cosine", "dw", 0.96), False),
-        (Figure("cosine", "dw", 0.94), True),
-        (Figure("cosine", "dw", math.nan), True),
-        (Figure("saturation", "x", 1e-6), True),
-        (Figure("nan_codes", "its operands", 0.0), False),
-        (Figure("nan_codes", "its operands", 3.0), True),
+        (Metric("sqnr", "dy", 21.0, "e5m2"), False),
+        (Metric("sqnr", "dy", 19.9, "e5m2"), True),
+        (Metric("sqnr", "x", math.inf), False),
+        (Metric("sqnr", "x", math.nan), True),
+        (Metric("underflow", "x", 0.009), False),
+        (Metric("underflow", "x", 0.011), True),
+        (Metric("cosine", "dw", 0.96), False),
+        (Metric("cosine", "dw", 0.94), True),
+        (Metric("cosine", "dw", math.nan), True),
+        (Metric("saturation", "x", 1e-6), True),
+        (Metric("nan_codes", "its operands", 0.0), False),
+        (Metric("nan_codes", "its operands", 3.0), True),
     ],
 )
-def test_the_thresholds_are_those_of_the_trust_table(figure: Figure, moves: bool) -> None:
-    _, found = decide(1, {}, {KEY: {0: [figure]}}, {KEY: LADDER}, {KEY: Work(0.1)}, Limits())
+def test_the_thresholds_are_those_of_the_trust_table(figure: Metric, moves: bool) -> None:
+    _, found = decide(1, {}, {KEY: {0: [figure]}}, {KEY: LADDER}, {KEY: GemmCost(0.1)}, Limits())
     assert bool(found) is moves
     if moves:
         assert found[0].figure == str(figure) and figure.name in found[0].cause
@@ -134,22 +134,22 @@ def test_the_thresholds_are_those_of_the_trust_table(figure: Figure, moves: bool
 def test_operands_of_wgrad_may_lose_more() -> None:
     key = ("a", "wgrad")
     for share, moves in ((0.15, False), (0.25, True)):
-        read = {key: {0: [Figure("underflow", "dy", share)]}}
-        assert bool(decide(1, {}, read, {key: LADDER}, {key: Work(0.1)}, Limits())[1]) is moves
+        read = {key: {0: [Metric("underflow", "dy", share)]}}
+        assert bool(decide(1, {}, read, {key: LADDER}, {key: GemmCost(0.1)}, Limits())[1]) is moves
 
 
 def test_a_gemm_without_figures_stays_where_it_is() -> None:
-    places = {KEY: Place(1, "blockwise", healthy=2, step=10, why="so")}
-    assert decide(20, places, {}, {KEY: LADDER}, {KEY: Work(0.1)}, Limits()) == (places, [])
+    places = {KEY: GemmState(1, "blockwise", healthy=2, step=10, why="so")}
+    assert decide(20, places, {}, {KEY: LADDER}, {KEY: GemmCost(0.1)}, Limits()) == (places, [])
 
 
 @pytest.mark.parametrize(("word", "level"), [("bf16", 10.0), ("rowwise", 30.0)])
 def test_where_rules_begin_with_a_finer_recipe_no_gemm_takes_the_rung_of_another(word, level) -> None:
     whole, shorter = (*("tensorwise", "rowwise"), *LADDER[1:]), LADDER[1:]
-    places = {KEY: Place(whole.index(word), word, step=10)}
-    found, said = decide(20, places, {KEY: {0: sqnr(level)}}, {KEY: shorter}, {KEY: Work(0.1)}, Limits())
+    places = {KEY: GemmState(whole.index(word), word, step=10)}
+    found, said = decide(20, places, {KEY: {0: sqnr(level)}}, {KEY: shorter}, {KEY: GemmCost(0.1)}, Limits())
     assert said == [] and found[KEY].rung == (word == "bf16")  # and nothing into high precision without a decision
-    again, said = decide(30, found, {}, {KEY: whole}, {KEY: Work(0.1)}, Limits())
+    again, said = decide(30, found, {}, {KEY: whole}, {KEY: GemmCost(0.1)}, Limits())
     assert said == [] and again == places
 
 
@@ -176,7 +176,7 @@ def test_whatever_is_measured(levels: list[list[float]], budget: float, patience
             if d.kind == "returns":
                 assert d.value > d.threshold and before[key].healthy == patience - 1
         moved = {(d.layer, d.gemm) for d in found if d.kind != "refused"}
-        assert all(run.rung(k) == before.get(k, Place()).rung for k in keys if k not in moved)
+        assert all(run.rung(k) == before.get(k, GemmState()).rung for k in keys if k not in moved)
         assert len(moved) == len([d for d in found if d.kind != "refused"])
 
 

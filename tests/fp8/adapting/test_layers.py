@@ -10,7 +10,17 @@ import torch
 from torch import nn
 
 from octavo import fp8
-from octavo.fp8.adapting import Judge, Limits, Place, apply_moves, casts_to_try, decide, finer, ladders, work_of
+from octavo.fp8.adapting import (
+    GemmState,
+    Limits,
+    RecipeTrials,
+    apply_moves,
+    build_ladders,
+    casts_to_try,
+    decide,
+    finer_recipes,
+    gemm_costs,
+)
 from octavo.fp8.observe import recorder
 from octavo.fp8.proof import Proof
 
@@ -50,21 +60,25 @@ def same(a, b):
 
 
 def test_ladders_have_finer_recipes_and_end_in_high_precision() -> None:
-    assert finer("tensorwise") == ("rowwise", "blockwise") and finer("rowwise") == ("blockwise",)
-    assert finer("blockwise") == finer("mxfp8") == ()
-    assert finer("tensorwise", ["blockwise"]) == finer("rowwise", ["rowwise", "blockwise"]) == ("blockwise",)
-    assert finer("blockwise", []) == ()
+    assert finer_recipes("tensorwise") == ("rowwise", "blockwise") and finer_recipes("rowwise") == ("blockwise",)
+    assert finer_recipes("blockwise") == finer_recipes("mxfp8") == ()
+    assert (
+        finer_recipes("tensorwise", ["blockwise"])
+        == finer_recipes("rowwise", ["rowwise", "blockwise"])
+        == ("blockwise",)
+    )
+    assert finer_recipes("blockwise", []) == ()
     plan = fp8.plan(Net(), fp8.Policy("tensorwise", wgrad="bf16", rules=(fp8.Rule("down", "mxfp8", wgrad="fp8"),)))
-    found = ladders(plan)
+    found = build_ladders(plan)
     assert found["up", "fwd"] == ("tensorwise", "rowwise", "blockwise", "bf16") and ("up", "wgrad") not in found
     assert found["down", "wgrad"] == ("mxfp8", "bf16") and not any(layer == "lm_head" for layer, _ in found)
-    assert ladders(fp8.plan(Net(), fp8.Policy("delayed"))) == {}
+    assert build_ladders(fp8.plan(Net(), fp8.Policy("delayed"))) == {}
 
 
 def test_the_work_of_gemms_is_their_share_of_the_linear_flops() -> None:
     model = Net()
     model.up.weight.requires_grad_(False)
-    work = work_of(fp8.plan(model, "blockwise"))
+    work = gemm_costs(fp8.plan(model, "blockwise"))
     assert work["up", "fwd"].flops == pytest.approx(1 / 5) and ("up", "wgrad") not in work
     assert sum(one.flops for one in work.values()) == pytest.approx(1.0)
     assert all(one.time is None for one in work.values())
@@ -74,32 +88,36 @@ def test_of_a_measured_plan_it_is_a_share_of_time_too() -> None:
     plan = fp8.plan(Net(), "blockwise")
     times = [SimpleNamespace(high=3.0, planned=2.4), SimpleNamespace(high=1.0, planned=1.6), None]
     rows = tuple(replace(row, times=found) for row, found in zip(plan.rows, times, strict=True))
-    work = work_of(replace(plan, rows=rows))
+    work = gemm_costs(replace(plan, rows=rows))
     assert work["up", "fwd"].time == pytest.approx(0.6 / 3 / 4.0) and work["down", "fwd"].time == 0.0
 
 
 def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
     plan = fp8.plan(Net(), "tensorwise")
     why = "sqnr of x 9.0 dB, at least 25.0 dB"
-    places = {("up", "fwd"): Place(2, "blockwise", step=30, why=why), ("up", "wgrad"): Place(3, "bf16")}
-    moved = apply_moves(plan, ladders(plan), places)
+    places = {("up", "fwd"): GemmState(2, "blockwise", step=30, why=why), ("up", "wgrad"): GemmState(3, "bf16")}
+    moved = apply_moves(plan, build_ladders(plan), places)
     up, down = moved.rows[0], moved.rows[1]
-    assert up.recipe is not None and up.recipe.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
+    assert up.recipe is not None and up.recipe.summary() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
     assert "adapt: fwd blockwise since step 30 (sqnr of x 9.0 dB" in up.reason and set(up.selections) == {
         "fwd",
         "dgrad",
     }
     assert down is plan.rows[1] and moved.share == pytest.approx(1 - 1 / 6)
-    high = apply_moves(plan, ladders(plan), {("up", gemm): Place(3, "bf16") for gemm in ("fwd", "dgrad", "wgrad")})
+    high = apply_moves(
+        plan, build_ladders(plan), {("up", gemm): GemmState(3, "bf16") for gemm in ("fwd", "dgrad", "wgrad")}
+    )
     assert high.rows[0].recipe is None and high.share == pytest.approx(0.5)
-    assert apply_moves(plan, ladders(plan), {}) is plan
+    assert apply_moves(plan, build_ladders(plan), {}) is plan
 
 
 def test_a_layer_that_turned_computes_as_one_that_was_made_so_and_back(tmp_path) -> None:
     model, plan = ready()
     before, parameters = step(model, batch()), list(model.parameters())
     words = {("up", "fwd"): "blockwise", ("up", "wgrad"): "bf16", ("down", "dgrad"): "rowwise"}
-    moved = apply_moves(plan, ladders(plan), {key: Place(ladders(plan)[key].index(w), w) for key, w in words.items()})
+    moved = apply_moves(
+        plan, build_ladders(plan), {key: GemmState(build_ladders(plan)[key].index(w), w) for key, w in words.items()}
+    )
     assert fp8.switch_plan(model, plan, moved) == ("up", "down")
     file = fp8.save_plan(moved, tmp_path / "moved.json")  # a plan file has the words of mixed recipes
     fresh = Net()
@@ -141,7 +159,7 @@ def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_t
         step(model, x)
     with pytest.raises(fp8.ProofError, match="planned in high precision, 1 fwd ran on"):
         Proof(plans.at(1), parts=["foundation"]).observe(counts, {"foundation": 1})
-    proof.follow(plans.at(3), 3)
+    proof.switch_plan(plans.at(3), 3)
     assert proof.pending == {"foundation"}
     proof.observe(counts, {"foundation": 1})
     found = proof.report()
@@ -207,10 +225,10 @@ def test_a_schedule_goes_through_a_plan_file(tmp_path) -> None:
 @pytest.mark.parametrize("policy", [{}, {"fwd": "bf16", "wgrad": "bf16"}])
 def test_a_judge_changes_no_bit_and_sees_what_health_sees(policy) -> None:
     model, plan = ready(**policy)
-    x, ladder = batch(3.0), ladders(plan)
+    x, ladder = batch(3.0), build_ladders(plan)
     before = step(model, x)
-    judge = Judge(casts_to_try(plan, ladder, {}))
-    with judge.attached(), fp8.health() as health:
+    judge = RecipeTrials(casts_to_try(plan, ladder, {}))
+    with judge.attach(), fp8.health() as health:
         assert same(step(model, x), before)
     found, table = judge.figures(lambda sums: sums), health.table().get("up", {})
     roles = {("fwd", "x"): "x", ("fwd", "w"): "w", ("dgrad", "dy"): "dy", ("wgrad", "x"): "x_wgrad"}
@@ -224,21 +242,21 @@ def test_a_judge_changes_no_bit_and_sees_what_health_sees(policy) -> None:
     if not policy:
         (cosine,) = [f.value for f in found["up", "wgrad"][0] if f.name == "cosine"]
         assert cosine == pytest.approx(table["dw_cosine"], abs=1e-7)
-    assert not recorder.watching()
+    assert not recorder.is_watching()
 
 
 def test_a_gemm_in_high_precision_is_tried_in_the_recipe_below_and_computes_as_it_does() -> None:
     model, plan = ready()
-    ladder = ladders(plan)
-    places = {key: Place(len(ladder[key]) - 1, "bf16", step=1) for key in ladder}
+    ladder = build_ladders(plan)
+    places = {key: GemmState(len(ladder[key]) - 1, "bf16", step=1) for key in ladder}
     fp8.switch_plan(model, plan, apply_moves(plan, ladder, places))
     stock, x = Net(), batch(1e6)
-    judge = Judge(casts_to_try(plan, ladder, places))
-    with judge.attached():
+    judge = RecipeTrials(casts_to_try(plan, ladder, places))
+    with judge.attach():
         assert same(step(model, x), step(stock, x))
     found = judge.figures(lambda sums: sums)
     assert set(found["up", "fwd"]) == {2} and {f.name for f in found["up", "wgrad"][2]} >= {"cosine", "sqnr"}
-    _, said = decide(10, places, found, ladder, work_of(plan), Limits(patience=1, budget=1.0))
+    _, said = decide(10, places, found, ladder, gemm_costs(plan), Limits(patience=1, budget=1.0))
     back = {(d.layer, d.gemm) for d in said if d.kind == "returns"}
     assert ("up", "wgrad") in back  # 128 x 1 holds the outlier's column alone, and 1 x 128 all columns of a row
     assert ("up", "fwd") not in back
@@ -246,12 +264,12 @@ def test_a_gemm_in_high_precision_is_tried_in_the_recipe_below_and_computes_as_i
 
 def test_an_outlier_moves_what_it_spoils_and_nothing_else() -> None:
     model, plan = ready()
-    ladder, places, log = ladders(plan), {}, []
+    ladder, places, log = build_ladders(plan), {}, []
     for number in range(1, 14):
-        judge = Judge(casts_to_try(plan, ladder, places))
-        with judge.attached():
+        judge = RecipeTrials(casts_to_try(plan, ladder, places))
+        with judge.attach():
             step(model, batch(1e7 if 2 <= number <= 4 else 1.0))
-        places, said = decide(number, places, judge.figures(lambda s: s), ladder, work_of(plan), Limits(patience=2))
+        places, said = decide(number, places, judge.figures(lambda s: s), ladder, gemm_costs(plan), Limits(patience=2))
         log += [(number, d.gemm, d.kind, d.before, d.after) for d in said]
         assert {d.layer for d in said} <= {"up"}
     assert log == [
@@ -271,9 +289,9 @@ def test_muted_backwards_and_recomputation_show_a_product_once() -> None:
         def on_product(self, layer, gemm, a, b):
             seen.append((layer, gemm, tuple(a.shape), tuple(b.shape)))
 
-    with recorder.attached(judge=Listener()):
+    with recorder.attach(observer=Listener()):
         y = torch.utils.checkpoint.checkpoint(model, batch().requires_grad_(), use_reentrant=False)
-        with recorder.muted():
+        with recorder.mute_reports():
             y.sum().backward(retain_graph=True)
         y.sum().backward()
     assert sorted(seen) == sorted(

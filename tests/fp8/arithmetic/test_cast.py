@@ -289,7 +289,7 @@ def test_inference_mode_and_autocast_change_nothing() -> None:
 
 @pytest.mark.parametrize("spec", MIXED_SPECS, ids=str)
 def test_devices_that_must_not_wait_take_the_same_rules(spec: CastSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cast, "_may_look", lambda tensor: False)
+    monkeypatch.setattr(cast, "_can_read_values", lambda tensor: False)
     x = torch.randn(66, 133, generator=torch.Generator().manual_seed(6))
     check(x, spec)
     x[3, 5], x[65, 131], x[:, 32:64], x[2:4] = math.nan, -math.inf, 1e-38, 0.0

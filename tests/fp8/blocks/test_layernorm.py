@@ -31,7 +31,7 @@ def pair(kind, k=96, dtype=torch.float32):
         for p in norm.parameters():
             p.copy_(torch.randn(p.shape) + 1)
     twin = copy.deepcopy(norm)
-    assert layernorm.is_norm(norm) and layernorm.save(twin) is None
+    assert layernorm.is_norm(norm) and layernorm.save_as_codes(twin) is None
     return norm, twin
 
 
@@ -183,9 +183,9 @@ def test_norms_that_stay():
         (nn.LayerNorm(8).double(), "float64"),
         (nn.RMSNorm(8), "no number named"),
     ):
-        reason = layernorm.save(norm)
+        reason = layernorm.save_as_codes(norm)
         assert reason is not None and word in reason, reason
         assert "Fp8" not in type(norm).__name__
-    assert layernorm.save(pair("layer")[1]) == layernorm.save(pair("rms")[1]) == "fused before"
+    assert layernorm.save_as_codes(pair("layer")[1]) == layernorm.save_as_codes(pair("rms")[1]) == "fused before"
     assert not layernorm.is_norm(nn.BatchNorm1d(8)) and not layernorm.is_norm(nn.GroupNorm(2, 8))
     assert not layernorm.is_norm(nn.Linear(8, 8))

@@ -53,7 +53,7 @@ def pair(kind=Gated, recipe="blockwise", dtype=torch.float32, policy=None, toget
     if together:
         assert gated_mlp.fuse(mlp) is None and gated_mlp.fuse(twin, saves=True) is None
     else:
-        assert saved_mlp.save(twin) is None
+        assert saved_mlp.save_as_codes(twin) is None
     return mlp, twin
 
 
@@ -97,7 +97,7 @@ class Rounded(torch.autograd.Function):
 
 def rounding(mlp):
     """The same MLP, written out: autograd keeps everything."""
-    names = saved_mlp.parts(mlp)
+    names = saved_mlp.find_parts(mlp)
     held = mlp._modules
 
     def forward(m, x):
@@ -284,7 +284,7 @@ def test_who_takes_the_stock_forward(kind):
         assert same(stock, run(mlp, x)[0])
     assert not same(run(twin, x)[0], run(mlp, x)[0])  # and back
     assert twin(torch.zeros(0, 96)).shape == (0, 96)
-    act = twin._modules[saved_mlp.parts(twin).act]
+    act = twin._modules[saved_mlp.find_parts(twin).act]
     seen = []
     handle = act.register_forward_hook(lambda *a: seen.append(a[2]))
     assert same(run(twin, x)[0], run(mlp, x)[0]) and len(seen) == 1
@@ -378,17 +378,20 @@ def test_mlps_that_stay():
         (hooked, "has hooks"), (Plain().double(), "float64"),
     ]  # fmt: skip
     for module, word in cases:
-        reason = saved_mlp.save(module)
+        reason = saved_mlp.save_as_codes(module)
         assert reason is not None and word in reason, (word, reason)
         assert "Fp8" not in type(module).__name__
-    assert saved_mlp.save(Dropping(0.0)) is None
-    assert saved_mlp.parts(nn.Sequential(nn.Linear(2, 2))) is None and saved_mlp.parts(Gated()).first[1] == "up_proj"
+    assert saved_mlp.save_as_codes(Dropping(0.0)) is None
+    assert (
+        saved_mlp.find_parts(nn.Sequential(nn.Linear(2, 2))) is None
+        and saved_mlp.find_parts(Gated()).first[1] == "up_proj"
+    )
 
 
 def test_dropout_that_was_set_later_is_obeyed():
     torch.manual_seed(0)
     mlp = Dropping(0.0)
-    assert saved_mlp.save(mlp) is None
+    assert saved_mlp.save_as_codes(mlp) is None
     x = given()
     mlp.drop.p = 0.5
     assert (mlp(x) == 0).float().mean() > 0.3

@@ -9,7 +9,7 @@ from torch import nn
 
 from octavo.fp8 import planning
 from octavo.fp8.blocks import rmsnorm
-from octavo.fp8.blocks.probe import one_of_a_kind, trial
+from octavo.fp8.blocks.probe import cache_trial, share_trials
 
 
 class Norm(nn.Module):
@@ -34,7 +34,7 @@ _CONFIG = object()
 def _counted() -> tuple[list[nn.Module], Callable[[nn.Module], str | None]]:
     tried: list[nn.Module] = []
 
-    @trial
+    @cache_trial
     def ask(module: nn.Module) -> str | None:
         assert torch.get_num_threads() == 1
         tried.append(module)
@@ -47,10 +47,10 @@ def test_one_stands_for_its_kind() -> None:
     tried, ask = _counted()
     threads = torch.get_num_threads()
     first, alike = nn.Sequential(Norm(), nn.SiLU()), nn.Sequential(Norm(), nn.SiLU())
-    with one_of_a_kind():
+    with share_trials():
         assert ask(first) == ask(alike) == "no. 1" and tried == [first]
     assert ask(alike) == "no. 2", "a verdict is forgotten with the plan that asked for it"
-    with one_of_a_kind():
+    with share_trials():
         assert ask(first) == "no. 3"
     assert torch.get_num_threads() == threads
 
@@ -64,14 +64,16 @@ def test_what_differs_is_tried_itself() -> None:
     own.register_buffer("table", torch.zeros(2))
     different = [Norm(), small, Norm(eps=1e-5), Norm(offset=1.0), Norm(dtype=torch.bfloat16), Other()]
     different += [configured, hooked, trained, own, nn.Sequential(Norm()), nn.Sequential(Norm(eps=1e-5))]
-    with one_of_a_kind():
+    with share_trials():
         assert len({ask(module) for module in different}) == len(different) == len(tried)
 
 
 def test_a_plan_tries_each_kind_once(monkeypatch) -> None:
     calls = []
-    monkeypatch.setattr(rmsnorm, "_stock", lambda *given, real=rmsnorm._stock: calls.append(given) or real(*given))
+    monkeypatch.setattr(
+        rmsnorm, "_run_stock", lambda *given, real=rmsnorm._run_stock: calls.append(given) or real(*given)
+    )
     norms = nn.ModuleDict({f"norm{i}": Norm(offset=float(i == 2)) for i in range(6)})
-    found = planning.blocks_of(norms, (), on=False, saving=("foundation",))
+    found = planning.plan_blocks(norms, (), on=False, saving=("foundation",))
     assert [block.saves for block in found] == [True, True, False, True, True, True]
     assert "Gemma" in found[2].why and len(calls) == 2

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemm
 from transformers.models.siglip.modeling_siglip import SiglipVisionModel
 
 from octavo import fp8, models
-from octavo.fp8.dense.swap import Swapped
+from octavo.fp8.dense.swap import SwappedModule
 from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.planning import unfuse
 from octavo.fp8.proof import Proof
@@ -97,7 +97,9 @@ def test_a_few_steps_beside_16_bits(family, fuse):
     assert sorted(cosines.values())[len(cosines) // 2] > 0.99
     names = {n for n, _ in twin.named_modules()}
     unfuse(twin)
-    assert not any(isinstance(m, Swapped) for m in twin.modules()) and names == {n for n, _ in twin.named_modules()}
+    assert not any(isinstance(m, SwappedModule) for m in twin.modules()) and names == {
+        n for n, _ in twin.named_modules()
+    }
 
 
 LEFT = {"self_attn", "attn", "attention", "qkv", "q_proj", "k_proj", "v_proj"}

@@ -280,7 +280,7 @@ def test_a_foreign_state_is_refused():
 def test_fingerprints_weigh_each_row_and_reuse_their_weights():
     from octavo.fp8.dense import delayed
 
-    delayed._odd_numbers.clear()
+    delayed._odd_multiplier_cache.clear()
     found = {}
     for rows in (4, 9, 3):
         x = torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
@@ -288,5 +288,5 @@ def test_fingerprints_weigh_each_row_and_reuse_their_weights():
         want = (bits.sum(1) * torch.arange(1, 2 * rows, 2)).sum() | 1
         assert int(delayed._fingerprint(x)) == int(want)
         assert int(delayed._fingerprint(x.flip(0))) != int(want)
-        (found[rows],) = delayed._odd_numbers.values()
+        (found[rows],) = delayed._odd_multiplier_cache.values()
     assert found[3] is found[9] and found[9].shape == (9,)

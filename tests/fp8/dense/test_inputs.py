@@ -39,7 +39,7 @@ def three(recipe="blockwise", **kwargs):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    inputs.forget()
+    inputs.drop_entries()
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def of_x(casts, features=64):
 def warm(m, x):
     m(x.clone()).sum().backward()
     m.zero_grad()
-    inputs.forget()
+    inputs.drop_entries()
 
 
 def each_by_itself(m, x):
@@ -82,7 +82,7 @@ def each_by_itself(m, x):
     x = x.detach().clone().requires_grad_()
     ys = []
     for layer in (m.q, m.k, m.v):
-        inputs.forget()
+        inputs.drop_entries()
         ys.append(layer(x))
     return x, torch.cat(ys, -1)
 
@@ -330,7 +330,7 @@ def test_a_capture_shares_nothing_with_what_is_outside(casts, monkeypatch):
     m.q(x)
     before = m.q._site.codes.casts
     casts.clear()
-    monkeypatch.setattr(inputs, "_capturing", lambda _: True)
+    monkeypatch.setattr(inputs, "_is_capturing", lambda _: True)
     monkeypatch.setattr(cache, "_capturing", lambda _: True)
     k = m.k(x)
     assert of_x(casts) == ["quantize_both"] + ["quantize"]  # the input's, and the weight's

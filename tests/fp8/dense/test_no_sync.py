@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from octavo import fp8
 from octavo.fp8.arithmetic import cast
-from octavo.fp8.arithmetic.adamw import MASTERS, reference
+from octavo.fp8.arithmetic.adamw import MASTERS, reference_step
 from octavo.fp8.arithmetic.moments import STATES
 from octavo.fp8.optim import engine
 from octavo.fp8.optim.in_backward import clip_factor, gradient_norm
@@ -46,7 +46,7 @@ class NeverWaits(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def as_on_a_device(monkeypatch):
-    monkeypatch.setattr(cast, "_may_look", lambda tensor: False)
+    monkeypatch.setattr(cast, "_can_read_values", lambda tensor: False)
 
 
 def step(m, x, wrap=lambda m, x: m(x)):
@@ -107,7 +107,7 @@ def test_no_step_of_siblings_waits():
 @pytest.mark.parametrize("master", MASTERS)
 def test_no_update_waits(states, master, monkeypatch):
     """The step itself is a kernel where there is one; here, as on a GPU without Triton, it is the reference."""
-    monkeypatch.setattr(engine, "on_cpu", reference)
+    monkeypatch.setattr(engine, "on_cpu", reference_step)
     torch.manual_seed(0)
     dtype = torch.float32 if master == "fp32" else torch.bfloat16
     m = nn.Sequential(nn.Linear(96, 48), nn.Linear(48, 5)).to(dtype)

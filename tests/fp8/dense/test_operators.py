@@ -84,7 +84,7 @@ def test_the_key_says_backends_and_casts_and_nothing_about_the_layer():
     ran = f"reference@{layout.REVISION}"
     square, tall = "e4m3,1,128,pow2;e4m3,128,128,pow2", "e4m3,128,1,pow2;e4m3,128,1,pow2"
     assert a.key == b.key == f"{ran}:{square}|{ran}:{square}|{ran}:{tall}"
-    parts = compiled.gemms(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
+    parts = compiled.parse_key(key_of(named("rowwise", dgrad="bf16", format="hybrid")))
     assert parts.dgrad == "" and parts.operand("dgrad", 0) == ""
     assert parts.operand("wgrad", 0) == f"{ran}:e5m2,-1,1,pow2"
     assert parts.operand("wgrad", 1) == f"{ran}:e4m3,-1,1,pow2"
@@ -93,7 +93,7 @@ def test_the_key_says_backends_and_casts_and_nothing_about_the_layer():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_survives_as_text(name):
     for recipe in (named(name), named(name, wgrad="bf16"), named(name, fwd="bf16", dgrad="bf16")):
-        assert compiled.recipe_of(compiled.casts_of(recipe)) == recipe
+        assert compiled.parse_casts(compiled.format_casts(recipe)) == recipe
 
 
 # --- what the compiler is told ----------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_every_operator_does_what_it_told_the_compiler(name, backend):
     recipe = named(name)
     key, (m, n, k) = key_of(recipe, backend), (5, 24, 40)
     x, w, b = operands(m, n, k)
-    parts = compiled.gemms(key)
+    parts = compiled.parse_key(key)
     for row, col in ((0, 1), (0, None), (None, 1)):
         casts = ("" if row is None else parts.operand("fwd", 0), "" if col is None else parts.operand("wgrad", 1))
         torch.library.opcheck(torch.ops.octavo.cast, (x, *casts), test_utils=CHECKS)
@@ -124,7 +124,7 @@ def test_every_operator_does_what_it_told_the_compiler(name, backend):
 def test_the_gradient_is_right_under_aot_dispatch_with_sizes_unknown(name):
     key = key_of(named(name))
     x, w, b = (t.requires_grad_() for t in operands(37, 24, 40))
-    parts = compiled.gemms(key)
+    parts = compiled.parse_key(key)
     codes = torch.ops.octavo.cast(x.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1))
     torch.library.opcheck(torch.ops.octavo.linear, (x, w, b, *codes, key), test_utils=("test_aot_dispatch_dynamic",))
 
@@ -145,7 +145,7 @@ def test_outputs_never_share_memory():
         out = torch.ops.octavo.cast(torch.randn(16, 16), "one_cast:e4m3,-1,-1,fp32", "one_cast:e4m3,-1,-1,fp32")
     finally:
         del registry._backends["one_cast"]
-        compiled.operand_of.cache_clear()
+        compiled.parse_operand.cache_clear()
     assert len({t.untyped_storage()._cdata for t in out}) == 4
     spec = CastSpec("e4m3", (-1, -1), "fp32")
     row, col = compiled.unpack(*out[:2], 16, 16, spec, 1), compiled.unpack(*out[2:], 16, 16, spec, 0)
@@ -162,7 +162,7 @@ def test_a_tensor_that_cannot_be_cast_is_refused_while_tracing():
 def test_differentiating_twice_is_refused():
     key = key_of(named("rowwise"))
     x, w, _ = (t.requires_grad_() for t in operands(8, 16, 16))
-    parts = compiled.gemms(key)
+    parts = compiled.parse_key(key)
     codes = torch.ops.octavo.cast(x.detach(), parts.operand("fwd", 0), parts.operand("wgrad", 1))
     y = torch.ops.octavo.linear(x, w, None, *codes, key)
     (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
@@ -181,7 +181,7 @@ def layer(name: str = "blockwise", n: int = 24, k: int = 40) -> fp8.Linear:
 
 def forward(module: fp8.Linear, weight: Tensor, x: Tensor) -> Tensor:
     key = module._site.key
-    codes = torch.ops.octavo.cast(x, compiled.gemms(key).operand("fwd", 0), "")
+    codes = torch.ops.octavo.cast(x, compiled.parse_key(key).operand("fwd", 0), "")
     return torch.ops.octavo.linear(x, weight, None, *codes, key)
 
 
@@ -247,7 +247,7 @@ def test_weights_that_are_cast_twice_lie_for_the_gemm_that_reads_them(name, monk
     monkeypatch.setattr(type(registry.get("reference")), "quantize", quantize)
     w, x, recipe = torch.randn(24, 40), torch.randn(4, 40, requires_grad=True), named(name)
     key = key_of(recipe)
-    codes = torch.ops.octavo.cast(x, compiled.gemms(key).operand("fwd", 0), "")
+    codes = torch.ops.octavo.cast(x, compiled.parse_key(key).operand("fwd", 0), "")
     torch.ops.octavo.linear(x, w, None, *codes, key).sum().backward()
     assert (recipe.fwd.b, 1) in asked and (recipe.dgrad.b, 0) in asked and (recipe.dgrad.b, 1) not in asked
 

@@ -32,7 +32,7 @@ def pair():
     shared = fp8.apply(Attention(), fp8.plan(Attention(), "blockwise"))
     separate = copy.deepcopy(shared)
     for layer in separate.children():
-        layer.register_forward_pre_hook(lambda *_: inputs.forget())
+        layer.register_forward_pre_hook(lambda *_: inputs.drop_entries())
     return shared, separate
 
 

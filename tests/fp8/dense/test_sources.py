@@ -8,7 +8,7 @@ from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.blocks import attention_output, grouped_attention
 from octavo.fp8.dense import inputs, sources
-from octavo.fp8.dense.inputs import Source, forget
+from octavo.fp8.dense.inputs import Source, drop_entries
 from octavo.fp8.dense.sources import SPEC
 from octavo.fp8.memory.accounting import count_saved
 from octavo.fp8.planning import unfuse
@@ -18,21 +18,21 @@ from octavo.fp8.planning import unfuse
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_are_e4m3_in_blocks_of_128_under_powers_of_two(k, dtype):
     x = (torch.randn(2, 3, k) * 2.0 ** torch.randint(-9, 6, (2, 3, 1))).to(dtype)
-    q, want = sources.keep(x), cast.quantize(x.reshape(6, k), SPEC)
+    q, want = sources.encode_activation(x), cast.quantize(x.reshape(6, k), SPEC)
     assert torch.equal(q.data.view(torch.uint8), want.data.view(torch.uint8)) and torch.equal(q.scale, want.scale)
-    y = sources.value(q, dtype)
+    y = sources.decode_activation(q, dtype)
     assert y.dtype == dtype and torch.equal(y, cast.dequantize(want).to(dtype))
 
 
 def test_bad_and_extreme_values():
     x = torch.ones(3, 200)
     x[0, 5], x[1, 150], x[2, 0] = float("nan"), float("-inf"), 3e38
-    y = sources.value(sources.keep(x), torch.bfloat16)
+    y = sources.decode_activation(sources.encode_activation(x), torch.bfloat16)
     assert y[0, :128].isnan().all() and (y[0, 128:] == 1).all()
     assert (y[1, :128] == 1).all() and y[1, 128:].isnan().all()
     assert y[2, 0] > 2e38 and y[2, 128:].eq(1).all()
     big = torch.tensor([[65504.0, float("nan")], [65504.0, 1.0]]).half()
-    y = sources.value(sources.keep(big), torch.float16)
+    y = sources.decode_activation(sources.encode_activation(big), torch.float16)
     assert y[0].isnan().all() and y[1, 0] == 65504  # the code stands for 65536, which fp16 lacks
 
 
@@ -44,7 +44,7 @@ def layer(recipe="blockwise", **policy):
 
 def run(module, x, again=None, lowered=False, grad=True):
     """(output, gradients, what was saved) of a layer, with a source of its input or without."""
-    forget()
+    drop_entries()
     x = x.detach().clone().requires_grad_(grad)
     module.zero_grad(set_to_none=True)
     held = []
@@ -98,13 +98,15 @@ def test_only_the_tensor_itself_has_a_source():
     x, y = torch.randn(4, 96), torch.randn(4, 96)
     source = Source((x,), lambda t: t)
     with inputs.with_source(x, source):
-        assert inputs.source_of(x) is source and inputs.source_of(y) is None and inputs.source_of(x.view(4, 96)) is None
+        assert (
+            inputs.get_source(x) is source and inputs.get_source(y) is None and inputs.get_source(x.view(4, 96)) is None
+        )
         with inputs.with_source(y, source):
-            assert inputs.source_of(y) is source and inputs.source_of(x) is None
-        assert inputs.source_of(x) is source
+            assert inputs.get_source(y) is source and inputs.get_source(x) is None
+        assert inputs.get_source(x) is source
         x.add_(1)
-        assert inputs.source_of(x) is None
-    assert inputs.source_of(y) is None
+        assert inputs.get_source(x) is None
+    assert inputs.get_source(y) is None
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise", "delayed"])
@@ -180,7 +182,7 @@ def test_a_copy_of_attentions_output_is_nobodys():
     assert sum(r.bytes for r in rows[0]) == sum(r.bytes for r in rows[1])
     y = torch.randn(2, 64, 4, 32, requires_grad=True).transpose(1, 2)
     out = nn.functional.scaled_dot_product_attention(y, y, y)
-    shared = attention_output.saved_by_attention
+    shared = attention_output.is_saved_by_attention
     assert shared(out) and shared(out.transpose(1, 2).reshape(2, 64, 128)) and not shared(out * 1) and not shared(y)
     assert not shared(out.reshape(2, 4, 32, 64).reshape(-1))  # a copy
     assert not shared(out.clone()) and not shared(torch.cat([out, out])) and not shared(out.detach())

@@ -75,7 +75,7 @@ def operand(spec: CastSpec, contract: int, *shape: int) -> Quantized:
     """A matrix [rows, columns] or weights [E, N, K], as this project's casts write it for a contraction of dimension
     ``contract``; on the meta device."""
     *experts, rows, cols = shape
-    blocks = layout.grid_of(rows, cols, spec)
+    blocks = layout.grid_shape(rows, cols, spec)
     dtype = E8M0 if spec.scale == "e8m0" else torch.float32
     scale = torch.empty(*experts, *blocks, dtype=dtype, device="meta")
     if experts:
@@ -83,4 +83,4 @@ def operand(spec: CastSpec, contract: int, *shape: int) -> Quantized:
         codes = torch.empty(*experts, *sizes, dtype=spec.fmt.dtype, device="meta")
         return Quantized(codes[:, :rows, :cols] if contract == 1 else codes[:, :cols, :rows].mT, scale, spec)
     codes = layout.codes_buffer(rows, cols, spec, contract, torch.device("meta"))[1]
-    return layout.scales_for(Quantized(codes, scale, spec), contract)
+    return layout.reorder_scales(Quantized(codes, scale, spec), contract)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, reference_step
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, STATES
 from octavo.fp8.kernels import registry
@@ -93,7 +93,7 @@ def test_it_equals_the_reference_bit_for_bit(states: str, master: str) -> None:
     hyper = settings(states, master)
     for step, factor in ((1, None), (2, torch.tensor(0.7))):
         given, also = with_gradients(one, other, step)
-        reference(given, hyper, factor, None)
+        reference_step(given, hyper, factor, None)
         with launches() as seen:
             adamw.step(also, hyper, factor)
         assert seen == {"adamw_step": 4}, "one launch for each type of gradient, aligned or not"
@@ -111,7 +111,7 @@ def test_what_is_not_finite_and_what_is_tiny_or_huge(states: str) -> None:
             groups[0, 3], groups[1, 5] = float("nan"), float("inf")
             groups[2], groups[3] = 0.0, 1e-30  # whose squares vanish
             groups[4, ::2], groups[5, 7] = 1e19, 1e20  # whose squares are 2^126 and more; infinite
-        reference(given, settings(states, "bf16+16"), None, None)
+        reference_step(given, settings(states, "bf16+16"), None, None)
         adamw.step(also, settings(states, "bf16+16"))
     assert_same(one, other)
     assert one[0].weight[3].isnan() and one[0].weight[896:].isfinite().all()
@@ -131,7 +131,7 @@ def test_groups_that_ranks_share_are_given_their_extrema(states: str) -> None:
 
     for step in (1, 2):
         given, also = with_gradients(one, other, step)
-        reference(given, settings(states, "bf16+16"), None, agree(0))
+        reference_step(given, settings(states, "bf16+16"), None, agree(0))
         adamw.step(also, settings(states, "bf16+16"), None, agree(1))
     assert_same(one, other)
     assert asked[0] == asked[1] and (states == "fp32" or asked[0])
@@ -142,7 +142,7 @@ def test_many_pieces_find_their_programs() -> None:
     one, other = both("fp32", "fp32", shapes)
     given, also = with_gradients(one, other, 1)
     also = [p._replace(step=1 + p.index) for p in also]  # each with scalars of its own
-    reference([p._replace(step=1 + p.index) for p in given], settings("fp32", "fp32"), None, None)
+    reference_step([p._replace(step=1 + p.index) for p in given], settings("fp32", "fp32"), None, None)
     adamw.step(also, settings("fp32", "fp32"))
     assert_same(one, other)
 

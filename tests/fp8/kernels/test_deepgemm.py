@@ -19,7 +19,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import deepgemm_backend, registry
-from octavo.fp8.kernels.groups import TILE, Routing, route
+from octavo.fp8.kernels.groups import TILE, Routing, group_rows
 from octavo.fp8.metrics import calc_diff
 
 BACKEND, REFERENCE = registry.get("deepgemm"), registry.get("reference")
@@ -177,7 +177,7 @@ def test_groups_equal_the_loop_over_experts(library: list[object], op: str) -> N
     n, k = (200, 144) if op == "fwd" else (144, 200)
     w = torch.randn(4, n, k, generator=generator)
     chosen = torch.cat([torch.zeros(130), torch.full((5,), 3), torch.tensor([7.0, 1.0])]).long()  # expert 2 has none
-    routing = route(chosen, 4)
+    routing = group_rows(chosen, 4)
     x = rows_of(routing, torch.randn(len(chosen), k if op == "fwd" else n, generator=generator))
     casts = recipe("blockwise").gemm(op)
     x_q = cast.quantize(x, casts.a)
@@ -199,7 +199,7 @@ def test_groups_equal_the_loop_over_experts(library: list[object], op: str) -> N
 def test_groups_that_it_would_round_twice_are_tritons(library: list[object]) -> None:
     """A run with fp32 experts, or with biases, must not end in the middle of its first step."""
     pytest.importorskip("triton")
-    routing, generator = route(torch.tensor([0, 1, 1]), 2), torch.Generator().manual_seed(1)
+    routing, generator = group_rows(torch.tensor([0, 1, 1]), 2), torch.Generator().manual_seed(1)
     groups, casts = routing.groups, recipe("blockwise").fwd
     x = rows_of(routing, torch.randn(3, 128, generator=generator))
     x_q = REFERENCE.quantize_rows(x, casts.a, groups)
@@ -262,7 +262,7 @@ def test_why_it_cannot(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     def broken() -> None:
         raise OSError("libnvrtc.so: cannot open\nmore")
 
-    monkeypatch.setattr(deepgemm_backend, "_library", broken)
+    monkeypatch.setattr(deepgemm_backend, "_import_deep_gemm", broken)
     assert BACKEND.supports("fwd", made, CUDA, None) == ("deep_gemm does not import: OSError: libnvrtc.so: cannot open")
     assert "not on cpu" in BACKEND.supports("fwd", made, torch.device("cpu"), None)
     assert deepgemm_backend.why_not_on_gpu((10, 3)) is None

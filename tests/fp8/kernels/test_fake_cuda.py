@@ -66,7 +66,7 @@ def widened(product: tb.Product) -> tb.Product:
 def test_torch_accepts_every_gemm_of_every_recipe(name: str, op: str) -> None:
     for n, k in WIDE:
         for m in TOKENS if (n, k) == WIDE[-1] else (17, 128):
-            product = tb.lay_out(op, *operands(name, op, m, n, k))
+            product = tb.make_product(op, *operands(name, op, m, n, k))
             rows, cols = {"fwd": (m, n), "dgrad": (m, k), "wgrad": (n, k)}[op]
             if product.kind == "block" and product.b.shape[1] % 128:
                 # The rest of the check by its own words: a multiple of 16, contiguous along the contraction.
@@ -86,7 +86,7 @@ def test_any_number_of_tokens(m: int) -> None:
     """M is a free dimension in forward and dgrad, and the contraction of wgrad."""
     for name in RECIPES:
         for op in GEMMS:
-            product = tb.lay_out(op, *operands(name, op, m, 256, 128))
+            product = tb.make_product(op, *operands(name, op, m, 256, 128))
             assert ask(product, torch.float32).dtype is torch.float32
 
 
@@ -94,12 +94,12 @@ def test_any_number_of_tokens(m: int) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_casts_of_the_reference_are_brought_into_line(name: str, op: str) -> None:
     for m, n, k in ((17, 384, 128), (33, 256, 171 if op != "dgrad" else 128)):
-        ask(tb.lay_out(op, *operands(name, op, m, n, k, plain=True)))
+        ask(tb.make_product(op, *operands(name, op, m, n, k, plain=True)))
 
 
 def test_bias_and_fast_accumulation_pass() -> None:
     for name in ("tensorwise", "rowwise"):
-        product = tb.lay_out("fwd", *operands(name, "fwd", 7, 32, 64))
+        product = tb.make_product("fwd", *operands(name, "fwd", 7, 32, 64))
         assert ask(product, fast=True).shape == (7, 32)
 
 
@@ -111,21 +111,21 @@ def refused(product: tb.Product) -> str:
 
 def test_wrong_layouts_are_refused_here() -> None:
     """What these tests are worth: each fault that they should see, made on purpose."""
-    row = tb.lay_out("fwd", *operands("rowwise", "fwd", 33, 80, 144))
+    row = tb.make_product("fwd", *operands("rowwise", "fwd", 33, 80, 144))
     assert "row_major" in refused(row._replace(a=row.a.t().contiguous().t()))
     assert "col_major" in refused(row._replace(b=row.b.contiguous()))
     assert "divisible by 16" in refused(row._replace(a=row.a[:, :140].contiguous(), b=row.b[:140]))
     assert "divisible by 16" in refused(row._replace(b=row.b[:, :75]))
     assert "scale_a" in refused(row._replace(scale_a=row.scale_a[:32]))
     assert "scale_b" in refused(row._replace(scale_b=row.scale_b[:, :64]))
-    block = tb.lay_out("fwd", *operands("blockwise", "fwd", 33, 256, 640))
+    block = tb.make_product("fwd", *operands("blockwise", "fwd", 33, 256, 640))
     assert "stride" in refused(block._replace(scale_a=block.scale_a.contiguous()))
     assert "scale a" in refused(block._replace(scale_a=block.scale_a[:33]))  # without the padding
     assert "scale b" in refused(block._replace(scale_b=block.scale_b[:5]))  # five blocks, not rounded up to eight
     assert "scale b" in refused(block._replace(scale_b=block.scale_b.contiguous()))
-    line = tb.lay_out("wgrad", *operands("blockwise", "wgrad", 300, 80, 144))
+    line = tb.make_product("wgrad", *operands("blockwise", "wgrad", 300, 80, 144))
     assert "scale b" in refused(line._replace(scale_b=line.scale_b.contiguous()))
-    mx = tb.lay_out("fwd", *operands("mxfp8", "fwd", 33, 80, 144))
+    mx = tb.make_product("fwd", *operands("mxfp8", "fwd", 33, 80, 144))
     assert "MX" in refused(mx._replace(scale_a=mx.scale_a[:-1]))
 
 

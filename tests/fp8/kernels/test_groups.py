@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.fp8.kernels.groups import TILE, Groups, Routing, route
+from octavo.fp8.kernels.groups import TILE, Groups, Routing, group_rows
 
 
 def check(chosen: torch.Tensor, experts: int) -> Routing:
     """The layout against its definition, one pair at a time."""
-    routing = route(chosen, experts)
+    routing = group_rows(chosen, experts)
     groups, pairs = routing.groups, chosen.numel()
     sizes, starts, tiles = (t.tolist() for t in (groups.sizes, groups.starts, groups.tiles))
     assert all(t.dtype is torch.int32 for t in groups[:3]) and groups.experts == experts
@@ -64,7 +64,9 @@ def test_the_worst_case_fits() -> None:
 
 
 def test_the_size_depends_on_counts_alone() -> None:
-    rows = {route(chosen, 4).groups.rows for chosen in (torch.zeros(200), torch.arange(200) % 4, torch.full((200,), 9))}
+    rows = {
+        group_rows(chosen, 4).groups.rows for chosen in (torch.zeros(200), torch.arange(200) % 4, torch.full((200,), 9))
+    }
     assert len(rows) == 1
 
 
@@ -77,5 +79,5 @@ def test_any_choice(chosen: list[int], experts: int) -> None:
 def test_two_dimensions_of_choices_and_int32() -> None:
     """The top k of each token, as a router gives them, count as pairs in order."""
     chosen = torch.tensor([[0, 1], [1, 2]])
-    assert isinstance(route(chosen.reshape(-1).int(), 3).groups, Groups)
+    assert isinstance(group_rows(chosen.reshape(-1).int(), 3).groups, Groups)
     check(chosen.reshape(-1).int(), 3)

@@ -23,7 +23,7 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.moments import LAYOUT
 from octavo.fp8.kernels import layout, registry
-from octavo.fp8.kernels.groups import route
+from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.kernels.triton_kernels import fused, fused_kernels, launch
 from octavo.fp8.kernels.triton_kernels.bits import widen
@@ -93,7 +93,7 @@ OPERATIONS = sorted(
     for name, method in vars(Backend).items()
     if inspect.isfunction(method)
     and not name.startswith("_")
-    and name not in ("version", "auto_unsupported", "supports", "scales_for")
+    and name not in ("version", "why_not_auto", "supports", "reorder_scales")
 )
 
 
@@ -103,7 +103,7 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
     one = x[:16, :128].contiguous().nan_to_num()
     across, down = CastSpec(block=(1, -1)), CastSpec(block=(-1, 1))
     q, whole = cast.quantize(one, across), CastSpec(block=(-1, -1), scale="fp32")
-    groups = route(torch.tensor([0, 1, 1, 0, 2]), 2).groups
+    groups = group_rows(torch.tensor([0, 1, 1, 0, 2]), 2).groups
     held, weights = torch.ones(groups.rows, 32), torch.ones(2, 16, 32)
     first = registry.get("reference")
     rows, experts = first.quantize_rows(held, ROW, groups), first.quantize_experts(weights, CastSpec(block=(128, 128)))
@@ -116,8 +116,8 @@ def operations(backend: Backend) -> dict[str, Callable[[], object]]:
         "quantize_with_scale": lambda: backend.quantize_with_scale(one, torch.tensor(0.5), whole),
         "quantize_both_with_scale": lambda: backend.quantize_both_with_scale(one, torch.tensor(0.5), whole),
         "dequantize": lambda: backend.dequantize(q),
-        "laid_for": lambda: backend.laid_for(cast.quantize(one, CastSpec(block=(128, 128))), 0),
-        "relay": lambda: backend.relay(cast.quantize(one, CastSpec(block=(128, 128))), 0),
+        "copy_for_gemm": lambda: backend.copy_for_gemm(cast.quantize(one, CastSpec(block=(128, 128))), 0),
+        "copy_to_layout": lambda: backend.copy_to_layout(cast.quantize(one, CastSpec(block=(128, 128))), 0),
         "gemm_fwd": lambda: backend.gemm_fwd(q, q, torch.float32),
         "gemm_decode": lambda: backend.gemm_decode(q, q, torch.float32),
         "gemm_dgrad": lambda: backend.gemm_dgrad(cast.quantize(one[:, :16], across), cast.quantize(one, down), LOW),

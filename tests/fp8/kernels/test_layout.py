@@ -93,8 +93,8 @@ def test_empty_matrices():
 
 
 def test_grids_and_rounding():
-    assert layout.grid_of(0, 0, CastSpec("e4m3", (-1, 1))) == (1, 0)
-    assert layout.grid_of(130, 300, CastSpec("e4m3", (128, 128))) == (2, 3)
+    assert layout.grid_shape(0, 0, CastSpec("e4m3", (-1, 1))) == (1, 0)
+    assert layout.grid_shape(130, 300, CastSpec("e4m3", (128, 128))) == (2, 3)
     assert [layout.round_up(n, 16) for n in (0, 1, 16, 17)] == [0, 16, 16, 32]
     assert [layout.ceil_div(n, 4) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
 

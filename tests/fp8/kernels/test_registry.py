@@ -194,7 +194,7 @@ def test_triton_says_which_blocks_it_lacks() -> None:
 
 def test_what_triton_says_is_what_its_kernels_take() -> None:
     cast, tiles = (pytest.importorskip(f"octavo.fp8.kernels.triton_kernels.{name}") for name in ("cast", "tiles"))
-    assert triton_backend.SIDES == cast.SIDES
+    assert triton_backend.CAST_SIDES == cast.SIDES
     for across in (-1, 1, 16, 32, 64, 128):
         for along in (-1, 1, 16, 32, 64, 128):
             spec = CastSpec("e4m3", (across, along))
@@ -235,13 +235,13 @@ def test_a_gemm_that_the_recipe_keeps_in_high_precision_is_no_fp8_gemm() -> None
 
 def test_experts_can_be_planned_for_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """Emulated and one by one, as its linear layers are emulated; the reason is there to be shown."""
-    from octavo.fp8.dense.gemms import backends_for
+    from octavo.fp8.dense.gemms import select_layer_backends
     from octavo.fp8.moe.grouped import why_not_grouped
 
     for module in (deepgemm_backend, torch_backend, triton_backend):
         monkeypatch.setattr(module, "_why_not", lambda *device: "this GPU has 8.0")
     chosen, device = recipe("blockwise"), torch.device("cuda")
-    found = backends_for(chosen, device, (None, 64, 32), "auto", "experts")
+    found = select_layer_backends(chosen, device, (None, 64, 32), "auto", "experts")
     assert {s.backend.name for s in found.values()} == {"reference"}
     assert why_not_grouped(chosen, found, device).startswith("reference: it reads the sizes of the experts")
 

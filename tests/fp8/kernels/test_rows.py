@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from octavo import fp8
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.invariance import KERNELS, devices, row_mm
-from octavo.fp8.invariance.attention import Seen, _forward, attention
-from octavo.fp8.kernels.groups import route
+from octavo.fp8.invariance.attention import Visibility, _forward, attention
+from octavo.fp8.kernels.groups import group_rows
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import gemm, row_attention, row_products, row_sums, rows, tiles
 from octavo.fp8.kernels.triton_kernels.launch import INTERPRETED, launches
@@ -78,7 +78,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_is_that_of_the_reference(case: str, dtype: torch.dtype) -> None:
     q, k, v = (random(2, h, 70, n, seed=n, dtype=dtype) for h, n in ((4, 24), (2, 24), (2, 40)))
-    seen = Seen(*(CASES[case].get(name) for name in Seen._fields))
+    seen = Visibility(*(CASES[case].get(name) for name in Visibility._fields))
     got, lse = row_attention.attend(q, k, v, *seen, 0.3)
     want, other = _forward(q, k, v, seen, 0.3)
     other = other.view(2, 4, -1)[:, :, :70]
@@ -132,10 +132,10 @@ def test_fp8_products_have_one_tile(title: str, row_kernels: None) -> None:
     assert not seen["decode_kernel"]
     assert torch.equal(gemm.gemm(triton.quantize(x, casts.a, 1), 1, w, 1, torch.float32, gpu=Gpu(0, 200)), y)
     experts = triton.quantize_experts(random(2, 40, 140, seed=2), casts.b)
-    groups, _, row_of = route(torch.arange(128) % 2, 2)
+    groups, _, row_of = group_rows(torch.arange(128) % 2, 2)
     given = torch.zeros(groups.rows, 140).index_copy_(0, row_of, x)
     every = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, groups), experts, groups, torch.float32)
-    fewer, _, place = route(torch.tensor([1]), 2)
+    fewer, _, place = group_rows(torch.tensor([1]), 2)
     given = torch.zeros(fewer.rows, 140).index_copy_(0, place, x[17:18])
     one = rows.fp8_grouped_product(triton.quantize_rows(given, casts.a, fewer), experts, fewer, torch.float32)
     assert torch.equal(one[place], every[row_of[17:18]])

@@ -18,9 +18,9 @@ from octavo import fp8
 from octavo.doctor import fp8_backends
 from octavo.fp8.dense import compiled_check
 from octavo.fp8.kernels import registry, self_check
-from octavo.fp8.kernels.self_check import Fault, SelfCheckError
+from octavo.fp8.kernels.self_check import Mismatch, SelfCheckError
 from octavo.fp8.optim import engine
-from octavo.fp8.planning import kernels_of
+from octavo.fp8.planning import collect_kernel_checks
 
 CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def test_the_table_is_what_ci_tests_with() -> None:
 def newer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[pytest.MonkeyPatch]:
     """A machine on which nothing passed yet, with a torch and a Triton beyond the table."""
     monkeypatch.setattr(self_check, "TESTED", {"torch": (2, 0), "triton": (3, 0)})
-    monkeypatch.setattr(self_check, "_done", set())
+    monkeypatch.setattr(self_check, "_passed_here", set())
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
     yield monkeypatch
 
@@ -48,7 +48,7 @@ def no_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ran(checks: dict[str, Any], **more: Any) -> tuple[str, ...]:
-    return self_check.ensure(checks, CPU, **more)
+    return self_check.run_checks(checks, CPU, **more)
 
 
 def counting(*names: str) -> tuple[dict[str, Callable[[], None]], list[str]]:
@@ -70,39 +70,41 @@ def test_versions_are_compared_by_their_first_two_numbers(monkeypatch: pytest.Mo
         ("3.0", "3.10.0", ("torch 3.0 (tested up to 2.13)", "triton 3.10.0 (tested up to 3.7)")),
         ("of my own", "3.7.1", ("torch of my own (tested up to 2.13)",)),
     ):
-        monkeypatch.setattr(self_check, "installed", lambda a=torch_version, b=triton: {"torch": a, "triton": b})
-        assert self_check.newer() == expected
+        monkeypatch.setattr(
+            self_check, "installed_versions", lambda a=torch_version, b=triton: {"torch": a, "triton": b}
+        )
+        assert self_check.find_untested() == expected
 
 
 def test_tested_versions_check_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_check, "TESTED", {"torch": (99, 0), "triton": (99, 0)})
-    monkeypatch.setattr(self_check, "_run", lambda *_: pytest.fail("checked although the version was tested"))
+    monkeypatch.setattr(self_check, "_run_check", lambda *_: pytest.fail("checked although the version was tested"))
     fp8.apply(*network())
     assert fp8_backends.versions_tested("cpu").status == "ok"
 
 
 def test_a_plan_is_checked_once_for_a_machine(newer: pytest.MonkeyPatch) -> None:
     model, plan = network()
-    names = list(kernels_of([plan], CPU))
+    names = list(collect_kernel_checks([plan], CPU))
     assert names == [
         *(f"{gemm} of rowwise e4m3 on triton" for gemm in ("fwd", "dgrad", "wgrad")),
         "a compiled layer of rowwise e4m3 on triton",
     ]
     random = torch.get_rng_state()
-    assert ran(kernels_of([plan], CPU), limit=float("inf")) == tuple(names)
+    assert ran(collect_kernel_checks([plan], CPU), limit=float("inf")) == tuple(names)
     assert torch.equal(torch.get_rng_state(), random)
     (entry,) = json.loads(self_check.record_file().read_text())["machines"]
     assert entry["passed"] == sorted(names) and "triton 3" in entry["machine"]["versions"]
-    newer.setattr(self_check, "_run", lambda *_: pytest.fail("checked twice"))
+    newer.setattr(self_check, "_run_check", lambda *_: pytest.fail("checked twice"))
     fp8.apply(model, plan)
-    newer.setattr(self_check, "_done", set())  # another process
+    newer.setattr(self_check, "_passed_here", set())  # another process
     fp8.apply(*network())
     here = self_check.Machine.here(CPU)
     for part in vars(here):  # another device, driver, version or kernel source is another machine
         other = type(here)(**{**vars(here), part: "another"})
-        assert self_check.passed(here) == set(names) and not self_check.passed(other)
+        assert self_check.load_passed(here) == set(names) and not self_check.load_passed(other)
         with newer.context() as changed:
-            changed.setattr(self_check, "_done", set())
+            changed.setattr(self_check, "_passed_here", set())
             changed.setattr(self_check.Machine, "here", lambda device, other=other: other)
             with pytest.raises(pytest.fail.Exception, match="checked twice"):
                 fp8.apply(*network())
@@ -166,9 +168,11 @@ def test_a_planted_fault_is_named_and_nothing_is_applied(newer: pytest.MonkeyPat
         fp8.apply(model, plan)
     assert "Use fp8.backend: reference" in str(raised.value) and "torch 2.0, triton 3.0" in str(raised.value)
     assert type(model[0]) is nn.Linear
-    assert not any("fwd" in name for name in self_check.passed(self_check.Machine.here(CPU))) or "fwd of" not in text
+    assert (
+        not any("fwd" in name for name in self_check.load_passed(self_check.Machine.here(CPU))) or "fwd of" not in text
+    )
     fp8.apply(*network("reference"))  # the way out
-    newer.setattr(self_check, "_run", lambda *_: pytest.fail("the reference was checked against itself"))
+    newer.setattr(self_check, "_run_check", lambda *_: pytest.fail("the reference was checked against itself"))
     fp8.apply(*network("reference"))
 
 
@@ -207,7 +211,7 @@ def test_experts_fused_blocks_and_delayed_scaling_are_checked(
     with torch.no_grad():
         assert check() is None
         monkeypatch.setattr(TRITON, method, spoiled(method, spoil))
-        assert isinstance(check(), Fault)
+        assert isinstance(check(), Mismatch)
 
 
 def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPatch) -> None:
@@ -218,24 +222,24 @@ def test_the_optimizers_kernel_is_checked_as_it_is_chosen(newer: pytest.MonkeyPa
         own(pieces, *more)
         pieces[0].weight[7] += 1e-3
 
-    newer.setattr(engine, "ensure", lambda checks, device: self_check.ensure(checks, CPU))
+    newer.setattr(engine, "run_checks", lambda checks, device: self_check.run_checks(checks, CPU))
     newer.setattr(engine, "adamw_checks", lambda name, device: self_check.adamw_checks(name, CPU))
     newer.setattr(engine, "select", lambda op, **_: registry.Selection(TRITON, "", ()))
-    assert engine.engine(torch.device("meta")) == TRITON.adamw
-    newer.setattr(self_check, "_done", set())
+    assert engine.select_engine(torch.device("meta")) == TRITON.adamw
+    newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "adamw", errs)
     with pytest.raises(SelfCheckError, match=r"adamw on triton computes wrongly: weight with states in fp8 at \[7\]"):
-        engine.engine(torch.device("meta"))
+        engine.select_engine(torch.device("meta"))
 
 
 def test_a_compiled_layer_that_differs_is_found(newer: pytest.MonkeyPatch) -> None:
     chosen = {gemm: registry.Selection(TRITON, "", ()) for gemm in ("fwd", "dgrad", "wgrad")}
     newer.setattr(compiled_check.torch, "compile", lambda function, **_: lambda x: function(x * 1.25))
-    fault = compiled_check.compiled_layer(RECIPE, chosen, CPU)
+    fault = compiled_check.check_compiled_layer(RECIPE, chosen, CPU)
     assert fault is not None and fault.what in ("y", "dx", "dw")
     newer.setattr(compiled_check.torch, "compile", lambda function, **_: function)
-    assert compiled_check.compiled_layer(RECIPE, chosen, CPU) is None
+    assert compiled_check.check_compiled_layer(RECIPE, chosen, CPU) is None
 
 
 def test_what_the_seconds_do_not_suffice_for_comes_at_the_next_start(newer: pytest.MonkeyPatch) -> None:
@@ -243,7 +247,7 @@ def test_what_the_seconds_do_not_suffice_for_comes_at_the_next_start(newer: pyte
     checks, calls = counting("a", "b", "c", "d")
     with pytest.warns(UserWarning, match=r"2 of 4 kernels are not checked yet \(5 s are over; first c\) and are used"):
         assert ran(checks, clock=lambda: next(seconds)) == ("a", "b")
-    newer.setattr(self_check, "_done", set())
+    newer.setattr(self_check, "_passed_here", set())
     assert ran(checks, clock=lambda: next(seconds)) == ("c", "d") and calls == ["a", "b", "c", "d"]
     assert ran(checks) == ()
 
@@ -260,12 +264,12 @@ def test_where_nothing_is_checked(newer: pytest.MonkeyPatch, where: str) -> None
         elif where == "a compile":
             here.setattr(torch.compiler, "is_compiling", lambda: True)
         elif where == "a capture":
-            here.setattr(self_check, "capturing", lambda device: True)
+            here.setattr(self_check, "is_capturing", lambda device: True)
         else:
             device = torch.device("meta" if "meta" in where else "cuda")
             if device.type == "cuda" and torch.cuda.is_available():
                 pytest.skip("this machine has one")
-        assert self_check.ensure(checks, device) == () and not calls
+        assert self_check.run_checks(checks, device) == () and not calls
     assert ran(checks) == ("a",), "it is checked where it may be"
 
 
@@ -277,7 +281,7 @@ def test_a_damaged_record_counts_as_none(newer: pytest.MonkeyPatch, text: str) -
     self_check.record_file().write_bytes(text.encode(errors="surrogateescape"))
     checks, _ = counting("a")
     assert ran(checks) == ("a",)
-    newer.setattr(self_check, "_done", set())
+    newer.setattr(self_check, "_passed_here", set())
     assert ran(checks) == ()
 
 
@@ -293,11 +297,11 @@ def test_the_doctor_says_what_was_tested_and_checked(newer: pytest.MonkeyPatch) 
     check = fp8_backends.versions_tested("cpu")
     assert check.status == "ok" and "tested up to 2.0" in check.found
     assert "the reference is chosen for all GEMMs on cpu" in check.found
-    newer.setattr(type(TRITON), "auto_unsupported", lambda self, device: None)
+    newer.setattr(type(TRITON), "why_not_auto", lambda self, device: None)
     newer.setattr(fp8, "RECIPES", ("rowwise",))
     check = fp8_backends.versions_tested("cpu")
     assert "5 checks of kernels and a compiled layer agree with the reference on cpu" in check.found
-    newer.setattr(self_check, "_done", set())
+    newer.setattr(self_check, "_passed_here", set())
     newer.setenv("OCTAVO_CACHE", str(self_check.record_file().parent / "other"))
     newer.setattr(TRITON, "gemm_wgrad", spoiled("gemm_wgrad", add))
     check = fp8_backends.versions_tested("cpu")

@@ -110,13 +110,13 @@ def test_a_bias_goes_into_a_product_of_blocks_where_that_rounds_once(gpu: Any, m
     monkeypatch.setattr(registry.get("triton"), "gemm_fwd", lambda *_: lent.append(1) or torch.zeros(33, 171))
     x_q, w_q = operands("blockwise", "fwd", 33, 171, 144)
     bias = torch.randn(171, generator=torch.Generator().manual_seed(0)) * 64
-    tb.bias_why_not.cache_clear()
+    tb.why_not_bias.cache_clear()
     try:
         for _ in range(2):
             y = BACKEND.gemm_fwd(x_q, w_q, torch.bfloat16, bias.bfloat16())
-        why_not = tb.bias_why_not(CPU, torch.bfloat16)
+        why_not = tb.why_not_bias(CPU, torch.bfloat16)
     finally:
-        tb.bias_why_not.cache_clear()
+        tb.why_not_bias.cache_clear()
     if gpu is of_blocks:
         exactly = product("fwd", x_q, w_q) + bias.bfloat16().double()
         assert why_not is None and not lent and len(tries) == 4 and y.shape == (33, 171)
@@ -130,8 +130,8 @@ def test_a_bias_goes_into_a_product_of_blocks_where_that_rounds_once(gpu: Any, m
 
 def test_a_slice_of_a_fused_bias_is_brought_into_line() -> None:
     bias = torch.arange(64, dtype=torch.bfloat16)[3:19]
-    assert tb._aligned(bias).storage_offset() == 0 and torch.equal(tb._aligned(bias), bias)
-    assert tb._aligned(bias.clone()).data_ptr() != bias.data_ptr()
+    assert tb._align_bias(bias).storage_offset() == 0 and torch.equal(tb._align_bias(bias), bias)
+    assert tb._align_bias(bias.clone()).data_ptr() != bias.data_ptr()
 
 
 @pytest.mark.parametrize("op", ("fwd", "dgrad", "wgrad"))
@@ -141,7 +141,7 @@ def test_row_scales_by_hand_are_the_same(op: str) -> None:
         a_q, b_q = operands("rowwise", op, m, n, k)
         right = product(op, a_q, b_q)
         rows, cols = right.shape
-        y = tb._by_hand(tb.lay_out(op, a_q, b_q), op == "fwd", None, torch.float32, rows, cols)
+        y = tb._multiply_rows(tb.make_product(op, a_q, b_q), op == "fwd", None, torch.float32, rows, cols)
         assert y.shape == right.shape and y.is_contiguous() and calc_diff(y, right) < 1e-10
 
 
@@ -194,13 +194,13 @@ def test_row_scales_by_hand_stay_finite_where_the_product_is() -> None:
         a_q, b_q = (
             BACKEND.quantize(torch.full((n, 128), v), s) for n, v, s in ((16, large, gemm.a), (32, small, gemm.b))
         )
-        y = tb._by_hand(tb.lay_out("fwd", a_q, b_q), True, None, torch.float32, 16, 32)
+        y = tb._multiply_rows(tb.make_product("fwd", a_q, b_q), True, None, torch.float32, 16, 32)
         assert bool(y.isfinite().all()) and calc_diff(y, product("fwd", a_q, b_q)) < 1e-10
 
 
 def test_operands_are_handed_over_without_copies_where_they_lie_right() -> None:
     x_q, w_q = operands("rowwise", "fwd", 32, 48, 64)
-    given = tb.lay_out("fwd", x_q, w_q)
+    given = tb.make_product("fwd", x_q, w_q)
     assert given.a.data_ptr() == x_q.data.data_ptr() and given.b.data_ptr() == w_q.data.data_ptr()
     assert given.scale_a.data_ptr() == x_q.scale.data_ptr()
 
@@ -271,8 +271,7 @@ def test_what_it_says_of_the_cpu() -> None:
     assert BACKEND.supports("grouped_fwd", recipe("rowwise"), CPU, None) == "it has no grouped_fwd"
     assert "high precision" in BACKEND.supports("wgrad", recipe("rowwise", wgrad="bf16"), CPU, None)
     assert (
-        "slower than the reference" in BACKEND.auto_unsupported(CPU)
-        and BACKEND.auto_unsupported(torch.device("cuda")) is None
+        "slower than the reference" in BACKEND.why_not_auto(CPU) and BACKEND.why_not_auto(torch.device("cuda")) is None
     )
     assert "not on meta" in BACKEND.supports("fwd", recipe("rowwise"), torch.device("meta"), None)
 
@@ -320,11 +319,11 @@ def test_the_kind_of_a_gemm() -> None:
         "mxfp8": ("mx",) * 3,
     }.items():
         gemms = [recipe(name).gemm(op) for op in CONTRACTED]
-        assert tuple(tb.kind_of(op, g.a, g.b) for op, g in zip(CONTRACTED, gemms, strict=True)) == kinds
+        assert tuple(tb.scaling_kind(op, g.a, g.b) for op, g in zip(CONTRACTED, gemms, strict=True)) == kinds
     line, square, tensor = CastSpec(), CastSpec("e4m3", (128, 128)), CastSpec("e5m2", (-1, -1), "fp32")
-    assert tb.kind_of("fwd", square, line) is None and tb.kind_of("fwd", tensor, tensor) is None
-    assert tb.kind_of("fwd", CastSpec("e4m3", (1, 32)), CastSpec("e4m3", (1, 32))) is None  # mx is e8m0
-    assert tb.kind_of("fwd", CastSpec("e4m3", (1, 128), "e8m0"), square) is None
+    assert tb.scaling_kind("fwd", square, line) is None and tb.scaling_kind("fwd", tensor, tensor) is None
+    assert tb.scaling_kind("fwd", CastSpec("e4m3", (1, 32)), CastSpec("e4m3", (1, 32))) is None  # mx is e8m0
+    assert tb.scaling_kind("fwd", CastSpec("e4m3", (1, 128), "e8m0"), square) is None
 
 
 @pytest.mark.parametrize("rows, blocks", ((1, 1), (128, 4), (130, 5), (300, 37)))
@@ -332,7 +331,7 @@ def test_mx_scales_are_swizzled_as_documented(rows: int, blocks: int) -> None:
     """Each byte by the formula of cuBLAS's documentation; the rest zero."""
     generator = torch.Generator().manual_seed(rows)
     scale = torch.randint(1, 255, (rows, blocks), generator=generator, dtype=torch.uint8)
-    flat = tb.swizzled(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
+    flat = tb.swizzle_scales(scale.view(torch.float8_e8m0fnu)).view(torch.uint8)
     tiles_across = -(-blocks // 4)
     expected = torch.zeros(-(-rows // 128) * tiles_across * 512, dtype=torch.uint8)
     for row in range(rows):

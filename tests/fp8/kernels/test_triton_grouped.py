@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.recipe import recipe
 from octavo.fp8.kernels import reference_grouped
-from octavo.fp8.kernels.groups import TILE, Groups, of_expert, route, spans
+from octavo.fp8.kernels.groups import TILE, Groups, expert_spans, group_rows, select_expert
 from octavo.fp8.kernels.registry import get
 from octavo.fp8.kernels.triton_kernels import grouped
 from octavo.fp8.kernels.triton_kernels.gemm import gemm
@@ -28,7 +28,7 @@ def routed(*sizes: int, strangers: int = 3) -> Groups:
     """Groups of experts with that many rows each, the pairs shuffled, some belonging to nobody."""
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.full((strangers,), len(sizes))])
     shuffled = chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(0))]
-    return route(shuffled, len(sizes)).groups
+    return group_rows(shuffled, len(sizes)).groups
 
 
 UNEVEN = routed(130, 0, 5, strangers=130)  # tiles of expert 0, 0, 2, and of none
@@ -74,10 +74,10 @@ def test_every_recipe_and_gemm(title: str, which: str) -> None:
         got = run(which, a, b, groups, gpu)
     assert seen[name] == 1
     assert got.isfinite().all()
-    for e, span in spans(groups):
-        own = of_expert(a, e, span)
+    for e, span in expert_spans(groups):
+        own = select_expert(a, e, span)
         if which == "wgrad":
-            check(got[e], own, 0, of_expert(b, e, span), 0)
+            check(got[e], own, 0, select_expert(b, e, span), 0)
         else:
             check(got[span], own, 1, expert(b, e), DIMS[which][1])
     if which == "wgrad":
@@ -97,8 +97,8 @@ def test_equals_one_product_an_expert(title: str, which: str) -> None:
         groups = routed(*sizes, strangers=0)
         a, b = operands(title, which, groups, 92, 80)
         got = run(which, a, b, groups, gpu)
-        for e, span in spans(groups):
-            own, other = of_expert(a, e, span), (of_expert(b, e, span) if which == "wgrad" else expert(b, e))
+        for e, span in expert_spans(groups):
+            own, other = select_expert(a, e, span), (select_expert(b, e, span) if which == "wgrad" else expert(b, e))
             want = gemm(own, DIMS[which][0], other, DIMS[which][1], torch.float32, gpu=gpu)
             torch.testing.assert_close(got[e] if which == "wgrad" else got[span], want, rtol=1e-6, atol=1e-5)
 
@@ -107,7 +107,7 @@ def test_bias_of_each_expert() -> None:
     x, w = operands("blockwise", "fwd", FEW)
     bias = torch.randn(N, FEW.experts).t()
     plain, got = run("fwd", x, w, FEW), run("fwd", x, w, FEW, bias=bias)
-    for e, span in spans(FEW):
+    for e, span in expert_spans(FEW):
         assert torch.equal(got[span], plain[span] + bias[e])
 
 
@@ -132,7 +132,7 @@ def test_equals_the_reference_through_the_backend(title: str, which: str) -> Non
     )
     assert got.dtype is torch.bfloat16
     if which != "wgrad":
-        real = torch.cat([torch.arange(span.start, span.stop) for _, span in spans(FEW)])
+        real = torch.cat([torch.arange(span.start, span.stop) for _, span in expert_spans(FEW)])
         got, want = got[real], want[real]
     torch.testing.assert_close(got.float(), want, rtol=2.0**-7, atol=1e-4 * want.abs().max().item())
 
@@ -145,7 +145,7 @@ def test_a_bad_value_stays_with_its_expert() -> None:
     x[int(groups.starts[2]) + 1, 7] = float("nan")
     w_q = reference_grouped.quantize_experts(torch.randn(groups.experts, N, K), casts.b)
     got = run("fwd", reference_grouped.quantize_rows(x, casts.a, groups), w_q, groups)
-    for e, span in spans(groups):
+    for e, span in expert_spans(groups):
         assert bool(got[span].isnan().all()) == (e == 2) and bool(got[span].isnan().any()) == (e == 2)
 
 
@@ -160,8 +160,8 @@ def test_weights_may_lie_anyhow() -> None:
         x = reference_grouped.quantize_rows(spread(groups.rows, 150, 5), CastSpec(), groups)
         want = run("fwd", x, plain, groups)
         assert torch.equal(run("fwd", x, Quantized(codes, scale, spec), groups, DESCRIPTORS), want)
-        for e, span in spans(groups):
-            check(want[span], of_expert(x, e, span), 1, expert(plain, e), 1)
+        for e, span in expert_spans(groups):
+            check(want[span], select_expert(x, e, span), 1, expert(plain, e), 1)
 
 
 def test_nothing_to_do() -> None:

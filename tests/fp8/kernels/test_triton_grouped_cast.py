@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from octavo.fp8.arithmetic import cast as reference
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.kernels.groups import Groups, group_rows
 from octavo.fp8.kernels.triton_kernels import grouped_cast
 from octavo.fp8.kernels.triton_kernels.launch import launches
 
@@ -25,7 +25,7 @@ BLOCKS = ((-1, -1), (1, -1), (-1, 1), (1, 128), (128, 1), (128, 128), (1, 32), (
 def rows_of(sizes: list[int], cols: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Tensor, Groups]:
     """Rows of experts with these many; magnitudes differ by row, column and expert. Padding rows hold NaN."""
     chosen = torch.cat([torch.full((n,), e) for e, n in enumerate(sizes)] + [torch.tensor([], dtype=torch.int64)])
-    groups = route(chosen.long().to(DEVICE), len(sizes)).groups
+    groups = group_rows(chosen.long().to(DEVICE), len(sizes)).groups
     gen = torch.Generator().manual_seed(cols + sum(sizes))
     x = torch.randn(groups.rows, cols, generator=gen)
     x *= torch.exp2(torch.randint(-6, 4, (groups.rows, 1), generator=gen).float())
@@ -158,7 +158,7 @@ def test_each_experts_weights_are_cast_as_if_alone(block, contract):
 def test_weights_are_laid_out_for_the_other_contraction():
     q = grouped_cast.quantize_experts(weights(2, 70, 150), CastSpec("e4m3", (128, 128), "pow2"))
     for contract in (1, 0):
-        got, want = grouped_cast.relaid(q, contract), layout.experts_k_major(q, contract)
+        got, want = grouped_cast.convert_to_k_major(q, contract), layout.experts_k_major(q, contract)
         assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
         assert torch.equal(got.scale, want.scale) and got[2:] == want[2:]
 

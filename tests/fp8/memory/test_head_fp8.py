@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from octavo import fp8
 from octavo.fp8.memory import ChunkedHead, chunk_head
-from octavo.fp8.memory.head_gemms import Call, begin
+from octavo.fp8.memory.head_gemms import HeadCall, begin_head
 from octavo.fp8.metrics import calc_diff
 from octavo.fp8.proof import Proof
 from tests.fp8.memory.test_chunked_head import asked, tiny
@@ -59,7 +59,7 @@ def test_losses_and_gradients_are_those_of_its_logits(recipe):
 def test_logits_are_those_of_the_layer_bit_for_bit(recipe):
     model, _ = planned(head={"recipe": recipe})
     h, weight = torch.randn(7, model.lm_head.in_features), model.lm_head.weight
-    head = begin(h, weight, Call(128, torch.float32, model.lm_head._site, False), (False, False))
+    head = begin_head(h, weight, HeadCall(128, torch.float32, model.lm_head._site, False), (False, False))
     found = [head.product(slice(start, start + 128), None) for start in range(0, ROWS, 128)]
     assert torch.equal(torch.cat(found, 1), model.lm_head(h))
 
@@ -161,7 +161,7 @@ def test_who_must_be_named():
     rows = {r.name: r for r in fp8.plan(model, fp8.Policy(rules=(fp8.Rule("lm_head", "rowwise"),))).rows}
     assert rows["lm_head"].recipe.name == "rowwise"
     for wrong in ({"recipe": "auto"}, {"recipe": "delayed"}, {"recipe": "blockwise", "param": True}):
-        with pytest.raises(fp8.PlanError, match=r"lm_head.*asks for what a head cannot do. Give it a recipe"):
+        with pytest.raises(fp8.PlanError, match=r"lm_head.*is not supported for a head. Name a recipe"):
             fp8.Policy(components={"lm_head": wrong})
     delayed = fp8.apply(model, fp8.plan(model, fp8.Policy(recipe="off", rules=(fp8.Rule("lm_head", "delayed"),))))
     assert "delayed scaling" in str(chunk_head(delayed))

@@ -10,7 +10,7 @@ from octavo import fp8
 from octavo.fp8.arithmetic.cast import scale_fp32
 from octavo.fp8.dense.gemms import Site
 from octavo.fp8.kernels import reference_grouped, registry
-from octavo.fp8.kernels.groups import TILE, of_expert, real_rows, route, spans
+from octavo.fp8.kernels.groups import TILE, expert_spans, group_rows, real_rows, select_expert
 from octavo.fp8.kernels.reference import ReferenceBackend
 from octavo.fp8.kernels.registry import Backend
 from octavo.fp8.moe import Experts, grouped_high
@@ -60,17 +60,17 @@ def same(a, b):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_each_experts_rows_are_cast_as_if_alone(name, spec):
     g = torch.Generator().manual_seed(0)
-    groups = route(ROUTES[name](g), E).groups
+    groups = group_rows(ROUTES[name](g), E).groups
     x = spread(groups.rows, H, generator=g)
-    found = dict(spans(groups))
+    found = dict(expert_spans(groups))
     if len(found) > 1:
         x[next(iter(found.values())).start, 3] = float("nan")
     q = REFERENCE.quantize_rows(x, spec, groups)
     seen = torch.zeros_like(q.scale, dtype=torch.bool)
     for expert, span in found.items():
-        want, got = fp8.quantize(x[span], spec), of_expert(q, expert, span)
+        want, got = fp8.quantize(x[span], spec), select_expert(q, expert, span)
         assert same(got.data, want.data) and same(got.scale, want.scale)
-        of_expert(q._replace(scale=seen), expert, span).scale.fill_(True)
+        select_expert(q._replace(scale=seen), expert, span).scale.fill_(True)
     real = torch.zeros(groups.rows, dtype=torch.bool)
     for span in found.values():
         real[span] = True
@@ -93,7 +93,7 @@ def test_weights_of_any_strides_are_cast_expert_by_expert(spec):
 @pytest.mark.parametrize(("pairs", "experts"), [(0, 0), (3, 0), (0, 2)])
 def test_no_experts_or_no_pairs_give_empty_results_and_zeros(backend, name, pairs, experts):
     on, recipe = registry.get(backend), fp8.recipe(name)
-    groups = route(torch.zeros(pairs, dtype=torch.int64), experts).groups
+    groups = group_rows(torch.zeros(pairs, dtype=torch.int64), experts).groups
     x, dy, w = (torch.randn(*s) for s in ((groups.rows, 40), (groups.rows, 24), (experts, 24, 40)))
     x_q, x_kept = on.quantize_rows_both(x, recipe.fwd.a, recipe.wgrad.b, groups)
     dy_q, dy_kept = on.quantize_rows_both(dy, recipe.dgrad.a, recipe.wgrad.a, groups)
@@ -109,7 +109,7 @@ def test_no_experts_or_no_pairs_give_empty_results_and_zeros(backend, name, pair
 
 
 def test_a_block_of_rows_that_would_span_two_experts_is_refused():
-    groups = route(torch.tensor([0, 1]), 2).groups
+    groups = group_rows(torch.tensor([0, 1]), 2).groups
     with pytest.raises(fp8.CastError, match="a block of 96 rows would span two experts"):
         REFERENCE.quantize_rows(torch.ones(groups.rows, 8), fp8.CastSpec(block=(96, 1)), groups)
     with pytest.raises(fp8.CastError, match="has 7 rows where the groups say 256"):
@@ -229,7 +229,7 @@ def saved(block, given):
 
 def test_only_the_codes_of_x_are_saved_and_none_for_a_frozen_weight():
     given = inputs("uneven", 2)
-    rows = route(given[1].reshape(-1), E).groups.rows
+    rows = group_rows(given[1].reshape(-1), E).groups.rows
     ours = converted(Block(), fp8.recipe("blockwise"))
     found = saved(ours, given)
     assert (torch.float8_e4m3fn, rows * H) in found and (torch.float8_e4m3fn, rows * I) in found
@@ -419,14 +419,14 @@ def test_without_grouped_gemms_experts_run_one_by_one_and_the_plan_says_why(back
 
 def test_high_precision_gemms_ignore_what_padding_holds():
     g = torch.Generator().manual_seed(0)
-    groups = route(ROUTES["uneven"](g), E).groups
+    groups = group_rows(ROUTES["uneven"](g), E).groups
     padding = ~real_rows(groups).unsqueeze(1)
     x = torch.randn(groups.rows, H, generator=g).masked_fill(padding, float("nan"))
     dy = torch.randn(groups.rows, I, generator=g).masked_fill(padding, float("inf"))
     w, bias = torch.randn(E, I, H, generator=g), torch.randn(E, I, generator=g)
     y, dx = grouped_high.fwd(x, w, bias, groups), grouped_high.dgrad(dy, w, groups)
     dw, db = grouped_high.wgrad(dy, x, groups, torch.float32), grouped_high.bias_grad(dy, groups)
-    for expert, span in spans(groups):
+    for expert, span in expert_spans(groups):
         assert torch.equal(y[span], x[span] @ w[expert].t() + bias[expert])
         assert torch.equal(dx[span], dy[span] @ w[expert])
         assert torch.equal(dw[expert], dy[span].t() @ x[span])

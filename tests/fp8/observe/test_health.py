@@ -11,7 +11,7 @@ from octavo.fp8 import metrics
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.formats import decode
 from octavo.fp8.metrics import cosine, saturation, sqnr, underflow
-from octavo.fp8.observe.recorder import muted, watching
+from octavo.fp8.observe.recorder import is_watching, mute_reports
 
 BLOCKS = ((1, 128), (128, 1), (128, 128), (-1, -1), (1, -1), (-1, 1), (32, 1))
 SHAPES = ((1, 1), (5, 130), (130, 300), (2, 3, 64), (128, 128))
@@ -27,7 +27,7 @@ def inputs(shape, g):
 
 
 def one_by_one(x, q):
-    return metrics.Figures(sqnr(x, q), underflow(x, q), saturation(x, q), int(decode(q.data).isnan().sum()))
+    return metrics.OperandMetrics(sqnr(x, q), underflow(x, q), saturation(x, q), int(decode(q.data).isnan().sum()))
 
 
 @pytest.mark.parametrize(("fmt", "kind"), [("e4m3", "fp32"), ("e4m3", "e8m0"), ("e5m2", "pow2")])
@@ -40,22 +40,22 @@ def test_figures_are_bit_for_bit_those_of_the_functions(fmt, kind):
             for i, x in enumerate(inputs(shape, g)):
                 x = x.to((torch.float32, torch.bfloat16, torch.float16)[i % 3])
                 for q in (cast.quantize(x, spec), cast.quantize_with_scale(x, torch.tensor(2.0**-9), spec)):
-                    found, want = metrics.figures(x, q), one_by_one(x, q)
+                    found, want = metrics.operand_metrics(x, q), one_by_one(x, q)
                     assert all(a == b or (a != a and b != b) for a, b in zip(found, want, strict=True)), (found, want)
                     saturated += found.saturation > 0
     assert saturated or fmt == "e5m2"
     empty = torch.zeros(0, 4)
-    assert metrics.figures(empty, cast.quantize(empty, cast.CastSpec())) == (math.inf, 0.0, 0.0, 0)
+    assert metrics.operand_metrics(empty, cast.quantize(empty, cast.CastSpec())) == (math.inf, 0.0, 0.0, 0)
 
 
 def test_figures_take_codes_that_lie_transposed():
     x = torch.randn(40, 130)
     q = cast.quantize(x, cast.CastSpec("e4m3", (128, 1)))
     turned = fp8.Quantized(q.data.t().contiguous().t(), q.scale.t().contiguous().t(), q.spec)
-    assert metrics.figures(x, turned) == metrics.figures(x, q)
-    assert metrics.figures(x.t().contiguous().t(), q) == metrics.figures(x, q)
+    assert metrics.operand_metrics(x, turned) == metrics.operand_metrics(x, q)
+    assert metrics.operand_metrics(x.t().contiguous().t(), q) == metrics.operand_metrics(x, q)
     with pytest.raises(fp8.CastError, match="figures compares tensors of one shape"):
-        metrics.figures(x[:1], q)
+        metrics.operand_metrics(x[:1], q)
 
 
 def test_an_operand_is_decoded_once_for_all_collectors(monkeypatch):
@@ -99,8 +99,8 @@ def test_a_muted_backward_runs_again_what_a_watched_forward_saved(how: str):
         loss.backward(retain_graph=True)
         once = heard.table()
         first, x.grad = x.grad, None
-        with muted():
+        with mute_reports():
             loss.backward()
     assert torch.equal(x.grad, first)
     assert heard.table() == once
-    assert not watching()
+    assert not is_watching()

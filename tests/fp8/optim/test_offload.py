@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from octavo.fp8.arithmetic.adamw import Hyper, Piece, edges, reference
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, find_edges, reference_step
 from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, STATES
 from octavo.fp8.optim import offload as offload_file
 from octavo.fp8.optim.offload import Offload, OffloadedAdamW, Pairs
@@ -44,7 +44,7 @@ class Late:
         self._fetches[slot] = pairs
         self.most = max(self.most, len(self._fetches))
 
-    def arrive(self, slot: int) -> None:
+    def wait_for_fetch(self, slot: int) -> None:
         self.log.append(("arrive", slot))
         for there, here in self._fetches.pop(slot):
             there.copy_(here)
@@ -110,10 +110,10 @@ def test_it_equals_the_step_without_offload(states: str) -> None:
     def engine(pieces, *rest):
         seen.append(sum(x.numel() * x.element_size() for p in pieces for x in p.state.values()))
         assert all(p.weight.numel() == 0 or p.start % GROUP == 0 or p.start in (5, 77, 100) for p in pieces)
-        reference(pieces, *rest)
+        reference_step(pieces, *rest)
 
     for number in range(1, 4):
-        reference(step(ordinary, number), hyper, factor, None)
+        reference_step(step(ordinary, number), hyper, factor, None)
         offload.step(step(away, number), hyper, factor, None, engine)
     offload.settle()
     assert_same(ordinary, away)
@@ -129,7 +129,7 @@ def test_one_batch_comes_in_and_one_goes_out_while_one_is_updated() -> None:
 
     def engine(given, *rest):
         late.log.append(("update", 0))
-        reference(given, *rest)
+        reference_step(given, *rest)
 
     offload.step(pieces, Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, engine)
     words = [word for word, _ in late.log if word != "settle"]
@@ -146,18 +146,18 @@ def test_calls_of_one_piece_each_fetch_the_next_ahead_once_the_order_is_known() 
     ordinary = [piece(300, 0, i, "fp8") for i in range(4)]
     away, hyper = copied(ordinary), Hyper(states="fp8", master="bf16+16", lr=1e-2)
     for number in range(1, 4):
-        reference(step(ordinary, number), hyper, None, None)
+        reference_step(step(ordinary, number), hyper, None, None)
         begin = len(late.log)
         for p in reversed(step(away, number)):
-            offload.step([p], hyper, None, None, reference)
+            offload.step([p], hyper, None, None, reference_step)
         if number > 2:  # the order is known, the first piece came in behind the last one of the step before
             words = [word for word, _ in late.log[begin:]]
             assert words[:2] == ["fetch", "arrive"] and words.count("fetch") == 4
     # a piece without a gradient: what was fetched ahead for it is dropped
     for p in reversed(step(away, 4)):
         if p.index != 2:
-            offload.step([p], hyper, None, None, reference)
-    reference([p for p in step(ordinary, 4) if p.index != 2], hyper, None, None)
+            offload.step([p], hyper, None, None, reference_step)
+    reference_step([p for p in step(ordinary, 4) if p.index != 2], hyper, None, None)
     offload.settle()
     assert_same(ordinary, away)
 
@@ -169,8 +169,8 @@ def test_few_batches_come_round_only_when_they_are_complete(count: int) -> None:
     away, hyper = copied(ordinary), Hyper(states="fp8", master="bf16+16", lr=1e-2)
     for number in range(1, 6):
         for p in step(away, number):
-            offload.step([p], hyper, None, None, reference)
-        reference(step(ordinary, number), hyper, None, None)
+            offload.step([p], hyper, None, None, reference_step)
+        reference_step(step(ordinary, number), hyper, None, None)
     offload.settle()
     assert_same(ordinary, away)
 
@@ -182,7 +182,7 @@ def test_nothing_that_was_stepped_is_kept_alive() -> None:
     held = [weakref.ref(p.grad) for p in pieces]
     for number in range(1, 3):
         for p in step(pieces, number):
-            offload.step([p], Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, reference)
+            offload.step([p], Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, reference_step)
     assert all(ref() is not None for ref in held)
     del p
     pieces.clear()
@@ -193,7 +193,7 @@ def test_an_optimizer_that_ends_leaves_its_states(monkeypatch: pytest.MonkeyPatc
     served = Offload("cpu", transfers=Late())
     monkeypatch.setattr(offload_file, "of", lambda device: served)
     optimizer = OffloadedAdamW([torch.nn.Parameter(torch.zeros(300))])
-    served.step([piece(300, 0, 0, "fp8")], Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, reference)
+    served.step([piece(300, 0, 0, "fp8")], Hyper(states="fp8", master="bf16+16", lr=1e-2), None, None, reference_step)
     assert served._last is not None
     del optimizer
     gc.collect()
@@ -205,8 +205,8 @@ def test_what_was_written_on_the_host_since_is_fetched_again() -> None:
     ordinary = [piece(300, 0, i, "fp8") for i in range(2)]
     away, hyper = copied(ordinary), Hyper(states="fp8", master="bf16+16", lr=1e-2)
     for number in range(1, 6):
-        offload.step(step(away, number), hyper, None, None, reference)
-        reference(step(ordinary, number), hyper, None, None)
+        offload.step(step(away, number), hyper, None, None, reference_step)
+        reference_step(step(ordinary, number), hyper, None, None)
         offload.settle()
         for pieces in (ordinary, away):
             pieces[0].state["exp_avg_scale"].mul_(0.5)  # as a state dict that is loaded in place
@@ -224,11 +224,11 @@ def test_groups_that_ranks_share_are_asked_for_once_and_last() -> None:
         return torch.where((marks > 0) & (marks < 0x7E000000), marks + (1 << 20), marks)
 
     for number in range(1, 3):
-        reference(step(ordinary, number), hyper, None, agree)
-        offload.step(step(away, number), hyper, None, agree, reference)
+        reference_step(step(ordinary, number), hyper, None, agree)
+        offload.step(step(away, number), hyper, None, agree, reference_step)
     offload.settle()
     assert_same(ordinary, away)
-    assert set(asked) == {len(edges(ordinary))}
+    assert set(asked) == {len(find_edges(ordinary))}
 
 
 def test_without_a_gpu_there_is_nothing_to_offload_from() -> None:

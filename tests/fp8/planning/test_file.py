@@ -189,7 +189,7 @@ def test_another_gpu_is_refused_with_the_difference(saved, monkeypatch):
         ('{"octavo_plan": ' + "9" * 5000 + "}", "p.json holds a number of 5000 digits"),
         ('{"octavo_plan": "\\ud800"}', "p.json holds half a character"),
         ('{"policy": {}, "rows": []}', "is the plan.json of an older run, which only tells its plan"),
-        ('{"octavo_plan": 2}', "is no plan of this version of Octavo .octavo_plan is 2, this one reads 1"),
+        ('{"octavo_plan": 2}', "is not a plan of this version of Octavo: octavo_plan is 2, and this version reads 1"),
         ('{"octavo_plan": 1}', "no usable 'machine': it is missing"),
     ],
 )

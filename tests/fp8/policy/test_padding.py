@@ -11,8 +11,8 @@ from octavo.fp8 import kernels
 from octavo.fp8.arithmetic.cast import Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.torch_backend import lay_out, multiply
-from octavo.fp8.planning.table import padding
+from octavo.fp8.kernels.torch_backend import make_product, multiply
+from octavo.fp8.planning.table import compute_padding
 
 ALL = ("fwd", "dgrad", "wgrad")
 
@@ -31,7 +31,7 @@ ALL = ("fwd", "dgrad", "wgrad")
 )
 def test_padding_is_that_of_the_buffers(recipe, shape, sizes):
     made = fp8.recipe(recipe)
-    found = padding(made, shape, ALL)
+    found = compute_padding(made, shape, ALL)
     assert found.sizes == sizes
     assert (found.part > 0) == (shape != sizes)
     buffer, real = layout.codes_buffer(*shape, made.dgrad.b, 0, torch.device("cpu"))
@@ -49,12 +49,12 @@ def test_the_cost_is_what_products_are_handed(recipe, shape):
         codes = []
         for (rows, columns), spec in zip(operands, (casts.a, casts.b), strict=True):
             contract = layout.CONTRACTED[gemm][len(codes)]
-            scale = torch.ones(layout.grid_of(rows, columns, spec), dtype=E8M0 if spec.scale == "e8m0" else None)
+            scale = torch.ones(layout.grid_shape(rows, columns, spec), dtype=E8M0 if spec.scale == "e8m0" else None)
             _, data = layout.codes_buffer(rows, columns, spec, contract, torch.device("cpu"), zero=True)
             codes.append(Quantized(data, scale, spec))
-        product = lay_out(gemm, *codes)
+        product = make_product(gemm, *codes)
         flops = product.a.shape[0] * product.a.shape[1] * product.b.shape[1]
-        named = (padding(made, shape, (gemm,)).part + 1) * tokens * n * k
+        named = (compute_padding(made, shape, (gemm,)).part + 1) * tokens * n * k
         # dy's rows in wgrad, N, are handed over as they are where each has a scale or all have one
         few = named * (1 - n / layout.round_up(n, 16)) if gemm == "wgrad" else 0
         assert named - few - 1 <= flops <= named + 1
@@ -69,9 +69,9 @@ def test_results_that_no_multiple_of_16_holds_are_copied():
     assert "down: 1280 x 3420 as 1280 x 3424, 0.12 % more, dx and dw copied out" in notes
     a, b = (fp8.quantize(torch.ones(16, width), fp8.recipe("rowwise").fwd.a) for width in (32, 32))
     torch_backend = kernels.get("torch")
-    assert torch_backend.cuts_results and not kernels.get("reference").cuts_results
+    assert torch_backend.pads_results and not kernels.get("reference").pads_results
     for columns in (15, 16):
-        wide = multiply(lay_out("fwd", a, Quantized(b.data[:columns], b.scale[:columns], b.spec)), torch.float32)
+        wide = multiply(make_product("fwd", a, Quantized(b.data[:columns], b.scale[:columns], b.spec)), torch.float32)
         assert wide.shape == (16, 16)
 
 
@@ -89,10 +89,10 @@ def test_the_cost_counts_the_head_on_both_sides():
 
 def test_the_cost_is_counted_by_gemm():
     made = fp8.recipe("blockwise")
-    alone = [padding(made, (3420, 1280), (gemm,)).part for gemm in ALL]
+    alone = [compute_padding(made, (3420, 1280), (gemm,)).part for gemm in ALL]
     assert alone == pytest.approx([3424 / 3420 - 1, 3456 / 3420 - 1, 3424 / 3420 - 1])
-    assert padding(made, (3420, 1280), ALL).part == pytest.approx(sum(alone) / 3)
-    assert padding(fp8.recipe("blockwise", fwd="bf16"), (3420, 1280), ("fwd",)) == ((3420, 1280), 0.0)
+    assert compute_padding(made, (3420, 1280), ALL).part == pytest.approx(sum(alone) / 3)
+    assert compute_padding(fp8.recipe("blockwise", fwd="bf16"), (3420, 1280), ("fwd",)) == ((3420, 1280), 0.0)
 
 
 def test_a_plan_names_layer_size_and_cost():

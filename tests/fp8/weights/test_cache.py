@@ -234,27 +234,27 @@ def test_what_counts_as_capturing(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", None)
     for capturing in (True, False):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
-        assert capture.capturing(on_gpu) is capturing and not capture.capturing(on_cpu)
+        assert capture.is_capturing(on_gpu) is capturing and not capture.is_capturing(on_cpu)
     for manager in (object(), None):  # of Inductor's graphs, which run and capture on streams of their own
         trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists, m=manager: m)
         monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
-        assert capture.capturing(on_gpu) is (manager is not None) and not capture.capturing(on_cpu)
+        assert capture.is_capturing(on_gpu) is (manager is not None) and not capture.is_capturing(on_cpu)
 
 
 def test_a_graph_reads_cached_codes_only_where_weights_stay_and_while_they_are_valid(monkeypatch):
     m = layer()
     m(X)
-    monkeypatch.setattr("octavo.fp8.weights.cache._capturing", lambda weight: True)
+    monkeypatch.setattr("octavo.fp8.weights.cache._is_capturing", lambda weight: True)
     cache = m[0]._site.codes
     for stay, edited, captured in ((False, False, True), (True, False, False), (True, True, True), (True, False, True)):
         before = casts(m)
         if edited:
             with torch.no_grad():
                 m[0].weight.mul_(2)
-        with capture.weights_stay() if stay else nullcontext():
+        with capture.assume_constant_weights() if stay else nullcontext():
             assert_right(m)
         assert (casts(m) > before) == cache.captured == captured, (stay, edited)
-    assert not capture.lasting()
+    assert not capture.are_weights_constant()
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])

@@ -13,7 +13,7 @@ from octavo import fp8
 from octavo.fp8.arithmetic import cast
 from octavo.fp8.kernels import deepgemm_backend, names, registry, torch_backend
 from octavo.fp8.kernels.layout import ALIGN, k_major
-from octavo.fp8.planning.frozen import fitted
+from octavo.fp8.planning.frozen import recipe_for_codes
 from octavo.fp8.weights import codes_of_frozen, frozen_from_codes
 
 RECIPES = {"row": "rowwise", "block": "blockwise", "tensor": "tensorwise"}
@@ -83,12 +83,12 @@ def test_codes_are_brought_into_line_for_any_tensor_core(kind: str, n: int, k: i
 
 
 def test_deepgemm_takes_any_scale_on_hopper_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = fitted(fp8.recipe("blockwise"), fp8.CastSpec("e4m3", (128, 128), "fp32"))
+    own = recipe_for_codes(fp8.recipe("blockwise"), fp8.CastSpec("e4m3", (128, 128), "fp32"))
     assert own is not None and own.fwd.b.scale == own.dgrad.b.scale == "fp32" and own.wgrad.b.scale == "pow2"
     monkeypatch.setattr(deepgemm_backend, "_why_not", lambda *_: None)
     made, cuda = registry.get("deepgemm"), torch.device("cuda")
     for hopper in (True, False):
-        monkeypatch.setattr(deepgemm_backend, "_any_scale", lambda *_, hopper=hopper: hopper)
+        monkeypatch.setattr(deepgemm_backend, "_supports_fp32_scales", lambda *_, hopper=hopper: hopper)
         for op in ("fwd", "dgrad", "grouped_fwd"):
             why_not = made.supports(op, own, cuda, None)
             assert (why_not is None) is hopper and (hopper or "keeps only the exponents of scales" in why_not)
@@ -100,7 +100,7 @@ def test_torch_takes_its_products(kind: str) -> None:
     """What scaled_mm is handed of such a weight passes its own checks, asked of fake tensors on a GPU."""
     chosen = fp8.recipe(RECIPES[kind], format="e4m3")
     q, x_q = codes_of_frozen(weight(kind, 256, 384)), cast.quantize(torch.randn(32, 384), chosen.fwd.a)
-    product = torch_backend.lay_out("fwd", x_q, q)
+    product = torch_backend.make_product("fwd", x_q, q)
     with FakeTensorMode(), torch.no_grad():
         fake = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in product[1:]]
         asked = product._replace(**dict(zip(product._fields[1:], fake, strict=True)))

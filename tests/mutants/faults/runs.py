@@ -116,8 +116,8 @@ area(
     ),
     (
         "collate-padding-has-a-loss", "data/batching/collate.py",
-        "_padded([s.labels for s in samples], longest, IGNORE)",
-        "_padded([s.labels for s in samples], longest, pad_id)",
+        "_pad([s.labels for s in samples], longest, IGNORE)",
+        "_pad([s.labels for s in samples], longest, pad_id)",
         "padding is learned",
         "data/test_collate.py",
     ),
@@ -169,7 +169,7 @@ area(
     ),
     (
         "prompt-numbers-of-a-rank", "data/loaders/loader.py",
-        "[(self.rows + n, self._judge", "[(self.rows + n - first, self._judge",
+        "[(self.rows + n, self._policy", "[(self.rows + n - first, self._policy",
         "two ranks draw the same random numbers for other prompts",
         "data/test_prompts.py",
     ),
@@ -188,7 +188,7 @@ area(
     ),
     (
         "images-of-the-answer", "data/tasks/prompts.py",
-        "conversation_of(raw, prompt, names[:count], images", "conversation_of(raw, prompt, names, images",
+        "make_conversation(raw, prompt, names[:count], images", "make_conversation(raw, prompt, names, images",
         "images behind the prompt are given to it",
         "data/test_prompts.py",
     ),

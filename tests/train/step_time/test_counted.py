@@ -36,7 +36,7 @@ def count(rank: int) -> None:
 
     def run(self: Stepper, batches: Any, *rest: Any) -> Any:
         rows.clear()
-        with parallel.Counted() as found:
+        with parallel.CommCounter() as found:
             done = step(self, batches, *rest)
         here = Path(self.cfg.run.dir).parent / f"counted_{rank}.json"
         lengths = sorted({batch["input_ids"].numel() for batch in batches})
@@ -57,13 +57,13 @@ def counted(cfg: Any, size: int) -> list[dict[str, int]]:
     counts = dict.fromkeys(family.components, 0) | {"foundation": tokens[0]}
     sizes = Footprints(cfg, model, family, plan, Tokens(counts, tokens[0], 0), device="cpu")
     work = step_time.work_of(sizes, cfg)
-    layout = parallel.Layout.of(size, cfg.parallel)
+    layout = parallel.Layout.from_section(size, cfg.parallel)
     mesh = step_time.Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads)
     moved = step_time.total(work.groups(layout), work.decoder, work.rows, mesh, work.twice)
     out = []
     for rank in range(size):
         found, batches, _, rows = json.loads((Path(cfg.run.dir).parent / f"counted_{rank}.json").read_text())
-        out.append(parallel.by_collective(found))
+        out.append(parallel.predicted_collectives(found))
         # What moves to experts and back depends on what tokens choose; each of these rows once more in backward.
         exact = {kind: batches * n for kind, n in moved.items() if kind not in ("dispatch", "combine")}
         if rows:
@@ -174,4 +174,4 @@ def test_ranks_that_share_rows_and_experts(make, tmp_path: Path, talk: tuple[str
 
 def test_a_collective_without_a_rule_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="recv_any_source_"):
-        parallel.Counted()._count("recv_any_source_", ())
+        parallel.CommCounter()._count("recv_any_source_", ())

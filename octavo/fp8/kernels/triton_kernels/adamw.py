@@ -26,8 +26,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, edges, part, reference, whole
-from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, Agree
+from octavo.fp8.arithmetic.adamw import Hyper, Piece, Scalars, find_edges, reference_step, slice_piece, whole_groups
+from octavo.fp8.arithmetic.moments import GROUP, LAYOUT, MaxOverRanks
 from octavo.fp8.kernels.triton_kernels.adamw_kernels import COLUMNS, adamw_step
 from octavo.fp8.kernels.triton_kernels.launch import launch
 
@@ -38,17 +38,17 @@ _WIDE = 1 << 63
 
 
 def step(
-    pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None = None, agree: Agree | None = None
+    pieces: Sequence[Piece], hyper: Hyper, factor: float | Tensor | None = None, agree: MaxOverRanks | None = None
 ) -> None:
-    """Step all ``pieces`` in place, bit for bit as ``octavo.fp8.arithmetic.adamw.reference``.
+    """Step all ``pieces`` in place, bit for bit as ``octavo.fp8.arithmetic.adamw.reference_step``.
 
     Supports every format of states and every master. Raises TypeError for gradients that are not bfloat16, float16 or
     float32.
     """
     cut: list[Piece] = []
     if agree is not None:
-        cut = [part(e.piece, e.first, e.last) for e in edges(pieces)]
-        pieces = [whole(piece) for piece in pieces]
+        cut = [slice_piece(e.piece, e.first, e.last) for e in find_edges(pieces)]
+        pieces = [whole_groups(piece) for piece in pieces]
     kinds: dict[tuple[torch.dtype, torch.dtype, str, bool], list[Piece]] = {}
     for piece in pieces:
         if piece.grad.dtype not in _TYPES:
@@ -64,7 +64,7 @@ def step(
     for (weight, grad, master, aligned), alike in kinds.items():
         _launch(alike, hyper, times, weight, grad, master, aligned)
     if cut:  # each has one edge, the group that agree() expects in its column
-        reference(cut, hyper, factor, agree)
+        reference_step(cut, hyper, factor, agree)
 
 
 def _launch(

@@ -30,7 +30,7 @@ from octavo.fp8.arithmetic import cast
 from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
 from octavo.fp8.kernels import layout
-from octavo.fp8.kernels.capture import capturing
+from octavo.fp8.kernels.capture import is_capturing
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import Operand, as_bytes, ceil_div, round_up
 from octavo.fp8.kernels.triton_kernels import cast_tiles
@@ -77,15 +77,15 @@ def quantize_with_scale(
     x: Tensor, scale: Tensor, spec: CastSpec, amax: Tensor | None = None, contracts: Sequence[int] = (1,)
 ) -> list[Quantized]:
     """See ``Backend.quantize_with_scale``, for each of ``contracts``, 1 before 0; one launch if ``amax`` is given."""
-    x_MK = cast.flat(x)
+    x_MK = cast.as_matrix(x)
     lay = cast.layout(x_MK.shape[0], x_MK.shape[1], spec.block)
-    scale = cast.on_grid("scale", scale, x_MK, lay, spec)
-    amax = None if amax is None else cast.on_grid("amax", amax, x_MK, lay, spec)
+    scale = cast.expand_to_grid("scale", scale, x_MK, lay, spec)
+    amax = None if amax is None else cast.expand_to_grid("amax", amax, x_MK, lay, spec)
     return _cast(x, tuple((spec, contract) for contract in contracts), scale, amax)
 
 
 def _cast(x: Tensor, jobs: Jobs, scale: Tensor | None = None, amax: Tensor | None = None) -> list[Quantized]:
-    outs = run(cast.flat(x), jobs, scale, amax)
+    outs = run(cast.as_matrix(x), jobs, scale, amax)
     # A view may change the strides of dimensions of size 1, which layout.is_k_major reads: a matrix keeps its own.
     if x.dim() != 2:
         outs = [out._replace(data=out.data.view(x.shape)) for out in outs]
@@ -322,7 +322,7 @@ def zeros(count: int, device: torch.device) -> Tensor:
     A few zeros are cut from a slab that is filled once for thousands of casts: otherwise each cast would need a launch
     for them. While a CUDA graph is captured, the zeros are its own, so that every replay clears them.
     """
-    if count > _SLAB // 64 or capturing(device):
+    if count > _SLAB // 64 or is_capturing(device):
         return torch.zeros(count, dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     key = threading.get_ident(), device, stream
@@ -347,7 +347,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """See ``octavo.fp8.arithmetic.cast.dequantize``; codes and scales may have any strides."""
     if dtype not in _OUT_DTYPES:
         return dequantize(q).to(dtype)
-    cast.fitting(q)
+    cast.check_scales(q)
     codes = q.data.view(torch.uint8).reshape(q.data.shape[:-1].numel(), q.data.shape[-1])
     rows, cols = codes.shape
     out = torch.empty(q.data.shape, dtype=dtype, device=codes.device)
@@ -370,14 +370,14 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     return out
 
 
-def relaid(q: Quantized, contract: int) -> Operand:
+def convert_to_k_major(q: Quantized, contract: int) -> Operand:
     """``layout.k_major``, with a kernel for the copy of codes where one is needed."""
-    return layout.k_major(q, contract, relay)
+    return layout.k_major(q, contract, copy_to_layout)
 
 
-def relay(q: Quantized, contract: int) -> Quantized:
-    """See ``Backend.relay``. Tiles of 128 x 128 bytes read whole lines along one dimension and write them along the
-    other."""
+def copy_to_layout(q: Quantized, contract: int) -> Quantized:
+    """See ``Backend.copy_to_layout``. Tiles of 128 x 128 bytes read whole lines along one dimension and write them
+    along the other."""
     data = q.data
     place, grid, numbers, sizes, constants = _plan_relay(data.shape, data.stride(), q.spec, contract)
     codes = torch.empty_strided(place.codes, place.strides, dtype=torch.uint8, device=data.device)
@@ -390,7 +390,7 @@ def relay(q: Quantized, contract: int) -> Quantized:
 def _plan_relay(
     shape: torch.Size, strides: tuple[int, ...], spec: CastSpec, contract: int
 ) -> tuple[Room, tuple[int, int], tuple[int, ...], tuple[int, ...], dict[str, object]]:
-    """(buffer, grid, strides of the input, sizes, constants) of :func:`relay`."""
+    """(buffer, grid, strides of the input, sizes, constants) of :func:`copy_to_layout`."""
     place, (batch, rows, cols), steps = room(shape, spec, contract, None), _batched(shape), _in_batch(shape, strides)
     down, wide = layout.padded_sizes(rows, cols, spec, contract)
     free, contracted = (rows, cols) if contract == 1 else (cols, rows)

@@ -40,7 +40,7 @@ from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import E8M0
-from octavo.fp8.kernels.layout import ALIGN, ceil_div, codes_buffer, grid_of, round_up
+from octavo.fp8.kernels.layout import ALIGN, ceil_div, codes_buffer, grid_shape, round_up
 from octavo.fp8.kernels.reference import check_rmsnorm, check_swiglu
 from octavo.fp8.kernels.triton_kernels import cast
 from octavo.fp8.kernels.triton_kernels import fused_kernels as kernels
@@ -57,7 +57,7 @@ class _Out:
     def __init__(self, like: Tensor, spec: CastSpec, contract: int) -> None:
         (rows, cols), device = like.shape, like.device
         held, data = codes_buffer(rows, cols, spec, contract, device)
-        free, blocks = (grid_of(rows, cols, spec)) if contract == 1 else reversed(grid_of(rows, cols, spec))
+        free, blocks = (grid_shape(rows, cols, spec)) if contract == 1 else reversed(grid_shape(rows, cols, spec))
         if spec.scale == "e8m0":
             self.scales = torch.empty(free, blocks, dtype=torch.uint8, device=device)
             scale = self.scales.view(E8M0)

@@ -13,7 +13,7 @@ Weights [E, N, K]: a batch of matrices in the same layout, one after the other::
 
 where contract 1 has N free and K contracted, contract 0 the reverse. ``data`` [E, N, K] and ``scale`` [E, N / r, K / c]
 are views of the real elements, transposed for contract 0. ``layout.experts_k_major`` takes the codes as they are;
-:func:`relaid` copies them for the other contraction where a block serves both.
+:func:`convert_to_k_major` copies them for the other contraction where a block serves both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def quantize_rows_both(x: Tensor, row: CastSpec, col: CastSpec, groups: Groups) 
 
 
 def _check(x: Tensor, groups: Groups) -> None:
-    reference.castable(x)
+    reference.check_castable(x)
     if x.dim() != 2 or x.shape[0] != groups.rows:
         raise CastError(
             f"quantize_rows: x has shape {list(x.shape)}, but its groups hold {groups.rows} rows; "
@@ -68,13 +68,13 @@ def quantize_experts(w: Tensor, spec: CastSpec, contract: int = 1) -> Quantized:
     """See ``Backend.quantize_experts``: all experts in one launch, three where rows, columns or all share a scale and
     no tile holds them. Raises CastError if w is not [E, N, K], or cannot be cast.
     """
-    reference.castable(w)
+    reference.check_castable(w)
     if w.dim() != 3:
         raise CastError(f"quantize_experts: weights have shape {list(w.shape)}; give [experts, outputs, inputs].")
     out = cast.run(w.detach(), ((spec, contract),))[0]
     return Quantized(out.data, out.scale, spec)
 
 
-def relaid(q: Quantized, contract: int) -> Operand:
+def convert_to_k_major(q: Quantized, contract: int) -> Operand:
     """``layout.experts_k_major``, with a kernel for the copy of codes where one is needed."""
-    return layout.experts_k_major(q, contract, cast.relay)
+    return layout.experts_k_major(q, contract, cast.copy_to_layout)

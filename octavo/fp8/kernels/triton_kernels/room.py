@@ -68,7 +68,7 @@ def room(shape: torch.Size, spec: CastSpec, contract: int, experts: int | None) 
     *batch, rows, cols = shape
     free, contracted = layout.padded_sizes(rows, cols, spec, contract)
     codes, pitch = ((free, contracted), (contracted, 1)) if contract == 1 else ((contracted, free), (1, contracted))
-    grid, pads, by_row = layout.grid_of(rows, cols, spec), (1, 1), contract == 1
+    grid, pads, by_row = layout.grid_shape(rows, cols, spec), (1, 1), contract == 1
     # Scales: one per expert; or along the contraction, in the order that GEMMs read, padded; or in plain order.
     if experts is not None and spec.block[0] == -1:
         grid, by_row = (experts, grid[1]), True

@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple
 
 from octavo.models.attention import alibi
 from octavo.models.custom.mpt.configuration import MPTConfig
-from octavo.models.custom.mpt.initial import RESIDUAL, spread
+from octavo.models.custom.mpt.initial import RESIDUAL, init_std
 
 
 def eager(
@@ -130,7 +130,7 @@ class MPTPreTrainedModel(PreTrainedModel):
         if not isinstance(module, nn.Linear | nn.Embedding):
             super()._init_weights(module)
         elif not module.weight.is_meta:  # models that are loaded are built on meta: their init_config is not needed
-            init.normal_(module.weight, std=spread(self.config, module))
+            init.normal_(module.weight, std=init_std(self.config, module))
             bias: Tensor | None = getattr(module, "bias", None)
             if bias is not None:
                 init.zeros_(bias)

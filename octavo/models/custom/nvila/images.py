@@ -20,7 +20,7 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
     get_optimal_tiled_canvas,
 )
 
-from octavo.models.custom.nvila.configuration import MOST_TILES, NvilaLiteConfig
+from octavo.models.custom.nvila.configuration import MAX_TILES, NvilaLiteConfig
 
 _HALF = [0.5, 0.5, 0.5]
 
@@ -38,7 +38,7 @@ class NvilaImages(GotOcr2ImageProcessorPil):
     image_mean, image_std = _HALF, _HALF
     size = {"height": 448, "width": 448}
     crop_to_patches = True
-    max_patches = MOST_TILES  # before `configure` sets the model's limit
+    max_patches = MAX_TILES  # before `configure` sets the model's limit
     scales: tuple[int, ...] = ()
 
     def __init__(self, **settings: Any) -> None:

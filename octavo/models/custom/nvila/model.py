@@ -23,7 +23,7 @@ from transformers.utils import torch_compilable_check
 from octavo.models.custom.image_features import ImageFeatures
 from octavo.models.custom.nvila.configuration import NvilaConfig, NvilaLiteConfig
 from octavo.models.custom.nvila.projector import Projector
-from octavo.models.custom.nvila.scales import blocks_of, cut_of, seen_of, stitch
+from octavo.models.custom.nvila.scales import make_blocks, make_cut, stitch, used_tiles
 from octavo.models.custom.nvila.tower import Tower
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class NvilaLiteModel(NvilaPreTrainedModel):
         if image_grid_thw is None:
             raise ValueError("images at several scales need image_grid_thw, from which their cuts are computed")
         squares = [(scale // self.config.tile_side) ** 2 for scale in self.config.s2_scales[:-1]]
-        cuts = [cut_of(grid, squares) for grid in image_grid_thw.tolist()]
-        patches = self.vision_tower(pixels[torch.tensor(seen_of(cuts), device=pixels.device)])
-        blocks = blocks_of(patches, cuts, len(self.config.s2_scales))
+        cuts = [make_cut(grid, squares) for grid in image_grid_thw.tolist()]
+        patches = self.vision_tower(pixels[torch.tensor(used_tiles(cuts), device=pixels.device)])
+        blocks = make_blocks(patches, cuts, len(self.config.s2_scales))
         # One call of the projector for the blocks of all images, so that each of its layers runs once in a forward.
         tokens = self.mm_projector(torch.cat(blocks)).split([len(block) for block in blocks])
         images = [stitch(one, cut.rows, cut.columns) for one, cut in zip(tokens, cuts, strict=True)]

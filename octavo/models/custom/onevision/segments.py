@@ -52,7 +52,7 @@ class Segments:
         return torch.cat([segment[1:] for segment in x.split(self.rows)])
 
 
-def places(grid: Sequence[Sequence[int]], merge: int, device: torch.device) -> Tensor:
+def patch_positions(grid: Sequence[Sequence[int]], merge: int, device: torch.device) -> Tensor:
     """(row, column) of each patch in its image, int64 [patches, 2]. Patches are ordered in blocks of merge x merge, as
     the projector joins them; the frames of a video repeat the same places."""
     frames = []

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from octavo.models.custom.onevision.configuration import RiceConfig
-from octavo.models.custom.onevision.segments import Segments, places
+from octavo.models.custom.onevision.segments import Segments, patch_positions
 
 THETA = 10000.0
 
@@ -204,7 +204,7 @@ class RiceViT(RicePreTrainedModel):
         x = self.patch_embed(hidden_states)
         segments = Segments.of(grid, x.device)
         x = self.pre_layernorm(segments.with_class(x, self.class_embedding.to(x.dtype)[None]))
-        rotary = self._rotary(segments, places(grid, merge, x.device))
+        rotary = self._rotary(segments, patch_positions(grid, merge, x.device))
         for block in self.blocks:
             x = block(x, segments=segments, rotary=rotary)
         x = segments.without_class(x)

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from octavo import adapters, fp8, models
 from octavo.config import Config
 from octavo.config.sections.rl import BEYOND_SFT
-from octavo.fp8.dense import backends_for
+from octavo.fp8.dense import select_layer_backends
 from octavo.fp8.memory import ACTIVATION, ChunkedHead, SavedBytes, count_saved
 from octavo.fp8.observe import uncounted
 from octavo.fp8.weights import Fp8Weight, codes_of_frozen, frozen_from_codes, is_frozen
@@ -316,7 +316,9 @@ def _cut(plan: fp8.Plan, small: nn.Module) -> fp8.Plan:
     def moved(row: fp8.PlanRow) -> fp8.PlanRow:
         if row.recipe is None:
             return row
-        return replace(row, selections=backends_for(row.recipe, cpu, (None, *row.shape), "reference", row.kind))
+        return replace(
+            row, selections=select_layer_backends(row.recipe, cpu, (None, *row.shape), "reference", row.kind)
+        )
 
     parts = {name: replace(part, param=None) for name, part in plan.policy.components.items()}
     return replace(
@@ -353,7 +355,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         with mode:
             codes = torch.empty(q.data.shape, dtype=q.data.dtype, device="cpu")
             scale = torch.empty(q.scale.shape, dtype=q.scale.dtype, device="cpu")
-        turned = isinstance(tensor, Fp8Weight) and tensor.turned
+        turned = isinstance(tensor, Fp8Weight) and tensor.is_transposed
         return frozen_from_codes(codes, scale, q.spec, dtype, transposed=turned)
 
     # Tied tensors have one fake, found by the identity of the original.
@@ -363,7 +365,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
                 if tensor is not None:
                     held[name] = fakes.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
         if isinstance(module, fp8.weights.CachesWeights):
-            module.own_weights()
+            module.register_caches()
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from octavo.base import accelerator
 from octavo.config import COMPONENTS, Config
 from octavo.config.rules.general import check
 from octavo.config.sections.train import RecomputeSection
-from octavo.fp8.planning import blocks_of, saving_of
+from octavo.fp8.planning import components_saving_fp8, plan_blocks
 from octavo.parallel import Layout
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory import states
@@ -121,7 +121,7 @@ class Footprints:
 
     def __init__(
         self, cfg: Config, model: PreTrainedModel, family: models.Family, plan: fp8.Plan, tokens: Tokens,
-        device: str = accelerator.CARD, copy: bool = False, usable: int | None = None,
+        device: str = accelerator.ABSENT_GPU, copy: bool = False, usable: int | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.model, self.family, self.plan, self.tokens = cfg, model, family, plan, tokens
         self.device = device
@@ -146,9 +146,9 @@ class Footprints:
         key = _of_plan(cfg)
         if key not in self._plans:
             policy = planning.policy_from(cfg)
-            saving = saving_of(policy, self.family.components)
+            saving = components_saving_fp8(policy, self.family.components)
             inputs = self.plan.rows, policy.fuse == "on", saving, self.family.components
-            self._plans[key] = replace(self.plan, policy=policy, blocks=blocks_of(self.model, *inputs))
+            self._plans[key] = replace(self.plan, policy=policy, blocks=plan_blocks(self.model, *inputs))
         return self._plans[key]
 
     def forward(self, cfg: Config, rows: int) -> FakeForward:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from octavo.config import Config
-from octavo.parallel import Layout, WorldError, ulysses_of
+from octavo.parallel import Layout, WorldError, ulysses_size
 from octavo.train.errors import TrainError
 from octavo.train.estimate.memory.activations import FakeForward
 from octavo.train.setup.token_counts import Tokens
@@ -25,7 +25,7 @@ def layout_of(cfg: Config, ranks: int) -> Layout:
     Raises TrainError if the axes do not multiply to the number of ranks.
     """
     try:
-        return Layout() if ranks == 1 else Layout.of(ranks, cfg.parallel)
+        return Layout() if ranks == 1 else Layout.from_section(ranks, cfg.parallel)
     except WorldError as error:
         raise TrainError(str(error)) from error
 
@@ -65,7 +65,7 @@ def keys(cfg: Config, config: Any, layout: Layout, tokens: Tokens, width: int) -
     """
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    ulysses = ulysses_of(layout.context, cfg.parallel.ulysses, text.num_attention_heads)
+    ulysses = ulysses_size(layout.context, cfg.parallel.ulysses, text.num_attention_heads)
     if layout.context == ulysses:
         return 0
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

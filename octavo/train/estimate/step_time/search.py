@@ -81,7 +81,7 @@ def search(sizes: Footprints, cluster: Cluster, decoder: Decoder) -> list[Found]
 
 def evaluate(sizes: Footprints, cfg: Config, cluster: Cluster) -> Found:
     """Return the mesh of `cfg.parallel` on the cluster."""
-    layout = Layout.of(cluster.ranks, cfg.parallel)
+    layout = Layout.from_section(cluster.ranks, cfg.parallel)
     steps = max(1, -(-samples_per_step(cfg) // (layout.replicate * layout.shard * cfg.train.micro_batch)))
     work = work_of(sizes, cfg, steps)
     predicted = estimate(work, Mesh.of(layout, cfg.parallel.ulysses, work.decoder.heads), cluster)

@@ -139,7 +139,7 @@ def _beside(groups: tuple[Group, ...], mesh: Mesh, cluster: Cluster, backward: b
         out["gather"] += _carried("gather", (group.ranks - 1) * group.gathered * gathers, ring, cluster)
         if backward:
             out["reduce"] += _carried("reduce", (group.ranks - 1) * group.reduced * runs, ring, cluster)
-            size = wire.reduced(group.reduced, axes.replicate) * runs
+            size = wire.all_reduce_bytes(group.reduced, axes.replicate) * runs
             out["sum"] += _carried("sum", size, Ring(axes.replicate, axes.sharded), cluster)
     return out
 

@@ -29,8 +29,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from octavo.parallel import Layout, ulysses_of
-from octavo.parallel.wire import reduced
+from octavo.parallel import Layout, ulysses_size
+from octavo.parallel.wire import all_reduce_bytes
 
 # Which collective carries each kind.
 CARRIED = {
@@ -50,7 +50,7 @@ class Mesh:
     @classmethod
     def of(cls, layout: Layout, ulysses: int | str, heads: int) -> Mesh:
         """The mesh with `parallel.ulysses`, for a decoder with this many query heads."""
-        return cls(layout, ulysses_of(layout.context, ulysses, heads))
+        return cls(layout, ulysses_size(layout.context, ulysses, heads))
 
     @property
     def gathering(self) -> int:
@@ -139,7 +139,7 @@ def weights(groups: Iterable[Group], copies: int, twice: bool = False) -> dict[s
         gathers = 1 + group.again + (twice and (group.again or not group.name))
         moved["gather"] += (group.ranks - 1) * group.gathered * gathers
         moved["reduce"] += (group.ranks - 1) * group.reduced * backwards
-        moved["sum"] += reduced(group.reduced, copies) * backwards
+        moved["sum"] += all_reduce_bytes(group.reduced, copies) * backwards
     return moved
 
 
@@ -183,7 +183,7 @@ def total(
 
 
 def by_collective(kinds: Mapping[str, int]) -> dict[str, int]:
-    """The same by collective, as :class:`octavo.parallel.Counted` counts them."""
+    """The same by collective, as :class:`octavo.parallel.CommCounter` counts them."""
     out: dict[str, int] = {}
     for kind, size in kinds.items():
         out[CARRIED[kind]] = out.get(CARRIED[kind], 0) + size

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from octavo.fp8.arithmetic.cast import CastSpec
-from octavo.fp8.kernels.groups import Groups, route
+from octavo.fp8.kernels.groups import Groups, group_rows
 from octavo.fp8.kernels.triton_kernels import cast, grouped_cast
 from tests.fp8.kernels.forms import Variant, launched
 
 
 def _form(name: str, call: Callable[[Tensor, Groups], object], at: int = -1) -> Variant:
     """What ``call`` launches for the rows, in bf16, of 128 experts, eight of whom each of 8192 tokens chose."""
-    groups = route(torch.empty(8 * 8192, dtype=torch.int64, device="meta"), 128).groups
+    groups = group_rows(torch.empty(8 * 8192, dtype=torch.int64, device="meta"), 128).groups
     x = torch.empty(groups.rows, 2048, dtype=torch.bfloat16, device="meta")
     return launched(name, cast, lambda: call(x, groups), at)
 
