@@ -233,7 +233,7 @@ def test_plan_measures_saves_and_takes_back(here, tmp_path, monkeypatch, capsys)
         )  # fmt: skip
 
     monkeypatch.setattr(command, "_need_a_gpu", lambda: None)
-    monkeypatch.setattr(planning, "measured", measured)
+    monkeypatch.setattr(planning, "measure_recipes", measured)
     cache, file = tmp_path / "cache.json", tmp_path / "plan.json"
     argv = ["plan", "run.yaml", "--measure", "--cache", str(cache), "--save", str(file)]
     assert main(argv) == 0
