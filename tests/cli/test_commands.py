@@ -233,7 +233,7 @@ def test_plan_is_measured_saved_and_loaded(here, tmp_path, monkeypatch, capsys):
         )  # fmt: skip
 
     monkeypatch.setattr(command, "_require_gpu", lambda: None)
-    monkeypatch.setattr(planning, "measured", measure)
+    monkeypatch.setattr(planning, "measure_recipes", measure)
     cache, file = tmp_path / "cache.json", tmp_path / "plan.json"
     argv = ["plan", "run.yaml", "--measure", "--cache", str(cache), "--save", str(file)]
     assert main(argv) == 0

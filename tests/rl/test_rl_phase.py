@@ -190,7 +190,7 @@ def test_equal_rewards_have_no_gradient(text_rl_config: Make):
 def test_run_finishes_without_informative_groups_only_if_it_had_some_before(
     text_rl_config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(stopping, "PATIENCE", 3)
+    monkeypatch.setattr(stopping, "MAX_CONSECUTIVE", 3)
     file = tmp_path / "own.py"
     file.write_text(
         "from pathlib import Path\ndone = Path(__file__).with_suffix('.done')\n"
@@ -357,7 +357,7 @@ def test_resume_rejects_other_prompts(rl_config: Make, place: Path, tmp_path: Pa
     again = override(cfg, ["run.resume=auto"])
     before = read_completions(cfg)
     for path, expected in (
-        (place / "digits/test.json", r"other settings: data\.train was"),
+        (place / "digits/test.json", r"different settings: data\.train was"),
         (file, "prompts.json had"),
     ):
         file.write_text(json.dumps(rows[1:]))
