@@ -112,7 +112,7 @@ def test_generate_and_eval_say_which_settings_of_the_folder_they_do_not_follow(h
     try:
         greedy = (
             "the model's generation settings do_sample=True, temperature=0.7 are ignored: answers are greedy unless "
-            "sampling is asked for"
+            "sampling is enabled"
         )
         assert answer(["generate", "model", *ASK], capsys)["notes"][-1] == greedy
         for argv in (["eval", "model", "--config", "run.yaml"], ["train", "run.yaml", "run.dir=greedy"]):

@@ -245,7 +245,7 @@ def test_models_that_hear_nothing_and_text_that_spells_the_placeholder(folder, p
         Encoder(models.load_processor(tmp_path / "text"), 128).encode(row(folder, "half.wav"))
     with pytest.raises(BadSample, match="spells the model's own placeholder"):
         Encoder(processor, 128).encode(row(folder, text="<|AUDIO|>what?"))
-    with pytest.raises(models.ModelError, match="1 sounds were given for 0 placeholders"):
+    with pytest.raises(models.ModelError, match="1 sounds were passed for 0 placeholders"):
         processor(text=["none"], audio=[np.zeros(4000, np.float32)])
     with pytest.raises(models.ModelError, match="a model without images. Remove the limit"):
         models.load_processor(folder / "tiny", max_pixels=4096)

@@ -255,7 +255,7 @@ def test_flex_attention_sees_the_same(loaded, name):
     assert torch.allclose(logits(), wanted, atol=1e-5) and not torch.equal(logits(), wanted)
 
     class Late:
-        part, queries = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (5, 8))
+        local_slice, query_range = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (5, 8))
 
     seen = segments.Segments.from_edges((0, 4, 7, 9), share=Late()).blocks
     mask = [[bool(seen.mask_mod(0, 0, torch.tensor(q), torch.tensor(k))) for k in range(4)] for q in range(3)]
@@ -302,10 +302,10 @@ def test_flash_attention_gets_every_sample_in_one_call(monkeypatch, window):
     class Late:
         """The queries of tokens 2 to 8, and whatever keys there are."""
 
-        part, queries = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
+        local_slice, query_range = staticmethod(lambda length: slice(0, 9)), staticmethod(lambda length: (2, 9))
 
-        def attend(self, q, k, v, within, layer):
-            return within(q[:, :, 2:], k, v)
+        def attend(self, q, k, v, attention, layer):
+            return attention(q[:, :, 2:], k, v)
 
     wanted = segments.attend(held, q, k, v, 0.3, 0.0, one)
     monkeypatch.setattr(segments, "supports_varlen", lambda *of: True)
