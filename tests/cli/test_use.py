@@ -157,7 +157,7 @@ def test_eval_reports_the_difference_of_both_bases(here, capsys):
         ),
         (["generate", "model", *ASK, "--temperature", "-1"], 1, "temperature=-1.0 (0, or at least 1e-6)"),
         (["generate", "model", *ASK[:2], "--max-new-tokens", "5000"], 1, "the model's context is 4096 tokens"),
-        (["generate", "model", *ASK, "--template-arg", "mood=0"], 1, "has no place for the variable mood"),
+        (["generate", "model", *ASK, "--template-arg", "mood=0"], 1, "does not accept the variable mood"),
         (["generate", "model", *ASK, "--template-arg", "enable_thinking"], 2, "'enable_thinking' is not NAME=VALUE"),
         (["generate", "fp8", *ASK, "--step", "1"], 2, "fp8 is not a run directory; remove --step"),
         (["generate", "fp8", *ASK, "--backend", "warp"], 2, "there is no backend 'warp'; there are auto,"),

@@ -183,7 +183,7 @@ def test_two_user_turns_where_the_template_refuses(folder, models):
     strict.tokenizer.chat_template = (
         "{% if messages[1].role == 'user' %}{{ raise_exception('must alternate') }}{% endif %}"
     )
-    with pytest.raises(BadSample, match=r"row 0: the chat template refuses the roles .*must alternate"):
+    with pytest.raises(BadSample, match=r"row 0: the chat template rejects the roles .*must alternate"):
         Encoder(strict, 64).encode(source[0])
 
 

@@ -81,7 +81,7 @@ def test_templates_whose_answers_cannot_be_found():
 
 def test_roles_that_a_template_refuses():
     with pytest.raises(
-        TemplateProblem, match=r"refuses the roles user, user, assistant \(TemplateError: roles must alt"
+        TemplateProblem, match=r"rejects the roles user, user, assistant \(TemplateError: roles must alt"
     ):
         answers(STRICT, [MESSAGES[0], *MESSAGES[:2]])
 

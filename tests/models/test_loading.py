@@ -194,7 +194,7 @@ def test_a_missing_shard_and_a_missing_tensor_of_the_index(folder):
     refused(folder, f"lacks '{lost}'")
     assert index[lost] == file.name
     file.unlink()
-    refused(folder, "model-00002-of-00002.safetensors is missing, though .*index.json names it")
+    refused(folder, "model-00002-of-00002.safetensors is missing, although .*index.json names it")
 
 
 def test_an_index_that_leaves_the_folder(folder, tmp_path):

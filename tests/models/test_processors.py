@@ -65,7 +65,7 @@ def test_rows_with_and_without_images_in_one_call(checkpoint):
 def test_a_text_model_refuses_images(checkpoint, family):
     processor = models.load_processor(checkpoint(family))
     assert isinstance(processor, models.TextProcessor)
-    with pytest.raises(models.ModelError, match="1 images were given to a text-only model"):
+    with pytest.raises(models.ModelError, match="1 images were passed to a text-only model"):
         processor(text=["first?"], images=[some_image()])
     with pytest.raises(models.ModelError, match="max_pixels given, but .* is a text-only model"):
         models.load_processor(checkpoint(family), max_pixels=4096)
@@ -121,10 +121,10 @@ def test_tile_limits_of_internvl(checkpoint, limits, tiles):
 @pytest.mark.parametrize(
     ("family", "limits", "message"),
     [
-        ("qwen3_vl", {"max_pixels": 63}, "max_pixels 63 is less than one token of this model. Give at least 64"),
-        ("internvl", {"max_pixels": 255}, "max_pixels 255 is less than one tile of this model. Give at least 256"),
-        ("qwen3_vl", {"max_pixels": 100, "min_pixels": 200}, "min_pixels 200 is above max_pixels 100"),
-        ("qwen3_vl", {"min_pixels": 0}, "min_pixels 0 is less than one token"),
+        ("qwen3_vl", {"max_pixels": 63}, "max_pixels 63 is smaller than one token of this model. Use at least 64"),
+        ("internvl", {"max_pixels": 255}, "max_pixels 255 is smaller than one tile of this model. Use at least 256"),
+        ("qwen3_vl", {"max_pixels": 100, "min_pixels": 200}, "min_pixels 200 is larger than max_pixels 100"),
+        ("qwen3_vl", {"min_pixels": 0}, "min_pixels 0 is smaller than one token"),
         (
             "mistral3",
             {"min_pixels": 64},

@@ -78,5 +78,5 @@ def test_sizes_that_a_word_in_their_name_does_not_bound(tmp_path, field):
     (tmp_path / "config.json").write_text(json.dumps(field))
     folder.check_sizes(tmp_path / "config.json")
     (tmp_path / "config.json").write_text(json.dumps({"depth": 1024}))
-    with pytest.raises(models.ModelError, match="gives depth=1024, and 1000 is the most here"):
+    with pytest.raises(models.ModelError, match="has depth=1024, but the maximum is 1000"):
         folder.check_sizes(tmp_path / "config.json")

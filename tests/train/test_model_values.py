@@ -97,7 +97,7 @@ def test_a_window_below_zero_is_refused_by_all_commands(
     edit(folder, sliding_window=-3)
     said = refusals(folder, make, tmp_path, capsys)
     assert set(said) == ALL
-    assert all("gives sliding_window=-3, and it must be above 0" in " ".join(text.split()) for text in said.values())
+    assert all("gives sliding_window=-3; it must be above 0" in " ".join(text.split()) for text in said.values())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_window_below_zero_is_refused_by_all_commands(
 )
 def test_numbers_that_mean_nothing_are_named(folder: Path, keys: dict[str, Any], named: str) -> None:
     edit(folder, **keys)
-    with pytest.raises(ModelError, match=f"config.json gives {named}, and it must be"):
+    with pytest.raises(ModelError, match=f"config.json gives {named}; it must be"):
         models.empty(folder)
     assert any(named in finding.text for finding in verify(folder, quick=True).failures)
 

@@ -202,7 +202,7 @@ def _load_processor(
     model_type = raw.get("model_type")
     if video is not None and model_type not in video_families():
         raise ModelError(
-            f"data.video is given, and Octavo takes no videos for model_type {model_type!r}, only for "
+            f"data.video is set, but Octavo does not support videos for model_type {model_type!r}, only for "
             f"{', '.join(video_families())}. Remove it, or use a model of these families."
         )
     tokenizer = load_tokenizer(folder)
