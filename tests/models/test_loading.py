@@ -139,7 +139,7 @@ def test_a_field_of_the_wrong_type(folder):
 def test_code_in_the_folder(folder):
     edit_config(folder, auto_map={"AutoModelForCausalLM": "evil.Model"})
     (folder / "evil.py").write_text("raise SystemExit")
-    refused(folder, "asks to run Python code")
+    refused(folder, "requires Python code")
 
 
 def test_quantised_weights(folder):

@@ -157,7 +157,7 @@ def test_another_class_of_the_same_name_stays(published, monkeypatch):
     assert not register.is_custom(KIND)
     register._register(register.FAMILIES[KIND])
     assert CONFIG_MAPPING[KIND] is Other
-    with pytest.raises(ModelError, match="asks to run Python code"):
+    with pytest.raises(ModelError, match="requires Python code"):
         models.read_config(published)
 
 

@@ -32,7 +32,7 @@ def test_some_families():
     assert gemma.projector == ("model.multi_modal_projector",) and gemma.decoder == "model.language_model"
     assert glm.projector == ("model.visual.merger", "model.visual.downsample")
     assert glm.blocks == ("model.visual.blocks", "model.language_model.layers") and glm.image_token == 151343
-    assert survey.survey_family(Florence2Config).cells[-1].startswith("refused: it is an encoder and a decoder")
+    assert survey.survey_family(Florence2Config).cells[-1].startswith("refused: it is an encoder-decoder model")
     broken = survey.survey_family(AyaVisionConfig)
     assert broken.here == survey.UNBUILT and broken.why.startswith("ValueError: embed_dim must be divisible")
 
