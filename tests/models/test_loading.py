@@ -216,7 +216,7 @@ def test_a_tensor_that_would_be_random(folder):
     edit_weights(folder, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     refused(
         folder,
-        r"1 missing in the folder \(transformers would fill it with random numbers\): model.layers.1.mlp.up_proj",
+        r"1 missing in the folder \(transformers would initialize them randomly\): model.layers.1.mlp.up_proj",
     )
 
 
@@ -227,7 +227,7 @@ def test_a_tensor_nobody_knows(folder):
 
 def test_a_tensor_of_another_shape(folder):
     edit_weights(folder, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
-    refused(folder, r"1 of another shape than the model's: model.norm.weight \(3,\) instead of \(64,\)")
+    refused(folder, r"1 with a different shape in the model: model.norm.weight \(3,\) instead of \(64,\)")
 
 
 def test_a_vision_tensor_is_missed_too(checkpoint, tmp_path):

@@ -191,7 +191,7 @@ def test_patches_are_of_one_frame(published, loaded, tmp_path):
     folder = Path(shutil.copytree(published, tmp_path / "model"))
     file = folder / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "temporal_patch_size": 2}))
-    with pytest.raises(ModelError, match="temporal_patch_size 1, and preprocessor_config.json 2"):
+    with pytest.raises(ModelError, match="temporal_patch_size is 1 in config.json but 2 in preprocessor_config.json"):
         models.load_processor(folder)
     twice = inputs["pixel_values"].repeat_interleave(2, 1)
     with pytest.raises(ValueError, match=r"takes \[patches, 48\].*temporal_patch_size 1"):

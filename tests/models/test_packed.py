@@ -160,7 +160,7 @@ def test_a_cache_and_a_mask_change_nothing(loaded):
     filled = DynamicCache(config=model.config.get_text_config())
     with torch.no_grad():
         model(input_ids=samples[0]["input_ids"], past_key_values=filled, use_cache=True)
-    with pytest.raises(ModelError, match="a cache"):
+    with pytest.raises(ModelError, match="a key-value cache"):
         logits(past_key_values=filled, use_cache=True)
 
 
@@ -176,7 +176,7 @@ def test_positions_that_are_not_the_samples_own_are_refused(loaded):
         with pytest.raises(ModelError, match=r"compute them with Packed\.positions"), forms.forward(edges, wrong):
             pass
     model, family, _ = loaded("qwen3")
-    with pytest.raises(ModelError, match="found"), packed.Packed(model, family).forward(edges, right):
+    with pytest.raises(ModelError, match="got"), packed.Packed(model, family).forward(edges, right):
         pass
 
 
@@ -218,7 +218,7 @@ def test_models_whose_samples_would_not_be_separate_are_refused(checkpoint, load
     assert "in model_type 'gemma3'" in str(models.why_not_packed(models.empty(checkpoint("gemma3"))))
     assert "linear_attention, whose state continues" in models.why_not_packed(models.empty(recurrent))
     for changes, why in (
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers of type sliding_attention"),
         ({"layer_types": ["chunked_attention"]}, "layers of chunked_attention"),
         ({"layer_types": None, "use_sliding_window": True, "sliding_window": 8}, "8 tokens back"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "angles depend on the longest sample"),

@@ -91,7 +91,7 @@ def test_frames_are_those_of_the_stock_class(stock, kind, fps):
 
 
 def test_videos_too_short_for_a_step_are_refused_and_short_ones_of_internvl_have_a_frame():
-    with pytest.raises(ValueError, match="has 1 frame.s., and the model takes 2 at least"):
+    with pytest.raises(ValueError, match="has 1 frame.s., but the model needs at least 2"):
         videos("qwen3_vl").indices(1, 30.0)
     assert videos("internvl").indices(9, 30.0) == [4]
     assert len(videos("internvl", fps=30.0).indices(9999, 30.0)) == 768

@@ -200,7 +200,7 @@ def test_folders_that_are_no_reward_models(folder):
         RewardError, match="the argument 'pattern', which it does not take; it takes name, weight, load_in"
     ):
         Rewards([{"reward": "reward_model", "pattern": "a"}], folder)
-    with pytest.raises(ModelError, match="load_in_fp8 asks for 'int4' in foundation"):
+    with pytest.raises(ModelError, match="load_in_fp8 has 'int4' for foundation"):
         Rewards([{"reward": "reward_model", "load_in_fp8": "int4"}], folder)
     config = json.loads((folder / "words" / "config.json").read_text())
     (folder / "hollow").mkdir(exist_ok=True)

@@ -71,10 +71,10 @@ def test_integer_weights_are_refused_by_all_commands(
     integers(folder)
     said = refusals(folder, make, tmp_path, capsys)
     assert set(said) == ALL and all(WEIGHT in text for text in said.values())
-    with pytest.raises(ModelError, match=f"{WEIGHT} .*holds torch.int32"):
+    with pytest.raises(ModelError, match=f"{WEIGHT} .*is torch.int32"):
         models.load(folder, torch.bfloat16)
     for read in (lambda: models.load(folder, load_in_fp8="row"), lambda: next(models.iter_weights(folder))):
-        with pytest.raises(ModelError, match="holds torch.int32"):
+        with pytest.raises(ModelError, match="is torch.int32"):
             read()
 
 
