@@ -400,7 +400,7 @@ def test_refusals(made, family, make, settings, change, message):
 def test_an_image_for_a_text_only_model_and_a_model_of_its_own_attention(made):
     model, processor = made("qwen3")
     asked, pictures = questions(model, 1)[0][0], questions(made("qwen3_vl")[0], 2)[1][1]
-    with pytest.raises(models.ModelError, match="1 images were given, and the model is text-only"):
+    with pytest.raises(models.ModelError, match="1 images were passed to a text-only model"):
         generation.prompt_of(processor, asked, pictures)
     model, processor = made("mpt")
     model = with_alibi(models.load(model.name_or_path))

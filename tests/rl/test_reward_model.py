@@ -170,7 +170,7 @@ def test_unusable_images_are_named(folder, pictures, tmp_path):
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
         bad = {row: reason for row, _, reason in rewards.score(["a"] * 4, columns).bad}
     assert bad.keys() == {1, 2} and "missing.png" in bad[2]
-    assert "hold 1 image parts but 2 images were given" in bad[1]
+    assert "have 1 image parts, but 2 images were passed" in bad[1]
     with Rewards(["sees"], tmp_path, on_bad="zero") as rewards:
         columns = {"messages": [IMAGE_QUESTIONS[0]] * 2, "images": [pictures[:1]] * 2, "videos": [["a.mp4"], []]}
         [(row, _, reason)] = rewards.score(["a"] * 2, columns).bad
@@ -202,7 +202,7 @@ def test_other_folders_are_rejected(folder):
         RewardError, match="the argument 'pattern', which it does not take; it takes name, weight, load_in"
     ):
         Rewards([{"reward": "reward_model", "pattern": "a"}], folder)
-    with pytest.raises(ModelError, match="load_in_fp8 asks for 'int4' in foundation"):
+    with pytest.raises(ModelError, match="load_in_fp8 has 'int4' for foundation"):
         Rewards([{"reward": "reward_model", "load_in_fp8": "int4"}], folder)
     config = json.loads((folder / "words" / "config.json").read_text())
     (folder / "hollow").mkdir(exist_ok=True)
