@@ -16,7 +16,7 @@ from typing import Any
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import FAIL, WARN, Findings, Verdict
-from octavo.checkpoint.verify.headers import Headers, FileTensor, read_folder
+from octavo.checkpoint.verify.headers import FileTensor, Headers, read_folder
 from octavo.models import ModelError, empty
 from octavo.models.folder.folder import read_json
 from octavo.models.structure.skeleton import stock_config

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, FileTensor
+from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.models.folder.quantization import is_cache_scale
 
 _DTYPES = ("F32", "BF16", "F16")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, FileTensor
+from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.models.custom.mpt import MPTConfig, ignored_by_stock
 from octavo.models.custom.register import is_custom
 from octavo.models.folder.quantization import is_cache_scale

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from octavo.base.model_families import trains_on
 from octavo.checkpoint.stock_model import Linear, StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, FileTensor
+from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.checkpoint.verify.names import scale_of
 from octavo.models import describe
 from octavo.models.folder.quantization import Quantization

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from octavo.checkpoint.stock_model import StockModel
 from octavo.checkpoint.verify.findings import Findings
-from octavo.checkpoint.verify.headers import Headers, FileTensor
+from octavo.checkpoint.verify.headers import FileTensor, Headers
 from octavo.checkpoint.verify.names import scale_of
 from octavo.checkpoint.verify.scales import Pair
 from octavo.fp8.arithmetic import E4M3, NAN_CODE, decode

@@ -34,7 +34,7 @@ from octavo.checkpoint.verify.cache_scales import check_cache
 from octavo.checkpoint.verify.companions import check_checksums, check_companion_files, check_companions, check_files
 from octavo.checkpoint.verify.compare_source import collect_sources, compare, compare_unplaced
 from octavo.checkpoint.verify.findings import FAIL, Findings, TensorComparison, VerifyResult
-from octavo.checkpoint.verify.headers import Headers, FileTensor, read_folder
+from octavo.checkpoint.verify.headers import FileTensor, Headers, read_folder
 from octavo.checkpoint.verify.loaders import verdicts
 from octavo.checkpoint.verify.names import check_config, check_fields, check_names, check_ties, scale_of
 from octavo.checkpoint.verify.scales import (
