@@ -64,7 +64,7 @@ def near(ours: Tensor, theirs: Tensor, ulps: float = 256) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [*USUAL, *(pytest.param(*x, marks=pytest.mark.long) for x in OTHERS)])
-def test_the_merged_model_answers_as_the_adapted_one(name: str, kind: str | None, folder: Folder) -> None:
+def test_merged_model_matches_adapted_model(name: str, kind: str | None, folder: Folder) -> None:
     path = folder(name)
     model = adapted(path, kind, rslora=True)
     batch = inputs(model, models.describe(models.load(path)))
@@ -75,7 +75,7 @@ def test_the_merged_model_answers_as_the_adapted_one(name: str, kind: str | None
 
 @pytest.mark.parametrize("settings", [{}, {"rslora": True}, {"dora": True}], ids=["lora", "rslora", "dora"])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
-def test_it_is_what_peft_folds(name: str, settings: dict, folder: Folder, tmp_path: Path) -> None:
+def test_merge_matches_peft(name: str, settings: dict, folder: Folder, tmp_path: Path) -> None:
     if name == "qwen3_moe" and "dora" in settings:
         settings = {**settings, "exclude": ("**.experts",)}
     path = folder(name)
@@ -94,7 +94,7 @@ def test_it_is_what_peft_folds(name: str, settings: dict, folder: Folder, tmp_pa
                 assert torch.equal(value.to(dtype), theirs[stock]), stock
 
 
-def test_what_has_no_adapter_comes_as_it_is(folder: Folder) -> None:
+def test_weights_without_adapter_are_unchanged(folder: Folder) -> None:
     path = folder("qwen3_moe")
     model = adapted(path, "block", targets=("q_proj", "**.layers.0.mlp.experts.down_proj"))
     before = {n.replace(".base_layer", ""): w for n, w in frozen_weights(model)}
@@ -112,7 +112,7 @@ def test_what_has_no_adapter_comes_as_it_is(folder: Folder) -> None:
     assert codes == len(before) - len(changed)
 
 
-def test_into_another_base(folder: Folder) -> None:
+def test_merge_into_another_base(folder: Folder) -> None:
     """The adapter of a model over codes, folded into the high-precision weights."""
     path = folder("qwen3")
     model, plain = adapted(path, "block"), models.load(path)
@@ -125,7 +125,7 @@ def test_into_another_base(folder: Folder) -> None:
         adapted_weights(model, nn.Linear(2, 2))
 
 
-def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
+def test_iteration_keeps_the_callers_grad_mode(folder: Folder) -> None:
     model = adapted(folder("qwen3"))
     taken = merged_weights(model)
     assert all(torch.is_grad_enabled() for _ in taken)
@@ -136,7 +136,7 @@ def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_without_adapters_or_with_merged_ones_it_says_so(folder: Folder) -> None:
+def test_missing_and_merged_adapters_raise(folder: Folder) -> None:
     model = models.load(folder("qwen3"))
     with pytest.raises(adapters.AdapterError, match="no adapters to merge"):
         merged_weights(model)
@@ -171,7 +171,7 @@ def survived(made: AdaptedWeight, kind: str) -> MergeErrors:
 
 
 @pytest.mark.parametrize("kind", ["block", "row"])
-def test_over_codes_a_small_change_is_rounded_away(kind: str) -> None:
+def test_small_change_is_rounded_away_in_codes(kind: str) -> None:
     w = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
     kept = []
     for scale in (1e-5, 1e-2, 0.1, 1.0):
@@ -185,7 +185,7 @@ def test_over_codes_a_small_change_is_rounded_away(kind: str) -> None:
     assert kept == sorted(kept) and kept[0] < 1e-2 and 0.1 < kept[1] < 0.6 and kept[3] > 0.98
 
 
-def test_between_codes_it_survives_until_it_is_drowned() -> None:
+def test_small_change_survives_in_bf16_until_noise_exceeds_it() -> None:
     w = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
     figures = {scale: survived(fold(w, scale, None)[0], "block") for scale in (1e-3, 1e-2, 0.1)}
     own = {scale: found.weights["q_proj.weight"] for scale, found in figures.items()}
@@ -202,7 +202,7 @@ def test_between_codes_it_survives_until_it_is_drowned() -> None:
     assert 0.8 < loud / own[1e-2].drowned < 1.2
 
 
-def test_figures_are_those_of_their_definitions() -> None:
+def test_metrics_match_their_definitions() -> None:
     w = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
     made, base = fold(w, 0.2, "row")
     q = fp8.quantize(made.folded(), FROZEN["row"])
@@ -225,6 +225,6 @@ def test_figures_are_those_of_their_definitions() -> None:
     assert found.to_json()["weights"][0]["kept"] == own.kept
 
 
-def test_an_adapter_that_changes_nothing_is_not_lost() -> None:
+def test_adapter_without_change_is_not_lost() -> None:
     found = survived(fold(torch.randn(32, 32), 0.0, "row")[0], "row")
     assert not found.lost and found.in_fp8() == [] and found.kept == 1 and found.weights["q_proj.weight"].kept == 1
