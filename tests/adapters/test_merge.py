@@ -159,14 +159,14 @@ def fold(w: Tensor, scale: float, kind: str | None, rank: int = 4) -> tuple[Adap
     for _, p in adapters.adapter_parameters(block):
         p.data.copy_(torch.randn(p.shape, generator=g))
     made = adapted_weights(block)["q_proj.weight"]
-    size = (made.folded() - made.base()).norm()
-    block["q_proj"].lora_B["default"].weight.data.mul_(scale * made.base().norm() / size)
-    return made, made.base()
+    size = (made.merged() - made.base_values()).norm()
+    block["q_proj"].lora_B["default"].weight.data.mul_(scale * made.base_values().norm() / size)
+    return made, made.base_values()
 
 
 def survived(made: AdaptedWeight, kind: str) -> MergeErrors:
     found = MergeErrors({made.name: made})
-    found.add(made.name, None, (0, made.shape[0]), fp8.quantize(made.folded(), FROZEN[kind]))
+    found.add(made.name, None, (0, made.shape[0]), fp8.quantize(made.merged(), FROZEN[kind]))
     return found
 
 
@@ -181,7 +181,7 @@ def test_small_change_is_rounded_away_in_codes(kind: str) -> None:
         assert abs(own.relative - scale) < 1e-2 * scale
         if scale < 0.5:
             assert own.error <= 1 + 1e-6  # no element moves further than it was pushed
-        assert found.lost == (own.kept < MIN_KEPT)
+        assert found.is_lost == (own.kept < MIN_KEPT)
     assert kept == sorted(kept) and kept[0] < 1e-2 and 0.1 < kept[1] < 0.6 and kept[3] > 0.98
 
 
@@ -191,27 +191,27 @@ def test_small_change_survives_in_bf16_until_noise_exceeds_it() -> None:
     own = {scale: found.weights["q_proj.weight"] for scale, found in figures.items()}
     assert 0.95 < own[0.1].kept < 1.05 and 0.7 < own[1e-2].kept < 1.3
     assert 2 < own[1e-2].error < 4  # 2 to 3 % of W over 1 %
-    assert [found.lost for found in figures.values()] == [True, False, False]
-    assert figures[1e-3].drowned > 1 > figures[1e-2].drowned
+    assert [found.is_lost for found in figures.values()] == [True, False, False]
+    assert figures[1e-3].noise_ratio > 1 > figures[1e-2].noise_ratio
     # louder along its own directions than its norm says, as `drowned` has it
     made, _ = fold(w, 1e-2, None)
-    d = made.folded() - made.base()
-    noise = fp8.dequantize(fp8.quantize(made.folded(), FROZEN["block"])) - made.folded()
+    d = made.merged() - made.base_values()
+    noise = fp8.dequantize(fp8.quantize(made.merged(), FROZEN["block"])) - made.merged()
     along = torch.linalg.svd(d).Vh[:4]
     loud = float((noise @ along.T).norm() / (d @ along.T).norm())
-    assert 0.8 < loud / own[1e-2].drowned < 1.2
+    assert 0.8 < loud / own[1e-2].noise_ratio < 1.2
 
 
 def test_metrics_match_their_definitions() -> None:
     w = torch.randn(64, 48, generator=torch.Generator().manual_seed(1))
     made, base = fold(w, 0.2, "row")
-    q = fp8.quantize(made.folded(), FROZEN["row"])
+    q = fp8.quantize(made.merged(), FROZEN["row"])
     found = MergeErrors({made.name: made})
     for rows in ((0, 16), (16, 64)):  # in pieces
         found.add(made.name, None, rows, fp8.Quantized(q.data[slice(*rows)], q.scale[slice(*rows)], q.spec))
     found.add("another.weight", None, None, torch.zeros(1))
     own = found.weights[made.name]
-    d, applied = made.folded() - base, fp8.dequantize(q) - base
+    d, applied = made.merged() - base, fp8.dequantize(q) - base
     want = {
         "relative": d.norm() / base.norm(),
         "kept": (applied * d).sum() / d.square().sum(),
@@ -227,4 +227,6 @@ def test_metrics_match_their_definitions() -> None:
 
 def test_adapter_without_change_is_not_lost() -> None:
     found = survived(fold(torch.randn(32, 32), 0.0, "row")[0], "row")
-    assert not found.lost and found.in_fp8() == [] and found.kept == 1 and found.weights["q_proj.weight"].kept == 1
+    assert (
+        not found.is_lost and found.fp8_weights() == [] and found.kept == 1 and found.weights["q_proj.weight"].kept == 1
+    )

@@ -62,7 +62,7 @@ def test_bf16_merge_loads_in_transformers_and_matches_adapted_model(
     base = folder(family)
     adapter = written(base, tmp_path / "adapter")
     done = merge_model(adapter, tmp_path / "out", device="cpu")
-    assert done.base == "high" and done.base_error is None and not done.merge_error.in_fp8()
+    assert done.base == "high" and done.base_error is None and not done.merge_error.fp8_weights()
     model = _over(base, adapter)
     batch = inputs(model, models.describe(model.config))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -91,8 +91,8 @@ def test_reported_merge_errors_match_the_file(family: str, format: str, folder: 
         own = done.merge_error.weights[name]
         w, d, applied, n = 0.0, 0.0, 0.0, 0.0
         for slot in fold.slots:
-            base_values = fold.base(slot)
-            delta = fold.folded(slot) - base_values
+            base_values = fold.base_values(slot)
+            delta = fold.merged(slot) - base_values
             there = (found[name] if slot is None else found[name][slot]) - base_values
             w, d = w + float(base_values.square().sum()), d + float(delta.square().sum())
             applied, n = applied + float((there * delta).sum()), n + float((there - delta).square().sum())
@@ -100,7 +100,7 @@ def test_reported_merge_errors_match_the_file(family: str, format: str, folder: 
         assert own.kept == pytest.approx(applied / d, rel=1e-3)
         assert own.error == pytest.approx((n / d) ** 0.5, rel=1e-3)
         counted += own.fp8
-    assert counted == len(done.merge_error.in_fp8()) > 1
+    assert counted == len(done.merge_error.fp8_weights()) > 1
     assert 0.95 < done.merge_error.kept < 1.05
     assert any("of the adapter's change survives" in s for s in done.sentences())
 
@@ -118,7 +118,7 @@ def test_merge_into_codes_rejects_tiny_changes(family: str, coded: Folder, tmp_p
 
     messages: list[str] = []
     done = merge_model(small, tmp_path / "out", "fp8-dynamic", anyway=True, device="cpu", log=messages.append)
-    assert done.base == "fp8" and done.merge_error.lost and done.merge_error.kept < 0.1
+    assert done.base == "fp8" and done.merge_error.is_lost and done.merge_error.kept < 0.1
     assert any(s.startswith("warning: fp8-dynamic would round") and s.endswith("written anyway") for s in messages)
     for name, weight in models.load(tmp_path / "out").named_parameters():
         if is_frozen(weight) and name not in done.merge_error.weights:
@@ -127,7 +127,7 @@ def test_merge_into_codes_rejects_tiny_changes(family: str, coded: Folder, tmp_p
 
     large = written(base, tmp_path / "large", std=1.0, targets=("q_proj", "**.layers.0.mlp"))
     done = merge_model(large, tmp_path / "out", "fp8-dynamic", device="cpu")  # replaces the earlier one
-    assert not done.merge_error.lost and done.merge_error.kept > 0.95
+    assert not done.merge_error.is_lost and done.merge_error.kept > 0.95
 
 
 def _over(base: Path, adapter: Path) -> nn.Module:
@@ -143,7 +143,7 @@ def test_bf16_merge_keeps_changes_that_fp8_loses(coded: Folder, tmp_path: Path) 
     assert done.base == "fp8" and done.base_error is None
     found, model = held(tmp_path / "out"), _over(base, adapter)
     for name, fold in adapted_weights(model).items():
-        assert torch.equal(found[name], fold.folded().bfloat16().float()), name
+        assert torch.equal(found[name], fold.merged().bfloat16().float()), name
 
 
 def test_change_below_bf16_resolution_is_reported(folder: Folder, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_run_is_merged_into_its_codes_or_the_folders_weights(run: Path, folder: 
     frozen = models.load(base, load_in_fp8="row")
     adapters.load(frozen, run / "adapter")
     for name, fold in adapted_weights(frozen).items():
-        assert torch.equal(found[None][name], fold.folded().bfloat16().float())
+        assert torch.equal(found[None][name], fold.merged().bfloat16().float())
     # the adapter's folder, inside the run, knows the same
     assert merge_model(run / "adapter", tmp_path / "out", device="cpu").base == "fp8"
     assert all(torch.equal(v, found[None][n]) for n, v in held(tmp_path / "out").items())
@@ -198,7 +198,7 @@ def test_small_change_survives_in_high_precision_weights(run: Path, tmp_path: Pa
     """What is refused over the codes that training saw is not lost over the weights that they were made of."""
     over = merge_model(run, tmp_path / "over", "fp8-dynamic", anyway=True, device="cpu").merge_error
     high = merge_model(run, tmp_path / "high", "fp8-dynamic", base="high", anyway=True, device="cpu").merge_error
-    assert over.kept < 0.9 < high.kept < 1.1 and over.lost
+    assert over.kept < 0.9 < high.kept < 1.1 and over.is_lost
 
 
 @pytest.mark.parametrize(

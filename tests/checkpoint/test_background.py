@@ -58,10 +58,10 @@ def test_asynchronous_save_writes_state_at_the_call(tmp_path: Path, monkeypatch,
     with held_back(monkeypatch):
         background.begin(tmp_path / "beside", take(model, optimizer, 3, world))
         wiped(model, optimizer)
-        assert background.under_way and background.poll() is None
+        assert background.has_pending_save and background.poll() is None
         assert checkpoint.steps(tmp_path / "beside") == []
     path = background.poll(wait=True)
-    assert path == tmp_path / "beside" / "step_3" and not background.under_way
+    assert path == tmp_path / "beside" / "step_3" and not background.has_pending_save
     assert files.read_state(path) == files.read_state(awaited)  # checksums of all files are in it
     background.begin(tmp_path / "beside", take(model, optimizer, 4, world, more=torch.ones(9)))  # in the same memory
     again, other = fresh() if states == "torch" else small(states, "bf16+16", seed=9)
@@ -83,7 +83,7 @@ def test_full_disk_is_reported_and_existing_checkpoints_are_kept(tmp_path: Path,
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         background.begin(tmp_path, take(model, optimizer, 4, world))
-        with pytest.raises(checkpoint.CheckpointError, match="disk is full .*Checkpoints already there are untouched"):
+        with pytest.raises(checkpoint.CheckpointError, match="disk is full .*Existing checkpoints are untouched"):
             background.poll(wait=True)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_3"]
     background.begin(tmp_path, take(model, optimizer, 4, world))

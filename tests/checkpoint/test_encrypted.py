@@ -78,7 +78,7 @@ def test_swapped_files_are_rejected(tmp_path, monkeypatch):
             (rf"{name} is damaged: chunk \d+ of \d+ \(bytes", flipped),
             (f"{name} is damaged", cut),
             (
-                "one is encrypted, and the other is not: it was exchanged",
+                "must both be encrypted or both be plain;",
                 lambda file: shutil.copy(plain / file.name, file),
             ),
         ):

@@ -155,8 +155,8 @@ def test_stacked_bf16_experts_have_published_layout(source, tmp_path):
     stem = "model.language_model.layers.0.mlp.experts"
     assert read(tmp_path / "out", f"{stem}.down_proj").shape == (4, 128, 256)  # [E, I, H]
     # gate and up together are square here (2 * 128 = 256), which no shape can tell: as transformers saves it
-    turned = plan_layout(folder, "bf16").names.turned
-    assert turned == {f"model.language_model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
+    transposed = plan_layout(folder, "bf16").names.written_transposed
+    assert transposed == {f"model.language_model.layers.{i}.mlp.experts.down_proj" for i in (0, 1)}
 
 
 def test_block_export_has_the_config_that_loaders_read(source, tmp_path):

@@ -50,7 +50,7 @@ def test_renamed_copy_is_detected_by_its_step(folder: Path):
     shutil.copytree(folder / "step_4", folder / "step_9")
     said: list[str] = []
     assert checkpoint.latest(folder, One(), said.append) == folder / "step_4"
-    assert said == [f"checkpoint step_9 is skipped: {folder / 'step_9'} holds step 4: it was copied or renamed"]
+    assert said == [f"checkpoint step_9 is skipped: {folder / 'step_9'} contains step 4: it was copied or renamed"]
     assert checkpoint.foreign_entries(folder) == ["step_9 (of step 4)"]
     assert checkpoint.prune(folder, 4, keep=1) == [] and checkpoint.steps(folder) == [4, 9]
 

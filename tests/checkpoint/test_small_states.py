@@ -78,12 +78,12 @@ def test_torch_adamw_checkpoints_load_with_fp32_states_and_back(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "asked", "words"),
     [
-        (("fp32", "fp32"), ("fp8", "fp32"), "optimizer.states: fp32, and this run asks for optimizer.states: fp8"),
+        (("fp32", "fp32"), ("fp8", "fp32"), "optimizer.states: fp32, but this run has optimizer.states: fp8"),
         (("fp8", "fp32"), ("bf16", "fp32"), "Continue with optimizer.states=fp8, or start a new run from its weights"),
         (("fp8", "bf16+16"), ("fp8", "bf16+sr"), r"optimizer.master: bf16\+16, .* asks for optimizer.master: bf16\+sr"),
         (("fp8", "bf16+16"), ("fp8", "fp32"), r"optimizer.master: bf16\+16, .* asks for optimizer.master: fp32"),
-        (None, ("fp8", "fp32"), "optimizer.states: fp32, and this run asks for optimizer.states: fp8"),
-        (("fp8", "fp32"), None, "optimizer.states: fp8, and this run asks for optimizer.states: fp32"),
+        (None, ("fp8", "fp32"), "optimizer.states: fp32, but this run has optimizer.states: fp8"),
+        (("fp8", "fp32"), None, "optimizer.states: fp8, but this run has optimizer.states: fp32"),
     ],
 )
 def test_other_state_form_is_rejected_with_a_fix(tmp_path, saved, asked, words):

@@ -264,13 +264,13 @@ class Deeper(Model):
 def test_checkpoint_of_another_model_is_rejected(tmp_path):
     path = save(tmp_path, 3, *trained())
     for kind, words in ((Wider, r"model\.embed\.weight is float32 \[9, 5\], the run's is float32 \[9, 6\]"),
-                        (Deeper, "lacks 2 tensors that this run has, first model.more.bias")):  # fmt: skip
+                        (Deeper, "has no values for 2 tensors of this run, first model.more.bias")):  # fmt: skip
         with pytest.raises(CheckpointError, match=words):
             load(path, kind(), None)
     with pytest.raises(CheckpointError, match=r"the run's is bfloat16"):
         load(path, Model().bfloat16(), None)
     deep = Deeper()
-    with pytest.raises(CheckpointError, match=r"holds 2 tensors that this model lacks, first more\.bias"):
+    with pytest.raises(CheckpointError, match=r"holds 2 tensors that this model does not have, first more\.bias"):
         load(save(tmp_path, 4, deep, None), Model(), None)
 
 

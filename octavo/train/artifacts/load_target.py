@@ -196,7 +196,7 @@ class Target:
             if as_trained and dtype is None and before.get("base"):
                 now = frozen_base.Base.of(model, frozen_base.digests(model, world), world).whole
                 frozen_base.same(before["base"], now, path, str(self.base))
-        restored = checkpoint.load(path, model=model, optimizer=None, world=world, spare=critic.owns)
+        restored = checkpoint.load(path, model=model, optimizer=None, world=world, may_be_missing=critic.owns)
         histories = scaling_of(restored.extra)
         if recipe is None and histories and as_trained:
             fp8.load_scaling_state(model, histories)

@@ -115,7 +115,7 @@ def _fill_weights(stepper: Stepper, path: Path, frozen: frozen_base.Base | None,
         else:
             frozen_base.same(before["base"], frozen.whole, path, cfg.model.path)
     read = checkpoint.load_weights(
-        path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, spare=critic.owns
+        path, model=stepper.model, optimizer=stepper.optimizer, world=stepper.world, may_be_missing=critic.owns
     )
     log(f"starts with the weights of {path} (step {read['step']}); optimizer, schedule, randomness and data start over")
 
