@@ -108,7 +108,7 @@ def test_builtins_are_not_allowed(tmp_path, name):
 )
 def test_similar_names_are_not_allowed(tmp_path, name):
     (tmp_path / ".metadata").write_bytes(f"c{name}\n.".encode())
-    with pytest.raises(CheckpointError, match="none of the classes that DCP writes"):
+    with pytest.raises(CheckpointError, match="which DCP does not write"):
         SafeReader(tmp_path).read_metadata()
 
 

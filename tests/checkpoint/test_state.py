@@ -118,7 +118,7 @@ def test_latest_returns_none_without_checkpoints_and_load_raises(tmp_path):
     assert latest(tmp_path / "never", One()) is None
     assert latest(tmp_path, One()) is None
     save(tmp_path, 3, *trained())
-    with pytest.raises(CheckpointError, match=r"no checkpoint .*step_7; .* holds step_3"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .*step_7; .* contains step_3"):
         load(tmp_path / "step_7", *fresh())
 
 
@@ -309,7 +309,7 @@ def test_full_disk_is_reported_and_previous_checkpoint_is_kept(tmp_path, monkeyp
         raise OSError(28, "No space left on device", "__0_0.distcp")
 
     monkeypatch.setattr("torch.save", full)
-    with pytest.raises(CheckpointError, match=r"could not write .*step_4.*No space left.*already there are untouched"):
+    with pytest.raises(CheckpointError, match=r"could not write .*step_4.*No space left.*Existing checkpoints are untouched"):
         save(tmp_path, 4, model, optimizer)
     monkeypatch.undo()
     monkeypatch.setattr("octavo.checkpoint.run_state.files.write_state", full)
