@@ -60,7 +60,7 @@ def use_gpu_decoding(monkeypatch):
             def _capture(self, rows):
                 return super()._capture(rows) if tape else None
 
-        monkeypatch.setattr(batch, "Replayed", RecordingDecoder)
+        monkeypatch.setattr(batch, "CudaGraphDecoder", RecordingDecoder)
         monkeypatch.setattr(kv_cache.kernels, "why_not_paged", lambda device: None)
         return decoders
 

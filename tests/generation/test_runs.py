@@ -55,7 +55,8 @@ def _rank(world, folder: str) -> list:
     completions = engine.generate(local_prompts, sampling, group=2)
     uneven = engine.generate([] if world.rank else local_prompts[:1], sampling)
     return [
-        [c.tokens.tolist() for c in single], [c.tokens.tolist() for c in completions], [float(c.logps.sum()) for c in single],
+        [c.tokens.tolist() for c in single], [c.tokens.tolist() for c in completions],
+        [float(c.logps.sum()) for c in single],
         [float(c.logps.sum()) for c in completions], len(uneven), any(needs_dummy), all(needs_dummy),
     ]  # fmt: skip
 

@@ -122,7 +122,7 @@ def test_generator_matches_published_philox():
         (lambda: Sampling(1, stop=("",)), "stop="),
         (lambda: Sampling(1, seed=-1, step=2**32), "seed=-1 .* step=4294967296"),
         (lambda: Prompt(np.zeros(0, dtype=np.int64)), r"shape \(0,\)"),
-        (lambda: Prompt(np.zeros(1, dtype=np.int64), number=-1), "number is -1"),
+        (lambda: Prompt(np.zeros(1, dtype=np.int64), number=-1), "number of a prompt is -1"),
         (lambda: Prompt(np.zeros(1, dtype=np.int64), images=1), "has images=1, but no pixels"),
     ],
 )
