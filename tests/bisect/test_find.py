@@ -60,7 +60,7 @@ def test_two_gemms_that_break_it_only_together(trainer, no_plots, cfg, tmp_path)
     trainer(when(f"{LAYERS[1]}.dgrad", f"{UP}.fwd"))
     answer = bisect.bisect(cfg(), tmp_path)
     assert {candidate.words for candidate in answer.sets[0]} == {f"dgrad of {LAYERS[1]}", f"fwd of {UP}"}
-    assert len(answer.sets) == 1 and len(answer.out) == 1  # the candidate of fewer FLOPs goes
+    assert len(answer.sets) == 1 and len(answer.out) == 1  # the one with fewer FLOPs is removed
     assert answer.out[0].name == UP and "together with" in answer.sentence
 
 
