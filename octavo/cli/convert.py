@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     from octavo.checkpoint import convert
 
     # MindSpeed-MM requires the option, so its users pass it even if that folder is not read.
-    if args.model_assets_dir and convert.knows_its_folder(args.source):
+    if args.model_assets_dir and convert.was_converted_by_octavo(args.source):
         terminal.note(
             f"{args.source} was converted by Octavo and contains the model's files: --model_assets_dir is not needed"
         )

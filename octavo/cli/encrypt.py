@@ -72,8 +72,8 @@ class _Encryption:
         self._single = False
 
     def begin(self, source: Path, files: list[Path], new_folder: Path | None) -> None:
-        """Check the source. Raises Replaced for files that are missing from a folder with a list or are not on the list, and
-        Refused for a part of such a folder, whose files cannot be read without the rest."""
+        """Check the source. Raises Replaced for files that are missing from a folder with a list or are not on the
+        list, and Refused for a part of such a folder, whose files cannot be read without the rest."""
         self._single = new_folder is None
         roots = [folder for folder in (source, *sorted(source.rglob("*"))) if has_list(folder)]
         if self.old is None and source not in roots and find_root(source) is not None:

@@ -49,11 +49,11 @@ def add_shared(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from octavo.checkpoint.export.files import size_of
+    from octavo.checkpoint.export.files import parse_size
     from octavo.train.artifacts import export_model
 
     try:
-        largest = size_of(args.max_shard_size)
+        largest = parse_size(args.max_shard_size)
     except ValueError as error:
         raise arguments.UsageError(f"--max-shard-size: {error}") from None
     with terminal.progress("export") as progress:

@@ -68,7 +68,8 @@ def test_what_a_line_says_is_what_its_casts_do(name: str) -> None:
     assert recipe.fwd and recipe.dgrad and recipe.wgrad
     assert spec.layouts == len(recipe.weight_casts()) == (2 if name in ("rowwise", "mxfp8") else 1)
     assert spec.delayed == (recipe.delayed is not None) and recipe.format == spec.formats[0]
-    assert spec.by_tensor == (recipe.fwd.a.block == (-1, -1)) and spec.spans_rows == (recipe.fwd.a.block[0] != 1)
+    assert spec.has_tensor_scale == (recipe.fwd.a.block == (-1, -1))
+    assert spec.couples_rows == (recipe.fwd.a.block[0] != 1)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_train_prints_at_most_fifteen_lines_before_the_first_step(here, capsys):
         "next: octavo export printed "
     )
     cfg = load_config("run.yaml")
-    result = plan_printer(verbose=True)(planning.Planned(cfg, *planning.plan_for(cfg)))
+    result = plan_printer(verbose=True)(planning.RunPlan(cfg, *planning.plan_for(cfg)))
     assert "note: norms in high precision: a reduction whose error every later layer inherits" in result
     assert sum("self_attn.q_proj " in line for line in result) == 1
     assert all(len(line) <= 80 for line in result if not line.startswith(("note: ", "memory, ")))
@@ -129,7 +129,7 @@ def test_train_reports_its_status_and_does_not_overwrite(here, trained, capsys):
         (["plan", "run.yaml", "--save", "a\0b"], 2, "is not a path"),
         (["plan", "run.yaml", "--save", "a" * 252], 2, "has too long a name"),
         (["plan", "--shape", "mpt_1b", "--measure"], 2, "a published model has no data"),
-        (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each part once with a whole number"),
+        (["plan", "run.yaml", "--tokens", "foundation=x"], 2, "expected each component once with an integer below"),
         (["plan", "run.yaml", "--tokens", "fundation=8"], 1, "tokens were given for fundation, which qwen3_vl lacks"),
         (["plan", "run.yaml", "--tokens", "image_encoder=8"], 1, "tokens are missing for foundation"),
         (

@@ -100,6 +100,6 @@ def test_device_without_fp8_dtypes_is_used_only_if_named(place: Path) -> None:
     left_out, refused, high = output["runs"]
     record = json.loads((place / "left/environment.json").read_text())["accelerator"]
     assert left_out["device"] == "cpu" and record["found"] == "mimic"
-    assert record["left_out"].startswith("mimic holds no float8_e4m3fn")
-    assert "reference: mimic holds no float8_e4m3fn and no float8_e5m2" in refused["error"]
+    assert record["left_out"].startswith("mimic does not support float8_e4m3fn")
+    assert "reference: mimic does not support float8_e4m3fn and float8_e5m2" in refused["error"]
     assert high["device"] == "mimic:0" and not output["abilities"]["FP8 dtypes"]

@@ -235,8 +235,8 @@ def test_machines_of_other_vendors():
     assert "reference backend would be used" in amd["rocm:0"].means and "e4m3fnuz" in amd["torch on rocm"].found
     intel = vendor_checks(accelerator=accelerator("xpu", devices=[{"name": "Max 1550"}, {"name": "Max 1550"}]))
     assert {"xpu:0", "xpu:1"} <= set(intel) and "in BF16" in intel["xpu:1"].means
-    left_out = {"type": "cpu", "found": "mps", "left_out": "mps holds no float8_e4m3fn"}
-    assert "not used: mps holds no float8_e4m3fn" in vendor_checks(accelerator=left_out)["mps"].found
+    left_out = {"type": "cpu", "found": "mps", "left_out": "mps does not support float8_e4m3fn"}
+    assert "not used: mps does not support float8_e4m3fn" in vendor_checks(accelerator=left_out)["mps"].found
     assert (
         "device of another kind (tpuish)"
         in vendor_checks(accelerator=accelerator("tpuish", devices=[{}]))["tpuish:0"].found

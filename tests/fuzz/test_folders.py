@@ -104,7 +104,7 @@ def run(seed: int, cases: int) -> list[Finding]:
             refused = outcome(lambda: read(folder), folder, case, found)  # noqa: B023
             if kind.folder.name == "run" or not (refused or rng.random() < 0.3):
                 continue
-            verified: list[checkpoint.Verified] = []
+            verified: list[checkpoint.VerifyResult] = []
             outcome(lambda: verified.append(checkpoint.verify(folder)), folder, f"{case}, verify", found)  # noqa: B023
             # an adapter is judged for PEFT, which takes some that Octavo does not compute
             if refused and verified and verified[0].ok and kind.folder.name != "adapter":
@@ -113,7 +113,7 @@ def run(seed: int, cases: int) -> list[Finding]:
 
 
 @pytest.mark.long
-def test_damaged_folders_are_read_rightly_or_refused() -> None:
+def test_damaged_folders_are_read_correctly_or_rejected() -> None:
     assert run(seed=13, cases=200) == []
 
 

@@ -172,8 +172,8 @@ def test_errors_name_their_rows(make, function, completions, reason, rows):
     columns, where = {"answer": completions}, [f"train, row {n}" for n in range(len(completions))]
     limit = 1.5 if function in ("hangs", "sulks", "leaves_a_child") else 60.0
     strict = make(entry, timeout=limit)
-    with pytest.raises(RewardError, match=rf"reward custom \(rewards.py:{function}\) returned no number for {len(rows)} of "
-                       rf"{len(completions)} completions\. .*{reason}") as error:  # fmt: skip
+    message = rf"reward custom \(rewards.py:{function}\) returned no number for {len(rows)} of {len(completions)} "
+    with pytest.raises(RewardError, match=message + rf"completions\. .*{reason}") as error:
         strict.score(completions, columns, where)
     assert [row for row, _, _ in error.value.bad] == rows and "on_bad_reward: zero" in str(error.value)
     lenient = make(entry, {"reward": "exact_match", "weight": 2.0}, on_bad="zero", timeout=limit)

@@ -172,8 +172,8 @@ def test_sealed_pairs_are_read_as_they_were_made(place, pairs, tmp_path):
     with pytest.raises(data.LongSample, match="row 3.*left out"):
         rows[3]
     for over, words in (
-        ((f"data.train=[{{path: {place / 'text-rows'}}}]",), "holds no pairs, and this run is of phase preference"),
-        (("train.phase=sft",), "holds pairs, and this run is of phase sft"),
+        ((f"data.train=[{{path: {place / 'text-rows'}}}]",), "has no pairs, but this run is of phase preference"),
+        (("train.phase=sft",), "has pairs, but this run is of phase sft"),
     ):
         with pytest.raises(data.DataError, match=words):
             data.preference_rows(other := override(cfg, over), processor, other.data.train)

@@ -102,7 +102,7 @@ class Layout:
                     yield name, dtype, shape
 
 
-def layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
+def plan_layout(source: str | Path, format: str, include: Iterable[str] = ()) -> Layout:
     """Return the tensors of an export of the model in the folder `source`. Weights are not read.
 
     Raises CheckpointError for an unknown format or component, or one that the model lacks; ModelError for the folder.

@@ -76,7 +76,7 @@ class BaseReference:
 
         model = self.stepper.model
         cfg = self.stepper.cfg
-        no_adapters = nullcontext() if cfg.lora is None else adapters.disabled(model)
+        no_adapters = nullcontext() if cfg.lora is None else adapters.disable_adapters(model)
         with no_adapters, batch_invariant_context(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 
@@ -97,7 +97,7 @@ class CopyReference:
         model.requires_grad_(False).eval()
         frozen_base.switch_off_dropout(model, cfg)  # blocks with dropout would not be fused like the policy's
         plan = fp8.load_plan(plan_file, model, family.components, other_machine=True)
-        frozen_base.into_codes(model, plan)
+        frozen_base.quantize_frozen_weights(model, plan)
         fp8.apply(model, fp8.load_plan(plan_file, model, family.components, other_machine=True))
         forward = Forward(model, world, autocast_dtype(cfg, world.device))
         keep_towers_running(model, family, forward, world)
