@@ -209,7 +209,7 @@ def test_a_cpu_measures_nothing(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--measure"]) == 2
     assert "--measure needs a GPU: on a CPU FP8 is emulated" in capsys.readouterr().err
     assert main(["plan", "run.yaml", "fp8.recipe=auto"]) == 0
-    assert "nothing was measured; recipes come from the documented table" in capsys.readouterr().out
+    assert "nothing was measured; recipes come from the table in docs/plan.md" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -271,7 +271,7 @@ def test_the_plan_is_shown_though_its_file_cannot_be_written(here, no_memory, tm
 def test_plan_says_why_a_backend_was_passed_over(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--why", "--tokens", "foundation=64,image_encoder=32"]) == 0
     out = capsys.readouterr().out
-    assert "\n  triton is not used: " in out and "weigh every component by one token" not in out
+    assert "\n  triton is not used: " in out and "weight all components equally" not in out
 
 
 def test_plan_on_a_terminal_wraps_instead_of_cutting(here, no_memory, monkeypatch, capsys):

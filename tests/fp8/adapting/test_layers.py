@@ -178,7 +178,7 @@ def test_what_cannot_turn_is_refused_before_anything_has() -> None:
     model = Net()
     off = fp8.plan(model, fp8.Policy("off"))
     fp8.apply(model, off)
-    with pytest.raises(fp8.PlanError, match="no FP8 layer"):
+    with pytest.raises(fp8.PlanError, match="not an FP8 layer"):
         fp8.switch_plan(model, off, other)
     model, plan = ready("blockwise", components={"lm_head": "blockwise"})
     with pytest.raises(fp8.PlanError, match="head"):
@@ -197,7 +197,7 @@ def test_what_cannot_turn_is_refused_before_anything_has() -> None:
 
 @pytest.mark.parametrize("steps", [(0, 3), (4, 3), (1,), (1, True), ("1", 2)])
 def test_rules_have_steps_or_are_refused(steps) -> None:
-    with pytest.raises(fp8.PlanError, match="are no steps"):
+    with pytest.raises(fp8.PlanError, match="must be the first and the last step"):
         fp8.Rule("**", "off", steps=steps)
 
 
@@ -215,7 +215,7 @@ def test_a_schedule_goes_through_a_plan_file(tmp_path) -> None:
     shown = [[(s.first, s.last, [row.recipe for row in s.plan.rows]) for s in found.spans] for found in (plans, again)]
     assert shown[0] == shown[1] and len(shown[0]) == 2
     file.write_text(file.read_text().replace("[1, 3]", '"now"'))
-    with pytest.raises(fp8.PlanError, match="steps are the first and the last one"):
+    with pytest.raises(fp8.PlanError, match="steps must be the first and the last step"):
         fp8.load_plan(file, model)
 
 
