@@ -86,7 +86,7 @@ class Course:
         """The decisions from a step's measurements; these are averaged over ranks, so all agree. A collective."""
         assert self.adapt is not None
         limits = Limits(**self.adapt.model_dump(exclude={"every", "recipes"}))
-        planned, figures = self.schedule.at(step), judge.figures(world.sum)
+        planned, figures = self.schedule.at(step), judge.metrics(world.sum)
         self.places, decisions = decide(step, self.places, figures, self._ladder(planned), gemm_costs(planned), limits)
         return decisions
 

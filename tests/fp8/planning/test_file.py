@@ -117,7 +117,7 @@ EDITS = [
         '"recipe": "rowwise"',
         '"recipe": "rowise"',
         "recipe 'rowise' does not exist; did you mean 'rowwise'. use "
-        "names one of off, tensorwise, rowwise, blockwise, mxfp8, delayed.$",
+        "one of off, tensorwise, rowwise, blockwise, mxfp8, delayed.$",
     ),
     ('"recipe": "rowwise", "format": "e4m3"', '"recipe": "off", "fwd": "fp8"', "fwd, wgrad has no effect if the"),
     ('"recipe": "rowwise"', '"recipe": "auto"', "recipe 'auto' is not allowed in a plan"),
