@@ -209,7 +209,7 @@ def test_measure_is_rejected_on_a_cpu(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--measure"]) == 2
     assert "--measure needs a GPU: on a CPU FP8 is emulated" in capsys.readouterr().err
     assert main(["plan", "run.yaml", "fp8.recipe=auto"]) == 0
-    assert "nothing was measured; recipes come from the documented table" in capsys.readouterr().out
+    assert "nothing was measured; recipes come from the table in docs/plan.md" in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -271,7 +271,7 @@ def test_plan_is_printed_if_its_file_cannot_be_written(here, no_memory, tmp_path
 def test_plan_lists_why_backends_were_rejected(here, no_memory, capsys):
     assert main(["plan", "run.yaml", "--why", "--tokens", "foundation=64,image_encoder=32"]) == 0
     out = capsys.readouterr().out
-    assert "\n  triton is not used: " in out and "weigh every component by one token" not in out
+    assert "\n  triton is not used: " in out and "weight all components equally" not in out
 
 
 def test_plan_wraps_lines_on_a_terminal(here, no_memory, monkeypatch, capsys):
