@@ -1,4 +1,4 @@
-"""Wrong configurations: each problem names its line, what was found and the fix; all of them at once."""
+"""Wrong configurations: all problems are reported at once, each with its line, the value found and the fix."""
 
 import pytest
 
@@ -484,7 +484,7 @@ def test_unreadable_files_are_reported(tmp_path, monkeypatch):
 
 
 def test_file_without_permission_is_reported(tmp_path, monkeypatch):
-    def refused(*arguments):  # root, who often runs tests, would be let in
+    def refused(*arguments):  # root could read it
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", refused)

@@ -1,4 +1,4 @@
-"""Files, extends and overrides: what wins, where paths point, and what comes back."""
+"""Files, extends and overrides: precedence, relative paths, and round trips."""
 
 import math
 
@@ -57,8 +57,8 @@ def test_defaults():
     ],
 )
 def test_recipe_applies_to_whole_model_or_named_components(asked, expected):
-    """(the whole model, encoder, projector, foundation); those of sound, which nobody names here, as the whole model;
-    written out it says the same."""
+    """Expected recipes of (whole model, encoder, projector, foundation); audio components follow the whole model. The
+    resolved YAML gives the same recipes."""
     cfg = text(f"fp8: {asked}\n")
     parts = [cfg.fp8.recipe_of(name) for name in COMPONENTS if "audio" not in name]
     assert cfg.fp8.recipe_of("audio_encoder") == cfg.fp8.recipe_of("audio_projector") == cfg.fp8.recipe
@@ -152,7 +152,9 @@ def test_extends_chain_and_relative_paths(tmp_path, monkeypatch):
     assert cfg.model.path == str(tmp_path / "base" / "weights")
     assert cfg.data.train[0].path == str(tmp_path / "d.json")
     assert cfg.data.train[0].images == str(tmp_path / "base" / "img")
-    assert cfg.data.eval[0].path == str(tmp_path / "base" / "e.json")  # an override's path is seen from here
+    assert cfg.data.eval[0].path == str(
+        tmp_path / "base" / "e.json"
+    )  # a path in an override is relative to the working directory
     assert cfg.model.freeze == ("foundation",)  # lists replace
     assert (cfg.run.seed, cfg.run.keep, cfg.run.dir) == (2, 5, "runs/x")  # mappings merge, later wins
     assert (cfg.train.steps, cfg.train.lr) == (7, 3e-4)
@@ -273,7 +275,7 @@ def test_resolved_yaml_loads_to_an_equal_config(tmp_path, monkeypatch):
         ["optimizer.eps=1e-20", "train.lr=123456789e-12", "data.system='3e-4'", "run.resume=./a/b"],
     )
     (tmp_path / "config.yaml").write_text(to_yaml(cfg))
-    monkeypatch.chdir("/")  # and from anywhere
+    monkeypatch.chdir("/")  # from any working directory
     assert load_config(tmp_path / "config.yaml") == cfg
 
 

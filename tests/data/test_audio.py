@@ -1,4 +1,4 @@
-"""Rows with sound: where it stands, what is refused, and what becomes of it."""
+"""Rows with audio: positions, rejected files and rows, and encoded features."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ RATE = 16000
 
 
 def pitch(rate: int, hertz: float) -> np.ndarray:
-    """Half a second of a tone."""
+    """Return half a second of a tone."""
     return 0.5 * np.sin(2 * np.pi * hertz * np.arange(rate // 2) / rate)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sounds good and bad, and in `tiny/` a model that hears a second."""
+    """Write valid and invalid audio files, and in `tiny/` a model that takes up to one second."""
     made = tmp_path_factory.mktemp("sounds")
     tiny.write("qwen2_audio", made / "tiny", size="mini")
     wave = 0.4 * np.sin(np.arange(RATE) / 3)
@@ -120,15 +120,15 @@ def test_invalid_media_rows_are_rejected(folder, names, text, said):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("long.wav", r"is too long: 1.00 s; the model takes 0.06 to 1 s"),  # stock code cuts it, without a word
-        ("one_token.wav", "is too short"),  # which the model would take for a placeholder that has not grown
+        ("long.wav", r"is too long: 1.00 s; the model takes 0.06 to 1 s"),  # stock code truncates it silently
+        ("one_token.wav", "is too short"),  # the model would read it as an unexpanded placeholder
         ("empty.wav", "is empty"),
         ("slowest.wav", "has 100 samples per second, outside the range of 4000 to 384000"),
-        ("almost.wav", "is too long: 1.00 s"),  # a sample of the model's more
+        ("almost.wav", "is too long: 1.00 s"),  # one sample more than the model takes
         ("nan.wav", "no numbers"),
         ("odd.aiff", "is AIFF; convert it to wav or flac"),
         ("cut.flac", "is truncated|cannot be decoded"),
-        ("cut.wav", "is truncated: 80.. bytes fewer than its header"),  # libsndfile takes the half that is there
+        ("cut.wav", "is truncated: 80.. bytes fewer than its header"),  # libsndfile reads the existing half
         ("piped.flac", "has no length in its header"),
         ("noise.wav", "cannot be decoded"),
     ],
@@ -139,7 +139,7 @@ def test_invalid_audio_files_are_rejected(folder, processor, name, said):
 
 
 def test_sound_expands_at_its_placeholder(folder, processor):
-    """As many tokens as the model makes of it; answers alone are learned; neighbours change nothing."""
+    """The number of tokens equals the model's, only answers are learned, and other rows of the call change nothing."""
     encoder = Encoder(processor, 128)
     rows = [row(folder, "half.wav"), row(folder, text="no sound"), row(folder, "two_tokens.wav", "whole.wav",
             text="<audio><audio>?")]  # fmt: skip
@@ -160,7 +160,7 @@ def test_sound_expands_at_its_placeholder(folder, processor):
 
 
 def test_features_match_stock_processor(processor):
-    """Tokens and features, of sounds of every length in tokens."""
+    """Compares tokens and features for sounds of every length in tokens."""
     stock = Qwen2AudioProcessor(processor.feature_extractor, processor.tokenizer, audio_token=processor.audio_token)
     rng = np.random.default_rng(0)
     sounds = [rng.normal(size=size).astype(np.float32) for size in (961, 1600, 1601, 4321, 15999, RATE)]
@@ -180,7 +180,8 @@ def test_flac_equals_wav_and_channels_are_averaged(folder):
 
 
 def test_sounds_are_resampled_to_model_rate(folder, processor):
-    """Tones keep their pitch, what the model's rate cannot hold is gone and no false tone comes; as stock loads it."""
+    """Tones keep their pitch, frequencies above the model's rate are removed without aliasing, as in the stock
+    loader."""
     pytest.importorskip("soxr", reason="the extra `audio`")
     limits, inner, true = audio_files.Limits(RATE, 961, RATE), slice(500, -500), pitch(RATE, 1000)
     for name, factor in (("cd.wav", 0.5), ("studio.flac", 1)):
@@ -196,7 +197,7 @@ def test_sounds_are_resampled_to_model_rate(folder, processor):
 
 
 def test_sounds_are_read_from_bytes_in_rows(folder, processor):
-    """As `datasets` writes them: numbers are those of the files; one of neither bytes nor path is none."""
+    """Sounds as `datasets` writes them equal those of the files; one with neither bytes nor path is missing."""
     turns = row(folder, "half.wav").turns
     held = {"bytes": (folder / "half.wav").read_bytes(), "path": "half.wav"}
     made = datasets.Dataset.from_list([{"audio": held}, {"audio": None}]).cast_column("audio", datasets.Audio())
@@ -220,7 +221,7 @@ def test_sounds_are_read_from_bytes_in_rows(folder, processor):
 
 
 def test_sounds_are_never_dropped_silently(folder, processor):
-    """In rows of every shape it is taken or refused, and the word for its place is never learned."""
+    """In every row layout a sound is encoded or rejected, and its placeholder is never learned as text."""
     where = {"file": "rows", "row": 3, "images": folder}
     asked = {"prompt": "<audio>what?", "audio": "half.wav"}
     assert parse_answered({**asked, "answer": "a tone"}, "prompt", **where) == row(folder, "half.wav")

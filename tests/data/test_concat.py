@@ -1,4 +1,4 @@
-"""Documents joined: every token once, in an order of the seed's, out of a file that is made once."""
+"""Joined documents: every token once, in the order of the seed, from a cache file that is written once."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_samples_cover_every_token_once(folder, models, family):
         held_out = join(source, encoder, "error", None)
         whole = len(in_order) // length * length
         rest = len(in_order) - whole
-        kept = in_order[: whole if rest == 1 else None]  # a token alone teaches nothing
+        kept = in_order[: whole if rest == 1 else None]  # a single token has no label
         assert stream(held_out) == kept and len(held_out) == -(-len(kept) // length)
         sizes = [len(held_out[i].input_ids) for i in range(len(held_out))]
         assert set(sizes[:-1]) <= {length} and sizes[-1] in (length, rest)
@@ -71,7 +71,7 @@ def test_documents_are_tokenized_once(folder, models, kept, monkeypatch):
     first = made()
     assert calls == [4, 2] and "rows.jsonl (0 MB) is converted to tokens, once" in said[0] and len(said) == 1
     assert len(list(kept.glob("*.tokens"))) == 1
-    assert made() == first and made(length=11) == first and len(calls) == 2  # whatever seq_length is
+    assert made() == first and made(length=11) == first and len(calls) == 2  # for any seq_length
     assert made(max_samples=3) == first[: len(made(max_samples=3))] and len(calls) == 3
     made(family="llama")
     assert len(calls) == 5
@@ -108,7 +108,7 @@ def test_damaged_cache_file_is_named(folder, models, kept):
         file.write_bytes(damaged)
         with pytest.raises(DataError, match=rf"{file.name}, a file of the data cache, is damaged .*; remove it"):
             join(source, encoder, "error", None)
-    file.write_bytes(b"\xff" * 8 + whole[8:])  # tokens that no vocabulary has
+    file.write_bytes(b"\xff" * 8 + whole[8:])  # tokens outside the vocabulary
     with pytest.raises(DataError, match=rf"{file.name}.* is damaged \(sample 0 has the token 65535, .*; remove it"):
         join(source, encoder, "error", None)[0]
     file.unlink()
@@ -127,7 +127,9 @@ def test_bad_rows_are_reported_with_and_without_cache(folder, models):
     told = [(record["row"], record["id"], record["action"]) for record in found.records]
     assert told == [(1, "seven", "skipped"), (2, None, "with control tokens"), (3, None, "skipped")]
     assert "set data.join: false" in found.records[2]["reason"]
-    assert [made.count(encoder.end_id) for made in (stream(found),)] == [4]  # three documents, and what one spells
+    assert [made.count(encoder.end_id) for made in (stream(found),)] == [
+        4
+    ]  # three documents, and one end token in a text
     assert join(source, encoder, "skip", None).records == found.records
     with pytest.raises(BadSample, match=r"row 1 \(id seven\): 'text' is 7; expected a text"):
         join(source, encoder, "error", None)

@@ -1,4 +1,4 @@
-"""The three formats, recognised or named, and every way in which a row can be wrong."""
+"""Parses the conversation formats, detected or configured, and rejects every kind of bad row."""
 
 import pickle
 
@@ -60,7 +60,7 @@ def test_messages(folder):
     ):
         source = folder.read(rows, name)
         assert source.format == "messages"
-        # Beside images that are parts <image> is plain text.
+        # If images are parts, <image> is plain text.
         assert parts(source)[0] == ("user", (ImageRef(0), Text("<image>?")))
         assert len(source[0].images) == 1
 

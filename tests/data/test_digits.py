@@ -1,4 +1,4 @@
-"""The digits set: what it holds, that test handwriting is unseen, and that nothing is overwritten."""
+"""The digits set: its content, disjoint handwriting of the splits, and protection of existing files."""
 
 import json
 
@@ -95,7 +95,7 @@ def test_equal_settings_give_equal_files(made, tmp_path):
     assert digits.write(made.directory, train=30, test=10, seed=4) == made and made.train.stat().st_mtime_ns == before
     other = digits.write(tmp_path / "other", train=30, test=10, seed=5)
     assert other.train.read_text() != made.train.read_text()
-    assert not list(tmp_path.glob(".*"))  # nothing left aside
+    assert not list(tmp_path.glob(".*"))  # no temporary file is left
 
 
 def test_card_names_its_source(made):

@@ -1,4 +1,4 @@
-"""Plain text, captions and interleaved documents: loss on all text, images in their places, bad rows named."""
+"""Plain text, captions and interleaved documents: loss on all text, positions of images, bad rows."""
 
 import copy
 
@@ -101,7 +101,7 @@ def test_long_documents_follow_on_long(folder, models):
             DocumentEncoder(processor, 20).encode(source[row])
         with pytest.raises(DataError, match=rf"row {row}: .*raise train.seq_length"):
             DocumentEncoder(processor, 20, on_long="error").encode(source[row])
-    # one token too many, which is the end token: it is the row that is long, not an error of ours
+    # one token too many, the end token: the row is too long, and this is not an internal error
     assert len(DocumentEncoder(processor, len(whole) - 1, on_long="cut").encode(source[0]).input_ids) == len(whole) - 1
 
 
@@ -174,7 +174,7 @@ def test_document_formats_are_detected(folder, models):
         folder.read([text])
     with pytest.raises(DataError, match=r"or plain text \('text', or 'texts' with 'images'\)"):
         read(folder, {"body": "words"})
-    # conversations go on as they do; only they need a chat template
+    # conversations are encoded as before; only they need a chat template
     processor = copy.deepcopy(models("qwen3"))
     both = DocumentEncoder(processor, 64, train_on_prompt=True)
     assert both.encode(read(folder, talk)[0]).answers

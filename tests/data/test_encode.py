@@ -1,4 +1,4 @@
-"""Tokens, labels and pixels: by the processor's own call, whatever the family."""
+"""Tokens, labels and pixels of every family, compared with calls of its processor."""
 
 import copy
 
@@ -9,7 +9,7 @@ from octavo.data import BadSample, DataError, Encoder, LongSample
 from octavo.data.rows.image_refs import load
 
 FAMILIES = ("qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite")
-TILES = ("internvl", "nvila_lite")  # whose images are tiles of one size
+TILES = ("internvl", "nvila_lite")  # its images are tiles of one size
 
 
 def rows(folder):
@@ -80,7 +80,9 @@ def test_text_only(folder, models, family):
     end = encoder.tokenizer.eos_token
     assert [text.strip() for text in spoken(encoder, sample)] == [f"none{end}", f"quite{end}"]
     bos = encoder.tokenizer.bos_token_id
-    assert bos is None or (sample.input_ids == bos).sum() == 2  # one each turn, by the template, none by the tokenizer
+    assert (
+        bos is None or (sample.input_ids == bos).sum() == 2
+    )  # one per turn from the template, none from the tokenizer
     with pytest.raises(BadSample, match="row 0 .*has an image, but the model is text-only"):
         encoder.encode(source[0])
 
@@ -112,7 +114,7 @@ def test_long_rows_are_dropped_cut_or_rejected(folder, models):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cut_works_at_every_length(folder, models, family):
-    """Never inside an image: placeholders and pixels agree at each length, as the model will demand."""
+    """A cut is never inside an image: placeholders and pixels agree at each length, as models require."""
     processor = models(family)
     source = folder.read(
         [
@@ -213,7 +215,7 @@ def test_extremely_long_rows_are_rejected_before_rendering(folder, models, monke
         ):
             encoder.encode(source[0])
     monkeypatch.undo()
-    # What is cut is the beginning of the whole, and is trained on as the whole would be.
+    # A cut row is the beginning of the whole row, with the same labels.
     whole = Encoder(models("qwen3_vl"), 30_000).encode(source[0])
     encoder = Encoder(models("qwen3_vl"), 100, on_long="cut")
     rendered, encoder._render = [], lambda *given: rendered.append(given) or Encoder._render(encoder, *given)

@@ -1,4 +1,4 @@
-"""Encrypted data is the same rows, whatever the file, and leaves nothing in the cache or on a disk."""
+"""Encrypted data gives the same rows in every format, and writes nothing to the cache or the disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def image(color: str) -> bytes:
 
 
 def written(folder: Path, kind: str) -> Path:
-    """The rows in a file of this kind, in plain."""
+    """Write the rows to a plain file of this format."""
     path = folder / f"rows.{kind}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

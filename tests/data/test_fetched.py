@@ -1,4 +1,4 @@
-"""Data sets at a URL: the rows of the files there, in a bounded folder, shared; what is broken names its URL."""
+"""Data sets at a URL: equal rows, a bounded folder shared by processes, and errors that name the URL."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from octavo.data.storage.open_rows import open_rows
 from octavo.train.run_dir import input_fingerprints
 from tests.data.test_tar import packed, talk
 
-SHARDS, ROWS = 6, 10  # and rows in each
+SHARDS, ROWS = 6, 10  # and rows per file
 
 
 class Plain:
-    """Rows as they are."""
+    """An encoder that returns rows unchanged."""
 
     pad_id = 0
 
@@ -43,7 +43,7 @@ class Plain:
 
 
 def written(folder: Path, kind: str) -> Path:
-    """60 conversations, whose answer is their number, in six files of a kind."""
+    """Write 60 conversations, each with its number as the answer, to six files of one format."""
     folder.mkdir()
     for part in range(SHARDS):
         rows = [talk("?" * 50, str(n)) for n in range(part * ROWS, (part + 1) * ROWS)]
@@ -66,12 +66,12 @@ def _no_waiting(monkeypatch, tmp_path):
 
 @pytest.fixture
 def there(tmp_path):
-    """A folder of six JSONL files, by its URL."""
+    """Return the URL of a folder of six JSONL files."""
     return f"file://{written(tmp_path / 'there', 'jsonl')}"
 
 
 def there_in(folder: Path) -> dict[str, int]:
-    """Name -> bytes of the files that are fetched in a folder or below it, but for those under way."""
+    """Return name -> bytes of the fetched files in a folder and its subfolders, without temporary files."""
     found = {}
     for file in folder.glob("**/*.arrow"):
         with contextlib.suppress(FileNotFoundError):
@@ -80,7 +80,7 @@ def there_in(folder: Path) -> dict[str, int]:
 
 
 def taken(stream, steps):
-    """The rows of the next steps."""
+    """Return the rows of the next steps."""
     return [[made.row for piece in next(stream) for made in piece] for _ in range(steps)]
 
 
@@ -91,7 +91,7 @@ def loader(source, **options):
 
 @pytest.mark.parametrize("kind", ("jsonl", "parquet", "tar"))
 def test_fetched_rows_equal_local_rows(tmp_path, kind):
-    """In the order of files and in training; pickled; counted once; by number as well as by folder."""
+    """In file order and in training, after pickling, and for numbered files and folders; rows are counted once."""
     said: list[str] = []
     folder = written(tmp_path / "there", kind)
     rows = pickle.loads(pickle.dumps(open_fetched(f"file://{folder}", tmp_path / "own", said.append)))
@@ -106,9 +106,9 @@ def test_fetched_rows_equal_local_rows(tmp_path, kind):
 
 
 def test_store_is_bounded_and_has_the_next_files(there, tmp_path):
-    """Two windows of two files at a time; workers or none, any ranks, from anywhere: the same rows."""
+    """With two windows of two files at a time, rows do not depend on workers, ranks or start position."""
     size = sum(file.stat().st_size for file in (tmp_path / "there").iterdir())
-    limit = 5 * size / SHARDS * 1.8  # as Arrow a file has some 1.6 times the bytes
+    limit = 5 * size / SHARDS * 1.8  # an Arrow file has about 1.6 times the bytes
     source = read(Dataset(path=there, shuffle_buffer=20, fetch_gb=limit / 1e9))
     stream = loader(source)
     inside: list[int] = []
@@ -162,7 +162,7 @@ def test_concurrent_readers_fetch_a_file_once(there, tmp_path, monkeypatch):
     assert rows == [[10, 10]] * 4 and len(asked) == 2
     shard = found[3]
     with fetched.cache.lock(tmp_path / "store" / f".{shard.key}.lock"):
-        assert stores[0].file(shard, wait=False) is None  # somebody is at it
+        assert stores[0].file(shard, wait=False) is None  # another process is downloading it
     assert stores[0].file(shard, wait=False) is not None
 
 
@@ -173,7 +173,7 @@ def test_least_recently_used_file_is_evicted_and_open_file_stays_readable(there,
     size = max(there_in(store.folder).values())
     store.limit = int(2.5 * size)
     store.file(found[0])
-    left = store.folder / ".gone.0.tmp.jsonl"  # of one who was killed
+    left = store.folder / ".gone.0.tmp.jsonl"  # of a killed process
     left.write_bytes(b"x")
     os.utime(left, (0, 0))
     open_shard(store, found[2])
@@ -187,7 +187,7 @@ def test_least_recently_used_file_is_evicted_and_open_file_stays_readable(there,
 
 
 class Flaky:
-    """A file system in memory whose files break off, as often as asked."""
+    """An in-memory file system whose reads are interrupted a given number of times."""
 
     def __init__(self, monkeypatch, how: Exception | int, times: int) -> None:
         self.tries, own = 0, fsspec.implementations.memory.MemoryFileSystem._open
@@ -210,7 +210,7 @@ class Flaky:
 
 @pytest.fixture
 def in_memory(there, tmp_path):
-    """The same files at a URL of another kind."""
+    """Return the URL of the same files in the in-memory file system."""
     url = f"memory://{tmp_path.name}"
     for file in (tmp_path / "there").iterdir():
         fsspec.filesystem("memory").pipe(f"/{tmp_path.name}/{file.name}", file.read_bytes())
@@ -248,7 +248,7 @@ def test_missing_or_changed_remote_file_is_named(in_memory, tmp_path):
 
 
 def test_index_must_match_its_files(tmp_path):
-    """Then nothing is fetched at the start."""
+    """With a valid index no file is fetched at startup."""
     folder = written(tmp_path / "there", "tar")
     entries = [{"url": f"part-{part:02}.tar", "nsamples": ROWS} for part in range(SHARDS)]
 
@@ -322,7 +322,7 @@ def test_windows_over_the_disk_limit_are_rejected(there):
 
 
 def test_prefetch_does_not_evict_the_current_window(there):
-    """Where two windows are too much, what comes first in the order is here."""
+    """If two windows exceed the limit, the files that come first in the order are stored."""
     source = read(Dataset(path=there, shuffle_buffer=20))
     mixture, store = Mixture([source], seed=1), source.rows.store
     size = max(there_in(store.folder).values())
@@ -352,7 +352,7 @@ def _rows_of(url: str, folder: Path) -> int:
 
 
 def test_processes_share_a_store_smaller_than_the_data(there, tmp_path):
-    """Each finds every row, whoever removes what meanwhile; and the folder keeps its bound."""
+    """Each process reads every row although others evict files, and the folder stays within its limit."""
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(3, context) as pool:
         assert [*pool.map(_rows_of, [there] * 3, [tmp_path / "own"] * 3)] == [sum(range(60))] * 3

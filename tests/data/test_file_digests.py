@@ -1,4 +1,4 @@
-"""What files hold decides what is made of them: not their size and time, which a copy may set."""
+"""Cached results depend on the content of files, not on size and mtime, which a copy may set."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from octavo.train.run_dir import input_fingerprints
 
 @pytest.fixture(autouse=True)
 def _settled(monkeypatch, tmp_path):
-    """Files of these tests have just been written; they count as old ones."""
+    """Treat the files of these tests, which were just written, as old files."""
     monkeypatch.setattr(file_digests, "RECENT", -(10**18))
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(tmp_path / "cache"))
@@ -30,7 +30,7 @@ def _settled(monkeypatch, tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The files whose bytes are read for a digest."""
+    """Return a list that receives the name of each file whose bytes are read for a digest."""
     read, names = file_digests._read, []
     monkeypatch.setattr(file_digests, "_read", lambda file: names.append(file.name) or read(file))
     return names
@@ -49,14 +49,14 @@ def write(file: Path, rows: list) -> Path:
 
 
 def in_place(old: Path, new: Path) -> None:
-    """`cp -p`: bytes and time are another's, the inode stays."""
+    """Replace content and mtime of a file in place, as `cp -p` does; the inode stays."""
     with open(old, "r+b") as out:
         out.write(new.read_bytes())
     shutil.copystat(new, old)
 
 
 def renamed(old: Path, new: Path) -> None:
-    """`rsync -t` and tar: a new file takes the name."""
+    """Replace a file by a new one with the same name, as `rsync -t` and tar do."""
     aside = shutil.copy2(new, old.with_name("aside"))
     os.replace(aside, old)
 
@@ -85,7 +85,7 @@ def test_stream_stops_when_its_file_is_replaced(tmp_path, kind):
     rows = open_rows(old, stream=True)
     assert rows[0] == {"n": 111}
     in_place(old, new)
-    if kind == "parquet":  # of another row group than the one in memory
+    if kind == "parquet":  # of a row group that is not in memory
         from octavo.data.formats import streaming
 
         streaming.TABLES._kept.clear()
@@ -94,7 +94,7 @@ def test_stream_stops_when_its_file_is_replaced(tmp_path, kind):
 
 
 def test_digest_is_computed_once_and_equal_content_is_not_converted_again(tmp_path, reads):
-    """Also where the file was moved away and back, linked, or copied over itself: its inode or ctime is another."""
+    """Also if the file was moved away and back, linked, or copied over itself, so that inode or ctime differ."""
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     for _ in range(3):
         assert open_rows(file)[0] == {"n": 1} and reads == ["a.jsonl"]
@@ -109,7 +109,7 @@ def test_digest_is_computed_once_and_equal_content_is_not_converted_again(tmp_pa
 
 
 def test_recently_changed_file_gets_no_note(tmp_path, reads, monkeypatch):
-    """It may change once more at the same time of the clock."""
+    """It could change again with the same time stamp."""
     monkeypatch.setattr(file_digests, "RECENT", 10**18)
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     open_rows(file), open_rows(file)
@@ -171,13 +171,13 @@ def test_run_detects_changes_after_the_first_64_mib(tmp_path, monkeypatch, kind)
     remote.list_files.cache_clear()
     with pytest.raises(TrainError, match="was made with other data: .*, and other contents"):
         input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
-    for prints in saved["data"].values():  # of 0.4.0, which looked at the first 64 MiB
+    for prints in saved["data"].values():  # of 0.4.0, which compared the first 64 MiB
         del prints["whole"]
     input_fingerprints.same(saved, input_fingerprints.fingerprints(cfg), tmp_path / "c", "m")
 
 
 def test_run_resumes_with_a_copy_of_its_data(tmp_path):
-    """Another inode, ctime and mtime, the same bytes."""
+    """A copy has a different inode, ctime and mtime, but the same bytes."""
     file = write(tmp_path / "a.jsonl", [{"n": 1}])
     cfg = config(file, tmp_path)
     saved = input_fingerprints.fingerprints(cfg)
@@ -187,7 +187,7 @@ def test_run_resumes_with_a_copy_of_its_data(tmp_path):
 
 
 def test_replaced_weights_with_equal_mtime_are_detected(tmp_path):
-    """Of a conversion that goes on, and of an evaluation that is kept."""
+    """Also in a resumed conversion, and in a stored evaluation."""
     from octavo.checkpoint.convert import convert
 
     old, new = tmp_path / "m/a.safetensors", tmp_path / "b"

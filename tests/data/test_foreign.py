@@ -1,4 +1,4 @@
-"""Keys, placeholders and JSON texts of other frameworks are refused by name where they would change what is learned."""
+"""Keys, placeholders and JSON texts of other frameworks that would change the training data are rejected by name."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_mask_keys_of_rows_are_rejected(folder, more, said):
             folder.read([row | more], "rows.jsonl")[0]
     with pytest.raises(BadSample, match=rf"row 0: {said}"):
         folder.read([{"prompt": "q", "chosen": "a", "rejected": "b"} | more], "rows.jsonl", "pairs")[0]
-    found = folder.read([{"prompt": "q", "answer": "a"} | more], "rows.jsonl", "prompts")[0]  # a reward may want them
+    found = folder.read([{"prompt": "q", "answer": "a"} | more], "rows.jsonl", "prompts")[0]  # a reward may use them
     assert more.items() <= found.columns.items()
 
 

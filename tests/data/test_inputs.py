@@ -1,4 +1,4 @@
-"""Further tensors of images: made for several rows at once, cut, padded and packed as their models take them."""
+"""Additional tensors of images: made for several rows at once, cut, padded and packed as their models expect."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from octavo.models.tiny import tiny
 from tests.data.test_processor_calls import same
 
 FAMILIES = ("mistral3", "llava_onevision", "smolvlm", "gemma3", "glm4v", "ernie4_5_vl_moe")
-TOLERANCE = 2e-6  # of logits: sums of another order
+TOLERANCE = 2e-6  # of logits: sums in a different order
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory):
-    """family -> (its mini model, its processor)."""
+    """Return a function from a family to its mini model and processor."""
     made = {}
 
     def get(family):
@@ -41,7 +41,7 @@ def loaded(tmp_path_factory):
 
 @pytest.fixture
 def source(folder):
-    """An image, three of three sizes in two turns, none, and a wide one behind words."""
+    """Rows with one image, three images of three sizes in two turns, no image, and a wide image after text."""
     names = [folder.image(f"{n}.png", size) for n, size in enumerate([(16, 16), (40, 24), (9, 33), (70, 20)])]
     return folder.read(
         [
@@ -91,7 +91,7 @@ def test_padded_rows_have_the_logits_of_single_rows(loaded, source, family):
 
 
 def gradients(model, batches):
-    """(the summed loss, parameter -> its gradient) of batches, one after the other."""
+    """Return the summed loss and the gradients by parameter, over batches in sequence."""
     model.zero_grad(set_to_none=True)
     total = 0.0
     for batch in batches:
@@ -107,11 +107,10 @@ def gradients(model, batches):
 
 @pytest.mark.parametrize("family", trained_families("images"))
 def test_batch_gradients_equal_sum_of_row_gradients(loaded, source, family):
-    """Rows with one image, three, none, and a wide one; in float64, since how far fp32 sums in another order lie apart
-    is the CPU's."""
+    """Uses float64, because differences between fp32 sums in different orders depend on the CPU."""
     model, processor = loaded(family)
     model = copy.deepcopy(model).double()
-    model.set_experts_implementation("eager")  # grouped products know no float64
+    model.set_experts_implementation("eager")  # grouped products do not support float64
     samples = Encoder(processor, 512).encode_all([source[row] for row in range(4)])
     loss, own = gradients(model, [collate([sample], 0) for sample in samples])
     together, found = gradients(model, [collate(samples, 0)])
@@ -124,7 +123,7 @@ def test_batch_gradients_equal_sum_of_row_gradients(loaded, source, family):
 
 
 def test_single_feature_image_is_independent_of_the_batch(loaded, folder):
-    """Mistral 3's stock model takes the width for the number of features."""
+    """Mistral 3's stock model confuses the width with the number of features."""
     model, processor = loaded("mistral3")
     names = [folder.image("dot.png", (3, 3)), folder.image("more.png", (40, 24))]
     rows = folder.read([folder.llava("<image>what?", "3", image=name) for name in names])
@@ -136,7 +135,7 @@ def test_single_feature_image_is_independent_of_the_batch(loaded, folder):
 
 
 def test_gemma_images_attend_bidirectionally(loaded, source):
-    """Without kinds of tokens its stock model says nothing, and looks back alone."""
+    """Without token types its stock model silently attends only backward."""
     model, processor = loaded("gemma3")
     sample = Encoder(processor, 512).encode(source[0])
     batch = collate([sample], 0)
@@ -149,7 +148,7 @@ def test_gemma_images_attend_bidirectionally(loaded, source):
 
 
 def test_smolvlm_tower_receives_tile_masks(loaded, source):
-    """Its processor makes squares, whose masks hide nothing; here one hides the right half of each tile."""
+    """Its processor makes square tiles with full masks; here the mask hides the right half of each tile."""
     model, processor = loaded("smolvlm")
     plain, other = Encoder(processor, 512).encode_all([source[0], source[3]])
     mask = plain.extra["pixel_attention_mask"].values.copy()
@@ -181,7 +180,7 @@ def test_model_accepts_rows_cut_at_any_length(loaded, source, family):
         marks = [mark for mark in ("<|begin_of_image|>", "<|IMAGE_START|>") if mark in processor.tokenizer.get_vocab()]
         assert sample.input_ids[-1] not in processor.tokenizer.convert_tokens_to_ids(marks)
         if sample.images not in seen:
-            logits(model, collate([sample], 0))  # it counts placeholders and features, and refuses
+            logits(model, collate([sample], 0))  # it compares the numbers of placeholders and features
             seen.add(sample.images)
     assert seen >= ({0, 2} if family == "llava_onevision" else {0, 1, 2})
 

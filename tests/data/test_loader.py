@@ -1,4 +1,4 @@
-"""The stream of a rank: exact, resumable, the same for any number of workers, honest about what it leaves out."""
+"""The stream of a rank: exact, resumable, independent of the number of workers, with a report of skipped rows."""
 
 import contextlib
 import json
@@ -80,7 +80,7 @@ def test_ranks_share_a_step(source, encoder):
 
 
 class Plain:
-    """Rows as they are."""
+    """An encoder that returns rows unchanged."""
 
     pad_id = 0
 
@@ -92,7 +92,8 @@ class Plain:
 @settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12), st.integers(0, 40))
 def test_all_ranks_have_equally_many_micro_batches(batch, micro, world, start):
-    """Slices that differ by a row, or ranks without one: the rows of one rank in its order, wherever a run begins."""
+    """Slices may differ by a row and ranks may have none; together they have the rows of a single rank, from any
+    start."""
     mixture = Mixture([range(7), range(5)], seed=2)
 
     def step(rank, world):
@@ -107,7 +108,7 @@ def test_all_ranks_have_equally_many_micro_batches(batch, micro, world, start):
 
 
 def test_rank_without_rows_runs_as_many_forwards(source, encoder):
-    """Three ranks and two rows, by workers; then the run goes on with two."""
+    """Three ranks share two rows, with workers; then the run resumes with two ranks."""
     ranks = [loader(source, encoder, global_batch=2, micro_batch=1, rank=r, world=3, workers=1) for r in range(3)]
     made = [steps(stream, 2) for stream in ranks]
     for stream in ranks:
@@ -130,7 +131,7 @@ def test_workers_do_not_change_batches_or_position(source, encoder):
         assert stream.rows == 20
         stream.close()
         assert all(same(a, b) for x, y in zip(inline, made, strict=True) for a, b in zip(x, y, strict=True))
-    assert torch.equal(state, torch.get_rng_state())  # the run's own randomness is not touched
+    assert torch.equal(state, torch.get_rng_state())  # the global random state does not change
 
 
 def test_dead_worker_is_named(source, encoder):
@@ -139,7 +140,7 @@ def test_dead_worker_is_named(source, encoder):
     handler = signal.getsignal(signal.SIGCHLD)
     victim = multiprocessing.active_children()[0]
     os.kill(victim.pid, signal.SIGKILL)
-    time.sleep(0.2)  # no exception out of the blue here
+    time.sleep(0.2)  # no exception from a signal handler here
     with pytest.raises(
         WorkerDied, match=rf"data worker \d \(pid {victim.pid}, killed by signal 9\) died\. .*lower data"
     ):
@@ -191,7 +192,7 @@ def test_workers_exit_when_the_trainer_is_killed():
     assert len(workers) == 2
     trainer.kill()
     try:
-        assert trainer.communicate(timeout=30)[0] == ""  # the pipe ends when the last of those who hold it does
+        assert trainer.communicate(timeout=30)[0] == ""  # the pipe ends when the last process that has it open ends
     except subprocess.TimeoutExpired:
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):
@@ -223,7 +224,7 @@ def test_skipped_rows_are_counted_and_listed_once(folder, source, encoder, worke
     found = {line["row"]: line for line in map(json.loads, listed.read_text().splitlines())}
     assert set(found) == {2, 5, 7} and len(listed.read_text().splitlines()) == 3
     assert "none.png' is missing" in found[2]["reason"] and found[7]["action"] == "dropped"
-    # A resumed run, or another rank, lists nothing twice; a torn last line is left behind.
+    # A resumed run or another rank lists nothing twice; an incomplete last line is kept.
     listed.write_text(listed.read_text() + '{"file": "torn')
     steps(loader(bad_rows(folder, source), encoder, **options, start_row=4), 6)
     lines = listed.read_text().splitlines()
@@ -232,7 +233,7 @@ def test_skipped_rows_are_counted_and_listed_once(folder, source, encoder, worke
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
 def test_no_row_stops_a_run_that_skips_bad_rows(folder, encoder, name):
-    """Neither in training nor in evaluation; and what is trained on though it is strange is listed too."""
+    """Neither in training nor in evaluation. Rows that are noted but trained on are listed too."""
     good, told = folder.llava("q", "a"), folder.llava("q <|im_end|> r", "a")
     texts = [json.dumps(row) for row in (good, told, folder.llava("q\ud800", "a"), folder.llava("q", "a", id="\udfff"))]
     texts += [
@@ -263,7 +264,7 @@ def test_file_name_that_is_not_utf8_is_listed(folder, encoder):
 
 
 def test_error_of_bad_row_does_not_keep_its_data(folder, encoder):
-    """It stays in the cache, which counts a kilobyte for it."""
+    """The error stays in the cache, which counts it as one kilobyte."""
     (folder.path / "broken.png").write_bytes(b"no")
     rows = EncodedRows((folder.read([folder.llava("<image>", "x", image="broken.png")]),), encoder)
     [bad] = rows[[(0, 0)]]
@@ -345,7 +346,7 @@ def test_cache_is_bounded_and_used(source, encoder):
     first, *others, again = everything[[(0, 2), (0, 1), (0, 3), (0, 2)]]
     assert first is again and others[0] is of(everything, 1) and [made.row for made in others] == [1, 3]
     for made in EncodedRows((source,), encoder)[[(0, 1), (0, 2)]]:
-        assert made.pixel_values.base is None  # not a view of what was made of both
+        assert made.pixel_values.base is None  # not a view of the outputs of both
 
 
 def test_eval_set_has_each_row_once_in_order(source, encoder):
@@ -382,7 +383,7 @@ def test_eval_set_handles_bad_rows_like_the_loader(folder, source, encoder):
     ],
 )
 def test_default_number_of_workers(asked, gpu, cores, ranks, workers, monkeypatch):
-    """None on a CPU, whose cores train; beside GPUs as the cores allow."""
+    """The default is 0 on a CPU, and with GPUs it depends on the number of cores."""
     monkeypatch.setattr("octavo.base.accelerator.count", lambda: int(gpu))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))

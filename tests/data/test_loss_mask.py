@@ -1,4 +1,4 @@
-"""Finding the answers in what a chat template renders, whatever the template does."""
+"""Locates answers in rendered conversations, for many kinds of templates."""
 
 import random
 
@@ -17,7 +17,7 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen3 does: an empty thinking block before the last answer only.
+# Like Qwen3: an empty thinking block only before the last answer.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>"
     "\n\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -109,7 +109,7 @@ def found(answers, *given):
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_spans_by_marks_equal_spans_by_prefixes(template):
-    """Whatever texts say, and however the template treats them."""
+    """For any texts, and for templates that strip them."""
     ends, known = ["<|im_end|>", "</s>"], Answers(["<|im_end|>", "</s>"])
     render, draw = renderer(template), random.Random(0)
     for row in range(60):
@@ -131,7 +131,7 @@ def test_spans_by_marks_equal_spans_by_prefixes(template):
 
 
 def test_answers_that_end_differently_before_others_are_rejected():
-    """What a model would learn of such an answer is not how it must end one."""
+    """A model would learn a wrong end of its answers."""
     template = NO_END.replace("content }}", "content }}{{ '.' if loop.last else ',' }}")
     whole = render_messages(MESSAGES, renderer(template))
     with pytest.raises(TemplateProblem, match="so that its answer cannot be found"):

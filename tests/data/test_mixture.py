@@ -1,4 +1,4 @@
-"""Shares, epochs, and an order that is the same everywhere."""
+"""The mixture: proportions, epochs, and an order that is equal on every machine."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ def test_every_epoch_has_each_row_once_in_a_new_order():
 
 
 def test_order_is_pinned():
-    # Raw PCG64 words: a change here would break the resume of every run there is.
+    # Raw PCG64 words: a change here would break the resume of all existing runs.
     assert [row for _, row in taken(Mixture([range(8)], seed=0), 8)] == [0, 4, 6, 3, 5, 7, 1, 2]
     assert [row for _, row in taken(Mixture([range(8)], seed=1), 8)] != [0, 4, 6, 3, 5, 7, 1, 2]
 
@@ -43,7 +43,7 @@ def test_weights_multiply_with_size():
     rows = Counter(row for source, row in drawn if source == 0)
     assert set(rows.values()) == {20}  # each row as often as the others
     mixed = Counter(source for source, _ in drawn[:200])
-    assert 70 < mixed[0] < 130  # and mixed throughout, not one after the other
+    assert 70 < mixed[0] < 130  # and interleaved, not one after the other
 
 
 def test_tiny_weight_is_still_drawn():

@@ -1,4 +1,4 @@
-"""Rows of JSON and JSONL files, and what is said about files that are neither."""
+"""Rows of JSON and JSONL files, conversion into the cache, and errors for unusable files."""
 
 import json
 import multiprocessing
@@ -91,7 +91,7 @@ BAD_ROWS = {
 @pytest.mark.parametrize("kind", BAD_ROWS)
 @pytest.mark.parametrize("name", ("rows.json", "rows.jsonl", "lines.json", "streamed.jsonl", "streamed.json"))
 def test_bad_row_does_not_affect_others(folder, kind, name):
-    """In a list, in lines, and in lines whose file's name does not say so."""
+    """In a list, in lines, and in lines of a file with another suffix."""
     row, message = BAD_ROWS[kind]
     parts = [row, GOOD, b'"x"'] if name in ("lines.json", "streamed.json") else [GOOD, row, b'"x"']
     bad = parts.index(row)
@@ -157,7 +157,7 @@ ROWS = [{"n": n, "text": "é" * (n % 50)} if n % 7 else [n, None, {"x": 1.5}] fo
 
 @pytest.fixture
 def all_kept(monkeypatch):
-    """Every file goes into the cache; what was said of it."""
+    """Put every file into the cache; return the logged lines."""
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setattr(cache, "PROGRESS_SECONDS", -1.0)
     return []
@@ -165,8 +165,8 @@ def all_kept(monkeypatch):
 
 @pytest.mark.parametrize("kind", ("jsonl", "parquet"))
 def test_damaged_offset_in_cache_is_named(folder, kind, monkeypatch):
-    """Arrow follows the offsets of a file blindly; one that points out of it would end the process. So a file that is
-    not the one that was checked is checked when it is opened; and each row by itself, since a disk may fail later."""
+    """Arrow trusts the offsets of a file, and one that points outside would end the process. So a changed file is
+    validated when it is opened, and each row when it is read, because a disk may fail later."""
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     rows = [{"text": f"{n:04}" * 100} for n in range(8)]
     if kind == "jsonl":
@@ -210,7 +210,7 @@ def test_large_file_is_converted_once(folder, name, all_kept, monkeypatch):
     assert [rows[n] for n in range(len(rows))] == ROWS
     assert "is converted to Arrow, once" in all_kept[0] and any("% converted" in line for line in all_kept)
     assert pickle.loads(pickle.dumps(rows))[2999] == ROWS[2999] and len(pickle.dumps(rows)) < 500
-    monkeypatch.setattr("octavo.data.formats.registry.write_texts", None)  # nobody reads the file again
+    monkeypatch.setattr("octavo.data.formats.registry.write_texts", None)  # the file must not be read again
     again, kept = open_rows(path, where), list(where.glob("*.arrow"))
     assert again[5] == ROWS[5] and len(kept) == 1 and not list(where.glob(".*"))
     kept[0].write_bytes(kept[0].read_bytes()[:-9])
@@ -233,7 +233,7 @@ def test_concurrent_conversions_wait_for_each_other(folder, all_kept):
 
 
 def _one_of_two(path, where, meet, locks):
-    """In a process of its own: convert when the other does too, map the file, and look again once both are done."""
+    """In a separate process: convert at the same time as the other one, map the file, and read it again after both."""
     if not locks:
 
         class FileLock:
@@ -249,7 +249,7 @@ def _one_of_two(path, where, meet, locks):
     def together(sink, rows, done):
         writes(sink, rows, done)
         if not locks:
-            meet.wait(60)  # both have made the whole file, and neither has named it
+            meet.wait(60)  # both have written the file, and neither has published it
 
     registry.write_texts = together
     meet.wait(60)
@@ -261,7 +261,7 @@ def _one_of_two(path, where, meet, locks):
 
 @pytest.mark.parametrize("locks", (True, False))
 def test_concurrent_processes_convert_once(folder, locks):
-    """As two machines with one mount do, with locks that reach across it and without."""
+    """Simulates two machines with one mount, with and without locks between them."""
     path, where = folder.json(ROWS), folder.path / "cache"
     where.mkdir()
     with multiprocessing.Manager() as manager, ProcessPoolExecutor(2) as pool:
@@ -281,7 +281,7 @@ def test_conversion_works_without_hard_links(folder, all_kept, monkeypatch):
 
 
 def test_images_in_a_data_folder_are_not_listed(folder, monkeypatch):
-    """Beside shards or below them: neither the cache nor the fingerprints of a run ask for what they are."""
+    """Neither the cache nor the fingerprints of a run stat images next to shards or in subfolders."""
     shards = folder.path / "shards"
     folder.image("shards/a.png"), folder.image("shards/deep/b.png")
     folder.json(ROWS[:9], "shards/one.jsonl")

@@ -1,4 +1,4 @@
-"""Packs: the plan is a pure function, the stream the same everywhere, and every sample whole and alone in its pack."""
+"""Packing: the plan is a pure function, streams do not depend on ranks and workers, and samples are separate."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def test_every_sample_is_in_one_pack_and_packs_fit(lengths):
     assert sorted(chain(*packs)) == list(range(len(lengths)))
     sizes = [sum(lengths[n] for n in one) for one in packs]
     assert all(0 < size <= 64 for size in sizes) and all(list(one) == sorted(one) for one in packs)
-    assert sum(size <= 32 for size in sizes) <= 1  # or two of them would have been one
+    assert sum(size <= 32 for size in sizes) <= 1  # otherwise two packs would have been one
     assert packs == pack(list(lengths), 64)
     assert padding_share(packs, lengths, 64) == pytest.approx(1 - sum(sizes) / (64 * len(packs)) if packs else 0)
 
 
 def by_looking(lengths: list[int], capacity: int) -> list[tuple[int, ...]]:
-    """Best-fit decreasing, by looking at every pack."""
+    """Reference implementation of best-fit decreasing, which scans every pack."""
     packs: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
         rooms = [(capacity - sum(lengths[n] for n in one), k) for k, one in enumerate(packs)]
@@ -106,7 +106,7 @@ def test_packs_are_padded_to_128_or_capacity():
 
 
 def many(folder, count=40, images=True):
-    """Rows with texts of all lengths, every third with one or two images."""
+    """Make rows with texts of all lengths; every third row has one or two images."""
     draw = random.Random(0)
     for n in range(5):
         folder.image(f"{n}.png", (8 + 8 * n, 24))
@@ -251,7 +251,7 @@ def test_bad_row_changes_no_other_pack(folder, models, tmp_path):
     encoder = Encoder(models("qwen3_vl"), 64)
     whole = take(stream(folder.read(raw), encoder), 10)
     data = (folder.path / "2.png").read_bytes()
-    (folder.path / "2.png").write_bytes(data[:-30])  # a header that says its size, and half the pixels
+    (folder.path / "2.png").write_bytes(data[:-30])  # a header with its size, and half of the pixels
     report = tmp_path / "skipped.jsonl"
     found = take(stream(folder.read(raw), encoder, on_bad="skip", report_path=report), 10)
     broken = {n for n, row in enumerate(raw) if "2.png" in np.atleast_1d(row.get("image", ()))}

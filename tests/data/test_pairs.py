@@ -1,4 +1,4 @@
-"""Preferences as TRL, LLaMA-Factory and messages write them; labels on what follows the shared prompt alone."""
+"""Preferences in the layouts of TRL, LLaMA-Factory and messages; only answers after the shared prompt have labels."""
 
 import json
 from types import SimpleNamespace
@@ -56,7 +56,7 @@ def test_all_layouts_of_a_pair_are_equal(folder, name):
 
 
 def test_system_key_becomes_the_first_turn(folder):
-    """As LLaMA-Factory writes it beside turns: in pairs, labelled rows, prompts and what SFT reads."""
+    """LLaMA-Factory's `system` key next to turns, in pairs, labelled rows, prompts and SFT rows."""
     own = {"system": "Be brief."}
     turns = {"conversations": [{"from": "human", "value": "Which?"}, {"from": "gpt", "value": "Left."}]}
     told = [("system", "Be brief.", 1), ("user", "Which?", 1), ("assistant", "Left.", 1)]
@@ -132,7 +132,7 @@ def test_format_of_preferences_is_rejected(folder):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "internvl", "qwen3"])
 def test_labels_equal_sft_labels_after_the_prompt(folder, models, family):
-    """The tokens are a conversation's like any other, and only the answers that differ are learned."""
+    """Tokens equal those of any conversation, and only the differing answers are learned."""
     vision = family != "qwen3"
     prompt = [{"role": "user", "content": "<image>" * vision + "Which?"}, LEFT, USER]
     row = {"prompt": prompt, "chosen": [LEFT], "rejected": "Right.", **({"images": [folder.image()]} if vision else {})}
@@ -158,7 +158,7 @@ def test_long_pairs_are_dropped_or_cut(folder, models):
 
 
 def test_answers_with_equal_tokens_are_rejected(folder, models, monkeypatch):
-    """As by the many templates that strip what a turn says."""
+    """Many templates strip the text of a turn."""
     tokenizer, said = models("qwen3").tokenizer, "message['content'] }}"
     monkeypatch.setattr(
         tokenizer, "chat_template", tokenizer.chat_template.replace(said, "message['content'].strip() }}")
@@ -300,8 +300,8 @@ def test_labelled_batches_cross_prompts_and_answers(folder, models):
     ("out", "workers"), [((), 0), ((1,), 0), ((0, 2, 5), 1), ((1, 2, 3, 4, 5), 0), ((0, 1, 3, 4, 5, 6), 0)], ids=str
 )
 def test_crossed_answers_do_not_depend_on_ranks(folder, models, tmp_path, out, workers):
-    """The first row of a rank has the answer of the row before it, which another rank trains on: the nearest one that
-    is not left out, wherever that is. Rows that are left out are listed once."""
+    """The first row of a rank gets the answer of the nearest previous row that is not left out, which another rank
+    trains on. Rows that are left out are listed once."""
     rows = [{"prompt": f"p{n}", "completion": f"c{n}", "label": n % 2 == 0} for n in range(7)]
     rows = [{**row, "label": "bad"} if n in out else row for n, row in enumerate(rows)]
     cfg = config(folder, rows)

@@ -1,4 +1,4 @@
-"""Pixels as their file means them, in every mode that a file can have; what does not say what it means is refused."""
+"""Decoded pixels of every mode of image files; ambiguous files are rejected."""
 
 import os
 import struct
@@ -18,7 +18,7 @@ GREY = np.array([0, 100, 255])
 
 
 def png(bits: int, colour: int, samples: bytes, width: int, key: bytes = b"") -> bytes:
-    """One row of a PNG; `colour` 0 is grey, 2 RGB; `key` is its transparent colour."""
+    """Make a PNG of one row. `colour` is 0 for grey, 2 for RGB; `key` is the transparent color."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -31,8 +31,8 @@ def png(bits: int, colour: int, samples: bytes, width: int, key: bytes = b"") ->
 def tiff(
     order: str, bits: int, samples: bytes, width: int, photometric: int = 1, form: int = 1, extra: int = -1
 ) -> bytes:
-    """One row of an uncompressed TIFF. `order` is < or >, `form` 1 unsigned, 2 signed, 3 float; `extra` 1 premultiplied
-    alpha, 2 alpha, of samples of 8 bits."""
+    """Make an uncompressed TIFF of one row. `order` is < or >, `form` 1 unsigned, 2 signed, 3 float; `extra` 1
+    premultiplied alpha, 2 alpha, of samples of 8 bits."""
     channels = 1 + (extra >= 0)
     tags = [(256, width), (257, 1), (258, bits), (259, 1), (262, photometric), (273, 8), (277, channels), (278, 1)]
     tags += [(279, len(samples)), *([(338, extra)] if extra >= 0 else []), (339, form)]
@@ -114,7 +114,7 @@ REFUSED = {
 }
 
 
-OLD = int(PIL.__version__.split(".")[0]) < 13  # refuses TIFFs of two modes, as files that cannot be decoded
+OLD = int(PIL.__version__.split(".")[0]) < 13  # TIFFs of two modes are rejected as undecodable
 
 
 @pytest.mark.parametrize("case", BYTES)
@@ -168,7 +168,7 @@ def test_orientation_is_applied_and_first_frame_used(tmp_path):
 
 
 def test_no_decoder_starts_a_program(tmp_path, monkeypatch):
-    """Pillow reads PostScript by Ghostscript, and goes by what a file holds, whatever it is called."""
+    """Pillow reads PostScript with Ghostscript, and detects it by content under any file name."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\n")
     os.chmod(tmp_path / "bin" / "gs", 0o755)

@@ -1,4 +1,4 @@
-"""Rows that are made together are what each is alone, to the bit, and harm each other in nothing."""
+"""Rows processed in one call equal rows processed alone, bit for bit, and errors affect only their row."""
 
 import copy
 import os
@@ -24,7 +24,7 @@ def source(folder):
         [
             *made,
             folder.llava("<image>", "x", image="broken.png"),
-            folder.llava("<image>?", "y", image=folder.image("long.png", (4000, 4))),  # Qwen's processor refuses it
+            folder.llava("<image>?", "y", image=folder.image("long.png", (4000, 4))),  # Qwen's processor rejects it
             folder.llava("<image>Third?", "z", image=folder.image("big.png", (48, 40), (1, 2, 3))),
             folder.llava("Nothing", "to see"),
             folder.llava("spells <|image_pad|> <img>", "x"),
@@ -58,7 +58,9 @@ def test_rows_processed_together_equal_single_rows(source, models, monkeypatch, 
     made = encoder.encode_all(every)
     assert len(made) == 9 and all(map(same, made, [alone(encoder, row) for row in every]))
     bad = [row for row, found in enumerate(made) if isinstance(found, BadSample)]
-    assert bad == {"internvl": [3, 7], "nvila_lite": [3]}.get(family, [3, 4, 7])  # the words in 7 are others' marks
+    assert bad == {"internvl": [3, 7], "nvila_lite": [3]}.get(
+        family, [3, 4, 7]
+    )  # the text of row 7 contains marks of other families
 
 
 def test_processor_is_called_once(source, models, monkeypatch):
@@ -82,7 +84,7 @@ def test_small_batches_start_no_tokenizer_threads(source, models, monkeypatch):
 
 
 def test_images_are_never_assigned_to_another_row(folder, models):
-    """A template may write an image twice and another not at all: their sums agree with those of the images."""
+    """A template may write one image twice and omit another, so that the total number still matches."""
     processor = copy.copy(models("qwen3_vl"))
     processor.chat_template = processor.chat_template.replace(
         "{% for message", "{% if messages[0].content[-1].text == 'twice' %}<|image_pad|>{% endif %}{% for message", 1
@@ -129,5 +131,5 @@ def test_outputs_are_returned_to_their_requests():
     found = run_together([row(number) for number in range(4)], answer)
     assert asked == [["0", "1", "2", "3"], ["0a", "1a", "3a"]]
     assert [*found[:2], found[3]] == [("a", "a"), "refused", ("a", "a")] and str(found[2]) == "of two"
-    with pytest.raises(ZeroDivisionError):  # no fault of the row
+    with pytest.raises(ZeroDivisionError):  # not an error of the row
         run_together([(1 / 0 for _ in [0])], answer)

@@ -1,4 +1,4 @@
-"""Prompts and their references out of every format, as tokens that end where the answer begins."""
+"""Prompts and reference answers from every format; tokens end where the answer begins."""
 
 import json
 from types import SimpleNamespace
@@ -31,8 +31,8 @@ def test_last_answer_of_sft_rows_is_the_reference(folder):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     said = [{"role": "assistant", "content": "4"}]
     assert prompts(folder, [{"messages": chat + said}])[0].answer == "4"
-    assert prompts(folder, [chat + said + chat[1:]])[0].answer == "4"  # what nobody answered is left out
-    # a row's own answer comes first, and then nothing of an unanswered conversation is cut
+    assert prompts(folder, [chat + said + chat[1:]])[0].answer == "4"  # a question without an answer is left out
+    # the key `answer` takes precedence, and then an unanswered conversation is not cut
     own = prompts(
         folder, [{"messages": chat + said, "answer": 4.5}, {"messages": [*chat, *said, *chat], "answer": "x"}]
     )
@@ -48,7 +48,7 @@ def test_last_answer_of_sft_rows_is_the_reference(folder):
 
 
 def test_bytes_in_reward_columns_become_text(folder, models):
-    """Rewards run in a process of their own, which columns reach as JSON."""
+    """Rewards run in a separate process, which receives columns as JSON."""
     rows = [{"prompt": "2+3?", "answer": "5", "thumb": b"abc", "more": [{"bytes": b"x", "path": "y"}]}]
     parquet.write_table(pa.Table.from_pylist(rows), folder.path / "rows.parquet")
     sample = PromptEncoder(models("qwen3"), 64).encode(prompts(folder, folder.path / "rows.parquet")[0])
@@ -158,7 +158,7 @@ def test_sft_trains_on_prompts_with_answers(folder, said):
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "internvl", "nvila_lite", "qwen3"])
 def test_prompt_tokens_match_stock_processor(folder, models, family):
-    """And the same as SFT's up to the answer; pixels are the same."""
+    """They also equal SFT's tokens up to the answer, with equal pixels."""
     processor, vision = models(family), family != "qwen3"
     image = folder.image(size=(64, 48))
     row = folder.llava("<image>" * vision + "What is it?", "A dot.", **({"image": image} if vision else {}))
@@ -243,7 +243,7 @@ def test_prompt_stream_resumes_exactly(folder, models):
 
 
 def test_prompts_are_cached_without_workers(folder, models, monkeypatch):
-    """On a CPU none read ahead then, and what was encoded stays in memory for the next epoch."""
+    """On a CPU the default is no workers, so encoded rows stay in memory for the next epoch."""
     monkeypatch.setattr("octavo.base.accelerator.detect", lambda: None)
     cfg = config(folder, folder.json([{"prompt": f"{n}?", "answer": n} for n in range(4)]), workers=None)
     stream = prompt_loader(cfg, models("qwen3"), prompts=4, max_new_tokens=8)

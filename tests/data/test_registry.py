@@ -1,4 +1,4 @@
-"""The table of formats: a kind of files that is planted in it is read, listed, kept and fetched by that alone."""
+"""The table of formats: an added entry is enough for files to be read, listed, cached and fetched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _where_they_are(path: Path) -> Lines:
 
 @pytest.fixture
 def planted(monkeypatch, tmp_path) -> Path:
-    """A folder of two files of a format that only the table knows, and a picture."""
+    """Add a format to the table, and write a folder with two files of it and an image."""
     words = registry.text_format((".words",), _texts, _where_they_are, cells=True)
     monkeypatch.setattr(registry, "FORMATS", (*registry.FORMATS, words))
     folder = tmp_path / "rows"

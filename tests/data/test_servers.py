@@ -1,4 +1,4 @@
-"""Servers that fail: silent, slow to fail, of another length than they said. Tried again, bounded, and reported."""
+"""Failing servers (silent, slow, wrong length): retried, bounded and reported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = b'{"n": 1}\n{"n": 2}\n'
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers each request as the next of `answers` says, and the rest rightly."""
+    """Answers each request by the next entry of `answers`, and all further requests correctly."""
 
     answers: list[str] = []
     over = threading.Event()
@@ -41,7 +41,7 @@ class Server(BaseHTTPRequestHandler):
 
 
 class Plain(fsspec.AbstractFileSystem):
-    """`plain://HOST:PORT/name`: what a server answers, without a limit of time of its own."""
+    """File system for `plain://HOST:PORT/name`, which reads from a server without a timeout."""
 
     protocol = "plain"
     cachable = False
@@ -59,12 +59,12 @@ class Plain(fsspec.AbstractFileSystem):
         connection.request("GET", f"/{name}")
         answer = connection.getresponse()
         if answer.status >= 400:
-            raise FileNotFoundError(path) from Status(answer.status)  # as fsspec's own HTTP says it
+            raise FileNotFoundError(path) from Status(answer.status)  # like fsspec's HTTP implementation
         return io.BytesIO(answer.read())
 
 
 class Status(Exception):
-    """As aiohttp raises it."""
+    """An HTTP status error like aiohttp's."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"the server answered {status}")
@@ -73,7 +73,7 @@ class Status(Exception):
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch, tmp_path) -> Iterator[str]:
-    """Of a file on a server of this process; its first four answers are those in `Server.answers`."""
+    """Return the URL of a file on a server in this process, whose first four answers are `Server.answers`."""
     fsspec.register_implementation("plain", Plain, clobber=True)
     monkeypatch.setattr(remote, "RETRY_SECONDS", 0.0)
     monkeypatch.setattr(Server, "over", threading.Event())
@@ -125,7 +125,7 @@ def test_missing_remote_file_is_not_retried(url, said, monkeypatch, how):
 
 
 def test_silent_server_is_retried(url, said, monkeypatch):
-    """However slow this machine is: the limit is lifted once the server has been given up."""
+    """The limit is raised after the first try was abandoned, so that a slow machine passes."""
     monkeypatch.setattr(Server, "answers", ["silent"])
     monkeypatch.setattr(remote, "STALL_SECONDS", 0.05)
     monkeypatch.setattr(remote, "report", lambda text: said.append(text) or setattr(remote, "STALL_SECONDS", 600.0))
@@ -143,7 +143,7 @@ def test_unresponsive_server_is_reported(url, said, monkeypatch):
 
 
 def test_slow_connection_gets_smaller_blocks(url, said, monkeypatch):
-    """No block of the first size ever comes; however slow this machine is, smaller ones come in time."""
+    """Blocks of the first size never arrive; smaller ones arrive in time even on a slow machine."""
 
     class Slow(io.BytesIO):
         def read(self, size: int | None = -1) -> bytes:
@@ -160,7 +160,7 @@ def test_slow_connection_gets_smaller_blocks(url, said, monkeypatch):
 
 
 def test_abandoned_try_does_not_write(tmp_path, monkeypatch):
-    """A try that was given up shares its file with the next one."""
+    """An abandoned try shares its file with the next one."""
     file, watch = tmp_path / "x", remote._Watch()
     file.write_bytes(b"a" * 18)
     monkeypatch.setattr(Plain, "_open", lambda *call, **options: io.BytesIO(ROWS))

@@ -1,4 +1,5 @@
-"""Conversations split at their questions: every answer learned with its reasoning, once; length, order and lists."""
+"""Conversations split at their questions: every answer is learned once with its reasoning; length, order and
+reports."""
 
 import json
 from itertools import islice
@@ -60,7 +61,7 @@ def test_split_rows_train_on_every_answer_once(folder, encoder, template, answer
         assert learned(made, sample) == [block(n + 1, opened) + ENDED]
         assert (sample.row, sample.lost, sample.notes, len(sample.answers)) == (1, 0, [], n + 1)
         text = made.tokenizer.decode(sample.input_ids)
-        assert f"a{n}" in text + "a0" and f"q{n + 2}" not in text  # all that was said before, and nothing after
+        assert f"a{n}" in text + "a0" and f"q{n + 2}" not in text  # all previous turns, and none after
         assert (f"r{n}" in text) == (template == "qwen3_vl" and n > 0)
     assert [learned(made, made.encode(rows[n])) for n in (0, 4, 5)] == [[f"b{n}{ENDED}"] for n in (1, 2, 3)]
     with pytest.raises(IndexError):
@@ -68,7 +69,7 @@ def test_split_rows_train_on_every_answer_once(folder, encoder, template, answer
 
 
 def test_split_works_if_earlier_answers_end_differently(folder, encoder):
-    """As gpt-oss's: no row of two answers can be learned whole, and each of its questions can."""
+    """As in gpt-oss: a row of two answers cannot be learned as a whole, but each of its questions can."""
     other = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[0].text }}"
         "{% if m.role == 'assistant' and not loop.last %}<|end|>{% else %}<|im_end|>{% endif %}\n{% endfor %}"
@@ -81,7 +82,7 @@ def test_split_works_if_earlier_answers_end_differently(folder, encoder):
 
 
 def test_calls_system_and_images_stay_with_their_question(folder, encoder):
-    """ShareGPT and messages alike; of images those that were seen, of answers those behind the last question."""
+    """In ShareGPT and messages: a row has the images up to its question, and only answers after it are learned."""
     images = [folder.image(name) for name in ("a.png", "b.png", "c.png", "d.png")]
     turns = [*TURNS[:-2], ("human", {"value": "<image>And this?"}), ("gpt", {"value": "No.", "reasoning": "Red."})]
     made = encoder("qwen3_5")
@@ -121,7 +122,7 @@ def test_prompt_with_answer_is_split(folder, encoder):
 
 
 def test_questions_are_counted_without_opening_files(folder, tmp_path):
-    """An image that comes later changes no number; a row that is no conversation is one, bad, row."""
+    """A missing image does not change the counts; a row that is not a conversation counts as one bad row."""
     late = folder.llava("<image>q1", "a1", "q2", "a2", image="late.png")
     bad = folder.llava("q1", "a1", "q2", " ")
     file = folder.json([late, bad, folder.llava("q1", "a1", "q2", "a2")])
@@ -177,7 +178,7 @@ def cfg(folder):
 
 
 def seen(loader, steps, of):
-    """The words that each micro-batch of so many steps learns."""
+    """Return the words that are learned in each micro-batch of the given number of steps."""
     return [
         [of.tokenizer.decode(batch["input_ids"][batch["labels"] != IGNORE]) for batch in step]
         for step in islice(loader, steps)
@@ -186,7 +187,8 @@ def seen(loader, steps, of):
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_epoch_has_every_answer_once_and_resumes(folder, encoder, cfg, packing):
-    """20 questions in 8 rows, two of them too long; packed or not, by workers or here, whole or after a stop."""
+    """20 questions in 8 rows, two of them too long: packed or not, with or without workers, with or without a
+    resume."""
     made = encoder("qwen3_5")
     cfg = override(cfg, ["data.packing=true", "data.window=20"]) if packing else cfg
     said = []
@@ -216,7 +218,7 @@ def test_epoch_has_every_answer_once_and_resumes(folder, encoder, cfg, packing):
 
 
 def test_eval_questions_are_numbered_by_conversation(encoder, cfg):
-    """Also those that are context, or that a template leaves out: `source` of a row names each."""
+    """Including those that are context or dropped by a template: `source` of a row names each."""
     made = encoder("qwen3_5")
     for chosen, wanted in ((cfg, [(0, 0), (1, 0), (1, 1), (1, 2), (2, 0)]),
                            (override(cfg, ["data.split_turns=false"]), [(0, 0), (1, 2), (2, 0)])):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows of CSV, parquet, folders of shards and of what `datasets` saved: the same as those of JSON."""
+"""Rows of CSV, parquet, folders of shards and folders of `datasets` equal those of JSON."""
 
 import datetime
 import decimal
@@ -22,7 +22,7 @@ TEXT = [{"instruction": f"Say {n}", "input": "é" * (n % 3), "output": f"<{n}>"}
 
 
 def saved(folder, rows, kind: str):
-    """The rows as a file or folder of a kind."""
+    """Write the rows as a file or folder of a format."""
     path = folder.path / f"rows.{kind}"
     if kind in ("json", "jsonl"):
         return folder.json(rows, path.name)
@@ -48,14 +48,14 @@ STREAMED = ("jsonl", "csv", "tsv", "parquet", "shards of parquet", "shards of cs
 
 @pytest.mark.parametrize(("kind", "stream"), [*((kind, False) for kind in KINDS), *((kind, True) for kind in STREAMED)])
 def test_every_file_format_gives_equal_batches(folder, models, kind, stream, monkeypatch):
-    """Rows, tokens, order, a resume in the middle, and all of it through the cache, or past it."""
+    """Compares rows, tokens, order and a resume, with and without the cache."""
     monkeypatch.setattr(cache, "SMALL_FILE", 0)
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     encoder = Encoder(models("qwen3"), 64)
 
     def tokens(kind: str, first: int = 0, stream: bool = False) -> list:
         path = saved(folder, TEXT, kind) if not first else folder.path / f"rows.{kind}"
-        source = pickle.loads(pickle.dumps(folder.read(path, stream=stream)))  # as a worker gets it
+        source = pickle.loads(pickle.dumps(folder.read(path, stream=stream)))  # as a worker receives it
         assert (source.format, len(source)) == ("alpaca", 40)
         loader = Loader(Mixture([source], seed=3), encoder, 4, 4, start_row=first)
         return [next(loader)[0]["input_ids"].tolist() for _ in range(15 - first // 4)]
@@ -68,7 +68,7 @@ def test_every_file_format_gives_equal_batches(folder, models, kind, stream, mon
 
 
 def test_stream_caches_few_row_groups_and_reads_quoted_lines(folder, monkeypatch):
-    """Cells with line ends, marks and quotes in them, long ones, blank lines, a byte order mark; groups come and go."""
+    """Cells with line breaks, delimiters and quotes, long cells, blank lines, a BOM; row groups are evicted."""
     content = b'\xef\xbb\xbfa,b\r\n"x\r\ny","1,""2"""\r\n\r\n"' + b"z" * 200_000 + 'é",\u2028\n3,4'.encode()
     (folder.path / "x.csv").write_bytes(content)
     streamed, kept = (open_rows(folder.path / "x.csv", stream=stream) for stream in (True, False))
@@ -138,7 +138,7 @@ def not_utf8(*values: bytes) -> pa.Array:
 
 @pytest.mark.parametrize("kind", ("parquet", "stream", "saved"))
 def test_unreadable_value_affects_only_its_row(folder, kind):
-    """Times that Python has no value for harm no row; a text that is no text does."""
+    """Times that Python cannot represent are accepted; invalid UTF-8 makes a bad row."""
     numbers = pa.array([0, 1 << 38])
     table = pa.table({
         "a": not_utf8(b"x", b"y\xff"),
@@ -171,7 +171,7 @@ def test_unreadable_value_affects_only_its_row(folder, kind):
 
 @pytest.mark.parametrize("kind", ("json", "jsonl", "parquet", "saved"))
 def test_null_keys_are_dropped(folder, kind):
-    """Of JSON as of a table, in the looks that tell what rows are and in the rows."""
+    """In JSON and tables, for format detection and for rows."""
     spare = dict.fromkeys(("messages", "prompt", "instruction", "output", "chosen", "rejected", "label", "text", "id"))
     talk = {"conversations": folder.llava("hi", "yo")["conversations"]}
     made = {
@@ -193,7 +193,7 @@ def test_null_keys_are_dropped(folder, kind):
 
 
 def test_images_are_read_from_bytes_in_rows(folder, models):
-    """As `datasets` writes them; pixels and tokens are those of the files."""
+    """As `datasets` writes them; pixels and tokens equal those of the files."""
     names = [folder.image(f"{n}.png", color=(9 * n, 80, 200)) for n in range(3)]
     rows = [{"image": name, "conversations": folder.llava("<image>What?", name)["conversations"]} for name in names]
     inside = [{**row, "image": {"bytes": (folder.path / row["image"]).read_bytes(), "path": None}} for row in rows]
@@ -218,7 +218,7 @@ def test_images_are_read_from_bytes_in_rows(folder, models):
 
 @pytest.mark.parametrize("kind", ("json", "parquet", "saved"))
 def test_image_without_bytes_and_path_is_null(folder, kind):
-    """As `datasets` and Arrow write the null of a struct."""
+    """`datasets` and Arrow write a null struct like this."""
     none, name = {"bytes": None, "path": None}, folder.image()
     there = {"bytes": None, "path": name}
     made = {
@@ -296,7 +296,7 @@ def test_unusable_tables_are_rejected(folder, name, content, message, stream):
 
 @pytest.mark.parametrize("small", (1 << 30, 0))
 def test_broken_page_is_an_error_of_the_file(folder, small, monkeypatch):
-    """Not that of the folder of the cache, which Arrow's OSError would be taken for."""
+    """Arrow raises OSError, which must not be reported as an error of the cache folder."""
     monkeypatch.setattr(cache, "SMALL_FILE", small)
     path = saved(folder, TEXT, "parquet")
     data = path.read_bytes()
@@ -328,7 +328,7 @@ def test_unusable_folders_are_rejected(folder):
 
 
 def test_folder_of_many_small_files_is_not_kept_in_memory(folder, monkeypatch):
-    """Bytes in Arrow's memory are counted; few small files stay as they are."""
+    """Measures Arrow's memory; a few small files are kept in memory."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     path = saved(folder, [{"text": "a" * 3000 + str(n)} for n in range(400)], "shards of jsonl")
     monkeypatch.setattr("octavo.data.storage.open_rows.MAX_FILES_IN_MEMORY", 25)

@@ -1,4 +1,4 @@
-"""Rows of tar files: what WebDataset's names mean, images out of the tar, one bad row among good ones."""
+"""Rows of tar files: member names as in WebDataset, media from the tar, bad rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from octavo.data.storage.open_rows import open_rows
 
 
 def packed(path: Path, *files: tuple[str, Any]) -> Path:
-    """A tar of (name, bytes, text or JSON value)."""
+    """Make a tar from (name, bytes, text or JSON value)."""
     with tarfile.open(path, "w") as archive:
         for name, content in files:
             data = content if isinstance(content, bytes) else content.encode() if isinstance(content, str) else \
@@ -54,7 +54,7 @@ def test_member_names_determine_keys(tmp_path):
     image = {"bytes": b"png", "path": "d/8.png"}
     assert len(rows) == 3 and rows.keys() >= {"caption", "image", "text", "images", "seg.png"}
     assert rows[0] == {"id": 3, "caption": "x", "image": {"bytes": b"jpg", "path": "d/7.jpg"}}
-    assert rows[1] == {"id": "d/8", "text": "a cat\n", "image": image, "cls": "big"}  # the last stands far behind
+    assert rows[1] == {"id": "d/8", "text": "a cat\n", "image": image, "cls": "big"}  # the last one is far behind
     assert rows[2] == {
         "id": "9", "cls": 12, "caption.txt": "é", "seg.png": {"bytes": b"seg", "path": "9.seg.png"},
         "images": [{"bytes": b"two", "path": "9.2.png"}, {"bytes": b"ten", "path": "9.10.png"}],
@@ -80,7 +80,7 @@ def test_files_replace_their_names_in_the_json(tmp_path):
 
 
 def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
-    """Tokens, pixels and order; by files that are opened anew; as a worker gets them; its index is made once."""
+    """Compares tokens, pixels and order, with reopened files and after pickling; the index is written once."""
     monkeypatch.setenv("OCTAVO_CACHE", str(folder.path / "cache"))
     monkeypatch.setattr("octavo.data.storage.open_rows.MAX_OPEN_FILES", 1)
     names = [folder.image(f"{n}.png", color=(20 * n, 80, 200)) for n in range(9)]
@@ -91,9 +91,9 @@ def test_tars_and_json_give_equal_batches(folder, models, monkeypatch):
                  for entry in ((f"{n}.json", talk("<image>What?", f"{n}.png")),
                                (f"{n}.png", (folder.path / names[n]).read_bytes()))]  # fmt: skip
         packed(folder.path / "tars" / f"part-{part}.tar", *files)
-    (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools leave it
+    (folder.path / "tars" / "index.json").write_text("{}")  # as WebDataset's tools write it
     said: list[str] = []
-    monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # by processes
+    monkeypatch.setattr("octavo.data.storage.open_rows.PARALLEL_INDEX_BYTES", 0)  # with processes
     assert len(open_rows(folder.path / "tars", say=said.append)) == 9
     assert len(said) == 1 and "tars: the rows of 3 tar file(s) (0 MB) are looked up, once" in said[0]
     source, said = pickle.loads(pickle.dumps(folder.read(folder.path / "tars"))), []
@@ -196,7 +196,7 @@ def test_damaged_tar_index_is_named(tmp_path):
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 9000))
 def test_damaged_tar_is_read_or_named(tmp_path, damage, end):
-    """Bytes changed, and cut off: rows, bad rows that are named, or no tar; nothing else."""
+    """Changed or truncated bytes give rows, named bad rows, or a `DataError`, and no other exception."""
     files = [(f"{n}.{kind}", content) for n in range(3) for kind, content in (("json", talk("q", "a")), ("png", b"x"))]
     path = packed(tmp_path / "a.tar", *files)
     data = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The text set: what it holds, that no file is in both parts, and that nothing is overwritten."""
+"""The text set: its content, disjoint splits, and protection of existing files."""
 
 import json
 import sysconfig

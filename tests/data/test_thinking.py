@@ -1,4 +1,4 @@
-"""Reasoning in rows, through templates in the shape of published ones: what is found, learned, masked or refused."""
+"""Reasoning in rows, with templates like published ones: located, learned, masked or rejected."""
 
 import json
 
@@ -15,7 +15,7 @@ ENDED = "<|im_end|>"
 
 
 def row(*answers, **more):
-    """A row of messages: a question before each answer, which is a text or (reasoning, text)."""
+    """Make a row of messages: a question before each answer, which is a text or (reasoning, text)."""
     turns = []
     for number, answer in enumerate(answers, 1):
         turns.append({"role": "user", "content": f"q{number}"})
@@ -25,7 +25,7 @@ def row(*answers, **more):
 
 
 def learned(encoder, sample):
-    """The stretches of a sample that have labels, as text; they are its answers, but for those that are context."""
+    """Return the spans of a sample that have labels, as text; they are its answers without those that are context."""
     spoken = [encoder.tokenizer.decode(sample.input_ids[start:end]) for start, end in sample.answers if end]
     labelled = encoder.tokenizer.decode(sample.input_ids[sample.labels != IGNORE])
     assert labelled == "".join(spoken)
@@ -40,8 +40,8 @@ APART = [("r1", "a1"), ("r2", "a2")]
 WITHIN = [block(1), block(2)]
 RAW = [block(1, opened=False), block(2, opened=False)]
 NO_THINKING, PRESERVE = {"enable_thinking": False}, {"preserve_thinking": True}
-# template, its arguments, and what is learned of a row: of one answer with its reasoning, of one without, of two with,
-# of two without. None: refused, since a model writes no reasoning behind its prompt.
+# template, its arguments, and the learned spans of a row with: one answer with reasoning, one without, two with,
+# two without. None: rejected, because a model writes no reasoning after this prompt.
 TABLE = [
     ("qwen3_vl", {}, [block(1)], ["a1"], [block(1), block(2)], ["a1", "a2"]),
     ("qwen3_5", {}, [block(1, False)], ["a1"], [block(2, False)], ["a1", "a2"]),
@@ -56,7 +56,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("template", "args", "one", "bare", "two", "both"), TABLE)
 def test_learned_spans_of_every_template(folder, encoder, template, args, one, bare, two, both):
-    """However a row writes reasoning, and whether its shape is known; the two turns of Qwen3.5 have no prefixes."""
+    """For every layout of reasoning, with and without a known shape; prefixes fail for two turns of Qwen3.5."""
     made, context = encoder(template, args), encoder(template, args, mask_reasoning=True)
     forms = [WITHIN] if template == "qwen3_vl" else [APART, WITHIN, RAW]
     last = ["a1", "a2"] if two is not None and len(two) == 2 else ["a2"]
@@ -91,7 +91,7 @@ def test_empty_block_is_learned_if_configured(folder, encoder):
 
 
 def test_answers_without_end_token_are_located(folder, encoder):
-    """GLM's: earlier reasoning becomes an empty block, so neither prefixes nor end tokens tell where answers are."""
+    """GLM's template empties earlier thinking blocks, so neither prefixes nor end tokens locate answers."""
     made = encoder("glm")
     for _ in range(3):
         sample = made.encode(folder.read([row(*APART)])[0])
@@ -102,7 +102,7 @@ def test_answers_without_end_token_are_located(folder, encoder):
 
 
 def test_reasoning_equal_to_the_answer_is_located(folder, encoder):
-    """Words of the question or the answer are not mistaken for it."""
+    """Words of the question or the answer are not mistaken for reasoning."""
     for template in ("qwen3", "qwen3_5"):
         made = encoder(template)
         sample = made.encode(folder.read([row(("q1", "a1"), "a2")])[0])
@@ -112,7 +112,7 @@ def test_reasoning_equal_to_the_answer_is_located(folder, encoder):
 
 
 def test_long_reasoning_is_rejected_before_rendering(folder, encoder, monkeypatch):
-    """What fits nowhere is cut; what a template leaves out takes no room, wherever the row has it."""
+    """Reasoning that cannot fit is cut; reasoning that a template omits takes no space."""
     made, seen, long = encoder("qwen3_5"), [], "r" * 100_000
     render = made.thinking.render
     monkeypatch.setattr(made, "_render", lambda *given, **more: seen.append(str(given)) or render(*given, **more))
@@ -124,7 +124,7 @@ def test_long_reasoning_is_rejected_before_rendering(folder, encoder, monkeypatc
 
 
 def test_reasoning_dropped_by_template_is_reported(folder, encoder):
-    """Qwen3-Omni's takes contents in parts for no questions, and drops the only answer's reasoning in silence."""
+    """Qwen3-Omni's template does not recognize contents in parts as questions, and silently drops reasoning."""
     within, apart = folder.read([row(block(1))], "a.json"), folder.read([row(("r1", "a1"))], "b.json")
     with pytest.raises(BadSample, match="drops the reasoning of message 2, although no question follows: 'r1'"):
         encoder("omni").encode(within[0])
@@ -137,7 +137,7 @@ def test_reasoning_dropped_by_template_is_reported(folder, encoder):
 
 
 def test_templates_with_other_defaults(folder, encoder):
-    """Small models of Qwen3.5 think when they are asked to; Qwen3.8's template keeps all reasoning by itself."""
+    """Small Qwen3.5 models think only if requested; Qwen3.8's template keeps all reasoning."""
     one, two = (folder.read([row(*APART[:count])], f"{count}.json")[0] for count in (1, 2))
     small = TEMPLATES["qwen3_5"].replace("enable_thinking is false", "enable_thinking is not true")
     with pytest.raises(BadSample, match="closed block of thinking, .* set enable_thinking: true in data.template_args"):
@@ -155,7 +155,7 @@ def test_template_reads_reasoning_under_another_name(folder, encoder):
 
 
 def test_raw_output_gets_no_second_block(folder, encoder):
-    """A template that asks for both marks would write an empty block before "r1</think>a1"."""
+    """A template that looks for both marks would write an empty block before "r1</think>a1"."""
     both = TEMPLATES["qwen3_5"].replace("'</think>' in text", "'<think>' in text and '</think>' in text")
     made = encoder(both)
     sample = made.encode(folder.read([row("r1</think>a1")])[0])
@@ -170,15 +170,17 @@ def test_answer_may_mention_the_marks(folder, encoder):
     made = encoder("qwen3_vl", mask_reasoning=True)
     assert learned(made, made.encode(folder.read([row(said)])[0])) == [said + ENDED]
     asked = [{"role": "user", "content": "Is it <think>?"}, {"role": "assistant", "content": "Look, </think> ends it."}]
-    with pytest.raises(BadSample, match="without the mark <think>"):  # the question's is no mark of the answer
+    with pytest.raises(
+        BadSample, match="without the mark <think>"
+    ):  # the mark in the question is not one of the answer
         made.encode(folder.read([{"messages": asked}])[0])
-    blind = TEMPLATES["qwen3_5"].replace("m.reasoning_content is string", "false")  # it takes such words to pieces
+    blind = TEMPLATES["qwen3_5"].replace("m.reasoning_content is string", "false")  # it splits such text
     with pytest.raises(BadSample, match="takes away words of message 2: 'Models write'"):
         encoder(blind).encode(folder.read([row(said)])[0])
 
 
 def test_duplicate_reasoning_is_written_once(folder, encoder):
-    """In a field and between marks, as servers return it beside what the model wrote; marks left around a field."""
+    """Reasoning both in a field and between marks, as servers return it, and a field that includes the marks."""
     forms = [("r1", block(1)), ("r1", block(1, False)), ("<think>\nr1\n</think>", "a1"), ("r1", "<think>\n</think>a1")]
     for template in ("qwen3", "qwen3_5"):
         made = encoder(template)
@@ -192,7 +194,7 @@ def test_duplicate_reasoning_is_written_once(folder, encoder):
 
 
 def test_unterminated_or_unanswered_reasoning_is_rejected(folder, encoder):
-    """What was cut off while it thought would be learned as an answer behind an empty block."""
+    """A completion that was cut off while thinking would be learned as an answer after an empty block."""
     made = encoder("qwen3_5")
     for answer in ("<think>\nr1", ("r1", "<think>r2"), "<think>r1</think><think>r2</think>a1"):
         with pytest.raises(BadSample, match="turn 2 has text that begins with <think>: reasoning without an end, or"):
@@ -210,7 +212,7 @@ def test_masked_reasoning_may_mention_its_closing_mark(folder, encoder):
 
 
 def test_words_dropped_by_template_are_reported(folder, encoder):
-    """Llama's writes a call and not what is said beside it; Qwen3-VL's no turn of the system but the first."""
+    """Llama's template drops the text next to a call; Qwen3-VL's drops all system turns except the first."""
     call = {"role": "assistant", "content": "I look.", "tool_calls": [CALL]}
     turns = [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "blue"}, *row("a1")["messages"]]
     source = folder.read([{"messages": turns, "tools": [TOOL]}])
@@ -253,7 +255,7 @@ def test_bad_reasoning_is_rejected(folder, change, message):
 
 
 def test_turns_with_weight_zero_are_context(folder, encoder):
-    """As OpenAI's rows say it, or others; such an answer is no reason for a row of its own."""
+    """With the keys of OpenAI and others; such an answer gets no separate row."""
     for template, last in (("qwen3_vl", "a3"), ("qwen3_5", "r3\n</think>\n\na3")):
         made, third = encoder(template), "a3" if template == "qwen3_vl" else ("r3", "a3")
         for key, value in (("weight", 0), ("loss", False), ("train", 0.0)):
@@ -265,7 +267,7 @@ def test_turns_with_weight_zero_are_context(folder, encoder):
             assert [learned(made, made.encode(rows[n])) for n in range(len(rows))] == [[f"a2{ENDED}"], [last + ENDED]]
     given = row(("r1", "a1"), "a2")
     given["messages"][1]["weight"] = 0
-    for made in (encoder("qwen3_5"), encoder("qwen3_6", {**NO_THINKING, **PRESERVE})):  # nor is its reasoning a matter
+    for made in (encoder("qwen3_5"), encoder("qwen3_6", {**NO_THINKING, **PRESERVE})):  # and its reasoning is ignored
         sample = made.encode(folder.read([given], "thinks.json")[0])
         assert learned(made, sample) == [f"a2{ENDED}"] and not sample.notes
     spoken = [{"from": "human", "value": "q1"}, {**SPOKEN, "loss": False}, *RAW_TURNS]
@@ -292,7 +294,7 @@ def test_invalid_weights_of_turns_are_rejected(folder, turn, message):
 
 @pytest.mark.parametrize("where", ["reasoning", "arguments", "tools"])
 def test_control_tokens_in_hidden_text_are_noted(folder, encoder, where):
-    """Control tokens in reasoning, in a call's arguments and in tools become what they spell, as in words."""
+    """Control tokens in reasoning, arguments of calls and tools are tokenized as control tokens, as in text."""
 
     def spelling(said):
         turns = row(("r1", "a1"))["messages"]
@@ -323,7 +325,7 @@ TURNS = [
 
 
 def as_messages(turns):
-    """The same turns as roles and contents."""
+    """Convert turns to messages with roles and contents."""
     for who, turn in turns:
         role = {"human": "user", "observation": "tool", "system": "system"}.get(who, "assistant")
         thought = {"reasoning": turn["reasoning_content"]} if "reasoning_content" in turn else {}
@@ -332,7 +334,7 @@ def as_messages(turns):
 
 
 def test_reasoning_works_with_tools_system_and_images(folder, encoder):
-    """ShareGPT and messages alike: calls are answers too, of several images a turn each is counted."""
+    """In ShareGPT and messages: calls are answers too, and several images of a turn are counted."""
     images = [folder.image(name) for name in ("a.png", "b.png", "c.png")]
     rows = {
         "sharegpt": [{"from": who, **turn} for who, turn in TURNS],
@@ -352,7 +354,7 @@ def test_reasoning_works_with_tools_system_and_images(folder, encoder):
         text = made.tokenizer.decode(sample.input_ids)
         assert [f"Picture {n}: <|vision_start|>" in text for n in (1, 2, 3, 4)] == [True] * 3 + [False]
         assert count_tokens(made, parsed[:1]) == [len(sample.input_ids)] and sample.images == 3
-    made = encoder("qwen3_5")  # the thinking of the first question is left out, so what followed it is context
+    made = encoder("qwen3_5")  # the reasoning of the first question is left out, so its answer is context
     sample = made.encode(parsed[0])
     assert learned(made, sample) == [f"Quite.{ENDED}"] and sample.lost == 2
 
@@ -392,7 +394,7 @@ def test_every_row_layout_keeps_reasoning(folder, encoder, asked, kind):
     format = "prompt" if "prompt" in asked and kind == "conversations" else "auto"
     sample = made.encode(folder.read([asked], kind=kind, format=format)[0])
     assert learned(made, sample) == [f"r1\n</think>\n\na1{ENDED}"]
-    if kind == "conversations":  # what is generated is held against words alone
+    if kind == "conversations":  # generated text is compared with the text only
         assert folder.read([asked], kind="prompts", format=format)[0].answer == "a1"
 
 

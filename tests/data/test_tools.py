@@ -1,4 +1,4 @@
-"""Rows in which an assistant calls tools: read from every way of writing them, rendered by the template, learned."""
+"""Rows in which an assistant calls tools: parsed from every layout, rendered by the template, learned."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ SPOKEN = [
     {"from": "observation", "value": "dry"},
     {"from": "gpt", "value": "No."},
 ]
-# As Qwen3's: tools in front, a thinking block before the last answer alone.
+# Like Qwen3: tools first, a thinking block only before the last answer.
 TEMPLATE = """
 {%- if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}
 {%- for m in messages %}
@@ -64,7 +64,7 @@ def test_calls_and_answers_are_learned(folder, models, family, form):
 
 
 def test_tools_in_tables_equal_tools_in_json(folder, models):
-    """Parquet has one type for all turns: what a turn has not, is null there."""
+    """Parquet has one type for all turns, with null for missing keys."""
     parquet.write_table(pa.Table.from_pylist([ROW, {"messages": TURNS[:1] + TURNS[3:]}]), folder.path / "x.parquet")
     source, truth = folder.read(folder.path / "x.parquet"), folder.read([ROW])[0]
     assert source[0].turns == truth.turns and source[0].tools == truth.tools and source[1].tools == ()
@@ -103,7 +103,7 @@ def test_bad_calls_are_rejected(folder, change, message):
 
 
 def test_calls_and_results_keep_their_ids(folder, models):
-    """As templates of Mistral's models ask for them."""
+    """Templates of Mistral's models require ids."""
     called = {"role": "assistant", "content": None, "tool_calls": [{"id": "abc", "type": "function", "function": CALL}]}
     source = folder.read(
         [{"tools": [TOOL], "messages": [TURNS[0], called, {**TURNS[2], "tool_call_id": "abc"}, TURNS[3]]}]

@@ -1,4 +1,4 @@
-"""Rows with videos: where they stand, what of a file is taken, what is refused, and what becomes of it."""
+"""Rows with videos: positions, selected frames, rejected files, and encoded tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ GREYS = [7 * n for n in range(30)]  # the grey that frame n has
 
 
 def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(16, 16), options=None) -> Path:
-    """Frames of one grey each, a key frame every six; `times`: of a thousandth of a second, where they are not even."""
+    """Write a video of frames of one grey value each, with a key frame every six frames. `times`: uneven time stamps in
+    milliseconds."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=RATE)
         stream.height, stream.width = size
@@ -66,7 +67,7 @@ def film(path: Path, count: int = 24, codec: str = "libx264", times=None, size=(
 
 
 class Every:
-    """Takes the frames that it is told to, as they are."""
+    """A sampler that selects the given frames without resizing."""
 
     def __init__(self, *numbers: int) -> None:
         self.numbers = numbers
@@ -100,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "empty.mp4").write_bytes(b"")
     (made / "text.mp4").write_text("#EXTM3U\nfile:///etc/passwd\n")
     (made / "frames").mkdir()
-    for number in range(12):  # 10 and 11 stand behind 9
+    for number in range(12):  # 10 and 11 come after 9
         Image.new("RGB", (16, 16), (GREYS[number],) * 3).save(made / "frames" / f"f{number}.png")
     (made / "nothing").mkdir()
     Image.new("RGB", (16, 24), (9, 99, 9)).save(made / "i.png")
@@ -185,7 +186,7 @@ def test_frames_are_selected_by_time_with_seeks(folder, name, monkeypatch):
 
 
 def test_variable_frame_rate_keeps_timing(tmp_path):
-    times = [0, 100, 200, 300, 400, 1400, 2400, 2700]  # at rest for two seconds
+    times = [0, 100, 200, 300, 400, 1400, 2400, 2700]  # a still frame for two seconds
     path = film(tmp_path / "v.mp4", len(times), times=times)
     found = video_files.select_frames(path, Every())
     assert found.total == 8 and found.fps == pytest.approx(7 / 2.7)
@@ -201,7 +202,7 @@ def test_late_first_frame_is_not_a_truncation(tmp_path):
 
 
 def test_undecodable_key_frames_fall_back_to_the_first(tmp_path):
-    """Intra refresh renews a picture column by column: behind a seek there is none for a while."""
+    """Intra refresh renews a picture column by column, so there is no picture directly after a seek."""
     path = film(tmp_path / "r.mp4", 24, options={"x264-params": "intra-refresh=1:keyint=8:bframes=0", "qp": "0"})
     assert len(video_files.select_frames(path, Every()).keys) > 1
     assert greys(path, 0, 9, 10, 20) == pytest.approx([GREYS[n] for n in (0, 9, 10, 20)], abs=1)
@@ -223,7 +224,7 @@ def test_invalid_frame_names_are_rejected(tmp_path):
         Image.new("RGB", (8, 8)).save(tmp_path / name)
     names = [path.name for path in video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())]
     assert sorted(names) == sorted(path.name for path in tmp_path.iterdir()) and names.index("1.png") == 0
-    (tmp_path / "2.png").symlink_to("gone.png")  # a frame that is not there is no shorter video
+    (tmp_path / "2.png").symlink_to("gone.png")  # a missing frame must not give a shorter video
     with pytest.raises(Mismatch, match="2.png is not a file; restore or remove it"):
         video_files._list_frames(FrameFolder(tmp_path, 2.0), FileLimits())
     (tmp_path / "2.png").unlink()
@@ -263,7 +264,7 @@ def test_folder_frames_are_resized_without_warning(folder):
 
 
 def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray:
-    """Writes a video of one frame whose track is shown by (a b; c d), and returns the frame."""
+    """Write a video of one frame whose track has the display matrix (a b; c d), and return the frame."""
     image = np.zeros((16, 32, 3), np.uint8)
     image[:8, :8], image[:4, 16:] = 255, 90
     with av.open(str(path), "w") as container:
@@ -290,12 +291,12 @@ def _turned(path: Path, matrix: tuple[float, float, float, float]) -> np.ndarray
         ((1, 0, 0, -1), lambda image: image[::-1]),
         ((0, 1, 1, 0), lambda image: image.transpose(1, 0, 2)),
         ((0, -1, -1, 0), lambda image: np.rot90(image.transpose(1, 0, 2), 2)),
-        ((0, 0, 0, 0), lambda image: image),  # says nothing
+        ((0, 0, 0, 0), lambda image: image),  # defines no orientation
         ((0.5, 0.004, -0.004, 0.5), lambda image: image),  # half a degree, and half as large
     ],
 )
 def test_display_matrix_is_applied(tmp_path, matrix, shown):
-    """A phone writes how it was held into the matrix of the track, and a camera that looks at its owner a mirror."""
+    """Phones write their orientation into the matrix of the track, and front cameras a mirror."""
     image = shown(_turned(tmp_path / "t.mp4", matrix))
     found = video_files.select_frames(tmp_path / "t.mp4", Every())
     [frame] = video_files.load(found).frames
@@ -312,7 +313,7 @@ def test_oblique_display_matrix_is_rejected(tmp_path, matrix):
 
 
 def test_frames_of_two_sizes_are_rejected(processors, tmp_path):
-    """In a folder, also by what EXIF turns, and in a file that changes its size on the way."""
+    """In a folder, also if EXIF rotates a frame, and in a file whose size changes."""
     sizes = {"wide": (32, 16), "turned": (16, 16), "high": (16, 24)}
     for name, size in sizes.items():
         (tmp_path / name).mkdir()
@@ -338,7 +339,7 @@ def test_frames_of_two_sizes_are_rejected(processors, tmp_path):
 
 
 def _joined(folder: Path, *sizes: tuple[int, int]) -> bytes:
-    """A stream of VP9 whose frames have one size after another, three of each."""
+    """Write a VP9 stream with three frames of each size."""
     packets = []
     for width, height in sizes:
         stream = av.CodecContext.create("libvpx-vp9", "w")
@@ -434,7 +435,7 @@ def prompt(folder: Path):
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "internvl"])
 def test_prompt_converts_videos_to_images(folder, processors, kind):
-    """What the model makes of it is what it makes of the same row with a video."""
+    """The model's output equals that of the same row with a video."""
     asked = prompt(folder)
     made = PromptEncoder(processors[kind], 512).encode(asked)
     assert made.columns["videos"] == [str(folder / "a.mp4")] and made.columns["messages"][0]["content"].count("<video>")
