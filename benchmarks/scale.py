@@ -82,7 +82,7 @@ def load(folder: str, how: dict[str, Any], world: parallel.World) -> tuple[torch
     """(the model, bytes read, 0 where transformers reads)"""
     if world.size == 1:
         return models.load(folder, torch.bfloat16, **how), 0
-    unread = models.defer(folder, torch.bfloat16, **how)
+    unread = models.load_deferred(folder, torch.bfloat16, **how)
     parallel.shard(unread.model, models.describe(unread.model), world)
     return unread.model, parallel.fill(unread.model, unread, world)[1]
 

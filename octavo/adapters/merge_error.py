@@ -16,8 +16,8 @@ the noise of every cast to FP8 is added, 2 to 3 % of W, several times the change
 
 So a merge is judged by two figures, in which each weight counts by its relative energy |D|^2 / |W|^2:
 
-- ``kept`` of at least :data:`KEPT`. Around a trained optimum the loss is quadratic along D: at strength t the merged
-  model loses (1 - t)^2 of the gain of training. 0.9 loses 1 %, 0.75 6 %, 0.5 a quarter.
+- ``kept`` of at least :data:`MIN_KEPT`. Around a trained optimum the loss is quadratic along D: at strength t the
+  merged model loses (1 - t)^2 of the gain of training. 0.9 loses 1 %, 0.75 6 %, 0.5 a quarter.
 - ``drowned`` of at most 1: error * sqrt(r / K). For an input along its directions, a D of rank r has the output
   |D| / sqrt(r), and the rounding noise, spread over all K directions, has |D' - D| / sqrt(K). Above 1 the noise is
   larger than the adapter's output even for the inputs with the largest output.
@@ -33,15 +33,15 @@ import torch
 from torch import Tensor
 
 from octavo import fp8
-from octavo.adapters.merge import Fold
+from octavo.adapters.merge import AdaptedWeight
 from octavo.fp8.weights import is_frozen
 
-KEPT = 0.9
-DROWNED = 1.0
+MIN_KEPT = 0.9
+MAX_NOISE_RATIO = 1.0
 
 
 @dataclass
-class Weight:
+class WeightErrors:
     """The sums of one weight over all its written pieces, in fp64.
 
     fp8    whether it was written as codes
@@ -93,9 +93,9 @@ class Weight:
 class MergeErrors:
     """Accumulates the sums of each adapted weight from the values that are written, piece by piece."""
 
-    def __init__(self, folds: Mapping[str, Fold]) -> None:
+    def __init__(self, folds: Mapping[str, AdaptedWeight]) -> None:
         self._folds = folds
-        self.weights = {name: Weight(name, fold.rank, fold.shape[1]) for name, fold in folds.items()}
+        self.weights = {name: WeightErrors(name, fold.rank, fold.shape[1]) for name, fold in folds.items()}
         # A cache of the last matrix, W and D: its pieces are written one after the other.
         self._last: tuple[tuple[str, int | None], Tensor, Tensor] | None = None
 
@@ -117,7 +117,9 @@ class MergeErrors:
         else:
             self._take(fold, slot, rows, value)
 
-    def _take(self, fold: Fold, slot: int | None, rows: tuple[int, int] | None, value: Tensor | fp8.Quantized) -> None:
+    def _take(
+        self, fold: AdaptedWeight, slot: int | None, rows: tuple[int, int] | None, value: Tensor | fp8.Quantized
+    ) -> None:
         sums = self.weights[fold.name]
         span = slice(*(rows or (0, fold.shape[0])))
         if self._last is None or self._last[0] != (fold.name, slot):
@@ -133,51 +135,52 @@ class MergeErrors:
             unchanged = w if frozen else fp8.dequantize(fp8.quantize(w, value.spec), torch.float32)
         w, d, unchanged = w.to(v.device), d.to(v.device), unchanged.to(v.device)
         applied = v - w
-        sums.base += _square(w)
-        sums.delta += _square(d)
-        sums.applied += _square(applied)
+        sums.base += _sum_of_squares(w)
+        sums.delta += _sum_of_squares(d)
+        sums.applied += _sum_of_squares(applied)
         sums.inner += float((applied.double() * d).sum())
-        sums.difference += _square(applied - d)
+        sums.difference += _sum_of_squares(applied - d)
         sums.moved += int((v != unchanged).sum())
         sums.elements += v.numel()
 
     # Results ---------------------------------------------------------------------------------------------------------
 
-    def in_fp8(self) -> list[Weight]:
-        """The weights that were written as codes and that the adapter changes."""
+    def in_fp8(self) -> list[WeightErrors]:
+        """Return the weights that were written as codes and that the adapter changes."""
         return [w for w in self.weights.values() if w.fp8 and w.delta]
 
     @property
     def kept(self) -> float:
         """The mean over all weights in FP8, weighted by relative energy; 1 if there are none."""
-        return _mean([(w.relative**2, w.kept) for w in self.in_fp8()], 1.0)
+        return _weighted_mean([(w.relative**2, w.kept) for w in self.in_fp8()], 1.0)
 
     @property
     def drowned(self) -> float:
-        return math.sqrt(_mean([(w.relative**2, w.drowned**2) for w in self.in_fp8()], 0.0))
+        return math.sqrt(_weighted_mean([(w.relative**2, w.drowned**2) for w in self.in_fp8()], 0.0))
 
     @property
     def error(self) -> float:
-        return math.sqrt(_mean([(w.relative**2, w.error**2) for w in self.in_fp8()], 0.0))
+        return math.sqrt(_weighted_mean([(w.relative**2, w.error**2) for w in self.in_fp8()], 0.0))
 
     @property
     def relative(self) -> float:
         """|D| / |W| over all adapted weights, in the root mean square."""
-        return math.sqrt(_mean([(1.0, w.relative**2) for w in self.weights.values()], 0.0))
+        return math.sqrt(_weighted_mean([(1.0, w.relative**2) for w in self.weights.values()], 0.0))
 
     @property
     def lost(self) -> bool:
-        return self.kept < KEPT or self.drowned > DROWNED
+        return self.kept < MIN_KEPT or self.drowned > MAX_NOISE_RATIO
 
-    def worst(self, count: int = 3) -> list[Weight]:
-        """The weights with the smallest ``kept``, or if that is above the limit, with the largest ``drowned``."""
-        if self.kept < KEPT:
+    def worst(self, count: int = 3) -> list[WeightErrors]:
+        """Return the weights with the smallest ``kept``, or if that is above the limit, with the largest
+        ``drowned``."""
+        if self.kept < MIN_KEPT:
             return sorted(self.in_fp8(), key=lambda w: w.kept)[:count]
         return sorted(self.in_fp8(), key=lambda w: -w.drowned)[:count]
 
-    def rounded(self) -> list[Weight]:
-        """Weights in high precision with ``kept`` below :data:`KEPT`: BF16 rounds too."""
-        return [w for w in self.weights.values() if not w.fp8 and w.delta and w.elements and w.kept < KEPT]
+    def rounded(self) -> list[WeightErrors]:
+        """Weights in high precision with ``kept`` below :data:`MIN_KEPT`: BF16 rounds too."""
+        return [w for w in self.weights.values() if not w.fp8 and w.delta and w.elements and w.kept < MIN_KEPT]
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -185,17 +188,17 @@ class MergeErrors:
             "kept": self.kept,
             "error": self.error,
             "drowned": self.drowned,
-            "limits": {"kept": KEPT, "drowned": DROWNED},
+            "limits": {"kept": MIN_KEPT, "drowned": MAX_NOISE_RATIO},
             "lost": self.lost,
             "weights": [w.to_json() for w in self.weights.values()],
         }
 
 
-def _square(x: Tensor) -> float:
+def _sum_of_squares(x: Tensor) -> float:
     return float(x.double().square().sum())
 
 
-def _mean(pairs: Iterable[tuple[float, float]], none: float) -> float:
+def _weighted_mean(pairs: Iterable[tuple[float, float]], none: float) -> float:
     pairs = list(pairs)
     weight = sum(w for w, _ in pairs)
     return sum(w * v for w, v in pairs) / weight if weight else none

@@ -34,7 +34,8 @@ def note_digest(note: Mapping[str, Any]) -> str:
 
 
 def is_changed(note: Mapping[str, Any]) -> bool:
-    """Whether a note was changed after the export: its digest does not match, or files that it names have no checksum.
+    """Return whether a note was changed after the export: its digest does not match, or files that it names have no
+    checksum.
 
     A note without a digest (Octavo 0.4.0) is judged by its checksums only.
     """

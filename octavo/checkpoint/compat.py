@@ -67,7 +67,8 @@ def image_backend(counters: Mapping[str, Any]) -> str:
 
 
 def fingerprints_differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether two fingerprints of a file ({"size", "sha256", "whole"}; None: the file is missing) are of other bytes.
+    """Return whether two fingerprints of a file ({"size", "sha256", "whole"}; None: the file is missing) are of other
+    bytes.
 
     For 0.4.0, until 1.0. It has no "whole", the digest of all bytes, so only keys that both have are compared.
     """
@@ -77,7 +78,7 @@ def fingerprints_differ(one: Mapping[str, Any] | None, other: Mapping[str, Any] 
 
 
 def has_sibling_gemms(plan: Mapping[str, Any]) -> bool:
-    """Whether a run's plan.json runs layers with the same input as one GEMM, so that it must be written again.
+    """Return whether a run's plan.json runs layers with the same input as one GEMM, so that it must be written again.
 
     For 0.4.0, until 1.0. Today each layer runs its own GEMM, and the plan has no `sisters`.
     """

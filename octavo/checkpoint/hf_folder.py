@@ -26,7 +26,7 @@ from octavo.base import atomic_write, encryption, target_folder
 from octavo.base.safe_read import printable
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.export.encrypted import EncryptedShards
-from octavo.checkpoint.export.files import Planned, Shards, nbytes
+from octavo.checkpoint.export.files import PlannedTensor, Shards, nbytes
 from octavo.checkpoint.run_state.collective_errors import Ranks
 from octavo.checkpoint.stock_model import StockModel
 from octavo.fp8.weights import full, is_frozen, master_of
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     """Parameters that are converted together (usually one), their tensors on disk, and the rank that writes them."""
 
     parameters: tuple[str, ...]
-    tensors: tuple[Planned, ...]
+    tensors: tuple[PlannedTensor, ...]
     rank: int
 
 
@@ -104,7 +104,7 @@ def save_hf(
                 most = max(sizes, key=sizes.__getitem__, default=torch.float32)
                 write_config(source, folder, most, encrypted=encrypted)
                 copy_companions(source, folder, encrypted)
-                stop_tokens.state_end(source, folder, encrypted)
+                stop_tokens.add_end_token(source, folder, encrypted)
                 if encrypted is not None:
                     encrypted.write_list()
                 atomic_write.sync_tree(folder)
@@ -269,11 +269,11 @@ class FolderShards:
     """
 
     def __init__(
-        self, directory: Path, tensors: Iterable[Planned], largest: int, owners: Mapping[str, int], rank: int,
+        self, directory: Path, tensors: Iterable[PlannedTensor], largest: int, owners: Mapping[str, int], rank: int,
         parts: Sequence[str] = (), encrypted: encryption.Folder | None = None,
     ) -> None:  # fmt: skip
         self._named = bool(parts)
-        planned: dict[str, list[Planned]] = {part: [] for part in parts or ("",)}
+        planned: dict[str, list[PlannedTensor]] = {part: [] for part in parts or ("",)}
         for name, dtype, shape in tensors:
             part, name = self._place(name)
             planned[part].append((name, dtype, shape))

@@ -181,7 +181,7 @@ class StockModel:
         return {self.to_module(name): name for name in self.shapes if name not in merged}
 
     def is_ignored(self, name: str) -> bool:
-        """Whether the family's loaders leave out a tensor with this name."""
+        """Return whether the family's loaders leave out a tensor with this name."""
         return any(re.search(pattern, name) for pattern in self._ignored)
 
     # Layers ----------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class StockModel:
         return next((disk for disk, layer in self.linears.items() if layer.module in names), None)
 
     def transposed(self, parameter: str) -> bool:
-        """Whether a parameter of experts is [E, K, N] in memory."""
+        """Return whether a parameter of experts is [E, K, N] in memory."""
         return is_transposed(self.modules[parameter.rpartition(".")[0]])
 
     @cached_property

@@ -36,7 +36,7 @@ from transformers.trainer_callback import ExportableState
 from octavo import fp8
 from octavo.fp8.delayed import reduce_scaling_state
 from octavo.fp8.proof import reference_note
-from octavo.fp8.weights import stale_codes, stale_sentence
+from octavo.fp8.weights import stale_codes, stale_codes_message
 
 # Each check reads a sample of every weight, so it runs in the first steps, which find most mistakes, and then rarely.
 FIRST_STEPS, CHECK_INTERVAL = 2, 20
@@ -110,7 +110,7 @@ class Fp8Callback(TrainerCallback, ExportableState):
         for prefix, checked in (("", model), ("reference model: ", reference)):
             stale = stale_codes(checked, draw=state.global_step) if isinstance(checked, nn.Module) else []
             if stale:
-                raise RuntimeError(f"step {state.global_step}: {prefix}{stale_sentence(stale)}")
+                raise RuntimeError(f"step {state.global_step}: {prefix}{stale_codes_message(stale)}")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Give every rank the largest amax histories, so that the checkpoint of one rank serves all."""

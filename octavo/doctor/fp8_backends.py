@@ -77,7 +77,7 @@ def _backend(name: str, device: str) -> list[Check]:
     backend, on = kernels.get(name), torch.device(device)
     reasons = {recipe_name: _why_not(name, recipe_name, device) for recipe_name in RECIPES}
     all_reasons = "; ".join(dict.fromkeys(filter(None, reasons.values())))
-    why = all_reasons if all(reasons.values()) else backend.auto_unsupported(on)
+    why = all_reasons if all(reasons.values()) else backend.why_not_auto(on)
     if why is not None:
         means = "another backend is chosen on this device"
         reason = why if "not installed" in why else f"not run: {why} ({backend.version()})"

@@ -94,7 +94,7 @@ OLD_NAMES: dict[str, tuple[str, object]] = {
     "select": ("fp8.kernels.select", kernels.select),
     "shared_scales": ("fp8.measuring.find_shared_scales", measuring.find_shared_scales),
     "stale_codes": ("fp8.weights.stale_codes", weights.stale_codes),
-    "stale_sentence": ("fp8.weights.stale_sentence", weights.stale_sentence),
+    "stale_sentence": ("fp8.weights.stale_codes_message", weights.stale_codes_message),
     "synchronize_per_layer": ("fp8.memory.synchronize_per_layer", memory.synchronize_per_layer),
     "uncounted": ("fp8.observe.uncounted", observe.uncounted),
     "unfuse": ("fp8.planning.unfuse", planning.unfuse),

@@ -106,7 +106,9 @@ class Batch:
                 None if x is None else torch.from_numpy(x) for x in (prompt.mm_token_type_ids, prompt.image_grid_thw)
             )
             ids = torch.from_numpy(prompt.input_ids)
-            prompt_positions, group.next_position = models.positions(caller.model, caller.family, ids, kinds, grid)
+            prompt_positions, group.next_position = models.prompt_positions(
+                caller.model, caller.family, ids, kinds, grid
+            )
             positions.append(prompt_positions)
         lengths = [group.tokens for group in groups]
         tokens = self._device(np.concatenate([group.prompt.input_ids for group in groups]))

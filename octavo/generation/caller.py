@@ -48,7 +48,7 @@ class Caller:
         self.model, self.context, self.invariant = model, context, invariant
         self.family = models.describe(model)
         self.shape = models.cache_shape(model.config)
-        self.axes = models.axes(model, self.family)
+        self.axes = models.position_axes(model, self.family)
         self._attention: models.Attend | None = None
         parameters = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.dtype = context.autocast or context.dtype or parameters
@@ -64,7 +64,7 @@ class Caller:
         self.model.eval()
         try:
             rows = fp8.batch_invariant(self.model) if self.invariant else nullcontext()
-            with rows, models.attention_by(self.model, self.family, self._attend):
+            with rows, models.replace_attention(self.model, self.family, self._attend):
                 yield
         finally:
             self._attention = None

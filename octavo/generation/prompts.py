@@ -35,9 +35,9 @@ def prompt_of(
               None
     number    the prompt's identity for randomness
 
-    Raises ModelError as `models.question` does.
+    Raises ModelError as `models.encode_conversation` does.
     """
-    encoded = models.question(processor, messages, images, videos=videos)
+    encoded = models.encode_conversation(processor, messages, images, videos=videos)
     if "video_grid_thw" in encoded:
         encoded = processor.as_images(encoded)
     batch = {name: value.numpy() for name, value in encoded.items()}

@@ -100,8 +100,9 @@ _RULES: tuple[tuple[str, str], ...] = (
 RULES = tuple((re.compile(rf"(?:.*\.)?{pattern}"), axes) for pattern, axes in _RULES)
 
 
-def rule_of(name: str, kind: str) -> str | None:
-    """The axes of a parameter (its name without `.weight` and `.bias`) in a module of class `kind`; None: no rule."""
+def find_rule(name: str, kind: str) -> str | None:
+    """Return the axes of a parameter (its name without `.weight` and `.bias`) in a module of class `kind`; None: no
+    rule."""
     return next(
         (axes for pattern, axes in RULES if pattern.fullmatch(name) or pattern.fullmatch(f"{name}:{kind}")), None
     )

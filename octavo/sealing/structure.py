@@ -15,16 +15,16 @@ import numpy as np
 from torch import nn
 
 from octavo import models
-from octavo.sealing.draw import Use, free, heads, within
+from octavo.sealing.draw import Use, draw_block_order, draw_head_orders, draw_order
 from octavo.sealing.errors import SealError
 from octavo.sealing.key import Key
-from octavo.sealing.permute import FIXED, Axis, Layout, Stretch, size
-from octavo.sealing.rules import rule_of
+from octavo.sealing.permute import FIXED, Axis, Layout, Segment, axis_size
+from octavo.sealing.rules import find_rule
 
-FREE = ("vocab", "patch", "bins")
-_OF_EXPERTS = re.compile(r"\.(experts|gate|router)(\..*)?$")
+UNCONSTRAINED = ("vocab", "patch", "bins")
+_EXPERT_SUFFIX = re.compile(r"\.(experts|gate|router)(\..*)?$")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "encoder_attention_heads")
-_TIMES = re.compile(r"(\d+)\*(.+)")
+_REPEATED = re.compile(r"(\d+)\*(.+)")
 
 
 @dataclass
@@ -55,26 +55,28 @@ class Structure:
             if {outer, inner} & self.fixed:
                 orders[outer], orders[inner] = np.arange(count), np.arange(every)
                 continue
-            orders[outer], orders[inner] = heads(key, outer, count, every // count, self.uses[outer], self.uses[inner])
+            orders[outer], orders[inner] = draw_head_orders(
+                key, outer, count, every // count, self.uses[outer], self.uses[inner]
+            )
         for name, count in self.sizes.items():
             if name in orders:
                 continue
             if name in self.groups:
-                orders[name] = within(key, name, count, [(1, 0)], (count // self.groups[name],))
-            elif name in FREE:
-                orders[name] = free(key, name, count)
+                orders[name] = draw_block_order(key, name, count, [(1, 0)], (count // self.groups[name],))
+            elif name in UNCONSTRAINED:
+                orders[name] = draw_order(key, name, count)
             else:
-                orders[name] = within(key, name, count, self.uses[name])
+                orders[name] = draw_block_order(key, name, count, self.uses[name])
         return orders
 
 
-def structure(model: nn.Module) -> Structure:
-    """The structure of a stock model, which may be on the meta device. Raises SealError, naming the tensor, for a
-    tensor without a rule or with unexpected sizes."""
-    return _Reading(model).read()
+def read_structure(model: nn.Module) -> Structure:
+    """Return the structure of a stock model, which may be on the meta device. Raises SealError, naming the tensor, for
+    a tensor without a rule or with unexpected sizes."""
+    return _StructureReader(model).read()
 
 
-class _Reading:
+class _StructureReader:
     """Determines the structure of one model."""
 
     def __init__(self, model: Any) -> None:
@@ -99,7 +101,7 @@ class _Reading:
         owner, _, leaf = name.rpartition(".")
         module = self.modules[owner]
         subject = owner if leaf in ("weight", "bias") else name
-        rule = rule_of(subject, type(module).__name__)
+        rule = find_rule(subject, type(module).__name__)
         if rule is None:
             raise SealError(
                 f"{name} {list(shape)} of {type(self.model).__name__} is unknown to sealing. Left unpermuted, it would "
@@ -148,12 +150,12 @@ class _Reading:
     # Words -----------------------------------------------------------------------------------------------------------
 
     def _axis(self, word: str, places: int, subject: str, name: str) -> Axis:
-        """The axis for a word of a rule, with so many positions."""
+        """Return the axis for a word of a rule, with so many positions."""
         if word == "-" or (word.endswith("?") and places == self._head_dim(subject)):
             return FIXED
         word = word.removesuffix("?")
         parts = [part.strip() for part in word.split("+")]
-        if len(parts) == 1 and (times := _TIMES.fullmatch(parts[0])):
+        if len(parts) == 1 and (times := _REPEATED.fullmatch(parts[0])):
             label = self._label(times[2], subject)
             count = int(times[1]) or places // self._size(label, places, name)
             parts = [times[2]] * count
@@ -168,8 +170,8 @@ class _Reading:
     def _fitting(self, axis: tuple[tuple[str, int], ...], places: int, name: str, parts: int = 1) -> Axis:
         for label, _ in axis:
             self._size(label, places // parts, name)
-        stretches = tuple(Stretch(*one) for one in axis)
-        if size(stretches, self.found.sizes) != places:
+        stretches = tuple(Segment(*one) for one in axis)
+        if axis_size(stretches, self.found.sizes) != places:
             expected = " + ".join(f"{self.found.sizes[label]} x {unit} of {label}" for label, unit in axis)
             raise SealError(
                 f"{name} has an axis of {places}, but {expected} were expected: this model cannot be sealed"
@@ -177,16 +179,16 @@ class _Reading:
         return stretches
 
     def _size(self, label: str, places: int, name: str) -> int:
-        """The number of items of a permutation; a new one has as many as there are positions."""
+        """Return the number of items of a permutation; a new one has as many as there are positions."""
         return self.found.sizes.setdefault(label, places)
 
     def _label(self, word: str, subject: str) -> str:
-        """The name of the permutation for a word at this parameter."""
+        """Return the name of the permutation for a word at this parameter."""
         parent = subject.rpartition(".")[0]
         if word == "own":
             return self._part(subject)
         if word == "experts":
-            label = f"{_OF_EXPERTS.sub('', subject)}@experts"
+            label = f"{_EXPERT_SUFFIX.sub('', subject)}@experts"
             if (groups := getattr(self.config.get_text_config(), "n_group", None)) and groups > 1:
                 self.found.groups[label] = groups
             return label
@@ -211,7 +213,7 @@ class _Reading:
             counts = {"lk": config.linear_num_key_heads, "lv": config.linear_num_value_heads}
             unit = {"lk": config.linear_key_head_dim, "lv": config.linear_value_head_dim}
         else:
-            many = _first(config, *_HEADS)
+            many = _number_of_heads(config, *_HEADS)
             few = getattr(config, "num_key_value_heads", None) or many
             counts, unit = {"q": many, "kv": few}, {}
         parent = subject.rpartition(".")[0]
@@ -226,9 +228,9 @@ class _Reading:
         )
 
     def _head_dim(self, subject: str) -> int:
-        """The head size of this attention."""
+        """Return the head size of this attention."""
         config = self._config(subject)
-        return int(getattr(config, "head_dim", None) or config.hidden_size // _first(config, *_HEADS))
+        return int(getattr(config, "head_dim", None) or config.hidden_size // _number_of_heads(config, *_HEADS))
 
     def _config(self, subject: str) -> Any:
         part = self._part(subject)
@@ -240,7 +242,7 @@ class _Reading:
         return SealError(f"{name} has the shape {list(shape)}, but {rule} was expected: this model cannot be sealed")
 
 
-def _first(config: Any, *names: str) -> int:
+def _number_of_heads(config: Any, *names: str) -> int:
     count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
     if count is None:
         raise SealError(f"the configuration of a {type(config).__name__} has no number of attention heads")

@@ -63,7 +63,7 @@ def test_adapters_are_never_float8(folder) -> None:
 def test_rslora_scales_by_the_root_of_the_rank(folder) -> None:
     model, family = load(folder)
     adapters.attach(model, family, lora(rank=16, alpha=8, rslora=True))
-    assert {layer.scaling["default"] for layer in adapters.attached(model).values()} == {2.0}
+    assert {layer.scaling["default"] for layer in adapters.adapted_layers(model).values()} == {2.0}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_what_is_refused_leaves_the_model_alone(settings: dict, says: str, folde
     model, family = load(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.attach(model, family, lora(**settings))
-    assert not adapters.attached(model) and all(p.requires_grad for p in model.parameters())
+    assert not adapters.adapted_layers(model) and all(p.requires_grad for p in model.parameters())
 
 
 @pytest.mark.parametrize("settings", [{"dropout": 0.1}, {"dora": True}])
@@ -88,7 +88,7 @@ def test_experts_refuse_dropout_and_dora_with_the_fix(settings: dict, folder) ->
     with pytest.raises(AdapterError, match=r'lora.exclude: \["\*\*.experts"\]'):
         adapters.attach(model, family, lora(**settings))
     adapters.attach(model, family, lora(exclude=("**.experts",), **settings))
-    assert not [n for n in adapters.attached(model) if "experts" in n]
+    assert not [n for n in adapters.adapted_layers(model) if "experts" in n]
 
 
 def test_names_that_peft_takes_for_experts_are_left_out_and_reported(folder) -> None:
@@ -111,7 +111,7 @@ def test_names_that_peft_takes_for_experts_are_left_out_and_reported(folder) -> 
     model = Qwen3MoeForCausalLM(config)
     family, messages = models.describe(model), []
     names = adapters.attach(model, family, lora(exclude=("**.experts",)), messages.append)
-    assert set(names) == set(adapters.attached(model))
+    assert set(names) == set(adapters.adapted_layers(model))
     if not any("mlp.gate_proj" in n for n in names):  # PEFT of this version does so
         assert "leaves out" in messages[0] and "qwen3_moe" in messages[0]
         with pytest.raises(AdapterError, match="PEFT cannot address"):
@@ -149,7 +149,7 @@ def test_training_goes_on_from_an_adapter(folder, tmp_path: Path) -> None:
         other, _ = load(folder)
         with pytest.raises(AdapterError, match=says):
             adapters.attach(other, family, lora(adapter=there, **settings))
-        assert not adapters.attached(other)
+        assert not adapters.adapted_layers(other)
 
 
 def test_the_base_error_wants_the_right_stock_model(folder) -> None:
@@ -199,20 +199,20 @@ def test_a_second_adapter_stands_beside_the_same_base(
     other = {n: p for n, p in model.named_parameters() if adapters.is_second_parameter(n)}
     assert mine.keys() == first.keys() and all(torch.equal(p, first[n]) for n, p in mine.items())
     assert {n.replace(".second.", ".default.") for n in other} == first.keys()
-    assert adapters.attached(model).keys() == set(names)
+    assert adapters.adapted_layers(model).keys() == set(names)
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {*mine, *other}
     assert any(p.any() and not torch.equal(p, first[n.replace(".second.", ".default.")]) for n, p in other.items())
-    with adapters.second(model):
+    with adapters.use_second_adapter(model):
         assert torch.equal(logits(model, batch), before), "it changes nothing yet"
     for n, p in other.items():
         if "lora_B" in n:
             p.data.normal_(std=0.1, generator=torch.Generator().manual_seed(3))
     assert torch.equal(logits(model, batch), before)
-    with adapters.second(model):
+    with adapters.use_second_adapter(model):
         assert not torch.allclose(logits(model, batch), before, atol=1e-3)
-        with adapters.disabled(model):
+        with adapters.disable_adapters(model):
             assert torch.allclose(logits(model, batch), before, atol=1e-5)
-    for held, rest, entered in ((mine, other, nullcontext()), (other, mine, adapters.second(model))):
+    for held, rest, entered in ((mine, other, nullcontext()), (other, mine, adapters.use_second_adapter(model))):
         model.zero_grad(set_to_none=True)
         with entered:
             model(**batch).logits.float().square().sum().backward()
@@ -227,5 +227,5 @@ def test_a_second_adapter_wants_a_first(folder) -> None:
     model, _ = load(folder)
     with pytest.raises(AdapterError, match="the model has none"):
         adapters.attach_second(model, lora())
-    with pytest.raises(AdapterError, match="no second adapter"), adapters.second(model):
+    with pytest.raises(AdapterError, match="no second adapter"), adapters.use_second_adapter(model):
         pass

@@ -50,7 +50,7 @@ def filled(block, seed=3):
 
 def adapted(block, names=BOTH, **changes):
     inject_adapter_in_model(config(names, **changes), block)
-    assert experts.adopt(block) == 1
+    assert experts.replace_forwards(block) == 1
     return filled(block)
 
 
@@ -252,7 +252,7 @@ def test_switched_off_and_merged_adapters_add_nothing():
 def test_a_copy_computes_the_same_and_adopting_again_changes_nothing():
     block, given = adapted(Block(FAMILIES["qwen3_moe"]())), routed()
     again = copy.deepcopy(block)
-    assert experts.adopt(again) == 1 and torch.equal(again(*given), block(*given))
+    assert experts.replace_forwards(again) == 1 and torch.equal(again(*given), block(*given))
 
 
 def test_stock_experts_over_frozen_codes_compute_with_their_values():
@@ -273,9 +273,9 @@ def test_stock_experts_over_frozen_codes_compute_with_their_values():
 
 def test_parameters_by_stock_name():
     block = Block(FAMILIES["qwen3_moe"]())
-    before = experts.parameters_of(block)
+    before = experts.expert_parameters(block)
     assert list(before) == ["experts.gate_up_proj", "experts.down_proj"]
-    assert list(experts.parameters_of(adapted(block))) == list(before)
+    assert list(experts.expert_parameters(adapted(block))) == list(before)
 
 
 def test_names_do_not_depend_on_the_order_in_which_a_model_was_filled():
@@ -294,9 +294,9 @@ def test_what_peft_refuses_is_refused_with_a_sentence(asked):
     from octavo.config import LoraSection
 
     with pytest.raises(AdapterError, match=f"lora.{next(iter(asked))}=.*exclude experts"):
-        experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection(**asked))
-    experts.refuse([], LoraSection(**asked))
-    experts.refuse(["model.layers.0.mlp.experts.down_proj"], LoraSection())
+        experts.check_settings(["model.layers.0.mlp.experts.down_proj"], LoraSection(**asked))
+    experts.check_settings([], LoraSection(**asked))
+    experts.check_settings(["model.layers.0.mlp.experts.down_proj"], LoraSection())
 
 
 def test_a_parameter_of_no_experts_is_refused():
@@ -308,7 +308,7 @@ def test_a_parameter_of_no_experts_is_refused():
     block = Odd()
     inject_adapter_in_model(config(BOTH[:1]), block)
     with pytest.raises(AdapterError, match="gate_up_proj was named as a parameter to adapt"):
-        experts.adopt(block)
+        experts.replace_forwards(block)
 
 
 def test_experts_of_another_structure_are_refused():
@@ -317,4 +317,4 @@ def test_experts_of_another_structure_are_refused():
     block = Block(made(Llama4TextExperts, Llama4TextConfig(hidden_size=H, intermediate_size=I, num_local_experts=E)))
     inject_adapter_in_model(config(), block)
     with pytest.raises(AdapterError, match="cannot have adapters: experts called with"):
-        experts.adopt(block)
+        experts.replace_forwards(block)

@@ -126,11 +126,11 @@ def test_a_save_that_fails_leaves_the_former_adapter(folder, copy: Path, monkeyp
         ({"init_lora_weights": "pissa"}, "pissa.*path_initial_model"),
         ({"init_lora_weights": "olora"}, "olora"),
         ({"r": 0}, "no valid LoRA configuration"),
-        ({"r": "four"}, "no valid LoRA configuration|where a whole number"),
-        ({"r": 10**30}, "r is 1000.*, where a whole number"),
-        ({"target_modules": {"a": 1}}, "target_modules is .*, where text or a list of names"),
+        ({"r": "four"}, "no valid LoRA configuration|expected a whole number"),
+        ({"r": 10**30}, "r is 1000.*; expected a whole number"),
+        ({"target_modules": {"a": 1}}, "target_modules is .*; expected text or a list of names"),
         ({"target_modules": "(q_proj"}, "no valid LoRA configuration: .*unterminated"),
-        ({"rank_pattern": {"q_proj": "x"}}, r"rank_pattern\.q_proj is \"x\", where a whole number"),
+        ({"rank_pattern": {"q_proj": "x"}}, r"rank_pattern\.q_proj is \"x\"; expected a whole number"),
         ({"layers_to_transform": ["a"]}, "layers_to_transform is"),
         ({"lora_dropout": 2}, "no valid LoRA configuration"),
         ({"r": 8}, r"lora_A.weight is \[4, .*takes \[8"),
@@ -147,7 +147,7 @@ def test_what_cannot_be_honoured_is_refused(fields: dict, says: str, copy: Path,
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
 def placed(file: Path, what: str) -> None:
@@ -164,7 +164,7 @@ def test_fields_that_say_nothing_are_passed_by(copy: Path, folder) -> None:
     [
         (lambda d: (d / "adapter_config.json").unlink(), "no adapter_config.json"),
         (lambda d: (d / "adapter_config.json").write_text("{"), "is not JSON"),
-        (lambda d: (d / "adapter_config.json").write_text("[1]"), "holds a list"),
+        (lambda d: (d / "adapter_config.json").write_text("[1]"), "contains a list; expected an object"),
         (lambda d: (d / "adapter_config.json").write_bytes(b"\xff\xfe"), "is not UTF-8 text"),
         (lambda d: placed(d / "adapter_config.json", "pipe"), r"adapter_config\.json is a named pipe"),
         (lambda d: placed(d / "adapter_model.safetensors", "pipe"), r"safetensors is a named pipe"),
@@ -181,7 +181,7 @@ def test_damaged_folders_are_refused(damage, says: str, copy: Path, folder) -> N
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_tensors_that_do_not_fit_are_named(change, says: str, copy: Path, folder
     model = model_of(folder)
     with pytest.raises(AdapterError, match=says):
         adapters.load(model, copy)
-    assert not adapters.attached(model)
+    assert not adapters.adapted_layers(model)
 
 
 def test_a_state_is_filled_whole_or_not_at_all(folder) -> None:

@@ -156,11 +156,11 @@ def test_evaluation_has_no_dropout_and_disabled_is_the_base() -> None:
     assert not torch.equal(model(x), model(x))
     model.eval()
     assert torch.equal(model(x), model(x))
-    with adapters.disabled(model):
+    with adapters.disable_adapters(model):
         assert torch.equal(model.attn.q_proj(x), layer(x))
         assert all(p.requires_grad for _, p in adapters.adapter_parameters(model))
     assert not torch.equal(model.attn.q_proj(x), layer(x))
-    with pytest.raises(AdapterError, match="no adapters"), adapters.disabled(Model()):
+    with pytest.raises(AdapterError, match="no adapters"), adapters.disable_adapters(Model()):
         pass
 
 
@@ -240,7 +240,7 @@ def test_merging_into_codes_is_refused_with_the_fix() -> None:
     stock = build(None, None, torch.float32)
     x = x_of(torch.float32)
     y = stock(x)
-    for layer in adapters.attached(stock).values():
+    for layer in adapters.adapted_layers(stock).values():
         layer.merge()
     assert torch.allclose(stock(x), y, atol=1e-5)
 
@@ -259,4 +259,4 @@ def test_x_is_quantized_once_over_trained_codes(casts) -> None:
 
 def test_they_are_pefts_layers() -> None:
     model = build()
-    assert all(isinstance(layer, peft.tuners.lora.layer.LoraLayer) for layer in adapters.attached(model).values())
+    assert all(isinstance(layer, peft.tuners.lora.layer.LoraLayer) for layer in adapters.adapted_layers(model).values())

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from octavo import adapters, fp8, models
-from octavo.adapters.merge import Fold, folds, merged
-from octavo.adapters.merge_error import KEPT, MergeErrors
+from octavo.adapters.merge import AdaptedWeight, adapted_weights, merged_weights
+from octavo.adapters.merge_error import MIN_KEPT, MergeErrors
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_from_codes, frozen_weights
 from tests.adapters.conftest import components, inputs, logits, lora, quantized
 
@@ -68,7 +68,7 @@ def test_the_merged_model_answers_as_the_adapted_one(name: str, kind: str | None
     path = folder(name)
     model = adapted(path, kind, rslora=True)
     batch = inputs(model, models.describe(models.load(path)))
-    found = rebuilt(path, merged(model, torch.float32))
+    found = rebuilt(path, merged_weights(model, torch.float32))
     near(logits(found, batch), logits(model, batch))
     assert float((logits(found, batch) - logits(models.load(path), batch)).abs().max()) > 1e-2
 
@@ -84,8 +84,8 @@ def test_it_is_what_peft_folds(name: str, settings: dict, folder: Folder, tmp_pa
     for dtype in (torch.float32, torch.bfloat16) if not settings else (torch.float32,):
         theirs = peft.PeftModel.from_pretrained(models.load(path, dtype=dtype), str(tmp_path / "adapter"))
         theirs = dict(theirs.merge_and_unload().named_parameters())
-        changed = folds(model)
-        for stock, value in merged(model, dtype):
+        changed = adapted_weights(model)
+        for stock, value in merged_weights(model, dtype):
             if stock in changed:
                 # PEFT rounds s B A, and then the sum.
                 error = (value.float() - theirs[stock].float()).abs()
@@ -98,10 +98,10 @@ def test_what_has_no_adapter_comes_as_it_is(folder: Folder) -> None:
     path = folder("qwen3_moe")
     model = adapted(path, "block", targets=("q_proj", "**.layers.0.mlp.experts.down_proj"))
     before = {n.replace(".base_layer", ""): w for n, w in frozen_weights(model)}
-    changed = folds(model)
+    changed = adapted_weights(model)
     assert any(n.endswith("experts.down_proj") for n in changed)
     codes = 0
-    for name, value in merged(model):
+    for name, value in merged_weights(model):
         if isinstance(value, fp8.Quantized):
             own = codes_of_frozen(before[name])
             assert value.data.data_ptr() == own.data.data_ptr() and value.scale.data_ptr() == own.scale.data_ptr()
@@ -117,18 +117,20 @@ def test_into_another_base(folder: Folder) -> None:
     path = folder("qwen3")
     model, plain = adapted(path, "block"), models.load(path)
     over = adapted(path)
-    for (name, a), (_, b) in zip(merged(model, torch.float32, base=plain), merged(over, torch.float32), strict=True):
+    for (name, a), (_, b) in zip(
+        merged_weights(model, torch.float32, base=plain), merged_weights(over, torch.float32), strict=True
+    ):
         torch.testing.assert_close(a, b, msg=name)
     with pytest.raises(adapters.AdapterError, match="another model"):
-        folds(model, nn.Linear(2, 2))
+        adapted_weights(model, nn.Linear(2, 2))
 
 
 def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
     model = adapted(folder("qwen3"))
-    taken = merged(model)
+    taken = merged_weights(model)
     assert all(torch.is_grad_enabled() for _ in taken)
-    taken = merged(model)
-    while next(taken)[0] not in folds(model):
+    taken = merged_weights(model)
+    while next(taken)[0] not in adapted_weights(model):
         pass
     taken.close()
     assert torch.is_grad_enabled()
@@ -137,17 +139,17 @@ def test_whoever_takes_a_value_keeps_its_own_grad_mode(folder: Folder) -> None:
 def test_without_adapters_or_with_merged_ones_it_says_so(folder: Folder) -> None:
     model = models.load(folder("qwen3"))
     with pytest.raises(adapters.AdapterError, match="no adapters to merge"):
-        merged(model)
+        merged_weights(model)
     model = adapted(folder("qwen3"))
-    next(iter(adapters.attached(model).values())).merge()
+    next(iter(adapters.adapted_layers(model).values())).merge()
     with pytest.raises(adapters.AdapterError, match="merged in place already"):
-        merged(model)
+        merged_weights(model)
 
 
 # --- what survives ----------------------------------------------------------------------------------------------------
 
 
-def fold(w: Tensor, scale: float, kind: str | None, rank: int = 4) -> tuple[Fold, Tensor]:
+def fold(w: Tensor, scale: float, kind: str | None, rank: int = 4) -> tuple[AdaptedWeight, Tensor]:
     """A linear layer's fold with |D| = scale |W|, over codes or not, and its W."""
     g = torch.Generator().manual_seed(0)
     layer = nn.Linear(w.shape[1], w.shape[0], bias=False)
@@ -156,13 +158,13 @@ def fold(w: Tensor, scale: float, kind: str | None, rank: int = 4) -> tuple[Fold
     adapters.attach(block, None, lora(rank=rank, targets=("q_proj",)))
     for _, p in adapters.adapter_parameters(block):
         p.data.copy_(torch.randn(p.shape, generator=g))
-    made = folds(block)["q_proj.weight"]
+    made = adapted_weights(block)["q_proj.weight"]
     size = (made.folded() - made.base()).norm()
     block["q_proj"].lora_B["default"].weight.data.mul_(scale * made.base().norm() / size)
     return made, made.base()
 
 
-def survived(made: Fold, kind: str) -> MergeErrors:
+def survived(made: AdaptedWeight, kind: str) -> MergeErrors:
     found = MergeErrors({made.name: made})
     found.add(made.name, None, (0, made.shape[0]), fp8.quantize(made.folded(), FROZEN[kind]))
     return found
@@ -179,7 +181,7 @@ def test_over_codes_a_small_change_is_rounded_away(kind: str) -> None:
         assert abs(own.relative - scale) < 1e-2 * scale
         if scale < 0.5:
             assert own.error <= 1 + 1e-6  # no element moves further than it was pushed
-        assert found.lost == (own.kept < KEPT)
+        assert found.lost == (own.kept < MIN_KEPT)
     assert kept == sorted(kept) and kept[0] < 1e-2 and 0.1 < kept[1] < 0.6 and kept[3] > 0.98
 
 

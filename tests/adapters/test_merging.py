@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from octavo import adapters, fp8, models
-from octavo.adapters.merge import folds
+from octavo.adapters.merge import adapted_weights
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export.values import values_of
+from octavo.checkpoint.export.values import iter_values
 from octavo.cli.main import main
 from octavo.config import load_config_text
 from octavo.data.builtin import digits
@@ -37,7 +37,7 @@ def coded(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     def get(family: str) -> Path:
         if family not in made:
             target = tmp_path_factory.mktemp("coded") / family
-            export(values_of(models.load(folder(family))), folder(family), target, "fp8-dynamic")
+            export(iter_values(models.load(folder(family))), folder(family), target, "fp8-dynamic")
             made[family] = target
         return made[family]
 
@@ -68,7 +68,7 @@ def test_bf16_loads_in_transformers_and_answers_as_the_adapted_model(
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(models.load(base), str(adapter))
     near(logits(stock, batch), logits(theirs, batch).to(torch.bfloat16), 32)
-    for name, value in adapters.merged(model, torch.bfloat16):
+    for name, value in adapters.merged_weights(model, torch.bfloat16):
         assert torch.equal(stock.get_parameter(name).bfloat16(), value.bfloat16()), name
 
 
@@ -89,7 +89,7 @@ def test_what_is_said_to_survive_is_what_the_file_holds(
     done = merge_model(adapter, tmp_path / "out", format, device="cpu")
     model, found = _over(base, adapter), held(tmp_path / "out")
     counted = 0
-    for name, fold in folds(model).items():
+    for name, fold in adapted_weights(model).items():
         own = done.merge_error.weights[name]
         w, d, applied, n = 0.0, 0.0, 0.0, 0.0
         for slot in fold.slots:
@@ -114,7 +114,7 @@ def test_over_codes_a_tiny_change_is_refused_and_a_large_one_passes(family: str,
     before = {name: q for name, q in models.load(base).named_parameters() if is_frozen(q)}
     with pytest.raises(adapters.AdapterError, match="fp8-dynamic would round the adapter away") as refused:
         merge_model(small, tmp_path / "out", "fp8-dynamic", device="cpu")
-    named = [name for name in folds(_over(base, small)) if name in str(refused.value)]
+    named = [name for name in adapted_weights(_over(base, small)) if name in str(refused.value)]
     assert "--anyway" in str(refused.value) and "--format bf16" in str(refused.value) and len(named) == 3
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*"))
 
@@ -144,7 +144,7 @@ def test_into_bf16_a_change_that_fp8_would_lose_is_kept(coded: Folder, tmp_path:
     done = merge_model(adapter, tmp_path / "out", device="cpu")
     assert done.base == "fp8" and done.base_error is None
     found, model = held(tmp_path / "out"), _over(base, adapter)
-    for name, fold in folds(model).items():
+    for name, fold in adapted_weights(model).items():
         assert torch.equal(found[name], fold.folded().bfloat16().float()), name
 
 
@@ -187,11 +187,11 @@ def test_a_run_is_folded_into_the_codes_that_it_saw_or_into_the_folders_weights(
             assert messages[0].endswith("loaded with foundation: rowwise)")
             assert 0.02 < done.base_error.relative < 0.03 and "--base high" in done.sentences()[-1]
     model = _over(base, run / "adapter")
-    for name, value in adapters.merged(model):
+    for name, value in adapters.merged_weights(model):
         assert torch.equal(found["high"][name], value.bfloat16().float()), name
     frozen = models.load(base, load_in_fp8="row")
     adapters.load(frozen, run / "adapter")
-    for name, fold in folds(frozen).items():
+    for name, fold in adapted_weights(frozen).items():
         assert torch.equal(found[None][name], fold.folded().bfloat16().float())
     # the adapter's folder, inside the run, knows the same
     assert merge_model(run / "adapter", tmp_path / "out", device="cpu").base == "fp8"

@@ -131,7 +131,7 @@ def test_dora_has_stock_pefts_gradients(folder) -> None:
     batch = inputs(base, family)
     adapters.attach(base, family, lora(targets=("foundation",), dora=True))
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], use_dora=True)
-    config.target_modules = set(adapters.attached(base))
+    config.target_modules = set(adapters.adapted_layers(base))
     theirs = peft.get_peft_model(
         fp8.dequantize_weights(quantized(models.load(path, dtype=torch.float32), "tensor")), config
     )
@@ -157,7 +157,7 @@ def test_the_bf16_run_differs_in_its_base_alone(folder) -> None:
         if freeze:
             quantized(model, "block", "blockwise")
         adapters.attach(model, family, lora(targets=components(family)), seed=5)
-        layers.append(adapters.attached(model))
+        layers.append(adapters.adapted_layers(model))
     assert layers[0].keys() == layers[1].keys()
     for one, other in zip(layers[0].values(), layers[1].values(), strict=True):
         assert type(one) is type(other)

@@ -19,7 +19,7 @@ def test_a_cpu_lacks_plainly():
     assert accelerator.autocast_dtype(CPU) is None and accelerator.rng_state(CPU) is None
     figures = (accelerator.peak_bytes, accelerator.allocated_bytes, accelerator.requested_bytes, accelerator.free_bytes)
     assert [figure(CPU) for figure in figures] == [None] * 4
-    assert accelerator.why_no_streams(CPU) == "cpu has no memory of its own" and accelerator.stream_id(CPU) == 0
+    assert accelerator.why_no_streams(CPU) == "cpu has no separate memory" and accelerator.stream_id(CPU) == 0
     assert not accelerator.empty_pinned((3,), torch.uint8, CPU).is_pinned()
     assert accelerator.pin_in_place(torch.empty(3), CPU) is None
     for does_nothing in (accelerator.synchronize, accelerator.empty_cache, accelerator.empty_cache_and_reset_peak):
@@ -48,11 +48,11 @@ def test_which_device_a_process_takes(found, variable, taken, monkeypatch):
 
 def test_what_is_not_here_is_refused(monkeypatch):
     monkeypatch.setenv(accelerator.VARIABLE, "npu")
-    with pytest.raises(accelerator.DeviceError, match="OCTAVO_DEVICE=npu, and torch sees no accelerator here"):
+    with pytest.raises(accelerator.DeviceError, match="OCTAVO_DEVICE=npu, but torch sees no accelerator here"):
         accelerator.default_device()
     with pytest.raises(WorldError, match="OCTAVO_DEVICE=npu"):
         world.setup()
-    assert "holds no float8_e4m3fn and no float8_e5m2; OCTAVO_DEVICE=mps uses it" in accelerator.why_unused(
+    assert "does not support float8_e4m3fn and float8_e5m2; set OCTAVO_DEVICE=mps to use it" in accelerator.why_unused(
         torch.device("mps")
     )
 

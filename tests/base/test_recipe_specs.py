@@ -68,7 +68,8 @@ def test_what_a_line_says_is_what_its_casts_do(name: str) -> None:
     assert recipe.fwd and recipe.dgrad and recipe.wgrad
     assert spec.layouts == len(recipe.weight_casts()) == (2 if name in ("rowwise", "mxfp8") else 1)
     assert spec.delayed == (recipe.delayed is not None) and recipe.format == spec.formats[0]
-    assert spec.by_tensor == (recipe.fwd.a.block == (-1, -1)) and spec.spans_rows == (recipe.fwd.a.block[0] != 1)
+    assert spec.has_tensor_scale == (recipe.fwd.a.block == (-1, -1))
+    assert spec.couples_rows == (recipe.fwd.a.block[0] != 1)
 
 
 @pytest.mark.parametrize(
@@ -154,13 +155,13 @@ def _known() -> dict[str, bool]:
     from octavo.fp8.adapting import ladder
     from octavo.fp8.measuring import Machine
     from octavo.fp8.measuring.cases import HIGH
-    from octavo.fp8.measuring.timing import Timed
+    from octavo.fp8.measuring.timing import Timing
     from octavo.fp8.planning import file
     from octavo.train.estimate.memory import states
 
-    def timer(case: Any, calls: dict[str, Callable[[], Any]], device: Any) -> dict[str, Timed]:
+    def timer(case: Any, calls: dict[str, Callable[[], Any]], device: Any) -> dict[str, Timing]:
         high, best = 1.0, 0.5  # ties: the planted one is a little faster than all others
-        return {n: Timed(high if n.startswith(HIGH) else best - 0.1 * ("tilewise" in n), 0.01, 0.0, 4) for n in calls}
+        return {n: Timing(high if n.startswith(HIGH) else best - 0.1 * ("tilewise" in n), 0.01, 0.0, 4) for n in calls}
 
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     tokens, policy = {"foundation": 64}, fp8.Policy("auto")
@@ -193,6 +194,6 @@ def _known() -> dict[str, bool]:
         == {"tilewise"} and "rowwise, mxfp8 and tilewise" in config.schema_text(),
         "default candidates": cfg.fp8.candidates == policy.candidates,
         "bench": "tilewise" in peers.RECIPES and "tilewise" not in peers.SHARED,
-        "lent": fp8.recipe("blockwise", dgrad="tilewise").words()["dgrad"] == "tilewise",
+        "lent": fp8.recipe("blockwise", dgrad="tilewise").gemm_precisions()["dgrad"] == "tilewise",
         "help of a plan file": any("tilewise" in line for line in file.HELP),
     }  # fmt: skip

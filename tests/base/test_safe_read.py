@@ -36,7 +36,7 @@ def test_whatever_stands_in_a_files_place_is_named(tmp_path: Path, what: str) ->
 TEXTS = {
     "{": "line 1, column 2",
     "": "is empty",
-    "[]": "holds a list where an object belongs",
+    "[]": "contains a list; expected an object",
     '{"a": ' + "[" * MAX_DEPTH + "]" * MAX_DEPTH + "}": f"deeper than {MAX_DEPTH}",
     '{"a": ' + "[" * 100_000: f"deeper than {MAX_DEPTH}",
     '{"a": ' + "1" * 301 + "}": "301 digits",
@@ -68,7 +68,7 @@ def test_bytes_are_bounded_and_text_is_utf8(tmp_path: Path) -> None:
     file = tmp_path / "big"
     file.write_bytes(b"12345678\n\xffx")
     assert safe_read.read_bytes(file, limit=11) == b"12345678\n\xffx"
-    with pytest.raises(Unreadable, match="11 bytes or more, and 10 are the most"):
+    with pytest.raises(Unreadable, match="11 bytes or more; the limit is 10"):
         safe_read.read_bytes(file, limit=10)
     with pytest.raises(Unreadable, match=r"byte 9 \(line 2\) is 0xff"):
         safe_read.read_text(file)

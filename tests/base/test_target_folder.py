@@ -129,7 +129,7 @@ def test_commands_write_into_a_volume(volume, tmp_path, model, monkeypatch, comm
 def test_a_folder_that_is_filled_meanwhile_is_not_replaced(tmp_path):
     target = tmp_path / "out"
     target.mkdir()
-    with pytest.raises(Refused, match="out was empty, and now holds mine"):
+    with pytest.raises(Refused, match="out was empty and now contains mine"):
         with atomic_write.new_folder(target, Refused, replace=False) as made:
             (made / "new").touch()
             (target / "mine").touch()
@@ -137,7 +137,7 @@ def test_a_folder_that_is_filled_meanwhile_is_not_replaced(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "why"), [
-    ("a\x1b[31mred", r"a\x1b[31mred cannot be written: its name holds control characters"),
+    ("a\x1b[31mred", r"a\x1b[31mred cannot be written: its name contains control characters"),
     ("two\nlines", r"two\nlines cannot be written"), ("half\udcff", r"half\udcff cannot be written"),
     ("circle", "links lead in a circle"), ("circle/below", "links lead in a circle"), ("file/below", "file is a file"),
 ])  # fmt: skip

@@ -53,7 +53,7 @@ def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, monkeypatch, s
         train(model, optimizer, range(3))
     world = World()
     awaited = checkpoint.write(tmp_path / "awaited", take(model, optimizer, 3, world), world, keep=None)
-    background = checkpoint.Background(world, CPU)
+    background = checkpoint.BackgroundSaver(world, CPU)
     assert background.poll(wait=True) is None
     with held_back(monkeypatch):
         background.begin(tmp_path / "beside", take(model, optimizer, 3, world))
@@ -73,7 +73,7 @@ def test_what_is_written_is_the_state_of_the_call(tmp_path: Path, monkeypatch, s
 def test_a_full_disk_is_told_and_leaves_what_was_there(tmp_path: Path, monkeypatch) -> None:
     model, optimizer = trained()
     world = World()
-    background = checkpoint.Background(world, CPU)
+    background = checkpoint.BackgroundSaver(world, CPU)
     background.begin(tmp_path, take(model, optimizer, 3, world))
     background.poll(wait=True)
 
@@ -103,7 +103,7 @@ def _beside_two(world: World, folder: str) -> dict:
     optimizer = optimizer_for(model, states="fp8", master="bf16+16")
     train(model, optimizer, range(3), mine)
     awaited = checkpoint.write(here / "awaited", take(model, optimizer, 3, world), world, keep=None)
-    background = checkpoint.Background(world, CPU)
+    background = checkpoint.BackgroundSaver(world, CPU)
     with pytest.MonkeyPatch.context() as patch:
         with held_back(patch) if world.rank else patch.context():
             background.begin(here / "beside", take(model, optimizer, 3, world))

@@ -128,7 +128,7 @@ def test_a_save_that_is_broken_off_leaves_the_former_one(tmp_path, monkeypatch):
 def test_beside_the_steps_too(tmp_path):
     model, optimizer = trained(3)
     want = snapshot(model, optimizer)
-    background = checkpoint.Background(World(), torch.device("cpu"), encrypt=True)
+    background = checkpoint.BackgroundSaver(World(), torch.device("cpu"), encrypt=True)
     moment = checkpoint.take_snapshot(
         3, model=model, optimizer=optimizer, extra={}, counters={"rows": 3}, world=World()
     )

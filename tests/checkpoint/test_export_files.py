@@ -20,7 +20,7 @@ from tests.checkpoint.folders import Good
 
 
 def bf16(source: Path, target: Path) -> Path:
-    export(models.stream(source), source, target, "bf16")
+    export(models.iter_weights(source), source, target, "bf16")
     return target
 
 
@@ -93,7 +93,7 @@ def test_what_comes_while_an_export_is_under_way_stays(source: Path, tmp_path: P
     out = bf16(source, tmp_path / "out")
 
     def slow():
-        yield from models.stream(source)
+        yield from models.iter_weights(source)
         (out / "late").touch()
 
     with pytest.raises(CheckpointError, match="but late in it is not as that export wrote it"):

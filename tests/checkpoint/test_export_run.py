@@ -13,8 +13,8 @@ from octavo import fp8, models, train
 from octavo.checkpoint import CheckpointError
 from octavo.checkpoint.checksums import MARKER
 from octavo.checkpoint.export import export
-from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, layout
-from octavo.checkpoint.export.values import Trained, regrid, values_of
+from octavo.checkpoint.export.layout import FORMATS, INCLUDABLE, plan_layout
+from octavo.checkpoint.export.values import TrainedWeight, iter_values, regrid
 from octavo.cli import export as command
 from octavo.cli.main import main
 from octavo.config import load_config_text
@@ -78,7 +78,7 @@ def written(out: Path) -> dict[str, torch.Tensor]:
 def test_a_run_in_the_formats_blocks_is_written_with_its_codes(trained, tmp_path, format, recipe):
     run = trained(recipe)
     done = export_model(run, tmp_path / "out", format, device="cpu")
-    plan = layout(tmp_path / "out", format)
+    plan = plan_layout(tmp_path / "out", format)
     assert done.total("kept") == len(plan.matrices) == 14 and done.total("cast") == done.total("refit") == 0
     codes, files = multiplied_by(run), written(tmp_path / "out")
     suffix = "_scale_inv" if format == "fp8-block" else "_scale"
@@ -101,9 +101,9 @@ def test_a_run_whose_weights_are_fp8_between_steps(trained, tmp_path):
     assert done.total("kept") == 14
     model, _, _ = train.load_run(run)
     files = written(tmp_path / "out")
-    for name, value in values_of(model):
-        if name in layout(tmp_path / "out", "fp8-block").matrices:
-            assert isinstance(value, Trained)
+    for name, value in iter_values(model):
+        if name in plan_layout(tmp_path / "out", "fp8-block").matrices:
+            assert isinstance(value, TrainedWeight)
             assert torch.equal(files[name].view(torch.uint8), value.codes.data.view(torch.uint8))
 
 
@@ -137,7 +137,7 @@ def test_a_run_in_other_blocks_is_cast_from_its_parameters(trained, tmp_path):
     assert any("cast from the parameters" in line and "relative error up to" in line for line in done.sentences())
     model, _, _ = train.load_run(run, recipe="off")
     files = written(tmp_path / "out")
-    for name in layout(tmp_path / "out", "fp8-block").matrices:
+    for name in plan_layout(tmp_path / "out", "fp8-block").matrices:
         q = codes_of_frozen(fp8.freeze_weight(model.get_parameter(name), "block"))
         assert torch.equal(files[name].view(torch.uint8), q.data.view(torch.uint8))
         assert torch.equal(files[f"{name}_scale_inv"], q.scale)
@@ -199,8 +199,8 @@ def test_octavo_reads_its_own_export_with_the_same_codes(tmp_path):
         model = models.load(folder)
         for format in ("fp8-block", "fp8-dynamic"):
             out = tmp_path / f"{family}-{format}"
-            export(values_of(model), folder, out, format)
-            plan = layout(folder, format)
+            export(iter_values(model), folder, out, format)
+            plan = plan_layout(folder, format)
             loaded = dict(frozen_weights(models.load(out)))
             assert set(loaded) == set(plan.matrices)
             for name, weight in loaded.items():
@@ -277,7 +277,7 @@ def test_the_command_refuses(place, tmp_path, capsys):
         ([model, out], 2, "--format"),
         ([model, out, "--format", "fp4"], 2, "invalid choice"),
         ([model, out, "--format", "bf16", "--max-shard-size", "many"], 2, "expected a size such as 5GB"),
-        ([model, out, "--format", "bf16", "--device", "abacus"], 2, "is no device"),
+        ([model, out, "--format", "bf16", "--device", "abacus"], 2, "is not a device"),
         ([model, out, "--format", "bf16", "--step", "3"], 1, "is not a run directory"),
         ([str(tmp_path / "none"), out, "--format", "bf16"], 1, "there is no folder"),
         ([model, model, "--format", "bf16"], 1, "is the folder that is exported"),

@@ -149,7 +149,7 @@ def _parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     for name, p in model.named_parameters():
         mine = span(p)
         for key, value in {"weight": p, **optimizer.state.get(p, {})}.items():
-            at = layout.touched(mine)[0] if key in layout.PER_GROUP else mine.start
+            at = layout.local_groups(mine)[0] if key in layout.PER_GROUP else mine.start
             found[f"{name}.{key}"] = [at, _bits(value.to_local() if hasattr(value, "to_local") else value)]
     return found
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from octavo.checkpoint import verify
-from octavo.checkpoint.verify import Verified
+from octavo.checkpoint.verify import VerifyResult
 from octavo.models.tiny import tiny
 from tests.checkpoint import folders
 from tests.checkpoint.folders import Good
@@ -44,7 +44,7 @@ def add(folder: Path, more: Mapping[str, Tensor]) -> None:
     save_file(load_file(file) | dict(more), file, metadata={"format": "pt"})
 
 
-def found(verified: Verified, status: str = "fail") -> dict[str, set[str]]:
+def found(verified: VerifyResult, status: str = "fail") -> dict[str, set[str]]:
     """Kind -> the tensors of its findings."""
     of: dict[str, set[str]] = {}
     for finding in verified.findings:

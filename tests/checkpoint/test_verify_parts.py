@@ -20,7 +20,7 @@ from octavo.checkpoint.verify import loaders as verify_loaders
 from octavo.checkpoint.verify.findings import VERDICTS
 from octavo.checkpoint.verify.sentences import SENTENCES
 from octavo.cli.main import main
-from octavo.models.folder.quantization import by_parts
+from octavo.models.folder.quantization import matches_parts
 from tests.checkpoint import folders, planted
 from tests.checkpoint.folders import Good
 
@@ -167,11 +167,11 @@ def test_widths_that_are_no_whole_blocks(width: int, found: set[str], copy: Good
 
 
 def test_sglang_reads_whole_parts_of_names() -> None:
-    assert by_parts("model.layers.0.mlp.gate", ["model.layers.0.mlp.gate"])
-    assert by_parts("model.layers.0.mlp.gate", ["layers.0.mlp"])
-    assert by_parts("visual.blocks.0.attn.qkv", ["model.visual"])
-    assert not by_parts("model.layers.0.mlp.gate_proj", ["model.layers.0.mlp.gate"])
-    assert not by_parts("model.layers.11.mlp.gate", ["layers.1"])
+    assert matches_parts("model.layers.0.mlp.gate", ["model.layers.0.mlp.gate"])
+    assert matches_parts("model.layers.0.mlp.gate", ["layers.0.mlp"])
+    assert matches_parts("visual.blocks.0.attn.qkv", ["model.visual"])
+    assert not matches_parts("model.layers.0.mlp.gate_proj", ["model.layers.0.mlp.gate"])
+    assert not matches_parts("model.layers.11.mlp.gate", ["layers.1"])
 
 
 @pytest.mark.parametrize(
@@ -233,13 +233,13 @@ def test_every_kind_of_finding_has_its_sentence_and_its_consequence() -> None:
 def test_the_command(good: Good, copy: Good, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(good("fp8-block")), "--against", str(good("plain"))]) == 0
     out = capsys.readouterr().out
-    assert "FP8, fp8 block 128x128" in out and "Nothing is wrong, no warnings." in out and "worst first" in out
+    assert "FP8, fp8 block 128x128" in out and "No problems found, no warnings." in out and "worst first" in out
     folder = copy("fp8-block")
     planted.dropped_scale(folder)
     planted.skip_list_names_nothing(folder)
     assert main(["verify", str(folder)]) == 1
     out = capsys.readouterr().out
-    assert f"fail: {folders.Q!r}" in out and "1 thing is wrong, 1 warning." in out
+    assert f"fail: {folders.Q!r}" in out and "1 problem, 1 warning." in out
     assert main(["verify", str(folder), "--json", "--quick"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False and document["scanned"] is False

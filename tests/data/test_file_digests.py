@@ -194,9 +194,9 @@ def test_replaced_weights_with_equal_mtime_are_detected(tmp_path):
     old.parent.mkdir()
     old.write_bytes(b"1"), new.write_bytes(b"2")
     os.utime(new, ns=(0, old.stat().st_mtime_ns))
-    before = convert._identity(old.parent)
+    before = convert._source_identity(old.parent)
     in_place(old, new)
-    assert convert._identity(old.parent) != before
+    assert convert._source_identity(old.parent) != before
 
 
 def test_files_are_read_in_parallel_and_logged_once(tmp_path, monkeypatch):

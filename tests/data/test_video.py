@@ -31,7 +31,7 @@ from octavo.data.rows import video_refs
 from octavo.data.rows.video_refs import FrameFolder, InlineVideo, VideoRef
 from octavo.data.tasks.pairs import PairEncoder, parse_labelled, parse_pair
 from octavo.data.tasks.prompts import PromptEncoder, parse_prompt
-from octavo.models.processors.video import Videos
+from octavo.models.processors.video import VideoProcessor
 from octavo.models.tiny import tiny
 from octavo.parallel import World
 from octavo.train.forward.forward import Forward
@@ -586,4 +586,7 @@ def test_digit_clips_are_reproducible(tmp_path):
 
 
 def test_sampler_protocol_matches_the_families():
-    assert all(hasattr(Videos, name) for name in ("indices", "size", "tokens")) and video_refs.PLACEHOLDER == "<video>"
+    assert (
+        all(hasattr(VideoProcessor, name) for name in ("indices", "size", "tokens"))
+        and video_refs.PLACEHOLDER == "<video>"
+    )

@@ -96,6 +96,6 @@ def test_without_fp8_dtypes_it_is_left_to_who_names_it(place: Path) -> None:
     left, refused, high = told["runs"]
     record = json.loads((place / "left/environment.json").read_text())["accelerator"]
     assert left["device"] == "cpu" and record["found"] == "mimic"
-    assert record["left_out"].startswith("mimic holds no float8_e4m3fn")
-    assert "reference: mimic holds no float8_e4m3fn and no float8_e5m2" in refused["error"]
+    assert record["left_out"].startswith("mimic does not support float8_e4m3fn")
+    assert "reference: mimic does not support float8_e4m3fn and float8_e5m2" in refused["error"]
     assert high["device"] == "mimic:0" and not told["abilities"]["FP8 dtypes"]

@@ -56,7 +56,7 @@ def test_every_backend_is_listed_and_those_that_auto_never_takes_are_not_run(mon
 def test_a_backend_that_auto_may_take_is_tried_in_every_recipe_that_it_has(monkeypatch):
     """As on a GPU, where Triton and torch are chosen by themselves."""
     backend = registry.get("torch")
-    monkeypatch.setattr(type(backend), "auto_unsupported", lambda self, device: None)
+    monkeypatch.setattr(type(backend), "why_not_auto", lambda self, device: None)
     checks = {c.name: c for c in fp8_backends.backends(("cpu",)) if c.name.startswith("torch")}
     assert {name for name, check in checks.items() if check.status == OK} == {
         "torch on cpu", "torch tensorwise on cpu", "torch rowwise on cpu", "torch delayed on cpu"
@@ -229,8 +229,8 @@ def test_what_machines_of_other_kinds_would_run():
     assert "reference backend would be used" in amd["rocm:0"].means and "e4m3fnuz" in amd["torch on rocm"].found
     intel = told(accelerator=of("xpu", devices=[{"name": "Max 1550"}, {"name": "Max 1550"}]))
     assert {"xpu:0", "xpu:1"} <= set(intel) and "in BF16" in intel["xpu:1"].means
-    left = {"type": "cpu", "found": "mps", "left_out": "mps holds no float8_e4m3fn"}
-    assert "not used: mps holds no float8_e4m3fn" in told(accelerator=left)["mps"].found
+    left = {"type": "cpu", "found": "mps", "left_out": "mps does not support float8_e4m3fn"}
+    assert "not used: mps does not support float8_e4m3fn" in told(accelerator=left)["mps"].found
     assert "device of another kind (tpuish)" in told(accelerator=of("tpuish", devices=[{}]))["tpuish:0"].found
     unseen = told(signs=["ascend", "amd"])
     assert "torch_npu" in unseen["npu"].found and "CANN" in unseen["npu"].fix and "rocm" in unseen["rocm"].fix

@@ -180,7 +180,7 @@ def test_a_later_version_and_another_key_are_named(key, other, monkeypatch):
     monkeypatch.delenv(encryption.VALUE)
     monkeypatch.setenv(encryption.FILE, str(other))
     with pytest.raises(
-        encryption.WrongKey, match=rf"FILE was encrypted with another key \({key.id.hex()}\) than the one"
+        encryption.WrongKey, match=rf"FILE was encrypted with another key, {key.id.hex()}; the key in use is"
     ):
         encryption.decrypt(stored, "FILE")
 

@@ -142,7 +142,7 @@ def test_a_file_by_itself_has_no_name_and_one_taken_out_is_refused(stored, tmp_p
     shutil.copy(by_itself(stored), tmp_path / "renamed")
     assert safe_read.read_bytes(tmp_path / "renamed") == PLAIN["a.json"]
     shutil.copy(stored / "a.json", tmp_path / "a.json")
-    with pytest.raises(safe_read.Unreadable, match=r"a\.json of an encrypted folder, and there is no files\.octavo"):
+    with pytest.raises(safe_read.Unreadable, match=r"a\.json of an encrypted folder that has no files\.octavo"):
         safe_read.read_bytes(tmp_path / "a.json")
     assert main(["encrypt", str(stored / "a.json"), str(tmp_path / "x")]) == 2  # as it is, it could not be read there
     assert main(["encrypt", str(stored / "inner"), str(tmp_path / "x")]) == 2

@@ -41,7 +41,7 @@ def test_what_is_no_key_is_refused_without_showing_it(tmp_path, wrong):
     file = tmp_path / "key"
     file.write_bytes(wrong)
     file.chmod(0o600)
-    with pytest.raises(encryption.NoKey, match=r"key holds no key: that is 64 hex digits") as found:
+    with pytest.raises(encryption.NoKey, match=r"key holds no key: a key is 64 hex digits") as found:
         from_file(file)
     told = "".join(traceback.format_exception(found.value))
     assert not wrong or wrong.decode("latin1") not in told
@@ -50,14 +50,14 @@ def test_what_is_no_key_is_refused_without_showing_it(tmp_path, wrong):
 def test_what_is_no_key_file_is_refused(tmp_path, monkeypatch, key):
     with pytest.raises(encryption.NoKey, match="No such file"):
         from_file(tmp_path / "none")
-    with pytest.raises(encryption.NoKey, match="no regular file and no pipe"):
+    with pytest.raises(encryption.NoKey, match="neither a regular file nor a pipe"):
         from_file(tmp_path)
     file = tmp_path / "open.key"
     file.write_text(SECRET.hex())
     file.chmod(0o644)
     with pytest.raises(encryption.NoKey, match="can be read by everybody"):
         from_file(file)
-    with pytest.raises(encryption.NoKey, match="no key is replaced"):
+    with pytest.raises(encryption.NoKey, match="existing keys are never replaced"):
         write_new(file)
     monkeypatch.setenv(encryption.FILE, str(file))
     with pytest.raises(encryption.NoKey, match="are both set"):
@@ -120,8 +120,8 @@ def key_of(words: list[str], **more) -> subprocess.CompletedProcess[str]:
         "import subprocess, sys; from argparse import Namespace as Given; from octavo.base import encryption as vault;"
         "from octavo.cli import arguments;"
         "arguments.use_key(Given(key_file=sys.argv[1] if len(sys.argv) > 1 else None));"
-        "print(vault.find_key().id.hex(), vault.Key(vault.process_secret()).id.hex(), subprocess.run([sys.executable, "
-        "'-c','from octavo.base import encryption as vault; print(vault.find_key().id.hex())'], capture_output=True, "
+        "print(vault.find_key().id.hex(), vault.Key(vault.process_secret()).id.hex(), subprocess.run([sys.executable,"
+        "'-c', 'from octavo.base import encryption as vault; print(vault.find_key().id.hex())'], capture_output=True,"
         "text=True, check=True).stdout)"
     )
     env = {name: value for name, value in os.environ.items() if name not in (encryption.FILE, encryption.VALUE)}

@@ -103,7 +103,7 @@ def run(seed: int, cases: int) -> list[Finding]:
             refused = outcome(lambda: read(folder), folder, case, found)  # noqa: B023
             if kind.folder.name == "run" or not (refused or rng.random() < 0.3):
                 continue
-            verified: list[checkpoint.Verified] = []
+            verified: list[checkpoint.VerifyResult] = []
             outcome(lambda: verified.append(checkpoint.verify(folder)), folder, f"{case}, verify", found)  # noqa: B023
             # an adapter is verified for PEFT, which accepts some that Octavo does not support
             if refused and verified and verified[0].ok and kind.folder.name != "adapter":

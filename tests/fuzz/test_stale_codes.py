@@ -107,7 +107,7 @@ def _stale(model: nn.Sequential, sizes: list[int], dtype: torch.dtype) -> list[s
     anew as well, and must not do so here: its next write would not be seen as it is in a run."""
     names = []
     for name, (layer, inputs) in enumerate(zip(model, sizes, strict=True)):
-        if not layer._site.codes.valid(layer.weight):
+        if not layer._site.codes.is_valid(layer.weight):
             continue
         x = torch.eye(inputs, dtype=dtype)  # each element of the weight by itself
         if not torch.equal(layer(x), copy.deepcopy(layer)(x)):

@@ -115,11 +115,11 @@ def run(seed: int, cases: int) -> list[Finding]:
                 models.load_processor(folder)
 
             refused = outcome(load, folder, case, found)
-            verified: list[checkpoint.Verified] = []
+            verified: list[checkpoint.VerifyResult] = []
             outcome(lambda: verified.append(checkpoint.verify(folder)), folder, f"{case}, verify", found)  # noqa: B023
             if refused and verified and verified[0].ok:
                 found.append(Finding(case, f"verify finds nothing, and it was refused: {refused}"))
-            against: list[checkpoint.Verified] = []
+            against: list[checkpoint.VerifyResult] = []
             aside: list[Finding] = []
             outcome(lambda: against.append(checkpoint.verify(good, folder)), folder, case, aside)  # noqa: B023
             found += [

@@ -125,7 +125,7 @@ def in_fp8(model):
 )
 def test_models_as_runs_make_them_are_captured(made, as_on_a_gpu, monkeypatch, change, load, autocast):
     """As on a GPU, where a layer in FP8 would otherwise cast its weight in each replay: it reads cached codes."""
-    monkeypatch.setattr("octavo.fp8.weights.cache._capturing", lambda weight: recording())
+    monkeypatch.setattr("octavo.fp8.weights.cache._is_capturing", lambda weight: recording())
     monkeypatch.setattr("octavo.fp8.arithmetic.cast._can_read_values", lambda tensor: False)
     model, processor = models.load(made("qwen3")[0].name_or_path, **load), made("qwen3")[1]
     change(model)

@@ -32,7 +32,7 @@ assert {*FAMILIES, *ASKED_OTHERWISE} == set(tiny_families())
 
 def stock(model, processor, question, new: int) -> list[int]:
     """The greedy tokens of `model.generate`."""
-    batch = models.question(processor, *question)
+    batch = models.encode_conversation(processor, *question)
     ends = model.generation_config.eos_token_id
     settings = GenerationConfig(do_sample=False, max_new_tokens=new, eos_token_id=ends, pad_token_id=0)
     return model.generate(**batch, generation_config=settings)[0, batch["input_ids"].shape[1] :].tolist()

@@ -136,7 +136,7 @@ class Cache:
 def step_by_step(model, given: list[Sequence]) -> list[tuple[Tensor, Tensor]]:
     """The log-probabilities and entropies of the tokens behind each prompt, decoded together until each has ended."""
     family, longest = models.describe(model), max(len(s.ids) for s in given)
-    cache, axes = Cache(model, len(given), longest), models.axes(model, family)
+    cache, axes = Cache(model, len(given), longest), models.position_axes(model, family)
     found: list[list[tuple[Tensor, Tensor]]] = [[] for _ in given]
     model.eval()
 
@@ -150,10 +150,10 @@ def step_by_step(model, given: list[Sequence]) -> list[tuple[Tensor, Tensor]]:
             found[i].append(tuple(pair))
 
     ahead = []
-    with models.attention_by(model, family, cache.attend):
+    with models.replace_attention(model, family, cache.attend):
         for i, s in enumerate(given):
             grid = torch.tensor(s.grids) if s.grids else None
-            positions, after = models.positions(model, family, s.ids[: s.prompt], s.kinds[: s.prompt], grid)
+            positions, after = models.prompt_positions(model, family, s.ids[: s.prompt], s.kinds[: s.prompt], grid)
             ahead.append(after - s.prompt)
             cache.who, cache.at = np.full(s.prompt, i), np.arange(s.prompt)
             last = torch.tensor([s.prompt - 1])

@@ -30,4 +30,4 @@ def test_answers_about_a_video_are_those_of_transformers(tmp_path, kind):
     assert found[1] == [models.generate(model, processor, plain[0], (), 6)]
     assert bool(said) == (kind == "qwen2_5_vl")
     with pytest.raises(ModelError, match="hold 1 video parts but 0 videos were given"):
-        models.question(processor, asked[0])
+        models.encode_conversation(processor, asked[0])

@@ -22,7 +22,7 @@ LATER = "{% if messages|length > 30 %}" + LOOP + "{% endif %}" + PLAIN
 @pytest.fixture
 def folder(checkpoint, tmp_path, monkeypatch):
     """A folder to be given a template, of which none is known yet."""
-    monkeypatch.setattr(chat, "_tried", set())
+    monkeypatch.setattr(chat, "_checked", set())
     shutil.copytree(checkpoint("llama"), tmp_path / "m")
 
     def write(template: str):
@@ -70,7 +70,7 @@ def test_a_template_is_tried_once(folder, monkeypatch):
     models.load_processor(where)
     monkeypatch.setattr(os, "fork", None)
     models.load_processor(where)
-    monkeypatch.setattr(chat, "_tried", set())
+    monkeypatch.setattr(chat, "_checked", set())
     with pytest.raises(TypeError):
         models.load_processor(where)
 
@@ -167,7 +167,7 @@ def test_variables_reach_every_rendering(folder):
     assert processor.apply_chat_template(asked, tokenize=False) == ">aloud<s>"
     assert processor.apply_chat_template(asked, tokenize=False, tools=[{"name": "f"}]) == ">aloud<s>"
     assert processor.apply_chat_template(asked, tokenize=False, mood="low") == ">alow<s>"
-    words = processor.tokenizer.decode(models.question(processor, asked)["input_ids"][0])
+    words = processor.tokenizer.decode(models.encode_conversation(processor, asked)["input_ids"][0])
     assert words == ">aloud<s>"
     assert models.load_processor(folder(ASKING)).apply_chat_template(asked, tokenize=False) == "acalm<s>"
 

@@ -214,7 +214,7 @@ def test_older_configurations_name_the_token_of_an_image_by_index():
 
 
 def test_what_stays_in_high_precision_has_a_reason(checkpoint):
-    reasons = models.stays(models.empty(checkpoint("qwen3_vl_moe")))
+    reasons = models.high_precision_modules(models.empty(checkpoint("qwen3_vl_moe")))
     assert set(reasons) == {"embeddings", "patch embedding", "norms", "rotary", "attention scores", "router"}
     assert all(len(reason) > 20 for reason in reasons.values())
 

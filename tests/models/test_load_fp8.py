@@ -253,9 +253,9 @@ def test_what_will_be_frozen_is_known_before_it_is_read(checkpoint, tmp_path, fa
     folder = tmp_path / "q"
     quantized(checkpoint(family), folder, method)
     loaded = {name: codes_of_frozen(w).spec for name, w in frozen_weights(models.load(folder))}
-    assert models.frozen_names(folder, models.empty(folder)) == loaded
-    assert models.frozen_names(folder, models.empty(folder), keep_fp8=False) == {}
-    plain = models.frozen_names(checkpoint(family), models.empty(folder), "tensor")
+    assert models.frozen_casts(folder, models.empty(folder)) == loaded
+    assert models.frozen_casts(folder, models.empty(folder), keep_fp8=False) == {}
+    plain = models.frozen_casts(checkpoint(family), models.empty(folder), "tensor")
     assert plain == dict.fromkeys(loaded, FROZEN["tensor"])
 
 

@@ -63,7 +63,7 @@ def test_what_a_family_keeps_from_training_stays_so(checkpoint):
     hears = checkpoint("qwen2_audio")
     ways = [
         models.load(hears), models.load(hears, load_in_fp8={"foundation": "row"}), models.load_split(hears)[0],
-        models.fresh(hears), models.defer(hears, torch.float32, torch.device("cpu")).model,
+        models.init_model(hears), models.load_deferred(hears, torch.float32, torch.device("cpu")).model,
     ]  # fmt: skip
     for model in ways:
         still = [name for name, p in model.named_parameters() if not p.requires_grad and not is_frozen(p)]

@@ -215,7 +215,7 @@ def test_auto_processor_where_torchvision_is(checkpoint):
         ours = models.load_processor(checkpoint(family))
         assert type(stock) in type(ours).__mro__ or family == "mistral3"
         assert type(stock.image_processor) is type(ours.image_processor)
-        assert models.pixels_by(ours) == "torchvision"
+        assert models.image_backend(ours) == "torchvision"
         assert family in ("mistral3", "gemma3") or stock.video_processor is not None
         expected, found = batch(stock, image=True), batch(ours, image=True)
         assert set(expected) == set(found)
@@ -225,8 +225,8 @@ def test_auto_processor_where_torchvision_is(checkpoint):
 def test_without_torchvision_pillow(checkpoint):
     if importlib.util.find_spec("torchvision"):
         pytest.skip("torchvision is installed")
-    assert models.pixels_by(models.load_processor(checkpoint("internvl"))) == "pil"
-    assert models.pixels_by(models.load_processor(checkpoint("qwen3"))) is None
+    assert models.image_backend(models.load_processor(checkpoint("internvl"))) == "pil"
+    assert models.image_backend(models.load_processor(checkpoint("qwen3"))) is None
 
 
 def test_a_torchvision_or_torchaudio_of_another_torch(checkpoint, monkeypatch):

@@ -19,7 +19,7 @@ from transformers.video_utils import VideoMetadata
 from octavo import models
 from octavo.base.model_families import RECORDS
 from octavo.models import ModelError
-from octavo.models.processors.video import Videos, metadata
+from octavo.models.processors.video import VideoProcessor, metadata
 from octavo.models.tiny import tiny
 
 KINDS = ("qwen3_vl", "qwen2_5_vl", "internvl")
@@ -57,11 +57,11 @@ def stock():
     return found
 
 
-def videos(kind: str, **more) -> Videos:
+def videos(kind: str, **more) -> VideoProcessor:
     """As published."""
     patch = {"qwen3_vl": {"patch": 16, "merge": 2, "depth": 2}, "qwen2_5_vl": {"patch": 14, "merge": 2, "depth": 2}}
     sizes = patch.get(kind, {"tile": (448, 448), "tile_tokens": 256})
-    return Videos(kind, **{**RECORDS[kind].video.settings, **sizes, **more})
+    return VideoProcessor(kind, **{**RECORDS[kind].video.settings, **sizes, **more})
 
 
 @pytest.mark.parametrize("kind", KINDS)

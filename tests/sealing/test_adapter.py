@@ -41,7 +41,7 @@ def test_adapters_of_layers_and_experts(checkpoint, key, tmp_path):
     state = load_file(tmp_path / "plain" / "adapter_model.safetensors")
     assert any(".experts.base_layer.lora_A" in name for name in state)
 
-    orders = structure.structure(models.empty(source)).draw(key)
+    orders = structure.read_structure(models.empty(source)).draw(key)
     vocab = torch.from_numpy(orders["vocab"])
     ids = torch.randint(0, len(vocab), (2, 9), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():

@@ -18,7 +18,7 @@ from octavo.fp8.arithmetic import quantize
 from octavo.fp8.arithmetic.cast import CastSpec
 from octavo.sealing import Key, SealError, permute, seal_model, structure, unseal_model
 from octavo.sealing import rules as rules_of
-from octavo.sealing.check import check as tried
+from octavo.sealing.check import check_structure as tried
 from tests.sealing.conftest import SECRET
 
 
@@ -55,11 +55,11 @@ def test_norms_of_queries_and_keys(checkpoint, key, tmp_path, family, part, aske
     unseal_model(tmp_path / "twin", tmp_path / "back", key)
     plain, back = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "back"))
     assert all(torch.equal(plain[name], back[name]) for name in plain)
-    found = structure.structure(models.empty(source))
+    found = structure.read_structure(models.empty(source))
     ends = ("blocks.0.attn.q_ln.weight", "encoder.layer.0.attention.q_norm.weight")
     layout = next(layout for name, layout in found.layouts.items() if name.endswith(ends))
     values = torch.arange(config.get_text_config().hidden_size)[: 16 if asked == "qk_gn" else None]
-    assert torch.equal(permute.sealed(values, layout, found.draw(key)), values) == (asked == "qk_gn")
+    assert torch.equal(permute.seal_tensor(values, layout, found.draw(key)), values) == (asked == "qk_gn")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "internvl"])
@@ -102,7 +102,7 @@ def test_what_cannot_be_sealed_is_named(checkpoint, key, tmp_path, monkeypatch):
     small = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     latent = DeepseekV3Config(**small, vocab_size=64, intermediate_size=64, n_routed_experts=4, first_k_dense_replace=9)
     with pytest.raises(SealError, match=r"self_attn\.(q_a|kv_a)_\w+"):
-        structure.structure(models.empty(latent))
+        structure.read_structure(models.empty(latent))
 
     wrong = [(p, "@mlp, -" if axes == "@mlp, own" else axes) for p, axes in rules_of.RULES]
     monkeypatch.setattr(rules_of, "RULES", wrong)

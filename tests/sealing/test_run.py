@@ -247,7 +247,7 @@ def test_a_key_has_one_purpose(place, tmp_path, capsys, monkeypatch):
     ):
         assert main(line) == 2 and words in capsys.readouterr().err and not Path(target).exists()
     assert main(["unseal", "model", stored, target, "--key-file", seal, "--files-key", files, *model]) == 0
-    assert "is encrypted, and" in (said := capsys.readouterr().err) and "run octavo encrypt on it" in said
+    assert "is encrypted, but" in (said := capsys.readouterr().err) and "run octavo encrypt on it" in said
     name = "model.safetensors"
     assert (Path(target) / name).read_bytes() == (place / "text" / name).read_bytes()
     monkeypatch.setenv(encryption.FILE, seal)

@@ -44,7 +44,7 @@ def test_what_a_sealed_model_would_take_for_noise_is_refused(checkpoint, key, tm
     rows.write_text(json.dumps({"messages": turns}))
     data = f"data: {{train: [{{path: {rows}}}], eval: [{{path: {rows}}}]}}\n"
     run.write_text(f"model: {{path: {source}}}\n{data}train: {{steps: 1}}\nrun: {{dir: {tmp_path}}}\n")
-    refused(capsys, ["generate", twin, "--prompt", ASKED], "'Which' is not one of its words")
+    refused(capsys, ["generate", twin, "--prompt", ASKED], "'Which' is not in its vocabulary")
     refused(capsys, ["generate", twin, "--prompt", "t1", "--image", tmp_path / "picture.png"], "is not permuted")
     refused(capsys, ["eval", twin, "--config", run], "to it plain rows are noise")
     for command in (["generate", adapter, "--prompt", "t1"], ["merge", adapter, tmp_path / "merged"]):

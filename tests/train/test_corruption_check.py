@@ -51,7 +51,7 @@ def same(make: Any, *over: str) -> list[dict[str, Any]]:
 def test_losses_are_those_without_checks(make, uncounted) -> None:
     """Some GEMMs a step, others each time; fused blocks stay fused (their losses would be others)."""
     first, second = same(make, "fp8.fuse=on")
-    assert len(first["sites"]) == corruption_check.size_of(78) == 4 and first["sites"] != second["sites"]
+    assert len(first["sites"]) == corruption_check.check_size(78) == 4 and first["sites"] != second["sites"]
     assert first["products"] > 0 and first["codes"] > 0 and first["values"] > 0
 
 

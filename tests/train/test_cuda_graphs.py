@@ -263,13 +263,13 @@ def test_without_masks_is_without_them_and_refuses_windows(place: Path) -> None:
     padded[0, :2] = 0
     with torch.no_grad():
         plain = model(ids).logits
-        with models.without_masks(model):
+        with models.disable_masks(model):
             assert torch.equal(model(ids).logits, plain)
             model(ids, attention_mask=padded)
     hook.remove()
     assert seen == [None, None, None] and model.config._attn_implementation == name
     model.config.layer_types = ["sliding_attention", *model.config.layer_types[1:]]
-    with pytest.raises(models.ModelError, match="layers of sliding_attention"), models.without_masks(model):
+    with pytest.raises(models.ModelError, match="layers of sliding_attention"), models.disable_masks(model):
         pass
 
 

@@ -301,7 +301,7 @@ def test_a_base_that_is_in_fp8_on_disk(make, place: Path, in_rows: Path):
     written = load_config(result.dir / "config.yaml")
     assert written.fp8.recipe == "rowwise" and resolve_recipe(written) == written
     assert result.base["fp8"]["weights"] == 14
-    stored = dict(iterate.stream(in_rows))
+    stored = dict(iterate.iter_weights(in_rows))
     kept = _model(written)
     frozen = {name.replace(".base_layer.", "."): w for name, w in frozen_weights(kept)}
     assert frozen.keys() == {name for name, value in stored.items() if isinstance(value, fp8.Quantized)}

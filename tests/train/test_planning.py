@@ -13,7 +13,7 @@ from rich.console import Console
 from octavo import data, fp8, models, parallel, train
 from octavo.config import override
 from octavo.fp8.measuring import Machine
-from octavo.fp8.measuring.timing import Timed
+from octavo.fp8.measuring.timing import Timing
 from octavo.train.setup import planning, token_counts
 from octavo.train.setup.planning import plan_for, policy_from
 
@@ -84,7 +84,7 @@ def known_times(case, calls, device):
         if name != "high precision":
             wins = case.k >= 2 * case.n or case.n >= 2 * case.k
             seconds = (0.5 if name.startswith("tensorwise") else 0.7) if wins else 1.3
-        out[name] = Timed(seconds, 0.0, 0.0, 4)
+        out[name] = Timing(seconds, 0.0, 0.0, 4)
     return out
 
 

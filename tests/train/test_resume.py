@@ -272,7 +272,7 @@ def test_other_threads_than_before_are_reported(make, monkeypatch):
 def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, told):
     """0.4.0 said nothing, and had Pillow's."""
     over = ("data.eval=[]", "train.steps=3")
-    monkeypatch.setattr("octavo.models.pixels_by", lambda processor: before)
+    monkeypatch.setattr("octavo.models.image_backend", lambda processor: before)
     if before is None:
         take = checkpoint.take_snapshot
 
@@ -283,7 +283,7 @@ def test_other_pixels_than_before_are_reported(make, monkeypatch, before, now, t
         monkeypatch.setattr(checkpoint, "take_snapshot", former)
     first = train.run(make(*over), callbacks=[at(1, signal.SIGTERM)])
     assert json.loads((first.dir / "environment.json").read_text())["pixels"] == before
-    monkeypatch.setattr("octavo.models.pixels_by", lambda processor: now)
+    monkeypatch.setattr("octavo.models.image_backend", lambda processor: now)
     console = Console(record=True, width=300)
     train.run(make(*over, "run.resume=auto"), console=console)
     says = f"the run's images were resized by {before or 'pil'}, now they are by {now}, with slightly different results"

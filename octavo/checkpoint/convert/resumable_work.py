@@ -31,7 +31,7 @@ Advance = Callable[[int], None]
 
 
 class Work:
-    """One task under way; see `begin`."""
+    """One task under way; see `begin_work`."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -69,7 +69,7 @@ class Work:
 
 
 @contextmanager
-def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
+def begin_work(target: Path, task: dict[str, Any]) -> Iterator[Work]:
     """Begin a task, or continue it. `task`: JSON that identifies the task by its source and options.
 
     Raises CheckpointError if the target exists, if another process works on it, if another task was begun for it, and
@@ -84,7 +84,7 @@ def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise CheckpointError(f"another process is working in {work.aside}; wait until it has ended") from None
-            _same_task(work, task)
+            _check_same_task(work, task)
             work.made.mkdir(exist_ok=True)
             work._finished.mkdir(exist_ok=True)
             yield work
@@ -99,7 +99,7 @@ def begin(target: Path, task: dict[str, Any]) -> Iterator[Work]:
         raise
 
 
-def _same_task(work: Work, task: dict[str, Any]) -> None:
+def _check_same_task(work: Work, task: dict[str, Any]) -> None:
     file = work.aside / "task.json"
     known = json.loads(json.dumps(task))
     try:

@@ -146,7 +146,8 @@ class Matrices(StockModel):
         return torch.float32 if any(re.search(part, name) for part in strict) else torch.bfloat16
 
     def _turned(self, name: str) -> bool:
-        """Whether experts in one tensor are published as [E, K, N] while this transformers stores them as [E, N, K].
+        """Return whether experts in one tensor are published as [E, K, N] while this transformers stores them as [E, N,
+        K].
 
         transformers saves them as it stores them, and reads both forms by their shape. vLLM and SGLang read only the
         published form, so that is written, unless the matrix is square and transformers could not tell the forms apart.

@@ -37,7 +37,7 @@ class World(Ranks, Protocol):
     def with_separate_group(self) -> World: ...
 
 
-class Background:
+class BackgroundSaver:
     """Runs one save at a time in a thread. Every method except `close` is a collective.
 
     encrypt   write encrypted files
@@ -52,7 +52,7 @@ class Background:
 
     @property
     def under_way(self) -> bool:
-        """Whether a save has begun whose outcome `poll` has not returned yet."""
+        """True if a save has begun whose outcome `poll` has not returned yet."""
         return self._thread is not None
 
     def begin(self, directory: Path, snapshot: Snapshot) -> None:

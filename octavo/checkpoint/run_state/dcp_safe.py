@@ -40,7 +40,7 @@ from torch.futures import Future
 from octavo.base import accelerator, safe_read
 from octavo.base.encryption.writer import open_encrypted
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.run_state.expert_rows import Rows
+from octavo.checkpoint.run_state.expert_rows import ShardedRows
 
 
 def _layout(name: str) -> torch.layout:
@@ -190,7 +190,7 @@ class SafeReader(FileSystemReader):
 
 
 class TensorLoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner for a flat dict of tensors and `Rows`. A byte entry or another dtype is an error."""
+    """DCP's load planner for a flat dict of tensors and `ShardedRows`. A byte entry or another dtype is an error."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -198,14 +198,14 @@ class TensorLoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        # DCP's own method would replace `Rows` by None, and allocate meta tensors, of which there are none here.
+        # DCP's own method would replace `ShardedRows` by None, and allocate meta tensors, of which there are none here.
         self.original_state_dict = self.state_dict = state_dict
         self.metadata = metadata
         self.is_coordinator = is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         value = self.state_dict[index.fqn]
-        return value.shard(index) if isinstance(value, Rows) else super().lookup_tensor(index)
+        return value.shard(index) if isinstance(value, ShardedRows) else super().lookup_tensor(index)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
@@ -316,7 +316,7 @@ def _byte_entry_error(path: Path | None, name: str) -> str:
     return f"{where} entry {name} is not a tensor but bytes, which DCP would unpickle. Octavo writes no such entries"
 
 
-def _describe_tensor(tensor: torch.Tensor | Rows) -> str:
+def _describe_tensor(tensor: torch.Tensor | ShardedRows) -> str:
     return _describe_type(tensor.dtype, tensor.shape)
 
 

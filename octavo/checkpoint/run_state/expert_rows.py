@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShardedRows:
     """The rows of a tensor that this rank holds, and how many of them it writes.
 
     here         [n, ...], a plain tensor: rows start to start + n of the full tensor. Saves read it, loads fill it
@@ -94,11 +94,11 @@ class CopiedShard:
 
 
 class TensorSavePlanner(DefaultSavePlanner):
-    """DCP's save planner for a flat dict of tensors, `Rows` and `CopiedShard`."""
+    """DCP's save planner for a flat dict of tensors, `ShardedRows` and `CopiedShard`."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         value = self.state_dict[index.fqn]
-        return value.shard(index) if isinstance(value, Rows | CopiedShard) else super().lookup_object(index)
+        return value.shard(index) if isinstance(value, ShardedRows | CopiedShard) else super().lookup_object(index)

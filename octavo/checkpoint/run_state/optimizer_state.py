@@ -1,8 +1,8 @@
 """The optimizer's part of a run state: tensors by parameter name, and hyper-parameters by group as JSON.
 
 torch's optimizers keep tensors of the parameter's shape, as DTensors if the parameter is one. `fp8.AdamW` also keeps
-values for groups of 128 elements, which do not align with FSDP2's shards; DCP gets those as `Rows`. `load_state_dict`
-is not used, because it would need a second copy of the state in memory.
+values for groups of 128 elements, which do not align with FSDP2's shards; DCP gets those as `ShardedRows`.
+`load_state_dict` is not used, because it would need a second copy of the state in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import files
 from octavo.checkpoint.run_state.dcp_safe import tensor_entry
-from octavo.checkpoint.run_state.expert_rows import Rows
+from octavo.checkpoint.run_state.expert_rows import ShardedRows
 from octavo.fp8 import optim
 from octavo.fp8.optim import AdamW
 from octavo.fp8.weights import reshard, span
@@ -46,15 +46,17 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def to_dcp(parameter: torch.Tensor, key: str, value: Any) -> Any:
-    """Return a value of a parameter's state as DCP takes it: `Rows` for a shard that is not a DTensor."""
+    """Return a value of a parameter's state as DCP takes it: `ShardedRows` for a shard that is not a DTensor."""
     if not isinstance(value, torch.Tensor):
         return value
     value = value.detach()
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or key not in optim.PER_GROUP:
         return value
     mine = span(parameter)
-    first, last = optim.touched(mine)
-    return Rows(value, first, optim.groups(mine.total), writes=last - max(first, optim.groups(mine.start)))
+    first, last = optim.local_groups(mine)
+    return ShardedRows(
+        value, first, optim.num_groups(mine.total), writes=last - max(first, optim.num_groups(mine.start))
+    )
 
 
 def groups(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
@@ -96,7 +98,7 @@ def allocate_slots(
     for name, keys in saved.items():
         parameter = parameters[name]
         if isinstance(optimizer, AdamW):
-            mine = optimizer.fresh(parameter, group_of[parameter])
+            mine = optimizer.init_state(parameter, group_of[parameter])
             if set(keys) != set(mine):
                 raise CheckpointError(
                     f"{path} holds {', '.join(sorted(keys))} of {name}, where this run's optimizer keeps "

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from octavo.base import accelerator
 from octavo.checkpoint.errors import CheckpointError
-from octavo.checkpoint.run_state.expert_rows import CopiedShard, Rows
+from octavo.checkpoint.run_state.expert_rows import CopiedShard, ShardedRows
 from octavo.checkpoint.run_state.writing import Snapshot
 from octavo.fp8.weights import plain
 
@@ -87,7 +87,7 @@ def _allocation_error(size: int) -> str:
 
 def _local_tensor(value: Any) -> torch.Tensor:
     """Return the plain tensor with this rank's shard."""
-    return value.here if isinstance(value, Rows) else plain(value)
+    return value.here if isinstance(value, ShardedRows) else plain(value)
 
 
 def _padded_size(tensor: torch.Tensor) -> int:
@@ -95,6 +95,6 @@ def _padded_size(tensor: torch.Tensor) -> int:
 
 
 def _wrap_copy(name: str, value: Any, copied: torch.Tensor) -> Any:
-    if isinstance(value, Rows):
+    if isinstance(value, ShardedRows):
         return replace(value, here=copied)
     return CopiedShard.of(name, value, copied) if isinstance(value, DTensor) else copied

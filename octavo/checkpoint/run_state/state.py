@@ -34,7 +34,7 @@ WITHOUT_STATES = "holds only weights (run.save_states: false)"
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredState:
     """The parts of a checkpoint that `load` returns; it loads model and optimizer in place.
 
     step      the step after which the state was saved
@@ -114,7 +114,7 @@ def _read_values(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def load(
     path: str | os.PathLike[str], *, model: nn.Module, optimizer: torch.optim.Optimizer | None, world: Ranks,
     spare: Callable[[str], bool] = lambda name: False,
-) -> Restored:  # fmt: skip
+) -> RestoredState:  # fmt: skip
     """Load the checkpoint directory `path` into `model` and `optimizer`, in place. A collective.
 
     The model must have the parameters that were saved, except those for whose name `spare` returns True; for a
@@ -154,7 +154,7 @@ def load(
         refuse_nonfinite(state, path, fix)
     if optimizer is not None:
         states.load_slots(model, optimizer, loaded, document)
-    return Restored(
+    return RestoredState(
         step=document["step"],
         counters=document["counters"],
         extra={name.removeprefix("extra."): tensor for name, tensor in extra.items()},

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from octavo import fp8
 from octavo.checkpoint.errors import CheckpointError
 from octavo.checkpoint.run_state import optimizer_state as states
-from octavo.checkpoint.run_state.expert_rows import Rows
+from octavo.checkpoint.run_state.expert_rows import ShardedRows
 from octavo.fp8.weights import is_frozen
 
 
@@ -41,7 +41,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None, trained_o
 def local_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (entry, this rank's shard) of the tensors of model and optimizer. Extra tensors may hold any value."""
     ours = ((name, value) for name, value in state.items() if not name.startswith("extra."))
-    return ((name, value.here if isinstance(value, Rows) else value) for name, value in ours)
+    return ((name, value.here if isinstance(value, ShardedRows) else value) for name, value in ours)
 
 
 def entry_label(entry: str) -> str:
@@ -65,7 +65,7 @@ def refuse_nonfinite(state: Mapping[str, Any], path: Path, fix: str) -> None:
 def refuse_non_tensors(state: Mapping[str, Any]) -> None:
     """Raise CheckpointError for a value that is not a tensor."""
     for name, value in state.items():
-        if not isinstance(value, (torch.Tensor, Rows)):
+        if not isinstance(value, (torch.Tensor, ShardedRows)):
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}; checkpoints hold tensors, because DCP would pickle anything "
                 "else. Make it a tensor, or a counter"

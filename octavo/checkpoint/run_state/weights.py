@@ -24,7 +24,7 @@ from octavo.checkpoint.run_state.state import read_verified
 from octavo.checkpoint.run_state.tensor_names import check_names, refuse_nonfinite, tensors
 from octavo.checkpoint.run_state.writing import TRAINED
 from octavo.fp8.arithmetic import join_master
-from octavo.fp8.optim import like, set_weight
+from octavo.fp8.optim import set_weight, shard_like
 from octavo.fp8.weights import plain
 
 FLOATS = (torch.float32, torch.bfloat16)
@@ -86,7 +86,7 @@ def _entry_name(name: str, key: str) -> str:
 def _empty_like(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor with the shape, sharding and device of a parameter."""
     local = plain(parameter)
-    return like(parameter, torch.empty(local.shape, dtype=dtype, device=local.device))
+    return shard_like(parameter, torch.empty(local.shape, dtype=dtype, device=local.device))
 
 
 def _fp32_value(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:

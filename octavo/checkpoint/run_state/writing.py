@@ -45,7 +45,7 @@ TRAINED = "trained"  # value of "holds" in state.json where only trained paramet
 class Snapshot:
     """The state of a run after a step.
 
-    tensors   entry name -> tensor, DTensor or `Rows`. Live tensors, which the next step changes
+    tensors   entry name -> tensor, DTensor or `ShardedRows`. Live tensors, which the next step changes
     document  state.json without its list of files
     """
 

@@ -113,7 +113,7 @@ def _rl(config: Sections) -> Iterator[Finding]:
     if rl.invariant and rl.stale:
         reason = "rollout and update of a step have other weights, so their log-probabilities are not the same bits"
         yield finding("rl.stale", reason, "use `stale: 0`, or remove invariant", "rl.invariant")
-    if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].spans_rows:
+    if rl.invariant and config.fp8.recipe in SPECS and SPECS[config.fp8.recipe].couples_rows:
         reason = f"activations of {config.fp8.recipe} share a scale between rows, so they depend on the batch"
         yield finding("fp8.recipe", reason, f"use {join_words(PER_TOKEN, 'or')}, or remove invariant", "rl.invariant")
     if rl.reference == "disk":

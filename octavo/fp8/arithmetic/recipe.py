@@ -96,18 +96,18 @@ class Recipe:
         """The casts of the weight in fwd and dgrad. Each is a layout of codes, a byte per parameter."""
         return tuple(dict.fromkeys(gemm.b for gemm in (self.fwd, self.dgrad) if gemm is not None))
 
-    def words(self) -> dict[str, str]:
+    def gemm_precisions(self) -> dict[str, str]:
         """The precision of each GEMM: fp8 (its own casts), bf16, or the recipe whose casts that GEMM has."""
         return _gemm_precisions(self)
 
-    def short(self) -> str:
+    def summary(self) -> str:
         """One line for ``extra_repr``: name, format, and the GEMMs with other casts or in high precision."""
         return " ".join(
             [self.name, self.format, *(f"{g}={word}" for g, word in _gemm_precisions(self).items() if word != "fp8")]
         )
 
     def __str__(self) -> str:
-        return self.short()
+        return self.summary()
 
 
 def recipe(name: str, format: str | None = None, fwd: str = "fp8", dgrad: str = "fp8", wgrad: str = "fp8") -> Recipe:

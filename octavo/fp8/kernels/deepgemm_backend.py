@@ -56,7 +56,7 @@ class DeepGemmBackend(GemmOnlyBackend):
                 continue
         return "deep_gemm, not installed" if importlib.util.find_spec("deep_gemm") is None else "deep_gemm"
 
-    def auto_unsupported(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "it runs only on NVIDIA GPUs"
 
     def why_not_here(self, device: torch.device) -> str | None:
@@ -82,7 +82,7 @@ class DeepGemmBackend(GemmOnlyBackend):
             # DeepGEMM's wgrad adds to fp32: see the top of this file.
             why_not = get("torch").supports(op, recipe("blockwise"), a_q.data.device, None)
             return get("torch" if why_not is None else "triton").gemm_wgrad(a_q, b_q, out_dtype)
-        a, b = k_major(a_q, a_dim, self.relay), k_major(b_q, b_dim, self.relay)
+        a, b = k_major(a_q, a_dim, self.copy_to_layout), k_major(b_q, b_dim, self.copy_to_layout)
         shape = (a.codes.shape[0], b.codes.shape[0])
         squares = b_q.spec.block == (128, 128)
         if squares and bias is None and out_dtype is torch.bfloat16:
@@ -107,10 +107,10 @@ class DeepGemmBackend(GemmOnlyBackend):
     ) -> Tensor:
         if bias is not None:
             return get("triton").grouped_fwd(x_q, w_q, groups, out_dtype, bias)
-        return _grouped(self.relay, "fwd", x_q, w_q, groups, out_dtype)
+        return _grouped(self.copy_to_layout, "fwd", x_q, w_q, groups, out_dtype)
 
     def grouped_dgrad(self, dy_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype) -> Tensor:
-        return _grouped(self.relay, "dgrad", dy_q, w_q, groups, out_dtype)
+        return _grouped(self.copy_to_layout, "dgrad", dy_q, w_q, groups, out_dtype)
 
 
 @lru_cache(maxsize=64)
@@ -177,7 +177,7 @@ def _repeat_block_scales(operand: Operand) -> Tensor:
 
 
 def _grouped(
-    relay: CopyToLayout, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype
+    copy_codes: CopyToLayout, op: str, a_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype
 ) -> Tensor:
     """Rows [R, contracted] of all experts times each expert's weight; zeros where no expert owns the tile."""
     dim = CONTRACTED[op][1]
@@ -185,7 +185,7 @@ def _grouped(
     _check(f"grouped_{op}", a_q, w_q, fits and a_q.data.shape[0] == groups.rows)
     if out_dtype is not torch.bfloat16:
         return getattr(get("triton"), f"grouped_{op}")(a_q, w_q, groups, out_dtype)
-    a, w = k_major(a_q, 1, relay), experts_k_major(w_q, dim, relay)
+    a, w = k_major(a_q, 1, copy_codes), experts_k_major(w_q, dim, copy_codes)
     out = torch.zeros(groups.rows, w.codes.shape[1], dtype=out_dtype, device=a.codes.device)
     if not (w.free and w.contracted and groups.experts):
         return out[:, : w.free]

@@ -138,14 +138,14 @@ def copy_to_layout(q: Quantized, contract: int) -> Quantized:
     return q._replace(data=data.view(q.data.dtype))
 
 
-def k_major(q: Quantized, contract: int, relay: CopyToLayout = copy_to_layout) -> Operand:
+def k_major(q: Quantized, contract: int, copy_codes: CopyToLayout = copy_to_layout) -> Operand:
     """``q`` (two-dimensional) as an operand whose dimension ``contract`` is contracted.
 
-    Views where it already has the layout; ``relay`` copies other codes. e8m0 scales keep their byte order.
+    Views where it already has the layout; ``copy_codes`` copies other codes. e8m0 scales keep their byte order.
     """
     views = _views(q, contract)
     if views.codes is None:
-        q = relay(q, contract)
+        q = copy_codes(q, contract)
         views = _views(q, contract)
         assert views.codes is not None
     codes, scale = q.data.as_strided(*views.codes), _scale(q, contract, views.scale)
@@ -230,7 +230,7 @@ def _compute_views(
     return _Views((sizes, (sizes[1], 1)) if codes_fit else None, scale)
 
 
-def experts_k_major(q: Quantized, contract: int, relay: CopyToLayout = copy_to_layout) -> Operand:
+def experts_k_major(q: Quantized, contract: int, copy_codes: CopyToLayout = copy_to_layout) -> Operand:
     """Weights [E, N, K] of E experts as an operand: :func:`k_major` for each, with codes [E, free, contracted] in one
     buffer, and scales [E, free blocks, contracted blocks] with the strides they have."""
     experts, *shape = q.data.shape
@@ -241,7 +241,7 @@ def experts_k_major(q: Quantized, contract: int, relay: CopyToLayout = copy_to_l
         by_free, nbytes = data if contract == 1 else data.mT, data.untyped_storage().nbytes()
         return by_free.stride() == strides and data.storage_offset() == 0 and nbytes == experts * strides[0]
 
-    data = q.data if in_layout(q.data) else relay(q, contract).data
+    data = q.data if in_layout(q.data) else copy_codes(q, contract).data
     scale = q.scale if contract == 1 else q.scale.mT
     return Operand(data.as_strided((experts, *sizes), strides), scale, shape[1 - contract], shape[contract])
 
@@ -252,7 +252,7 @@ def padded_scales(operand: Operand) -> Tensor:
     return operand.scale.as_strided((rows, blocks), (1, rows))
 
 
-def scales_for(q: Quantized, contract: int) -> Quantized:
+def reorder_scales(q: Quantized, contract: int) -> Quantized:
     """The same codes (two-dimensional) with scales in the order of a contraction of dimension ``contract``."""
     scale = _scale(q, contract, _views(q, contract).scale)
     return q._replace(scale=scale if contract == 1 else scale.t())

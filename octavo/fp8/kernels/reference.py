@@ -39,7 +39,7 @@ from octavo.fp8.arithmetic.cast import CastError, CastSpec, Quantized
 from octavo.fp8.arithmetic.formats import decode
 from octavo.fp8.arithmetic.moments import MaxOverRanks
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.invariance import active, row_mm
+from octavo.fp8.invariance import is_active, row_mm
 from octavo.fp8.kernels import reference_grouped as grouped
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED, check_fit
@@ -163,10 +163,10 @@ class ReferenceBackend(Backend):
         q = cast.quantize_with_scale(x, scale, spec, amax)
         return q, q
 
-    def scales_for(self, q: Quantized, contract: int) -> Quantized:
+    def reorder_scales(self, q: Quantized, contract: int) -> Quantized:
         return q  # its GEMMs read any order
 
-    laid_for = scales_for
+    copy_for_gemm = reorder_scales
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         if bias is None:
@@ -264,7 +264,7 @@ def _matmul_fp32(a: Tensor, b: Tensor) -> Tensor:
         with torch.autocast(device, enabled=False):
             return _matmul_fp32(a, b)
     matmul = torch.backends.cuda.matmul if device == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    mm = row_mm if torch._C._len_torch_function_stack() and active() else torch.mm
+    mm = row_mm if torch._C._len_torch_function_stack() and is_active() else torch.mm
     if matmul.fp32_precision in ("none", "ieee"):
         return mm(a, b)
     return mm(a.double(), b.double()).float()

@@ -43,14 +43,14 @@ class Backend:
     """
 
     name: str
-    cuts_results = False
+    pads_results = False
     """Whether its GEMMs pad results to a multiple of 16 columns, from which the real ones are copied."""
 
     def version(self) -> str:
         """The version that measurements of this backend depend on, such as ``"triton 3.6.0"``."""
         return f"torch {torch.__version__}"
 
-    def auto_unsupported(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         """None if automatic choice may take it on this device, else why it must be requested by name."""
         return None
 
@@ -91,16 +91,16 @@ class Backend:
         """As ``octavo.fp8.arithmetic.cast.dequantize``, bit for bit."""
         raise self._missing("dequantize")
 
-    def scales_for(self, q: Quantized, contract: int) -> Quantized:
+    def reorder_scales(self, q: Quantized, contract: int) -> Quantized:
         """q with its scales in the order of GEMMs that contract ``contract``, for codes that many GEMMs read."""
-        return q if q.data.dim() != 2 else layout.scales_for(q, contract)
+        return q if q.data.dim() != 2 else layout.reorder_scales(q, contract)
 
-    def laid_for(self, q: Quantized, contract: int) -> Quantized:
-        """:meth:`scales_for`, with the codes in the layout of that contraction too."""
+    def copy_for_gemm(self, q: Quantized, contract: int) -> Quantized:
+        """:meth:`reorder_scales`, with the codes in the layout of that contraction too."""
         fits = q.data.dim() == 2 and layout.is_k_major(q, contract)
-        return self.scales_for(q if fits else self.relay(q, contract), contract)
+        return self.reorder_scales(q if fits else self.copy_to_layout(q, contract), contract)
 
-    def relay(self, q: Quantized, contract: int) -> Quantized:
+    def copy_to_layout(self, q: Quantized, contract: int) -> Quantized:
         """q [rows, columns], or weights of experts [E, N, K], with its codes copied into the layout for a contraction
         of dimension ``contract`` of each matrix."""
         return layout.copy_to_layout(q, contract)
@@ -203,7 +203,7 @@ class GemmOnlyBackend(Backend):
     """
 
     ops: tuple[str, ...] = tuple(layout.CONTRACTED)
-    cuts_results = True
+    pads_results = True
 
     def why_not_here(self, device: torch.device) -> str | None:
         """Why none of its kernels runs on this device, None if some may."""
@@ -267,8 +267,8 @@ class GemmOnlyBackend(Backend):
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return select("dequantize", recipe_or_spec=q.spec, device=q.data.device).backend.dequantize(q, dtype)
 
-    def relay(self, q: Quantized, contract: int) -> Quantized:
-        return self._cast_backend(q.spec, q.data).relay(q, contract)
+    def copy_to_layout(self, q: Quantized, contract: int) -> Quantized:
+        return self._cast_backend(q.spec, q.data).copy_to_layout(q, contract)
 
     def quantize_rows(self, x: Tensor, spec: CastSpec, groups: Groups, contract: int = 1) -> Quantized:
         return self._cast_backend(spec, x, "grouped_fwd").quantize_rows(x, spec, groups, contract)
@@ -365,7 +365,7 @@ def select(
     rejected: list[tuple[str, str]] = []
     for name in names():
         backend = _backends[name]
-        why_not = backend.supports(op, recipe_or_spec, device, shape) or backend.auto_unsupported(device)
+        why_not = backend.supports(op, recipe_or_spec, device, shape) or backend.why_not_auto(device)
         if why_not is None:
             reason = "the only one registered" if len(_backends) == 1 else "the first in order of preference that can"
             return Selection(backend, reason, tuple(rejected))

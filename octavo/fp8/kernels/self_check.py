@@ -235,14 +235,14 @@ def kernel_checks(
     if backend == "reference":
         return {}
     run, op = (_check_grouped, f"grouped_{gemm}") if grouped else (_check_gemm, gemm)
-    return {f"{op} of {recipe.short()} on {backend}": lambda: run(get(backend), recipe, gemm, device)}
+    return {f"{op} of {recipe.summary()} on {backend}": lambda: run(get(backend), recipe, gemm, device)}
 
 
 def fused_checks(recipe: Recipe, op: str, backend: str, device: torch.device) -> dict[str, Check]:
     """The check of rmsnorm, swiglu or swiglu_backward with outputs for a recipe's GEMMs."""
     if backend == "reference":
         return {}
-    return {f"{op} of {recipe.short()} on {backend}": lambda: _check_fused(get(backend), recipe, op, device)}
+    return {f"{op} of {recipe.summary()} on {backend}": lambda: _check_fused(get(backend), recipe, op, device)}
 
 
 def adamw_checks(backend: str, device: torch.device) -> dict[str, Check]:
@@ -288,7 +288,7 @@ def _check_gemm(backend: Backend, recipe: Recipe, gemm: str, device: torch.devic
             # dgrad reads the codes of w that the forward made, if both have one cast.
             shared = gemm == "dgrad" and values is w and _spec(recipe, "fwd", "b") == spec
             got, want = backend.quantize(values.to(device), spec, 1 if shared else dim), quantize(values, spec)
-            got = backend.scales_for(got, dim) if shared else got
+            got = backend.reorder_scales(got, dim) if shared else got
         if (fault := compare_codes(name, got, want)) is not None:
             return fault
         operands.append(got)

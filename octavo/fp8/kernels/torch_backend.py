@@ -14,7 +14,7 @@ b [n, k].T::
 The last three need both operands in E4M3; with one scale per tensor or row, one of them may be in E5M2.
 
 k and n must be multiples of 16 and both operands contiguous along k, as in :mod:`octavo.fp8.kernels.layout`. The
-casting backend copies operands with another layout (``relay``), and columns of zeros are cut off the result.
+casting backend copies operands with another layout (``copy_to_layout``), and columns of zeros are cut off the result.
 (Rules: aten/src/ATen/native/cuda/ScaledBlas.cpp.)
 
 Fast accumulation, which keeps partial sums in fewer bits, is used only in the forward, and only with one scale per
@@ -95,7 +95,7 @@ class TorchBackend(GemmOnlyBackend):
     def version(self) -> str:
         return f"torch {torch.__version__}" + (f" (CUDA {torch.version.cuda})" if torch.version.cuda else "")
 
-    def auto_unsupported(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "on the CPU it is slower than the reference; ask for it by name"
 
     def why_not_casts(
@@ -111,7 +111,7 @@ class TorchBackend(GemmOnlyBackend):
     def gemm(
         self, op: str, a_q: Quantized, b_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        product = make_product(op, a_q, b_q, self.relay)
+        product = make_product(op, a_q, b_q, self.copy_to_layout)
         a_dim, b_dim = CONTRACTED[op]
         rows, cols = a_q.data.shape[1 - a_dim], b_q.data.shape[1 - b_dim]
         if not (rows and cols and a_q.data.shape[a_dim]):  # the kernels do not take empty matrices
@@ -187,13 +187,13 @@ def _cuda_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def make_product(op: str, a_q: Quantized, b_q: Quantized, relay: CopyToLayout = copy_to_layout) -> Product:
-    """The operands of a GEMM in scaled_mm's layout; ``relay`` copies codes that have another. Raises CastError unless
-    they are two matrices of matching shapes, with casts that scaled_mm can multiply."""
+def make_product(op: str, a_q: Quantized, b_q: Quantized, copy_codes: CopyToLayout = copy_to_layout) -> Product:
+    """The operands of a GEMM in scaled_mm's layout; ``copy_codes`` copies codes that have another. Raises CastError
+    unless they are two matrices of matching shapes, with casts that scaled_mm can multiply."""
     plan = _plan_views(op, memory_key(a_q), memory_key(b_q))
-    if plan.relay_a or plan.relay_b:
-        a_q = relay(a_q, CONTRACTED[op][0]) if plan.relay_a else a_q
-        b_q = relay(b_q, CONTRACTED[op][1]) if plan.relay_b else b_q
+    if plan.copies_a or plan.copies_b:
+        a_q = copy_codes(a_q, CONTRACTED[op][0]) if plan.copies_a else a_q
+        b_q = copy_codes(b_q, CONTRACTED[op][1]) if plan.copies_b else b_q
         plan = _plan_views(op, memory_key(a_q), memory_key(b_q))
     if plan.views is None:
         return _make_product(op, a_q, b_q)
@@ -214,8 +214,8 @@ class _ViewPlan(NamedTuple):
     """How operands with one memory layout become a product."""
 
     kind: str
-    relay_a: bool  # whether the codes of a and of b must be copied
-    relay_b: bool
+    copies_a: bool  # whether the codes of a and of b must be copied
+    copies_b: bool
     views: tuple[_View | None, ...] | None
     """Of both codes and both scales; None for a tensor as it is. None in all if scales must be copied too."""
 

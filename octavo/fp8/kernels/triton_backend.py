@@ -21,7 +21,7 @@ from octavo.fp8.arithmetic.adamw import Hyper, Piece
 from octavo.fp8.arithmetic.cast import CastSpec, Quantized
 from octavo.fp8.arithmetic.moments import MaxOverRanks
 from octavo.fp8.arithmetic.recipe import Recipe
-from octavo.fp8.invariance import KERNELS, RowKernels, active
+from octavo.fp8.invariance import KERNELS, RowKernels, is_active
 from octavo.fp8.kernels import triton_kernels as kernels
 from octavo.fp8.kernels.groups import Groups
 from octavo.fp8.kernels.layout import CONTRACTED
@@ -41,7 +41,7 @@ class TritonBackend(Backend):
     def version(self) -> str:
         return f"triton {_version()}"
 
-    def auto_unsupported(self, device: torch.device) -> str | None:
+    def why_not_auto(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "Triton's interpreter is for tests; ask for it by name"
 
     def supports(
@@ -80,16 +80,16 @@ class TritonBackend(Backend):
     def dequantize(self, q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         return kernels.cast.dequantize(q, dtype)
 
-    def relay(self, q: Quantized, contract: int) -> Quantized:
-        return kernels.cast.relay(q, contract)
+    def copy_to_layout(self, q: Quantized, contract: int) -> Quantized:
+        return kernels.cast.copy_to_layout(q, contract)
 
     def gemm_fwd(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if torch._C._len_torch_function_stack() and active():
+        if torch._C._len_torch_function_stack() and is_active():
             return kernels.rows.fp8_product(x_q, w_q, out_dtype, bias)
         return kernels.gemm.gemm(x_q, 1, w_q, 1, out_dtype, bias)
 
     def gemm_decode(self, x_q: Quantized, w_q: Quantized, out_dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if torch._C._len_torch_function_stack() and active():
+        if torch._C._len_torch_function_stack() and is_active():
             return kernels.rows.fp8_product(x_q, w_q, out_dtype, bias)
         return kernels.decode.decode(x_q, w_q, out_dtype, bias)
 
@@ -113,7 +113,7 @@ class TritonBackend(Backend):
     def grouped_fwd(
         self, x_q: Quantized, w_q: Quantized, groups: Groups, out_dtype: torch.dtype, bias: Tensor | None = None
     ) -> Tensor:
-        if torch._C._len_torch_function_stack() and active():
+        if torch._C._len_torch_function_stack() and is_active():
             return kernels.rows.fp8_grouped_product(x_q, w_q, groups, out_dtype, bias)
         return kernels.grouped.fwd(x_q, w_q, groups, out_dtype, bias)
 

@@ -26,13 +26,13 @@ from torch.autograd.function import once_differentiable
 
 from octavo.fp8.dense.wire import WireFormat
 from octavo.fp8.moe.rows import ToPairs, ToRows
-from octavo.fp8.weights.shards import experts_here
+from octavo.fp8.weights.shards import local_experts
 
 EXCHANGE = "_exchange"
 """In the __dict__ of a module of experts that are dealt to ranks: an :class:`Exchange`."""
 
 
-class Dealt(NamedTuple):
+class Dispatch(NamedTuple):
     """The pairs of one forward, dealt out. ``order`` [S]: the pair in each row that is sent; ``place`` [P]: the row of
     each pair, S or more for one without an expert; ``sent`` and ``received``: rows to and from each rank; ``experts``
     [R]: the expert of each received row, counted from the first one here; ``by``: the exchange that moves them."""
@@ -44,15 +44,15 @@ class Dealt(NamedTuple):
     experts: Tensor
     by: Exchange
 
-    def to_experts(self, hidden: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+    def dispatch(self, hidden: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
         """hidden [M, H] of the tokens here -> [R, H] in ``dtype``: the rows of the experts here."""
         rows = ToRows.apply(hidden, self.order, self.place, top_k, dtype)
-        return _Exchanged.apply(rows, self.sent, self.received, self.by.group, self.by.rows, None)
+        return _AllToAll.apply(rows, self.sent, self.received, self.by.group, self.by.rows, None)
 
-    def to_pairs(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         """What the experts here made of received rows [R, H] -> [P, H] of the pairs here; of one without an expert some
         row or other."""
-        back = _Exchanged.apply(rows, self.received, self.sent, self.by.group, None, self.by.gradients)
+        back = _AllToAll.apply(rows, self.received, self.sent, self.by.group, None, self.by.gradients)
         return ToPairs.apply(back, self.order, self.place)
 
 
@@ -66,17 +66,19 @@ class Exchange:
     rows: WireFormat | None = None
     gradients: WireFormat | None = None
 
-    def coded(self, module: Any) -> Exchange:
+    def with_codes(self, module: Any) -> Exchange:
         """The same, with codes for what the FP8 layers of a module of experts (:class:`octavo.fp8.moe.Experts`) cast
         anyway."""
         up, down = (module._sites[name] for name in ("gate_up_proj", "down_proj"))
         width = module._parameters["gate_up_proj"].shape[1 if getattr(module, "is_transposed", False) else 2]
-        return replace(self, rows=WireFormat.of_x(up.recipe, width), gradients=WireFormat.of_dy(down.recipe, width))
+        return replace(
+            self, rows=WireFormat.for_inputs(up.recipe, width), gradients=WireFormat.for_gradients(down.recipe, width)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         return self  # a group is no value
 
-    def deal(self, chosen: Tensor, experts: int) -> Dealt:
+    def plan_dispatch(self, chosen: Tensor, experts: int) -> Dispatch:
         """Deal the pairs whose experts are ``chosen`` [P] (of ``experts`` in all; other numbers belong to no rank).
 
         A collective; waits for the device."""
@@ -91,10 +93,10 @@ class Exchange:
         sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
         here = torch.arange(mine.shape[1], device=chosen.device).repeat(self.ranks)
         expert_of_row = here.repeat_interleave(theirs.view(-1), output_size=sum(received))
-        return Dealt(order[: sum(sent)], place, sent, received, expert_of_row, self)
+        return Dispatch(order[: sum(sent)], place, sent, received, expert_of_row, self)
 
 
-class _Exchanged(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Rows [S, H], ``sent`` of them to each rank in turn, for those that were ``received`` from each, by one coding and
     their gradients by another."""
 
@@ -104,22 +106,22 @@ class _Exchanged(torch.autograd.Function):
         backward: WireFormat | None,
     ) -> Tensor:  # fmt: skip
         ctx.back = received, sent, group, backward
-        return _exchanged(rows, sent, received, group, coding)
+        return _all_to_all(rows, sent, received, group, coding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchanged(dy, *ctx.back), None, None, None, None, None
+        return _all_to_all(dy, *ctx.back), None, None, None, None, None
 
 
-def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: Any, coding: WireFormat | None) -> Tensor:
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any, coding: WireFormat | None) -> Tensor:
     message = rows.contiguous() if coding is None else coding.pack(rows)
     received_rows = message.new_empty(sum(received), message.shape[1])
     dist.all_to_all_single(received_rows, message, received, sent, group=group)
     return received_rows if coding is None else coding.unpack(received_rows, rows.shape[1], rows.dtype)
 
 
-def parameter(module: nn.Module, name: str) -> Tensor | None:
+def local_parameter(module: nn.Module, name: str) -> Tensor | None:
     """A parameter of a module of experts, or a None; of experts that are dealt to ranks, those here."""
     value = module._parameters.get(name)
-    return experts_here(value) if value is not None and EXCHANGE in module.__dict__ else value
+    return local_experts(value) if value is not None and EXCHANGE in module.__dict__ else value

@@ -38,16 +38,16 @@ from octavo.fp8.dense.inputs import Source, compute_dtype, with_source
 from octavo.fp8.dense.linear import GemmArgs, three_gemms
 from octavo.fp8.dense.swap import add_attribute
 from octavo.fp8.kernels.groups import Groups, group_rows
-from octavo.fp8.moe.exchange import EXCHANGE, Exchange, parameter
-from octavo.fp8.moe.grouped import Grouped, grouped_gemms, one_by_one, why_not_grouped
-from octavo.fp8.moe.rows import ToPairs, ToRows, rows_of
+from octavo.fp8.moe.exchange import EXCHANGE, Exchange, local_parameter
+from octavo.fp8.moe.grouped import Grouped, grouped_gemms, run_each_expert, why_not_grouped
+from octavo.fp8.moe.rows import ToPairs, ToRows, gather_rows
 from octavo.fp8.observe import recorder
 from octavo.fp8.weights.cache import CachesWeights, WeightCache, WeightSlice
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 Project = Callable[[str, Tensor, Groups], Tensor]  # (projection, x [R, K], groups) -> y [R, N]
-Beside = Mapping[str, Callable[[Tensor, Groups], Tensor]]  # projection -> (x [R, K], groups) -> [R, N]
-BESIDE = "_beside"
+Adapters = Mapping[str, Callable[[Tensor, Groups], Tensor]]  # projection -> (x [R, K], groups) -> [R, N]
+ADAPTERS = "_beside"
 """In the __dict__ of a module of experts with adapters: a Beside whose results are added."""
 
 
@@ -68,7 +68,7 @@ def why_not(module: nn.Module) -> str | None:
         return "experts with neither act_fn nor _apply_gate"
     if getattr(module, "_is_expert_parallel", False):
         return "experts spread over ranks"
-    up, down = _matrices(module, "gate_up_proj"), _matrices(module, "down_proj")
+    up, down = _expert_weights(module, "gate_up_proj"), _expert_weights(module, "down_proj")
     if up[0].shape[0] % 2 or down[0].shape != (up[0].shape[1], up[0].shape[0] // 2):
         return f"experts of shapes {list(up[0].shape)} and {list(down[0].shape)} that are not [2I, H] and [H, I]"
     return None
@@ -81,7 +81,7 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
     """
     weight = module._parameters["gate_up_proj"]
     assert weight is not None
-    experts, hidden = weight.shape[0], _matrices(module, "gate_up_proj")[0].shape[1]
+    experts, hidden = weight.shape[0], _expert_weights(module, "gate_up_proj")[0].shape[1]
     device, generator = weight.device, torch.Generator().manual_seed(0)
     x = torch.randn(tokens, hidden, generator=generator).to(device, weight.dtype)
     top_k = min(top_k, experts)
@@ -89,12 +89,12 @@ def matches_stock(module: nn.Module, tokens: int = 8, top_k: int = 2) -> str | N
     share = torch.rand(tokens, top_k, generator=generator).to(device, weight.dtype)
 
     def project(name: str, rows: Tensor, groups: Groups) -> Tensor:
-        weights, biases = _matrices(module, name), _biases(module, name)
-        return one_by_one(rows, groups, lambda e, expert_rows: F.linear(expert_rows, weights[e], biases[e]))[0]
+        weights, biases = _expert_weights(module, name), _expert_biases(module, name)
+        return run_each_expert(rows, groups, lambda e, expert_rows: F.linear(expert_rows, weights[e], biases[e]))[0]
 
     with torch.no_grad():
         stock = module(x, index, share).double()
-        ours = mixture(module, x, index, share, project).double()
+        ours = run_mixture(module, x, index, share, project).double()
     if stock.shape != ours.shape:
         return f"the stock module returns shape {list(stock.shape)}, our experts {list(ours.shape)}"
     largest = float(stock.nan_to_num().abs().max())
@@ -141,7 +141,7 @@ class Experts(CachesWeights):
     def scaled_late(self) -> str | None:
         """The recipe of a projection whose scales are of former steps, one of which each expert keeps."""
         late = (site.recipe for site in self._sites.values() if site.recipe.delayed is not None)
-        return next((recipe.short() for recipe in late), None)
+        return next((recipe.summary() for recipe in late), None)
 
     def _weight_codes(self) -> Mapping[str, WeightCache]:
         return {name: site.codes for name, site in self._sites.items() if site.codes is not None}
@@ -151,7 +151,7 @@ class Experts(CachesWeights):
         for name, site in self._sites.items():
             weight = self._parameters[name]
             if site.scaling is not None and weight is not None:
-                site.scaling.follow(weight.device)
+                site.scaling.move_to(weight.device)
         return out
 
     @torch._disable_dynamo
@@ -169,34 +169,34 @@ class Experts(CachesWeights):
                 "target_parameters do. Call fp8.plan after get_peft_model, which keeps such experts as they are, "
                 "or train adapters of experts with octavo train (lora.targets)."
             )
-        saves = MARK in self.__dict__
-        return mixture(self, hidden_states, top_k_index, top_k_weights, self._project, saves)
+        saves = SAVES_FP8 in self.__dict__
+        return run_mixture(self, hidden_states, top_k_index, top_k_weights, self._project, saves)
 
     def _project(self, name: str, x: Tensor, groups: Groups) -> Tensor:
         """One projection of all rows: grouped where recipe and backends can, else expert by expert."""
         site = self._sites[name]
-        weight, bias = parameter(self, name), parameter(self, f"{name}_bias")
+        weight, bias = local_parameter(self, name), local_parameter(self, f"{name}_bias")
         assert weight is not None
         transposed, grad = bool(getattr(self, "is_transposed", False)), torch.is_grad_enabled()
         if why_not_grouped(site.recipe, site.selections, x.device) is None:
             way = Grouped(groups, transposed)
-            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, shares=False)
+            call = GemmArgs(site, weight, WeightSlice(None, transposed), grad, self.training, way, share_codes=False)
             return grouped_gemms(x, bias, call)
-        weights, biases = _matrices(self, name), _biases(self, name)
+        weights, biases = _expert_weights(self, name), _expert_biases(self, name)
 
         def run(expert: int, rows: Tensor) -> Tensor:
             part = WeightSlice(expert, transposed)
             call = GemmArgs(site, weight, part, grad, self.training)
             return three_gemms(rows, weights[expert], biases[expert], call)
 
-        y, ran = one_by_one(x, groups, run)
+        y, ran = run_each_expert(x, groups, run)
         recorder.record_idle_experts(site.name, groups.experts - ran)
         return y
 
     def extra_repr(self) -> str:
         return ", ".join(
             f"{name}={list(self._parameters[name].shape)} "  # type: ignore[union-attr]
-            + f"fp8={self._sites[name].recipe.short()}"
+            + f"fp8={self._sites[name].recipe.summary()}"
             for name in PROJECTIONS
         )
 
@@ -219,15 +219,15 @@ def _rebuild(stock: type[nn.Module]) -> nn.Module:
     return fp8_class.__new__(fp8_class)
 
 
-def _matrices(module: nn.Module, name: str) -> tuple[Tensor, ...]:
+def _expert_weights(module: nn.Module, name: str) -> tuple[Tensor, ...]:
     """The (N, K) weight of each expert, as views that autograd gathers into one gradient (zeros for the unused)."""
-    weight = parameter(module, name)
+    weight = local_parameter(module, name)
     assert weight is not None
     parts = weight.unbind(0)
     return tuple(p.t() for p in parts) if getattr(module, "is_transposed", False) else parts
 
 
-def _gate(module: nn.Module, gate_up: Tensor) -> Tensor:
+def _apply_gate(module: nn.Module, gate_up: Tensor) -> Tensor:
     """[m, 2I] -> [m, I], by the family's own rule where it has one."""
     family_gate = getattr(module, "_apply_gate", None)
     if family_gate is not None:
@@ -236,72 +236,72 @@ def _gate(module: nn.Module, gate_up: Tensor) -> Tensor:
     return module.act_fn(gate) * up  # type: ignore[operator]
 
 
-def _biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
+def _expert_biases(module: nn.Module, name: str) -> tuple[Tensor | None, ...]:
     """The bias [N] of each expert, or a None for each."""
-    weight, bias = parameter(module, name), parameter(module, f"{name}_bias")
+    weight, bias = local_parameter(module, name), local_parameter(module, f"{name}_bias")
     assert weight is not None
     return (None,) * weight.shape[0] if bias is None else bias.unbind(0)
 
 
-def mixture(
+def run_mixture(
     module: nn.Module, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor, project: Project, saves: bool = False
 ) -> Tensor:
     """Lay the (token, choice) pairs out by expert, run both projections, take the rows back and add a token's k.
-    ``saves``: what is between the projections and after them is saved in FP8. What :data:`BESIDE` makes of their
+    ``saves``: what is between the projections and after them is saved in FP8. What :data:`ADAPTERS` makes of their
     inputs, if the module has it, is added to the projections."""
-    weight = parameter(module, "gate_up_proj")
+    weight = local_parameter(module, "gate_up_proj")
     assert weight is not None
-    beside: Beside | None = module.__dict__.get(BESIDE)
+    beside: Adapters | None = module.__dict__.get(ADAPTERS)
     if beside is not None:
-        project = partial(_with_beside, project, beside)
+        project = partial(_project_with_adapters, project, beside)
     dtype = compute_dtype(hidden)
     tokens, chosen, top_k, dealt = hidden, top_k_index.reshape(-1), top_k_index.shape[-1], None
     exchange: Exchange | None = module.__dict__.get(EXCHANGE)
     if exchange is not None:  # from here on a token is a row that some rank sent, with one choice
-        dealt = exchange.deal(chosen, weight.shape[0] * exchange.ranks)
-        tokens, chosen, top_k = dealt.to_experts(hidden, top_k, dtype), dealt.experts, 1
+        dealt = exchange.plan_dispatch(chosen, weight.shape[0] * exchange.ranks)
+        tokens, chosen, top_k = dealt.dispatch(hidden, top_k, dtype), dealt.experts, 1
     # An index beyond the last expert is a place that expert parallelism left empty: it has no row and adds zero.
     groups, pair_of, row_of = group_rows(chosen, weight.shape[0])
     x = ToRows.apply(tokens, pair_of, row_of, top_k, dtype)
-    gate = partial(_gate, module)
+    gate = partial(_apply_gate, module)
     if beside is None or weight.requires_grad:
         gate_up = project("gate_up_proj", x, groups)
     else:  # an adapter of a frozen weight keeps the tokens, not a row for each choice
-        again = partial(rows_of, top_k=top_k, dtype=dtype)
+        again = partial(gather_rows, top_k=top_k, dtype=dtype)
         with with_source(x, Source((tokens.detach(), pair_of), again)):
             gate_up = project("gate_up_proj", x, groups)
     if saves:
-        y = gated(gate, gate_up, lambda h: project("down_proj", h, groups))
+        y = run_gated(gate, gate_up, lambda h: project("down_proj", h, groups))
     else:
         y = project("down_proj", gate(gate_up), groups)
     pairs, nobody = ToPairs.apply(y, pair_of, row_of), (row_of >= groups.rows).unsqueeze(1)
     if dealt is not None:
-        pairs, nobody = dealt.to_pairs(pairs), (dealt.place >= len(dealt.order)).unsqueeze(1)
+        pairs, nobody = dealt.combine(pairs), (dealt.place >= len(dealt.order)).unsqueeze(1)
     if getattr(module, "has_post_expert_norm", False):
         pairs = module.post_expert_norm(pairs.masked_fill(nobody, 0))  # type: ignore[operator]
     weights = top_k_weights.reshape(-1, 1).masked_fill(nobody, 0)
-    answers = weighted(pairs, weights) if saves else pairs * weights
+    answers = weight_pairs(pairs, weights) if saves else pairs * weights
     # Gathering and adding in a fixed order is deterministic; index_add_ is not on a GPU.
     out = answers.view(*top_k_index.shape, answers.shape[-1]).sum(-2).to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)
 
 
-def _with_beside(project: Project, beside: Beside, name: str, x: Tensor, groups: Groups) -> Tensor:
+def _project_with_adapters(project: Project, beside: Adapters, name: str, x: Tensor, groups: Groups) -> Tensor:
     y, extra = project(name, x, groups), beside.get(name)
     return y if extra is None else y + extra(x, groups)
 
 
 # --- what is saved in FP8 between the projections and after them -------------------------------------------------
 
-MARK = "_saves_rows"
+SAVES_FP8 = "_saves_rows"
 """In the __dict__ of a module of experts that saves FP8."""
 
 
-def mark(experts: nn.Module) -> None:
-    add_attribute(experts, MARK, True)
+def save_in_fp8(experts: nn.Module) -> None:
+    add_attribute(experts, SAVES_FP8, True)
 
 
-def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
+def run_gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Tensor], Tensor]) -> Tensor:
     """down(gate(gate_up)), on what FP8 holds of gate_up [R, 2I]."""
     if gate_up.dtype not in sources.DTYPES or not gate_up.numel():
         return down(gate(gate_up))
@@ -312,14 +312,14 @@ def gated(gate: Callable[[Tensor], Tensor], gate_up: Tensor, down: Callable[[Ten
         return down(h)
 
 
-def weighted(pairs: Tensor, weights: Tensor) -> Tensor:
+def weight_pairs(pairs: Tensor, weights: Tensor) -> Tensor:
     """pairs [P, H] * weights [P, 1]; what the gradient of the weights needs of the pairs is saved in FP8."""
     if pairs.dtype not in sources.DTYPES or not pairs.numel():
         return pairs * weights
-    return _Weighted.apply(pairs, weights)
+    return _WeightPairs.apply(pairs, weights)
 
 
-class _Weighted(torch.autograd.Function):
+class _WeightPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, pairs: Tensor, weights: Tensor) -> Tensor:
         saved = sources.encode_activation(pairs) if ctx.needs_input_grad[1] else None

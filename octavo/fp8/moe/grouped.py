@@ -56,7 +56,7 @@ class Grouped(DenseOps):
         self.groups, self.transposed = groups, transposed
         self.tensors, self.sizes = groups[:3], groups.sizes
 
-    def restored(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
+    def restore(self, tensors: Sequence[Tensor]) -> tuple[DenseOps, list[Tensor]]:
         sizes, starts, tiles, *rest = tensors
         return Grouped(Groups(sizes, starts, tiles, self.groups.rows), self.transposed), rest
 
@@ -163,7 +163,7 @@ def grouped_gemms(x: Tensor, bias: Tensor | None, call: GemmArgs) -> Tensor:
     return three_gemms_unchecked(x, call.weight, bias, call)
 
 
-def one_by_one(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
+def run_each_expert(x: Tensor, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, int]:
     """(``run(expert, its rows)`` of every expert with rows, where its rows are, else zeros; how many experts ran).
 
     With no row at all the first expert runs on none, so that its weights belong to the graph. Waits for the device.

@@ -24,24 +24,26 @@ def fwd(x: Tensor, w: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
     Padding rows hold anything, also rows of the next expert.
     """
     w, bias = w.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    if _native(x, w):
-        y = _native_rows(x, w.mT, groups)
-        return y if bias is None else y + of_rows(bias, groups)
-    return _each(x, w.shape[1], groups, lambda e, rows: F.linear(rows, w[e], None if bias is None else bias[e]))
+    if _is_native(x, w):
+        y = _grouped_mm(x, w.mT, groups)
+        return y if bias is None else y + expand_to_rows(bias, groups)
+    return _run_each_expert(
+        x, w.shape[1], groups, lambda e, rows: F.linear(rows, w[e], None if bias is None else bias[e])
+    )
 
 
 def dgrad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """dx [R, K]: each expert's rows dy [R, N] times its w [E, N, K]."""
     w = w.to(dy.dtype)
-    if _native(dy, w):
-        return _native_rows(dy, w, groups)
-    return _each(dy, w.shape[2], groups, lambda e, rows: rows @ w[e])
+    if _is_native(dy, w):
+        return _grouped_mm(dy, w, groups)
+    return _run_each_expert(dy, w.shape[2], groups, lambda e, rows: rows @ w[e])
 
 
 def wgrad(dy: Tensor, x: Tensor, groups: Groups, out_dtype: torch.dtype) -> Tensor:
     """dw [E, N, K]: each expert's dy [R, N] transposed times its x [R, K]; zeros for one without rows."""
     dy, x = without_padding(dy, groups), without_padding(x, groups)
-    if _native(dy, x):
+    if _is_native(dy, x):
         dw = F.grouped_mm(dy.t(), x, offs=groups.starts[1:])
         # Nothing is written for an expert without rows.
         return torch.where((groups.sizes > 0).view(-1, 1, 1), dw, 0).to(out_dtype)
@@ -58,7 +60,7 @@ def bias_grad(dy: Tensor, groups: Groups) -> Tensor:
     return (is_of_expert.double() @ tiles.double()).float()
 
 
-def of_rows(values: Tensor, groups: Groups) -> Tensor:
+def expand_to_rows(values: Tensor, groups: Groups) -> Tensor:
     """[E, N] -> [R, N]: the values of each row's expert (of the first expert for rows after the last one's)."""
     return values.index_select(0, groups.tiles.clamp(min=0).repeat_interleave(TILE))
 
@@ -68,7 +70,7 @@ def without_padding(x: Tensor, groups: Groups) -> Tensor:
     return torch.where(real_rows(groups).unsqueeze(1), x, 0)
 
 
-def _each(x: Tensor, cols: int, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> Tensor:
+def _run_each_expert(x: Tensor, cols: int, groups: Groups, run: Callable[[int, Tensor], Tensor]) -> Tensor:
     """``run(expert, its rows)`` where the rows of x lie, [R, cols]; zeros in padding rows."""
     y = x.new_zeros(x.shape[0], cols)
     for expert, span in expert_spans(groups):
@@ -76,12 +78,12 @@ def _each(x: Tensor, cols: int, groups: Groups, run: Callable[[int, Tensor], Ten
     return y
 
 
-def _native_rows(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+def _grouped_mm(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """Each expert's rows x [R, A] times its w [E, A, B], by torch's grouped product."""
     return F.grouped_mm(without_padding(x, groups), w, offs=groups.starts[1:])
 
 
-def _native(a: Tensor, b: Tensor) -> bool:
+def _is_native(a: Tensor, b: Tensor) -> bool:
     """Whether torch's grouped product takes these operands without a detour over the host."""
     return (
         a.dtype is torch.bfloat16

@@ -16,13 +16,13 @@ class ToRows(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, pair_of: Tensor, row_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(row_of)
         ctx.top_k, ctx.dtype = top_k, hidden.dtype
-        return rows_of(hidden, pair_of, top_k, dtype)
+        return gather_rows(hidden, pair_of, top_k, dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (row_of,) = ctx.saved_tensors
-        pairs = _take(dy, row_of).masked_fill_((row_of >= dy.shape[0]).unsqueeze(1), 0)
+        pairs = _select_rows(dy, row_of).masked_fill_((row_of >= dy.shape[0]).unsqueeze(1), 0)
         tokens = row_of.shape[0] // ctx.top_k
         return pairs.view(tokens, ctx.top_k, dy.shape[1]).sum(1, dtype=ctx.dtype), None, None, None, None
 
@@ -34,21 +34,21 @@ class ToPairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pair_of: Tensor, row_of: Tensor) -> Tensor:
         ctx.save_for_backward(pair_of)
-        return _take(rows, row_of)
+        return _select_rows(rows, row_of)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (pair_of,) = ctx.saved_tensors
-        return _take(dy, pair_of), None, None
+        return _select_rows(dy, pair_of), None, None
 
 
-def rows_of(hidden: Tensor, pair_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
+def gather_rows(hidden: Tensor, pair_of: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
     """hidden [M, H] -> [R, H]: the token of the pair in each row."""
-    return _take(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
+    return _select_rows(hidden.to(dtype), pair_of.div(top_k, rounding_mode="floor"))
 
 
-def _take(source: Tensor, index: Tensor) -> Tensor:
+def _select_rows(source: Tensor, index: Tensor) -> Tensor:
     """Rows of ``source`` by index. One past the end takes the last row; of an empty source there are only zeros."""
     if not source.shape[0]:
         return source.new_zeros(index.shape[0], source.shape[1])

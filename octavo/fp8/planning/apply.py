@@ -98,7 +98,7 @@ def switch_plan(model: nn.Module, before: Plan, after: Plan) -> tuple[str, ...]:
             raise PlanError(_switch_error(old, new, why))
         turned.append((get_sites(module)[_parameter_name(new)], new))
     for site, new in turned:
-        site.turn(new.recipe or _HIGH, new.selections)
+        site.set_recipe(new.recipe or _HIGH, new.selections)
     return tuple(new.name for _, new in turned)
 
 
@@ -125,7 +125,7 @@ def _switch_error(old: PlanRow, new: PlanRow, why: str) -> str:
 
 
 def _recipe_name(row: PlanRow) -> str:
-    return "high precision" if row.recipe is None else row.recipe.short()
+    return "high precision" if row.recipe is None else row.recipe.summary()
 
 
 def _parameter_name(row: PlanRow) -> str:
@@ -189,7 +189,7 @@ def _apply_blocks(model: nn.Module, blocks: Sequence[PlanBlock]) -> None:
         if block.kind == ATTENTION:
             attention_output.recompute_input(attention[block.name])
         elif block.kind == EXPERTS:
-            experts.mark(module)
+            experts.save_in_fp8(module)
         elif block.fused and block.kind == MLP:
             why_not = gated_mlp.fuse(module, saves)
         elif block.fused:
@@ -253,5 +253,5 @@ def fuse(model: nn.Module) -> tuple[Fusion, ...]:
 def unfuse(model: nn.Module) -> None:
     """Restore the stock forward of norms, MLPs and the output of attention."""
     for module in list(model.modules()):
-        if not (isinstance(module, SwappedModule) and module.precise):
+        if not (isinstance(module, SwappedModule) and module.runs_in_high_precision):
             unswap(module)

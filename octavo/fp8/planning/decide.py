@@ -20,8 +20,8 @@ from octavo.base import accelerator
 from octavo.fp8.arithmetic.recipe import Recipe
 from octavo.fp8.dense.gemms import select_layer_backends
 from octavo.fp8.kernels.registry import BackendError, Selection
-from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, cases_of
-from octavo.fp8.measuring.choose import by_measurement, by_table
+from octavo.fp8.measuring.cases import Case, Entry, Measured, Measurements, make_cases
+from octavo.fp8.measuring.choose import choose_by_measurement, choose_by_table
 from octavo.fp8.measuring.machine import Machine
 from octavo.fp8.planning.checks import check_requests, make_notes, measurement_notes
 from octavo.fp8.planning.frozen import no_recipe_reason, recipes_for_codes
@@ -68,7 +68,7 @@ def plan(
     device = device_of(model)
     # Times of FP8 that is emulated on a CPU would switch every layer off: they are shown and decide nothing.
     used = None if measurements is None or measurements.machine.emulated else measurements
-    cases = cases_of(model, [row for row, _, _ in decided], tokens) if used is not None and tokens is not None else {}
+    cases = make_cases(model, [row for row, _, _ in decided], tokens) if used is not None and tokens is not None else {}
     chooser = _Chooser(policy, device, used, micro_steps)
     rows: list[PlanRow] = []
     for row, decision, why_not in decided:
@@ -86,7 +86,7 @@ def plan(
         *measurement_notes(policy, measurements, done),
         *describe_blocks(blocks),
     )
-    machine = Machine.here(device) if measurements is None else measurements.machine
+    machine = Machine.detect(device) if measurements is None else measurements.machine
     return Plan(done, policy, components, tokens, str(device), notes, machine, micro_steps, blocks)
 
 
@@ -145,19 +145,19 @@ class _Chooser:
     def _measured(
         self, row: Row, allowed: Mapping[str, Recipe], case: Case, measured: Measured, flops: float
     ) -> PlanRow:
-        choice = by_measurement(measured, tuple(allowed.values()), self.micro_steps)
+        choice = choose_by_measurement(measured, tuple(allowed.values()), self.micro_steps)
         high = measured.high.cost(self.micro_steps)
         best, fp8 = (None, None) if choice.best is None else (choice.best[0], choice.best[1].cost(self.micro_steps))
         planned = high if choice.entry is None or fp8 is None else fp8
         times = Times(case, measured, best, high, fp8, planned)
         if choice.entry is None:
             return PlanRow(row, None, choice.reason, {}, flops, times=times, decided=True)
-        recipe = next(r for r in allowed.values() if r.short() == choice.entry.recipe)
+        recipe = next(r for r in allowed.values() if r.summary() == choice.entry.recipe)
         picked = self._as_measured(row, recipe, choice.entry, case.m)
         return PlanRow(row, recipe, choice.reason, picked, flops, times=times, decided=True)
 
     def _by_table(self, row: Row, allowed: Mapping[str, Recipe], flops: float) -> PlanRow:
-        recipe, reason = by_table(self.sm, row.shape, allowed)
+        recipe, reason = choose_by_table(self.sm, row.shape, allowed)
         if recipe is not None:
             try:
                 return PlanRow(row, recipe, reason, self._select(row, recipe), flops, decided=True)

@@ -119,7 +119,7 @@ def load_plan(
     """
     path = Path(path)
     fields, text = read_document(path)
-    then, here = Machine(**fields["machine"]), Machine.here(device_of(model))
+    then, here = Machine(**fields["machine"]), Machine.detect(device_of(model))
     elsewhere = (then.gpu, then.capability) != (here.gpu, here.capability)
     if elsewhere and not other_machine:
         raise PlanError(

@@ -8,7 +8,7 @@ are multiplied too. With a weight [N, K] the forward contracts K, dgrad N and wg
     part = mean over the GEMMs in FP8 of  N' K' / (N K) - 1
 
 That is what the codes hold. Kernels cut matrices into tiles of 64 to 256 as well, as BF16 kernels do, which is not
-counted. Some backends write a result as wide as the codes and copy the real columns out (``Backend.cuts_results``):
+counted. Some backends write a result as wide as the codes and copy the real columns out (``Backend.pads_results``):
 y, whose width is N, dx and dw, whose width is K, each where that is no multiple of 16. Such a copy moves 4 bytes an
 element, which next to a GEMM over 1280 inputs is much more than the zeros.
 """
@@ -46,7 +46,7 @@ class BackendLine(NamedTuple):
 def backends(rows: Iterable[PlanRow]) -> list[BackendLine]:
     """One line for each distinct recipe, shape and GEMM that runs in FP8."""
     backend_lines = [
-        BackendLine(r.recipe.short(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
+        BackendLine(r.recipe.summary(), r.shape, gemm, s.backend.name, s.reason, s.rejected)
         for r in rows
         if r.recipe is not None
         for gemm, s in r.selections.items()
@@ -65,7 +65,7 @@ def table(rows: Sequence[PlanRow], notes: Iterable[str]) -> str:
 
 def summary(rows: Sequence[PlanRow]) -> str:
     """One line: the recipes in use, how many layers run in FP8, and in which GEMMs."""
-    recipes = list(dict.fromkeys(row.recipe.short() for row in rows if row.recipe is not None))
+    recipes = list(dict.fromkeys(row.recipe.summary() for row in rows if row.recipe is not None))
     used = {gemm for row in rows for gemm in row.selections}
     gemms = "/".join(gemm for gemm in GEMMS if gemm in used)
     count = f"{sum(row.fp8 for row in rows)} of {len(rows)} layers in FP8"
@@ -134,7 +134,7 @@ def _make_line(rows: list[PlanRow]) -> tuple[str, ...]:
         notes.append("frozen, no wgrad" if row.fp8 else "frozen")
     if row.row.tied:
         notes.append(f"tied to {row.row.tied[0]}")
-    recipe = row.recipe.short() if row.recipe is not None else "-"
+    recipe = row.recipe.summary() if row.recipe is not None else "-"
     return (
         row.component,
         fold(r.name for r in rows),
@@ -234,5 +234,5 @@ def copied_results(shape: tuple[int, int], backends: Mapping[str, Backend]) -> t
     """Which results (y, dx, dw) of a weight [N, K] are copied out of wider ones, by the backend of each GEMM."""
     n, k = shape
     widths = {"fwd": ("y", n), "dgrad": ("dx", k), "wgrad": ("dw", k)}
-    named = (widths[gemm] for gemm, backend in backends.items() if backend.cuts_results)
+    named = (widths[gemm] for gemm, backend in backends.items() if backend.pads_results)
     return tuple(name for name, width in named if width % ALIGN)

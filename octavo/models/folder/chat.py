@@ -33,7 +33,7 @@ from octavo.models.errors import ModelError
 #: limit of CPU time of the trial, and of any rendering; published templates take milliseconds
 SECONDS = 5
 #: limit of wall-clock time of the trial, for a busy machine
-PATIENCE = 120
+TRIAL_TIMEOUT = 120
 #: limit of bytes that the trial may allocate in addition to the memory of the process
 MEMORY = 1 << 30
 #: limit of characters that a template may write for a few words, and of the template itself
@@ -45,10 +45,10 @@ FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 
 _TURNS = (("user", "What is this?"), ("assistant", "A word."))
 _CONVERSATIONS = (_TURNS[:1], _TURNS, (("system", "Be brief."), *_TURNS, _TURNS[0]), _TURNS * 10)
-_tried: set[str] = set()
-_PLAIN = ({"role", "content"}, {"role", "content", "reasoning_content", "thinking"})
+_checked: set[str] = set()
+_PLAIN_KEYS = ({"role", "content"}, {"role", "content", "reasoning_content", "thinking"})
 #: variables of a template that come from the conversation and the tokenizer
-_GIVEN = re.compile("(messages|tools|documents|add_generation_prompt|continue_final_message|.*_tokens?)$")
+_RESERVED = re.compile("(messages|tools|documents|add_generation_prompt|continue_final_message|.*_tokens?)$")
 
 
 def check_template(processor: Any, folder: Path) -> None:
@@ -59,25 +59,25 @@ def check_template(processor: Any, folder: Path) -> None:
     """
     template = processor.chat_template
     kind = f"{type(processor).__name__} {template!r} {getattr(processor, 'template_args', {})!r}"
-    if not template or kind in _tried:
+    if not template or kind in _checked:
         return
-    if why := _trial(processor) if len(kind) <= LENGTH else f"has {len(kind):,} characters, and no template has":
+    if why := _run_trial(processor) if len(kind) <= LENGTH else f"has {len(kind):,} characters, and no template has":
         file = next((folder / name for name in FILES if (folder / name).exists()), folder)
         raise ModelError(
             f"{file}: the chat template {safe_read.printable(why)}. Take the template of the original model."
         )
-    _tried.add(kind)
+    _checked.add(kind)
 
 
-def _trial(processor: Any) -> str | None:
-    """The fault of a template, found in a child process, as the end of a sentence; None if it has none."""
+def _run_trial(processor: Any) -> str | None:
+    """Return the fault of a template, found in a child process, as the end of a sentence; None if it has none."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         _render_and_exit(processor, writer)
     os.close(writer)
     with open(reader, "rb") as pipe:
-        answered = select.select([pipe], [], [], PATIENCE)[0]
+        answered = select.select([pipe], [], [], TRIAL_TIMEOUT)[0]
         if not answered:
             os.kill(child, signal.SIGKILL)
         result = pipe.read()
@@ -95,14 +95,15 @@ def _trial(processor: Any) -> str | None:
 
 
 def _render_and_exit(processor: Any, writer: int) -> NoReturn:
-    """The child process: render, write lengths and errors as JSON, and exit without the parent's exit handlers."""
+    """Return the child process: render, write lengths and errors as JSON, and exit without the parent's exit
+    handlers."""
     code = 1
     try:
-        _limit(resource.RLIMIT_CORE, 0)
-        _limit(resource.RLIMIT_CPU, SECONDS)
+        _set_limit(resource.RLIMIT_CORE, 0)
+        _set_limit(resource.RLIMIT_CPU, SECONDS)
         statm = Path("/proc/self/statm")
         if statm.exists():  # other systems do not report the current size, to which the limit is added
-            _limit(resource.RLIMIT_AS, int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY)
+            _set_limit(resource.RLIMIT_AS, int(statm.read_text().split()[0]) * resource.getpagesize() + MEMORY)
         lengths, errors = [], []
         for turns in _CONVERSATIONS:
             try:
@@ -117,7 +118,7 @@ def _render_and_exit(processor: Any, writer: int) -> NoReturn:
         os._exit(code)
 
 
-def _limit(which: int, most: int) -> None:
+def _set_limit(which: int, most: int) -> None:
     hard = resource.getrlimit(which)[1]
     resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
@@ -129,7 +130,7 @@ def _render_turns(processor: Any, turns: Sequence[tuple[str, str]]) -> str:
 
 
 def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
-    """A conversation's text by the template of a processor or tokenizer. Raises ModelError with the template's
+    """Return a conversation's text by the template of a processor or tokenizer. Raises ModelError with the template's
     error."""
     try:
         with deadline():
@@ -147,7 +148,7 @@ def render(processor: Any, messages: Sequence[Mapping[str, Any]], add_generation
 
 @contextmanager
 def deadline() -> Iterator[None]:
-    """A context that interrupts a rendering after `SECONDS` of this thread's CPU time, with a ModelError.
+    """Context that interrupts a rendering after `SECONDS` of this thread's CPU time, with a ModelError.
 
     A signal handler checks every second, so a suspended machine causes no error. Only the main thread of a process
     receives signals: in other threads nothing is limited. A timer of the caller is restored afterwards.
@@ -170,24 +171,24 @@ def deadline() -> Iterator[None]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL if handler is None else handler)
 
 
-def write_plain(
+def render_plain(
     owner: Any, tokenizer: Any, conversation: Any, options: Mapping[str, Any], variables: Mapping[str, Any]
 ) -> str | None:
-    """A conversation by the template of `owner`, a processor or tokenizer, and `variables`, without transformers' code
-    around it: for a few words that code costs three times as much as the template, and finding the answers of a row
-    takes two renderings for each. None if that code might have an effect: for conversations with anything but roles,
-    texts, reasoning under both its names and placeholders of images.
+    """Return a conversation by the template of `owner`, a processor or tokenizer, and `variables`, without
+    transformers' code around it: for a few words that code costs three times as much as the template, and finding the
+    answers of a row takes two renderings for each. None if that code might have an effect: for conversations with
+    anything but roles, texts, reasoning under both its names and placeholders of images.
     """
     plain = type(owner.chat_template) is str and options.keys() <= {"tokenize", "add_generation_prompt"}
     if not plain or options.get("tokenize", True) or type(conversation) is not list or not conversation:
         return None
     for message in conversation:
-        if type(message) is not dict or message.keys() not in _PLAIN or type(message["role"]) is not str:
+        if type(message) is not dict or message.keys() not in _PLAIN_KEYS or type(message["role"]) is not str:
             return None
         if type(message.get("thinking", "")) is not str or message.get("reasoning_content") != message.get("thinking"):
             return None
         content = message["content"]
-        if type(content) is not str and not (type(content) is list and all(map(_plain, content))):
+        if type(content) is not str and not (type(content) is list and all(map(_is_plain, content))):
             return None
     template = _compile_jinja_template(owner.chat_template)
     # The same arguments as in transformers' render_jinja_template.
@@ -197,11 +198,11 @@ def write_plain(
         "add_generation_prompt": options.get("add_generation_prompt", False),
     }
     pieces = template.generate(messages=conversation, tools=None, documents=None, **named)
-    return _join(pieces, _most(conversation, variables))
+    return _join(pieces, _length_limit(conversation, variables))
 
 
-def _most(*values: object) -> int:
-    """The limit of characters in a rendering of these values."""
+def _length_limit(*values: object) -> int:
+    """Return the limit of characters in a rendering of these values."""
     count, level = 0, list(values)
     while level:
         below: list[object] = []
@@ -218,13 +219,13 @@ def _most(*values: object) -> int:
 
 
 def _join(pieces: Iterable[str], most: int) -> str:
-    """A rendering from its pieces. Raises ModelError as soon as they are longer than `most`."""
+    """Return a rendering from its pieces. Raises ModelError as soon as they are longer than `most`."""
     parts, length = [], 0
     for piece in pieces:
         parts.append(piece)
         length += len(piece)
         if length > most:
-            raise _too_long(length, most)
+            raise _length_error(length, most)
     return "".join(parts)
 
 
@@ -234,7 +235,7 @@ class LongRendering(ModelError):
     length = 0
 
 
-def _too_long(length: int, most: int) -> LongRendering:
+def _length_error(length: int, most: int) -> LongRendering:
     error = LongRendering(
         f"the chat template writes {length:,} characters or more for a conversation of "
         f"{(most - LENGTH) // GROWTH:,}, and {most:,} are the most; take the template of the original model"
@@ -250,8 +251,8 @@ def check_rendering(rendering: Any, *sources: object) -> Any:
     for text in rendering if isinstance(rendering, list) else [rendering]:
         if not isinstance(text, str):
             return rendering
-        if len(text) > LENGTH and len(text) > (most := _most(*sources)):
-            raise _too_long(len(text), most)
+        if len(text) > LENGTH and len(text) > (most := _length_limit(*sources)):
+            raise _length_error(len(text), most)
         try:
             text.encode()
         except UnicodeEncodeError as cause:
@@ -262,7 +263,7 @@ def check_rendering(rendering: Any, *sources: object) -> Any:
     return rendering
 
 
-def _plain(part: object) -> bool:
+def _is_plain(part: object) -> bool:
     return type(part) is dict and (
         part == {"type": "image"}
         or (part.keys() == {"type", "text"} and part["type"] == "text" and type(part["text"]) is str)
@@ -279,28 +280,28 @@ class WithDeadline:
     def apply_chat_template(self, conversation: Any, *args: Any, **kwargs: Any) -> Any:
         args_of_template = self.template_args
         with deadline():
-            text = None if args else write_plain(self, self.tokenizer, conversation, kwargs, args_of_template)
+            text = None if args else render_plain(self, self.tokenizer, conversation, kwargs, args_of_template)
             if text is None:
                 text = super().apply_chat_template(conversation, *args, **{**args_of_template, **kwargs})  # type: ignore[misc]
             return check_rendering(text, conversation, kwargs)
 
 
-def variables(template: str) -> set[str]:
-    """The variables that a template reads and that only the caller can set."""
+def template_variables(template: str) -> set[str]:
+    """Return the variables that a template reads and that only the caller can set."""
     parsed = _compile_jinja_template(template).environment.parse(template)
-    return {name for name in meta.find_undeclared_variables(parsed) if not _GIVEN.match(name)}
+    return {name for name in meta.find_undeclared_variables(parsed) if not _RESERVED.match(name)}
 
 
 def set_template_args(processor: Any, args: Mapping[str, Any], folder: Path) -> None:
     """Set the variables of a processor's chat template, and try the template with them (`check_template`). Raises
     ModelError for a variable that the template does not read, which jinja would silently ignore."""
     refused = f"{folder}: the chat template has no place for the variable %s (data.template_args)"
-    if reserved := [name for name in args if _GIVEN.match(name)]:
+    if reserved := [name for name in args if _RESERVED.match(name)]:
         raise ModelError(f"{refused % reserved[0]}, which Octavo sets itself. Remove it.")
     processor.template_args = dict(args)
     check_template(processor, folder)
     template = processor.chat_template
-    known = variables(template) if args and type(template) is str else set()
+    known = template_variables(template) if args and type(template) is str else set()
     for name in (name for name in args if name not in known):
         close = get_close_matches(name, known, 1, 0.7)
         fix = f"Did you mean {close[0]}?" if close else f"It reads {', '.join(sorted(known)) or 'none'}."

@@ -47,13 +47,13 @@ COMPANIONS = (
 #: the folders of a model that is stored in three (VILA, NVILA), each with its config.json and weights
 PARTS = ("llm", "vision_tower", "mm_projector")
 #: words in keys of config.json and of an image processor's settings -> the largest accepted value, by the first match
-_MOST = {
+_MAX_VALUES = {
     "depthwise": 1 << 24, "num_patches": 1 << 16, "vocab_size": 1 << 26,  # before words that they contain
     "layers": 1000, "depth": 1000, "n_layer": 1000, "experts": 1 << 15, "head": 1 << 16, "labels": 1 << 16,
     "classes": 1 << 16, "patch_size": 1 << 8, "merge_size": 1 << 5, "shortest_edge": 1 << 22, "min_pixels": 1 << 22,
     "_patches": 1 << 10, "height": 1 << 13, "width": 1 << 13, "seq_length": 1 << 16, "size": 1 << 24, "dim": 1 << 24,
 }  # fmt: skip
-_MOST_OF_ANY = 1 << 31  # the largest accepted integer under other keys
+_MAX_INTEGER = 1 << 31  # the largest accepted integer under other keys
 #: keys of config.json (and ends of keys) whose values must be above zero, and those that must not be below it: with
 #: other numbers a model loads and computes wrong results. A window of -3 hides all tokens, a base of 0 makes angles
 #: infinite
@@ -61,18 +61,18 @@ _ABOVE_ZERO = ("theta", "sliding_window", "rope_local_base_freq", "max_position_
                "moe_k", "partial_rotary_factor", "query_pre_attn_scalar", "low_freq_factor", "high_freq_factor",
                "long_factor", "short_factor")  # fmt: skip
 _NOT_BELOW_ZERO = ("_eps", "_epsilon", "dropout", "_jitter_noise", "mrope_section", "layer_rope_theta")
-_OF_LAYERS = "layer_rope_theta"  # 0 means that the layer has no rotary embedding (granitemoe_swa)
+_PER_LAYER_KEY = "layer_rope_theta"  # 0 means that the layer has no rotary embedding (granitemoe_swa)
 #: and those that must be 1 at most, because they are shares
 _AT_MOST_ONE = ("dropout", "partial_rotary_factor")
 #: keys of the number of experts for each token, and of the number of experts
-_TAKEN = ("num_experts_per_tok", "moe_k")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 #: tables of rotary embeddings: only in them must `factor` be above zero
 _ROPE = ("rope_scaling", "rope_parameters")
 _MAY_BE_INFINITE = "time_step_limit"  # of Mamba's layers; transformers writes infinity
 _WHOLE = safe_read.ValueCheck(lambda value: type(value) is int, "a whole number")
 _POSITIVE = safe_read.ValueCheck(
-    lambda value: type(value) is int and 0 < value <= _MOST_OF_ANY, "a whole number from 1"
+    lambda value: type(value) is int and 0 < value <= _MAX_INTEGER, "a whole number from 1"
 )
 #: fields of generation_config.json that transformers checks only when it generates
 _GENERATION = {
@@ -84,13 +84,13 @@ _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id", "suppress_tokens", "b
 
 
 def is_weights(file: Path) -> bool:
-    """Whether a file contains weights, by its name."""
+    """Return whether a file contains weights, by its name."""
     return file.name.endswith(".safetensors")
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """A context without progress bars and warnings of transformers: Octavo checks what it would warn about."""
+def silence_transformers() -> Iterator[None]:
+    """Context without progress bars and warnings of transformers: Octavo checks what it would warn about."""
     bars, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     loud = level < transformers_logging.ERROR  # only then: setting a level visits all loggers of the process
     transformers_logging.disable_progress_bar()
@@ -106,24 +106,24 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def stock(subject: str) -> Iterator[None]:
-    """A quiet context for transformers and its libraries: all their errors become a ModelError that begins with
+def wrap_errors(subject: str) -> Iterator[None]:
+    """Quiet context for transformers and its libraries: all their errors become a ModelError that begins with
     `subject` ("FOLDER: the tokenizer cannot be loaded"). A field of a wrong type can raise any exception, and panics of
     tokenizers' Rust code are not even subclasses of Exception."""
     try:
-        with quiet():
+        with silence_transformers():
             yield
     except ModelError:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ModelError(f"{subject}: {safe_read.printable(summary(error))}") from error
+        raise ModelError(f"{subject}: {safe_read.printable(shorten_error(error))}") from error
 
 
 @contextmanager
-def readable(folder: Path) -> Iterator[Path]:
-    """A context with a model folder for libraries that open its files by name (configuration, tokenizer, processor,
+def open_plain(folder: Path) -> Iterator[Path]:
+    """Context with a model folder for libraries that open its files by name (configuration, tokenizer, processor,
     templates): the folder itself or, if such files are encrypted, a temporary folder of links to plain text in memory.
     It contains no weights, which Octavo reads itself, a piece at a time.
 
@@ -149,11 +149,11 @@ def readable(folder: Path) -> Iterator[Path]:
 
 
 def parts_of(folder: Path) -> tuple[str, ...]:
-    """`PARTS` for a model that is stored in three folders, else ()."""
+    """Return `PARTS` for a model that is stored in three folders, else ()."""
     return PARTS if all((folder / part / "config.json").is_file() for part in PARTS) else ()
 
 
-def one_folder(folder: Path, what: str) -> None:
+def require_one_folder(folder: Path, what: str) -> None:
     """Raise ModelError for a model that is stored in three folders, which `what` does not support."""
     if parts := parts_of(folder):
         raise ModelError(
@@ -162,14 +162,14 @@ def one_folder(folder: Path, what: str) -> None:
         )
 
 
-def at(folder: Path, name: str) -> Path:
-    """The path of a file of a model: in its folder, else in one of its three folders; the file may not exist."""
+def find_file(folder: Path, name: str) -> Path:
+    """Find the path of a file of a model: in its folder, else in one of its three folders; the file may not exist."""
     places = (folder / name, *(folder / part / name for part in parts_of(folder)))
     return next((file for file in places if os.path.lexists(file)), places[0])
 
 
 def read_json(file: Path) -> dict:
-    """A JSON object from a file. Raises ModelError when it is missing, broken or no object."""
+    """Read a JSON object from a file. Raises ModelError when it is missing, broken or no object."""
     if not os.path.lexists(file):
         raise ModelError(f"{file} is missing: {file.parent} is {_describe_folder(file.parent)}")
     return safe_read.read_json(file, ModelError)
@@ -191,9 +191,9 @@ def check_sizes(file: Path) -> None:
             if not math.isfinite(node) and (math.isnan(node) or key != _MAY_BE_INFINITE):
                 raise ModelError(f"{file} gives {key}={node}, which is no finite number. Correct the field.")
             _check_sign(file, key, node)
-            most = next((most for word, most in _MOST.items() if word in key), None)
+            most = next((most for word, most in _MAX_VALUES.items() if word in key), None)
             if most is None and isinstance(node, int) and "theta" not in key:
-                most = _MOST_OF_ANY
+                most = _MAX_INTEGER
             if most is not None and not abs(node) <= most:
                 raise ModelError(f"{file} gives {key}={node}, and {most} is the most here. Correct the field.")
         if key == "model_type" and not isinstance(node, str):
@@ -202,7 +202,7 @@ def check_sizes(file: Path) -> None:
 
 def _check_sign(file: Path, key: str, value: float) -> None:
     """Raise ModelError for a number outside the range of its field."""
-    above = key.endswith((*_ABOVE_ZERO, *(f"{rope}.factor" for rope in _ROPE))) and not key.endswith(_OF_LAYERS)
+    above = key.endswith((*_ABOVE_ZERO, *(f"{rope}.factor" for rope in _ROPE))) and not key.endswith(_PER_LAYER_KEY)
     if (above and value <= 0) or (key.endswith(_NOT_BELOW_ZERO) and value < 0):
         least = "above 0" if above else "0 or above"
         raise ModelError(f"{file} gives {key.rpartition('.')[2]}={value}, and it must be {least}. Correct the field.")
@@ -213,7 +213,7 @@ def _check_sign(file: Path, key: str, value: float) -> None:
 def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
     """Raise ModelError if a token takes more experts than there are, with which no forward completes."""
     counts = [part[key] for key in _EXPERTS if type(part.get(key)) is int]
-    for key in _TAKEN:
+    for key in _EXPERTS_PER_TOKEN:
         if type(taken := part.get(key)) is int and taken > max(counts, default=0) > 1:  # dense siblings have 0 or 1
             raise ModelError(
                 f"{file} gives {key}={taken}, and it must be {max(counts)} at most, the number of experts. Correct the "
@@ -224,7 +224,7 @@ def _check_experts(file: Path, part: Mapping[str, Any]) -> None:
 def check_generation_config(folder: Path) -> None:
     """Raise ModelError for a generation_config.json that transformers refuses, when it loads it or when it generates: a
     field of a wrong type, tokens that are no numbers or beyond the vocabulary."""
-    file = at(folder, "generation_config.json")
+    file = find_file(folder, "generation_config.json")
     if not os.path.lexists(file):
         return
     settings, config = read_json(file), file.parent / "config.json"
@@ -239,12 +239,12 @@ def check_generation_config(folder: Path) -> None:
             if type(rows) is int and one >= rows:
                 raise ModelError(f"{file}: {key} names token {one}, and the vocabulary of config.json ends at {rows}.")
     safe_read.check_schema(settings, _GENERATION, file, ModelError)
-    with stock(f"{file} cannot be used"):
+    with wrap_errors(f"{file} cannot be used"):
         GenerationConfig.from_dict(settings).validate()
 
 
 def _describe_folder(folder: Path) -> str:
-    """What a folder is that lacks files of a model, with the fix, as the end of a sentence."""
+    """Return what a folder is that lacks files of a model, with the fix, as the end of a sentence."""
     if (folder / "adapter_config.json").is_file():
         return (
             "a PEFT adapter. Pass its base here and the adapter separately (`lora.adapter` continues to train it), or "
@@ -256,7 +256,7 @@ def _describe_folder(folder: Path) -> str:
 
 
 def check_weight_files(folder: Path, indexed: bool | None = None) -> list[headers.Header]:
-    """The headers of a folder's safetensors files, checked for completeness; no tensor is read.
+    """Return the headers of a folder's safetensors files, checked for completeness; no tensor is read.
 
     indexed: whether to use the index; None: only without model.safetensors.
 
@@ -264,7 +264,7 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
     missing or truncated, or when a shard lacks a tensor that the index places in it.
     """
     if parts := parts_of(folder):
-        return [_within(part, header) for part in parts for header in check_weight_files(folder / part)]
+        return [_add_prefix(part, header) for part in parts for header in check_weight_files(folder / part)]
     index = folder / INDEX
     if indexed is None:
         indexed = index.exists() and not (folder / SINGLE).exists()  # transformers, too, prefers the single file
@@ -273,7 +273,7 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
     for name in sorted(set(placed.values())) or [SINGLE]:
         file = folder / name
         if not os.path.lexists(file):
-            raise ModelError(no_weights(file, indexed))
+            raise ModelError(missing_weights_error(file, indexed))
         try:
             header = headers.read(file)
         except headers.HeaderError as error:
@@ -290,14 +290,14 @@ def check_weight_files(folder: Path, indexed: bool | None = None) -> list[header
     return file_headers
 
 
-def _within(part: str, header: headers.Header) -> headers.Header:
-    """The header of a file in one of three folders, with the folder's name as prefix of its tensors."""
+def _add_prefix(part: str, header: headers.Header) -> headers.Header:
+    """Return the header of a file in one of three folders, with the folder's name as prefix of its tensors."""
     entries = tuple(replace(entry, name=f"{part}.{entry.name}") for entry in header.entries)
     return replace(header, file=f"{part}/{header.file}", entries=entries)
 
 
 def weight_map(index: Path) -> dict[str, str]:
-    """Tensor name -> file of an index. Raises ModelError if it is damaged or names files outside the folder."""
+    """Return tensor name -> file of an index. Raises ModelError if it is damaged or names files outside the folder."""
     placed = read_json(index).get("weight_map")
     if not isinstance(placed, dict) or not placed or not all(isinstance(file, str) for file in placed.values()):
         raise ModelError(f"{index} has no weight_map of tensor names to files. Download or write the file again.")
@@ -306,17 +306,17 @@ def weight_map(index: Path) -> dict[str, str]:
     return placed
 
 
-def pickles(folder: Path) -> list[str]:
-    """The names of files in a folder with a suffix of pickles."""
+def find_pickles(folder: Path) -> list[str]:
+    """Find the names of files in a folder with a suffix of pickles."""
     return sorted(p.name for p in folder.glob("*") if p.name.endswith(PICKLES) and p.is_file())
 
 
-def no_weights(file: Path, indexed: bool) -> str:
-    """The error for a folder that lacks this file of weights."""
+def missing_weights_error(file: Path, indexed: bool) -> str:
+    """Return the error for a folder that lacks this file of weights."""
     folder = file.parent
     if indexed:
         return f"{file} is missing, though {INDEX} names it. Download the shard again."
-    if pickled := pickles(folder):
+    if pickled := find_pickles(folder):
         return (
             f"{folder} holds only pickled weights ({', '.join(pickled[:3])}); a pickle can run code when it is read, "
             "so Octavo reads only safetensors. Save the model with save_pretrained (safetensors is its format) first."
@@ -325,7 +325,8 @@ def no_weights(file: Path, indexed: bool) -> str:
 
 
 def companions(folder: Path) -> list[Path]:
-    """The files of COMPANIONS in a folder, including broken links; for a model in three folders, those in each."""
+    """Return the files of COMPANIONS in a folder, including broken links; for a model in three folders, those in
+    each."""
     homes = (folder, *(folder / part for part in parts_of(folder)))
     return sorted({file for home in homes for pattern in COMPANIONS for file in home.glob(pattern)})
 
@@ -354,7 +355,7 @@ def refuse_outside(file: Path, folder: Path) -> None:
 
 
 def read_companion(file: Path) -> bytes:
-    """The contents of one of COMPANIONS, parsed to check its format. Raises ModelError."""
+    """Read the contents of one of COMPANIONS, parsed to check its format. Raises ModelError."""
     raw = safe_read.read_bytes(file, ModelError)
     if file.suffix in (".json", ".jinja", ".txt"):
         text = safe_read.decode(raw, file, ModelError)
@@ -404,6 +405,6 @@ def write_config(
     encryption.write_file(target / "config.json", (json.dumps(config, indent=2) + "\n").encode(), encrypted)
 
 
-def summary(error: BaseException) -> str:
+def shorten_error(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 600 else text[:600] + " ..."

@@ -29,8 +29,8 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
-WORDS = {dtype: word for word, dtype in DTYPES.items()}
-_LONGEST = 100_000_000  # bytes of a header: safetensors' own limit
+DTYPE_NAMES = {dtype: word for word, dtype in DTYPES.items()}
+_MAX_HEADER_BYTES = 100_000_000  # bytes of a header: safetensors' own limit
 
 
 class HeaderError(ValueError):
@@ -80,27 +80,27 @@ class Header:
 
 
 def is_pickle(file: Path) -> bool:
-    """Whether a file is a pickle or torch's zip of one, by its first bytes."""
+    """Return whether a file is a pickle or torch's zip of one, by its first bytes."""
     with safe_read.open_file(file) as opened:
         start = opened.read(4)
     return start == b"PK\x03\x04" or (len(start) > 1 and start[0] == 0x80 and 2 <= start[1] <= 5)
 
 
 def read(file: Path) -> Header:
-    """The header of a file, checked against the file's size. Raises HeaderError."""
+    """Return the header of a file, checked against the file's size. Raises HeaderError."""
     try:
         opened = safe_read.open_file(file)
     except safe_read.Unreadable as error:
         raise HeaderError(str(error).rstrip("."), "unread", "") from error
-    with opened, _readable():
+    with opened, _convert_errors():
         size = safe_read.size_of(opened)
         length, first = int.from_bytes(opened.read(8), "little"), opened.read(1)
         # A length may have the same first bytes as a pickle, so they are decisive only if the rest is no header.
         if (first != b"{" or length > size - 8) and is_pickle(file):
             why = "it is a pickle with the name of another format, which can run code when it is read"
             raise HeaderError(why, "pickle", "Save the model as safetensors")
-        if size < 8 or length > min(_LONGEST, size - 8):
-            kind = "header" if size >= 8 and length > _LONGEST else "truncated"
+        if size < 8 or length > min(_MAX_HEADER_BYTES, size - 8):
+            kind = "header" if size >= 8 and length > _MAX_HEADER_BYTES else "truncated"
             raise HeaderError(f"it has {size} bytes and announces a header of {length}", kind)
         opened.seek(8)
         raw = opened.read(length)
@@ -119,8 +119,8 @@ def read(file: Path) -> Header:
 
 
 @contextmanager
-def _readable() -> Iterator[None]:
-    """A context in which errors of a damaged encrypted file become HeaderErrors."""
+def _convert_errors() -> Iterator[None]:
+    """Context in which errors of a damaged encrypted file become HeaderErrors."""
     try:
         yield
     except encryption.VaultError as error:
@@ -128,7 +128,7 @@ def _readable() -> Iterator[None]:
 
 
 def parse(file: str, text: str) -> Header:
-    """The header of this JSON. Raises HeaderError."""
+    """Return the header of this JSON. Raises HeaderError."""
     try:
         table = safe_read.parse_json(text, "its header")
     except safe_read.Unreadable as error:
@@ -163,7 +163,8 @@ def _entry(name: str, info: Any) -> Entry:
 
 
 def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Header:
-    """The header of a file with these tensors (name, dtype, shape) in this order, as safetensors would write it."""
+    """Return the header of a file with these tensors (name, dtype, shape) in this order, as safetensors would write
+    it."""
     entries: list[Entry] = []
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -175,8 +176,8 @@ def compose(file: str, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> H
     return Header(file, text + " " * (-len(text.encode()) % 8), tuple(entries))
 
 
-def index_of(headers: Iterable[Header]) -> str:
-    """The text of model.safetensors.index.json for these files."""
+def make_index(headers: Iterable[Header]) -> str:
+    """Create the text of model.safetensors.index.json for these files."""
     headers = tuple(headers)
     index = {
         "metadata": {"total_size": sum(header.size for header in headers)},

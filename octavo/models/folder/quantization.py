@@ -10,8 +10,9 @@ Every scale is a dequantization multiplier, value = code * scale, with or withou
 separate tensors on disk, `mlp.experts.3.up_proj.weight`. The kinds, as in `fp8.weights.FROZEN`, are row (= channel),
 block and tensor.
 
-Two lists determine which layers are in FP8, and loaders interpret them differently: by `exact`, `by_parts`,
-`by_pattern` or `by_target`. Checkpoints should therefore list full names, which all loaders understand.
+Two lists determine which layers are in FP8, and loaders interpret them differently: by `matches_exactly`,
+`matches_parts`,
+`matches_pattern` or `matches_target`. Checkpoints should therefore list full names, which all loaders understand.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 from octavo import fp8
 from octavo.base.recipe_specs import FROZEN_BLOCKS
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import QUANTIZED_KEYS, read_json, stock
+from octavo.models.folder.folder import QUANTIZED_KEYS, read_json, wrap_errors
 
 METHODS = ("fp8", "compressed-tensors")
 #: tensors that servers concatenate to one matrix, by the last part of their names on disk, in the matrix' order
@@ -81,7 +82,7 @@ class Quantization:
         return fp8.CastSpec("e4m3", block, "fp32")
 
     def grid(self, n: int, k: int) -> tuple[int, int]:
-        """The shape of the scales of a weight [n, k] in frozen weights: [n, 1], [1, 1] or blocks."""
+        """Return the shape of the scales of a weight [n, k] in frozen weights: [n, 1], [1, 1] or blocks."""
         if self.kind == "tensor":
             return (1, 1)
         if self.block is None:
@@ -89,12 +90,12 @@ class Quantization:
         return (-(-n // self.block[0]), -(-k // self.block[1]))
 
     def covers(self, name: str, types: Iterable[str] = ("Linear",)) -> bool:
-        """Whether the linear layer of this name is in FP8 by the rule of the method's library (fp8: transformers;
-        compressed-tensors: itself). `types`: the names of the module's class and its base classes."""
+        """Return whether the linear layer of this name is in FP8 by the rule of the method's library (fp8:
+        transformers; compressed-tensors: itself). `types`: the names of the module's class and its base classes."""
         if self.method == "fp8":
-            return not by_pattern(name, self.skipped)
+            return not matches_pattern(name, self.skipped)
         types = tuple(types)
-        return by_target(name, self.targets, types) and not by_target(name, self.skipped, types)
+        return matches_target(name, self.targets, types) and not matches_target(name, self.skipped, types)
 
     def __str__(self) -> str:
         size = f" {self.block[0]}x{self.block[1]}" if self.block else ""
@@ -102,11 +103,12 @@ class Quantization:
 
 
 def is_cache_scale(name: str) -> bool:
-    """Whether a tensor of this name is a scale of an FP8 KV cache, which servers use; it belongs to no weight."""
+    """Return whether a tensor of this name is a scale of an FP8 KV cache, which servers use; it belongs to no
+    weight."""
     return _CACHE_SCALE.search(name) is not None
 
 
-def exact(name: str, names: Iterable[str]) -> bool:
+def matches_exactly(name: str, names: Iterable[str]) -> bool:
     """vLLM's rule for `fp8`: the full name is in the list; for experts, the name of one of them is."""
     names = tuple(names)
     if name.endswith(".experts"):
@@ -114,7 +116,7 @@ def exact(name: str, names: Iterable[str]) -> bool:
     return name in names
 
 
-def by_parts(name: str, names: Iterable[str]) -> bool:
+def matches_parts(name: str, names: Iterable[str]) -> bool:
     """SGLang's rule for `fp8` (since 2026-04): an entry matches consecutive whole parts of the name: `mlp.gate` matches
     `layers.0.mlp.gate` and not `layers.0.mlp.gate_up_proj`; with or without the prefix `model.`."""
     return any(
@@ -122,7 +124,7 @@ def by_parts(name: str, names: Iterable[str]) -> bool:
     )
 
 
-def by_pattern(name: str, patterns: Iterable[str]) -> bool:
+def matches_pattern(name: str, patterns: Iterable[str]) -> bool:
     """transformers' rule for `fp8`: a regular expression that matches from the start to a dot or the end, or a suffix
     of the name.
 
@@ -132,31 +134,31 @@ def by_pattern(name: str, patterns: Iterable[str]) -> bool:
     patterns = tuple(patterns)
     if not patterns:
         return False
-    return name.endswith(patterns) or _bounded(patterns).match(name) is not None
+    return name.endswith(patterns) or _compile_patterns(patterns).match(name) is not None
 
 
 @lru_cache(maxsize=64)
-def _bounded(patterns: tuple[str, ...]) -> re.Pattern[str]:
+def _compile_patterns(patterns: tuple[str, ...]) -> re.Pattern[str]:
     """One expression for all patterns, for speed: a list may have thousands of names of layers."""
     boundary = r"(?:(?<=\.)|(?=\.|$))"
     return re.compile(f"(?:{'|'.join(f'(?:{p})' for p in patterns)}){boundary}")
 
 
-def by_target(name: str, targets: Iterable[str], types: Iterable[str] = ("Linear",)) -> bool:
+def matches_target(name: str, targets: Iterable[str], types: Iterable[str] = ("Linear",)) -> bool:
     """compressed-tensors' rule: the full name, `re:` with an expression that matches from the start, or a class of the
     module."""
-    exactly, expressions = _targets(tuple(targets))
+    exactly, expressions = _split_targets(tuple(targets))
     return name in exactly or any(t in exactly for t in types) or any(one.match(name) for one in expressions)
 
 
 @lru_cache(maxsize=64)
-def _targets(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
+def _split_targets(targets: tuple[str, ...]) -> tuple[frozenset[str], tuple[re.Pattern[str], ...]]:
     marked = tuple(t for t in targets if t.startswith("re:"))
     return frozenset(targets) - frozenset(marked), tuple(re.compile(t.removeprefix("re:")) for t in marked)
 
 
 def read_quantization(folder: str | Path) -> Quantization | None:
-    """The quantization of a folder by its config.json; None for a folder in high precision.
+    """Read the quantization of a folder by its config.json; None for a folder in high precision.
 
     Raises ModelError, with the fix, for a method, a format or a layout that Octavo does not read.
     """
@@ -173,7 +175,7 @@ def read_quantization(folder: str | Path) -> Quantization | None:
 
 
 def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The quantization block of a config.json, at the top or in `text_config`; None without one."""
+    """Return the quantization block of a config.json, at the top or in `text_config`; None without one."""
     text = config.get("text_config")
     for place in (config, text if isinstance(text, Mapping) else {}):
         for key in QUANTIZED_KEYS:
@@ -183,11 +185,11 @@ def quantization_block(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def parse(block: object, where: str = "quantization_config") -> Quantization:
-    """A `quantization_config` as a Quantization; `where`: the file, for errors. Raises ModelError."""
+    """Return a `quantization_config` as a Quantization; `where`: the file, for errors. Raises ModelError."""
     if not isinstance(block, Mapping):
         raise ModelError(f"{where}: quantization_config is {type(block).__name__}, not an object. Write it again.")
     method = block.get("quant_method", "compressed-tensors" if "config_groups" in block else None)
-    with stock(f"{where}: quantization_config has a field of another type"):
+    with wrap_errors(f"{where}: quantization_config has a field of another type"):
         if method == "fp8":
             return _parse_fp8(block, where)
         if method == "compressed-tensors":
@@ -199,7 +201,7 @@ def parse(block: object, where: str = "quantization_config") -> Quantization:
 
 
 def parse_autofp8(block: object, where: str = "quantization_config") -> Quantization | None:
-    """A `quantization_config` of AutoFP8 as a Quantization; None for any other.
+    """Return a `quantization_config` of AutoFP8 as a Quantization; None for any other.
 
     It is method fp8 with one scale for each tensor: `X.weight_scale`, and with activation_scheme static also
     `X.input_scale`. vLLM and SGLang read it. transformers, which reads only `weight_scale_inv`, does not, and Octavo
@@ -213,7 +215,7 @@ def parse_autofp8(block: object, where: str = "quantization_config") -> Quantiza
     skipped = block.get("ignored_layers")
     if skipped is None:
         skipped = block.get("modules_to_not_convert")
-    return Quantization("fp8", "tensor", None, _names(skipped, f"{where}: ignored_layers"), activations=scheme)
+    return Quantization("fp8", "tensor", None, _parse_names(skipped, f"{where}: ignored_layers"), activations=scheme)
 
 
 def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
@@ -246,8 +248,8 @@ def _parse_fp8(block: Mapping[str, Any], where: str) -> Quantization:
     return Quantization(
         "fp8",
         "block",
-        _pair(size, f"{where}: weight_block_size"),
-        _names(skipped, f"{where}: modules_to_not_convert"),
+        _parse_pair(size, f"{where}: weight_block_size"),
+        _parse_names(skipped, f"{where}: modules_to_not_convert"),
         scale_format=block.get("scale_fmt") or "float",
     )
 
@@ -274,7 +276,7 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
         if form not in _FORMATS:
             raise ModelError(f"{at} has format {form!r}; of compressed-tensors Octavo reads 'float-quantized'. {_FIX}")
         layout = _parse_weights(group["weights"], at)
-        layouts.setdefault(layout, []).extend(_names(group.get("targets"), f"{at}.targets"))
+        layouts.setdefault(layout, []).extend(_parse_names(group.get("targets"), f"{at}.targets"))
         inputs = group.get("input_activations")
         activations.add("none" if inputs is None else "dynamic" if inputs.get("dynamic") else "static")
     if len(layouts) != 1:
@@ -283,15 +285,15 @@ def _parse_compressed(block: Mapping[str, Any], where: str) -> Quantization:
             f"({', '.join(k for k, _ in layouts) or 'none'}); Octavo reads checkpoints with one. {_FIX}"
         )
     ((kind, size), targets), *_ = layouts.items()
-    skipped = _names(block.get("ignore"), f"{where}: ignore")
+    skipped = _parse_names(block.get("ignore"), f"{where}: ignore")
     for pattern in (*targets, *skipped):
-        _compiles(pattern, where)
+        _check_pattern(pattern, where)
     activation = "static" if "static" in activations else "dynamic" if "dynamic" in activations else "none"
     return Quantization("compressed-tensors", kind, size, skipped, tuple(targets), activation)
 
 
 def _parse_weights(weights: object, at: str) -> tuple[str, tuple[int, int] | None]:
-    """(kind, block) of the scheme of a group's weights."""
+    """Return (kind, block) of the scheme of a group's weights."""
     if not isinstance(weights, Mapping):
         raise ModelError(f"{at}.weights is {weights!r}, not an object. Write it again.")
     wanted = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -307,27 +309,27 @@ def _parse_weights(weights: object, at: str) -> tuple[str, tuple[int, int] | Non
     size = weights.get("block_structure")
     if isinstance(size, str) and re.fullmatch(r"\d+x\d+", size):
         size = [int(part) for part in size.split("x")]
-    return "block", _pair(size, f"{at}.weights.block_structure")
+    return "block", _parse_pair(size, f"{at}.weights.block_structure")
 
 
-def _pair(value: Any, where: str) -> tuple[int, int]:
+def _parse_pair(value: Any, where: str) -> tuple[int, int]:
     whole = isinstance(value, list | tuple) and len(value) == 2 and all(type(side) is int for side in value)
     if not whole or any(side < 1 for side in value):
         raise ModelError(f"{where} is {value!r}; two whole numbers are needed, as in [128, 128]. Correct it.")
     return value[0], value[1]
 
 
-def _names(value: object, where: str) -> tuple[str, ...]:
+def _parse_names(value: object, where: str) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
         raise ModelError(f"{where} is {value!r}, not a list of names. Write it again.")
     for name in value if "modules_to_not_convert" in where else ():
-        _compiles(f"re:{name}", where)
+        _check_pattern(f"re:{name}", where)
     return tuple(value)
 
 
-def _compiles(pattern: str, where: str) -> None:
+def _check_pattern(pattern: str, where: str) -> None:
     if pattern.startswith("re:"):
         try:
             re.compile(pattern.removeprefix("re:"))
@@ -336,7 +338,7 @@ def _compiles(pattern: str, where: str) -> None:
 
 
 def to_config(quantization: Quantization) -> dict[str, Any]:
-    """The `quantization_config` of a Quantization: `parse` returns the same Quantization for it.
+    """Return the `quantization_config` of a Quantization: `parse` returns the same Quantization for it.
 
     fp8 has every key that vLLM, SGLang and transformers read, compressed-tensors the keys that its version 0.20 writes.
     Raises ModelError for a Quantization that the method cannot express.
@@ -360,7 +362,7 @@ def to_config(quantization: Quantization) -> dict[str, Any]:
         raise ModelError(
             f"compressed-tensors has no scales of {q.scale_format} here; use method 'fp8', or float scales."
         )
-    weights = _arguments({"row": "channel"}.get(q.kind, q.kind), dynamic=False)
+    weights = _quantization_arguments({"row": "channel"}.get(q.kind, q.kind), dynamic=False)
     if q.block is not None:
         weights["block_structure"] = list(q.block)
     return {
@@ -375,23 +377,23 @@ def to_config(quantization: Quantization) -> dict[str, Any]:
                 "targets": list(q.targets),
                 "format": "float-quantized",
                 "weights": weights,
-                "input_activations": _inputs(q),
+                "input_activations": _activation_arguments(q),
                 "output_activations": None,
             }
         },
     }
 
 
-def _inputs(q: Quantization) -> dict[str, object] | None:
+def _activation_arguments(q: Quantization) -> dict[str, object] | None:
     if q.activations == "none":
         return None
     if q.activations == "static":
-        return _arguments("tensor", dynamic=False)
+        return _quantization_arguments("tensor", dynamic=False)
     if q.block is not None:
-        return {**_arguments("group", dynamic=True), "group_size": q.block[1]}
-    return _arguments("token", dynamic=True)
+        return {**_quantization_arguments("group", dynamic=True), "group_size": q.block[1]}
+    return _quantization_arguments("token", dynamic=True)
 
 
-def _arguments(strategy: str, dynamic: bool) -> dict[str, object]:
+def _quantization_arguments(strategy: str, dynamic: bool) -> dict[str, object]:
     fp8_words = {"num_bits": 8, "type": "float", "symmetric": True}
     return {**fp8_words, "group_size": None, "strategy": strategy, "dynamic": dynamic}

@@ -21,8 +21,8 @@ from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioPro
 
 from octavo.models.errors import ForeignTokenizerError, ModelError
 from octavo.models.folder.chat import WithDeadline
-from octavo.models.folder.folder import check_sizes, readable, stock
-from octavo.models.structure.audio_shapes import LEAST, audio_of
+from octavo.models.folder.folder import check_sizes, open_plain, wrap_errors
+from octavo.models.structure.audio_shapes import MIN_TOKENS, audio_of
 from octavo.models.structure.skeleton import stock_config
 
 
@@ -35,14 +35,14 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
     @property
     def sound_limits(self) -> tuple[int, int, int]:
         hop = self.feature_extractor.hop_length
-        frames = next(n for n in range(1, 100) if self._tokens(n) == LEAST)
+        frames = next(n for n in range(1, 100) if self._tokens(n) == MIN_TOKENS)
         return self.feature_extractor.sampling_rate, (frames - 1) * hop + 1, self.feature_extractor.n_samples
 
     def __call__(
         self, text: Sequence[str], audio: Sequence[np.ndarray] | None = None, images: Any = None, **options: Any
     ) -> BatchFeature:
-        """`input_ids` of texts with expanded placeholders and, if there are sounds, `input_features` [sounds, bins,
-        frames] and `feature_attention_mask` [sounds, frames]; lists, unless `options` of the tokenizer set
+        """Return `input_ids` of texts with expanded placeholders and, if there are sounds, `input_features` [sounds,
+        bins, frames] and `feature_attention_mask` [sounds, frames]; lists, unless `options` of the tokenizer set
         `return_tensors`. Raises ModelError for images, and if the numbers of placeholders and sounds differ."""
         if images is not None and len(images):
             raise ModelError(f"{len(images)} images were given to a model of audio and text, which takes no images.")
@@ -72,7 +72,7 @@ class Qwen2AudioTextProcessor(WithDeadline, Qwen2AudioProcessor):
 
 
 def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None) -> Qwen2AudioTextProcessor:
-    """The processor of a folder. Raises ModelError if its files are missing or contradict config.json."""
+    """Load the processor of a folder. Raises ModelError if its files are missing or contradict config.json."""
     file = folder / "preprocessor_config.json"
     if not file.exists() and not (folder / "processor_config.json").exists():
         raise ModelError(f"{folder} has no preprocessor_config.json: copy the processor files from the original model.")
@@ -80,8 +80,8 @@ def load(folder: Path, tokenizer: PreTrainedTokenizerBase, template: str | None)
         if (folder / name).exists():
             check_sizes(folder / name)
     config = stock_config(folder)
-    with stock(f"{folder}: the feature extractor cannot be loaded"):
-        with readable(folder) as plain:
+    with wrap_errors(f"{folder}: the feature extractor cannot be loaded"):
+        with open_plain(folder) as plain:
             extractor = WhisperFeatureExtractor.from_pretrained(plain, local_files_only=True)
         processor = Qwen2AudioTextProcessor(extractor, tokenizer, chat_template=template)
     hearing = audio_of(config)

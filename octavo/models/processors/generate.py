@@ -39,18 +39,18 @@ def generate(
     max_new_tokens: int = 32,
     videos: Sequence[Any] = (),
 ) -> str:
-    """The model's greedy answer to `messages`, decoded without special tokens.
+    """Return the model's greedy answer to `messages`, decoded without special tokens.
 
-    messages, images, videos  as :func:`question` takes them
+    messages, images, videos  as :func:`encode_conversation` takes them
 
     :func:`ignored_settings` lists the generation settings of the model that have no effect. The settings and the mode
-    of the model are restored afterwards. Raises ModelError as :func:`question` does, when max_new_tokens is below one,
-    if the installed transformers gives a video's tokens other times than training, and if a score is NaN, in which case
-    the most likely token would be arbitrary.
+    of the model are restored afterwards. Raises ModelError as :func:`encode_conversation` does, when max_new_tokens is
+    below one, if the installed transformers gives a video's tokens other times than training, and if a score is NaN, in
+    which case the most likely token would be arbitrary.
     """
     if max_new_tokens < 1:
         raise ModelError(f"max_new_tokens is {max_new_tokens}: an answer needs at least one token.")
-    batch = question(processor, messages, images, videos=videos).to(model.device)
+    batch = encode_conversation(processor, messages, images, videos=videos).to(model.device)
     if (why := why_not_stock_times(model, batch)) is not None:
         raise ModelError(why)
     stated = model.generation_config
@@ -75,14 +75,15 @@ def generate(
     return cast(str, answer).strip()
 
 
-def question(
+def encode_conversation(
     processor: ProcessorMixin | TextProcessor,
     messages: Sequence[dict[str, Any]],
     images: Sequence[Image] = (),
     answered: bool = False,
     videos: Sequence[Any] = (),
 ) -> BatchFeature:
-    """A conversation that ends before an answer, as the model's tensors: `input_ids` [1, P] and the inputs of images.
+    """Return a conversation that ends before an answer, as the model's tensors: `input_ids` [1, P] and the inputs of
+    images.
     `answered`: the conversation ends with its answer.
 
     messages  `[{"role", "content"}]`, content a string or parts (`{"type": "image"}`, `{"type": "text", "text": ...}`)
@@ -136,8 +137,8 @@ def question(
 
 
 def ignored_settings(model: PreTrainedModel) -> str | None:
-    """A sentence about the generation settings of a model's folder that are ignored in answers and in evaluations; None
-    if there are none."""
+    """Return a sentence about the generation settings of a model's folder that are ignored in answers and in
+    evaluations; None if there are none."""
     settings = getattr(model, "generation_config", None)  # only models that generate have one
     stated = {} if settings is None else settings.to_diff_dict()
     odd = {

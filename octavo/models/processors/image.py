@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from octavo.models.errors import ForeignTokenizerError, ModelError
-from octavo.models.folder.folder import read_json, stock
+from octavo.models.folder.folder import read_json, wrap_errors
 from octavo.models.folder.processor_base import ProcessorTraits
 from octavo.models.structure.skeleton import stock_config
 
-_MOST = 1 << 16  # limit of tokens of a small image, whatever the decoder's number of positions
+_MAX_TOKENS = 1 << 16  # limit of tokens of a small image, whatever the decoder's number of positions
 #: name of a size in Qwen's vision configuration -> its name in the image processor
-_SAME = {
+_SIZE_NAMES = {
     "patch_size": "patch_size",
     "spatial_merge_size": "merge_size",
     "temporal_patch_size": "temporal_patch_size",
@@ -33,11 +33,11 @@ def check_small_image(folder: Path, raw: Mapping[str, Any], image_processor: Any
     if "image_grid_thw" in batch:
         tokens = int(torch.as_tensor(batch["image_grid_thw"][0]).prod()) // image_processor.merge_size**2
         text = raw.get("text_config")
-        places = text.get("max_position_embeddings", _MOST) if isinstance(text, dict) else _MOST
-        if tokens > min(places, _MOST):
+        places = text.get("max_position_embeddings", _MAX_TOKENS) if isinstance(text, dict) else _MAX_TOKENS
+        if tokens > min(places, _MAX_TOKENS):
             raise ModelError(
-                f"{file} makes {tokens} tokens of an image of 64 x 64 pixels, and {min(places, _MOST)} are the most "
-                "here. Correct its sizes (min_pixels, size)."
+                f"{file} makes {tokens} tokens of an image of 64 x 64 pixels, and {min(places, _MAX_TOKENS)} are the "
+                "most here. Correct its sizes (min_pixels, size)."
             )
 
 
@@ -47,16 +47,16 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any, image_
     image, file, vision = processor.image_processor, "preprocessor_config.json", raw.get("vision_config") or {}
     check_media_ids(folder, raw, processor)
     stated: list[tuple[str, Any, str, Any]] = []
-    if image_cut in _AREAS:
+    if image_cut in _AREA_LIMITS:
         video = folder / "video_preprocessor_config.json"
         of_video = read_json(video) if video.exists() else {}
-        for theirs, ours in _SAME.items():
+        for theirs, ours in _SIZE_NAMES.items():
             stated += [
                 (theirs, vision.get(theirs), file, getattr(image, ours)),
                 (theirs, vision.get(theirs), video.name, of_video.get(ours)),
             ]
     elif all(key in vision for key in ("patch_size", "image_size")) and "downsample_ratio" in raw:
-        with stock(f"{folder}/config.json: the tokens of a tile cannot be counted"):
+        with wrap_errors(f"{folder}/config.json: the tokens of a tile cannot be counted"):
             tall, wide = vision["patch_size"] if isinstance(vision["patch_size"], list) else [vision["patch_size"]] * 2
             ratio = raw["downsample_ratio"]
             tokens = int(image.size["height"] // tall * ratio) * int(image.size["width"] // wide * ratio)
@@ -70,7 +70,7 @@ def check_agreement(folder: Path, raw: Mapping[str, Any], processor: Any, image_
 
 
 #: keys of config.json for the tokens that features of images and videos replace; models use no others
-_PLACES = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
+_MEDIA_ID_KEYS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index")
 
 
 def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> None:
@@ -79,8 +79,8 @@ def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
     vocabulary. With a wrong number a model ignores its images without an error.
     """
     config = stock_config(folder).to_dict()
-    for key in _PLACES:
-        theirs, ours = config.get(key), _number_of(processor, key)
+    for key in _MEDIA_ID_KEYS:
+        theirs, ours = config.get(key), _token_id(processor, key)
         if theirs is None or ours in (None, theirs):
             continue
         if raw.get(key) is None:
@@ -94,21 +94,21 @@ def check_media_ids(folder: Path, raw: Mapping[str, Any], processor: Any) -> Non
         )
 
 
-def _number_of(processor: Any, key: str) -> int | None:
-    """The tokenizer's number of the token of a key of config.json; None if it is unknown."""
+def _token_id(processor: Any, key: str) -> int | None:
+    """Return the tokenizer's number of the token of a key of config.json; None if it is unknown."""
     if key.startswith("image"):
         return getattr(processor, "feature_id", processor.image_token_id)
     text = getattr(processor, "video_token", None)
     return processor.tokenizer.get_vocab().get(text) if isinstance(text, str) else None
 
 
-def stated_options(folder: Path, processor_class: type) -> dict[str, Any]:
-    """The arguments of `processor_class` besides image processor and tokenizer, computed from config.json. Raises
-    ModelError if processor_config.json contradicts them."""
+def computed_options(folder: Path, processor_class: type) -> dict[str, Any]:
+    """Return the arguments of `processor_class` besides image processor and tokenizer, computed from config.json.
+    Raises ModelError if processor_config.json contradicts them."""
     if not issubclass(processor_class, ProcessorTraits):
         return {}
     config = stock_config(folder)
-    with stock(f"{folder}/config.json: the options of its processor cannot be computed"):
+    with wrap_errors(f"{folder}/config.json: the options of its processor cannot be computed"):
         wanted = processor_class.options(config)
     file = folder / "processor_config.json"
     _require(folder, file.name, wanted, read_json(file) if file.exists() else {})
@@ -133,7 +133,7 @@ def _require(folder: Path, name: str, wanted: Mapping[str, Any], stated: Mapping
             )
 
 
-def limit(image_processor: Any, image_cut: str, limits: Mapping[str, int]) -> None:
+def set_size_limits(image_processor: Any, image_cut: str, limits: Mapping[str, int]) -> None:
     """Limit the size of one image to `min_pixels` and `max_pixels` of `limits`, as described in `load_processor`.
     Raises ModelError for invalid limits."""
     if not limits:
@@ -141,14 +141,18 @@ def limit(image_processor: Any, image_cut: str, limits: Mapping[str, int]) -> No
     low, high = limits.get("min_pixels"), limits.get("max_pixels")
     if low is not None and high is not None and low > high:
         raise ModelError(f"min_pixels {low} is above max_pixels {high}. Swap them or remove one.")
-    by_edge = image_cut in _EDGES
+    by_edge = image_cut in _EDGE_UNITS
     # A limit below `unit`, the pixels of one token or tile, could not be met by any image.
-    if image_cut in _AREAS:
-        unit, what, apply = (image_processor.patch_size * image_processor.merge_size) ** 2, "token", _AREAS[image_cut]
-    elif image_cut in _COUNTED:
+    if image_cut in _AREA_LIMITS:
+        unit, what, apply = (
+            (image_processor.patch_size * image_processor.merge_size) ** 2,
+            "token",
+            _AREA_LIMITS[image_cut],
+        )
+    elif image_cut in _TILE_CUTS:
         unit, what, apply = image_processor.size["height"] * image_processor.size["width"], "tile", _limit_tiles
     elif by_edge and low is None:
-        unit, what, apply = _EDGES[image_cut](image_processor) ** 2, "token or tile", _limit_edge
+        unit, what, apply = _EDGE_UNITS[image_cut](image_processor) ** 2, "token or tile", _limit_edge
     else:
         why = "enlarges images only by its own rule" if by_edge else "resizes images to one of fixed sizes"
         raise ModelError(
@@ -197,9 +201,12 @@ def _patch_edge(image_processor: Any) -> int:
     return patch if isinstance(patch, int) else patch["height"]
 
 
-_AREAS = {"patches": _limit_area, "paired_patches": _limit_area_of_frames}
+_AREA_LIMITS = {"patches": _limit_area, "paired_patches": _limit_area_of_frames}
 """Cuts with a limited area, rounded to whole tokens -> the function that sets the limit."""
-_COUNTED = ("shuffled_tiles", "scaled_tiles")
+_TILE_CUTS = ("shuffled_tiles", "scaled_tiles")
 """Cuts with a limited number of tiles."""
-_EDGES = {"whole": _patch_edge, "stacked_tiles": lambda image_processor: image_processor.max_image_size["longest_edge"]}
+_EDGE_UNITS = {
+    "whole": _patch_edge,
+    "stacked_tiles": lambda image_processor: image_processor.max_image_size["longest_edge"],
+}
 """Cuts with a limited longest edge -> pixels of a patch or tile, in each direction."""

@@ -2,7 +2,7 @@
 
 The formulas are the same as in transformers' video processors (`Qwen3VLVideoProcessor`, `Qwen2VLVideoProcessor`,
 `InternVLVideoProcessor`), on numpy arrays; a test compares both. Frames are resized one by one as they are decoded, so
-that no video is in memory at its original size. A :class:`Videos` takes the place of a stock processor's video
+that no video is in memory at its original size. A :class:`VideoProcessor` takes the place of a stock processor's video
 processor; the text for a video is written by the stock processor.
 
 Values that are neither in the configuration nor in the folder's video_preprocessor_config.json come from the family's
@@ -25,15 +25,15 @@ from transformers.video_utils import VideoMetadata
 from octavo.base import safe_read
 from octavo.base.model_families import RECORDS, FamilyRecord
 from octavo.models.errors import ModelError
-from octavo.models.folder.folder import at, read_json
+from octavo.models.folder.folder import find_file, read_json
 
 VIDEO_SETTINGS = ("fps", "min_frames", "max_frames", "min_pixels", "max_pixels", "cap_pixels_per_frame")
 """The keys of the section `data.video`."""
-_LONGEST = 200  # the largest aspect ratio, as in transformers
+_MAX_ASPECT_RATIO = 200  # the largest aspect ratio, as in transformers
 
 
 @dataclass(frozen=True)
-class Videos:
+class VideoProcessor:
     """How a family takes videos.
 
     kind      its `model_type`; the record's `VideoRecord.budget` is what the limits of pixels apply to
@@ -82,8 +82,8 @@ class Videos:
         return {name: getattr(self, name) for name in VIDEO_SETTINGS if getattr(self, name) is not None}
 
     def indices(self, total: int, fps: float) -> list[int]:
-        """The frames to take of a video of `total` frames at `fps` frames per second. Raises ValueError for a video of
-        too few frames."""
+        """Return the frames to take of a video of `total` frames at `fps` frames per second. Raises ValueError for a
+        video of too few frames."""
         if total < self.depth:
             raise ValueError(f"has {total} frame(s), and the model takes {self.depth} at least")
         sampled = total / fps * self.fps
@@ -99,8 +99,8 @@ class Videos:
         return torch.arange(total / count / 2, total, total / count).int().tolist()
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that frames are resized to. Raises ValueError for an extreme aspect ratio, and for too few
-        frames."""
+        """Return (height, width) that frames are resized to. Raises ValueError for an extreme aspect ratio, and for too
+        few frames."""
         if self.tile is not None:
             return self.tile
         assert self.min_pixels is not None and self.max_pixels is not None
@@ -121,20 +121,21 @@ class Videos:
         return _fit_size(round(frames / self.depth) * self.depth, frames, height, width, unit, least, most)
 
     def tokens(self, frames: int, height: int, width: int) -> int:
-        """Tokens of this many frames of a video of this size, without the text between them."""
+        """Return tokens of this many frames of a video of this size, without the text between them."""
         if self.tile is not None:
             return frames * self.tile_tokens
         tall, wide = self.size(frames, height, width)
         return -(-frames // self.depth) * (tall // (self.patch * self.merge)) * (wide // (self.patch * self.merge))
 
     def grid(self, frames: int, height: int, width: int) -> list[int]:
-        """(t, h, w) in patches, of this many frames that are already resized."""
+        """Return (t, h, w) in patches, of this many frames that are already resized."""
         return [-(-frames // self.depth), height // self.patch, width // self.patch]
 
     def __call__(
         self, videos: Sequence[np.ndarray], video_metadata: Sequence[VideoMetadata] | None = None, **_: object
     ) -> BatchFeature:
-        """The output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and resized
+        """Return the output of a stock video processor for videos, uint8 [frames, height, width, 3], with chosen and
+        resized
         frames: `pixel_values_videos` and `video_grid_thw`; for tiles a list of [frames, 3, height, width]."""
         scaled = [self._normalize(np.asarray(video)) for video in videos]
         batch: dict[str, Any] = {"video_metadata": list(video_metadata or ())}
@@ -159,16 +160,19 @@ class Videos:
 
 
 def metadata(total: int, fps: float, indices: Sequence[int]) -> VideoMetadata:
-    """The metadata that stock processors take, of a video of `total` frames at `fps` with the chosen frames
+    """Return the metadata that stock processors take, of a video of `total` frames at `fps` with the chosen frames
     `indices`."""
     return VideoMetadata(total_num_frames=total, fps=fps, frames_indices=list(indices))
 
 
 def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, least: int, most: int) -> tuple[int, int]:
-    """A size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area times
+    """Return a size in whole units whose area times `counted` frames is within the limits; beyond a limit, the area
+    times
     `frames` is scaled to it. Raises ValueError for an extreme aspect ratio."""
-    if max(height, width) / min(height, width) > _LONGEST:
-        raise ValueError(f"is a strip of {width} x {height} pixels; the longer side may be {_LONGEST} times the other")
+    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+        raise ValueError(
+            f"is a strip of {width} x {height} pixels; the longer side may be {_MAX_ASPECT_RATIO} times the other"
+        )
     tall, wide = round(height / unit) * unit, round(width / unit) * unit
     if counted * tall * wide > most:
         beta = math.sqrt(frames * height * width / most)
@@ -179,15 +183,15 @@ def _fit_size(counted: int, frames: int, height: int, width: int, unit: int, lea
     return tall, wide
 
 
-def videos_of(
+def load_video_processor(
     folder: Path, record: FamilyRecord, image_processor: Any, settings: Mapping[str, Any], tile_tokens: int = 0
-) -> Videos:
-    """How the model of a folder takes videos: by `settings` (of :data:`VIDEO_SETTINGS`, None: not set), else by its
-    video_preprocessor_config.json, else by the family's record, which must have `video`.
+) -> VideoProcessor:
+    """Return how the model of a folder takes videos: by `settings` (of :data:`VIDEO_SETTINGS`, None: not set), else by
+    its video_preprocessor_config.json, else by the family's record, which must have `video`.
 
     Raises ModelError for invalid values, and for limits of pixels if frames have a fixed size.
     """
-    file = at(folder, "video_preprocessor_config.json")
+    file = find_file(folder, "video_preprocessor_config.json")
     entries = read_json(file) if file.exists() else {}
     assert record.video is not None
     # Later sources take precedence: the record, then `stated` from the file, then `settings`.
@@ -220,12 +224,12 @@ def videos_of(
             shown = safe_read.printable(repr(value))[:80]
             raise ModelError(f"{file if entries else folder} gives image_{name} {shown}: it is three numbers.")
         values[name] = tuple(value)
-    videos = Videos(record.model_type, **values, **layout)
+    videos = VideoProcessor(record.model_type, **values, **layout)
     _check(videos, file if entries else folder)
     return videos
 
 
-def _check(videos: Videos, file: Path) -> None:
+def _check(videos: VideoProcessor, file: Path) -> None:
     for name in ("fps", "min_frames", "max_frames", "max_video_tokens", "min_pixels", "max_pixels"):
         value = getattr(videos, name)
         whole = type(value) is int or (name == "fps" and type(value) is float and math.isfinite(value))
@@ -244,6 +248,6 @@ def _check(videos: Videos, file: Path) -> None:
         raise ModelError(f"data.video.max_pixels {videos.max_pixels} is less than one token. Give at least {cell}.")
 
 
-def videos_described(videos: Videos) -> dict[str, Any]:
-    """All values that affect the encoding of a video, for a run's record and for the keys of caches."""
+def describe_videos(videos: VideoProcessor) -> dict[str, Any]:
+    """Return all values that affect the encoding of a video, for a run's record and for the keys of caches."""
     return asdict(replace(videos))

@@ -29,9 +29,9 @@ from octavo.models.structure.structure import (
     VALUE_HEAD,
     Undescribed,
     audio_token,
+    find_text_parts,
+    find_tower_parts,
     image_token,
-    parts_of_text,
-    parts_of_towers,
 )
 
 COMPONENTS = ("image_encoder", "image_projector", "audio_encoder", "audio_projector", "foundation", "lm_head")
@@ -67,14 +67,15 @@ class Family:
         return bool(self.audio_tower)
 
     def component_of(self, module_name: str) -> str | None:
-        """The component of the module of this name, or None for a container of several components."""
+        """Return the component of the module of this name, or None for a container of several components."""
         for component, globs in self.components.items():
             if any(matches(glob, module_name) for glob in globs):
                 return component
         return None
 
     def layers(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
-        """The repeating blocks, (name, module), in `named_modules` order; a block without parameters never runs."""
+        """Return the repeating blocks, (name, module), in `named_modules` order; a block without parameters never
+        runs."""
         globs = self.layer_globs
         named = [(name, m) for name, m in model.named_modules() if any(matches(glob, name) for glob in globs)]
         return [(name, m) for name, m in named if next(m.parameters(), None) is not None]
@@ -100,9 +101,9 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
     if media and not takes_images and not takes_audio:
         raise Undescribed(model_or_config, f"it takes {' and '.join(media)}, and is no model that writes text to it")
     if takes_images or takes_audio:
-        parts = parts_of_towers(model_or_config, takes_images, takes_audio)
+        parts = find_tower_parts(model_or_config, takes_images, takes_audio)
     else:
-        parts = parts_of_text(model_or_config)
+        parts = find_text_parts(model_or_config)
     family = Family(
         name=config.model_type,
         components=parts.components,
@@ -114,11 +115,11 @@ def describe(model_or_config: PreTrainedModel | PreTrainedConfig) -> Family:
         audio_tower=parts.audio_tower,
         audio_token_id=audio_token(config) if takes_audio else None,
     )
-    _check(model_or_config, family)
+    _check_complete(model_or_config, family)
     return family
 
 
-def _check(model: PreTrainedModel, family: Family) -> None:
+def _check_complete(model: PreTrainedModel, family: Family) -> None:
     """Raise Undescribed unless every parameter has a component."""
     homes = ((name, name.rpartition(".")[0]) for name, _ in model.named_parameters())
     stray = [name for name, home in homes if home != VALUE_HEAD and family.component_of(home) is None]
@@ -126,27 +127,27 @@ def _check(model: PreTrainedModel, family: Family) -> None:
         raise Undescribed(model, f"{len(stray)} parameters belong to no component, first {stray[0]!r}")
 
 
-_STAYS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ...] = (
+_HIGH_PRECISION: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str, str], ...] = (
     (nn.Embedding, "embeddings", "a table look-up, not a matrix product"),
     ((nn.Conv2d, nn.Conv3d), "patch embedding", "runs once per image and sets every later scale"),
     (nn.LayerNorm, "norms", "a reduction whose error every later layer inherits"),
 )
 
 
-def stays(model: nn.Module) -> dict[str, str]:
-    """The kinds of modules besides linear layers that stay in high precision: kind -> reason, for the kinds that the
-    model has.
+def high_precision_modules(model: nn.Module) -> dict[str, str]:
+    """Return the kinds of modules besides linear layers that stay in high precision: kind -> reason, for the kinds that
+    the model has.
 
     Printed with the plan, which itself lists linear layers. Source: NUMERICS, "Stays in high precision".
     """
     reasons: dict[str, str] = {}
     for module in model.modules():
-        for types, kind, reason in _STAYS:
+        for types, kind, reason in _HIGH_PRECISION:
             if isinstance(module, types):
                 reasons[kind] = reason
         name = type(module).__name__
         if "RMSNorm" in name:
-            reasons["norms"] = _STAYS[2][2]
+            reasons["norms"] = _HIGH_PRECISION[2][2]
         elif "RotaryEmbedding" in name:
             reasons["rotary"] = "angles up to the sequence length need fp32: cos and sin are computed there"
         elif name.endswith("Attention"):

@@ -25,7 +25,7 @@ def freeze(model: nn.Module, family: Family, patterns: Sequence[str]) -> list[st
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     chosen: set[str] = set()
     for pattern in patterns:
-        chosen.update(_matching(pattern, names, family, model))
+        chosen.update(_match_parameters(pattern, names, family, model))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     frozen = {id(parameters[name]) for name in chosen}
     left = [name for name, p in parameters.items() if p.requires_grad and id(p) not in frozen]
@@ -60,7 +60,7 @@ def _refuse_untrained(model: nn.Module, args: object, output: object) -> None:
         )
 
 
-def _matching(pattern: str, names: list[str], family: Family, model: nn.Module) -> list[str]:
+def _match_parameters(pattern: str, names: list[str], family: Family, model: nn.Module) -> list[str]:
     if pattern in COMPONENTS:
         if pattern not in family.components:
             raise ModelError(

@@ -54,7 +54,7 @@ AUDIO_PROJECTORS: Mapping[str, str] = {
 }
 """The same for audio towers."""
 
-_OTHERS = {
+_UNSUPPORTED = {
     "tower": "a second tower",
     "vision_model": "a second tower",
     "vqmodel": "parts that make images",
@@ -84,10 +84,10 @@ class Parts:
     audio_tower: str = ""
 
 
-def parts_of_text(model: PreTrainedModel) -> Parts:
-    """The parts of a text-only decoder. Raises Undescribed."""
+def find_text_parts(model: PreTrainedModel) -> Parts:
+    """Find the parts of a text-only decoder. Raises Undescribed."""
     _refuse_encoder_decoder(model)
-    head, base = _head(model, model), model.base_model_prefix
+    head, base = _find_head(model, model), model.base_model_prefix
     embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     lists = block_lists(model, "")
     if head is None or embeddings is None or not base or not hasattr(model, base) or len(lists) != 1:
@@ -96,41 +96,41 @@ def parts_of_text(model: PreTrainedModel) -> Parts:
             f"found output projection {head is not None}, token embeddings {embeddings is not None}, lists of blocks "
             f"{lists}, and a text-only decoder is one list between token embeddings and an output projection",
         )
-    return Parts({"foundation": (f"{base}.**",), "lm_head": (_names(model)[id(head)],)}, tuple(lists), base)
+    return Parts({"foundation": (f"{base}.**",), "lm_head": (_module_names(model)[id(head)],)}, tuple(lists), base)
 
 
-def parts_of_towers(model: PreTrainedModel, takes_images: bool, takes_audio: bool) -> Parts:
-    """The parts of a model of text and images, or audio, or both. Raises Undescribed."""
+def find_tower_parts(model: PreTrainedModel, takes_images: bool, takes_audio: bool) -> Parts:
+    """Find the parts of a model of text and images, or audio, or both. Raises Undescribed."""
     _refuse_encoder_decoder(model)
-    names = _names(model)
+    names = _module_names(model)
     decoder, base = names.get(id(model.get_decoder()), ""), names[id(model.base_model)]
     if takes_images:  # a model of images may have an audio tower that its configuration does not mention
         takes_audio = names.get(id(model.get_encoder(modality="audio")), "") not in ("", base)
     modalities = {"image": (takes_images, "vision"), "audio": (takes_audio, "audio")}
-    towers = {kind: _tower(model, names, kind, word, base) for kind, (takes, word) in modalities.items() if takes}
-    if decoder in ("", base) or any(_inside(t, decoder) or _inside(decoder, t) for t in towers.values()):
+    towers = {kind: _find_tower(model, names, kind, word, base) for kind, (takes, word) in modalities.items() if takes}
+    if decoder in ("", base) or any(_is_inside(t, decoder) or _is_inside(decoder, t) for t in towers.values()):
         tower_names = " and ".join(towers.values())
         raise Undescribed(
             model, f"its decoder is no separate module next to the tower {tower_names}: found {decoder or base}"
         )
-    head_module = _head(model, model.get_submodule(decoder))
+    head_module = _find_head(model, model.get_submodule(decoder))
     if head_module is None:
         raise Undescribed(model, "no output projection: neither the model nor its decoder names one")
     head = names[id(head_module)]
-    rest = covering(model, base, {decoder, *towers.values(), head, VALUE_HEAD})
+    rest = cover_globs(model, base, {decoder, *towers.values(), head, VALUE_HEAD})
     components: dict[str, tuple[str, ...]] = {}
     lists: dict[str, list[str]] = {}
     for kind, tower in towers.items():
-        mapping = _mapping(model, tower, decoder, PROJECTORS if kind == "image" else AUDIO_PROJECTORS)
+        mapping = _projector_children(model, tower, decoder, PROJECTORS if kind == "image" else AUDIO_PROJECTORS)
         projector = [glob for glob in rest if not takes_images or _is_audio(glob) == (kind == "audio")]
         _refuse_other_modules(model, projector)
-        components[f"{kind}_encoder"] = covering(model, tower, mapping)
+        components[f"{kind}_encoder"] = cover_globs(model, tower, mapping)
         experts = _image_experts(model, decoder) if kind == "image" else ()
         components[f"{kind}_projector"] = (*(f"{name}.**" for name in mapping), *projector, *experts)
         lists[tower] = block_lists(model, tower, mapping)
     if not takes_audio and (audio := tuple(glob for glob in rest if _is_audio(glob))):
         components["audio_encoder"] = audio
-    components |= {"foundation": covering(model, decoder, {head}), "lm_head": (head,)}
+    components |= {"foundation": cover_globs(model, decoder, {head}), "lm_head": (head,)}
     lists[decoder] = block_lists(model, decoder)
     if lacking := [name for name, blocks in lists.items() if not blocks and name != towers.get("audio")]:
         raise Undescribed(model, f"no list of blocks in {lacking[0]}")
@@ -141,7 +141,7 @@ def parts_of_towers(model: PreTrainedModel, takes_images: bool, takes_audio: boo
     )  # fmt: skip
 
 
-def _tower(model: PreTrainedModel, names: Mapping[int, str], modality: str, word: str, base: str) -> str:
+def _find_tower(model: PreTrainedModel, names: Mapping[int, str], modality: str, word: str, base: str) -> str:
     tower = names.get(id(model.get_encoder(modality=modality)), "")
     if tower in ("", base):
         raise Undescribed(model, f'no {word} tower: get_encoder(modality="{modality}") finds none')
@@ -149,31 +149,31 @@ def _tower(model: PreTrainedModel, names: Mapping[int, str], modality: str, word
 
 
 def _image_experts(model: nn.Module, decoder: str) -> tuple[str, ...]:
-    """Globs of the experts for images in the decoder's blocks (Ernie's). Like the projector they receive tokens only
-    where there are images, so they are planned, checked and frozen with it."""
-    names = (name for name, _ in model.named_modules() if _inside(name, decoder) and name.endswith(".vision_moe"))
+    """Return globs of the experts for images in the decoder's blocks (Ernie's). Like the projector they receive tokens
+    only where there are images, so they are planned, checked and frozen with it."""
+    names = (name for name, _ in model.named_modules() if _is_inside(name, decoder) and name.endswith(".vision_moe"))
     return tuple(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) + ".**" for name in names))
 
 
-def covering(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:
-    """Globs of all modules in ``root`` except those in ``apart`` and their children; a single glob if ``root`` contains
-    none of ``apart``."""
+def cover_globs(model: nn.Module, root: str, apart: Collection[str]) -> tuple[str, ...]:
+    """Return globs of all modules in ``root`` except those in ``apart`` and their children; a single glob if ``root``
+    contains none of ``apart``."""
     if root in apart:
         return ()
-    if root and not any(_inside(name, root) for name in apart):
+    if root and not any(_is_inside(name, root) for name in apart):
         return (f"{root}.**",)
     module = model.get_submodule(root)
     # A module with direct parameters, outside its children, needs a glob that matches only the module itself.
     itself = (root,) if root and next(module.parameters(recurse=False), None) is not None else ()
     children = (f"{root}.{name}" if root else name for name, _ in module.named_children())
-    return (*itself, *(glob for child in children for glob in covering(model, child, apart)))
+    return (*itself, *(glob for child in children for glob in cover_globs(model, child, apart)))
 
 
 def block_lists(model: nn.Module, root: str, apart: Iterable[str] = ()) -> list[str]:
-    """Names of the outermost lists in ``root``, outside ``apart``, whose entries all have child modules."""
+    """Return names of the outermost lists in ``root``, outside ``apart``, whose entries all have child modules."""
     names: list[str] = []
     for name, module in model.named_modules():
-        if not _inside(name, root) or any(_inside(name, other) for other in (*names, *apart)):
+        if not _is_inside(name, root) or any(_is_inside(name, other) for other in (*names, *apart)):
             continue
         if isinstance(module, nn.ModuleList) and len(module) and all(any(entry.children()) for entry in module):
             names.append(name)
@@ -181,20 +181,20 @@ def block_lists(model: nn.Module, root: str, apart: Iterable[str] = ()) -> list[
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
-    """The token whose embedding an image feature replaces; None if the configuration has no such field."""
+    """Return the token whose embedding an image feature replaces; None if the configuration has no such field."""
     token = getattr(config, "image_token_id", None)
     return getattr(config, "image_token_index", None) if token is None else token
 
 
 def audio_token(config: PreTrainedConfig) -> int | None:
-    """The token whose embedding an audio feature replaces; None if the configuration has no such field."""
+    """Return the token whose embedding an audio feature replaces; None if the configuration has no such field."""
     token = getattr(config, "audio_token_id", None)
     return getattr(config, "audio_token_index", None) if token is None else token
 
 
-def _mapping(model: nn.Module, tower: str, decoder: str, known: Collection[str]) -> list[str]:
-    """The children of a tower that lead into the decoder, in the tower's order: those with a name in `known`, and
-    those with the decoder's width."""
+def _projector_children(model: nn.Module, tower: str, decoder: str, known: Collection[str]) -> list[str]:
+    """Return the children of a tower that lead into the decoder, in the tower's order: those with a name in `known`,
+    and those with the decoder's width."""
     module, text = model.get_submodule(tower), cast(PreTrainedModel, model.get_submodule(decoder))
     widths = [_output_width(model.get_submodule(name)) for name in block_lists(model, tower)]
     decoder_width = cast(Tensor, text.get_input_embeddings().weight).shape[-1]
@@ -209,7 +209,7 @@ def _mapping(model: nn.Module, tower: str, decoder: str, known: Collection[str])
 
 
 def _output_width(module: nn.Module) -> int | None:
-    """The output width of the last linear layer in a module; None without one."""
+    """Return the output width of the last linear layer in a module; None without one."""
     linears = [m for m in module.modules() if isinstance(m, nn.Linear)]
     return linears[-1].out_features if linears else None
 
@@ -223,7 +223,7 @@ def _refuse_other_modules(model: nn.Module, rest: Iterable[str]) -> None:
     for glob in rest:
         name = glob.removesuffix(".**")
         last = name.rpartition(".")[2]
-        if (what := next((what for word, what in _OTHERS.items() if word in last), None)) is not None:
+        if (what := next((what for word, what in _UNSUPPORTED.items() if word in last), None)) is not None:
             raise Undescribed(model, f"{what}, {name}, which is neither encoder nor projector")
 
 
@@ -232,7 +232,7 @@ def _refuse_encoder_decoder(model: PreTrainedModel) -> None:
         raise Undescribed(model, "it is an encoder and a decoder, and Octavo trains decoders")
 
 
-def _head(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
+def _find_head(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     for owner in (model, decoder):
         get_head = getattr(owner, "get_output_embeddings", None)
         head: nn.Module | None = None if get_head is None else get_head()
@@ -241,10 +241,10 @@ def _head(model: nn.Module, decoder: nn.Module) -> nn.Module | None:
     return getattr(model, "score", None)  # of a classifier, such as a reward model
 
 
-def _names(model: nn.Module) -> dict[int, str]:
+def _module_names(model: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in model.named_modules()}
 
 
-def _inside(name: str, root: str) -> bool:
-    """Whether a module is `root` or is inside it."""
+def _is_inside(name: str, root: str) -> bool:
+    """Return whether a module is `root` or is inside it."""
     return not root or name == root or name.startswith(f"{root}.")

@@ -19,11 +19,12 @@ from octavo.models.structure.skeleton import empty
 from octavo.models.weights.assembly import map_tensors
 from octavo.models.weights.name_mapping import Origin
 from octavo.models.weights.shards import open_weights
-from octavo.models.weights.streaming import Stream
+from octavo.models.weights.streaming import WeightStream
 
 
-def stream(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
-    """(name, value) of a folder's parameters and persistent buffers, in the order of its files, in the dtype on disk.
+def iter_weights(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tensor | fp8.Quantized]]:
+    """Yield (name, value) of a folder's parameters and persistent buffers, in the order of its files, in the dtype on
+    disk.
 
     FP8 weights are their codes ([N, K], or [E, N, K] for experts, in GEMM orientation) with fp32 scales; with
     `keep_fp8=False` they are dequantized to BF16. Tied parameters, of which the folder may contain one or both, are
@@ -38,18 +39,20 @@ def stream(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tenso
         paired, sources, _ = map_tensors(folder, model, shards, quantization, keep_fp8)
         dtypes: dict[str, torch.dtype] = {}
         ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        stream = Stream(
+        weight_stream = WeightStream(
             shards, model, paired.scales, quantization, {}, dtypes.__getitem__, torch.device("cpu"), keep_fp8=keep_fp8
         )
         yielded: set[str] = set()
         for origin in sorted(sources.origins, key=lambda origin: (origin.stored[0].file, origin.stored[0].begin)):
-            makes = origin.makes or (origin.name,)
-            names = {name: ties.get(name, name) for name in makes if ties.get(name, name) not in yielded}
+            targets = origin.targets or (origin.name,)
+            names = {name: ties.get(name, name) for name in targets if ties.get(name, name) not in yielded}
             if not names:
                 continue
-            before = {name: model.get_parameter_or_buffer(name) for name in makes}  # on meta; put back after the yield
-            dtypes.update(dict.fromkeys(makes, _dtype(origin)))
-            stream.fill(origin)
+            before = {
+                name: model.get_parameter_or_buffer(name) for name in targets
+            }  # on meta; put back after the yield
+            dtypes.update(dict.fromkeys(targets, _dtype(origin)))
+            weight_stream.fill(origin)
             for name, first in names.items():
                 value = model.get_parameter_or_buffer(name)
                 yielded.add(first)
@@ -62,18 +65,18 @@ def stream(path: str | Path, keep_fp8: bool = True) -> Iterator[tuple[str, Tenso
 
 
 def stored_dtypes(path: str | Path) -> dict[str, torch.dtype]:
-    """Parameter or persistent buffer -> the dtype of its value from `stream`; reads only headers."""
+    """Return parameter or persistent buffer -> the dtype of its value from `iter_weights`; reads only headers."""
     folder = Path(path)
     quantization = read_quantization(folder)
     with open_weights(folder, quantization is not None)[0] as shards:
         model = empty(folder)
         _, sources, _ = map_tensors(folder, model, shards, quantization, True)
         ties: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
-        named = ((name, origin) for origin in sources.origins for name in origin.makes or (origin.name,))
+        named = ((name, origin) for origin in sources.origins for name in origin.targets or (origin.name,))
         return {ties.get(name, name): _dtype(origin) for name, origin in named}
 
 
 def _dtype(origin: Origin) -> torch.dtype:
-    """The dtype of an origin's values: the widest of its tensors' dtypes, BF16 for codes."""
+    """Return the dtype of an origin's values: the widest of its tensors' dtypes, BF16 for codes."""
     dtypes = {torch.bfloat16 if entry.is_codes else entry.dtype for entry in origin.stored}
     return max(dtypes, key=lambda dtype: dtype.itemsize)

@@ -15,7 +15,7 @@ block of the format, the blocks of the whole become smaller and their scales are
 
 On several ranks each needs only some rows of a parameter (`window`), and little else is read: of a matrix that is cast
 in blocks, the rows of all blocks that overlap the window; of a stack, the experts in it. A scale of a whole matrix uses
-the maximum over all ranks (`largest`). The result is bit for bit the same as in one process. A parameter that goes
+the maximum over all ranks (`reduce_max`). The result is bit for bit the same as in one process. A parameter that goes
 through a rule of transformers is computed whole and then cut.
 """
 
@@ -34,9 +34,9 @@ from octavo.fp8.arithmetic import quantize_with_scale, scale_from_amax
 from octavo.fp8.weights import FROZEN, frozen_from_codes, frozen_rows
 from octavo.models.errors import ModelError
 from octavo.models.folder.quantization import Quantization
-from octavo.models.weights.fp8_codes import check_codes, read_scale, repeat_scales, rows_of_a_block
+from octavo.models.weights.fp8_codes import check_codes, common_block_rows, read_scale, repeat_scales
 from octavo.models.weights.name_mapping import Origin, Piece, is_transposed, run_rule
-from octavo.models.weights.shards import Shards, Stored
+from octavo.models.weights.shards import Shards, StoredTensor
 
 Rows = tuple[int, int]  # [first, last)
 Parts = Callable[[int, Rows], Iterator[tuple[int, Tensor]]]  # slot, its rows -> (first row, rows as the GEMM has them)
@@ -44,7 +44,7 @@ _CHUNK = 1 << 21  # elements of a matrix that are read and cast at once
 
 
 @dataclass
-class Stream:
+class WeightStream:
     """Fills parameters. `kinds`: those that are quantized during loading; `dtype_of`: the dtype of values.
 
     window   parameter, its shape -> the needed rows of its first dimension; None: all
@@ -54,14 +54,14 @@ class Stream:
 
     shards: Shards
     model: PreTrainedModel
-    scales: Mapping[str, Stored]
+    scales: Mapping[str, StoredTensor]
     quantization: Quantization | None
     kinds: Mapping[str, str]
     dtype_of: Callable[[str], torch.dtype]
     device: torch.device
     keep_fp8: bool = True
     window: Callable[[str, torch.Size], Rows] | None = None
-    largest: Callable[[Tensor], Tensor] = lambda amax: amax
+    reduce_max: Callable[[Tensor], Tensor] = lambda amax: amax
     place: Callable[[str, Tensor], None] | None = None
     rules: PreTrainedModel = field(init=False)  # the model that is passed to transformers' own rules
     notes: list[str] = field(default_factory=list)
@@ -111,7 +111,7 @@ class Stream:
     # values
 
     def _read_values(self, origin: Origin, parts: Parts | None) -> Tensor:
-        """The parameter in high precision. `parts` returns the rows of a slot, in GEMM orientation."""
+        """Read the parameter in high precision. `parts` returns the rows of a slot, in GEMM orientation."""
         # Rows of the same dtype on the CPU are read into the parameter's memory; all else goes through pieces.
         shape, (begin, end) = self._shape(origin.name), self._rows_of(origin.name)
         here = (end - begin, *shape[1:]) if shape else ()
@@ -124,7 +124,7 @@ class Stream:
         for slot in range(begin, end) if origin.experts else (0,):
             matrix, rows = out, (begin, end)
             if origin.experts:
-                matrix, rows = out[slot - begin], (0, _height(origin.slots[slot]))
+                matrix, rows = out[slot - begin], (0, _num_rows(origin.slots[slot]))
                 matrix = matrix.mT if origin.name in self._turned else matrix
             for row, values in parts_of(slot, rows):
                 if not matrix.dim():
@@ -134,7 +134,7 @@ class Stream:
         return _check_finite(out, first.stored)
 
     def _from_disk(self, origin: Origin, slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of a slot in the dtype on disk, a few at a time; for experts always all rows."""
+        """Yield (first row, rows) of a slot in the dtype on disk, a few at a time; for experts always all rows."""
         pieces = origin.slots[slot]
         if origin.experts or not pieces[0].stored.shape:
             yield from self._pieces(pieces)
@@ -143,7 +143,7 @@ class Stream:
             yield begin, self.shards.read(pieces[0].stored, (begin, end))
 
     def _pieces(self, pieces: tuple[Piece, ...]) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of all pieces of a slot, concatenated."""
+        """Yield (first row, rows) of all pieces of a slot, concatenated."""
         row = 0
         for piece in pieces:
             if piece.at is not None or piece.turned or not piece.stored.shape:
@@ -163,15 +163,15 @@ class Stream:
         if not origin.experts:
             touched = self._block_rows(origin, spec)
             codes, scale = self._storage(origin, spec, touched)
-            largest = self.largest if self.window is not None else None
-            cast_into(codes, scale, spec, partial(parts_of, 0, touched), touched[0], largest)
+            reduce_max = self.reduce_max if self.window is not None else None
+            cast_into(codes, scale, spec, partial(parts_of, 0, touched), touched[0], reduce_max)
             self._check_scales(scale, origin.slots[0])
             return self._freeze_codes(origin, codes, scale, spec, touched)
         begin, end = self._rows_of(origin.name)
         codes, scale = self._storage(origin, spec, (begin, end))
         for slot in range(begin, end):
             pieces = origin.slots[slot]
-            whole = partial(parts, slot, (0, _height(pieces))) if parts else partial(iter, [(0, self._slot(pieces))])
+            whole = partial(parts, slot, (0, _num_rows(pieces))) if parts else partial(iter, [(0, self._slot(pieces))])
             cast_into(codes[slot - begin], scale[slot - begin], spec, whole)
             self._check_scales(scale[slot - begin], pieces)
         return self._freeze_codes(origin, codes, scale, spec, (begin, end))
@@ -181,19 +181,19 @@ class Stream:
             raise ModelError(f"{pieces[0].stored} holds NaN or infinity, which FP8 codes cannot represent.")
 
     def _slot(self, pieces: tuple[Piece, ...]) -> Tensor:
-        """A whole expert, in the dtype on disk."""
+        """Return a whole expert, in the dtype on disk."""
         parts = [rows for _, rows in self._pieces(pieces)]
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)
 
     def _block_rows(self, origin: Origin, spec: fp8.CastSpec) -> Rows:
-        """The rows of all blocks that overlap the window of a matrix."""
+        """Return the rows of all blocks that overlap the window of a matrix."""
         (begin, end), rows, height = self._rows_of(origin.name), self._shape(origin.name)[0], spec.block[0]
         if height == -1 or begin == end:
             return begin, end
         return begin // height * height, min(rows, -(-end // height) * height)
 
     def _storage(self, origin: Origin, spec: fp8.CastSpec, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Empty codes and scales for some rows [N, K], or for some experts [E, N, K], of a parameter."""
+        """Return empty codes and scales for some rows [N, K], or for some experts [E, N, K], of a parameter."""
         shape = list(self._shape(origin.name))
         if origin.experts and origin.name in self._turned:
             shape[-2:] = shape[:-3:-1]
@@ -204,7 +204,7 @@ class Stream:
         return codes, torch.empty((*shape[:-2], *grid), dtype=torch.float32, device=self.device)
 
     def _freeze_codes(self, origin: Origin, codes: Tensor, scale: Tensor, spec: fp8.CastSpec, rows: Rows) -> Tensor:
-        """The frozen weight with the codes and scales of these rows or experts, cut to the window."""
+        """Return the frozen weight with the codes and scales of these rows or experts, cut to the window."""
         dtype, turned = self.dtype_of(origin.name), origin.experts and origin.name in self._turned
         if self.window is None:
             return frozen_from_codes(codes, scale, spec, dtype, turned)
@@ -222,7 +222,7 @@ class Stream:
         if origin.experts:
             for slot in range(begin, end):
                 pieces = origin.slots[slot]
-                self._read_codes(pieces, codes[slot - begin], (0, _height(pieces)))
+                self._read_codes(pieces, codes[slot - begin], (0, _num_rows(pieces)))
                 scale[slot - begin].copy_(scales[slot])
         else:
             self._read_codes(origin.slots[0], codes, (begin, end))
@@ -243,7 +243,7 @@ class Stream:
             into[row : row + codes.shape[0]].view(torch.uint8).copy_(codes.view(torch.uint8))
 
     def _decode_parts(self, origin: Origin, dtype: torch.dtype) -> Parts:
-        """A function from slot and rows to the dequantized values of these rows."""
+        """Return a function from slot and rows to the dequantized values of these rows."""
         spec, scales = self.scales_of(origin)
 
         def parts(slot: int, rows: Rows) -> Iterator[tuple[int, Tensor]]:
@@ -261,13 +261,13 @@ class Stream:
         return parts
 
     def scales_of(self, origin: Origin) -> tuple[fp8.CastSpec, list[Tensor]]:
-        """The cast of the codes of an origin, and the scales of each slot."""
+        """Return the cast of the codes of an origin, and the scales of each slot."""
         q = self.quantization
         assert q is not None
         read = [[read_scale(self.shards, self.scales[p.stored.name], p, q) for p in slot] for slot in origin.slots]
         heights, turned = [piece.shape[0] for piece in origin.slots[0]], origin.slots[0][0].turned
         block = q.spec.block if not turned or q.kind != "block" else q.spec.block[::-1]
-        rows = rows_of_a_block(q, heights, turned, read)
+        rows = common_block_rows(q, heights, turned, read)
         if rows != block[0]:
             self._cut.add(origin.name)
         if rows == -1:
@@ -317,7 +317,7 @@ class Stream:
         return self._shapes[name]
 
     def _rows_of(self, name: str) -> Rows:
-        """The needed rows (or experts) of a parameter."""
+        """Return the needed rows (or experts) of a parameter."""
         shape = self._shape(name)
         if self.window is not None and shape:
             return self.window(name, shape)
@@ -339,14 +339,14 @@ class Stream:
             module._parameters[leaf] = nn.Parameter(value, requires_grad=trains)
 
 
-def _height(pieces: tuple[Piece, ...]) -> int:
-    """Rows of a slot."""
+def _num_rows(pieces: tuple[Piece, ...]) -> int:
+    """Return rows of a slot."""
     return sum(piece.shape[0] for piece in pieces)
 
 
 def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) -> Iterator[Rows]:
-    """Ranges of rows of a few megabytes, each except the last a multiple of `step` and of 128 rows; over all rows, or
-    over `rows`."""
+    """Yield ranges of rows of a few megabytes, each except the last a multiple of `step` and of 128 rows; over all
+    rows, or over `rows`."""
     (first, last), width = rows or (0, shape[0]), max(1, torch.Size(shape[1:]).numel())
     unit = step if step % 128 == 0 else step * 128
     high = max(unit, _CHUNK // width // unit * unit)
@@ -355,7 +355,7 @@ def chunks(shape: tuple[int, ...], step: int = 128, rows: Rows | None = None) ->
 
 
 def scale_rows(scale: Tensor, spec: fp8.CastSpec, begin: int, end: int) -> Tensor:
-    """The scales of rows [begin, end); `begin` is the first row of a block."""
+    """Return the scales of rows [begin, end); `begin` is the first row of a block."""
     if spec.block[0] == -1:
         return scale
     return scale[begin // spec.block[0] : -(-end // spec.block[0])]
@@ -391,7 +391,7 @@ def cast_into(
         codes[row : row + values.shape[0]].copy_(q.data)
 
 
-def _check_finite(values: Tensor, stored: Stored) -> Tensor:
+def _check_finite(values: Tensor, stored: StoredTensor) -> Tensor:
     """Return the values; raise ModelError for NaN and infinity."""
     if fp8.find_nonfinite([(stored.name, values)]):
         raise ModelError(f"{stored} holds NaN or infinity. Download or write it again; `octavo verify` lists all such.")

@@ -48,7 +48,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
     if others < 1:
         raise ValueError(
             f"leave-one-out compares a completion with the others of its prompt, and rewards {list(rewards.shape)} "
-            "have 1 a prompt; set rl.group to 2 or more"
+            "have 1 per prompt; set rl.group to 2 or more"
         )
     return _zero_where_equal(wide - (wide.sum(dim=1, keepdim=True) - wide) / others, wide)
 

@@ -75,7 +75,7 @@ class BaseReference:
 
         model = self.stepper.model
         cfg = self.stepper.cfg
-        without = nullcontext() if cfg.lora is None else adapters.disabled(model)
+        without = nullcontext() if cfg.lora is None else adapters.disable_adapters(model)
         with without, batch_invariant_context(cfg, model), untracked_forward(model):
             return log_probs(self.stepper.forward, self.stepper.head, batch, keep, target, temperature)[0]
 

@@ -18,7 +18,7 @@ from octavo.data.loaders.eval_set import EvalSet
 from octavo.data.loaders.from_config import prompt_loader, prompt_set
 from octavo.data.loaders.loader import Loader
 from octavo.data.loaders.rows_from_config import prompt_columns
-from octavo.models.folder.folder import at
+from octavo.models.folder.folder import find_file
 from octavo.rl.objectives.metrics import TRL_NAMES
 from octavo.rl.phases.completions_log import CompletionsLog
 from octavo.rl.phases.reference import make_reference
@@ -63,7 +63,7 @@ class RlPhase(Phase):
     def prints(self, cfg: Config) -> Mapping[str, str]:
         assert self.rewards is not None
         digests = {f"reward {one['name']}": str(one["sha256"]) for one in self.rewards.digest()}
-        if ends := _end_tokens(at(Path(cfg.model.path), "generation_config.json")):
+        if ends := _end_tokens(find_file(Path(cfg.model.path), "generation_config.json")):
             digests["generation_config.json (which tokens end a completion)"] = ends
         return digests
 

@@ -18,8 +18,8 @@ from octavo.data.encoding.sample import IGNORE, Sample, inputs_of_processor
 from octavo.data.errors import MediaProblem
 from octavo.data.rows.conversations import PLACEHOLDER
 from octavo.data.rows.image_refs import load as opened
-from octavo.models import ModelError, describe, freeze_all, load, load_processor, question, read_config
-from octavo.models.structure.skeleton import SCORING
+from octavo.models import ModelError, describe, encode_conversation, freeze_all, load, load_processor, read_config
+from octavo.models.structure.skeleton import SCORING_SUFFIX
 from octavo.rl.rewards.entry import RewardError
 from octavo.train.artifacts.load_target import fitting
 
@@ -44,7 +44,7 @@ class RewardModel:
             raise RewardError(f"reward {folder.name} has the batch {batch!r}; expected a whole number of at least 1")
         config = read_config(folder)
         kind = (config.architectures or ["no architecture"])[0]
-        if not kind.endswith(SCORING) or config.num_labels != 1:
+        if not kind.endswith(SCORING_SUFFIX) or config.num_labels != 1:
             raise RewardError(
                 f"{folder} holds {kind} with num_labels {config.num_labels}, and a reward model is a "
                 "...ForSequenceClassification with num_labels 1; name one that was trained to give rewards"
@@ -90,7 +90,7 @@ class RewardModel:
         if files and not self.sees:
             return (
                 f"has images, and the reward model ({self.model.config.model_type}) reads only text; models that read "
-                f"images are ...{SCORING} of {', '.join(trained_families('images'))}"
+                f"images are ...{SCORING_SUFFIX} of {', '.join(trained_families('images'))}"
             )
         if row.get("videos"):
             return "has videos, which reward models do not support in this version; use another reward for such rows"
@@ -104,7 +104,9 @@ class RewardModel:
         try:
             for file in files:
                 images[file] = images.get(file) or opened(file, math.inf)  # its size was checked with its prompt
-            encoded = question(self.processor, [*turns, answer], [images[file] for file in files], answered=True)
+            encoded = encode_conversation(
+                self.processor, [*turns, answer], [images[file] for file in files], answered=True
+            )
         except (ModelError, MediaProblem) as cause:
             return str(cause)
         arrays = {key: value.numpy() for key, value in encoded.items()}

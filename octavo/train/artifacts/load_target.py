@@ -31,7 +31,7 @@ from octavo.base.seal_note import check_adapter
 from octavo.checkpoint.run_state.files import read_state
 from octavo.config import Config, load_config, override
 from octavo.fp8.weights import FROZEN, codes_of_frozen, frozen_weights
-from octavo.models.folder.folder import pickles, read_json
+from octavo.models.folder.folder import find_pickles, read_json
 from octavo.models.folder.quantization import Quantization, read_quantization
 from octavo.train.errors import TrainError
 from octavo.train.forward import critic
@@ -144,7 +144,7 @@ class Target:
         self, dtype: torch.dtype, device: torch.device, load_in_fp8: str | Mapping[str, str] | None, log: Log
     ) -> Any:
         if self.random is not None:
-            return models.fresh(self.base, dtype, device, *self.random)
+            return models.init_model(self.base, dtype, device, *self.random)
         high = load_in_fp8 == HIGH
         kinds = None if high else load_in_fp8
         return models.load(self.base, dtype=dtype, device=device, load_in_fp8=kinds, keep_fp8=not high, log=log)
@@ -362,7 +362,7 @@ def _run(folder: Path, base: str | Path | None) -> Target:
 
 def _adapter(folder: Path, base: str | Path | None) -> Target:
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = pickles(folder)
+        pickled = find_pickles(folder)
         raise TrainError(
             f"{folder} has {ADAPTER} but no {ADAPTER_WEIGHTS}"
             + (

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from octavo.base import environment
-from octavo.fp8.proof import Check, sites, sites_of_check, size_of
-from octavo.fp8.weights import stale_sentence
+from octavo.fp8.proof import Check, check_size, fp8_gemms, select_gemms
+from octavo.fp8.weights import stale_codes_message
 from octavo.train.callbacks.callback import Callback, Run, Step
 from octavo.train.errors import TrainError
 from octavo.train.run_dir import run_dir
@@ -41,8 +41,8 @@ class Checking(Callback):
     def begin(self, run: Run) -> None:
         self.clean = 0
         self.exchanged = True  # whether weights may have been swapped since the last step
-        every, count = run.cfg.run.check_every, len(sites(run.job.plan))
-        size = size_of(count)
+        every, count = run.cfg.run.check_every, len(fp8_gemms(run.job.plan))
+        size = check_size(count)
         run.say(
             f"every {every} steps {size} of {count} FP8 GEMMs are recomputed, all of them within "
             f"{every * -(-count // max(size, 1))} steps (run.check_every)"
@@ -51,7 +51,7 @@ class Checking(Callback):
     def before_step(self, run: Run, number: int, batches: Batches) -> None:
         every, seed = run.cfg.run.check_every, run.cfg.run.seed
         if number % every == 0:
-            chosen = sites_of_check(sites(run.job.plan), seed, number // every - 1)
+            chosen = select_gemms(fp8_gemms(run.job.plan), seed, number // every - 1)
             run.job.stepper.check = Check(chosen, draw=number)
         elif self.exchanged:
             run.job.stepper.check = Check((), draw=number)
@@ -84,7 +84,7 @@ class Checking(Callback):
         if faults:
             raise TrainError(_sentence(step.number, faults, self.clean))
         if stale:
-            raise TrainError(f"step {step.number}: {stale_sentence(stale)} The step is not saved")
+            raise TrainError(f"step {step.number}: {stale_codes_message(stale)} The step is not saved")
         if check.sites:
             self.clean = step.number
 

@@ -45,7 +45,7 @@ class Proof(Callback):
 
     def before_step(self, run: Run, number: int, batches: Batches) -> Observe:
         if run.job.plan is not self.proof.plan:
-            self.proof.follow(run.job.plan, number)
+            self.proof.switch_plan(run.job.plan, number)
         reached = {component for component, n in run.job.stepper.forwards(batches).items() if n}
         return Observe(gemms=number == run.first or bool(self.proof.pending & reached))
 

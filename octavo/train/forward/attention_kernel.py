@@ -93,7 +93,7 @@ def choose(
         return Choice(word, "as requested")
     rejected: dict[str, str] = {}
     calls: dict[str, list[Callable[[], Any]]] = {}
-    for name in models.kernels_here() if word == "auto" else (word,):
+    for name in models.available_kernels() if word == "auto" else (word,):
         try:
             calls[name] = [_tried(name, part, device) for part in parts]
         except Exception as error:  # any error means that the kernel does not work here, and is shown

@@ -67,7 +67,7 @@ def verdict(plan: fp8.Plan) -> list[str]:
     parts = {c: [row for row in rows if row.component == c] for c in dict.fromkeys(row.component for row in rows)}
     width = max(map(len, parts))
     for name, layers in parts.items():
-        recipes = ", ".join(dict.fromkeys(row.recipe.short() for row in layers if row.recipe is not None))
+        recipes = ", ".join(dict.fromkeys(row.recipe.summary() for row in layers if row.recipe is not None))
         inside = sum(row.fp8 for row in layers)
         part = f"  {name:<{width}}  {inside} of {len(layers)}"
         if recipes:

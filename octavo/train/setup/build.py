@@ -91,7 +91,7 @@ def build(
     phase.begin(stepper, processor, start.directory, progress.step, log)
     if start.checkpoint is not None:  # after the resume, so that a refused one does not change the record
         _record_machine(start.directory, cfg, world, processor)
-    background = checkpoint.Background(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
+    background = checkpoint.BackgroundSaver(world, world.device, cfg.run.encrypt) if cfg.run.save == "async" else None
     return Job(
         cfg=cfg,
         world=world,
@@ -199,7 +199,7 @@ def _plan(
 
 def _note_pixels(counters: Any, processor: Any, log: Log) -> None:
     """Print a note if the resumed run resized images with another library."""
-    pixels = models.pixels_by(processor)
+    pixels = models.image_backend(processor)
     if not counters or pixels is None:
         return
     before = compat.image_backend(counters)
@@ -286,11 +286,11 @@ def _record_machine(directory: Path, cfg: Config, world: parallel.World, process
     if not world.is_main:
         return
     origin = hub.origin(cfg.model.path)
-    about = {**environment.describe(), "ranks": world.size, "pixels": models.pixels_by(processor)}
+    about = {**environment.describe(), "ranks": world.size, "pixels": models.image_backend(processor)}
     if origin is not None:
         about["model"] = origin
     if (videos := getattr(processor, "videos", None)) is not None:
-        about["video"] = models.videos_described(videos)
+        about["video"] = models.describe_videos(videos)
     run_dir.write_json(directory / "environment.json", about)
 
 

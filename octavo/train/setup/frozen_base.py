@@ -48,12 +48,12 @@ def switch_off_dropout(model: nn.Module, cfg: Config) -> None:
     ModelError for a model with randomness that cannot be switched off.
     """
     if cfg.train.phase in BEYOND_SFT:
-        models.switch_off_dropout(model)
+        models.disable_dropout(model)
 
 
 def dropout_note(model: nn.Module, cfg: Config) -> list[str]:
     """A sentence about what :func:`switch_off_dropout` switched off; ``model`` may be without its adapters."""
-    off = [*models.switched_off(model)]
+    off = [*models.disabled_dropout(model)]
     if cfg.lora is not None and cfg.lora.dropout and cfg.train.phase in BEYOND_SFT:
         off.append(f"lora.dropout {cfg.lora.dropout:g}")
     if not off:
@@ -82,9 +82,9 @@ def frozen_names(model: Any, family: models.Family, cfg: Config, folder: str | N
         quantized = models.read_quantization(folder) is not None
         if not quantized and not kinds:
             return {}
-        requested = models.frozen_names(folder, model, kinds, keeps_codes(cfg))
+        requested = models.frozen_casts(folder, model, kinds, keeps_codes(cfg))
         if quantized and kinds and not keeps_codes(cfg):
-            _not_cast_twice(requested, models.frozen_names(folder, model), folder)
+            _not_cast_twice(requested, models.frozen_casts(folder, model), folder)
         return requested
     lacking = [name for name in kinds if name not in family.components]
     if lacking:
@@ -163,7 +163,7 @@ def dress(small: nn.Module, dressed: nn.Module, family: models.Family, cfg: Conf
         from octavo import adapters
 
         here = {row.name for row in fp8.describe_layers(small, family.components)}
-        names = tuple(name for name in adapters.attached(dressed) if name in here)
+        names = tuple(name for name in adapters.adapted_layers(dressed) if name in here)
         if names:
             section = cfg.lora.model_copy(update={"adapter": None, "targets": names, "exclude": ()})
             adapters.attach(small, family, section)

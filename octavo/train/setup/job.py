@@ -42,7 +42,7 @@ class Job:
     base: frozen_base.Base | None = None
     attention: Any = None  # see `attention_kernel.kept_of`; None if torch chooses
     first: Mapping[str, Any] | None = None  # record of the checkpoint with its first weights (`start_from.note`)
-    background: checkpoint.Background | None = None  # writes checkpoints during the steps (`run.save: async`)
+    background: checkpoint.BackgroundSaver | None = None  # writes checkpoints during the steps (`run.save: async`)
 
     @property
     def model(self) -> PreTrainedModel:

@@ -1,9 +1,9 @@
 """The model of a run: loaded, frozen, converted to FP8, with its adapters and critic.
 
 One process reads weights first. Several ranks prepare a model without values, shard it and then fill it: each rank
-reads the rows of its shards (`models.defer`, `parallel.fill`), or draws all random numbers, which come from one
-generator, and keeps its rows (`models.draw`). DoRA needs the norms of rows first, so there every rank has the whole
-model until it is sharded.
+reads the rows of its shards (`models.load_deferred`, `parallel.fill`), or draws all random numbers, which come from one
+generator, and keeps its rows (`models.init_deferred`). DoRA needs the norms of rows first, so there every rank has the
+whole model until it is sharded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def assemble_model(
     log: Callable[[str], None] = lambda text: None,
     ranks: int = 1,
     others: Iterable[fp8.Plan] = (),
-) -> tuple[PreTrainedModel, Lows, models.Deferred | models.Drawn | None]:
+) -> tuple[PreTrainedModel, Lows, models.DeferredModel | models.DeferredInit | None]:
     """(model, lower halves, source of weights) of a configuration.
 
     The model is loaded, frozen and converted to FP8 as planned (`others`: plans to which the run will switch), with the
@@ -86,18 +86,22 @@ def _all_bf16(model: nn.Module, log: Callable[[str], None]) -> None:
         )
 
 
-def _deferred(cfg: Config, device: torch.device, log: Callable[[str], None]) -> models.Deferred | models.Drawn | None:
+def _deferred(
+    cfg: Config, device: torch.device, log: Callable[[str], None]
+) -> models.DeferredModel | models.DeferredInit | None:
     """The model before its weights are read, or None if they are needed immediately."""
     if cfg.lora is not None and cfg.lora.dora:
         return None
     if (drawn := random_weights(cfg)) is not None:
         _say_drawn(cfg, log)
         both = cfg.optimizer.master == "bf16+16"
-        return models.draw(cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both)
+        return models.init_deferred(
+            cfg.model.path, torch.float32 if both else model_dtype(cfg), device, *drawn, split=both
+        )
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
         _say_dequantized(cfg, log)
-        return models.defer(cfg.model.path, device=device, split=True, log=log)
-    return models.defer(cfg.model.path, model_dtype(cfg), device, **_codes(cfg, log), log=log)
+        return models.load_deferred(cfg.model.path, device=device, split=True, log=log)
+    return models.load_deferred(cfg.model.path, model_dtype(cfg), device, **_codes(cfg, log), log=log)
 
 
 def load_weights(cfg: Config, device: torch.device, log: Callable[[str], None]) -> tuple[PreTrainedModel, Lows]:
@@ -107,8 +111,8 @@ def load_weights(cfg: Config, device: torch.device, log: Callable[[str], None]) 
     if (drawn := random_weights(cfg)) is not None:
         _say_drawn(cfg, log)
         if cfg.optimizer.master == "bf16+16":
-            return models.split(models.fresh(path, torch.float32, "cpu", *drawn), device)
-        return models.fresh(path, model_dtype(cfg), device, *drawn), {}
+            return models.split_model(models.init_model(path, torch.float32, "cpu", *drawn), device)
+        return models.init_model(path, model_dtype(cfg), device, *drawn), {}
     if cfg.optimizer.master == "bf16+16" and cfg.lora is None:
         _say_dequantized(cfg, log)
         return models.load_split(path, device=device)

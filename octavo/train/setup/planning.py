@@ -112,7 +112,7 @@ def spans_told(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _recipes(plan: fp8.Plan) -> str:
-    return ", ".join(dict.fromkeys(row.recipe.short() for row in plan.rows if row.recipe is not None))
+    return ", ".join(dict.fromkeys(row.recipe.summary() for row in plan.rows if row.recipe is not None))
 
 
 def leaves_open(cfg: Config) -> bool:
@@ -273,7 +273,7 @@ def _progress_of(log: Callable[[str], None]) -> Callable[[int, int, str], None]:
 
 def stays(model: nn.Module) -> list[str]:
     """Return notes on what stays in high precision in every model, besides linear layers."""
-    return [f"{kind} in high precision: {reason}" for kind, reason in models.stays(model).items()]
+    return [f"{kind} in high precision: {reason}" for kind, reason in models.high_precision_modules(model).items()]
 
 
 def _notes(plan: fp8.Plan, model: PreTrainedModel, family: models.Family, ranks: int, cfg: Config) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import torch
 from octavo import checkpoint, fp8, models, parallel
 from octavo.checkpoint import compat
 from octavo.checkpoint.run_state.files import read_state
-from octavo.fp8.optim import note_on_old_coat
+from octavo.fp8.optim import old_coat_note
 from octavo.fp8.planning import Schedule, document
 from octavo.fp8.proof import Prediction
 from octavo.train.errors import TrainError
@@ -86,7 +86,7 @@ def resume(
         before = read_state(start.checkpoint)["counters"].get("base", {})
         frozen_base.same(before, frozen.whole, start.checkpoint, stepper.cfg.model.path)
     restored = checkpoint.load(start.checkpoint, model=stepper.model, optimizer=stepper.optimizer, world=world)
-    if note := note_on_old_coat(stepper.optimizer):
+    if note := old_coat_note(stepper.optimizer):
         log(f"note: {start.checkpoint}: {note}")
     if not start.forked:  # a fork starts new amax histories
         fp8.load_scaling_state(stepper.model, scaling_of(restored.extra))
@@ -148,7 +148,7 @@ def save(job: Job, folder: str = run_dir.CHECKPOINTS) -> Path | None:
             **({} if job.base is None else {"base": job.base.whole}),
             **({} if job.attention is None else {"attention": job.attention}),
             **({} if job.first is None else {"start_from": dict(job.first)}),
-            "pixels": models.pixels_by(job.processor),
+            "pixels": models.image_backend(job.processor),
             **({} if (scale := job.stepper.update.scale) is None else {"loss_scale": scale.state()}),
         },
         world=job.world,

@@ -126,7 +126,7 @@ class Graphs:
 
         def work() -> Tensor:
             batch = {name: value for name, value in held.items() if name not in _NOT_THE_MODELS}
-            with models.without_masks(self.model):
+            with models.disable_masks(self.model):
                 loss = self.loss_at({**batch, "meta": meta}, held["keep"], held["target"], held["weight"])
             (loss.total * held["scale"] if "scale" in held else loss.total).backward()
             return loss.parts

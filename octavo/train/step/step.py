@@ -151,7 +151,7 @@ class Stepper:
                         self.update.backward(loss)
                         del loss  # with the parts of its graph that backward does not free
                 if self.check:
-                    self.check.look_at_codes(self.model)
+                    self.check.check_weight_codes(self.model)
                 done = self.update.step()  # norm, finiteness check, clipping, update
         if not done.applied and histories:  # undo a skipped step's amaxes, and the codes cast with them
             fp8.load_scaling_state(self.model, histories)

@@ -98,7 +98,7 @@ def test_a_plan_with_moves_says_where_each_gemm_stands_and_why() -> None:
     places = {("up", "fwd"): GemmState(2, "blockwise", step=30, why=why), ("up", "wgrad"): GemmState(3, "bf16")}
     moved = apply_moves(plan, build_ladders(plan), places)
     up, down = moved.rows[0], moved.rows[1]
-    assert up.recipe is not None and up.recipe.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
+    assert up.recipe is not None and up.recipe.summary() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
     assert "adapt: fwd blockwise since step 30 (sqnr of x 9.0 dB" in up.reason and set(up.selections) == {
         "fwd",
         "dgrad",
@@ -159,7 +159,7 @@ def test_a_layer_that_another_plan_has_in_fp8_computes_in_high_precision_until_t
         step(model, x)
     with pytest.raises(fp8.ProofError, match="planned in high precision, 1 fwd ran on"):
         Proof(plans.at(1), parts=["foundation"]).observe(counts, {"foundation": 1})
-    proof.follow(plans.at(3), 3)
+    proof.switch_plan(plans.at(3), 3)
     assert proof.pending == {"foundation"}
     proof.observe(counts, {"foundation": 1})
     found = proof.report()

@@ -55,9 +55,9 @@ def test_codes_of_w_serve_twice_where_the_recipe_says_so() -> None:
 def test_each_gemm_can_stay_in_high_precision() -> None:
     r = recipe("blockwise", wgrad="bf16")
     assert r.wgrad is None and r.fwd is not None and r.gemm("wgrad") is None and r.gemm("fwd") is r.fwd
-    assert r.short() == str(r) == "blockwise e4m3 wgrad=bf16"
-    assert recipe("tensorwise", fwd="bf16", dgrad="bf16").short() == "tensorwise hybrid fwd=bf16 dgrad=bf16"
-    assert recipe("mxfp8").short() == "mxfp8 e4m3"
+    assert r.summary() == str(r) == "blockwise e4m3 wgrad=bf16"
+    assert recipe("tensorwise", fwd="bf16", dgrad="bf16").summary() == "tensorwise hybrid fwd=bf16 dgrad=bf16"
+    assert recipe("mxfp8").summary() == "mxfp8 e4m3"
 
 
 def test_describe_shows_three_equations() -> None:
@@ -107,8 +107,8 @@ def test_a_history_has_a_length(length: object) -> None:
 def test_a_gemm_may_have_the_casts_of_another_recipe_in_its_own_format() -> None:
     r = recipe("tensorwise", fwd="blockwise", wgrad="bf16")
     assert (r.fwd, r.dgrad, r.wgrad) == (recipe("blockwise").fwd, recipe("tensorwise").dgrad, None)
-    assert r.words() == {"fwd": "blockwise", "dgrad": "fp8", "wgrad": "bf16"}
-    assert r.short() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
+    assert r.gemm_precisions() == {"fwd": "blockwise", "dgrad": "fp8", "wgrad": "bf16"}
+    assert r.summary() == "tensorwise hybrid fwd=blockwise wgrad=bf16"
     assert recipe("tensorwise", fwd="tensorwise") == recipe("tensorwise")
     assert recipe("rowwise", format="hybrid", dgrad="rowwise") == recipe("rowwise", format="hybrid")
     for name in ("delayed", "off", "rowwize"):

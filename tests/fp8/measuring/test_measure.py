@@ -13,8 +13,8 @@ from octavo import fp8
 from octavo.fp8.kernels import registry
 from octavo.fp8.measuring import Machine, choose, timing
 from octavo.fp8.measuring import measure as measurements
-from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured, cases_of
-from octavo.fp8.measuring.timing import Timed, time_calls
+from octavo.fp8.measuring.cases import HIGH, Case, Entry, Measured, make_cases
+from octavo.fp8.measuring.timing import Timing, time_calls
 from octavo.fp8.proof.prediction import predict
 
 measure = importlib.import_module("octavo.fp8.measuring.bench")  # fp8.measure is the function
@@ -41,7 +41,7 @@ def fake(seconds):
         for name in calls:
             given = seconds(case, name.removesuffix(", cold"))
             device_s, host = given if isinstance(given, tuple) else (given, given / 10)
-            out[name] = Timed(device_s * (1.5 if name.endswith(", cold") else 1), host, 0.0, 4)
+            out[name] = Timing(device_s * (1.5 if name.endswith(", cold") else 1), host, 0.0, 4)
         return out
 
     return timer
@@ -91,7 +91,7 @@ def test_a_gpu_waits_while_the_host_queues_the_call(monkeypatch):
     clock = timing._Clock(torch.device("cuda"), flush=False)
     clock._scratch = type("Scratch", (), {"zero_": lambda self: order.append("flush")})()
     clock.time("a", lambda: order.append("call"))
-    clock.settle()
+    clock.collect_times()
     assert order == ["flush", timing.LEAD, "event", "call", "event", "wait"] and clock.result("a").device == 3e-3
     assert 1.5e-3 < timing.LEAD / 1.98e9 < 2.7e-3 and timing.LEAD / 1.4e9 < 3e-3  # at an H200's clocks, high and low
     order.clear()
@@ -107,19 +107,19 @@ def test_time_calls_sees_which_is_slower():
 
 def test_each_distinct_shape_is_one_case():
     model = Net()
-    cases = cases_of(model, fp8.describe_layers(model), TOKENS)
+    cases = make_cases(model, fp8.describe_layers(model), TOKENS)
     assert set(cases) == {f"layers.{i}.{n}" for i in range(3) for n in "qk"} | {"frozen"}
     assert set(cases.values()) == {
         Case("linear", 64, 32, 32, True), Case("linear", 64, 16, 32, True), Case("linear", 64, 48, 32, frozen=True),
     }  # fmt: skip
-    assert not cases_of(model, fp8.describe_layers(model), {"foundation": 0})
+    assert not make_cases(model, fp8.describe_layers(model), {"foundation": 0})
 
 
 def test_an_input_without_gradient_needs_no_dgrad():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     model[1].requires_grad_(True)
     model.append(nn.Linear(8, 8).requires_grad_(False))
-    cases = cases_of(model, fp8.describe_layers(model), {"foundation": 4})
+    cases = make_cases(model, fp8.describe_layers(model), {"foundation": 4})
     assert [cases[n].dgrad for n in "012"] == [False, False, True]
     assert "frozen no dgrad" in str(cases["0"])
 
@@ -156,7 +156,7 @@ def test_a_model_on_which_fp8_always_loses_is_planned_without_it():
 @pytest.mark.parametrize("ratio", [0.3, 0.9, 0.975, 0.985, 1.0, 1.01, 1.04, 1.5])
 def test_fp8_runs_where_it_wins_by_more_than_the_margin(ratio):
     found = Measured({HIGH: Entry("", {}, 1.0), "a": Entry("rowwise e4m3", {}, ratio)})
-    choice = choose.by_measurement(found, [fp8.recipe("rowwise")])
+    choice = choose.choose_by_measurement(found, [fp8.recipe("rowwise")])
     assert (choice.entry is not None) == (ratio < 0.98) and choice.best[1].seconds == ratio
 
 
@@ -207,10 +207,10 @@ def test_near_ties_go_to_the_finest_scales():
     fast = {"tensorwise hybrid": 0.50, "blockwise e4m3": 0.51, "rowwise e4m3": 0.60}
     found = Measured({HIGH: high, **{f"{n} on x": Entry(n, {}, s) for n, s in fast.items()}})
     allowed = [fp8.recipe(n.split()[0]) for n in fast]
-    assert choose.by_measurement(found, allowed).entry.recipe == "blockwise e4m3"
-    assert choose.by_measurement(found, allowed[2:]).entry.recipe == "rowwise e4m3"
+    assert choose.choose_by_measurement(found, allowed).entry.recipe == "blockwise e4m3"
+    assert choose.choose_by_measurement(found, allowed[2:]).entry.recipe == "rowwise e4m3"
     edge = Measured({HIGH: high, "a": Entry("tensorwise hybrid", {}, 0.97), "b": Entry("blockwise e4m3", {}, 0.99)})
-    assert choose.by_measurement(edge, allowed).entry.recipe == "tensorwise hybrid"  # the finer one does not win
+    assert choose.choose_by_measurement(edge, allowed).entry.recipe == "tensorwise hybrid"  # the finer one does not win
 
 
 def test_candidates_are_whole_backends_and_the_registrys_mix(monkeypatch):
@@ -398,7 +398,7 @@ def test_what_a_measurement_needs():
 )
 def test_the_documented_table(sm, shape, allowed, chosen, why):
     names = allowed or ("blockwise", "mxfp8", "rowwise", "tensorwise")
-    recipe, reason = choose.by_table(sm, shape, {n: fp8.recipe(n) for n in names})
+    recipe, reason = choose.choose_by_table(sm, shape, {n: fp8.recipe(n) for n in names})
     assert (recipe and recipe.name) == chosen and why in reason
 
 

@@ -30,14 +30,14 @@ class Slow:
         self.queue.append((self.numbers, to, source))
         return self.numbers
 
-    def out(self, here: Tensor) -> tuple[Tensor, int]:
+    def to_host(self, here: Tensor) -> tuple[Tensor, int]:
         assert here.dtype == torch.uint8 and here.dim() == 1
         self.log.append("out")
         self.moved += here.numel()
         there = torch.full_like(here, 255)
         return there, self._later(there, here)
 
-    def back(self, there: Tensor) -> tuple[Tensor, int]:
+    def to_device(self, there: Tensor) -> tuple[Tensor, int]:
         self.log.append("back")
         here = torch.full_like(there, 255)  # NaN in every float
         return here, self._later(here, there)
@@ -120,14 +120,14 @@ def test_at_most_two_blocks_are_on_the_device_after_the_forward():
     model = stack(6)
     copies = offloaded(model)
     hosts: set[int] = set()
-    plain = copies.out
+    plain = copies.to_host
 
     def out(here):
         there, ready = plain(here)
         hosts.add(there.untyped_storage()._cdata)
         return there, ready
 
-    copies.out = out
+    copies.to_host = out
     x = torch.randn(2, 8, 32, requires_grad=True)
     with count_saved(model, model.named_children()) as k:
         y = model(x)

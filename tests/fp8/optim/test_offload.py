@@ -44,7 +44,7 @@ class Late:
         self._fetches[slot] = pairs
         self.most = max(self.most, len(self._fetches))
 
-    def arrive(self, slot: int) -> None:
+    def wait_for_fetch(self, slot: int) -> None:
         self.log.append(("arrive", slot))
         for there, here in self._fetches.pop(slot):
             there.copy_(here)

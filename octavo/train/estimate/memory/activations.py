@@ -355,7 +355,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
         with mode:
             codes = torch.empty(q.data.shape, dtype=q.data.dtype, device="cpu")
             scale = torch.empty(q.scale.shape, dtype=q.scale.dtype, device="cpu")
-        turned = isinstance(tensor, Fp8Weight) and tensor.turned
+        turned = isinstance(tensor, Fp8Weight) and tensor.is_transposed
         return frozen_from_codes(codes, scale, q.spec, dtype, transposed=turned)
 
     # Tied tensors have one fake, found by the identity of the original.
@@ -365,7 +365,7 @@ def _without_values(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) 
                 if tensor is not None:
                     held[name] = fakes.setdefault(id(tensor), fake(tensor))  # type: ignore[assignment]
         if isinstance(module, fp8.weights.CachesWeights):
-            module.own_weights()
+            module.register_caches()
 
 
 @contextmanager
